@@ -1,0 +1,49 @@
+# Every target sets up what it needs: a virtual environment of its own in .venv, with every package pinned by
+# constraints.txt. The set-up runs again only when pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+# Two processes share the work of the tests, so each keeps to one thread. Nothing here needs a model hub.
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## Watch a small language model learn to think, by GRPO and by PPO
+	$(BIN)/flowrl demo
+
+test: $(READY)  ## Run the tests
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10
+
+check: $(READY)  ## Lint, check the format, and type-check the package in strict mode
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(READY)  ## Run the benchmarks
+	@for script in $(sort $(wildcard benchmarks/*.py)); do \
+		echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
+	done
+
+clean:  ## Remove caches and build outputs (not .venv, not runs)
+	rm -rf build dist flowrl.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find flowrl operators graphs backends tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# The build backend is installed first and used without isolation, because pip does not constrain what it would fetch
+# into an isolated build environment.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("flowrl needs Python 3.11 or newer; $(PYTHON) is " \
+		+ sys.version.split()[0] + ". Name another one: make PYTHON=/path/to/python3.11 ...")'
+	@echo 'Setting up $(VENV), once: this downloads and installs torch and what else constraints.txt names.'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -qq --constraint constraints.txt setuptools
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@

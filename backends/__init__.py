@@ -1,0 +1,11 @@
+"""Engines that hold weights: PyTorch in this process, over any Hugging Face causal LM folder."""
+
+if __name__ != "flowrl.backends":
+    raise ImportError(f"this package was imported as {__name__!r}; its one name is flowrl.backends: import that.")
+
+from flowrl.backends.optim import SGD, AdamW, Constant, Cosine, Linear
+from flowrl.backends.torch_critic import TorchCritic
+from flowrl.backends.torch_rollout import TorchRollout
+from flowrl.backends.torch_trainer import TorchScorer, TorchTrainer
+
+__all__ = ["SGD", "AdamW", "Constant", "Cosine", "Linear", "TorchCritic", "TorchRollout", "TorchScorer", "TorchTrainer"]

@@ -1,0 +1,379 @@
+"""A Hugging Face causal LM that scores sequences: loading, micro-batches, and log-probs a chunk of tokens at a time.
+
+Weights are float32 whatever `dtype` says: with ``bfloat16`` the arithmetic runs under `torch.autocast` over float32
+master weights, in trainers and scorers alike, so that an actor and a reference made from one folder agree bit for bit
+until the actor is trained, and small updates are not rounded away. Dropout is off at all times, because log-probs that
+are recomputed must be those that the update sees.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+from pydantic import BeforeValidator
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from flowrl.errors import BindError, DataError
+from flowrl.records import Sequences, Tokens
+
+Folder = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
+Dtype = Literal["float32", "bfloat16"]
+Rows = TypeVar("Rows", bound=NamedTuple)
+
+
+class TokenInputs(NamedTuple):
+    """The columns that a model runs over."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    response_mask: Tensor
+
+    @classmethod
+    def of(cls, batch: Tokens) -> TokenInputs:
+        """Just these columns of `batch`.
+
+        Raises:
+            DataError: a response token counts that the model cannot predict.
+        """
+        check_tokens(batch)
+        return cls(*(getattr(batch, name) for name in cls._fields))
+
+
+class SequenceInputs(NamedTuple):
+    """The columns that log-probs are computed from."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    response_mask: Tensor
+    temperature: Tensor
+
+    @classmethod
+    def of(cls, batch: Sequences) -> SequenceInputs:
+        """Just these columns of `batch`.
+
+        Raises:
+            DataError: a response token counts that the model cannot predict, or a temperature is not positive.
+        """
+        check_sequences(batch)
+        return cls(*(getattr(batch, name) for name in cls._fields))
+
+
+def check_tokens(batch: Tokens) -> None:
+    """Refuse a response token under the mask that is not attended, or that has no attended token before it."""
+    before = batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1
+    if before < 0:
+        raise DataError(
+            f"input_ids {tuple(batch.input_ids.shape)} leave no room for a prompt before response_mask "
+            f"{tuple(batch.response_mask.shape)}; the first response token needs a token that predicts it, so give "
+            f"each sequence a prompt of at least one token."
+        )
+    attended = batch.attention_mask[:, before:].bool()
+    bad = (batch.response_mask.bool() & ~(attended[:, 1:] & attended[:, :-1])).nonzero()
+    if len(bad):
+        row, token = bad[0].tolist()
+        raise DataError(
+            f"row {row} counts response token {token}, but attention_mask hides that token or the one before it; "
+            f"expected left-padded prompts followed by right-padded responses, all real tokens attended. Rebuild "
+            f"attention_mask as the prompt's mask and the response's side by side."
+        )
+
+
+def check_sequences(batch: Sequences) -> None:
+    """`check_tokens`, and refuse temperatures that no log-prob can be taken at."""
+    check_tokens(batch)
+    bad = (~(batch.temperature > 0)).nonzero().flatten().tolist()
+    if bad:
+        raise DataError(
+            f"temperature is {float(batch.temperature[bad[0]])} in row {bad[0]} ({len(bad)} rows are not positive); "
+            f"log-probs are those of logits / temperature, and greedy samples have none. Sample rows that are scored "
+            f"or trained on with Generate(temperature=1.0), and keep temperature 0 for validation."
+        )
+
+
+def take(batch: Rows, rows: Tensor | slice, device: torch.device | None = None) -> Rows:
+    """`rows` of every column of a record, moved to `device`; columns that are None stay None."""
+
+    def pick(column: Any) -> Any:
+        if isinstance(column, Tensor):
+            picked = column[rows.to(column.device) if isinstance(rows, Tensor) else rows]
+            return picked if device is None else picked.to(device)
+        if isinstance(column, np.ndarray):
+            return column[rows.cpu().numpy() if isinstance(rows, Tensor) else rows]
+        return column
+
+    return batch._make(pick(column) for column in batch)
+
+
+def micro_batches(attention_mask: Tensor, max_tokens: int) -> list[slice]:
+    """Cut rows, in order, into runs whose padded size (rows by width, less common padding) is at most `max_tokens`.
+
+    A row that alone exceeds the budget is a run of its own. The cut depends on the mask and the budget only.
+    """
+    runs: list[slice] = []
+    start = left = right = 0
+    for row, (first, last) in enumerate(zip(*(ends.tolist() for ends in _ends(attention_mask)), strict=True)):
+        left, right = min(left, first), max(right, last)
+        if row > start and (row + 1 - start) * (right - left) > max_tokens:
+            runs.append(slice(start, row))
+            start = row
+        if row == start:
+            left, right = first, last
+    if len(attention_mask):
+        runs.append(slice(start, len(attention_mask)))
+    return runs
+
+
+def _ends(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """First attended column of each row and one past the last; ``(width, 0)`` for a row that attends to nothing."""
+    width, mask = attention_mask.shape[1], attention_mask.bool()
+    columns = torch.arange(width, device=mask.device)
+    return columns.where(mask, width).amin(1), (columns + 1).where(mask, 0).amax(1)
+
+
+class TorchModel:
+    """A causal LM, its device and its arithmetic; see the module's text for dtypes and dropout.
+
+    Args:
+        folder: a Hugging Face folder of a causal LM, with its tokeniser.
+        dtype: what the model computes in; log-softmax, entropy and all outputs are float32 in either case.
+        device: where it lives; None is CUDA where there is one, else the CPU.
+        gradient_checkpointing: recompute each layer in the backward pass.
+        with_head: False drops the LM head (a critic needs none; its folder may lack one).
+
+    Raises:
+        BindError: the folder does not hold a whole causal LM, or the model cannot do what is asked.
+    """
+
+    def __init__(
+        self, folder: str, dtype: Dtype, device: str | None, gradient_checkpointing: bool, with_head: bool = True
+    ) -> None:
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        lm = load_causal_lm(folder, with_head)
+        cast(nn.Module, lm).to(self.device).eval()
+        if "attention_mask" not in inspect.signature(lm.forward).parameters:
+            raise BindError(
+                f"{type(lm).__name__} in {folder!r} takes no attention_mask, so it cannot tell padding from tokens; "
+                f"bind a model that does."
+            )
+        if gradient_checkpointing:
+            _prepare_checkpointing(lm, folder)
+        base = cast(PreTrainedModel, lm.base_model)
+        self.module: PreTrainedModel = lm if with_head else base
+        """All weights."""
+        self._run, self._output, self._head = base, "last_hidden_state", cast(nn.Module, nn.Identity())
+        if with_head and _has_plain_head(lm):
+            self._head = cast(nn.Module, lm.get_output_embeddings())
+        elif with_head:  # the logits are not those of the head alone: take them from the model
+            self._run, self._output = lm, "logits"
+        self._arguments = frozenset(inspect.signature(self._run.forward).parameters)
+        self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
+
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """The autocast region that the model computes in."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
+            yield
+
+    @torch.no_grad()
+    def width(self) -> int:
+        """The size of what `states` gives; models whose body projects its output have another than ``hidden_size``."""
+        with self.arithmetic():
+            return int(getattr(self._run(**_probe(self.module)), self._output).shape[-1])
+
+    def states(self, batch: Tokens) -> Tensor:
+        """What the model says just before each response token under the mask: ``[tokens, width]``, row by row.
+
+        It is the last hidden state (or the logits, where these are not those of the head alone) at sequence position
+        ``sequence - response - 1 + t`` for response token ``t``.
+        """
+        first, last = _ends(batch.attention_mask)
+        left, right = int(first.min()), int(last.max())
+        if right <= left:  # nothing is attended; one column of padding keeps the shapes
+            left, right = 0, 1
+        mask = batch.attention_mask[:, left:right].bool()
+        # Padding may hold anything, ids that the vocabulary lacks included.
+        inputs: dict[str, Any] = {
+            "input_ids": batch.input_ids[:, left:right].masked_fill(~mask, 0),
+            "attention_mask": mask.long(),
+            "position_ids": batch.position_ids[:, left:right].masked_fill(~mask, 0),
+            "use_cache": False,
+            # From the position before the first response token on.
+            "logits_to_keep": (keep := max(1, right - (batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1))),
+        }
+        self._run.train(self._checkpoints and torch.is_grad_enabled())
+        # Not all models know position_ids (ALiBi) or logits_to_keep (and a base never does).
+        output = self._run(**{name: value for name, value in inputs.items() if name in self._arguments})
+        self._run.eval()
+        states = cast(Tensor, getattr(output, self._output))
+        rows, tokens = batch.response_mask.nonzero(as_tuple=True)
+        return states[rows, tokens + (states.shape[1] - keep)]
+
+    def log_probs(self, batch: Sequences, chunk: int, wants_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Log-probs of the response tokens at each row's temperature, and the entropy of what they were drawn from.
+
+        Of the ``[tokens, vocabulary]`` matrix only `chunk` rows exist at a time, in the forward and the backward pass.
+
+        Returns:
+            float32 ``[batch response]`` twice (None where no entropy is wanted), 0 off the mask.
+        """
+        rows, tokens = batch.response_mask.nonzero(as_tuple=True)
+        targets = batch.input_ids[rows, tokens + (batch.input_ids.shape[1] - batch.response_mask.shape[1])]
+        score: Callable[..., tuple[Tensor, ...]] = _score_with_entropy if wants_entropy else _score
+        with self.arithmetic():
+            columns = (self.states(batch), targets, batch.temperature[rows])
+            pieces = zip(*(column.split(chunk) for column in columns), strict=True)
+            if torch.is_grad_enabled():  # keep no chunk for the backward pass; compute it again there
+                again = partial(checkpoint, score, self._head, use_reentrant=False, preserve_rng_state=False)
+                parts = [again(*piece) for piece in pieces]
+            else:
+                parts = [score(self._head, *piece) for piece in pieces]
+        log_probs, *entropy = (scatter(torch.cat(part), batch.response_mask) for part in zip(*parts, strict=True))
+        return log_probs, entropy[0] if entropy else None
+
+
+def _score(head: nn.Module, states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    return (_log_softmax(head, states, temperature).gather(1, targets[:, None]).squeeze(1),)
+
+
+def _score_with_entropy(head: nn.Module, states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    log_p = _log_softmax(head, states, temperature)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+
+
+def _log_softmax(head: nn.Module, states: Tensor, temperature: Tensor) -> Tensor:
+    return torch.log_softmax(head(states).float() / temperature[:, None].float(), dim=1)
+
+
+def scatter(values: Tensor, mask: Tensor) -> Tensor:
+    """Put one value per true element of `mask`, in row-major order, into zeros of its shape (float32)."""
+    return torch.zeros(mask.shape, device=values.device).masked_scatter(mask, values.float())
+
+
+def load_causal_lm(folder: str, with_head: bool = True) -> PreTrainedModel:
+    """The causal LM of a Hugging Face folder, in float32 on the CPU; nothing is fetched.
+
+    Raises:
+        BindError: there is no such folder, it does not load, or it lacks weights (which would be drawn at random).
+    """
+    _refuse_no_folder(folder)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        lm, report = load(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
+    except Exception as error:
+        raise BindError(
+            f"the folder {folder!r} does not load as a causal LM ({type(error).__name__}: {error}); expected "
+            f"config.json and whole safetensors of a causal LM, as model.save_pretrained(folder) writes them."
+        ) from error
+    missing = {name for name in report["missing_keys"] if with_head or not _is_head(lm, name)}
+    if problems := sorted(missing | {str(key) for key in report["mismatched_keys"]}):
+        raise BindError(
+            f"the folder {folder!r} lacks {len(problems)} weights of {type(lm).__name__} or has them in another shape "
+            f"({', '.join(problems[:3])}{', …' if len(problems) > 3 else ''}), and they would be drawn at random; "
+            f"write the folder again with model.save_pretrained(folder)."
+        )
+    return cast(PreTrainedModel, lm)
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The tokeniser of a Hugging Face folder.
+
+    Raises:
+        BindError: the folder has none that loads.
+    """
+    _refuse_no_folder(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise BindError(
+            f"the folder {folder!r} has no tokeniser that loads ({type(error).__name__}: {error}); it is written "
+            f"beside the trained weights, so add it with tokenizer.save_pretrained(folder)."
+        ) from error
+
+
+def _refuse_no_folder(folder: str) -> None:
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        found = "has no config.json" if os.path.isdir(folder) else "does not exist"
+        raise BindError(
+            f"the model folder {folder!r} {found}; expected a local Hugging Face folder of a causal LM. Write one with "
+            f"model.save_pretrained(folder) and tokenizer.save_pretrained(folder), or download one beforehand."
+        )
+
+
+def _is_head(lm: PreTrainedModel, name: str) -> bool:
+    head = lm.get_output_embeddings()
+    return head is not None and any(lm.get_parameter(name) is parameter for parameter in head.parameters())
+
+
+@torch.no_grad()
+def _has_plain_head(lm: PreTrainedModel) -> bool:
+    """Whether ``lm(x).logits`` is ``head(base(x).last_hidden_state)``, with no soft-capping, scaling or the like after.
+
+    The head is made to give logits from a wide range, so that a cap shows even where the model's own logits are small.
+    """
+    head, base = lm.get_output_embeddings(), lm.base_model
+    if head is None or base is lm:
+        return False
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def widen(module: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+        seen.append((args[0], torch.linspace(-100, 100, logits.numel(), device=logits.device).view_as(logits)))
+        return seen[-1][1]
+
+    probe = _probe(lm)
+    handle = head.register_forward_hook(widen)
+    try:
+        logits = lm(**probe).logits
+    finally:
+        handle.remove()
+    states = getattr(base(**probe), "last_hidden_state", None)
+    return (
+        len(seen) == 1
+        and states is not None
+        and torch.allclose(seen[0][0], states, rtol=1e-5, atol=1e-5)
+        and torch.equal(seen[0][1], logits)
+    )
+
+
+@torch.no_grad()
+def _prepare_checkpointing(lm: PreTrainedModel, folder: str) -> None:
+    """Recompute layers in the backward pass. Transformers does so in training mode only, so make that mode as
+    evaluation is: what is random in it is set to 0."""
+    if not lm.supports_gradient_checkpointing:
+        raise BindError(
+            f"{type(lm).__name__} in {folder!r} does not support gradient checkpointing; bind it with "
+            f"gradient_checkpointing=False."
+        )
+    probe = _probe(lm)
+    calm = lm(**probe).logits
+    lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    for module in lm.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(module, name, 0.0)
+    lm.train()
+    trained = lm(**probe).logits
+    lm.eval()
+    if not torch.allclose(trained, calm, rtol=1e-4, atol=1e-5):
+        raise BindError(
+            f"{type(lm).__name__} in {folder!r} computes something else in training mode than in evaluation, although "
+            f"dropout is off, so its log-probs could not be recomputed; bind it with gradient_checkpointing=False."
+        )
+
+
+def _probe(lm: PreTrainedModel) -> dict[str, Any]:
+    """The arguments of a forward pass over a short sequence of any vocabulary: tokens ``[1 4]``."""
+    ids = torch.arange(4, device=lm.device)[None] % cast(nn.Embedding, lm.get_input_embeddings()).num_embeddings
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}

@@ -1,0 +1,150 @@
+"""Every column, defined once: an annotated tensor with its name in the `DataProto` and the *kind* of its numbers.
+
+A column type is ``Annotated[<jaxtyping array>, Column(name, kind, ...)]``: jaxtyping gives dtype and axes, `Column`
+gives the name, the kind and the pad value. The kind says what the numbers mean, so that `values` fed where
+`token_level_rewards` is wanted is an error although both are float32 ``[batch response]``.
+
+Names follow verl. Prompts are padded on the left, responses on the right, and a sequence is a prompt followed by its
+response, so response token ``t`` is sequence token ``sequence - response + t``.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int64, Shaped
+from torch import Tensor
+
+from flowrl.errors import DefinitionError
+
+Side = Literal["left", "right", "sequence"]
+
+# How the axes of a padded column are padded. "sequence" is a left-padded prompt followed by a right-padded response.
+PAD_SIDE: dict[str, Side] = {"prompt": "left", "response": "right", "sequence": "sequence"}
+
+# A reward without KL is a score; so a score may stand where a reward is wanted (and nowhere else may kinds mix).
+ACCEPTED_KINDS: dict[str, frozenset[str]] = {"reward": frozenset({"reward", "score"})}
+
+
+@dataclass(frozen=True)
+class Column:
+    """What an annotation says of a column besides dtype and axes.
+
+    Args:
+        name: the column's name in a `DataProto`.
+        kind: what the numbers mean; ports are matched by kind, dtype and axes, not by name.
+        pad: the value that fills padding when rows of unequal width meet.
+    """
+
+    name: str
+    kind: str
+    pad: int | float | bool = 0
+
+
+@dataclass(frozen=True)
+class ColumnType:
+    """A column annotation, parsed: `name`, `kind`, `dtype` (``"float32"``, ..., ``"object"``), `axes`, `pad`."""
+
+    name: str
+    kind: str
+    dtype: str
+    axes: tuple[str, ...]
+    pad: int | float | bool = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}[{' '.join(self.axes)}] {self.dtype}"
+
+    def accepts(self, other: ColumnType) -> bool:
+        """Whether a column of type `other` may be read where this one is wanted (axis *identity* aside)."""
+        kinds = ACCEPTED_KINDS.get(self.kind, frozenset({self.kind}))
+        return other.kind in kinds and self.dtype == other.dtype and self.axes == other.axes
+
+
+def parse(annotation: Any) -> ColumnType | None:
+    """The `ColumnType` of an annotation, or None where it is not a column.
+
+    Raises:
+        DefinitionError: a `Column` that annotates something other than a jaxtyping array of one dtype.
+    """
+    if get_origin(annotation) is not Annotated:
+        return None
+    array, *extras = get_args(annotation)
+    column = next((e for e in extras if isinstance(e, Column)), None)
+    if column is None:
+        return None
+    dtypes, axes = getattr(array, "dtypes", None), getattr(array, "dim_str", None)
+    if axes is None:
+        raise DefinitionError(
+            f"column {column.name!r} annotates {array!r}; expected a jaxtyping array such as "
+            f'Annotated[Float32[Tensor, "batch response"], Column({column.name!r}, {column.kind!r})].'
+        )
+    if array.array_type is np.ndarray:
+        dtype = "object"
+    elif isinstance(dtypes, list | tuple) and len(dtypes) == 1:
+        dtype = str(dtypes[0]).removesuffix("_")  # jaxtyping spells torch.bool as "bool_" or "bool"
+    elif isinstance(dtypes, list | tuple) and set(dtypes) == {"bool", "bool_"}:
+        dtype = "bool"
+    else:
+        raise DefinitionError(
+            f"column {column.name!r} allows several dtypes ({dtypes}); expected exactly one, such as Float32 or Int64."
+        )
+    return ColumnType(column.name, column.kind, dtype, tuple(axes.split()), column.pad)
+
+
+_registry: dict[str, ColumnType] = {}
+
+
+def register(column: ColumnType) -> ColumnType:
+    """Make `column` known by its name (for padding and display); defining one name twice differently is an error."""
+    known = _registry.setdefault(column.name, column)
+    if known != column:
+        raise DefinitionError(
+            f"column {column.name!r} is already defined as {known} (pad {known.pad!r}), and now as {column} "
+            f"(pad {column.pad!r}); give the new one a name of its own."
+        )
+    return known
+
+
+def lookup(name: str) -> ColumnType | None:
+    """The column type that is defined under `name`, or None."""
+    return _registry.get(name)
+
+
+Prompts = Annotated[Int64[Tensor, "batch prompt"], Column("prompts", "tokens")]
+PromptMask = Annotated[Bool[Tensor, "batch prompt"], Column("prompt_mask", "mask", pad=False)]
+Responses = Annotated[Int64[Tensor, "batch response"], Column("responses", "tokens")]
+InputIds = Annotated[Int64[Tensor, "batch sequence"], Column("input_ids", "tokens")]
+AttentionMask = Annotated[Bool[Tensor, "batch sequence"], Column("attention_mask", "mask", pad=False)]
+PositionIds = Annotated[Int64[Tensor, "batch sequence"], Column("position_ids", "positions")]
+ResponseMask = Annotated[Bool[Tensor, "batch response"], Column("response_mask", "mask", pad=False)]
+"""True at tokens that the policy itself sampled and the loss counts."""
+
+RolloutLogProbs = Annotated[
+    Float32[Tensor, "batch response"], Column("rollout_log_probs", "log-prob of the rollout", 0.0)
+]
+OldLogProbs = Annotated[Float32[Tensor, "batch response"], Column("old_log_probs", "log-prob of the old policy", 0.0)]
+RefLogProbs = Annotated[Float32[Tensor, "batch response"], Column("ref_log_prob", "log-prob of the reference", 0.0)]
+Values = Annotated[Float32[Tensor, "batch response"], Column("values", "value", 0.0)]
+Returns = Annotated[Float32[Tensor, "batch response"], Column("returns", "return", 0.0)]
+Advantages = Annotated[Float32[Tensor, "batch response"], Column("advantages", "advantage", 0.0)]
+TokenLevelScores = Annotated[Float32[Tensor, "batch response"], Column("token_level_scores", "score", 0.0)]
+TokenLevelRewards = Annotated[Float32[Tensor, "batch response"], Column("token_level_rewards", "reward", 0.0)]
+
+Temperature = Annotated[Float32[Tensor, "batch"], Column("temperature", "temperature", 1.0)]
+"""The temperature that a row was sampled at; it travels with the row to every log-prob that is taken of it."""
+PolicyVersion = Annotated[Int64[Tensor, "batch"], Column("policy_version", "version", -1)]
+
+Uid = Annotated[Shaped[np.ndarray, "batch"], Column("uid", "group")]
+RowId = Annotated[Shaped[np.ndarray, "batch"], Column("row_id", "row id")]
+DataSource = Annotated[Shaped[np.ndarray, "batch"], Column("data_source", "source name")]
+GroundTruth = Annotated[Shaped[np.ndarray, "batch"], Column("ground_truth", "ground truth")]
+ExtraInfo = Annotated[Shaped[np.ndarray, "batch"], Column("extra_info", "record")]
+RawPrompt = Annotated[Shaped[np.ndarray, "batch"], Column("raw_prompt", "messages")]
+ResponseText = Annotated[Shaped[np.ndarray, "batch"], Column("response_text", "text")]
+
+for _name, _value in list(vars(sys.modules[__name__]).items()):
+    if (_parsed := parse(_value)) is not None:
+        register(_parsed)

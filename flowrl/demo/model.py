@@ -1,0 +1,227 @@
+"""The demonstration's language model: a Hugging Face folder of under 1 MB, built and warm-started in seconds on a CPU.
+
+A character-level Llama of 113,472 parameters is pre-trained on demonstrations of addition until it mostly answers
+at once (and is mostly wrong) and sometimes thinks first (and is mostly right). That is where reinforcement learning
+starts. The warm start is plain PyTorch: it makes the material that a graph works on and is no part of one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import xxhash
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from flowrl.demo import task
+from flowrl.keys import Key
+
+SPECIAL = ("<|pad|>", "<|unk|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+WORDS = (task.THINK, task.END_THINK)
+"""Whole-word tokens; ordinary ones, so that decoding without special tokens keeps them for the verifier."""
+
+CHARACTERS = ("\n", *map(chr, range(32, 127)))
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('this model knows the roles system, user and assistant, not ' + message['role']) }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+STEPS = 350
+BATCH = 128
+LEARNING_RATE = 4e-3
+WARM_UP_STEPS = 20
+DECAY_SHARE = 0.3  # the last 30 % of the steps decay to zero
+DIRECT_SHARE = 0.7
+BUCKET = 16  # tokens: sequences that end in the same 16 run together
+STAMP = "warm_start.json"
+
+OnStep = Callable[[int, int, float], None]
+"""Called after each optimiser step with (steps done, steps in all, loss in nats per answer token)."""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokeniser of 104 tokens: printable ASCII by character, ``<think>`` and ``</think>`` as words, a chat template."""
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS, *WORDS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    pattern = "|".join([*map(re.escape, WORDS), r"[\s\S]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        unk_token="<|unk|>",
+        eos_token="<|end|>",
+        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """An untrained Llama: 2 layers of width 64, 2 heads of 32 (the least that vLLM takes), tied embeddings, float32."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+class Demonstrations(NamedTuple):
+    """Right-padded conversations: int64 ``[n sequence]`` tokens and labels (-100 off the answer), ``[n]`` lengths."""
+
+    input_ids: Tensor
+    labels: Tensor
+    lengths: Tensor
+
+
+def demonstrations(tokenizer: PreTrainedTokenizerFast, seed: int) -> Demonstrations:
+    """One demonstration per training problem: direct with probability 0.7, else worked."""
+    key = Key.of(seed).derive("warm start", "mode")
+    problems = task.split().train
+    direct = key.uniforms([p.prompt for p in problems], 1)[:, 0] < DIRECT_SHARE
+    users = [[{"role": "user", "content": p.prompt}] for p in problems]
+    answers = [p.answer if d else p.worked for p, d in zip(problems, direct.tolist(), strict=True)]
+    prompts = tokenizer.apply_chat_template(users, add_generation_prompt=True, return_dict=False)
+    responses = tokenizer([a + tokenizer.eos_token for a in answers], add_special_tokens=False)["input_ids"]
+
+    lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)])
+    input_ids = torch.full((len(problems), int(lengths.max())), tokenizer.pad_token_id)
+    labels = torch.full_like(input_ids, -100)
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        input_ids[i, : lengths[i]] = torch.tensor(prompt + response)
+        labels[i, len(prompt) : lengths[i]] = torch.tensor(response)
+    return Demonstrations(input_ids, labels, lengths)
+
+
+def warm_start(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    steps: int = STEPS,
+    on_step: OnStep | None = None,
+) -> list[float]:
+    """Fine-tune `model` in place on demonstrations; returns the loss of each step, in nats per answer token.
+
+    One seed gives one set of weights: it runs on one thread and leaves the global random state alone.
+    """
+    data = demonstrations(tokenizer, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS, (steps - step) / (DECAY_SHARE * steps))
+    )
+    losses = []
+    model.train()
+    with _one_thread():
+        for step, rows in enumerate(_batches(len(data.lengths), seed, steps)):
+            losses.append(_backward(model, data, rows))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if on_step is not None:
+                on_step(step + 1, steps, losses[-1])
+    model.eval()
+    return losses
+
+
+def _batches(count: int, seed: int, steps: int) -> Iterator[Tensor]:
+    """`steps` times `BATCH` row indices, from one shuffle of all rows after another."""
+    generator = Key.of(seed).derive("warm start", "order").generator()
+    epochs = -(-steps * BATCH // count)
+    order = torch.cat([torch.randperm(count, generator=generator) for _ in range(epochs)])
+    yield from order[: steps * BATCH].view(steps, BATCH)
+
+
+def _backward(model: LlamaForCausalLM, data: Demonstrations, rows: Tensor) -> float:
+    """Gradients of the mean over all answer tokens of `rows`; rows of like length run together, to save padding."""
+    tokens = (data.labels[rows] != -100).sum()
+    buckets = data.lengths[rows] // BUCKET
+    total = 0.0
+    for bucket in buckets.unique():
+        part = rows[buckets == bucket]
+        width = int(data.lengths[part].max())
+        # Padding is on the right, where causal attention cannot see it: no attention mask is needed.
+        logits = model(input_ids=data.input_ids[part, : width - 1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), data.labels[part, 1:width].flatten(), reduction="sum") / tokens
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread: several would change the order of summation, and are slower at this size."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def build(folder: str | Path, seed: int = 0, on_step: OnStep | None = None, *, steps: int = STEPS) -> Path:
+    """The warm-started model with its tokeniser, as a Hugging Face folder at `folder`; returns its path.
+
+    A folder that an earlier call finished with the same seed, steps and code, and whose files are as they were
+    written, is used as it is; any other is written anew.
+    """
+    folder = Path(folder)
+    stamp = folder / STAMP
+    if stamp.exists() and _is_finished(folder, _recipe(seed, steps)):
+        return folder
+    stamp.unlink(missing_ok=True)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, seed)
+    warm_start(model, tokenizer, seed, steps, on_step)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    files = {path.name: _digest(path) for path in sorted(folder.iterdir()) if path.is_file()}
+    # The stamp comes last and in one move, so that whatever stopped half-way bears none.
+    partial = folder / f"{STAMP}.partial"
+    partial.write_text(json.dumps({"recipe": _recipe(seed, steps), "files": files}, indent=2), encoding="utf-8")
+    partial.replace(stamp)
+    return folder
+
+
+def _recipe(seed: int, steps: int) -> dict[str, Any]:
+    """What decides the weights: seed, steps, and the code that turns them into weights."""
+    source = "".join(inspect.getsource(inspect.getmodule(f) or task) for f in (build, task.split))
+    return {"seed": seed, "steps": steps, "code": xxhash.xxh3_128_hexdigest(source.encode())}
+
+
+def _is_finished(folder: Path, recipe: dict[str, Any]) -> bool:
+    stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+    return stamp["recipe"] == recipe and all(
+        (folder / name).is_file() and _digest(folder / name) == digest for name, digest in stamp["files"].items()
+    )
+
+
+def _digest(path: Path) -> str:
+    return xxhash.xxh3_128_hexdigest(path.read_bytes())

@@ -1,0 +1,152 @@
+"""`Graph.diff`: what changes from one graph to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrl.graph import Graph, Node
+from flowrl.serial import compact_inputs, encode, parameters
+
+
+@dataclass(frozen=True)
+class NodeChange:
+    """What changed in a node that both graphs have: ``(before, after)`` by parameter and by port; None is absent."""
+
+    parameters: Mapping[str, tuple[Any, Any]]
+    ports: Mapping[str, tuple[str | None, str | None]]
+
+
+@dataclass(frozen=True)
+class Diff:
+    """What changes from `before` to `after`; text by ``str()``, a picture by `mermaid()`, and falsy where nothing does.
+
+    `removed` are nodes whose readers live on or that were sinks; `pruned` are those that fell away because nothing reads
+    them any more.
+    """
+
+    before: Graph
+    after: Graph
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    pruned: tuple[str, ...]
+    changed: Mapping[str, NodeChange]
+    bindings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    lag: tuple[int, int] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.pruned or self.changed or self.bindings or self.lag)
+
+    def __str__(self) -> str:
+        lines = [f"{self.before.name} -> {self.after.name}" + ("" if self else ": no difference")]
+        for name in self.added:
+            lines.append(f"+ {name}: {describe(self.after[name])}  <- {', '.join(self.after[name].sources)}")
+        for name in self.removed:
+            lines.append(f"- {name}: {describe(self.before[name])}")
+        for name in self.pruned:
+            lines.append(f"- {name}: {describe(self.before[name])}  (nothing reads it any more)")
+        for name, change in self.changed.items():
+            for parameter, (old, new) in change.parameters.items():
+                lines.append(f"~ {name}.{parameter}: {_show(old)} -> {_show(new)}")
+            for port, (source, target) in change.ports.items():
+                lines.append(f"~ {name} <- {port}: {source or 'unwired'} -> {target or 'unwired'}")
+        for role, (old, new) in self.bindings.items():
+            lines.append(f"~ role {role}: {_show(old)} -> {_show(new)}")
+        if self.lag:
+            lines.append(f"~ lag of Sync -> Generate: {self.lag[0]} -> {self.lag[1]}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def mermaid(self) -> str:
+        """Both graphs in one picture, with added, removed and changed nodes marked."""
+        from flowrl.mermaid import draw_diff
+
+        return draw_diff(self)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/plain": str(self), "text/markdown": f"```\n{self}\n```\n\n```mermaid\n{self.mermaid()}\n```"}
+
+
+def diff(before: Graph, after: Graph) -> Diff:
+    """See `Diff`; nodes are matched by name, and a node whose operator class changed counts as changed."""
+    gone = [name for name in before.nodes if name not in after]
+    pruned = [
+        name
+        for name in gone
+        if name not in before.sinks and _readers(before, name) and _readers(before, name) <= set(gone)
+    ]
+    changed = {}
+    for name, node in after.nodes.items():
+        if name in before and (change := _node_change(before[name], node)):
+            changed[name] = change
+    roles = sorted({*before.bindings, *after.bindings})
+    bindings = {
+        r: (before.bindings.get(r), after.bindings.get(r))
+        for r in roles
+        if before.bindings.get(r) != after.bindings.get(r)
+    }
+    return Diff(
+        before,
+        after,
+        tuple(name for name in after.nodes if name not in before),
+        tuple(name for name in gone if name not in pruned),
+        tuple(pruned),
+        changed,
+        bindings,
+        (before.lag, after.lag) if before.lag != after.lag else None,
+    )
+
+
+def _readers(graph: Graph, name: str) -> set[str]:
+    return set(graph.network.successors(name))
+
+
+def _node_change(old: Node, new: Node) -> NodeChange | None:
+    before, after = _parameters(old), _parameters(new)
+    changes = {k: (before.get(k), after.get(k)) for k in {**before, **after} if before.get(k) != after.get(k)}
+    wires_before, wires_after = compact_inputs(old), compact_inputs(new)
+    ports = {
+        k: (wires_before.get(k), wires_after.get(k))
+        for k in {**wires_before, **wires_after}
+        if wires_before.get(k) != wires_after.get(k)
+    }
+    return NodeChange(changes, ports) if changes or ports else None
+
+
+def _parameters(node: Node) -> dict[str, Any]:
+    """Parameters flattened one level down, so that ``loss.kl`` shows as such and not as two whole losses."""
+    encoded = encode(node.operator, node.name, portable=False)
+    flat: dict[str, Any] = {"operator": encoded.pop("$type").partition(":")[2]}
+    for name, value in encoded.items():
+        if isinstance(value, dict) and "$type" in value:
+            flat |= {f"{name}.{k}" if k != "$type" else name: v for k, v in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def describe(node: Node) -> str:
+    """``GAE(lam=0.9)``: the operator with the parameters that differ from their defaults."""
+    operator = node.operator
+    given = [
+        f"{f.name}={_show(encode(getattr(operator, f.name), node.name, portable=False))}"
+        for f in parameters(operator)
+        if f.name not in operator.role_uses and getattr(operator, f.name) != f.default
+    ]
+    return f"{type(operator).__name__}({', '.join(given)})"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Mapping) and "$type" in value:
+        inner = ", ".join(f"{k}={_show(v)}" for k, v in value.items() if k != "$type" and v is not None)
+        return f"{value['$type'].rpartition(':')[2]}({inner})"
+    if isinstance(value, Mapping) and "$role" in value:
+        return f"role {value['$role']}"
+    if isinstance(value, Mapping) and "$function" in value:
+        return str(value["$function"])
+    if isinstance(value, Mapping) and "$class" in value:
+        return str(value["$class"]).rpartition(":")[2]
+    return repr(value)

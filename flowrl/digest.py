@@ -1,0 +1,44 @@
+"""Digests of weights: how a sender and a receiver find that they hold the same numbers.
+
+The digest of a tensor is xxh3-128 over its name, dtype, shape and bytes; that of a set of weights is xxh3-128 over the
+digests of its tensors, sorted by name. So it can be taken tensor by tensor as they pass, in any order, and two sets
+that differ can say where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import xxhash
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a Hugging Face model under the names that `save_pretrained` writes, sorted, tied ones once.
+
+    The tensors are the live ones, or copies where the model stores several of them fused (experts).
+    """
+    state = remove_tied_weights_from_state_dict(model.state_dict(), model)
+    yield from sorted(revert_weight_conversion(model, state).items())
+
+
+def tensor_digest(name: str, tensor: Tensor) -> str:
+    """xxh3-128 of one named tensor, as 32 hex digits."""
+    digest = xxhash.xxh3_128(f"{name}\n{tensor.dtype}\n{tuple(tensor.shape)}\n".encode())
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # bytes, since NumPy knows no bfloat16
+    digest.update(content.numpy().data)
+    return digest.hexdigest()
+
+
+def combine(digests: Mapping[str, str]) -> str:
+    """xxh3-128 of a set of weights, given the `tensor_digest` of each under its name."""
+    return xxhash.xxh3_128_hexdigest("\n".join(f"{name} {digests[name]}" for name in sorted(digests)).encode())
+
+
+def weights_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """xxh3-128 of a set of named weights, in whatever order they come, as 32 hex digits."""
+    return combine({name: tensor_digest(name, tensor) for name, tensor in weights})

@@ -1,0 +1,63 @@
+"""The errors of flowrl.
+
+Every message is one short paragraph: what was found, where, what was expected, and the call that mends it.
+Each class derives from `FlowrlError` and from the builtin it refines. A message is the only argument, so
+every error survives pickling (it must cross process boundaries).
+"""
+
+from __future__ import annotations
+
+
+class FlowrlError(Exception):
+    """Base of every error that flowrl raises on purpose."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of its message
+        return str(self.args[0]) if self.args else ""
+
+
+class DefinitionError(FlowrlError, TypeError):
+    """An operator, record or column class is not well formed; raised where the class is defined."""
+
+
+class ParameterError(FlowrlError, ValueError):
+    """A hyper-parameter or setting has a value that is not allowed."""
+
+
+class PortError(FlowrlError, TypeError):
+    """What was connected to a port is not what the port wants."""
+
+
+class GraphError(FlowrlError, ValueError):
+    """A graph, an edit of one, or a file of one is not well formed."""
+
+
+class RuleError(GraphError):
+    """`graph.check()` found something that must not be launched."""
+
+
+class BindError(FlowrlError, ValueError):
+    """A role is not bound, or bound to a backend that cannot serve it."""
+
+
+class DataError(FlowrlError, ValueError):
+    """Data (columns, a file, a prompt) is not what it should be."""
+
+
+class ColumnNotFoundError(DataError, KeyError):
+    """A column that was asked for is not there."""
+
+
+class SyncError(FlowrlError, RuntimeError):
+    """Weights did not arrive as they were sent, or an engine holds no valid receipt."""
+
+
+class StalePolicyError(FlowrlError, RuntimeError):
+    """Rows were sampled by another version of the policy than the one that would be trained on them."""
+
+
+class RewardError(FlowrlError, RuntimeError):
+    """A reward function raised, hung, or returned something that is not a score."""
+
+
+class NodeError(FlowrlError, RuntimeError):
+    """A node of a running graph raised; names node, step and input shapes."""

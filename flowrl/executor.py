@@ -1,0 +1,148 @@
+"""`LocalExecutor`: walks a plan in one process. No threads, no Ray: breakpoints work inside every operator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from flowrl.columns import ColumnType
+from flowrl.errors import GraphError, NodeError
+from flowrl.graph import Node
+from flowrl.metrics import Metrics
+from flowrl.plan import Plan
+from flowrl.proto import DataProto
+from flowrl.records import Updated
+from flowrl.session import Session
+
+Outputs = dict[str, tuple[DataProto, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step left.
+
+    Args:
+        columns: the columns of the nodes that were asked for, by node.
+        values: their batchless values, by node.
+        metrics: every number that was reported; a key that two nodes report is prefixed by the node.
+        seconds: how long each node took.
+    """
+
+    columns: Mapping[str, DataProto]
+    values: Mapping[str, Mapping[str, Any]]
+    metrics: Metrics
+    seconds: Mapping[str, float]
+
+
+class LocalExecutor:
+    """Runs steps of a plan, node after node, in this process.
+
+    Args:
+        plan: what to run.
+        session: engines, keys and state.
+    """
+
+    def __init__(self, plan: Plan, session: Session) -> None:
+        self.plan, self.session = plan, session
+
+    def sync(self) -> None:
+        """Carry the trainers' weights to the engines that generate: before step 0, and after a restore."""
+        with self.session.active():
+            for node in self.plan.syncs:
+                trainers = [self.session.engines[role] for role, mode in _roles(node) if mode == "reads"]
+                node.operator.run({"updated": Updated(trainers[0].version)})
+        self.session.metrics = {}
+
+    def step(
+        self,
+        batch: DataProto,
+        step: int,
+        *,
+        keep: tuple[str, ...] = (),
+        on_node: Callable[[str], None] = lambda name: None,
+    ) -> StepResult:
+        """Run every node once.
+
+        Args:
+            batch: columns of the graph's inputs.
+            step: the step's number, from which keys are derived.
+            keep: nodes whose outputs the result holds, besides the sinks.
+            on_node: called with the name of each node as it starts.
+
+        Raises:
+            NodeError: a node raised; names node, step and the shapes that it was given, with the error as its cause.
+        """
+        self.session.begin_step(step)
+        outputs = self._feed(batch)
+        wanted = {*keep, *self.plan.graph.sinks}
+        seconds: dict[str, float] = {}
+        with self.session.active():
+            for node in self.plan.order:
+                on_node(node.name)
+                started = time.perf_counter()
+                outputs[node.name] = self._run(node, outputs, step)
+                seconds[node.name] = time.perf_counter() - started
+                for source in node.sources:  # what nobody reads any more is let go
+                    if self.plan.last_reader[source] == node.name and source not in wanted:
+                        del outputs[source]
+        return StepResult(
+            {name: outputs[name][0] for name in outputs if name in wanted},
+            {name: outputs[name][1] for name in outputs if name in wanted},
+            _merged(self.session.metrics),
+            seconds,
+        )
+
+    def _feed(self, batch: DataProto) -> Outputs:
+        outputs: Outputs = {}
+        for name in self.plan.graph.inputs:
+            columns = self.plan.graph[name].operator.signature.outputs
+            if missing := [column for column in columns if column not in batch]:
+                raise GraphError(
+                    f"the input {name!r} wants the columns {', '.join(columns)}, and the batch lacks {', '.join(missing)}."
+                )
+            outputs[name] = (batch.select(*columns), {})
+        return outputs
+
+    def _run(self, node: Node, outputs: Outputs, step: int) -> tuple[DataProto, Mapping[str, Any]]:
+        inputs: dict[str, Any] = {}
+        for slot, edge in node.inputs.items():
+            columns, values = outputs[edge.node]
+            inputs[slot] = columns[edge.output] if edge.output in columns else values[edge.output]
+        try:
+            written = node.operator.signature.unpack(node.operator.run(inputs))
+        except Exception as error:
+            raise NodeError(
+                f"{node.name} failed in step {step}: {type(error).__name__}: {error}\n  it is {node.operator!r}\n  it was given "
+                f"{_shapes(inputs)}"
+            ) from error
+        types = node.operator.signature.outputs
+        columns = {name: value for name, value in written.items() if isinstance(types[name], ColumnType)}
+        return DataProto(columns), {name: value for name, value in written.items() if name not in columns}
+
+
+def _roles(node: Node) -> list[tuple[str, str]]:
+    return [(getattr(node.operator, field).name, use.mode) for field, use in node.operator.role_uses.items()]
+
+
+def _merged(reported: Mapping[str, Metrics]) -> Metrics:
+    """All nodes' metrics; a key that two nodes report is prefixed by the node."""
+    merged: dict[str, Any] = {}
+    keys = [key for metrics in reported.values() for key in metrics]
+    for node, metrics in reported.items():
+        for key, metric in metrics.items():
+            merged[f"{node}/{key}" if keys.count(key) > 1 else key] = metric
+    return Metrics(merged)
+
+
+def _shapes(inputs: Mapping[str, Any]) -> str:
+    def shape(value: Any) -> str:
+        if isinstance(value, Tensor | np.ndarray):
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return repr(value)
+
+    return ", ".join(f"{slot}: {shape(value)}" for slot, value in inputs.items())

@@ -1,0 +1,239 @@
+"""References: how a user's function is named in a file, found again by that name, and told from another version of it.
+
+A reference is ``"package.module:name"`` or ``"path/to/file.py:name"``; `name` may be dotted (``Class.method``). A
+function that no other process could find by a reference (a lambda, a closure, a `functools.partial`) has none.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from types import CellType, CodeType, ModuleType
+from typing import Any, cast
+
+import xxhash
+
+from flowrl.errors import ParameterError
+
+
+def reference(fn: Callable[..., Any]) -> str | None:
+    """The reference of `fn`, or None where it has none.
+
+    A function of the script that runs now is named by its file (relative to the working directory where it lies below
+    it), and so is one of a module that was loaded from a path.
+    """
+    name, module_name = getattr(fn, "__qualname__", None), getattr(fn, "__module__", None)
+    module = sys.modules.get(module_name) if isinstance(module_name, str) else None
+    if module is None or not isinstance(name, str) or _attribute(module, name) is not fn:
+        return None
+    if module_name == "__main__":
+        if module.__spec__ is not None:  # python -m package.module
+            return f"{module.__spec__.name}:{name}"
+    elif _is_found_by_name(module):
+        return f"{module_name}:{name}"
+    file = getattr(module, "__file__", None)
+    if file is None or not file.endswith(".py") or not os.path.isfile(file):
+        return None
+    relative = os.path.relpath(file)
+    return f"{os.path.abspath(file) if relative.startswith(os.pardir) else relative}:{name}"
+
+
+def resolve(ref: str) -> Callable[..., Any]:
+    """The function that `ref` names; a file is run as a module of its own, once for each state of its content.
+
+    Raises:
+        ParameterError: there is no such module, file or name, it cannot be imported, or it is not callable.
+    """
+    source, name = split(ref)
+    file = source_file(ref)
+    try:
+        module = _load_file(cast(str, file)) if source.endswith(".py") else importlib.import_module(source)
+    except Exception as error:
+        raise ParameterError(
+            f"{ref!r} cannot be used: importing {source} raised {type(error).__name__}: {error}. Make "
+            f"`python -c 'import ...'` of it work first."
+        ) from error
+    fn = _attribute(module, name)
+    if not callable(fn):
+        found = "has no such name" if fn is None else f"has a {type(fn).__name__} under that name"
+        raise ParameterError(
+            f"{ref!r} names no function: {source} {found}; expected 'package.module:name' or 'file.py:name'."
+        )
+    return cast("Callable[..., Any]", fn)
+
+
+def check(ref: str) -> None:
+    """Refuse a reference to something that is not there, without running the module or file it names.
+
+    Raises:
+        ParameterError: there is no such module or file, it does not compile, or nothing in it defines the name.
+    """
+    name = split(ref)[1]
+    file = source_file(ref)
+    if file is None or not file.endswith(".py"):
+        return  # no source to look at; `resolve` will tell
+    try:
+        with open(file, "rb") as stream:
+            code = compile(stream.read(), file, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise ParameterError(
+            f"{ref!r} cannot be used: {file}:{error.lineno} does not compile ({error.msg})."
+        ) from error
+    instructions = list(dis.get_instructions(code))
+    defined = {i.argval for i in instructions if i.opname == "STORE_NAME"}
+    open_ended = "__getattr__" in defined or any("IMPORT_STAR" in f"{i.opname} {i.argrepr}" for i in instructions)
+    if name.partition(".")[0] not in defined and not open_ended:
+        functions = [c.co_name for c in code.co_consts if isinstance(c, CodeType) and c.co_name in defined]
+        raise ParameterError(
+            f"{ref!r} names no function: {file} does not define {name!r}; it defines {', '.join(functions) or 'none'}."
+        )
+
+
+def split(ref: str) -> tuple[str, str]:
+    """Module or file, and name.
+
+    Raises:
+        ParameterError: `ref` is not of the form of a reference.
+    """
+    source, _, name = ref.rpartition(":")
+    well_formed = source.endswith(".py") or all(part.isidentifier() for part in source.split("."))
+    if not source or not well_formed or not all(part.isidentifier() for part in name.split(".")):
+        raise ParameterError(f"{ref!r} names no function; expected 'package.module:name' or 'path/to/file.py:name'.")
+    return source, name
+
+
+def source_file(ref: str) -> str | None:
+    """The absolute path of the file that defines what `ref` names; None for a module without one (built in, zipped).
+
+    Raises:
+        ParameterError: there is no such module or file.
+    """
+    source, _ = split(ref)
+    if source.endswith(".py"):
+        if not os.path.isfile(source):
+            raise ParameterError(f"{ref!r} names no function: there is no file {os.path.abspath(source)!r}.")
+        return os.path.abspath(source)
+    try:
+        spec = importlib.util.find_spec(source)
+    except (ImportError, ValueError) as error:
+        raise ParameterError(
+            f"{ref!r} names no function: finding {source} raised {type(error).__name__}: {error}."
+        ) from error
+    if spec is None:
+        raise ParameterError(
+            f"{ref!r} names no function: no module {source!r} is on sys.path; install it, or name its file: "
+            f"'path/to/file.py:{split(ref)[1]}'."
+        )
+    return os.path.abspath(spec.origin) if spec.origin is not None and os.path.isfile(spec.origin) else None
+
+
+def has_main_guard(file: str) -> bool:
+    """Whether a script has ``if __name__ == "__main__":`` at its top level: importing it does not run its work then."""
+    with open(file, "rb") as stream:
+        tree = ast.parse(stream.read(), file)
+    tests = [node.test for node in tree.body if isinstance(node, ast.If)]
+    return any(isinstance(n, ast.Name) and n.id == "__name__" for test in tests for n in ast.walk(test))
+
+
+def source_hash(fn: Callable[..., Any]) -> str:
+    """xxh3-128 over what `fn` is: its source, and the plain values and functions that it closes over.
+
+    A lambda (whose source is a line that it may share) and a function without source are hashed by bytecode, so their
+    hash holds for one version of Python. What is called from global names is not followed.
+    """
+    digest = xxhash.xxh3_128()
+    for part in _parts(fn, set()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def _parts(fn: Any, seen: set[int]) -> list[str]:
+    """The texts that make up the identity of `fn`; `seen` ends recursion through closures."""
+    if id(fn) in seen:
+        return []
+    seen.add(id(fn))
+    if isinstance(fn, functools.partial):
+        bound = [*fn.args, *(x for item in sorted(fn.keywords.items()) for x in item)]
+        return ["partial", *_parts(fn.func, seen), *(text for value in bound for text in _value_parts(value, seen))]
+    if inspect.ismethod(fn):
+        return [*_parts(fn.__func__, seen), *_value_parts(fn.__self__, seen)]
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        target = fn if isinstance(fn, type) or inspect.isroutine(fn) else type(fn)
+        try:
+            return [textwrap.dedent(inspect.getsource(target))]
+        except (OSError, TypeError):
+            return [f"{target.__module__}.{target.__qualname__}"]  # compiled code
+    held = [cell.cell_contents for cell in fn.__closure__ or () if cell != CellType()]
+    try:
+        if fn.__name__ == "<lambda>":
+            raise OSError("a lambda's source is the whole line")
+        own = [textwrap.dedent(inspect.getsource(code))]
+    except (OSError, TypeError):
+        own = _code_parts(code)
+        held += [*(fn.__defaults__ or ()), *(x for item in sorted((fn.__kwdefaults__ or {}).items()) for x in item)]
+    return [*own, *(text for value in held for text in _value_parts(value, seen))]
+
+
+def _value_parts(value: Any, seen: set[int]) -> list[str]:
+    if isinstance(value, tuple | list):
+        return [type(value).__name__, str(len(value)), *(text for item in value for text in _value_parts(item, seen))]
+    if value is None or isinstance(value, str | bytes | int | float | bool):
+        return [repr(value)]
+    return _parts(value, seen) if callable(value) else [type(value).__qualname__]
+
+
+def _code_parts(code: CodeType) -> list[str]:
+    constants = [_code_parts(c) if isinstance(c, CodeType) else [repr(c)] for c in code.co_consts]
+    return [
+        code.co_code.hex(),
+        repr(code.co_names),
+        repr(code.co_varnames),
+        *(text for part in constants for text in part),
+    ]
+
+
+def _attribute(module: ModuleType, name: str) -> Any:
+    return functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), cast(Any, module))
+
+
+def _is_found_by_name(module: ModuleType) -> bool:
+    """Whether importing the module's name afresh would give the file that it was loaded from."""
+    parent = sys.modules.get(module.__name__.rpartition(".")[0])
+    for finder in sys.meta_path:
+        spec = finder.find_spec(module.__name__, getattr(parent, "__path__", None))
+        if spec is not None:
+            file = getattr(module, "__file__", None)
+            return file is None or (spec.origin is not None and os.path.abspath(spec.origin) == os.path.abspath(file))
+    return False
+
+
+def _load_file(file: str) -> ModuleType:
+    main = sys.modules["__main__"]
+    if os.path.abspath(getattr(main, "__file__", None) or "") == file:
+        return main  # running the script a second time would run its work a second time
+    with open(file, "rb") as stream:
+        content = stream.read()
+    stem = os.path.splitext(os.path.basename(file))[0]
+    name = f"{stem}_{xxhash.xxh3_64_hexdigest(file.encode() + content)}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} cannot be loaded as a module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and the like look their module up while it is being run
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,283 @@
+"""Graphs: immutable nodes, and what can be asked of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import networkx as nx
+import xxhash
+
+from flowrl.engines import Rollout, refuse_unfit
+from flowrl.errors import BindError, GraphError
+from flowrl.operator import Operator
+from flowrl.ports import Signature, record_columns
+from flowrl.roles import RoleRef
+from flowrl.symbols import Edge, Typed, infer
+
+if TYPE_CHECKING:
+    from flowrl.diff import Diff
+    from flowrl.edit import After
+    from flowrl.job import Job
+    from flowrl.rules import Finding
+
+
+class Input(Operator):
+    """The node of an algorithm's input: it computes nothing, its outputs are the columns of `record`."""
+
+    record: type
+
+    @property
+    def signature(self) -> Signature:
+        return Signature({}, {}, record_columns(self.record), self.record)
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operator in its place: where each slot of its ports comes from."""
+
+    name: str
+    operator: Operator
+    inputs: Mapping[str, Edge]
+
+    @property
+    def sources(self) -> list[str]:
+        """The nodes it reads from, without repetition."""
+        return list(dict.fromkeys(edge.node for edge in self.inputs.values()))
+
+    @property
+    def is_input(self) -> bool:
+        return isinstance(self.operator, Input)
+
+
+class Use(NamedTuple):
+    """One node's use of a role."""
+
+    node: str
+    mode: Literal["reads", "writes"]
+    protocol: type
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A dataflow graph: exactly what its sinks reach.
+
+    Args:
+        name: the algorithm's name.
+        nodes: by name, in topological order.
+        sinks: the nodes that the graph is run for.
+        lag: how many versions generation may run ahead, on the back-edge from `Sync` to `Generate`; 0 is on-policy.
+        bindings: backends by role, as far as they are bound.
+    """
+
+    name: str
+    nodes: Mapping[str, Node]
+    sinks: tuple[str, ...]
+    lag: int = 0
+    bindings: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def build(
+        name: str,
+        nodes: Mapping[str, Node],
+        sinks: Sequence[str],
+        lag: int = 0,
+        bindings: Mapping[str, Any] | None = None,
+    ) -> Graph:
+        """A graph of those of `nodes` that `sinks` reach, checked.
+
+        Raises:
+            GraphError: an edge from nowhere, or a cycle, which is named.
+            PortError: a connection that does not fit.
+        """
+        data = nx.DiGraph()
+        for position, node in enumerate(nodes.values()):
+            data.add_node(node.name, position=position)
+        for node in nodes.values():
+            for slot, edge in node.inputs.items():
+                if edge.node not in nodes or edge.output not in nodes[edge.node].operator.signature.outputs:
+                    raise GraphError(f"{node.name}.{slot} comes from {edge}, which the graph does not have.")
+                data.add_edge(edge.node, node.name)
+        unknown = [sink for sink in sinks if sink not in nodes]
+        if unknown:
+            raise GraphError(f"the graph has no node {unknown[0]!r} to be a sink; it has {', '.join(nodes)}.")
+        reached = set(sinks).union(*(nx.ancestors(data, sink) for sink in sinks))
+        data = data.subgraph(reached)
+        try:
+            order = list(nx.lexicographical_topological_sort(data, key=lambda n: data.nodes[n]["position"]))
+        except nx.NetworkXUnfeasible:
+            cycle = [a for a, _ in nx.find_cycle(data)]
+            raise GraphError(
+                f"the nodes {' -> '.join([*cycle, cycle[0]])} form a cycle; within a step a graph is acyclic, and the one "
+                f"edge across steps is Sync -> Generate, which is implied."
+            ) from None
+        graph = Graph(
+            name,
+            MappingProxyType({n: nodes[n] for n in order}),
+            tuple(dict.fromkeys(sinks)),
+            lag,
+            MappingProxyType(dict(bindings or {})),
+        )
+        _ = graph.types  # every connection is checked here
+        return graph
+
+    @cached_property
+    def types(self) -> Mapping[Edge, Typed]:
+        """The type of every output."""
+        types: dict[Edge, Typed] = {}
+        for node in self.nodes.values():
+            inputs = {slot: (edge, types[edge]) for slot, edge in node.inputs.items()}
+            for output, typed in infer(node.name, node.operator, inputs, types).items():
+                types[Edge(node.name, output)] = typed
+        return MappingProxyType(types)
+
+    def __getitem__(self, name: str) -> Node:
+        if name not in self.nodes:
+            raise GraphError(f"the graph {self.name} has no node {name!r}; it has {', '.join(self.nodes)}.")
+        return self.nodes[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.nodes
+
+    @property
+    def inputs(self) -> dict[str, type]:
+        """Record class of every input."""
+        return {n.name: n.operator.record for n in self.nodes.values() if isinstance(n.operator, Input)}
+
+    @cached_property
+    def network(self) -> nx.DiGraph:
+        """The data edges as a networkx graph: nodes bear ``operator``, edges ``slots`` (slot to `Edge`)."""
+        network = nx.DiGraph(name=self.name)
+        for node in self.nodes.values():
+            network.add_node(node.name, operator=node.operator)
+            for source in node.sources:
+                network.add_edge(source, node.name, slots={s: e for s, e in node.inputs.items() if e.node == source})
+        return nx.freeze(network)  # type: ignore[no-any-return]
+
+    @property
+    def back_edges(self) -> list[tuple[str, str]]:
+        """The edges across steps: from each node that writes an engine's weights to each that generates with them."""
+        engines = [(role, uses) for role, uses in self.roles().items() if any(u.protocol is Rollout for u in uses)]
+        return [
+            (writer.node, reader.node)
+            for _, uses in engines
+            for writer in uses if writer.mode == "writes"
+            for reader in uses if reader.mode == "reads"
+        ]  # fmt: skip
+
+    def bound(self, bindings: Mapping[str, Any]) -> Graph:
+        """The same graph with exactly these backends.
+
+        Raises:
+            BindError: a role that the graph does not have, or a backend that cannot serve what the graph asks of it.
+        """
+        roles = self.roles()
+        for role, backend in bindings.items():
+            if role not in roles:
+                raise BindError(f"{self.name} has no role {role!r} to bind; it has {', '.join(roles)}.")
+            for use in roles[role]:
+                refuse_unfit(role, backend, use.node, use.protocol)
+        return replace(self, bindings=MappingProxyType(dict(bindings)))
+
+    def ancestors(self, name: str) -> set[str]:
+        """The nodes that `name` depends on by data."""
+        return set(nx.ancestors(self.network, self[name].name))
+
+    def roles(self) -> dict[str, list[Use]]:
+        """Who uses which role, and how."""
+        roles: dict[str, list[Use]] = {}
+        for node in self.nodes.values():
+            for field_name, use in node.operator.role_uses.items():
+                ref = getattr(node.operator, field_name)
+                if isinstance(ref, RoleRef):
+                    roles.setdefault(ref.name, []).append(Use(node.name, use.mode, use.protocol))
+        return roles
+
+    def subgraph(self, until: str | Iterable[str]) -> Graph:
+        """The part that computes `until` (a node, or several), for validation or for looking at."""
+        sinks = (until,) if isinstance(until, str) else tuple(until)
+        for sink in sinks:
+            self[sink]
+        return Graph.build(self.name, self.nodes, sinks, self.lag, self.bindings)
+
+    def edit(
+        self,
+        *,
+        replace: Mapping[str, Operator] | None = None,
+        drop: Iterable[str] = (),
+        insert: Mapping[str, After] | None = None,
+        wire: Mapping[str, str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        bind: Mapping[str, Any] | None = None,
+        lag: int | None = None,
+        name: str | None = None,
+    ) -> Graph:
+        """A changed copy, in one atomic call; see `flowrl.edit`."""
+        from flowrl.edit import edit
+
+        return edit(self, replace or {}, tuple(drop), insert or {}, wire or {}, rename or {}, bind or {}, lag, name)
+
+    def bind(self, **backends: Any) -> Job:
+        """Give roles their backends: ``graph.bind(actor=TorchTrainer(model), rollout=TorchRollout())``."""
+        from flowrl.job import Job
+
+        return Job(self.edit(bind=backends))
+
+    def diff(self, other: Graph) -> Diff:
+        """What changes from this graph to `other`."""
+        from flowrl.diff import diff
+
+        return diff(self, other)
+
+    def check(self, *, prompts: int | None = None) -> list[Finding]:
+        """Everything that the rules find wrong, at once; `prompts` is the number of prompts a step, where it is known."""
+        from flowrl.rules import check
+
+        return check(self, prompts)
+
+    def mermaid(self) -> str:
+        """The graph as Mermaid text."""
+        from flowrl.mermaid import draw
+
+        return draw(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The graph as JSON-able data; `from_dict` reads it back.
+
+        Raises:
+            GraphError: a parameter cannot be written, such as a lambda.
+        """
+        from flowrl.serial import graph_to_dict
+
+        return graph_to_dict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Graph:
+        """The graph that `to_dict` wrote."""
+        from flowrl.serial import graph_from_dict
+
+        return graph_from_dict(data)
+
+    def fingerprint(self) -> str:
+        """xxh3-128 (hex) of the canonical form: equal for graphs that compute the same, whatever their name."""
+        from flowrl.serial import graph_to_dict
+
+        canonical = graph_to_dict(self, portable=False)
+        del canonical["name"]
+        return xxhash.xxh3_128_hexdigest(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
+
+    def __repr__(self) -> str:
+        lines = [f"{self.name}: {len(self.nodes)} nodes -> {', '.join(self.sinks)}"]
+        for node in self.nodes.values():
+            lines.append(
+                f"  {node.name:<16} {node.operator!r}" + (f"  <- {', '.join(node.sources)}" if node.sources else "")
+            )
+        return "\n".join(lines)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """Jupyter draws the Mermaid block of Markdown by itself."""
+        return {"text/plain": repr(self), "text/markdown": f"```mermaid\n{self.mermaid()}\n```"}

@@ -1,0 +1,107 @@
+"""`Job`: a graph whose roles are bound to backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.engines import Backend
+from flowrl.errors import BindError, GraphError
+from flowrl.executor import LocalExecutor
+from flowrl.graph import Graph
+from flowrl.plan import Plan
+from flowrl.rules import require
+from flowrl.session import Session
+
+
+@dataclass(frozen=True)
+class Job:
+    """A bound graph: ``grpo(reward_fn).bind(actor=..., ref=..., rollout=...)``. Nothing is loaded before it runs."""
+
+    graph: Graph
+
+    def edit(self, **verbs: Any) -> Job:
+        """`Graph.edit` on the job's graph; ``edit(bind={"rollout": ...})`` swaps an engine and nothing else."""
+        return Job(self.graph.edit(**verbs))
+
+    def refuse_unready(self, prompts: int | None = None) -> None:
+        """Everything that can be refused before a model loads.
+
+        Args:
+            prompts: prompts a step, where they are known.
+
+        Raises:
+            BindError: a role is not bound.
+            GraphError: a lag, which no executor can run yet, or weights that cannot be kept in order.
+            RuleError: a rule is broken.
+        """
+        unbound = [role for role in self.graph.roles() if role not in self.graph.bindings]
+        if unbound:
+            use = self.graph.roles()[unbound[0]][0]
+            raise BindError(
+                f"{self.graph.name} leaves {', '.join(map(repr, unbound))} unbound ({use.node} needs a "
+                f"{use.protocol.__name__} as {unbound[0]!r}); bind it: job.edit(bind={{{unbound[0]!r}: ...}})."
+            )
+        if self.graph.lag:
+            raise GraphError(
+                f"{self.graph.name} lets generation run {self.graph.lag} version(s) ahead, and no executor can do that yet; run it "
+                f"on-policy: job.edit(lag=0)."
+            )
+        require(self.graph, prompts)
+        _ = Plan(self.graph).order
+
+    def build(self, seed: int = 0) -> dict[str, Any]:
+        """Load the live engines, by role."""
+        return Engines(self.graph.bindings, seed).all()
+
+    @contextmanager
+    def eager(self, seed: int = 0) -> Iterator[Session]:
+        """Operators that are called inside the block run on this job's live engines, which are in sync at its start."""
+        self.refuse_unready()
+        session = Session(self.build(seed), seed)
+        LocalExecutor(Plan(self.graph), session).sync()
+        with session.active():
+            yield session
+
+
+class Engines:
+    """Builds engines, each once, those that another asks for first; the `BuildContext` of the backends."""
+
+    def __init__(self, bindings: Mapping[str, Any], seed: int) -> None:
+        self.bindings, self._seed = bindings, seed
+        self._built: dict[str, Any] = {}
+        self._building: list[str] = []
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self._seed
+
+    def engine(self, role: str) -> Any:
+        """The engine of `role`, built if need be.
+
+        Raises:
+            BindError: the role is not bound, or roles ask for each other in a circle.
+        """
+        if role in self._built:
+            return self._built[role]
+        if role not in self.bindings:
+            raise BindError(
+                f"{self._building[-1] if self._building else 'a backend'!r} shares the weights of {role!r}, which is not bound; bind "
+                f"{role}=..., or give it a model of its own."
+            )
+        if role in self._building:
+            raise BindError(
+                f"roles share weights in a circle: {' -> '.join([*self._building, role])}; give one a model of its own."
+            )
+        backend: Backend = self.bindings[role]
+        self._building.append(role)
+        self._built[role] = backend.build(self)
+        self._building.pop()
+        return self._built[role]
+
+    def all(self) -> dict[str, Any]:
+        """Every engine, in the order of the bindings."""
+        return {role: self.engine(role) for role in self.bindings}

@@ -1,0 +1,44 @@
+"""Keys: where all randomness comes from.
+
+A key is derived from names and numbers (seed, step, node, row id), never from a global generator, so that a row gets
+the same random numbers whichever process, batch or order it is computed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Key:
+    """A 128-bit key. ``Key.of(seed)`` starts a family; `derive` names a child."""
+
+    bits: int
+
+    @staticmethod
+    def of(seed: int) -> Key:
+        """The root key of a seed."""
+        return Key(0).derive("seed", seed)
+
+    def derive(self, *parts: str | int) -> Key:
+        """The child that `parts` name; different parts give independent children (xxh3-128)."""
+        text = "\x1f".join([format(self.bits, "032x"), *(f"{type(p).__name__}:{p}" for p in parts)])
+        return Key(xxhash.xxh3_128_intdigest(text.encode()))
+
+    def generator(self) -> torch.Generator:
+        """A CPU `torch.Generator` seeded with this key."""
+        return torch.Generator().manual_seed(self.bits & (2**63 - 1))
+
+    def uniforms(self, row_ids: Iterable[str], count: int) -> Tensor:
+        """Uniform numbers in [0, 1), float64 ``[rows, count]``, that depend on (key, row id) only.
+
+        The first ``k`` numbers of a row are the same for every `count` of at least ``k`` (Philox, Salmon et al. 2011).
+        """
+        rows = [np.random.Generator(np.random.Philox(key=self.derive(row).bits)).random(count) for row in row_ids]
+        return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, count, dtype=torch.float64)

@@ -1,0 +1,102 @@
+"""Metrics that merge exactly: a numerator with a denominator, or a number with the name of its reduction.
+
+Ranks and micro-batches each report their part; merging the parts gives the number that one process over all rows would
+have reported, which a mean of means does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from flowrl.errors import ParameterError
+
+Reduction = Literal["mean", "sum", "min", "max"]
+Number = float | int | Tensor
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number on its way to the log; for a mean, `value` is the numerator and `weight` the denominator."""
+
+    reduction: Reduction
+    value: float
+    weight: float = 1.0
+
+    def merge(self, other: Metric) -> Metric:
+        """Both parts together.
+
+        Raises:
+            ParameterError: the two parts name different reductions.
+        """
+        if self.reduction != other.reduction:
+            raise ParameterError(
+                f"a metric reported as {self.reduction} meets one reported as {other.reduction}; report it one way."
+            )
+        if self.reduction in ("mean", "sum"):
+            return Metric(self.reduction, self.value + other.value, self.weight + other.weight)
+        return self if (self.value <= other.value) == (self.reduction == "min") else other
+
+    def compute(self) -> float:
+        """The number; a mean over nothing is NaN."""
+        if self.reduction == "mean":
+            return self.value / self.weight if self.weight else float("nan")
+        return self.value
+
+
+class Metrics(Mapping[str, Metric]):
+    """A collector that an operator fills: ``metrics.mean("actor/entropy", (h * mask).sum(), mask.sum())``.
+
+    An operator that reports numbers takes ``metrics: Metrics = INJECTED``; the executor hands in a fresh collector for
+    every call. Reporting a key twice merges the two parts.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric] | None = None) -> None:
+        self._metrics: dict[str, Metric] = dict(metrics or {})
+
+    def mean(self, key: str, numerator: Number, denominator: Number = 1.0) -> None:
+        """Report ``numerator / denominator``; parts merge as sum of numerators over sum of denominators."""
+        self._add(key, Metric("mean", float(numerator), float(denominator)))
+
+    def sum(self, key: str, value: Number) -> None:
+        """Report a number whose parts add up."""
+        self._add(key, Metric("sum", float(value)))
+
+    def min(self, key: str, value: Number) -> None:
+        """Report a number of whose parts the smallest counts."""
+        self._add(key, Metric("min", float(value)))
+
+    def max(self, key: str, value: Number) -> None:
+        """Report a number of whose parts the largest counts."""
+        self._add(key, Metric("max", float(value)))
+
+    def merge(self, other: Mapping[str, Metric]) -> None:
+        """Merge the parts of `other` into this collector."""
+        for key, metric in other.items():
+            self._add(key, metric)
+
+    def compute(self) -> dict[str, float]:
+        """Every key with its number, in the order of first report."""
+        return {key: metric.compute() for key, metric in self._metrics.items()}
+
+    def _add(self, key: str, metric: Metric) -> None:
+        known = self._metrics.get(key)
+        self._metrics[key] = metric if known is None else known.merge(metric)
+
+    def __getitem__(self, key: str) -> Metric:
+        return self._metrics[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metrics)
+
+    def __len__(self) -> int:
+        return len(self._metrics)
+
+    def __repr__(self) -> str:
+        return f"Metrics({self.compute()})"
+
+    def __reduce__(self) -> Any:
+        return Metrics, (self._metrics,)

@@ -1,0 +1,92 @@
+"""Records: named groups of columns (and a few batchless values) that travel between operators.
+
+What an operator *returns* is a `NamedTuple`. What an operator *reads* may be any of those, or a `Protocol` that lists
+just the columns it reads as properties; every record that has these columns fits, for a type checker and for the graph.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from flowrl import columns as c
+
+
+class PromptBatch(NamedTuple):
+    """Prompts as they come from the data, before anything is sampled; tokens are padded on the left."""
+
+    prompts: c.Prompts
+    prompt_mask: c.PromptMask
+    uid: c.Uid
+    row_id: c.RowId
+    data_source: c.DataSource
+    ground_truth: c.GroundTruth
+    extra_info: c.ExtraInfo
+    raw_prompt: c.RawPrompt
+
+
+class RolloutBatch(NamedTuple):
+    """What a rollout engine sampled, with the version of the policy that sampled it."""
+
+    prompts: c.Prompts
+    responses: c.Responses
+    input_ids: c.InputIds
+    attention_mask: c.AttentionMask
+    position_ids: c.PositionIds
+    response_mask: c.ResponseMask
+    rollout_log_probs: c.RolloutLogProbs
+    response_text: c.ResponseText
+    temperature: c.Temperature
+    policy_version: c.PolicyVersion
+
+
+class Tokens(Protocol):
+    """What a model needs to run over whole sequences; the last ``response`` columns of `input_ids` are the response."""
+
+    @property
+    def input_ids(self) -> c.InputIds: ...
+    @property
+    def attention_mask(self) -> c.AttentionMask: ...
+    @property
+    def position_ids(self) -> c.PositionIds: ...
+    @property
+    def response_mask(self) -> c.ResponseMask: ...
+
+
+class Sequences(Tokens, Protocol):
+    """Tokens plus the temperature that log-probs are taken at."""
+
+    @property
+    def temperature(self) -> c.Temperature: ...
+
+
+class VersionedSequences(Sequences, Protocol):
+    """Sequences that say which version of the policy sampled them."""
+
+    @property
+    def policy_version(self) -> c.PolicyVersion: ...
+
+
+class Updated(NamedTuple):
+    """The policy was updated; `version` is what its weights bear now."""
+
+    version: int
+
+
+class CriticUpdated(NamedTuple):
+    """The critic was updated; `version` is what its weights bear now."""
+
+    version: int
+
+
+class Receipt(NamedTuple):
+    """Weights arrived at an engine.
+
+    `digest` is xxh3-128 over the tensors as received (Hugging Face names, sorted; tied weights once); `bytes` is what
+    was moved (0 for an alias), `seconds` how long that took, `transport` how.
+    """
+
+    version: int
+    digest: str
+    bytes: int
+    seconds: float
+    transport: str

@@ -1,0 +1,43 @@
+"""GRPO, as an edit of PPO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flowrl.graph import Graph
+from flowrl.graphs.ppo import ppo
+from flowrl.operators import GroupAdvantage, KLLoss, PPOClip, UpdateActor
+
+
+def grpo(
+    reward_fn: str | Callable[..., Any],
+    *,
+    n: int = 8,
+    temperature: float = 1.0,
+    max_new_tokens: int = 1024,
+    kl_coef: float = 0.001,
+    clip: float = 0.2,
+    ppo_epochs: int = 1,
+    mini_batch: int | None = None,
+) -> Graph:
+    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300): PPO whose baseline is the prompt's group.
+
+    The critic falls away, since nothing reads it any more, and KL moves from the reward into the loss.
+
+    Args:
+        reward_fn: scores a response; see `Reward`.
+        n: responses a prompt, the group.
+        temperature: of sampling.
+        max_new_tokens: a response is at most so long.
+        kl_coef: weight of KL to the reference, in the loss; 0 leaves it, and the reference, out.
+        clip: PPO's epsilon.
+        ppo_epochs: passes over the rows of a step.
+        mini_batch: rows of an optimiser step; None for all.
+    """
+    loss = PPOClip(clip, kl=KLLoss("k3", kl_coef) if kl_coef else None)
+    return ppo(reward_fn, n=n, temperature=temperature, max_new_tokens=max_new_tokens).edit(
+        replace={"gae": GroupAdvantage(), "update_actor": UpdateActor(loss, ppo_epochs, mini_batch)},
+        drop=["kl_shape", "whiten", "update_critic"],
+        name="grpo",
+    )

@@ -1,0 +1,68 @@
+"""PPO for language models, one line per operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flowrl.operators import (
+    GAE,
+    Generate,
+    KLShape,
+    OldLogProb,
+    PPOClip,
+    RefLogProb,
+    Repeat,
+    Reward,
+    Sync,
+    UpdateActor,
+    UpdateCritic,
+    Value,
+    Whiten,
+)
+from flowrl.records import CriticUpdated, PromptBatch, Receipt
+from flowrl.trace import algorithm
+
+
+@algorithm
+def ppo(
+    batch: PromptBatch,
+    reward_fn: str | Callable[..., Any],
+    *,
+    n: int = 1,
+    temperature: float = 1.0,
+    max_new_tokens: int = 1024,
+    kl_coef: float = 0.001,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    clip: float = 0.2,
+    ppo_epochs: int = 1,
+    mini_batch: int | None = None,
+) -> tuple[Receipt, CriticUpdated]:
+    """Proximal policy optimisation with a critic and KL in the reward (Ouyang et al. 2022, arXiv:2203.02155).
+
+    Args:
+        batch: prompts.
+        reward_fn: scores a response; see `Reward`.
+        n: responses a prompt.
+        temperature: of sampling.
+        max_new_tokens: a response is at most so long.
+        kl_coef: weight of KL to the reference, in the reward.
+        gamma: discount.
+        lam: GAE's lambda.
+        clip: PPO's epsilon.
+        ppo_epochs: passes over the rows of a step.
+        mini_batch: rows of an optimiser step; None for all.
+    """
+    prompts = Repeat(n)(batch)
+    rollout = Generate(temperature=temperature, max_new_tokens=max_new_tokens)(prompts)
+    old = OldLogProb()(rollout)
+    ref = RefLogProb()(rollout)
+    values = Value()(rollout)
+    scores = Reward(reward_fn)(rollout, prompts)
+    rewards = KLShape(kl_coef)(scores, old, ref, rollout.response_mask)
+    adv = GAE(gamma, lam)(rewards, values, rollout.response_mask)
+    white = Whiten()(adv.advantages, rollout.response_mask)
+    critic = UpdateCritic(ppo_epochs=ppo_epochs, mini_batch=mini_batch)(rollout, values, adv.returns)
+    actor = UpdateActor(PPOClip(clip), ppo_epochs, mini_batch)(rollout, old, white)
+    return Sync()(actor), critic

@@ -1,0 +1,35 @@
+"""The standard operators, imported as `flowrl.operators`."""
+
+if __name__ != "flowrl.operators":
+    raise ImportError(f"{__name__!r} is imported as flowrl.operators; write `from flowrl.operators import ...`.")
+
+from flowrl.operators.advantage import GAE, GroupAdvantage, Whiten
+from flowrl.operators.generate import Generate
+from flowrl.operators.kl import AdaptiveKL, KLShape
+from flowrl.operators.log_prob import OldLogProb, RefLogProb
+from flowrl.operators.losses import KLLoss, PPOClip, ValueClip
+from flowrl.operators.repeat import Repeat
+from flowrl.operators.reward import Reward
+from flowrl.operators.sync import Sync
+from flowrl.operators.update import UpdateActor, UpdateCritic
+from flowrl.operators.value import Value
+
+__all__ = [
+    "GAE",
+    "AdaptiveKL",
+    "Generate",
+    "GroupAdvantage",
+    "KLLoss",
+    "KLShape",
+    "OldLogProb",
+    "PPOClip",
+    "RefLogProb",
+    "Repeat",
+    "Reward",
+    "Sync",
+    "UpdateActor",
+    "UpdateCritic",
+    "Value",
+    "ValueClip",
+    "Whiten",
+]

@@ -1,0 +1,98 @@
+"""`Generate`: the rollout engine answers prompts."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from flowrl import columns as c
+from flowrl.engines import Rollout, Sampling
+from flowrl.errors import SyncError
+from flowrl.keys import Key
+from flowrl.metrics import Metrics
+from flowrl.operator import Granularity, Operator
+from flowrl.ports import INJECTED
+from flowrl.records import RolloutBatch
+from flowrl.roles import Reads, Role
+from flowrl.text import assemble
+
+
+class Prompted(Protocol):
+    """What generation reads."""
+
+    @property
+    def prompts(self) -> c.Prompts: ...
+    @property
+    def prompt_mask(self) -> c.PromptMask: ...
+    @property
+    def row_id(self) -> c.RowId: ...
+
+
+class Generate(Operator):
+    """One sampled response per row, with the log-probs it was sampled at and the version of the weights that sampled it.
+
+    Nothing is tokenised again on the way: `input_ids` are the prompt's ids and the sampled ids.
+
+    Args:
+        temperature: 0 is greedy.
+        top_k: keep the `top_k` most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens that reaches this probability; 1 keeps all.
+        max_new_tokens: a response is at most so long.
+        stop_token_ids: tokens that end a response, besides the tokeniser's EOS.
+        rollout: the engine.
+
+    Raises:
+        SyncError: the engine holds no valid receipt for its weights.
+    """
+
+    granularity: ClassVar[Granularity] = "row"
+    temperature: float = Field(1.0, ge=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_new_tokens: int = Field(1024, ge=1)
+    stop_token_ids: tuple[int, ...] = ()
+    rollout: Reads[Rollout] = Role("rollout")
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """``{"greedy"}`` at temperature 0."""
+        return frozenset({"greedy"} if self.temperature == 0 else ())
+
+    def __call__(self, prompts: Prompted, key: Key = INJECTED, metrics: Metrics = INJECTED) -> RolloutBatch:
+        engine = self.rollout
+        receipt = engine.receipt
+        if receipt is None:
+            raise SyncError(
+                "the rollout engine has no receipt for its weights, so nobody knows which policy would answer; expected a "
+                "sync first: Sync()(updated), or `with job.eager():`, which syncs at its start."
+            )
+        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, self.stop_token_ids)
+        sampled = engine.generate(prompts.prompts, prompts.prompt_mask, list(prompts.row_id), sampling, key)
+        input_ids, attention_mask, position_ids = assemble(
+            prompts.prompts, prompts.prompt_mask, sampled.responses, sampled.response_mask
+        )
+        rows, lengths = len(sampled.responses), sampled.response_mask.sum(-1)
+        texts = [
+            engine.tokenizer.decode(ids[mask].tolist(), self.stop_token_ids)
+            for ids, mask in zip(*sampled[:2], strict=True)
+        ]
+        if rows:
+            metrics.sum("response_length/total", lengths.sum())
+            metrics.mean("response_length/mean", lengths.sum(), rows)
+            metrics.max("response_length/max", lengths.max())
+            metrics.mean("response_length/clip_ratio", (lengths >= self.max_new_tokens).sum(), rows)
+        return RolloutBatch(
+            prompts=prompts.prompts,
+            responses=sampled.responses,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            response_mask=sampled.response_mask,
+            rollout_log_probs=sampled.log_probs,
+            response_text=np.array(texts, dtype=object),
+            temperature=torch.full((rows,), self.temperature),
+            policy_version=torch.full((rows,), receipt.version, dtype=torch.int64),
+        )

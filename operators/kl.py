@@ -1,0 +1,167 @@
+"""KL between a policy and its reference: per-token estimators, KL in the reward, fixed and adaptive coefficients.
+
+Estimators see the log-prob of the sampled token only. With ``d = log_prob - ref_log_prob`` and the token sampled from
+the policy (Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html):
+
+- ``k1 = d``: unbiased, of either sign, the largest variance;
+- ``k2 = d**2 / 2``: biased, never negative;
+- ``k3 = exp(-d) - 1 + d``: unbiased, never negative;
+- ``abs = |d|``: a distance, not an estimate of KL.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from flowrl.columns import OldLogProbs, RefLogProbs, ResponseMask, TokenLevelRewards, TokenLevelScores
+from flowrl.errors import DataError, ParameterError
+from flowrl.metrics import Metrics
+from flowrl.operator import Operator, State
+from flowrl.operators.masked import masked_sum, select, select_rewards
+from flowrl.ports import INJECTED
+from flowrl.spec import Spec
+
+Estimator = Literal["k1", "k2", "k3", "abs"]
+
+MAX_EXPONENT = 20.0
+"""Exponents of log-ratios stop here, at a ratio of 5e8, so that nothing overflows in float32 (exp(89) does)."""
+
+
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, estimator: Estimator) -> Tensor:
+    """The per-token estimate of KL(policy || reference); differentiable in `log_prob`.
+
+    verl calls these estimators ``kl``, ``mse``, ``low_var_kl`` and ``abs``. Unlike verl's, the value of k3 is not
+    clamped to ±10: that would end the pull of the reference just where the policy has gone far. Only the exponent is
+    kept below `MAX_EXPONENT`; beyond (the reference 5e8 times as likely as the policy) k3 is flat.
+
+    Args:
+        log_prob: float, any shape: log-prob of the sampled tokens under the policy.
+        ref_log_prob: the same under the reference.
+        estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``.
+
+    Returns:
+        float32 of that shape.
+
+    Raises:
+        DataError: the shapes differ.
+    """
+    if log_prob.shape != ref_log_prob.shape:
+        raise DataError(
+            f"log_prob has shape {tuple(log_prob.shape)} and ref_log_prob {tuple(ref_log_prob.shape)}; pass log-probs "
+            f"of the same tokens."
+        )
+    d = log_prob.float() - ref_log_prob.float()
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return 0.5 * d.square()
+    if estimator == "k3":
+        exponent = (-d).clamp(max=MAX_EXPONENT)
+        return torch.expm1(exponent) - exponent  # expm1 keeps the digits that exp(x) - 1 loses at small x
+    return d.abs()
+
+
+@torch.no_grad()
+def kl_shape(
+    scores: Tensor, old: Tensor, ref: Tensor, mask: Tensor, coef: float, estimator: Estimator = "k1"
+) -> Tensor:
+    """Rewards with the KL penalty in them (Ziegler et al. 2019, arXiv:1909.08593, eq. 2): ``score - coef * KL``.
+
+    Args:
+        scores: float ``[batch response]``; zero off the mask.
+        old: float ``[batch response]``, log-probs of the policy that is being trained.
+        ref: float ``[batch response]``, log-probs of the reference.
+        mask: bool ``[batch response]``.
+        coef: the weight of KL, beta.
+        estimator: see the module.
+
+    Returns:
+        float32 ``[batch response]``, 0 off the mask.
+
+    Raises:
+        DataError: a score off the mask, or shapes that differ.
+    """
+    kl = kl_penalty(select(old, mask), select(ref, mask), estimator)
+    return select_rewards(scores, mask, "token_level_scores") - coef * kl
+
+
+class AdaptiveKL(Spec):
+    """A KL coefficient that is steered towards a target KL (Ziegler et al. 2019, arXiv:1909.08593, §2.2).
+
+    Args:
+        target: the wanted KL in nats per token: the mean that is logged as ``kl/ref``. (Ziegler et al. count nats per
+            response; multiply by the response length to compare.)
+        horizon: rows over which the coefficient may change by a fifth of itself; at least the rows of one step.
+        coef: where the coefficient starts.
+    """
+
+    target: float = Field(gt=0)
+    horizon: float = Field(default=10_000, gt=0)
+    coef: float = Field(default=0.001, gt=0)
+
+
+def adapt_kl_coef(coef: float, kl: float, rows: int, controller: AdaptiveKL) -> float:
+    """The coefficient of the next step: ``coef * (1 + e * rows / horizon)`` with ``e = clip(kl / target - 1, ±0.2)``.
+
+    This is the update of Ziegler et al. 2019 (§2.2, where ``rows / horizon`` is the constant K).
+
+    Args:
+        coef: the coefficient that this step used.
+        kl: the mean KL per token of this step.
+        rows: how many rows it was measured on.
+        controller: target and horizon.
+
+    Raises:
+        ParameterError: more rows than the horizon, with which the coefficient would swing and could turn negative.
+    """
+    if rows > controller.horizon:
+        raise ParameterError(
+            f"AdaptiveKL has a horizon of {controller.horizon:g} rows, but one step has {rows}; set the horizon to "
+            f"several steps' worth of rows, such as AdaptiveKL(horizon={20 * rows})."
+        )
+    error = min(max(kl / controller.target - 1.0, -0.2), 0.2)
+    return coef * (1.0 + error * rows / controller.horizon)
+
+
+class KLShape(Operator):
+    """Scores to rewards with a KL penalty in them, by a fixed or an adaptive coefficient; see `kl_shape`.
+
+    Reports ``kl/ref``, the mean KL per token, and ``kl/coef``, the coefficient of this step.
+
+    Args:
+        coef: the weight of KL, or an `AdaptiveKL`, which is adapted once per call.
+        estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``.
+    """
+
+    coef: Annotated[float, Field(ge=0)] | AdaptiveKL = 0.001
+    estimator: Estimator = "k1"
+
+    beta = State(lambda self: self.coef.coef if isinstance(self.coef, AdaptiveKL) else self.coef)
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """``{"kl"}``, unless the coefficient is 0."""
+        return frozenset({"kl"} if self.coef != 0 else ())
+
+    def __call__(
+        self,
+        token_level_scores: TokenLevelScores,
+        old_log_probs: OldLogProbs,
+        ref_log_prob: RefLogProbs,
+        response_mask: ResponseMask,
+        metrics: Metrics = INJECTED,
+    ) -> TokenLevelRewards:
+        # A fixed coefficient is the field's, so that one changed in a graph is not undone by a restored state.
+        coef: float = self.beta.value if isinstance(self.coef, AdaptiveKL) else self.coef
+        rewards = kl_shape(token_level_scores, old_log_probs, ref_log_prob, response_mask, coef, self.estimator)
+        kl = kl_penalty(select(old_log_probs, response_mask), select(ref_log_prob, response_mask), self.estimator)
+        total, tokens = float(masked_sum(kl, response_mask).detach()), int(response_mask.sum())
+        metrics.mean("kl/ref", total, tokens)
+        metrics.mean("kl/coef", coef)
+        if isinstance(self.coef, AdaptiveKL) and tokens:
+            self.beta.value = adapt_kl_coef(coef, total / tokens, len(response_mask), self.coef)
+        return rewards

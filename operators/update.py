@@ -1,0 +1,186 @@
+"""`UpdateActor` and `UpdateCritic`: PPO's epochs over mini-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from flowrl import columns as c
+from flowrl.engines import Critic, MiniBatch, Trainer
+from flowrl.errors import DataError, StalePolicyError
+from flowrl.keys import Key
+from flowrl.metrics import Metrics
+from flowrl.operator import Granularity, Operator
+from flowrl.operators.losses import PPOClip, ValueClip
+from flowrl.ports import INJECTED
+from flowrl.records import CriticUpdated, Tokens, Updated, VersionedSequences
+from flowrl.roles import Role, Writes
+
+
+class PolicyBatch(NamedTuple):
+    """What a policy loss may read, one row per response."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    response_mask: Tensor
+    temperature: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    ref_log_prob: Tensor | None
+
+
+class ValueBatch(NamedTuple):
+    """What a value loss may read, one row per response."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    response_mask: Tensor
+    values: Tensor
+    returns: Tensor
+
+
+def draw_mini_batches(
+    loss: PPOClip | ValueClip, response_mask: Tensor, mini_batch: int | None, epochs: int, key: Key
+) -> list[MiniBatch]:
+    """The optimiser steps of one update: per epoch, a seeded permutation of all rows cut into mini-batches.
+
+    Args:
+        loss: gives the weights of the tokens, which are taken over each whole mini-batch.
+        response_mask: bool ``[batch response]``.
+        mini_batch: rows of a mini-batch; None takes all rows at once, in their order.
+        epochs: passes over the rows.
+        key: what the permutations are drawn from.
+
+    Raises:
+        DataError: `mini_batch` does not divide the rows.
+    """
+    rows = len(response_mask)
+    size = rows if mini_batch is None else mini_batch
+    if size == 0 or rows % size:
+        raise DataError(
+            f"{rows} rows cannot be cut into mini-batches of {size}; expected a divisor of prompts x n: change mini_batch, the "
+            f"prompts a step, or Repeat(n)."
+        )
+    batches = []
+    for epoch in range(epochs):
+        generator = key.derive("epoch", epoch).generator()
+        # One mini-batch of all rows keeps their order, and with it the micro-batches of OldLogProb: ratios are exactly 1.
+        order = torch.randperm(rows, generator=generator) if size < rows else torch.arange(rows)
+        for index in order.split(size):
+            batches.append(MiniBatch(index, loss.weights(response_mask[index])))
+    return batches
+
+
+def _divisors(mini_batch: int | None) -> Mapping[str, int]:
+    return {} if mini_batch is None else {"mini_batch": mini_batch}
+
+
+class UpdateActor(Operator):
+    """Train the policy on rows that it sampled itself: one optimiser step per mini-batch.
+
+    Old log-probs, advantages and reference stay as they were taken at the start of the step, so mini-batches and epochs
+    after the first are on-policy in the sense of PPO (Schulman et al. 2017, arXiv:1707.06347, alg. 1).
+
+    Args:
+        loss: the policy loss; with a KL term it wants `ref_log_prob`.
+        ppo_epochs: passes over the rows.
+        mini_batch: rows (not prompts) of an optimiser step; None for all at once. It must divide prompts x n.
+        actor: the trainer.
+
+    Raises:
+        StalePolicyError: rows were sampled by another version of the policy than the one that is trained here.
+        DataError: `mini_batch` does not divide the rows.
+    """
+
+    granularity: ClassVar[Granularity] = "batch"
+    loss: PPOClip = PPOClip()
+    ppo_epochs: int = Field(1, ge=1)
+    mini_batch: int | None = Field(None, ge=1)
+    actor: Writes[Trainer] = Role("actor")
+
+    @property
+    def row_divisors(self) -> Mapping[str, int]:
+        """The mini-batch."""
+        return _divisors(self.mini_batch)
+
+    @property
+    def effects(self) -> frozenset[str]:
+        return frozenset({"kl"}) if self.loss.kl is not None else frozenset()
+
+    def wants(self) -> Mapping[str, bool]:
+        return {"ref_log_prob": self.loss.kl is not None}
+
+    def __call__(
+        self,
+        rollout: VersionedSequences,
+        old_log_probs: c.OldLogProbs,
+        advantages: c.Advantages,
+        ref_log_prob: c.RefLogProbs | None = None,
+        key: Key = INJECTED,
+        metrics: Metrics = INJECTED,
+    ) -> Updated:
+        stale = (rollout.policy_version != self.actor.version).nonzero().flatten()
+        if len(stale):
+            row = int(stale[0])
+            raise StalePolicyError(
+                f"{len(stale)} of {len(rollout.policy_version)} rows were not sampled by the policy that is trained: row {row} "
+                f"bears policy_version {int(rollout.policy_version[row])}, the actor is at {self.actor.version}; expected all "
+                f"rows of this step from its own weights: run Sync after every update, then Generate."
+            )
+        if ref_log_prob is not None:
+            mask = rollout.response_mask
+            metrics.mean("kl/ref", (old_log_probs - ref_log_prob)[mask].sum(), mask.sum())
+        batch = PolicyBatch(
+            rollout.input_ids,
+            rollout.attention_mask,
+            rollout.position_ids,
+            rollout.response_mask,
+            rollout.temperature,
+            old_log_probs,
+            advantages,
+            ref_log_prob,
+        )
+        steps = draw_mini_batches(self.loss, rollout.response_mask, self.mini_batch, self.ppo_epochs, key)
+        metrics.merge(self.actor.update(batch, steps, self.loss))
+        return Updated(self.actor.version)
+
+
+class UpdateCritic(Operator):
+    """Train the critic towards the returns: one optimiser step per mini-batch.
+
+    Args:
+        loss: the value loss.
+        ppo_epochs: passes over the rows.
+        mini_batch: rows of an optimiser step; None for all at once. It must divide prompts x n.
+        critic: the critic.
+
+    Raises:
+        DataError: `mini_batch` does not divide the rows.
+    """
+
+    granularity: ClassVar[Granularity] = "batch"
+    loss: ValueClip = ValueClip()
+    ppo_epochs: int = Field(1, ge=1)
+    mini_batch: int | None = Field(None, ge=1)
+    critic: Writes[Critic] = Role("critic")
+
+    @property
+    def row_divisors(self) -> Mapping[str, int]:
+        """The mini-batch."""
+        return _divisors(self.mini_batch)
+
+    def __call__(
+        self, rollout: Tokens, values: c.Values, returns: c.Returns, key: Key = INJECTED, metrics: Metrics = INJECTED
+    ) -> CriticUpdated:
+        batch = ValueBatch(
+            rollout.input_ids, rollout.attention_mask, rollout.position_ids, rollout.response_mask, values, returns
+        )
+        steps = draw_mini_batches(self.loss, rollout.response_mask, self.mini_batch, self.ppo_epochs, key)
+        metrics.merge(self.critic.update(batch, steps, self.loss))
+        return CriticUpdated(self.critic.version)

@@ -1,0 +1,21 @@
+"""`Value`: the critic's estimate before every response token."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from flowrl import columns as c
+from flowrl.engines import Critic
+from flowrl.operator import Granularity, Operator
+from flowrl.records import Tokens
+from flowrl.roles import Reads, Role
+
+
+class Value(Operator):
+    """State values: float32 ``[batch response]``; entry ``t`` is the value of the state in which token ``t`` was sampled."""
+
+    granularity: ClassVar[Granularity] = "row"
+    critic: Reads[Critic] = Role("critic")
+
+    def __call__(self, rollout: Tokens) -> c.Values:
+        return self.critic.values(rollout)

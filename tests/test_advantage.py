@@ -1,0 +1,246 @@
+"""Advantages against formulas written out in float64 Python, cases by hand, and ragged masks with holes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flowrl.errors import DataError, ParameterError
+from flowrl.operators.advantage import GAE, GroupAdvantage, Whiten, gae, group_advantage, whiten
+from flowrl.operators.masked import masked_mean, masked_sum, select
+
+NAN = float("nan")
+unit = st.floats(0, 1)
+
+
+@st.composite
+def masks(draw: st.DrawFn, min_rows: int = 1) -> Tensor:
+    """Ragged masks: holes, and rows without any token, are as likely as not."""
+    rows, width = draw(st.integers(min_rows, 6)), draw(st.integers(1, 7))
+    row = st.lists(st.booleans(), min_size=width, max_size=width)
+    return torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)))
+
+
+def numbers(mask: Tensor, seed: int, off: float = NAN) -> Tensor:
+    """Seeded normal numbers on the mask, `off` elsewhere."""
+    drawn = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.masked_fill(~mask, off)
+
+
+def gae_by_sums(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Eq. 16 as the explicit sum ``sum_l (gamma lam)**l delta_{t+l}`` over the tokens that are there."""
+    advantages = torch.zeros(mask.shape, dtype=torch.float64)
+    returns = torch.zeros(mask.shape, dtype=torch.float64)
+    for row in range(mask.shape[0]):
+        at = [t for t in range(mask.shape[1]) if mask[row, t]]
+        r, v = [float(rewards[row, t]) for t in at], [float(values[row, t]) for t in at]
+        delta = [r[i] + (gamma * v[i + 1] if i + 1 < len(at) else 0.0) - v[i] for i in range(len(at))]
+        for i, t in enumerate(at):
+            advantages[row, t] = sum((gamma * lam) ** k * d for k, d in enumerate(delta[i:]))
+            returns[row, t] = advantages[row, t] + v[i]
+    return advantages, returns
+
+
+class TestGAE:
+    @settings(deadline=None, max_examples=100)
+    @given(masks(), st.integers(0, 2**31), unit, unit)
+    def test_equals_the_sum_over_the_tokens_on_the_mask(
+        self, mask: Tensor, seed: int, gamma: float, lam: float
+    ) -> None:
+        rewards, values = numbers(mask, seed), numbers(mask, seed + 1)
+        advantages, returns = gae(rewards, values, mask, gamma, lam)
+        expected_advantages, expected_returns = gae_by_sums(rewards, values, mask, gamma, lam)
+        torch.testing.assert_close(advantages.double(), expected_advantages, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(returns.double(), expected_returns, atol=2e-5, rtol=2e-5)
+        assert advantages.dtype == returns.dtype == torch.float32
+        assert (advantages[~mask] == 0).all() and (returns[~mask] == 0).all()
+
+    def test_by_hand(self) -> None:
+        # delta = [0 + .5*2 - 1, 1 - 2] = [0, -1]; A = [0 + .5*.5*-1, -1] = [-.25, -1]; R = A + V = [.75, 1]
+        mask = torch.tensor([[True, True]])
+        advantages, returns = gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 2.0]]), mask, 0.5, 0.5)
+        assert advantages.tolist() == [[-0.25, -1.0]]
+        assert returns.tolist() == [[0.75, 1.0]]
+
+    @settings(deadline=None, max_examples=30)
+    @given(masks(), st.integers(0, 2**31), unit)
+    def test_lambda_1_gives_discounted_returns(self, mask: Tensor, seed: int, gamma: float) -> None:
+        rewards = numbers(mask, seed)
+        _, returns = gae(rewards, numbers(mask, seed + 1), mask, gamma, 1.0)
+        for row in range(mask.shape[0]):
+            later = [float(x) for x in rewards[row][mask[row]]]
+            for i, found in enumerate(returns[row][mask[row]].tolist()):
+                assert found == pytest.approx(sum(gamma**k * r for k, r in enumerate(later[i:])), abs=2e-5)
+
+    @settings(deadline=None, max_examples=30)
+    @given(masks(), st.integers(0, 2**31))
+    def test_holes_and_padding_change_nothing(self, mask: Tensor, seed: int) -> None:
+        rewards, values = numbers(mask, seed), numbers(mask, seed + 1)
+        advantages, returns = gae(rewards, values, mask, 0.9, 0.8)
+        for row in range(mask.shape[0]):
+            at = mask[row]
+            dense, dense_returns = gae(rewards[row : row + 1, at], values[row : row + 1, at], at[at][None], 0.9, 0.8)
+            assert advantages[row, at].tolist() == dense[0].tolist()
+            assert returns[row, at].tolist() == dense_returns[0].tolist()
+
+    def test_refuses_a_reward_off_the_mask(self) -> None:
+        mask = torch.tensor([[True, True, False], [True, False, False]])
+        rewards = torch.zeros(2, 3)
+        rewards[1, 2] = 1.0
+        with pytest.raises(DataError, match=r"token_level_rewards\[1, 2\] is 1 where the mask is False"):
+            gae(rewards, torch.zeros(2, 3), mask, 1.0, 1.0)
+
+    def test_refuses_to_broadcast(self) -> None:
+        with pytest.raises(DataError, match="shape"):
+            gae(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3, dtype=torch.bool), 1.0, 1.0)
+
+    def test_bf16_is_computed_in_float32(self) -> None:
+        mask = torch.ones(1, 300, dtype=torch.bool)
+        rewards = torch.full((1, 300), 0.5, dtype=torch.bfloat16)
+        advantages, _ = gae(rewards, torch.zeros(1, 300, dtype=torch.bfloat16), mask, 1.0, 1.0)
+        assert advantages.dtype == torch.float32
+        assert advantages[0, 0] == 150.0  # bf16 would stop growing at 128
+
+    def test_advantages_are_constants(self) -> None:
+        mask, values = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2, requires_grad=True)
+        advantages, returns = gae(torch.zeros(1, 2), values, mask, 1.0, 1.0)
+        assert not advantages.requires_grad and not returns.requires_grad
+
+
+def group_by_loops(
+    rewards: Tensor, mask: Tensor, uid: np.ndarray, normalize_std: bool, eps: float
+) -> list[list[float]]:
+    scores = {row: math.fsum(float(x) for x in rewards[row][mask[row]]) for row in range(len(uid)) if mask[row].any()}
+    out = [[0.0] * mask.shape[1] for _ in uid]
+    for row, score in scores.items():
+        peers = [s for other, s in scores.items() if uid[other] == uid[row]]
+        value = score - statistics.fmean(peers)
+        if normalize_std:
+            value /= (statistics.stdev(peers) if len(peers) > 1 else 0.0) + eps
+        out[row] = [value if on else 0.0 for on in mask[row].tolist()]
+    return out
+
+
+class TestGroupAdvantage:
+    @settings(deadline=None, max_examples=100)
+    @given(masks(), st.integers(0, 2**31), st.booleans(), st.randoms(use_true_random=False))
+    def test_equals_loops_over_groups(self, half: Tensor, seed: int, normalize_std: bool, random: object) -> None:
+        mask = torch.cat([half, half.flip(0), half.roll(1, 0)])
+        uid = np.array([f"p{i % len(half)}" for i in range(len(mask))], dtype=object)
+        random.shuffle(uid)  # type: ignore[attr-defined]
+        rewards = numbers(mask, seed)
+        found = group_advantage(rewards, mask, uid, normalize_std, eps=1e-3)
+        expected = torch.tensor(group_by_loops(rewards, mask, uid, normalize_std, 1e-3), dtype=torch.float64)
+        torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+        assert found.dtype == torch.float32
+
+    def test_by_hand(self) -> None:
+        # Group a has scores 1 and 0: mean 1/2, sample std sqrt(1/2), so ±1/sqrt(2). Group b has 3, 1, 2: std 1.
+        rewards = torch.tensor([[0.0, 1.0], [1.0, 2.0], [0.0, 0.0], [1.0, 0.0], [0.0, 2.0]])
+        mask = torch.tensor([[True, True], [True, True], [True, False], [True, False], [True, True]])
+        uid = np.array(["a", "b", "a", "b", "b"], dtype=object)
+        r = 0.5**0.5
+        expected = torch.tensor([[r, r], [1.0, 1.0], [-r, 0.0], [-1.0, 0.0], [0.0, 0.0]])
+        torch.testing.assert_close(group_advantage(rewards, mask, uid), expected, atol=3e-6, rtol=0)
+        without = torch.tensor([[0.5, 0.5], [1.0, 1.0], [-0.5, 0.0], [-1.0, 0.0], [0.0, 0.0]])
+        assert group_advantage(rewards, mask, uid, normalize_std=False).tolist() == without.tolist()
+
+    @pytest.mark.parametrize("score", [0.1, 1 / 3, -0.7, 1e6 + 0.3])
+    @pytest.mark.parametrize("size", [2, 3, 7, 64])
+    def test_equal_scores_give_exactly_zero(self, score: float, size: int) -> None:
+        mask = torch.ones(size, 4, dtype=torch.bool)
+        rewards = torch.zeros(size, 4)
+        rewards[:, -1] = score
+        assert (group_advantage(rewards, mask, np.array(["p"] * size, dtype=object)) == 0).all()
+
+    def test_a_row_without_tokens_leaves_its_group(self) -> None:
+        rewards = torch.tensor([[1.0], [0.0], [NAN]])
+        mask = torch.tensor([[True], [True], [False]])
+        uid = np.array(["p"] * 3, dtype=object)
+        assert group_advantage(rewards, mask, uid, normalize_std=False).tolist() == [[0.5], [-0.5], [0.0]]
+        r = 0.5**0.5
+        assert group_advantage(rewards, mask, uid).flatten().tolist() == pytest.approx([r, -r, 0.0], abs=3e-6)
+
+    def test_refuses_a_group_of_one_and_names_it(self) -> None:
+        uid = np.array(["a", "lonely", "a"], dtype=object)
+        with pytest.raises(DataError, match=r"1 of 2 groups .* 'lonely'"):
+            group_advantage(torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool), uid)
+
+    def test_refuses_a_reward_off_the_mask_and_a_short_uid(self) -> None:
+        mask = torch.tensor([[True, False]] * 2)
+        with pytest.raises(DataError, match="mask is False"):
+            group_advantage(torch.ones(2, 2), mask, np.array(["a", "a"], dtype=object))
+        with pytest.raises(DataError, match="uid names 3 rows"):
+            group_advantage(torch.zeros(2, 2), mask, np.array(["a", "a", "a"], dtype=object))
+
+
+class TestWhiten:
+    @settings(deadline=None, max_examples=100)
+    @given(masks(), st.integers(0, 2**31), st.booleans())
+    def test_equals_the_formula(self, mask: Tensor, seed: int, shift_mean: bool) -> None:
+        x = 3 * numbers(mask, seed) + 2
+        flat = [float(v) for v in x[mask]]
+        if len(flat) == 1:
+            with pytest.raises(DataError, match="single token"):
+                whiten(x, mask, shift_mean)
+            return
+        found = whiten(x, mask, shift_mean)
+        expected = []
+        if flat:
+            mean, variance = statistics.fmean(flat), statistics.variance(flat)
+            expected = [(v - mean) / math.sqrt(variance + 1e-8) + (0 if shift_mean else mean) for v in flat]
+        assert found[mask].tolist() == pytest.approx(expected, abs=1e-5)
+        assert found.dtype == torch.float32 and (found[~mask] == 0).all()
+
+    def test_equal_numbers_become_zero(self) -> None:
+        mask = torch.ones(7, 3, dtype=torch.bool)
+        assert (whiten(torch.full((7, 3), 0.1), mask) == 0).all()
+
+
+class TestMasked:
+    def test_sums_and_means_see_only_the_mask(self) -> None:
+        x = torch.tensor([[1.0, NAN, 3.0], [NAN, NAN, float("inf")]])
+        mask = torch.tensor([[True, False, True], [False, False, False]])
+        assert masked_sum(x, mask) == 4 and masked_mean(x, mask) == 2
+        assert masked_sum(x, mask, -1).tolist() == [4, 0]
+        row_means = masked_mean(x, mask, -1)
+        assert row_means[0] == 2 and row_means[1].isnan()
+
+    def test_no_gradient_reaches_what_is_off_the_mask(self) -> None:
+        x = torch.tensor([[2.0, NAN]], requires_grad=True)
+        select(x, torch.tensor([[True, False]])).square().sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [[4.0, 0.0]]
+
+    def test_refuses_a_mask_that_is_not_bool(self) -> None:
+        with pytest.raises(DataError, match=r"mask\.bool\(\)"):
+            select(torch.zeros(1, 2), torch.ones(1, 2))
+
+
+class TestOperators:
+    def test_compute_what_the_functions_compute(self) -> None:
+        mask = torch.tensor([[True, True, False], [True, True, True]])
+        rewards, values = numbers(mask, 0, 0.0), numbers(mask, 1, 0.0)
+        out = GAE(gamma=0.9, lam=0.7)(rewards, values, mask)
+        advantages, returns = gae_by_sums(rewards, values, mask, 0.9, 0.7)
+        torch.testing.assert_close(out.advantages.double(), advantages, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(out.returns.double(), returns, atol=1e-6, rtol=1e-5)
+        white = Whiten()(out.advantages, mask)
+        assert float(white[mask].mean()) == pytest.approx(0, abs=1e-6)
+        assert float(white[mask].std()) == pytest.approx(1, abs=1e-6)
+        uid = np.array(["p", "p"], dtype=object)
+        grouped = GroupAdvantage(normalize_std=False)(rewards, mask, uid)
+        assert float(grouped[0, 0]) == pytest.approx(float(rewards[0].sum() - rewards[1].sum()) / 2, abs=1e-6)
+
+    def test_what_they_need_together(self) -> None:
+        assert (GAE.granularity, GroupAdvantage.granularity, Whiten.granularity) == ("row", "group", "batch")
+
+    def test_refuse_parameters_out_of_range(self) -> None:
+        with pytest.raises(ParameterError, match="gamma"):
+            GAE(gamma=1.1)
