@@ -30,6 +30,9 @@ Dtype = Literal["float32", "bfloat16"]
 Rows = TypeVar("Rows", bound=NamedTuple)
 
 
+Entropy = Literal["none", "value", "gradient"]
+
+
 class TokenInputs(NamedTuple):
     """The columns that a model runs over."""
 
@@ -219,17 +222,22 @@ class TorchModel:
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
         return states[rows, tokens + (states.shape[1] - keep)]
 
-    def log_probs(self, batch: Sequences, chunk: int, wants_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def log_probs(self, batch: Sequences, chunk: int, entropy: Entropy) -> tuple[Tensor, Tensor | None]:
         """Log-probs of the response tokens at each row's temperature, and the entropy of what they were drawn from.
 
         Of the ``[tokens, vocabulary]`` matrix only `chunk` rows exist at a time, in the forward and the backward pass.
+
+        Args:
+            batch: what was sampled.
+            chunk: tokens whose logits exist at a time.
+            entropy: ``"none"``, its ``"value"`` alone, or its value with the ``"gradient"``.
 
         Returns:
             float32 ``[batch response]`` twice (None where no entropy is wanted), 0 off the mask.
         """
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
         targets = batch.input_ids[rows, tokens + (batch.input_ids.shape[1] - batch.response_mask.shape[1])]
-        score: Callable[..., tuple[Tensor, ...]] = _score_with_entropy if wants_entropy else _score
+        score = _SCORES[entropy]
         with self.arithmetic():
             columns = (self.states(batch), targets, batch.temperature[rows])
             pieces = zip(*(column.split(chunk) for column in columns), strict=True)
@@ -238,17 +246,30 @@ class TorchModel:
                 parts = [again(*piece) for piece in pieces]
             else:
                 parts = [score(self._head, *piece) for piece in pieces]
-        log_probs, *entropy = (scatter(torch.cat(part), batch.response_mask) for part in zip(*parts, strict=True))
-        return log_probs, entropy[0] if entropy else None
+        scored = [scatter(torch.cat(part), batch.response_mask) for part in zip(*parts, strict=True)]
+        return scored[0], scored[1] if len(scored) == 2 else None
 
 
 def _score(head: nn.Module, states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
     return (_log_softmax(head, states, temperature).gather(1, targets[:, None]).squeeze(1),)
 
 
-def _score_with_entropy(head: nn.Module, states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+def _score_with_gradient(head: nn.Module, states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
     log_p = _log_softmax(head, states, temperature)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+
+
+def _score_with_value(head: nn.Module, states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    log_p = _log_softmax(head, states, temperature)
+    seen = log_p.detach()
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(seen.exp() * seen).sum(1)
+
+
+_SCORES: dict[Entropy, Callable[..., tuple[Tensor, ...]]] = {
+    "none": _score,
+    "value": _score_with_value,
+    "gradient": _score_with_gradient,
+}
 
 
 def _log_softmax(head: nn.Module, states: Tensor, temperature: Tensor) -> Tensor:

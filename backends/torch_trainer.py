@@ -9,8 +9,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from flowrl.backends.optim import AdamW, Constant, Optimizer, Schedule
 from flowrl.backends.torch_learner import Learner
@@ -25,6 +23,7 @@ from flowrl.backends.torch_model import (
     micro_batches,
     take,
 )
+from flowrl.digest import named_weights
 from flowrl.engines import BuildContext, Loss, MiniBatch
 from flowrl.metrics import Metrics
 from flowrl.records import Sequences
@@ -126,7 +125,7 @@ class TorchScorerEngine:
         out = torch.zeros(inputs.response_mask.shape, device=inputs.response_mask.device)
         for rows in micro_batches(inputs.attention_mask, self._max_tokens):
             micro = take(inputs, rows, self._scorer.device)
-            out[rows] = self._scorer.log_probs(micro, self._chunk, wants_entropy=False)[0].to(out.device)
+            out[rows] = self._scorer.log_probs(micro, self._chunk, "none")[0].to(out.device)
         return out
 
 
@@ -162,7 +161,8 @@ class TorchTrainerEngine(TorchScorerEngine):
         check_sequences(batch)  # type: ignore[arg-type]
 
         def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
-            return self._scorer.log_probs(micro, self._chunk, loss.wants_entropy)
+            # Entropy is always reported; its gradient is only taken where the loss has a use for it.
+            return self._scorer.log_probs(micro, self._chunk, "gradient" if loss.wants_entropy else "value")
 
         return self._learner.update(batch, mini_batches, loss, forward)
 
@@ -171,8 +171,7 @@ class TorchTrainerEngine(TorchScorerEngine):
 
         The tensors are the live ones; copy what must outlast the next update.
         """
-        state = remove_tied_weights_from_state_dict(self.model.state_dict(), self.model)
-        yield from sorted(revert_weight_conversion(self.model, state).items())
+        yield from named_weights(self.model)
 
     def state_dict(self) -> dict[str, Any]:
         """``weights``, ``optimizer``, ``steps``, ``version``; the tensors are the live ones, as in torch."""

@@ -7,12 +7,13 @@ only by these Protocols, so that one engine can stand in for another.
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
+from flowrl.errors import BindError
 from flowrl.keys import Key
 from flowrl.metrics import Metrics
 from flowrl.records import Receipt, Sequences, Tokens
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from flowrl.text import ChatTokenizer
 
 Batch = TypeVar("Batch", bound=NamedTuple)
+Batch_contra = TypeVar("Batch_contra", bound=NamedTuple, contravariant=True)
 
 
 class MiniBatch(NamedTuple):
@@ -36,20 +38,22 @@ class MiniBatch(NamedTuple):
     weights: Tensor
 
 
-class Loss(Protocol[Batch]):
-    """A per-token loss, given what the model says now (log-probs or values, and entropy where `wants_entropy`)."""
+class Loss(Protocol[Batch_contra]):
+    """A per-token loss, given what the model says now: log-probs with their entropy, or values."""
 
     @property
     def wants_entropy(self) -> bool: ...
 
     def __call__(
-        self, output: Tensor, entropy: Tensor | None, batch: Batch, weights: Tensor, metrics: Metrics
+        self, output: Tensor, entropy: Tensor | None, batch: Batch_contra, weights: Tensor, metrics: Metrics
     ) -> Tensor:
         """The scalar loss of some rows of a mini-batch: ``(weights * per_token_loss).sum()``.
 
         Args:
-            output: float32 ``[rows response]``: log-probs (`Trainer`) or values (`Critic`) under the weights as they are.
-            entropy: float32 ``[rows response]`` of the next-token distribution, or None.
+            output: float32 ``[rows response]``: log-probs (`Trainer`) or values (`Critic`) under the weights as they
+                are.
+            entropy: float32 ``[rows response]`` of the next-token distribution, with a gradient only where
+                `wants_entropy`; None for values.
             batch: the columns of these rows.
             weights: float32 ``[rows response]``.
             metrics: where the loss reports its numbers; parts of a mini-batch merge.
@@ -156,7 +160,7 @@ class Rollout(Protocol):
     def generate(
         self, prompts: Tensor, prompt_mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key
     ) -> Sampled:
-        """Sample one response per row; row ``i`` draws its numbers from ``key.uniforms(row_ids)`` or the engine's own seed of it.
+        """Sample one response per row; row ``i`` draws from ``key.uniforms(row_ids)``, or from a seed out of it.
 
         Raises:
             SyncError: the engine holds no receipt.
@@ -200,19 +204,29 @@ def refuse_unfit(role: str, backend: Any, node: str, protocol: type) -> None:
     """
     if not isinstance(backend, Backend):
         raise BindError(
-            f"the role {role!r} is bound to {backend!r}, which is no backend (it has no build(context)); bind a spec such as "
-            f"TorchTrainer(model)."
+            f"the role {role!r} is bound to {backend!r}, which is no backend (it has no build(context)); bind a spec "
+            f"such as TorchTrainer(model)."
         )
-    engine = typing.get_type_hints(type(backend).build).get("return")
-    if engine is None:
+    try:
+        engine = typing.get_type_hints(type(backend).build).get("return")
+    except NameError as error:
         raise BindError(
-            f"{type(backend).__name__}.build has no return annotation; annotate the class of its live engine."
+            f"the annotations of {type(backend).__name__}.build cannot be resolved ({error}); import what they name at "
+            f"the top of its module, and not under TYPE_CHECKING."
+        ) from error
+    if not isinstance(engine, type):
+        raise BindError(
+            f"{type(backend).__name__}.build returns {engine!r} by its annotation; annotate the class of its live "
+            f"engine."
         )
-    missing = sorted(m for m in _members(protocol) if not hasattr(engine, m))
+    # Attributes that are only assigned in __init__ can be declared by an annotation in the class.
+    declared = {name for base in engine.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", {}))}
+    missing = sorted(_members(protocol) - declared)
     if missing:
         raise BindError(
-            f"the role {role!r} is bound to {type(backend).__name__}, but {node} needs a {protocol.__name__} there, and "
-            f"{engine.__name__} has no {', '.join(missing)}; bind {role}= to a backend that is a {protocol.__name__}."
+            f"the role {role!r} is bound to {type(backend).__name__}, but {node} needs a {protocol.__name__} there, "
+            f"and {engine.__name__} declares no {', '.join(missing)}; bind {role}= to a backend that is a "
+            f"{protocol.__name__}."
         )
 
 
@@ -220,9 +234,3 @@ def _members(protocol: type) -> set[str]:
     """Names of everything that a Protocol class and its Protocol bases declare."""
     bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False) and base is not Protocol]
     return {name for base in bases for name in vars(base) if not name.startswith("_")}
-
-
-Engine = Scorer | Trainer | Critic | Rollout
-"""Any live engine."""
-
-Weights = Iterable[tuple[str, Tensor]]

@@ -51,11 +51,15 @@ class LocalExecutor:
         self.plan, self.session = plan, session
 
     def sync(self) -> None:
-        """Carry the trainers' weights to the engines that generate: before step 0, and after a restore."""
+        """Carry the trainers' weights to the engines that generate: before step 0, and after a restore.
+
+        Raises:
+            SyncError: they did not arrive.
+        """
         with self.session.active():
             for node in self.plan.syncs:
-                trainers = [self.session.engines[role] for role, mode in _roles(node) if mode == "reads"]
-                node.operator.run({"updated": Updated(trainers[0].version)})
+                trainer = next(self.session.engine(role, node.name) for role in _reads(node))
+                node.operator.run({slot: Updated(trainer.version) for slot in node.inputs})
         self.session.metrics = {}
 
     def step(
@@ -76,7 +80,10 @@ class LocalExecutor:
 
         Raises:
             NodeError: a node raised; names node, step and the shapes that it was given, with the error as its cause.
+            GraphError: `batch` lacks a column of an input, or `keep` names a node that is not there.
         """
+        for name in keep:
+            self.plan.graph[name]
         self.session.begin_step(step)
         outputs = self._feed(batch)
         wanted = {*keep, *self.plan.graph.sinks}
@@ -103,7 +110,9 @@ class LocalExecutor:
             columns = self.plan.graph[name].operator.signature.outputs
             if missing := [column for column in columns if column not in batch]:
                 raise GraphError(
-                    f"the input {name!r} wants the columns {', '.join(columns)}, and the batch lacks {', '.join(missing)}."
+                    f"the input {name!r} of {self.plan.graph.name} wants the columns {', '.join(columns)}, and the "
+                    f"batch lacks {', '.join(missing)}; pass a batch that has them, such as "
+                    f"PromptData(...).load(...).next(n)."
                 )
             outputs[name] = (batch.select(*columns), {})
         return outputs
@@ -117,16 +126,19 @@ class LocalExecutor:
             written = node.operator.signature.unpack(node.operator.run(inputs))
         except Exception as error:
             raise NodeError(
-                f"{node.name} failed in step {step}: {type(error).__name__}: {error}\n  it is {node.operator!r}\n  it was given "
-                f"{_shapes(inputs)}"
+                f"{node.name} failed in step {step}: {type(error).__name__}: {error}\n"
+                f"  it is {node.operator!r}\n"
+                f"  it was given {_shapes(inputs)}"
             ) from error
         types = node.operator.signature.outputs
-        columns = {name: value for name, value in written.items() if isinstance(types[name], ColumnType)}
-        return DataProto(columns), {name: value for name, value in written.items() if name not in columns}
+        batched = {name: value for name, value in written.items() if isinstance(types[name], ColumnType)}
+        return DataProto(batched), {name: value for name, value in written.items() if name not in batched}
 
 
-def _roles(node: Node) -> list[tuple[str, str]]:
-    return [(getattr(node.operator, field).name, use.mode) for field, use in node.operator.role_uses.items()]
+def _reads(node: Node) -> list[str]:
+    """The roles whose weights a node reads."""
+    uses = node.operator.role_uses.items()
+    return [getattr(node.operator, field).name for field, use in uses if use.mode == "reads"]
 
 
 def _merged(reported: Mapping[str, Metrics]) -> Metrics:

@@ -46,8 +46,8 @@ class Job:
             )
         if self.graph.lag:
             raise GraphError(
-                f"{self.graph.name} lets generation run {self.graph.lag} version(s) ahead, and no executor can do that yet; run it "
-                f"on-policy: job.edit(lag=0)."
+                f"{self.graph.name} lets generation run {self.graph.lag} version(s) ahead, and no executor can do that "
+                f"yet; run it on-policy: job.edit(lag=0)."
             )
         require(self.graph, prompts)
         _ = Plan(self.graph).order
@@ -88,9 +88,10 @@ class Engines:
         if role in self._built:
             return self._built[role]
         if role not in self.bindings:
+            asker = repr(self._building[-1]) if self._building else "a backend"
             raise BindError(
-                f"{self._building[-1] if self._building else 'a backend'!r} shares the weights of {role!r}, which is not bound; bind "
-                f"{role}=..., or give it a model of its own."
+                f"{asker} shares the weights of {role!r}, which is not bound; bind {role}=..., or give it a model of "
+                f"its own."
             )
         if role in self._building:
             raise BindError(

@@ -9,17 +9,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from typing import Any, dataclass_transform
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, cast, dataclass_transform
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic.dataclasses import rebuild_dataclass
+from pydantic.errors import PydanticUndefinedAnnotation
 
 from flowrl.errors import DefinitionError, ParameterError
 
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, strict=False, validate_default=False)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(Field, dataclasses.field))
+# pydantic's `Field` is no field specifier here: of those, type checkers read a default by keyword only, and `Field(1.0)`
+# would be a field without one.
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 class Spec:
     """Base of everything that is declared by its parameters.
 
@@ -30,25 +37,35 @@ class Spec:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _refuse_untyped_fields(cls)
+        definer = defining_frame()
+        where = f"{where_defined(definer)}: {cls.__name__}"
+        _refuse_untyped_fields(cls, where)
         try:
             pydantic_dataclass(cls, frozen=True, config=_CONFIG)
+            rebuild_dataclass(cls, _types_namespace=dict(definer.f_locals))  # types that a function defines for itself
+        except PydanticUndefinedAnnotation as error:
+            raise DefinitionError(
+                f"{where} annotates a field with {error.name!r}, which is not defined; import or define it above the class."
+            ) from error
         except (ValueError, TypeError) as error:
-            raise DefinitionError(f"{where_defined(cls)}: {cls.__name__} is not well formed: {error}") from error
-        raise_parameter_errors(cls)
+            raise DefinitionError(f"{where} is not well formed: {error}") from error
+        _raise_parameter_errors(cls)
 
 
-def where_defined(cls: type) -> str:
-    """``file:line`` of a class, as well as it can be known."""
-    module = inspect.getmodule(cls)
-    file = getattr(module, "__file__", None) or cls.__module__
-    try:
-        return f"{file}:{inspect.getsourcelines(cls)[1]}"
-    except (OSError, TypeError):
-        return str(file)
+def defining_frame() -> FrameType:
+    """The frame that executes the class statement, asked from within its ``__init_subclass__``."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_name == "__init_subclass__":
+        frame = cast(FrameType, frame.f_back)
+    return frame
 
 
-def _refuse_untyped_fields(cls: type) -> None:
+def where_defined(frame: FrameType) -> str:
+    """``file:line`` of what `frame` executes."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _refuse_untyped_fields(cls: type, where: str) -> None:
     """A plain ``gamma = 0.9`` would be a class attribute that cannot be set, and a list default would be shared."""
     annotations = cls.__dict__.get("__annotations__", {})
     constants = {
@@ -57,24 +74,23 @@ def _refuse_untyped_fields(cls: type) -> None:
     for name, value in cls.__dict__.items():
         if name.startswith("_") or name in constants:
             continue
-        if isinstance(value, list | dict | set) or (
-            isinstance(getattr(value, "default", None), list | dict | set) and name in annotations
-        ):
+        if any(isinstance(v, list | dict | set) for v in (value, getattr(value, "default", None))):
             raise DefinitionError(
-                f"{where_defined(cls)}: {cls.__name__}.{name} has the mutable default {value!r}, which all instances would "
+                f"{where}.{name} has the mutable default {getattr(value, 'default', value)!r}, which all instances would "
                 f"share; use a tuple, or Field(default_factory=...)."
             )
-        plain = isinstance(value, str | int | float | bool | tuple | type(None))
-        if plain and name not in annotations:
+        # functions, properties, States and nested classes are members of the class
+        member = isinstance(value, type) or hasattr(type(value), "__get__")
+        if name not in annotations and not member:
             raise DefinitionError(
-                f"{where_defined(cls)}: {cls.__name__}.{name} = {value!r} has no annotation, so it could not be set; write "
-                f"`{name}: {type(value).__name__} = {value!r}` (or ClassVar[...] where it is a constant)."
+                f"{where}.{name} = {value!r} has no annotation, so it could not be set; write "
+                f"`{name}: {type(getattr(value, 'default', value)).__name__} = ...` (or ClassVar[...] where it is a constant)."
             )
 
 
-def raise_parameter_errors(cls: type) -> None:
+def _raise_parameter_errors(cls: type) -> None:
     """Make the constructor of `cls` raise `ParameterError` in place of pydantic's own error."""
-    init = cls.__init__  # type: ignore[misc]
+    init = vars(cls)["__init__"]
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -87,13 +103,42 @@ def raise_parameter_errors(cls: type) -> None:
 
 
 def _describe(cls: type, error: ValidationError) -> str:
-    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    parts = []
+    fields = dataclasses.fields(cast(Any, cls))
+    sentences = []
     for e in error.errors():
+        # what a validator or __post_init__ of the class says is a sentence already
+        raised = e.get("ctx", {}).get("error")
+        said = str(raised) if isinstance(raised, Exception) else f"{e['msg'][0].lower()}{e['msg'][1:]}"
         # pydantic names a positional argument by its index
-        location = (
-            ".".join(names[p] if isinstance(p, int) and p < len(names) else str(p) for p in e["loc"]) or "arguments"
-        )
-        parts.append(f"{location}={e['input']!r}: {e['msg']}" if e["type"] != "missing" else f"{location} is missing")
-    signature = ", ".join(f"{f.name}: {f.type}" for f in dataclasses.fields(cls))  # type: ignore[arg-type]
-    return f"{cls.__name__}(...) was given {'; '.join(parts)}. It takes {cls.__name__}({signature})."
+        path = [fields[p].name if isinstance(p, int) and p < len(fields) else str(p) for p in e["loc"]]
+        if e["type"] in ("missing", "missing_argument"):
+            sentences.append(f"{'.'.join(path)} is missing")
+        elif not path:
+            sentences.append(said.rstrip("."))
+        elif e["type"] == "unexpected_positional_argument":
+            sentences.append(f"{e['input']!r} is one argument too many")
+        elif e["type"] == "unexpected_keyword_argument":
+            sentences.append(f"there is no parameter {path[0]!r} (given {e['input']!r})")
+        else:
+            sentences.append(f"{'.'.join(path)}={e['input']!r}: {said.rstrip('.')}")
+    signature = ", ".join(f"{f.name}: {_shown(f)}" for f in fields if f.init)
+    return f"{cls.__name__}(...): {'; '.join(sentences)}. It takes {cls.__name__}({signature})."
+
+
+def _shown(field: dataclasses.Field[Any]) -> str:
+    return field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
+
+
+def parameters(spec: Spec) -> dict[str, Any]:
+    """What `spec` was constructed from, by name."""
+    return {f.name: getattr(spec, f.name) for f in dataclasses.fields(cast(Any, spec)) if f.init}
+
+
+def non_default(spec: Spec) -> dict[str, Any]:
+    """The parameters that differ from their defaults, by name."""
+    fields: Mapping[str, Any] = cast(Any, type(spec)).__pydantic_fields__
+    return {
+        name: value
+        for name, value in parameters(spec).items()
+        if fields[name].is_required() or value != fields[name].get_default(call_default_factory=True)
+    }

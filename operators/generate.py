@@ -32,7 +32,7 @@ class Prompted(Protocol):
 
 
 class Generate(Operator):
-    """One sampled response per row, with the log-probs it was sampled at and the version of the weights that sampled it.
+    """One sampled response per row, with its log-probs and the version of the weights that sampled it.
 
     Nothing is tokenised again on the way: `input_ids` are the prompt's ids and the sampled ids.
 
@@ -49,10 +49,10 @@ class Generate(Operator):
     """
 
     granularity: ClassVar[Granularity] = "row"
-    temperature: float = Field(1.0, ge=0)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    max_new_tokens: int = Field(1024, ge=1)
+    temperature: float = Field(default=1.0, ge=0)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_new_tokens: int = Field(default=1024, ge=1)
     stop_token_ids: tuple[int, ...] = ()
     rollout: Reads[Rollout] = Role("rollout")
 
@@ -66,8 +66,8 @@ class Generate(Operator):
         receipt = engine.receipt
         if receipt is None:
             raise SyncError(
-                "the rollout engine has no receipt for its weights, so nobody knows which policy would answer; expected a "
-                "sync first: Sync()(updated), or `with job.eager():`, which syncs at its start."
+                "the rollout engine has no receipt for its weights, so nobody knows which policy would answer; "
+                "expected a sync first: Sync()(updated), or `with job.eager():`, which syncs at its start."
             )
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, self.stop_token_ids)
         sampled = engine.generate(prompts.prompts, prompts.prompt_mask, list(prompts.row_id), sampling, key)
@@ -93,6 +93,6 @@ class Generate(Operator):
             response_mask=sampled.response_mask,
             rollout_log_probs=sampled.log_probs,
             response_text=np.array(texts, dtype=object),
-            temperature=torch.full((rows,), self.temperature),
-            policy_version=torch.full((rows,), receipt.version, dtype=torch.int64),
+            temperature=torch.full((rows,), self.temperature, device=sampled.responses.device),
+            policy_version=torch.full((rows,), receipt.version, dtype=torch.int64, device=sampled.responses.device),
         )

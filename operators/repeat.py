@@ -22,7 +22,7 @@ class Repeat(Operator):
 
     granularity: ClassVar[Granularity] = "row"
     changes_rows: ClassVar[bool] = True
-    n: int = Field(1, ge=1)
+    n: int = Field(default=1, ge=1)
 
     @property
     def rows_factor(self) -> int:

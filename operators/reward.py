@@ -191,9 +191,8 @@ class Reward(Operator):
             pool.close()
 
     def _describe(self, failure: Failed, prompts: Answerable, row: int) -> str:
-        more_time = (
-            f", or give it more time by {type(self).__name__}(..., timeout=...)" if "within" in failure.what else ""
-        )
+        cls = type(self).__name__
+        more_time = f", or give it more time by {cls}(..., timeout=...)" if failure.what.startswith("did not") else ""
         details = f"\n{failure.traceback}" if failure.traceback else ""
         return (
             f"{self.name}: the reward function {self._function_name} {failure.what}, for row {prompts.row_id[row]!r} "

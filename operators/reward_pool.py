@@ -55,7 +55,10 @@ class Worker(Protocol):
         """Whether it can take another call."""
 
     def kill(self) -> None:
-        """End it now, with whatever it does; may be called from any thread."""
+        """Break off what it does; may be called from any thread."""
+
+    def end(self) -> object:
+        """Give back what it holds; for the thread that makes its calls."""
 
 
 class ThreadWorker:
@@ -82,6 +85,9 @@ class ThreadWorker:
 
     def kill(self) -> None:
         """A thread cannot be ended from outside."""
+
+    def end(self) -> None:
+        """Nothing is held."""
 
 
 class ProcessWorker:
@@ -116,7 +122,7 @@ class ProcessWorker:
         if not isinstance(reply, Failed):
             return
         if self.alive:
-            self._end()
+            self.end()
         details = f"\n{reply.traceback}" if reply.traceback else ""
         raise RewardError(
             f"a worker process for the reward function {self._source.reference!r} could not be started: importing it "
@@ -133,11 +139,11 @@ class ProcessWorker:
         try:
             line = self._exchange(json.dumps(message).encode() + b"\n", time.monotonic() + limit)
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            status = self._end()
+            status = self.end()
             how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
             return Failed(f"ended its process ({how})")
         if line is None:
-            self._end()
+            self.end()
             return _over(limit)
         reply: dict[str, Any] = json.loads(line)
         return Failed(**reply) if "what" in reply else reply
@@ -170,7 +176,8 @@ class ProcessWorker:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _end(self) -> int:
+    def end(self) -> int:
+        """End the process and wait for it; returns its exit status."""
         self.kill()  # before the wait, since afterwards the id of the group may be another's
         with self._lock:
             self.alive = False
@@ -242,6 +249,8 @@ class Pool:
                 except RewardError as error:
                     trouble = error
             if (task := self._tasks.get()) is None:
+                if worker is not None:
+                    worker.end()
                 break
             future, arguments, timeout = task
             if not future.set_running_or_notify_cancel():

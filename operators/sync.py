@@ -32,8 +32,8 @@ class Sync(Operator):
         if not receipt.version == self.rollout_version() == self.actor.version == updated.version:
             raise SyncError(
                 f"the update says version {updated.version}, the actor is at {self.actor.version}, the receipt is for "
-                f"{receipt.version} and the engine holds {self.rollout_version()}; expected one version: sync again after the "
-                f"update, and let the engine refuse what it did not receive."
+                f"{receipt.version} and the engine holds {self.rollout_version()}; expected one version: sync once "
+                f"after each update, and let the engine refuse what it did not receive."
             )
         metrics.sum("sync/bytes", receipt.bytes)
         metrics.max("sync/version", receipt.version)

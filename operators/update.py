@@ -58,19 +58,19 @@ def draw_mini_batches(
         key: what the permutations are drawn from.
 
     Raises:
-        DataError: `mini_batch` does not divide the rows.
+        DataError: there are no rows, or `mini_batch` does not divide them.
     """
     rows = len(response_mask)
     size = rows if mini_batch is None else mini_batch
-    if size == 0 or rows % size:
+    if rows == 0 or rows % size:
         raise DataError(
-            f"{rows} rows cannot be cut into mini-batches of {size}; expected a divisor of prompts x n: change mini_batch, the "
-            f"prompts a step, or Repeat(n)."
+            f"{rows} rows cannot be cut into equal mini-batches (mini_batch={mini_batch}); expected at least one row, "
+            f"and a divisor of prompts x n: change mini_batch, the prompts a step, or Repeat(n)."
         )
     batches = []
     for epoch in range(epochs):
         generator = key.derive("epoch", epoch).generator()
-        # One mini-batch of all rows keeps their order, and with it the micro-batches of OldLogProb: ratios are exactly 1.
+        # One mini-batch of all rows keeps their order, and so the micro-batches of OldLogProb: ratios are exactly 1.
         order = torch.randperm(rows, generator=generator) if size < rows else torch.arange(rows)
         for index in order.split(size):
             batches.append(MiniBatch(index, loss.weights(response_mask[index])))
@@ -100,8 +100,8 @@ class UpdateActor(Operator):
 
     granularity: ClassVar[Granularity] = "batch"
     loss: PPOClip = PPOClip()
-    ppo_epochs: int = Field(1, ge=1)
-    mini_batch: int | None = Field(None, ge=1)
+    ppo_epochs: int = Field(default=1, ge=1)
+    mini_batch: int | None = Field(default=None, ge=1)
     actor: Writes[Trainer] = Role("actor")
 
     @property
@@ -129,9 +129,10 @@ class UpdateActor(Operator):
         if len(stale):
             row = int(stale[0])
             raise StalePolicyError(
-                f"{len(stale)} of {len(rollout.policy_version)} rows were not sampled by the policy that is trained: row {row} "
-                f"bears policy_version {int(rollout.policy_version[row])}, the actor is at {self.actor.version}; expected all "
-                f"rows of this step from its own weights: run Sync after every update, then Generate."
+                f"{len(stale)} of {len(rollout.policy_version)} rows were not sampled by the policy that is trained: "
+                f"row {row} bears policy_version {int(rollout.policy_version[row])}, the actor is at "
+                f"{self.actor.version}; expected all rows of this step from its own weights: run Sync after every "
+                f"update, then Generate."
             )
         if ref_log_prob is not None:
             mask = rollout.response_mask
@@ -166,8 +167,8 @@ class UpdateCritic(Operator):
 
     granularity: ClassVar[Granularity] = "batch"
     loss: ValueClip = ValueClip()
-    ppo_epochs: int = Field(1, ge=1)
-    mini_batch: int | None = Field(None, ge=1)
+    ppo_epochs: int = Field(default=1, ge=1)
+    mini_batch: int | None = Field(default=None, ge=1)
     critic: Writes[Critic] = Role("critic")
 
     @property

@@ -12,7 +12,7 @@ from flowrl.roles import Reads, Role
 
 
 class Value(Operator):
-    """State values: float32 ``[batch response]``; entry ``t`` is the value of the state in which token ``t`` was sampled."""
+    """State values, float32 ``[batch response]``: entry ``t`` is of the state in which token ``t`` was sampled."""
 
     granularity: ClassVar[Granularity] = "row"
     critic: Reads[Critic] = Role("critic")

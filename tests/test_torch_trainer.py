@@ -65,10 +65,10 @@ class Pull:
     def __call__(
         self, output: Tensor, entropy: Tensor | None, batch: Ragged, weights: Tensor, metrics: Metrics
     ) -> Tensor:
-        self.seen.append((output.detach().clone(), entropy if entropy is None else entropy.detach(), batch, weights))
+        self.seen.append((output.detach().clone(), entropy, batch, weights))
         metrics.mean("actor/pull", (weights * batch.pull).sum(), weights.sum())
         gain = batch.pull * output
-        if entropy is not None:
+        if entropy is not None and self.wants_entropy:
             gain = gain + self.entropy_coef * entropy
         return -(weights * gain).sum()
 
@@ -285,7 +285,7 @@ def test_a_loss_gets_whole_columns_of_its_rows(folder: Folder) -> None:
     assert [seen[2].uid.tolist() for seen in loss.seen] == [["row 3"], ["row 1"]]
     for output, entropy, part, weights in loss.seen:
         assert output.shape == weights.shape == part.pull.shape == part.response_mask.shape == (1, 9)
-        assert entropy is None and part.absent is None
+        assert entropy is not None and not entropy.requires_grad and part.absent is None
 
 
 def test_gradients_are_clipped_by_their_norm(folder: Folder) -> None:

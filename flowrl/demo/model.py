@@ -7,13 +7,12 @@ starts. The warm start is plain PyTorch: it makes the material that a graph work
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,13 +39,13 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-STEPS = 350
+STEPS = 270
 BATCH = 128
 LEARNING_RATE = 4e-3
 WARM_UP_STEPS = 20
-DECAY_SHARE = 0.3  # the last 30 % of the steps decay to zero
-DIRECT_SHARE = 0.7
-BUCKET = 16  # tokens: sequences that end in the same 16 run together
+MIXED_SHARE = 0.3  # of the steps, the last
+DIRECT_SHARE = 0.7  # of the demonstrations in a mixed batch
+BUCKET = 16  # tokens
 STAMP = "warm_start.json"
 
 OnStep = Callable[[int, int, float], None]
@@ -54,7 +53,7 @@ OnStep = Callable[[int, int, float], None]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokeniser of 104 tokens: printable ASCII by character, ``<think>`` and ``</think>`` as words, a chat template."""
+    """A tokeniser of 104 tokens (printable ASCII, ``<think>`` and ``</think>`` as words) and a chat template."""
     vocabulary = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS, *WORDS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     pattern = "|".join([*map(re.escape, WORDS), r"[\s\S]"])
@@ -101,18 +100,17 @@ class Demonstrations(NamedTuple):
     lengths: Tensor
 
 
-def demonstrations(tokenizer: PreTrainedTokenizerFast, seed: int) -> Demonstrations:
-    """One demonstration per training problem: direct with probability 0.7, else worked."""
-    key = Key.of(seed).derive("warm start", "mode")
+def demonstrations(tokenizer: PreTrainedTokenizerFast) -> Demonstrations:
+    """Every training problem twice: all of them worked, then all of them direct, in the same order."""
     problems = task.split().train
-    direct = key.uniforms([p.prompt for p in problems], 1)[:, 0] < DIRECT_SHARE
+    answers = [p.worked for p in problems] + [p.answer for p in problems]
     users = [[{"role": "user", "content": p.prompt}] for p in problems]
-    answers = [p.answer if d else p.worked for p, d in zip(problems, direct.tolist(), strict=True)]
-    prompts = tokenizer.apply_chat_template(users, add_generation_prompt=True, return_dict=False)
+    encoded = tokenizer.apply_chat_template(users, add_generation_prompt=True, return_dict=False)
+    prompts = cast(list[list[int]], encoded) * 2
     responses = tokenizer([a + tokenizer.eos_token for a in answers], add_special_tokens=False)["input_ids"]
 
     lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)])
-    input_ids = torch.full((len(problems), int(lengths.max())), tokenizer.pad_token_id)
+    input_ids = torch.full((len(answers), int(lengths.max())), tokenizer.pad_token_id)
     labels = torch.full_like(input_ids, -100)
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         input_ids[i, : lengths[i]] = torch.tensor(prompt + response)
@@ -129,17 +127,21 @@ def warm_start(
 ) -> list[float]:
     """Fine-tune `model` in place on demonstrations; returns the loss of each step, in nats per answer token.
 
-    One seed gives one set of weights: it runs on one thread and leaves the global random state alone.
+    The first 70 % of the steps show worked answers only; in the rest, while the learning rate decays to zero, 70 % of
+    the answers are direct. Mixed from the start, some seeds come to add in their heads (two of four answered 56 to 65 %
+    of the held-out problems directly and rightly), and then there is nothing to gain by thinking.
+
+    One seed gives one set of weights: this runs on one thread and leaves the global random state alone.
     """
-    data = demonstrations(tokenizer, seed)
+    data = demonstrations(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS, (steps - step) / (DECAY_SHARE * steps))
+        optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS, (steps - step) / (MIXED_SHARE * steps))
     )
     losses = []
     model.train()
     with _one_thread():
-        for step, rows in enumerate(_batches(len(data.lengths), seed, steps)):
+        for step, rows in enumerate(_batches(len(data.lengths) // 2, seed, steps)):
             losses.append(_backward(model, data, rows))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -151,12 +153,15 @@ def warm_start(
     return losses
 
 
-def _batches(count: int, seed: int, steps: int) -> Iterator[Tensor]:
-    """`steps` times `BATCH` row indices, from one shuffle of all rows after another."""
-    generator = Key.of(seed).derive("warm start", "order").generator()
-    epochs = -(-steps * BATCH // count)
-    order = torch.cat([torch.randperm(count, generator=generator) for _ in range(epochs)])
-    yield from order[: steps * BATCH].view(steps, BATCH)
+def _batches(problems: int, seed: int, steps: int) -> Iterator[Tensor]:
+    """Rows of the demonstrations for each step: problems come from one shuffle of them all after another."""
+    generator = Key.of(seed).derive("warm start").generator()
+    epochs = -(-steps * BATCH // problems)
+    order = torch.cat([torch.randperm(problems, generator=generator) for _ in range(epochs)])
+    for step, batch in enumerate(order[: steps * BATCH].view(steps, BATCH)):
+        direct = torch.rand(BATCH, generator=generator) < DIRECT_SHARE
+        mixed = step >= (1 - MIXED_SHARE) * steps
+        yield batch + problems * direct if mixed else batch
 
 
 def _backward(model: LlamaForCausalLM, data: Demonstrations, rows: Tensor) -> float:
@@ -194,7 +199,7 @@ def build(folder: str | Path, seed: int = 0, on_step: OnStep | None = None, *, s
     """
     folder = Path(folder)
     stamp = folder / STAMP
-    if stamp.exists() and _is_finished(folder, _recipe(seed, steps)):
+    if stamp.exists() and stamp.read_bytes() == _stamp(folder, seed, steps):
         return folder
     stamp.unlink(missing_ok=True)
     tokenizer = make_tokenizer()
@@ -202,26 +207,17 @@ def build(folder: str | Path, seed: int = 0, on_step: OnStep | None = None, *, s
     warm_start(model, tokenizer, seed, steps, on_step)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    files = {path.name: _digest(path) for path in sorted(folder.iterdir()) if path.is_file()}
-    # The stamp comes last and in one move, so that whatever stopped half-way bears none.
-    partial = folder / f"{STAMP}.partial"
-    partial.write_text(json.dumps({"recipe": _recipe(seed, steps), "files": files}, indent=2), encoding="utf-8")
-    partial.replace(stamp)
+    stamp.write_bytes(_stamp(folder, seed, steps))  # last, so that a folder that was left half-way bears none
     return folder
 
 
-def _recipe(seed: int, steps: int) -> dict[str, Any]:
-    """What decides the weights: seed, steps, and the code that turns them into weights."""
-    source = "".join(inspect.getsource(inspect.getmodule(f) or task) for f in (build, task.split))
-    return {"seed": seed, "steps": steps, "code": xxhash.xxh3_128_hexdigest(source.encode())}
+def _stamp(folder: Path, seed: int, steps: int) -> bytes:
+    """What decided the weights (seed, steps and code) and a digest (xxh3-128) of every file of the folder, as JSON."""
+    code = Path(task.__file__).read_bytes() + Path(__file__).read_bytes()
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != STAMP)
+    files = {path.name: _digest(path.read_bytes()) for path in paths}
+    return json.dumps({"seed": seed, "steps": steps, "code": _digest(code), "files": files}, indent=2).encode()
 
 
-def _is_finished(folder: Path, recipe: dict[str, Any]) -> bool:
-    stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
-    return stamp["recipe"] == recipe and all(
-        (folder / name).is_file() and _digest(folder / name) == digest for name, digest in stamp["files"].items()
-    )
-
-
-def _digest(path: Path) -> str:
-    return xxhash.xxh3_128_hexdigest(path.read_bytes())
+def _digest(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)

@@ -56,7 +56,7 @@ class Split(NamedTuple):
 
 @cache
 def split() -> Split:
-    """The 500 held-out problems and all 7,110 or so that are neither held out nor the commuted twin of one that is.
+    """The 500 held-out problems and the 7,110 that are neither held out nor the commuted twin of one that is.
 
     The split belongs to the task and has no seed: a model that was warm-started under one seed has not seen the
     held-out problems of a dataset that was written under another.
@@ -80,6 +80,14 @@ def compute_score(
 ) -> float:
     """1.0 if what follows the last ``</think>`` is `ground_truth` (white space aside), else 0.0; verl's signature."""
     return float(solution_str.rpartition(END_THINK)[2].strip() == ground_truth)
+
+
+def score_and_thinking(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, object] | None = None
+) -> dict[str, float]:
+    """`compute_score`, and whether the response thinks, which is logged beside it as ``reward/thinks``."""
+    score = compute_score(data_source, solution_str, ground_truth, extra_info)
+    return {"score": score, "thinks": float(thinks(solution_str))}
 
 
 def write_dataset(folder: str | Path, seed: int = 0) -> tuple[Path, Path]:

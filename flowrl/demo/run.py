@@ -1,0 +1,174 @@
+"""The demo: a warm-started model that knows how to think but seldom does is trained by GRPO, and by PPO."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from flowrl.backends import AdamW, Constant, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.data import PromptData
+from flowrl.demo.model import STEPS, build
+from flowrl.demo.task import score_and_thinking, write_dataset
+from flowrl.errors import ParameterError
+from flowrl.graph import Graph
+from flowrl.graphs import grpo, ppo
+from flowrl.report import Terminal
+from flowrl.training import Run, Training, Validation
+
+ROWS = 256
+GROUP = 8
+CURVES = {
+    "reward/mean": "reward while training",
+    "val/reward/mean": "held-out accuracy, sampled",
+    "val/reward/thinks": "share of answers that think",
+    "response_length/mean": "tokens an answer",
+    "kl/ref": "KL to the reference, nats a token",
+}
+
+
+def graphs() -> tuple[Graph, Graph]:
+    """GRPO and PPO for the demo's task; one optimiser step for every half of a step's rows."""
+    settings = {"max_new_tokens": 28, "mini_batch": ROWS // 2, "kl_coef": 0.001}
+    return grpo(score_and_thinking, n=GROUP, **settings), ppo(score_and_thinking, **settings)  # type: ignore[arg-type]
+
+
+def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, seed: int) -> Training:
+    """The training of one of the demo's graphs: engines for its roles, `ROWS` answers a step, validation by sampling."""
+    warmup = Constant(warmup_steps=10)
+    engines = {
+        "actor": TorchTrainer(str(model), AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0), warmup),
+        "ref": TorchScorer(str(model)),
+        "critic": TorchCritic(str(model), AdamW(lr=1e-3, betas=(0.9, 0.95))),
+        "rollout": TorchRollout(),
+    }
+    rows_per_prompt = graph["repeat"].operator.rows_factor
+    return Training(
+        graph.bind(**{role: engines[role] for role in graph.roles()}),
+        PromptData(str(data / "train.jsonl")),
+        steps=steps,
+        prompts=ROWS // rows_per_prompt,
+        seed=seed,
+        # Sampled rather than greedy: greedy accuracy jumps within a few steps and then hides what is learned.
+        validation=Validation(PromptData(str(data / "heldout.jsonl")), every=10, changes={"repeat.n": 1}, batch=500),
+        folder=str(folder),
+    )
+
+
+def tell(out: Console, folder: Path, steps: int, seed: int) -> dict[str, Run]:
+    """Build, train, and show what was learned.
+
+    Args:
+        out: where to tell it.
+        folder: data, warm-started model, runs and plot go here; the runs must not be there yet.
+        steps: of each algorithm.
+        seed: of warm start and training.
+
+    Returns:
+        The run of each algorithm, by name.
+    """
+    torch.set_num_threads(1)  # at this size a second thread costs more than it gives
+    started = time.perf_counter()
+    number = next(n for n in itertools.count(1) if not (folder / f"{n:03d}").exists())
+    runs = folder / f"{number:03d}"
+    out.print("[bold]1. A model that can think, but mostly does not[/]")
+    data = write_dataset(folder / "data", seed)[0].parent
+    model = _warm_start(out, folder / f"model-seed{seed}", seed)
+
+    by_group, by_critic = graphs()
+    out.print("\n[bold]2. GRPO as a graph[/] (Mermaid: paste it into any Markdown file)\n")
+    out.print(by_group.mermaid(), markup=False)
+    out.print()
+    finished = {"grpo": training(by_group, model, data, runs / "grpo", steps, seed).run([Terminal(out)])}
+
+    out.print("\n[bold]3. PPO is an edit away[/]\n")
+    out.print(str(by_group.diff(by_critic)), markup=False)
+    out.print()
+    finished["ppo"] = training(by_critic, model, data, runs / "ppo", steps, seed).run([Terminal(out)])
+
+    out.print("\n[bold]4. What was learned[/]\n")
+    _show_samples(out, finished)
+    _show_table(out, finished)
+    plot(finished, runs / "curves.png")
+    out.print(
+        f"\nThe curves are in {runs / 'curves.png'}, the runs in {runs} ({time.perf_counter() - started:.0f} s in all)."
+    )
+    return finished
+
+
+def _warm_start(out: Console, folder: Path, seed: int) -> Path:
+    bar = Progress(TextColumn("warm start"), BarColumn(bar_width=24), TextColumn("{task.fields[loss]}"), console=out)
+    with bar:
+        task = bar.add_task("warm start", total=STEPS, loss="")
+        model = build(
+            folder,
+            seed,
+            lambda step, total, loss: bar.update(task, completed=step, total=total, loss=f"loss {loss:.3f}"),
+        )
+    out.print(f"114 thousand parameters, in {model}")
+    return model
+
+
+def _show_samples(out: Console, runs: Mapping[str, Run]) -> None:
+    table = Table(
+        "prompt", *(f"{name} {when}" for name in runs for when in ("before", "after")), title="the same prompts"
+    )
+    columns = []
+    for run in runs.values():
+        records = [json.loads(line) for line in (run.folder / "predictions.jsonl").read_text().splitlines()]
+        for when in (records[0]["step"], records[-1]["step"]):
+            columns.append([record for record in records if record["step"] == when][:5])
+    for answers in zip(*columns, strict=True):
+        shown = [f"[{'green' if a['score'] == 1 else 'red'}]{a['response']}[/]" for a in answers]
+        table.add_row(answers[0]["prompt"][-1]["content"], *shown)
+    out.print(table)
+
+
+def _show_table(out: Console, runs: Mapping[str, Run]) -> None:
+    table = Table(
+        "",
+        "accuracy",
+        "thinks",
+        "tokens an answer",
+        "KL",
+        "seconds",
+        title="held-out prompts, sampled: before -> after",
+    )
+    for name, run in runs.items():
+        first, last = run.validations[0], run.validations[-1]
+        keys = ("val/reward/mean", "val/reward/thinks", "val/response_length/mean")
+        cells = [f"{first[key]:.2f} -> {last[key]:.2f}" for key in keys]
+        seconds = sum(step["timing/step"] for step in run.metrics)
+        table.add_row(name, *cells, f"{run.metrics[-1]['kl/ref']:.3f}", f"{seconds:.0f}")
+    out.print(table)
+
+
+def plot(runs: Mapping[str, Run], path: Path) -> None:
+    """Draw the curves of `CURVES` for every run into a PNG.
+
+    Raises:
+        ParameterError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ParameterError("the demo draws its curves with matplotlib; run: pip install 'flowrl[demo]'.") from error
+    figure = Figure(figsize=(15, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (key, title) in zip(figure.subplots(1, len(CURVES)), CURVES.items(), strict=True):
+        for name, run in runs.items():
+            records: Sequence[Mapping[str, float]] = run.validations if key.startswith("val/") else run.metrics
+            axes.plot([r["step"] for r in records], [r[key] for r in records], label=name.upper())
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("step", fontsize=8)
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend()
+    figure.savefig(path, dpi=120)
