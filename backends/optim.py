@@ -7,12 +7,13 @@ of optimiser steps taken, so a resumed run needs nothing but that number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flowrl.spec import Spec
 
@@ -28,9 +29,21 @@ class AdamW(Spec):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """What the optimiser keeps of each parameter after its first step."""
+        return ("step", "exp_avg", "exp_avg_sq")
+
+    def build(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """The torch optimiser over `parameters`."""
-        return torch.optim.AdamW(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+        return torch.optim.AdamW(
+            parameters,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            foreach=_foreach(parameters),
+        )
 
 
 class SGD(Spec):
@@ -39,9 +52,14 @@ class SGD(Spec):
     lr: float = Field(ge=0)
     momentum: float = Field(default=0.0, ge=0, lt=1)
 
-    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """What the optimiser keeps of each parameter after its first step."""
+        return ("momentum_buffer",) if self.momentum else ()
+
+    def build(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """The torch optimiser over `parameters`."""
-        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum)
+        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, foreach=_foreach(parameters))
 
 
 class Constant(Spec):
@@ -92,6 +110,11 @@ class Cosine(_Decay):
         """What the learning rate is multiplied with when `step` steps have been taken."""
         cosine = 0.5 * (1 + math.cos(math.pi * (1 - self._share_left(step))))
         return _warmup(step, self.warmup_steps) * (self.min_ratio + (1 - self.min_ratio) * cosine)
+
+
+def _foreach(parameters: Sequence[nn.Parameter]) -> bool | None:
+    """Left to itself, torch steps plain tensors on a GPU in few kernels, but shards one by one."""
+    return True if any(isinstance(parameter, DTensor) for parameter in parameters) else None
 
 
 def _warmup(step: int, warmup_steps: int) -> float:

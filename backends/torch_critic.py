@@ -13,18 +13,10 @@ from torch import Tensor, nn
 
 from flowrl.backends.optim import AdamW, Constant, Optimizer, Schedule
 from flowrl.backends.torch_learner import Learner
-from flowrl.backends.torch_model import (
-    Dtype,
-    Folder,
-    Rows,
-    TokenInputs,
-    TorchModel,
-    check_tokens,
-    load_tokenizer,
-    micro_batches,
-    scatter,
-    take,
-)
+from flowrl.backends.torch_load import Folder, load_tokenizer
+from flowrl.backends.torch_mesh import Forward, mesh_of
+from flowrl.backends.torch_model import Dtype, Rows, TokenInputs, TorchModel, check_tokens, scatter, score_rows
+from flowrl.backends.torch_sleep import Residence, Sleeper
 from flowrl.engines import BuildContext, Loss, MiniBatch
 from flowrl.errors import BindError
 from flowrl.metrics import Metrics
@@ -32,6 +24,7 @@ from flowrl.records import Tokens
 from flowrl.spec import Spec
 
 VALUE_HEAD_FILE = "value_head.safetensors"
+BUCKET_BYTES = 256 * 2**20
 
 
 class TorchCritic(Spec):
@@ -49,6 +42,8 @@ class TorchCritic(Spec):
         gradient_checkpointing: recompute each layer in the backward pass, for memory.
         max_tokens: padded tokens that a micro-batch may hold; gradients do not depend on it.
         device: None is CUDA where there is one, else the CPU.
+        ranks: processes that share the weights by FSDP2, one device each.
+        offload: keep weights, gradients and optimiser state in CPU memory; a layer comes to the device to compute.
     """
 
     model: Folder
@@ -59,19 +54,25 @@ class TorchCritic(Spec):
     gradient_checkpointing: bool = False
     max_tokens: int = Field(default=16384, ge=1)
     device: str | None = None
+    ranks: int = Field(default=1, ge=1)
+    offload: bool = False
 
     def build(self, context: BuildContext) -> TorchCriticEngine:
         """Load body and tokeniser, and make the optimiser.
 
         Raises:
-            BindError: the folder does not hold the body of a causal LM and its tokeniser.
+            BindError: the folder does not hold the body of a causal LM and its tokeniser, or this process is not one
+                of `ranks`.
         """
+        mesh = mesh_of(context, self.ranks, self.device, self.dtype == "bfloat16", self.offload)
         tokenizer = load_tokenizer(self.model)
-        body = TorchModel(self.model, self.dtype, self.device, self.gradient_checkpointing, with_head=False)
-        head = _value_head(self.model, body.width()).to(body.device)
+        body = TorchModel(self.model, self.dtype, mesh, self.gradient_checkpointing, with_head=False)
+        head = _value_head(self.model, body.width()).to(mesh.device)
+        under = mesh.forward(head)
         whole = nn.ModuleDict({"model": body.module, "value_head": head})
-        learner = Learner(whole, self.optimizer, self.schedule, self.grad_clip, self.max_tokens, "critic")
-        return TorchCriticEngine(body, head, self.max_tokens, tokenizer, learner)
+        learner = Learner(whole, self.optimizer, self.schedule, self.grad_clip, self.max_tokens, "critic", mesh)
+        residence = Residence(mesh.device, [body.forward.root, under.root], learner.optimizer, self.offload)
+        return TorchCriticEngine(body, head, under, self.max_tokens, residence, tokenizer, learner)
 
 
 def _value_head(folder: str, width: int) -> nn.Linear:
@@ -91,12 +92,30 @@ def _value_head(folder: str, width: int) -> nn.Linear:
     return head
 
 
-class TorchCriticEngine:
-    """A live `Critic`; made by `TorchCritic.build`."""
+class TorchCriticEngine(Sleeper):
+    """A live `Critic`; made by `TorchCritic.build`.
 
-    def __init__(self, body: TorchModel, head: nn.Linear, max_tokens: int, tokenizer: Any, learner: Learner) -> None:
-        self._body, self._head, self._max_tokens = body, head, max_tokens
-        self._tokenizer, self._learner = tokenizer, learner
+    Args:
+        body: the model below the LM head.
+        head, under: the value head, and what its weights can be had under.
+        max_tokens: as in the spec.
+        residence: where the weights are now.
+        tokenizer: written beside the weights.
+        learner: trains body and head.
+    """
+
+    def __init__(
+        self,
+        body: TorchModel,
+        head: nn.Linear,
+        under: Forward,
+        max_tokens: int,
+        residence: Residence,
+        tokenizer: Any,
+        learner: Learner,
+    ) -> None:
+        self._body, self._head, self._under, self._max_tokens = body, head, under, max_tokens
+        self.residence, self._tokenizer, self._learner = residence, tokenizer, learner
 
     @property
     def version(self) -> int:
@@ -104,9 +123,8 @@ class TorchCriticEngine:
         return self._learner.version
 
     def _values(self, batch: Tokens) -> Tensor:
-        with self._body.arithmetic():
-            states = self._body.states(batch)
-        return scatter(self._head(states.float()).squeeze(1), batch.response_mask)
+        values = self._under(self._head, self._body.states(batch).float())
+        return scatter(values.squeeze(1), batch.response_mask)
 
     @torch.no_grad()
     def values(self, batch: Tokens) -> Tensor:
@@ -114,14 +132,17 @@ class TorchCriticEngine:
 
         The value before response token ``t`` is read at sequence position ``sequence - response - 1 + t``.
 
+        Each rank passes rows of its own, as many as it has, and gets their values; a collective.
+
         Raises:
             DataError: a response token counts that has no attended token before it.
+            RankError: that is so on another rank.
+            AsleepError: the engine sleeps.
         """
-        inputs = TokenInputs.of(batch)
-        out = torch.zeros(inputs.response_mask.shape, device=inputs.response_mask.device)
-        for rows in micro_batches(inputs.attention_mask, self._max_tokens):
-            out[rows] = self._values(take(inputs, rows, self._body.device)).to(out.device)
-        return out
+        self.residence.require_awake("values")
+        with self._body.mesh.together("values"):
+            inputs = TokenInputs.of(batch)
+        return score_rows(self._body.mesh, inputs, self._max_tokens, self._values)
 
     def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], loss: Loss[Rows]) -> Metrics:
         """One optimiser step per mini-batch, in order; then `version` grows by one. The loss gets no entropy.
@@ -129,9 +150,13 @@ class TorchCriticEngine:
         Reports what `loss` reports, and ``critic/grad_norm`` (before clipping) and ``critic/lr``, the means over
         mini-batches.
 
+        Every rank is given all rows and the same mini-batches, and reports its part of the metrics; a collective.
+
         Raises:
-            DataError: as `values`; or the gradient of a mini-batch is not finite.
+            DataError: as `values`; or the gradient of a mini-batch is not finite (on all ranks).
+            AsleepError: the engine sleeps.
         """
+        self.residence.require_awake("update")
         check_tokens(batch)  # type: ignore[arg-type]
 
         def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
@@ -140,19 +165,43 @@ class TorchCriticEngine:
         return self._learner.update(batch, mini_batches, loss, forward)
 
     def state_dict(self) -> dict[str, Any]:
-        """``weights``, ``optimizer``, ``steps``, ``version``; the tensors are the live ones, as in torch."""
+        """``weights``, ``optimizer``, ``steps``, ``version``; the tensors are the live ones, as in torch.
+
+        Of several ranks, each has its own shards (`torch.distributed.tensor.DTensor`).
+        """
         return self._learner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, bit for bit.
+        """Go on from `state`, which is of as many ranks, bit for bit.
 
         Raises:
-            DataError: the state is of a model with other weights.
+            DataError: the state is of a model with other weights, or of another number of ranks.
         """
         self._learner.load_state_dict(state)
 
+    def save_checkpoint(self, folder: str) -> None:
+        """Write what `state_dict` holds to a new folder, each rank its shards; a collective.
+
+        Raises:
+            DataError: the folder holds a checkpoint, or cannot be written.
+        """
+        self._learner.save_checkpoint(folder)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Go on from a checkpoint of any number of ranks, bit for bit where there are as many; a collective.
+
+        Raises:
+            DataError: there is none, it is of another model or optimiser, or damaged.
+        """
+        self._learner.load_checkpoint(folder)
+
     def save_pretrained(self, folder: str) -> None:
-        """Write body (float32), value head, configuration and tokeniser; `TorchCritic` loads the folder again."""
-        self._body.module.save_pretrained(folder)
-        self._tokenizer.save_pretrained(folder)
-        save_file(self._head.state_dict(), os.path.join(folder, VALUE_HEAD_FILE))
+        """Write body (float32), value head, configuration and tokeniser; `TorchCritic` loads the folder again.
+
+        A collective: rank 0 writes, and holds all weights in CPU memory meanwhile.
+        """
+        self._body.save_pretrained(folder, BUCKET_BYTES)
+        head = dict(self._body.mesh.full(self._head.state_dict().items(), BUCKET_BYTES))
+        if self._body.mesh.rank == 0:
+            self._tokenizer.save_pretrained(folder)
+            save_file(head, os.path.join(folder, VALUE_HEAD_FILE))

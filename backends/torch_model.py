@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM that scores sequences: loading, micro-batches, and log-probs a chunk of tokens at a time.
+"""A Hugging Face causal LM that scores sequences: micro-batches, and log-probs a chunk of tokens at a time.
 
 Weights are float32 whatever `dtype` says: with ``bfloat16`` the arithmetic runs under `torch.autocast` over float32
 master weights, in trainers and scorers alike, so that an actor and a reference made from one folder agree bit for bit
@@ -9,25 +9,27 @@ are recomputed must be those that the update sees.
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
+from flowrl.backends.torch_load import load_causal_lm
+from flowrl.backends.torch_mesh import Mesh, Whole
+from flowrl.backends.torch_shards import gathered_weights, load_sharded, save_sharded
+from flowrl.digest import named_weights
 from flowrl.errors import BindError, DataError
 from flowrl.records import Sequences, Tokens
 
-Folder = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 Dtype = Literal["float32", "bfloat16"]
 Rows = TypeVar("Rows", bound=NamedTuple)
+T = TypeVar("T")
 
 
 Entropy = Literal["none", "value", "gradient"]
@@ -70,6 +72,14 @@ class SequenceInputs(NamedTuple):
         """
         check_sequences(batch)
         return cls(*(getattr(batch, name) for name in cls._fields))
+
+    @classmethod
+    def idle(cls, device: torch.device) -> SequenceInputs:
+        """A row of two tokens, none of which counts: for a rank that has no rows left while others compute."""
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        no_token = torch.zeros(1, 1, dtype=torch.bool, device=device)
+        positions = torch.arange(2, device=device)[None]
+        return cls(ids, torch.ones_like(ids), positions, no_token, torch.ones(1, device=device))
 
 
 def check_tokens(batch: Tokens) -> None:
@@ -137,6 +147,23 @@ def micro_batches(attention_mask: Tensor, max_tokens: int) -> list[slice]:
     return runs
 
 
+def score_rows(mesh: Mesh, inputs: Rows, max_tokens: int, score: Callable[[Rows], Tensor]) -> Tensor:
+    """What `score` gives for each micro-batch of this rank's rows, put together: float32 ``[batch response]``.
+
+    Ranks may have different numbers of rows, or none; all run equally many forward passes.
+    """
+    columns: Any = inputs
+    out = torch.zeros(columns.response_mask.shape, device=columns.response_mask.device)
+    runs = micro_batches(columns.attention_mask, max_tokens)
+    idle_runs = mesh.most(len(runs)) - len(runs)
+    for rows in runs:
+        out[rows] = score(take(inputs, rows, mesh.device)).to(out.device)
+    idle: Any = SequenceInputs.idle(mesh.device)
+    for _ in range(idle_runs):
+        score(idle)
+    return out
+
+
 def _ends(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     """First attended column of each row and one past the last; ``(width, 0)`` for a row that attends to nothing."""
     width, mask = attention_mask.shape[1], attention_mask.bool()
@@ -150,7 +177,7 @@ class TorchModel:
     Args:
         folder: a Hugging Face folder of a causal LM, with its tokeniser.
         dtype: what the model computes in; log-softmax, entropy and all outputs are float32 in either case.
-        device: where it lives; None is CUDA where there is one, else the CPU.
+        mesh: where its weights are.
         gradient_checkpointing: recompute each layer in the backward pass.
         with_head: False drops the LM head (a critic needs none; its folder may lack one).
 
@@ -159,28 +186,33 @@ class TorchModel:
     """
 
     def __init__(
-        self, folder: str, dtype: Dtype, device: str | None, gradient_checkpointing: bool, with_head: bool = True
+        self, folder: str, dtype: Dtype, mesh: Mesh, gradient_checkpointing: bool, with_head: bool = True
     ) -> None:
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        lm = load_causal_lm(folder, with_head)
-        cast(nn.Module, lm).to(self.device).eval()
+        self.mesh, self.device = mesh, mesh.device
+        self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
+        if isinstance(mesh, Whole):
+            lm = load_causal_lm(folder, with_head)
+            cast(nn.Module, lm).to(self.device)
+        else:
+            lm, self.forward = load_sharded(mesh, folder, with_head)
+        lm.eval()
+        self.module: PreTrainedModel = lm if with_head else cast(PreTrainedModel, lm.base_model)
+        """All weights."""
+        if isinstance(mesh, Whole):
+            self.forward = mesh.forward(self.module)
         if "attention_mask" not in inspect.signature(lm.forward).parameters:
             raise BindError(
                 f"{type(lm).__name__} in {folder!r} takes no attention_mask, so it cannot tell padding from tokens; "
                 f"bind a model that does."
             )
         if gradient_checkpointing:
-            _prepare_checkpointing(lm, folder)
-        base = cast(PreTrainedModel, lm.base_model)
-        self.module: PreTrainedModel = lm if with_head else base
-        """All weights."""
-        self._run, self._output, self._head = base, "last_hidden_state", cast(nn.Module, nn.Identity())
-        if with_head and _has_plain_head(lm):
+            self._probe(_prepare_checkpointing, self.module, folder)
+        self._run, self._output, self._head = lm.base_model, "last_hidden_state", cast(nn.Module, nn.Identity())
+        if with_head and self._probe(_has_plain_head, lm):
             self._head = cast(nn.Module, lm.get_output_embeddings())
         elif with_head:  # the logits are not those of the head alone: take them from the model
             self._run, self._output = lm, "logits"
         self._arguments = frozenset(inspect.signature(self._run.forward).parameters)
-        self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -189,10 +221,35 @@ class TorchModel:
             yield
 
     @torch.no_grad()
+    def _probe(self, ask: Callable[..., T], *args: Any) -> T:
+        """What `ask` finds when it runs the model over a short sequence: tokens ``[1 4]`` of any vocabulary."""
+        embedding = cast(nn.Embedding, self.module.get_input_embeddings())
+        ids = torch.arange(4, device=self.device)[None] % embedding.num_embeddings
+        probe = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        with self.arithmetic():
+            return self.forward(ask, probe, *args)
+
     def width(self) -> int:
         """The size of what `states` gives; models whose body projects its output have another than ``hidden_size``."""
-        with self.arithmetic():
-            return int(getattr(self._run(**_probe(self.module)), self._output).shape[-1])
+        return self._probe(lambda probe: int(getattr(self._run(**probe), self._output).shape[-1]))
+
+    def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """The weights under the names that `save_pretrained` writes, sorted, tied ones once; see `Sharded.full`.
+
+        The tensors are the live ones where they are whole in this process. Of a model that stores several of them fused
+        (experts), ranks gather all weights at once, because only the whole can be taken apart.
+        """
+        if isinstance(self.mesh, Whole):
+            yield from named_weights(self.module)
+        else:
+            yield from gathered_weights(self.mesh, self.module, bucket_bytes)
+
+    def save_pretrained(self, folder: str, bucket_bytes: int) -> None:
+        """Write weights (float32) and configuration as a Hugging Face folder; of several ranks, rank 0 does."""
+        if isinstance(self.mesh, Whole):
+            self.module.save_pretrained(folder)
+        else:
+            save_sharded(self.mesh, self.module, folder, bucket_bytes)
 
     def states(self, batch: Tokens) -> Tensor:
         """What the model says just before each response token under the mask: ``[tokens, width]``, row by row.
@@ -200,6 +257,10 @@ class TorchModel:
         It is the last hidden state (or the logits, where these are not those of the head alone) at sequence position
         ``sequence - response - 1 + t`` for response token ``t``.
         """
+        with self.arithmetic():
+            return self.forward(self._states, batch)
+
+    def _states(self, batch: Tokens) -> Tensor:
         first, last = _ends(batch.attention_mask)
         left, right = int(first.min()), int(last.max())
         if right <= left:  # nothing is attended; one column of padding keeps the shapes
@@ -235,11 +296,15 @@ class TorchModel:
         Returns:
             float32 ``[batch response]`` twice (None where no entropy is wanted), 0 off the mask.
         """
+        return self.forward(self._log_probs, batch, chunk, _SCORES[entropy])
+
+    def _log_probs(
+        self, batch: Sequences, chunk: int, score: Callable[..., tuple[Tensor, ...]]
+    ) -> tuple[Tensor, Tensor | None]:
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
         targets = batch.input_ids[rows, tokens + (batch.input_ids.shape[1] - batch.response_mask.shape[1])]
-        score = _SCORES[entropy]
         with self.arithmetic():
-            columns = (self.states(batch), targets, batch.temperature[rows])
+            columns = (self._states(batch), targets, batch.temperature[rows])
             pieces = zip(*(column.split(chunk) for column in columns), strict=True)
             if torch.is_grad_enabled():  # keep no chunk for the backward pass; compute it again there
                 again = partial(checkpoint, score, self._head, use_reentrant=False, preserve_rng_state=False)
@@ -281,63 +346,7 @@ def scatter(values: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, device=values.device).masked_scatter(mask, values.float())
 
 
-def load_causal_lm(folder: str, with_head: bool = True) -> PreTrainedModel:
-    """The causal LM of a Hugging Face folder, in float32 on the CPU; nothing is fetched.
-
-    Raises:
-        BindError: there is no such folder, it does not load, or it lacks weights (which would be drawn at random).
-    """
-    _refuse_no_folder(folder)
-    load: Any = AutoModelForCausalLM.from_pretrained
-    try:
-        lm, report = load(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
-    except Exception as error:
-        raise BindError(
-            f"the folder {folder!r} does not load as a causal LM ({type(error).__name__}: {error}); expected "
-            f"config.json and whole safetensors of a causal LM, as model.save_pretrained(folder) writes them."
-        ) from error
-    missing = {name for name in report["missing_keys"] if with_head or not _is_head(lm, name)}
-    if problems := sorted(missing | {str(key) for key in report["mismatched_keys"]}):
-        raise BindError(
-            f"the folder {folder!r} lacks {len(problems)} weights of {type(lm).__name__} or has them in another shape "
-            f"({', '.join(problems[:3])}{', …' if len(problems) > 3 else ''}), and they would be drawn at random; "
-            f"write the folder again with model.save_pretrained(folder)."
-        )
-    return cast(PreTrainedModel, lm)
-
-
-def load_tokenizer(folder: str) -> Any:
-    """The tokeniser of a Hugging Face folder.
-
-    Raises:
-        BindError: the folder has none that loads.
-    """
-    _refuse_no_folder(folder)
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise BindError(
-            f"the folder {folder!r} has no tokeniser that loads ({type(error).__name__}: {error}); it is written "
-            f"beside the trained weights, so add it with tokenizer.save_pretrained(folder)."
-        ) from error
-
-
-def _refuse_no_folder(folder: str) -> None:
-    if not os.path.isfile(os.path.join(folder, "config.json")):
-        found = "has no config.json" if os.path.isdir(folder) else "does not exist"
-        raise BindError(
-            f"the model folder {folder!r} {found}; expected a local Hugging Face folder of a causal LM. Write one with "
-            f"model.save_pretrained(folder) and tokenizer.save_pretrained(folder), or download one beforehand."
-        )
-
-
-def _is_head(lm: PreTrainedModel, name: str) -> bool:
-    head = lm.get_output_embeddings()
-    return head is not None and any(lm.get_parameter(name) is parameter for parameter in head.parameters())
-
-
-@torch.no_grad()
-def _has_plain_head(lm: PreTrainedModel) -> bool:
+def _has_plain_head(probe: Mapping[str, Any], lm: PreTrainedModel) -> bool:
     """Whether ``lm(x).logits`` is ``head(base(x).last_hidden_state)``, with no soft-capping, scaling or the like after.
 
     The head is made to give logits from a wide range, so that a cap shows even where the model's own logits are small.
@@ -351,7 +360,6 @@ def _has_plain_head(lm: PreTrainedModel) -> bool:
         seen.append((args[0], torch.linspace(-100, 100, logits.numel(), device=logits.device).view_as(logits)))
         return seen[-1][1]
 
-    probe = _probe(lm)
     handle = head.register_forward_hook(widen)
     try:
         logits = lm(**probe).logits
@@ -366,8 +374,7 @@ def _has_plain_head(lm: PreTrainedModel) -> bool:
     )
 
 
-@torch.no_grad()
-def _prepare_checkpointing(lm: PreTrainedModel, folder: str) -> None:
+def _prepare_checkpointing(probe: Mapping[str, Any], lm: PreTrainedModel, folder: str) -> None:
     """Recompute layers in the backward pass. Transformers does so in training mode only, so make that mode as
     evaluation is: what is random in it is set to 0."""
     if not lm.supports_gradient_checkpointing:
@@ -375,8 +382,7 @@ def _prepare_checkpointing(lm: PreTrainedModel, folder: str) -> None:
             f"{type(lm).__name__} in {folder!r} does not support gradient checkpointing; bind it with "
             f"gradient_checkpointing=False."
         )
-    probe = _probe(lm)
-    calm = lm(**probe).logits
+    calm = lm(**probe)[0]
     lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     for module in lm.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -385,16 +391,10 @@ def _prepare_checkpointing(lm: PreTrainedModel, folder: str) -> None:
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(module, name, 0.0)
     lm.train()
-    trained = lm(**probe).logits
+    trained = lm(**probe)[0]
     lm.eval()
     if not torch.allclose(trained, calm, rtol=1e-4, atol=1e-5):
         raise BindError(
             f"{type(lm).__name__} in {folder!r} computes something else in training mode than in evaluation, although "
             f"dropout is off, so its log-probs could not be recomputed; bind it with gradient_checkpointing=False."
         )
-
-
-def _probe(lm: PreTrainedModel) -> dict[str, Any]:
-    """The arguments of a forward pass over a short sequence of any vocabulary: tokens ``[1 4]``."""
-    ids = torch.arange(4, device=lm.device)[None] % cast(nn.Embedding, lm.get_input_embeddings()).num_embeddings
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}

@@ -14,9 +14,11 @@ from typing import Any, Literal, cast
 import torch
 from pydantic import Field
 from torch import LongTensor, Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel
 
-from flowrl.backends.torch_model import Folder, load_causal_lm
+from flowrl.backends.torch_load import Folder, load_causal_lm
+from flowrl.backends.torch_sleep import Residence, Sleeper
 from flowrl.digest import combine, named_weights, tensor_digest
 from flowrl.engines import BuildContext, Sampled, Sampling, Trainer
 from flowrl.errors import BindError, DataError, SyncError
@@ -69,10 +71,15 @@ class TorchRollout(Spec):
                 f"holds no Hugging Face model in this process; bind the actor to a TorchTrainer, or name a folder: "
                 f"TorchRollout(model)."
             )
+        if any(isinstance(parameter, DTensor) for parameter in actor.model.parameters()):
+            raise BindError(
+                "TorchRollout() shares the weights of the role 'actor', but those are sharded (ranks or offload), and "
+                "a rollout samples from whole ones; name a folder, which sync then fills: TorchRollout(model)."
+            )
         return TorchRolloutEngine(actor.model, ChatTokenizer(actor.folder), self.max_rows, shares=actor)
 
 
-class TorchRolloutEngine:
+class TorchRolloutEngine(Sleeper):
     """A live `TorchRollout`.
 
     Args:
@@ -90,6 +97,8 @@ class TorchRolloutEngine:
         self._max_rows = max_rows
         self._shares = shares
         self._receipt: Receipt | None = None
+        # What is shared moves with the trainer.
+        self.residence = Residence(model.device, [model] if shares is None else [])
 
     @property
     def receipt(self) -> Receipt | None:
@@ -192,7 +201,11 @@ class TorchRolloutEngine:
         Raises:
             SyncError: the engine holds no receipt, or shares weights that were trained since the receipt.
             DataError: prompts that the model cannot take (shapes, padding, vocabulary, length), or logits that are NaN.
+            AsleepError: the engine sleeps, or the trainer that it shares weights with.
         """
+        for engine in (self, self._shares):
+            if isinstance(engine, Sleeper):
+                engine.residence.require_awake("generate")
         self._check_receipt()
         self._check_prompts(prompts, prompt_mask, row_ids, sampling)
         rows, device = len(prompts), self.model.device

@@ -1,4 +1,7 @@
-"""`TorchTrainer` and `TorchScorer`: a causal LM in this process that is trained, or only asked for log-probs."""
+"""`TorchTrainer` and `TorchScorer`: a causal LM that is trained, or only asked for log-probs.
+
+It is whole in this process, or sharded over several that each hold one rank of the engine and make the same calls.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,16 @@ from transformers import PreTrainedModel
 
 from flowrl.backends.optim import AdamW, Constant, Optimizer, Schedule
 from flowrl.backends.torch_learner import Learner
-from flowrl.backends.torch_model import (
-    Dtype,
-    Folder,
-    Rows,
-    SequenceInputs,
-    TorchModel,
-    check_sequences,
-    load_tokenizer,
-    micro_batches,
-    take,
-)
-from flowrl.digest import named_weights
+from flowrl.backends.torch_load import Folder, load_tokenizer
+from flowrl.backends.torch_mesh import mesh_of
+from flowrl.backends.torch_model import Dtype, Rows, SequenceInputs, TorchModel, check_sequences, score_rows
+from flowrl.backends.torch_sleep import Residence, Sleeper
 from flowrl.engines import BuildContext, Loss, MiniBatch
 from flowrl.metrics import Metrics
 from flowrl.records import Sequences
 from flowrl.spec import Spec
+
+BUCKET_BYTES = 256 * 2**20
 
 
 class TorchScorer(Spec):
@@ -40,6 +37,8 @@ class TorchScorer(Spec):
         max_tokens: padded tokens that one forward pass may hold.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         device: None is CUDA where there is one, else the CPU.
+        ranks: processes that share the weights by FSDP2, one device each.
+        offload: keep weights in CPU memory; a layer comes to the device to compute.
     """
 
     model: Folder
@@ -47,16 +46,20 @@ class TorchScorer(Spec):
     max_tokens: int = Field(default=16384, ge=1)
     logprob_chunk: int = Field(default=1024, ge=1)
     device: str | None = None
+    ranks: int = Field(default=1, ge=1)
+    offload: bool = False
 
     def build(self, context: BuildContext) -> TorchScorerEngine:
         """Load the model.
 
         Raises:
-            BindError: the folder does not hold a whole causal LM.
+            BindError: the folder does not hold a whole causal LM, or this process is not one of `ranks`.
         """
-        model = TorchModel(self.model, self.dtype, self.device, gradient_checkpointing=False)
+        mesh = mesh_of(context, self.ranks, self.device, self.dtype == "bfloat16", self.offload)
+        model = TorchModel(self.model, self.dtype, mesh, gradient_checkpointing=False)
         model.module.requires_grad_(False)
-        return TorchScorerEngine(self.model, model, self.max_tokens, self.logprob_chunk)
+        residence = Residence(mesh.device, [model.forward.root], offload=self.offload)
+        return TorchScorerEngine(self.model, model, self.max_tokens, self.logprob_chunk, residence)
 
 
 class TorchTrainer(Spec):
@@ -72,6 +75,8 @@ class TorchTrainer(Spec):
         max_tokens: padded tokens that a micro-batch may hold; gradients do not depend on it.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         device: None is CUDA where there is one, else the CPU.
+        ranks: processes that share the weights by FSDP2, one device each.
+        offload: keep weights, gradients and optimiser state in CPU memory; a layer comes to the device to compute.
     """
 
     model: Folder
@@ -83,30 +88,38 @@ class TorchTrainer(Spec):
     max_tokens: int = Field(default=16384, ge=1)
     logprob_chunk: int = Field(default=1024, ge=1)
     device: str | None = None
+    ranks: int = Field(default=1, ge=1)
+    offload: bool = False
 
     def build(self, context: BuildContext) -> TorchTrainerEngine:
         """Load model and tokeniser, and make the optimiser.
 
         Raises:
-            BindError: the folder does not hold a whole causal LM and its tokeniser.
+            BindError: the folder does not hold a whole causal LM and its tokeniser, or this process is not one of
+                `ranks`.
         """
+        mesh = mesh_of(context, self.ranks, self.device, self.dtype == "bfloat16", self.offload)
         tokenizer = load_tokenizer(self.model)
-        model = TorchModel(self.model, self.dtype, self.device, self.gradient_checkpointing)
-        learner = Learner(model.module, self.optimizer, self.schedule, self.grad_clip, self.max_tokens, "actor")
-        return TorchTrainerEngine(self.model, model, self.max_tokens, self.logprob_chunk, learner, tokenizer)
+        model = TorchModel(self.model, self.dtype, mesh, self.gradient_checkpointing)
+        learner = Learner(model.module, self.optimizer, self.schedule, self.grad_clip, self.max_tokens, "actor", mesh)
+        residence = Residence(mesh.device, [model.forward.root], learner.optimizer, self.offload)
+        return TorchTrainerEngine(self.model, model, self.max_tokens, self.logprob_chunk, residence, learner, tokenizer)
 
 
-class TorchScorerEngine:
+class TorchScorerEngine(Sleeper):
     """A live `Scorer`; made by `TorchScorer.build`.
 
     Args:
         folder: where the model came from.
         scorer: the model at work.
         max_tokens, logprob_chunk: as in the spec.
+        residence: where the weights are now.
     """
 
-    def __init__(self, folder: str, scorer: TorchModel, max_tokens: int, logprob_chunk: int) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: str, scorer: TorchModel, max_tokens: int, logprob_chunk: int, residence: Residence
+    ) -> None:
+        self.folder, self.residence = folder, residence
         self._scorer, self._max_tokens, self._chunk = scorer, max_tokens, logprob_chunk
 
     @property
@@ -118,30 +131,43 @@ class TorchScorerEngine:
     def log_probs(self, batch: Sequences) -> Tensor:
         """Log-probs of the response tokens at each row's temperature: float32 ``[batch response]``, 0 off the mask.
 
+        Each rank passes rows of its own, as many as it has, and gets their log-probs; a collective.
+
         Raises:
             DataError: a temperature is not positive, or a response token counts that nothing predicts.
+            RankError: that is so on another rank.
+            AsleepError: the engine sleeps.
         """
-        inputs = SequenceInputs.of(batch)
-        out = torch.zeros(inputs.response_mask.shape, device=inputs.response_mask.device)
-        for rows in micro_batches(inputs.attention_mask, self._max_tokens):
-            micro = take(inputs, rows, self._scorer.device)
-            out[rows] = self._scorer.log_probs(micro, self._chunk, "none")[0].to(out.device)
-        return out
+        self.residence.require_awake("log_probs")
+        with self._scorer.mesh.together("log_probs"):
+            inputs = SequenceInputs.of(batch)
+
+        def score(micro: SequenceInputs) -> Tensor:
+            return self._scorer.log_probs(micro, self._chunk, "none")[0]
+
+        return score_rows(self._scorer.mesh, inputs, self._max_tokens, score)
 
 
 class TorchTrainerEngine(TorchScorerEngine):
     """A live `Trainer`; made by `TorchTrainer.build`.
 
     Args:
-        folder, scorer, max_tokens, logprob_chunk: as in `TorchScorerEngine`.
+        folder, scorer, max_tokens, logprob_chunk, residence: as in `TorchScorerEngine`.
         learner: trains the weights of `scorer`.
         tokenizer: written beside the weights.
     """
 
     def __init__(
-        self, folder: str, scorer: TorchModel, max_tokens: int, logprob_chunk: int, learner: Learner, tokenizer: Any
+        self,
+        folder: str,
+        scorer: TorchModel,
+        max_tokens: int,
+        logprob_chunk: int,
+        residence: Residence,
+        learner: Learner,
+        tokenizer: Any,
     ) -> None:
-        super().__init__(folder, scorer, max_tokens, logprob_chunk)
+        super().__init__(folder, scorer, max_tokens, logprob_chunk, residence)
         self._learner, self._tokenizer = learner, tokenizer
 
     @property
@@ -155,9 +181,13 @@ class TorchTrainerEngine(TorchScorerEngine):
         Reports what `loss` reports, and ``actor/grad_norm`` (before clipping) and ``actor/lr``, the means over
         mini-batches.
 
+        Every rank is given all rows and the same mini-batches, and reports its part of the metrics; a collective.
+
         Raises:
-            DataError: as `log_probs`; or the gradient of a mini-batch is not finite.
+            DataError: as `log_probs`; or the gradient of a mini-batch is not finite (on all ranks).
+            AsleepError: the engine sleeps.
         """
+        self.residence.require_awake("update")
         check_sequences(batch)  # type: ignore[arg-type]
 
         def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
@@ -166,26 +196,51 @@ class TorchTrainerEngine(TorchScorerEngine):
 
         return self._learner.update(batch, mini_batches, loss, forward)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """The float32 weights under the names that `save_pretrained` writes, sorted, tied ones once.
 
-        The tensors are the live ones; copy what must outlast the next update.
+        The tensors are the live ones; copy what must outlast the next update. Sharded weights are gathered, bucket by
+        bucket of at most `bucket_bytes`, of which three exist at a time: a collective that all ranks must go through to
+        the end. See `Sharded.full`.
         """
-        yield from named_weights(self.model)
+        return self._scorer.weights(bucket_bytes)
 
     def state_dict(self) -> dict[str, Any]:
-        """``weights``, ``optimizer``, ``steps``, ``version``; the tensors are the live ones, as in torch."""
+        """``weights``, ``optimizer``, ``steps``, ``version``; the tensors are the live ones, as in torch.
+
+        Of several ranks, each has its own shards (`torch.distributed.tensor.DTensor`).
+        """
         return self._learner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, bit for bit.
+        """Go on from `state`, which is of as many ranks, bit for bit.
 
         Raises:
-            DataError: the state is of a model with other weights.
+            DataError: the state is of a model with other weights, or of another number of ranks.
         """
         self._learner.load_state_dict(state)
 
+    def save_checkpoint(self, folder: str) -> None:
+        """Write what `state_dict` holds to a new folder, each rank its shards; a collective.
+
+        Raises:
+            DataError: the folder holds a checkpoint, or cannot be written.
+        """
+        self._learner.save_checkpoint(folder)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Go on from a checkpoint of any number of ranks, bit for bit where there are as many; a collective.
+
+        Raises:
+            DataError: there is none, it is of another model or optimiser, or damaged.
+        """
+        self._learner.load_checkpoint(folder)
+
     def save_pretrained(self, folder: str) -> None:
-        """Write weights (float32), configuration and tokeniser as a Hugging Face folder."""
-        self.model.save_pretrained(folder)
-        self._tokenizer.save_pretrained(folder)
+        """Write weights (float32), configuration and tokeniser as a Hugging Face folder.
+
+        A collective: rank 0 writes, and holds all weights in CPU memory meanwhile.
+        """
+        self._scorer.save_pretrained(folder, BUCKET_BYTES)
+        if self._scorer.mesh.rank == 0:
+            self._tokenizer.save_pretrained(folder)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowrl.columns import Column
     from flowrl.data import PromptData
+    from flowrl.distributed.place import Colocate, Split
     from flowrl.edit import After
     from flowrl.errors import FlowrlError
     from flowrl.graph import Graph
@@ -25,13 +26,15 @@ if TYPE_CHECKING:
     from flowrl.roles import Reads, Role, Writes
     from flowrl.serial import load, save
     from flowrl.trace import algorithm
-    from flowrl.training import Training, Validation
+    from flowrl.training import Training
+    from flowrl.validation import Validation
 
 __version__ = "0.1.0"
 
 __all__ = [
     "INJECTED",
     "After",
+    "Colocate",
     "Column",
     "DataProto",
     "FlowrlError",
@@ -45,6 +48,7 @@ __all__ = [
     "Reads",
     "Role",
     "RolloutBatch",
+    "Split",
     "State",
     "TensorBoard",
     "Terminal",
@@ -58,6 +62,8 @@ __all__ = [
 
 _MODULES = {
     "Column": "columns",
+    "Colocate": "distributed.place",
+    "Split": "distributed.place",
     "PromptData": "data",
     "After": "edit",
     "FlowrlError": "errors",
@@ -80,7 +86,7 @@ _MODULES = {
     "save": "serial",
     "algorithm": "trace",
     "Training": "training",
-    "Validation": "training",
+    "Validation": "validation",
 }
 
 

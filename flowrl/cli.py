@@ -1,36 +1,105 @@
 """The command line: ``flowrl show | check | diff | run | demo``.
 
-A target is ``FILE.py:name`` or ``package.module:name``: a graph, a job, a training, or an algorithm that needs no
-arguments; graph files (``.yaml``, ``.json``) are targets too. Misuse is answered in one paragraph; ``--debug`` shows
-the traceback.
+A target is ``FILE.py:name`` or ``package.module:name``: a graph, a job, a training, or a function of no arguments that
+makes one; graph files (``.yaml``, ``.json``) are targets too. Misuse is answered in one paragraph, and with the exit
+code 2; ``--debug`` shows the traceback. What is heavy to import is imported by the command that needs it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from flowrl.errors import FlowrlError, GraphError, ParameterError
 
+INTERRUPTED = 130
+"""The exit code of a process that Ctrl-C ended, as shells count it."""
+
+out = Console(soft_wrap=True, highlight=False, emoji=False)
+
+
+class Commands(TyperGroup):
+    """All commands; Ctrl-C is one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _complain("interrupted.")
+            raise typer.Exit(INTERRUPTED) from None
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Reinforcement learning of language models as a graph of typed operators.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
-out = Console(soft_wrap=True, highlight=False)
 
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="FILE.py:name, module:name, or a graph in .yaml or .json")]
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET", help="FILE.py:name, module:name, or a graph in .yaml or .json.", show_default=False
+    ),
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script; always ends in `SystemExit`, but for an error under ``--debug``.
+
+    Args:
+        arguments: of the command line, without the program's name; by default those of this process.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given  # anywhere: it is thought of when a command has failed, and added at its end
+    try:
+        app([argument for argument in given if argument != "--debug"], prog_name="flowrl")
+    except FlowrlError as error:
+        if debug:
+            raise
+        _complain(str(error))
+        sys.exit(2)
+    except Exception as error:
+        if debug:
+            raise
+        file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
+        _complain(
+            f"{file}:{line} raises {type(error).__name__}: {str(error).rstrip('.')}. --debug shows the traceback."
+        )
+        sys.exit(1)
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(f"flowrl: {message}", markup=False)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from flowrl import __version__
+
+        out.print(f"flowrl {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
-    """Options of every command; `main` reads ``--debug`` itself."""
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of every command; `main` takes ``--debug`` out by itself."""
 
 
 @app.command()
@@ -39,28 +108,44 @@ def show(
     to: Annotated[Path | None, typer.Option(help="Write to .md, .html, .svg, .json or .yaml instead.")] = None,
 ) -> None:
     """Print a graph as Mermaid, or write it to a file."""
-    graph = _graph(target)
-    if to is None:
+    write = None if to is None else _writer(to, (".md", ".html", ".svg", ".json", ".yaml", ".yml"))
+    graph = _graph(_load(target), target)
+    if write is None:
         out.print(graph.mermaid(), markup=False)
-        return
-    _write(graph, to)
-    out.print(f"{graph.name}: {len(graph.nodes)} nodes, written to {to}")
+    else:
+        write(graph, graph.name)
+        out.print(f"{graph.name}: {len(graph.nodes)} nodes, written to {to}", markup=False)
 
 
 @app.command()
 def check(
     target: Target,
-    prompts: Annotated[int | None, typer.Option(help="Prompts a step, to check that mini-batches divide.")] = None,
+    prompts: Annotated[
+        int | None, typer.Option(help="Prompts a step, to check that mini-batches divide.", min=1)
+    ] = None,
 ) -> None:
-    """Check a graph against all rules; exits with 1 where one is broken."""
+    """Tell all that keeps a graph, job or training from being run; exits with 1 where something does."""
+    from flowrl.job import Job
+    from flowrl.plan import Plan
+    from flowrl.training import Training
+
     found = _load(target)
-    graph, prompts = _as_graph(found, target), prompts or getattr(found, "prompts", None)
-    findings = graph.check(prompts=prompts)
-    for finding in findings:
-        out.print(str(finding), markup=False)
-    if findings:
+    graph = _graph(found, target)
+    if prompts is None and isinstance(found, Training):
+        prompts = found.prompts
+    problems = [str(finding) for finding in graph.check(prompts=prompts)]
+    try:
+        if not problems and isinstance(found, Job | Training):
+            found.refuse_unready()
+        _ = Plan(graph).order
+    except FlowrlError as error:
+        problems.append(str(error))
+    if problems:
+        for problem in problems:
+            out.print(problem, markup=False)
         raise typer.Exit(1)
-    out.print(f"{graph.name}: {len(graph.nodes)} nodes, every connection fits and no rule is broken.")
+    bound = "" if found is graph else ", every role is bound"
+    out.print(f"{graph.name}: {len(graph.nodes)} nodes, every connection fits{bound} and no rule is broken.")
 
 
 @app.command()
@@ -70,12 +155,16 @@ def diff(
     to: Annotated[Path | None, typer.Option(help="Write to .md, .html or .svg instead.")] = None,
 ) -> None:
     """Tell what changes from one graph to another."""
-    difference = _graph(before).diff(_graph(after))
-    if to is None:
+    write = None if to is None else _writer(to, (".md", ".html", ".svg"))
+    first = _graph(_load(before), before)
+    _refuse_namesakes(before, after)
+    difference = first.diff(_graph(_load(after), after))
+    if write is None:
         out.print(str(difference), markup=False)
     else:
-        _write(difference, to)
-        out.print(f"{difference.before.name} -> {difference.after.name}, written to {to}")
+        title = f"{difference.before.name} -> {difference.after.name}"
+        write(difference, title)
+        out.print(f"{title}, written to {to}", markup=False)
 
 
 @app.command()
@@ -83,31 +172,29 @@ def run(
     target: Target,
     steps: Annotated[int | None, typer.Option(help="Instead of the training's own.")] = None,
     seed: Annotated[int | None, typer.Option(help="Instead of the training's own.")] = None,
-    folder: Annotated[str | None, typer.Option(help="Where the run is written.")] = None,
+    folder: Annotated[str | None, typer.Option(help="Where the run is written, instead of the training's own.")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard in the run's folder.")] = False,
 ) -> None:
-    """Train: TARGET names a Training."""
+    """Train: TARGET names a Training, or a function that makes one."""
     from flowrl.report import TensorBoard, Terminal
     from flowrl.training import Training
 
     training = _load(target)
-    if callable(training) and not isinstance(training, Training):
-        training = _called(training, target)
     if not isinstance(training, Training):
         raise ParameterError(
-            f"{target} is a {type(training).__name__}, which says what to compute but not on which data or how long; expected a "
-            f"training: Training(graph.bind(...), data, steps=..., prompts=...)."
+            f"{target} is of type {type(training).__name__}, which says neither on which data to train nor how long; "
+            f"expected a training: Training(graph.bind(...), data, steps=..., prompts=...)."
         )
-    given = {"steps": steps, "seed": seed, "folder": folder}
-    training = dataclasses.replace(training, **{k: v for k, v in given.items() if v is not None})  # type: ignore[type-var]
+    given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder}
+    training = dataclasses.replace(training, **{k: v for k, v in given.items() if v is not None})
     _quiet()
     result = training.run([Terminal(out), *([TensorBoard()] if tensorboard else [])])
-    out.print(f"The run is in {result.folder}")
+    out.print(f"The run is in {result.folder}", markup=False)
 
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="Steps of each algorithm.")] = 100,
+    steps: Annotated[int, typer.Option(help="Steps of each algorithm.", min=1)] = 100,
     seed: Annotated[int, typer.Option(help="Of warm start and training.")] = 0,
     folder: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
 ) -> None:
@@ -118,83 +205,113 @@ def demo(
     tell(out, folder, steps, seed)
 
 
-def main() -> None:
-    """The console script."""
-    debug = "--debug" in sys.argv
-    try:
-        app()
-    except FlowrlError as error:
-        if debug:
-            raise
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"flowrl: {error}", markup=False)
-        sys.exit(2)
-
-
 def _load(target: str) -> Any:
-    """The object that a target names.
+    """The object that a target names; where that is an algorithm or a function, what it makes.
 
     Raises:
-        GraphError: a graph file that cannot be read.
+        GraphError: a graph file that cannot be read, or a function that wants arguments.
         ParameterError: a name that is not there, or a file that raises as it is imported.
     """
     from flowrl.functions import load_object
     from flowrl.serial import load
+    from flowrl.trace import Algorithm
 
     if target.endswith((".yaml", ".yml", ".json")):
         return load(target)
-    return load_object(target)
-
-
-def _called(function: Any, target: str) -> Any:
+    if (folder := _folder(target)) is not None:
+        sys.path.insert(0, str(folder))  # so that the file can import its neighbours, as `python FILE.py` lets it
+    found = load_object(target)
+    if isinstance(found, Algorithm):
+        return found()
+    if not inspect.isfunction(found):
+        return found
     try:
-        return function()
+        inspect.signature(found).bind()
     except TypeError as error:
         raise GraphError(
-            f"{target} cannot be called without arguments: {error}; name a graph instead, such as `graph = ppo(reward_fn)` in your "
-            f"file and FILE.py:graph here."
+            f"{target} cannot be called without arguments: {error}; name what it makes instead, such as "
+            f"`graph = {found.__name__}(...)` in your file and FILE.py:graph here."
         ) from error
+    return found()
 
 
-def _as_graph(found: Any, target: str) -> Any:
+def _folder(target: str) -> Path | None:
+    """The folder of the file that a target names, where it names one."""
+    source = target.rpartition(":")[0]
+    return Path(source).resolve().parent if source.endswith(".py") else None
+
+
+def _refuse_namesakes(first: str, second: str) -> None:
+    """Python knows one module by a name: a neighbour of the first file would stand in for one of the second's.
+
+    Raises:
+        ParameterError: the first file has imported a neighbour of a name that the second has a neighbour of, too.
+    """
+    loaded, folder = _folder(first), _folder(second)
+    if loaded is None or folder is None or loaded == folder:
+        return
+    for name, module in sys.modules.items():
+        file = getattr(module, "__file__", None)
+        if file is not None and Path(file).parent == loaded and (folder / f"{name}.py").is_file():
+            raise ParameterError(
+                f"{first} imports {file}, and {folder / name}.py bears the same name, so in one process {second} would "
+                f"get the wrong one; give one of the two files another name."
+            )
+
+
+def _graph(found: Any, target: str) -> Any:
+    """The graph of what was loaded.
+
+    Raises:
+        GraphError: it has none.
+    """
     from flowrl.graph import Graph
     from flowrl.job import Job
     from flowrl.training import Training
 
-    if callable(found) and not isinstance(found, Graph | Job | Training):
-        found = _called(found, target)
-    if isinstance(found, Training):
-        found = found.job
-    if isinstance(found, Job):
-        found = found.graph
-    if not isinstance(found, Graph):
-        raise GraphError(f"{target} is a {type(found).__name__}; expected a graph, a job, a training or an algorithm.")
-    return found
+    graph = found.job if isinstance(found, Training) else found
+    graph = graph.graph if isinstance(graph, Job) else graph
+    if not isinstance(graph, Graph):
+        raise GraphError(
+            f"{target} is of type {type(found).__name__}; expected a graph, a job, a training, or a function of no "
+            f"arguments that makes one."
+        )
+    return graph
 
 
-def _graph(target: str) -> Any:
-    return _as_graph(_load(target), target)
+def _writer(to: Path, endings: Sequence[str]) -> Callable[[Any, str], None]:
+    """What writes a graph or a diff, with its title, in the form that the ending of `to` names.
 
+    Raises:
+        ParameterError: it is none of `endings`; or, when called, the file cannot be written.
+    """
+    if to.suffix not in endings:
+        raise ParameterError(f"--to {to} has the ending {to.suffix!r}; expected one of {', '.join(endings)}.")
 
-def _write(drawn: Any, to: Path) -> None:
-    """Write a graph or a diff in the form that the ending of `to` names."""
-    from flowrl.graph import Graph
-    from flowrl.html import page
-    from flowrl.serial import save
-    from flowrl.svg import svg
+    def text(drawn: Any, title: str) -> str:
+        if to.suffix == ".html":
+            from flowrl.html import page
 
-    to.parent.mkdir(parents=True, exist_ok=True)
-    if to.suffix in (".json", ".yaml", ".yml") and isinstance(drawn, Graph):
-        save(drawn, to)
-    elif to.suffix in (".md", ".html", ".svg"):
-        title = drawn.name if isinstance(drawn, Graph) else f"{drawn.before.name} to {drawn.after.name}"
-        text = {
-            ".md": lambda: f"# {title}\n\n```mermaid\n{drawn.mermaid()}\n```\n",
-            ".html": lambda: page(drawn),
-            ".svg": lambda: svg(drawn),
-        }[to.suffix]()
-        to.write_text(text, encoding="utf-8")
-    else:
-        raise ParameterError(f"--to {to} has the ending {to.suffix!r}; expected .md, .html, .svg, or for a graph .json or .yaml.")
+            return page(drawn)
+        if to.suffix == ".svg":
+            from flowrl.svg import svg
+
+            return svg(drawn)
+        return f"# {title}\n\n```mermaid\n{drawn.mermaid()}\n```\n"
+
+    def write(drawn: Any, title: str) -> None:
+        from flowrl.serial import save
+
+        try:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            if to.suffix in (".json", ".yaml", ".yml"):
+                save(drawn, to)
+            else:
+                to.write_text(text(drawn, title), encoding="utf-8")
+        except OSError as error:
+            raise ParameterError(f"--to {to} cannot be written: {error.strerror}; name another file.") from error
+
+    return write
 
 
 def _quiet() -> None:

@@ -81,17 +81,24 @@ def parse(annotation: Any) -> ColumnType | None:
             f"column {column.name!r} annotates {array!r}; expected a jaxtyping array such as "
             f'Annotated[Float32[Tensor, "batch response"], Column({column.name!r}, {column.kind!r})].'
         )
-    if array.array_type is np.ndarray:
+    names = tuple(axes.split())
+    if names[:1] != ("batch",) or len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
+        raise DefinitionError(
+            f"column {column.name!r} has the axes {axes!r}; expected different names of which the first is batch, such "
+            f"as 'batch response'."
+        )
+    # jaxtyping lists the dtypes that it allows, or has a marker for any; it spells torch.bool as "bool_" and "bool"
+    allowed = {str(d).removesuffix("_") for d in dtypes} if isinstance(dtypes, list | tuple) else None
+    if array.array_type is np.ndarray and allowed is None:
         dtype = "object"
-    elif isinstance(dtypes, list | tuple) and len(dtypes) == 1:
-        dtype = str(dtypes[0]).removesuffix("_")  # jaxtyping spells torch.bool as "bool_" or "bool"
-    elif isinstance(dtypes, list | tuple) and set(dtypes) == {"bool", "bool_"}:
-        dtype = "bool"
+    elif array.array_type is Tensor and allowed is not None and len(allowed) == 1:
+        dtype = allowed.pop()
     else:
         raise DefinitionError(
-            f"column {column.name!r} allows several dtypes ({dtypes}); expected exactly one, such as Float32 or Int64."
+            f"column {column.name!r} annotates {array.__name__}; expected a Tensor of exactly one dtype, such as "
+            f'Float32[Tensor, "batch response"], or an array of objects: Shaped[np.ndarray, "batch"].'
         )
-    return ColumnType(column.name, column.kind, dtype, tuple(axes.split()), column.pad)
+    return ColumnType(column.name, column.kind, dtype, names, column.pad)
 
 
 _registry: dict[str, ColumnType] = {}

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl.graph import Graph, Node
-from flowrl.serial import compact_inputs, encode, parameters
+from flowrl.ports import accepts
+from flowrl.serial import compact_inputs, encode
+from flowrl.spec import non_default
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,8 @@ class NodeChange:
 class Diff:
     """What changes from `before` to `after`; text by ``str()``, a picture by `mermaid()`, and falsy where nothing does.
 
-    `removed` are nodes whose readers live on or that were sinks; `pruned` are those that fell away because nothing reads
-    them any more.
+    `pruned` are nodes that fell away because nothing reads them any more; `removed` are the others that are gone:
+    sinks, those whose readers live on, and those whose outputs an added node writes in their stead.
     """
 
     before: Graph
@@ -34,14 +36,17 @@ class Diff:
     changed: Mapping[str, NodeChange]
     bindings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     lag: tuple[int, int] | None = None
+    sinks: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.added or self.removed or self.pruned or self.changed or self.bindings or self.lag)
+        nodes = self.added or self.removed or self.pruned or self.changed
+        return bool(nodes or self.bindings or self.lag or self.sinks)
 
     def __str__(self) -> str:
         lines = [f"{self.before.name} -> {self.after.name}" + ("" if self else ": no difference")]
         for name in self.added:
-            lines.append(f"+ {name}: {describe(self.after[name])}  <- {', '.join(self.after[name].sources)}")
+            sources = ", ".join(self.after[name].sources)
+            lines.append(f"+ {name}: {describe(self.after[name])}" + (f"  <- {sources}" if sources else ""))
         for name in self.removed:
             lines.append(f"- {name}: {describe(self.before[name])}")
         for name in self.pruned:
@@ -55,6 +60,8 @@ class Diff:
             lines.append(f"~ role {role}: {_show(old)} -> {_show(new)}")
         if self.lag:
             lines.append(f"~ lag of Sync -> Generate: {self.lag[0]} -> {self.lag[1]}")
+        if self.sinks:
+            lines.append(f"~ sinks: {', '.join(self.sinks[0])} -> {', '.join(self.sinks[1])}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -73,10 +80,14 @@ class Diff:
 def diff(before: Graph, after: Graph) -> Diff:
     """See `Diff`; nodes are matched by name, and a node whose operator class changed counts as changed."""
     gone = [name for name in before.nodes if name not in after]
+    added = [name for name in after.nodes if name not in before]
+    written = [t for name in added for t in after[name].operator.signature.outputs.values()]
     pruned = [
         name
         for name in gone
-        if name not in before.sinks and _readers(before, name) and _readers(before, name) <= set(gone)
+        if name not in before.sinks
+        and set(before.network.successors(name)) <= set(gone)
+        and not any(accepts(t, w) for t in before[name].operator.signature.outputs.values() for w in written)
     ]
     changed = {}
     for name, node in after.nodes.items():
@@ -88,24 +99,24 @@ def diff(before: Graph, after: Graph) -> Diff:
         for r in roles
         if before.bindings.get(r) != after.bindings.get(r)
     }
+    moved = set(before.sinks).difference(gone) != set(after.sinks).difference(added)
     return Diff(
         before,
         after,
-        tuple(name for name in after.nodes if name not in before),
+        tuple(added),
         tuple(name for name in gone if name not in pruned),
         tuple(pruned),
         changed,
         bindings,
         (before.lag, after.lag) if before.lag != after.lag else None,
+        (before.sinks, after.sinks) if moved else None,
     )
-
-
-def _readers(graph: Graph, name: str) -> set[str]:
-    return set(graph.network.successors(name))
 
 
 def _node_change(old: Node, new: Node) -> NodeChange | None:
     before, after = _parameters(old), _parameters(new)
+    if before["operator"] != after["operator"] and _short(before["operator"]) != _short(after["operator"]):
+        before["operator"], after["operator"] = _short(before["operator"]), _short(after["operator"])
     changes = {k: (before.get(k), after.get(k)) for k in {**before, **after} if before.get(k) != after.get(k)}
     wires_before, wires_after = compact_inputs(old), compact_inputs(new)
     ports = {
@@ -119,7 +130,7 @@ def _node_change(old: Node, new: Node) -> NodeChange | None:
 def _parameters(node: Node) -> dict[str, Any]:
     """Parameters flattened one level down, so that ``loss.kl`` shows as such and not as two whole losses."""
     encoded = encode(node.operator, node.name, portable=False)
-    flat: dict[str, Any] = {"operator": encoded.pop("$type").partition(":")[2]}
+    flat: dict[str, Any] = {"operator": encoded.pop("$type")}
     for name, value in encoded.items():
         if isinstance(value, dict) and "$type" in value:
             flat |= {f"{name}.{k}" if k != "$type" else name: v for k, v in value.items()}
@@ -132,9 +143,7 @@ def describe(node: Node) -> str:
     """``GAE(lam=0.9)``: the operator with the parameters that differ from their defaults."""
     operator = node.operator
     given = [
-        f"{f.name}={_show(encode(getattr(operator, f.name), node.name, portable=False))}"
-        for f in parameters(operator)
-        if f.name not in operator.role_uses and getattr(operator, f.name) != f.default
+        f"{name}={_show(encode(value, node.name, portable=False))}" for name, value in non_default(operator).items()
     ]
     return f"{type(operator).__name__}({', '.join(given)})"
 
@@ -142,11 +151,16 @@ def describe(node: Node) -> str:
 def _show(value: Any) -> str:
     if isinstance(value, Mapping) and "$type" in value:
         inner = ", ".join(f"{k}={_show(v)}" for k, v in value.items() if k != "$type" and v is not None)
-        return f"{value['$type'].rpartition(':')[2]}({inner})"
+        return f"{_short(value['$type'])}({inner})"
     if isinstance(value, Mapping) and "$role" in value:
         return f"role {value['$role']}"
     if isinstance(value, Mapping) and "$function" in value:
         return str(value["$function"])
     if isinstance(value, Mapping) and "$class" in value:
-        return str(value["$class"]).rpartition(":")[2]
+        return _short(value["$class"])
     return repr(value)
+
+
+def _short(path: str) -> str:
+    """``flowrl.operators.advantage:GAE`` -> ``GAE``."""
+    return path.rpartition(":")[2].rpartition(".")[2]

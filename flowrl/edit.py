@@ -22,7 +22,7 @@ from flowrl.columns import ColumnType
 from flowrl.errors import GraphError
 from flowrl.graph import Graph, Node
 from flowrl.operator import Operator
-from flowrl.ports import SlotType, ValueType
+from flowrl.ports import SlotType, ValueType, accepts
 from flowrl.symbols import Available, Edge, candidates
 
 
@@ -53,39 +53,19 @@ def edit(
         PortError: the changed graph connects what does not fit.
         BindError: a backend for a role that the changed graph does not have, or that cannot serve it.
     """
-    _refuse_misuse(graph, replace, drop, insert, rename, lag)
-    edit = _Edit(graph, replace, drop, insert, rename)
-    wires = edit.parse_wires(wire)
-
-    # Every node with edges into the graph as it was, then each edge led to where it ends in the new one.
+    _refuse_misuse(graph, replace, drop, insert, rename)
+    change = _Edit(graph, replace, drop, insert, rename, wire)
+    sinks = change.sinks()
     nodes: dict[str, Node] = {}
-    for node in graph.nodes.values():
-        if node.name in drop:
-            continue
-        new_name = edit.new_name(node.name)
-        by_hand = wires.get(new_name, {})
-        operator = replace.get(node.name, node.operator)
-        edges = edit.wire_replacement(node, operator, by_hand) if node.name in replace else node.inputs
-        slots = operator.signature.slots
-        led = {s: edit.follow(e, slots[s], f"{new_name}.{s}") for s, e in edges.items() if s not in by_hand}
-        nodes[new_name] = Node(new_name, operator.named(new_name), {**led, **by_hand})
-    for new_name, after in insert.items():
-        by_hand = wires.get(new_name, {})
-        slots = after.operator.signature.slots
-        edges = edit.wire_inserted(new_name, after, by_hand)
-        led = {
-            s: edit.follow(e, slots[s], f"{new_name}.{s}", before=new_name)
-            for s, e in edges.items()
-            if s not in by_hand
-        }
-        nodes[new_name] = Node(new_name, after.operator.named(new_name), {**led, **by_hand})
-
-    changed = Graph.build(name or graph.name, nodes, edit.sinks(nodes), graph.lag if lag is None else lag)
-    if changed.lag and not changed.back_edges:
-        raise GraphError(
-            f"lag={changed.lag} belongs to the back-edge Sync -> Generate, which {changed.name} does not have; add a Sync, or "
-            f"edit(lag=0)."
-        )
+    open_ends = list(sinks)
+    while open_ends:  # only what the new graph reaches has to resolve
+        reached = open_ends.pop()
+        if reached not in nodes:
+            nodes[reached] = change.node(reached)
+            open_ends += nodes[reached].sources
+    change.refuse_vanished(nodes, sinks)
+    ordered = {n: nodes[n] for n in change.operators if n in nodes}
+    changed = Graph.build(name or graph.name, ordered, sinks, graph.lag if lag is None else lag)
     kept = {role: backend for role, backend in graph.bindings.items() if role in changed.roles()}
     return changed.bound({**kept, **bind})
 
@@ -96,9 +76,17 @@ def _refuse_misuse(
     drop: Sequence[str],
     insert: Mapping[str, After],
     rename: Mapping[str, str],
-    lag: int | None,
 ) -> None:
     """What can be refused without looking at types."""
+    for node, operator in replace.items():
+        if not isinstance(operator, Operator):
+            raise GraphError(f"edit(replace={{{node!r}: {operator!r}}}) gives no operator; expected one such as GAE().")
+    for node, after in insert.items():
+        if not isinstance(after, After) or not isinstance(after.operator, Operator):
+            raise GraphError(
+                f"edit(insert={{{node!r}: {after!r}}}) does not say where; expected "
+                f"{{{node!r}: After('reward', Operator())}}."
+            )
     named = [("replace", n) for n in replace] + [("drop", n) for n in drop] + [("rename", n) for n in rename]
     named += [("insert", after.node) for after in insert.values()]
     for verb, node in named:
@@ -113,8 +101,6 @@ def _refuse_misuse(
         raise GraphError(f"edit inserts after {anchor!r} and drops it; use replace={{{anchor!r}: ...}}.")
     if source := next((n for n in drop if graph[n].is_input), None):
         raise GraphError(f"edit drops the input {source!r}; an input falls away by itself once nothing reads it.")
-    if lag is not None and (isinstance(lag, bool) or not isinstance(lag, int) or lag < 0):
-        raise GraphError(f"lag={lag!r}; expected how many versions generation may run ahead: 0, 1, 2, ...")
     names = [op.name for op in replace.values()] + list(rename.values()) + list(insert)
     names += [n for n in graph.nodes if n not in (*replace, *drop, *rename)]
     if clash := next((n for n in names if names.count(n) > 1), None):
@@ -122,7 +108,11 @@ def _refuse_misuse(
 
 
 class _Edit:
-    """The graph as it was, and how its edges are led into the new one."""
+    """The graph as it was, and how its edges are led into the new one.
+
+    Attributes:
+        operators: of every node that the new graph may have, by new name, in order.
+    """
 
     def __init__(
         self,
@@ -131,68 +121,92 @@ class _Edit:
         drop: Sequence[str],
         insert: Mapping[str, After],
         rename: Mapping[str, str],
+        wire: Mapping[str, str],
     ) -> None:
-        self.graph, self.replace, self.drop, self.insert = graph, replace, drop, insert
-        self.new_names = {old: op.name for old, op in replace.items()} | dict(rename)
-        self.wired: set[str] = set()
-        self.rewrites: dict[str, dict[Edge, Edge]] = {
-            name: self._rewritten(name, after) for name, after in insert.items()
-        }
-
-    def new_name(self, node: str) -> str:
-        return self.new_names.get(node, node)
+        self.graph, self.replace, self.drop, self.insert, self.rename = graph, replace, drop, insert, rename
+        self.new_names = {n: n for n in graph.nodes} | {old: op.name for old, op in replace.items()} | dict(rename)
+        self.old_names = {self.new_names[n]: n for n in graph.nodes if n not in drop}
+        self.operators = {new: replace.get(old, graph[old].operator) for new, old in self.old_names.items()}
+        self.operators |= {name: after.operator for name, after in insert.items()}
+        self.rewrites = {name: self._rewritten(name, after) for name, after in insert.items()}
+        self.wires = self._parse_wires(wire)
 
     def _rewritten(self, name: str, after: After) -> dict[Edge, Edge]:
         """Which outputs of its anchor an inserted operator writes anew: those of the same kind, dtype and axes."""
-        anchor = self.graph[after.node].operator.signature.outputs
         return {
             Edge(after.node, old): Edge(name, new)
-            for old, old_type in anchor.items()
+            for old, old_type in self.graph[after.node].operator.signature.outputs.items()
             for new, new_type in after.operator.signature.outputs.items()
-            if isinstance(old_type, ColumnType) and isinstance(new_type, ColumnType)
-            and old_type.kind == new_type.kind and new_type.accepts(old_type)
-        }  # fmt: skip
-
-    def parse_wires(self, wire: Mapping[str, str]) -> dict[str, dict[str, Edge]]:
-        """``wire=`` as new node name to slot to edge; nodes may be called by their old or new names."""
-        outputs = {
-            self.new_name(n.name): self.replace.get(n.name, n.operator)
-            for n in self.graph.nodes.values()
-            if n.name not in self.drop
+            if accepts(old_type, new_type) and accepts(new_type, old_type)
         }
-        outputs |= {name: after.operator for name, after in self.insert.items()}
+
+    def _parse_wires(self, wire: Mapping[str, str]) -> dict[str, dict[str, Edge]]:
+        """``wire=`` as new node name to slot to edge; nodes may be called by their old or new names.
+
+        A whole record goes by the node that writes it: ``wire={"value.rollout": "generate"}``.
+        """
         wires: dict[str, dict[str, Edge]] = {}
         for port, source in wire.items():
-            node, _, slot = port.partition(".")
-            node, edge = self.new_name(node), Edge.parse(source)
-            edge = Edge(self.new_name(edge.node), edge.output)
-            if node not in outputs or slot not in outputs[node].signature.slots:
-                known = ", ".join(outputs[node].signature.slots) if node in outputs else ", ".join(outputs)
-                raise GraphError(f"wire={{{port!r}: ...}} names no port; expected 'node.port', one of: {known}.")
-            if edge.node not in outputs or edge.output not in outputs[edge.node].signature.outputs:
-                known = ", ".join(outputs[edge.node].signature.outputs) if edge.node in outputs else ", ".join(outputs)
-                raise GraphError(
-                    f"wire={{{port!r}: {source!r}}} names no output; expected 'node.column', one of: {known}."
-                )
-            wires.setdefault(node, {})[slot] = edge
-            self.wired.add(edge.node)
+            reader, _, slot = port.partition(".")
+            reader = self.new_names.get(reader, reader)
+            if reader not in self.operators:
+                known = ", ".join(self.operators)
+                raise GraphError(f"wire={{{port!r}: ...}} names no node; expected 'node.port' of one of: {known}.")
+            signature = self.operators[reader].signature
+            if slot in signature.ports and signature.ports[slot].record is not None and "." not in source:
+                pairs = {s: f"{source}.{s.partition('.')[2]}" for s in signature.ports[slot].slots}
+            elif slot in signature.slots:
+                pairs = {slot: source}
+            else:
+                known = ", ".join(signature.slots)
+                raise GraphError(f"wire={{{port!r}: ...}} names no port; {reader} has: {known}.")
+            for slot, written in pairs.items():
+                edge = Edge.parse(written)
+                edge = Edge(self.new_names.get(edge.node, edge.node), edge.output)
+                outputs = self.operators[edge.node].signature.outputs if edge.node in self.operators else {}
+                if edge.output not in outputs:
+                    known = ", ".join(outputs or self.operators)
+                    raise GraphError(
+                        f"wire={{{port!r}: {source!r}}} names no output {written!r}; expected 'node.column', with one "
+                        f"of: {known}."
+                    )
+                wires.setdefault(reader, {})[slot] = edge
         return wires
 
+    def node(self, name: str) -> Node:
+        """A node of the new graph, with every edge led to where it ends there."""
+        operator, by_hand = self.operators[name], self.wires.get(name, {})
+        if name in self.insert:
+            edges: Mapping[str, Edge] = self.wire_inserted(name, self.insert[name], by_hand)
+        elif self.old_names[name] in self.replace:
+            edges = self.wire_replacement(self.graph[self.old_names[name]], operator, by_hand)
+        else:
+            edges = self.graph[self.old_names[name]].inputs
+        slots = operator.signature.slots
+        led = {slot: self.follow(edge, slots[slot], name, slot) for slot, edge in edges.items() if slot not in by_hand}
+        return Node(name, operator.named(name), {**led, **by_hand})
+
     def wire_replacement(self, old: Node, operator: Operator, by_hand: Mapping[str, Edge]) -> dict[str, Edge]:
-        """Old edges for a replacement: the predecessor's by slot name, then the one ancestor that writes what is wanted."""
-        ancestors = self.graph.ancestors(old.name)
-        pool = {edge: typed for edge, typed in self.graph.types.items() if edge.node in ancestors}
-        return self._wire(operator, dict(old.inputs), [pool], by_hand)
+        """Old edges for a replacement: the predecessor's by slot name, then the one ancestor that writes the column."""
+        return self._wire(operator.name, operator, old.inputs, [self._written_before(old.name)], by_hand)
 
     def wire_inserted(self, name: str, after: After, by_hand: Mapping[str, Edge]) -> dict[str, Edge]:
-        """Old edges for an inserted operator: what its anchor writes, else the one ancestor that writes what is wanted."""
-        ancestors = self.graph.ancestors(after.node)
+        """Old edges for an inserted operator: what its anchor writes, else the one ancestor that writes the column."""
         near = {edge: typed for edge, typed in self.graph.types.items() if edge.node == after.node}
-        far = {edge: typed for edge, typed in self.graph.types.items() if edge.node in ancestors}
-        return self._wire(after.operator.named(name), {}, [near, far], by_hand)
+        return self._wire(name, after.operator, {}, [near, self._written_before(after.node)], by_hand)
+
+    def _written_before(self, node: str) -> Available:
+        """What the ancestors of a node of the old graph write, but for those that are dropped."""
+        ancestors = self.graph.ancestors(node).difference(self.drop)
+        return {edge: typed for edge, typed in self.graph.types.items() if edge.node in ancestors}
 
     def _wire(
-        self, operator: Operator, inherited: Mapping[str, Edge], pools: Sequence[Available], by_hand: Mapping[str, Edge]
+        self,
+        name: str,
+        operator: Operator,
+        inherited: Mapping[str, Edge],
+        pools: Sequence[Available],
+        by_hand: Mapping[str, Edge],
     ) -> dict[str, Edge]:
         types = self.graph.types
         wants = operator.wants()
@@ -205,80 +219,84 @@ class _Edit:
                 for axis, identity in zip(wanted.axes, types[edge].axes, strict=True):
                     binding.setdefault(axis, (identity, slot, edge))
 
-        open_slots: list[tuple[str, SlotType]] = []
+        open_slots: dict[str, SlotType] = {}
         for port in operator.signature.ports.values():
             if wants.get(port.name) is False:
                 continue
             for slot, wanted in port.slots.items():
-                if slot in inherited and wanted.accepts(types[inherited[slot]].type):  # type: ignore[arg-type]
+                if slot in by_hand:
+                    continue
+                if slot in inherited and accepts(wanted, types[inherited[slot]].type):
                     take(slot, wanted, inherited[slot])
-                elif slot not in by_hand and (wants.get(port.name) or not port.optional):
-                    open_slots.append((slot, wanted))
-        for slot, wanted in open_slots:
-            found = next((c for pool in pools if (c := candidates(wanted, binding, pool))), [])
-            if len(found) != 1:
-                what = (
-                    f"several nodes write one: {', '.join(map(str, found))}"
-                    if found
-                    else "no node before it writes one"
-                )
-                choice = str(found[0]) if found else "node.column"
+                elif wants.get(port.name) or not port.optional:
+                    open_slots[slot] = wanted
+        while open_slots:  # what is settled binds axes, and so may settle the rest
+            found = {
+                slot: next((c for pool in pools if (c := candidates(wanted, binding, pool))), [])
+                for slot, wanted in open_slots.items()
+            }
+            slot = next((slot for slot in found if len(found[slot]) == 1), next(iter(open_slots)))
+            if len(found[slot]) != 1:
+                several = f"several nodes write one: {', '.join(map(str, found[slot]))}"
+                choice = str(found[slot][0]) if found[slot] else "node.column"
                 raise GraphError(
-                    f"{operator.name}.{slot} wants {wanted}, and {what}; say which: wire={{'{operator.name}.{slot}': '{choice}'}}."
+                    f"{name}.{slot} wants {open_slots[slot]}, and "
+                    f"{several if found[slot] else 'no node before it writes one'}; say which: "
+                    f"wire={{'{name}.{slot}': '{choice}'}}."
                 )
-            take(slot, wanted, found[0])
+            take(slot, open_slots.pop(slot), found[slot][0])
         return edges
 
-    def follow(self, edge: Edge, wanted: SlotType, reader: str, before: str | None = None) -> Edge:
-        """Where an edge of the graph as it was ends in the new one.
-
-        Args:
-            edge: the old edge.
-            wanted: what the reader's slot wants.
-            reader: the slot, for messages.
-            before: an inserted node, which reads what was written before it.
-        """
+    def follow(self, edge: Edge, wanted: SlotType, reader: str, slot: str) -> Edge:
+        """Where an edge of the graph as it was ends in the new one, given its reader and what that wants."""
         for name, rewritten in reversed(self.rewrites.items()):
-            if before is not None and list(self.rewrites).index(name) >= list(self.rewrites).index(before):
-                continue
-            if edge in rewritten:
+            if edge in rewritten and not self._comes_first(reader, name):
                 return rewritten[edge]
+        new_name = self.new_names[edge.node]
         if edge.node in self.drop:
             dropped = self.graph[edge.node]
-            fitting = {e for e in dropped.inputs.values() if wanted.accepts(self.graph.types[e].type)}  # type: ignore[arg-type]
+            fitting = {e for e in dropped.inputs.values() if accepts(wanted, self.graph.types[e].type)}
             if len(fitting) != 1:
                 found = ", ".join(sorted(map(str, fitting))) or "none"
                 raise GraphError(
-                    f"{edge.node} cannot be dropped, since {reader} reads {edge} and wants {wanted}: of the inputs of "
-                    f"{edge.node} exactly one would have to fit, and these do: {found}; say what it shall read: "
-                    f"wire={{'{reader}': 'node.column'}}."
+                    f"{edge.node} cannot be dropped, since {reader}.{slot} reads {edge} and wants {wanted}: of the "
+                    f"inputs of {edge.node} exactly one would have to fit, and these do: {found}; say what it shall "
+                    f"read: wire={{'{reader}.{slot}': 'node.column'}}."
                 )
-            return self.follow(fitting.pop(), wanted, reader, before)
+            return self.follow(fitting.pop(), wanted, reader, slot)
         if edge.node in self.replace:
             outputs = self.replace[edge.node].signature.outputs
-            if edge.output in outputs:
-                return Edge(self.new_name(edge.node), edge.output)
-            fitting_outputs = [o for o, t in outputs.items() if wanted.accepts(t)]  # type: ignore[arg-type]
+            fitting_outputs = [edge.output] if edge.output in outputs else [
+                output for output, written in outputs.items() if accepts(wanted, written)
+            ]  # fmt: skip
             if len(fitting_outputs) != 1:
                 raise GraphError(
-                    f"{reader} reads {edge}, and its replacement {self.new_name(edge.node)} writes {', '.join(outputs)}; say "
-                    f"what it shall read: wire={{'{reader}': 'node.column'}}."
+                    f"{reader}.{slot} reads {edge} and wants {wanted}, and the replacement {new_name} writes "
+                    f"{', '.join(outputs)}; say what it shall read: wire={{'{reader}.{slot}': 'node.column'}}."
                 )
-            return Edge(self.new_name(edge.node), fitting_outputs[0])
-        return Edge(self.new_name(edge.node), edge.output)
+            return Edge(new_name, fitting_outputs[0])
+        return Edge(new_name, edge.output)
 
-    def sinks(self, nodes: Mapping[str, Node]) -> list[str]:
+    def _comes_first(self, reader: str, inserted: str) -> bool:
+        """Whether `reader` is itself inserted at the anchor of `inserted`, at its place or before it."""
+        if reader not in self.insert or self.insert[reader].node != self.insert[inserted].node:
+            return False
+        order = list(self.insert)
+        return order.index(reader) <= order.index(inserted)
+
+    def sinks(self) -> list[str]:
         """The old sinks that are left, and inserted nodes that return a value which nobody reads (a `Sync`, say)."""
         rewritten_by = {after.node: name for name, after in self.insert.items() if self.rewrites[name]}
-        sinks = [rewritten_by.get(s, self.new_name(s)) for s in self.graph.sinks if s not in self.drop]
+        sinks = [rewritten_by.get(s, self.new_names[s]) for s in self.graph.sinks if s not in self.drop]
+        sources = {edge.node for edges in self.wires.values() for edge in edges.values()}
         for name, after in self.insert.items():
-            if self.rewrites[name] or name in self.wired:
+            if self.rewrites[name] or name in sources:
                 continue
             if not all(isinstance(t, ValueType) for t in after.operator.signature.outputs.values()):
                 raise GraphError(
                     f"{name} is inserted after {after.node} but re-writes none of its columns "
-                    f"({', '.join(self.graph[after.node].operator.signature.outputs)}), so nothing would read it; wire a reader to "
-                    f"it: wire={{'node.port': '{name}.{next(iter(after.operator.signature.outputs))}'}}."
+                    f"({', '.join(self.graph[after.node].operator.signature.outputs)}), so nothing would read it; wire "
+                    f"a reader to it: wire={{'node.port': '{name}.{next(iter(after.operator.signature.outputs))}'}}."
                 )
             sinks.append(name)
         if not sinks:
@@ -286,3 +304,15 @@ class _Edit:
                 f"edit drops every sink ({', '.join(self.graph.sinks)}), so nothing would be computed; keep one."
             )
         return sinks
+
+    def refuse_vanished(self, nodes: Mapping[str, Node], sinks: Sequence[str]) -> None:
+        """What the edit names must be in the new graph: to change a node that falls away would be a silent nothing."""
+        touched = [("replace", self.new_names[n]) for n in self.replace] + [("insert", n) for n in self.insert]
+        touched += [("rename", new) for new in self.rename.values()] + [("wire", n) for n in self.wires]
+        for verb, name in touched:
+            if name not in nodes:
+                raise GraphError(
+                    f"edit({verb}=...) names {name!r}, which nothing reads in the graph that is left, so it would fall "
+                    f"away; the sinks are {', '.join(sinks)}: leave {verb}= out, or wire a reader to it: "
+                    f"wire={{'node.port': '{name}.{next(iter(self.operators[name].signature.outputs))}'}}."
+                )

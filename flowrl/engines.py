@@ -186,6 +186,17 @@ class BuildContext(Protocol):
     @property
     def seed(self) -> int: ...
 
+    @property
+    def rank(self) -> int:
+        """Which of the processes that build this engine together this one is."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many processes build this engine together; if several, they are the default group of
+        `torch.distributed`, which the caller has initialised."""
+        ...
+
 
 @runtime_checkable
 class Backend(Protocol):

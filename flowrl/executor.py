@@ -1,11 +1,14 @@
-"""`LocalExecutor`: walks a plan in one process. No threads, no Ray: breakpoints work inside every operator."""
+"""`Executor`, and the `LocalExecutor`, which walks a plan in one process.
+
+There are no threads and there is no Ray: breakpoints work inside every operator.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -18,6 +21,8 @@ from flowrl.plan import Plan
 from flowrl.proto import DataProto
 from flowrl.records import Updated
 from flowrl.session import Session
+from flowrl.text import ChatTokenizer
+from flowrl.tracing import Trace
 
 Outputs = dict[str, tuple[DataProto, Mapping[str, Any]]]
 
@@ -39,6 +44,48 @@ class StepResult:
     seconds: Mapping[str, float]
 
 
+class Executor(Protocol):
+    """Walks a plan. Executors differ in where a node runs, never in what it computes."""
+
+    plan: Plan
+    trace: Trace
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state cells of the graph's operators."""
+        ...
+
+    def fork(self, plan: Plan, seed: int) -> Executor:
+        """Another plan on the same engines, with keys and state cells of its own."""
+        ...
+
+    def tokenizer(self) -> ChatTokenizer:
+        """The tokeniser of the engine that generates."""
+        ...
+
+    def sync(self) -> None:
+        """Carry the trainers' weights to the engines that generate: before step 0, and after a restore."""
+        ...
+
+    def step(
+        self, batch: DataProto, step: int, *, keep: tuple[str, ...] = (), on_node: Callable[[str], None] = ...
+    ) -> StepResult:
+        """Run every node once."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the state of every trained role into a folder of its own."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Take every trained role back to what `save` wrote, and sync."""
+        ...
+
+    def save_pretrained(self, role: str, folder: str) -> None:
+        """Write the weights of a role as a Hugging Face folder."""
+        ...
+
+
 class LocalExecutor:
     """Runs steps of a plan, node after node, in this process.
 
@@ -49,6 +96,40 @@ class LocalExecutor:
 
     def __init__(self, plan: Plan, session: Session) -> None:
         self.plan, self.session = plan, session
+        self.trace = Trace()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state cells of the graph's operators."""
+        return self.session.state
+
+    def fork(self, plan: Plan, seed: int) -> LocalExecutor:
+        """Another plan on the same engines, with keys and state cells of its own."""
+        return LocalExecutor(plan, Session(self.session.engines, seed))
+
+    def tokenizer(self) -> ChatTokenizer:
+        """The tokeniser of the engine that generates."""
+        found: ChatTokenizer = self.session.engines[self.plan.graph.generators[0]].tokenizer
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write the state of every trained role into a folder of its own."""
+        for role in self.plan.graph.trained:
+            self.session.engines[role].save_checkpoint(str(folder / role))
+
+    def load(self, folder: Path) -> None:
+        """Take every trained role back to what `save` wrote, and sync.
+
+        Raises:
+            DataError: a role's folder is of another model or optimiser, or damaged.
+        """
+        for role in self.plan.graph.trained:
+            self.session.engines[role].load_checkpoint(str(folder / role))
+        self.sync()
+
+    def save_pretrained(self, role: str, folder: str) -> None:
+        """Write the weights of a role as a Hugging Face folder."""
+        self.session.engines[role].save_pretrained(folder)
 
     def sync(self) -> None:
         """Carry the trainers' weights to the engines that generate: before step 0, and after a restore.
@@ -91,16 +172,16 @@ class LocalExecutor:
         with self.session.active():
             for node in self.plan.order:
                 on_node(node.name)
-                started = time.perf_counter()
-                outputs[node.name] = self._run(node, outputs, step)
-                seconds[node.name] = time.perf_counter() - started
+                with self.trace.span(node.name, "this process"):
+                    outputs[node.name] = self._run(node, outputs, step)
+                seconds[node.name] = self.trace.spans[-1].seconds
                 for source in node.sources:  # what nobody reads any more is let go
                     if self.plan.last_reader[source] == node.name and source not in wanted:
                         del outputs[source]
         return StepResult(
             {name: outputs[name][0] for name in outputs if name in wanted},
             {name: outputs[name][1] for name in outputs if name in wanted},
-            _merged(self.session.metrics),
+            merge_metrics(self.session.metrics),
             seconds,
         )
 
@@ -141,7 +222,7 @@ def _reads(node: Node) -> list[str]:
     return [getattr(node.operator, field).name for field, use in uses if use.mode == "reads"]
 
 
-def _merged(reported: Mapping[str, Metrics]) -> Metrics:
+def merge_metrics(reported: Mapping[str, Metrics]) -> Metrics:
     """All nodes' metrics; a key that two nodes report is prefixed by the node."""
     merged: dict[str, Any] = {}
     keys = [key for metrics in reported.values() for key in metrics]

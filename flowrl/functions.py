@@ -15,13 +15,14 @@ import inspect
 import os
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable
-from types import CellType, CodeType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 import xxhash
 
-from flowrl.errors import ParameterError
+from flowrl.errors import FlowrlError, ParameterError
 
 
 def reference(fn: Callable[..., Any]) -> str | None:
@@ -47,27 +48,65 @@ def reference(fn: Callable[..., Any]) -> str | None:
 
 
 def resolve(ref: str) -> Callable[..., Any]:
-    """The function that `ref` names; a file is run as a module of its own, once for each state of its content.
+    """The function that `ref` names; see `load_object`.
 
     Raises:
-        ParameterError: there is no such module, file or name, it cannot be imported, or it is not callable.
+        ParameterError: as for `load_object`; or what it names is not callable.
+    """
+    fn = load_object(ref)
+    if not callable(fn):
+        raise ParameterError(
+            f"{ref!r} names no function: {split(ref)[0]} has a {type(fn).__name__} under that name; expected a "
+            f"function."
+        )
+    return cast("Callable[..., Any]", fn)
+
+
+def load_object(ref: str) -> Any:
+    """What `ref` names; a file is run as a module of its own, once for each state of its content.
+
+    Raises:
+        ParameterError: there is no such module, file or name, or it raises as it is imported, named by file and line.
+        FlowrlError: any that the file or module itself raises as it is imported.
     """
     source, name = split(ref)
     file = source_file(ref)
     try:
         module = _load_file(cast(str, file)) if source.endswith(".py") else importlib.import_module(source)
-    except Exception as error:
+    except FlowrlError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ParameterError(f"{ref!r} cannot be used: {_what_failed(error, file)}.") from error
+    try:
+        return functools.reduce(getattr, name.split("."), cast(Any, module))
+    except AttributeError as error:
         raise ParameterError(
-            f"{ref!r} cannot be used: importing {source} raised {type(error).__name__}: {error}. Make "
-            f"`python -c 'import ...'` of it work first."
+            f"{ref!r} names nothing: {source} does not define {name!r}; it defines {_defined(module)}."
         ) from error
-    fn = _attribute(module, name)
-    if not callable(fn):
-        found = "has no such name" if fn is None else f"has a {type(fn).__name__} under that name"
-        raise ParameterError(
-            f"{ref!r} names no function: {source} {found}; expected 'package.module:name' or 'file.py:name'."
-        )
-    return cast("Callable[..., Any]", fn)
+
+
+def _what_failed(error: BaseException, file: str | None) -> str:
+    """What went wrong while `file` was imported, and where: its own last line that ran, or that does not compile."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno} does not compile ({error.msg})"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file] or frames
+    where = f"{own[-1].filename}:{own[-1].lineno}"
+    if isinstance(error, SystemExit):
+        return f"{where} ends the process as the file is imported; move that below `if __name__ == '__main__':`"
+    return f"{where} raises {type(error).__name__} as the file is imported: {str(error).rstrip('.')}"
+
+
+def _defined(module: ModuleType) -> str:
+    """The public names that come from `module` itself, as far as that can be told."""
+
+    def is_own(value: Any) -> bool:
+        if inspect.ismodule(value) or value is annotations:  # which `from __future__ import annotations` leaves
+            return False
+        wrapped = inspect.unwrap(value)
+        return not isinstance(wrapped, type | FunctionType) or wrapped.__module__ == module.__name__
+
+    return ", ".join(name for name, v in vars(module).items() if not name.startswith("_") and is_own(v)) or "nothing"
 
 
 def check(ref: str) -> None:
@@ -106,7 +145,7 @@ def split(ref: str) -> tuple[str, str]:
     source, _, name = ref.rpartition(":")
     well_formed = source.endswith(".py") or all(part.isidentifier() for part in source.split("."))
     if not source or not well_formed or not all(part.isidentifier() for part in name.split(".")):
-        raise ParameterError(f"{ref!r} names no function; expected 'package.module:name' or 'path/to/file.py:name'.")
+        raise ParameterError(f"{ref!r} names nothing; expected 'package.module:name' or 'path/to/file.py:name'.")
     return source, name
 
 
@@ -119,17 +158,17 @@ def source_file(ref: str) -> str | None:
     source, _ = split(ref)
     if source.endswith(".py"):
         if not os.path.isfile(source):
-            raise ParameterError(f"{ref!r} names no function: there is no file {os.path.abspath(source)!r}.")
+            raise ParameterError(f"{ref!r} names nothing: there is no file {os.path.abspath(source)!r}.")
         return os.path.abspath(source)
     try:
         spec = importlib.util.find_spec(source)
     except (ImportError, ValueError) as error:
         raise ParameterError(
-            f"{ref!r} names no function: finding {source} raised {type(error).__name__}: {error}."
+            f"{ref!r} names nothing: finding {source} raised {type(error).__name__}: {error}."
         ) from error
     if spec is None:
         raise ParameterError(
-            f"{ref!r} names no function: no module {source!r} is on sys.path; install it, or name its file: "
+            f"{ref!r} names nothing: no module {source!r} is on sys.path; install it, or name its file: "
             f"'path/to/file.py:{split(ref)[1]}'."
         )
     return os.path.abspath(spec.origin) if spec.origin is not None and os.path.isfile(spec.origin) else None

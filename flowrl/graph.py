@@ -21,6 +21,7 @@ from flowrl.symbols import Edge, Typed, infer
 
 if TYPE_CHECKING:
     from flowrl.diff import Diff
+    from flowrl.distributed.place import Place
     from flowrl.edit import After
     from flowrl.job import Job
     from flowrl.rules import Finding
@@ -35,6 +36,9 @@ class Input(Operator):
     def signature(self) -> Signature:
         return Signature({}, {}, record_columns(self.record), self.record)
 
+    def __repr__(self) -> str:
+        return f"Input({self.record.__name__})"
+
 
 @dataclass(frozen=True)
 class Node:
@@ -43,6 +47,9 @@ class Node:
     name: str
     operator: Operator
     inputs: Mapping[str, Edge]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
 
     @property
     def sources(self) -> list[str]:
@@ -91,29 +98,33 @@ class Graph:
         """A graph of those of `nodes` that `sinks` reach, checked.
 
         Raises:
-            GraphError: an edge from nowhere, or a cycle, which is named.
+            GraphError: no sink, an edge from nowhere, a cycle (which is named), or a lag without a back-edge.
             PortError: a connection that does not fit.
         """
-        data = nx.DiGraph()
+        data: nx.DiGraph[str] = nx.DiGraph()
         for position, node in enumerate(nodes.values()):
             data.add_node(node.name, position=position)
         for node in nodes.values():
             for slot, edge in node.inputs.items():
                 if edge.node not in nodes or edge.output not in nodes[edge.node].operator.signature.outputs:
-                    raise GraphError(f"{node.name}.{slot} comes from {edge}, which the graph does not have.")
+                    raise GraphError(
+                        f"{node.name}.{slot} comes from {edge}, which {name} does not have; it has the nodes "
+                        f"{', '.join(nodes)}."
+                    )
                 data.add_edge(edge.node, node.name)
-        unknown = [sink for sink in sinks if sink not in nodes]
-        if unknown:
-            raise GraphError(f"the graph has no node {unknown[0]!r} to be a sink; it has {', '.join(nodes)}.")
+        if not sinks:
+            raise GraphError(f"{name} has no sink, so nothing would be computed; name the nodes that it is run for.")
+        if unknown := [sink for sink in sinks if sink not in nodes]:
+            raise GraphError(f"{name} has no node {unknown[0]!r} to be a sink; it has {', '.join(nodes)}.")
         reached = set(sinks).union(*(nx.ancestors(data, sink) for sink in sinks))
         data = data.subgraph(reached)
         try:
             order = list(nx.lexicographical_topological_sort(data, key=lambda n: data.nodes[n]["position"]))
         except nx.NetworkXUnfeasible:
-            cycle = [a for a, _ in nx.find_cycle(data)]
+            cycle = [edge[0] for edge in nx.find_cycle(data)]
             raise GraphError(
-                f"the nodes {' -> '.join([*cycle, cycle[0]])} form a cycle; within a step a graph is acyclic, and the one "
-                f"edge across steps is Sync -> Generate, which is implied."
+                f"the nodes {' -> '.join([*cycle, cycle[0]])} form a cycle; within a step a graph is acyclic, and the "
+                f"one edge across steps is Sync -> Generate, which is implied."
             ) from None
         graph = Graph(
             name,
@@ -123,6 +134,15 @@ class Graph:
             MappingProxyType(dict(bindings or {})),
         )
         _ = graph.types  # every connection is checked here
+        if isinstance(lag, bool) or not isinstance(lag, int) or lag < 0:
+            raise GraphError(
+                f"{name} has lag={lag!r}; expected how many versions generation may run ahead: 0, 1, 2, ..."
+            )
+        if lag and not graph.back_edges:
+            raise GraphError(
+                f"lag={lag} belongs to the back-edge Sync -> Generate, which {name} does not have; add a Sync, or "
+                "edit(lag=0)."
+            )
         return graph
 
     @cached_property
@@ -149,14 +169,15 @@ class Graph:
         return {n.name: n.operator.record for n in self.nodes.values() if isinstance(n.operator, Input)}
 
     @cached_property
-    def network(self) -> nx.DiGraph:
+    def network(self) -> nx.DiGraph[str]:
         """The data edges as a networkx graph: nodes bear ``operator``, edges ``slots`` (slot to `Edge`)."""
-        network = nx.DiGraph(name=self.name)
+        network: nx.DiGraph[str] = nx.DiGraph(name=self.name)
         for node in self.nodes.values():
             network.add_node(node.name, operator=node.operator)
             for source in node.sources:
                 network.add_edge(source, node.name, slots={s: e for s, e in node.inputs.items() if e.node == source})
-        return nx.freeze(network)  # type: ignore[no-any-return]
+        nx.freeze(network)
+        return network
 
     @property
     def back_edges(self) -> list[tuple[str, str]]:
@@ -168,6 +189,18 @@ class Graph:
             for writer in uses if writer.mode == "writes"
             for reader in uses if reader.mode == "reads"
         ]  # fmt: skip
+
+    @property
+    def generators(self) -> list[str]:
+        """The roles that generate."""
+        return [r for r, uses in self.roles().items() if any(u.protocol is Rollout and u.mode == "reads" for u in uses)]
+
+    @property
+    def trained(self) -> list[str]:
+        """The roles whose weights are trained."""
+        return [
+            r for r, uses in self.roles().items() if any(u.protocol is not Rollout and u.mode == "writes" for u in uses)
+        ]
 
     def bound(self, bindings: Mapping[str, Any]) -> Graph:
         """The same graph with exactly these backends.
@@ -198,17 +231,19 @@ class Graph:
         return roles
 
     def subgraph(self, until: str | Iterable[str]) -> Graph:
-        """The part that computes `until` (a node, or several), for validation or for looking at."""
-        sinks = (until,) if isinstance(until, str) else tuple(until)
-        for sink in sinks:
-            self[sink]
-        return Graph.build(self.name, self.nodes, sinks, self.lag, self.bindings)
+        """The part that computes `until` (a node, or several), for validation or for looking at.
+
+        Bindings of roles that it does not use, and the lag of a back-edge that it does not have, fall away.
+        """
+        part = Graph.build(self.name, self.nodes, (until,) if isinstance(until, str) else tuple(until))
+        bindings = {role: backend for role, backend in self.bindings.items() if role in part.roles()}
+        return replace(part, lag=self.lag if part.back_edges else 0, bindings=MappingProxyType(bindings))
 
     def edit(
         self,
         *,
         replace: Mapping[str, Operator] | None = None,
-        drop: Iterable[str] = (),
+        drop: str | Iterable[str] = (),
         insert: Mapping[str, After] | None = None,
         wire: Mapping[str, str] | None = None,
         rename: Mapping[str, str] | None = None,
@@ -219,13 +254,19 @@ class Graph:
         """A changed copy, in one atomic call; see `flowrl.edit`."""
         from flowrl.edit import edit
 
-        return edit(self, replace or {}, tuple(drop), insert or {}, wire or {}, rename or {}, bind or {}, lag, name)
+        drop = (drop,) if isinstance(drop, str) else tuple(drop)
+        return edit(self, replace or {}, drop, insert or {}, wire or {}, rename or {}, bind or {}, lag, name)
 
-    def bind(self, **backends: Any) -> Job:
-        """Give roles their backends: ``graph.bind(actor=TorchTrainer(model), rollout=TorchRollout())``."""
+    def bind(self, *, place: Place | None = None, **backends: Any) -> Job:
+        """Give roles their backends: ``graph.bind(actor=TorchTrainer(model), rollout=TorchRollout())``.
+
+        Args:
+            place: where they run, such as ``Colocate(gpus=2)``, on Ray; None is this process.
+            backends: by role.
+        """
         from flowrl.job import Job
 
-        return Job(self.edit(bind=backends))
+        return Job(self.edit(bind=backends), place)
 
     def diff(self, other: Graph) -> Diff:
         """What changes from this graph to `other`."""
@@ -234,7 +275,7 @@ class Graph:
         return diff(self, other)
 
     def check(self, *, prompts: int | None = None) -> list[Finding]:
-        """Everything that the rules find wrong, at once; `prompts` is the number of prompts a step, where it is known."""
+        """Everything that the rules find wrong, at once; `prompts` is the number of prompts a step, where known."""
         from flowrl.rules import check
 
         return check(self, prompts)
@@ -267,7 +308,7 @@ class Graph:
         from flowrl.serial import graph_to_dict
 
         canonical = graph_to_dict(self, portable=False)
-        del canonical["name"]
+        canonical |= {"name": "", "sinks": sorted(self.sinks)}
         return xxhash.xxh3_128_hexdigest(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
 
     def __repr__(self) -> str:

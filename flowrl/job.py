@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from flowrl.distributed.place import Place, lay_out, ranks_of
 from flowrl.engines import Backend
 from flowrl.errors import BindError, GraphError
-from flowrl.executor import LocalExecutor
+from flowrl.executor import Executor, LocalExecutor
 from flowrl.graph import Graph
 from flowrl.plan import Plan
 from flowrl.rules import require
@@ -18,13 +19,19 @@ from flowrl.session import Session
 
 @dataclass(frozen=True)
 class Job:
-    """A bound graph: ``grpo(reward_fn).bind(actor=..., ref=..., rollout=...)``. Nothing is loaded before it runs."""
+    """A bound graph: ``grpo(reward_fn).bind(actor=..., ref=..., rollout=...)``. Nothing is loaded before it runs.
+
+    Args:
+        graph: with its bindings.
+        place: where it runs, on Ray; None is this process.
+    """
 
     graph: Graph
+    place: Place | None = None
 
     def edit(self, **verbs: Any) -> Job:
         """`Graph.edit` on the job's graph; ``edit(bind={"rollout": ...})`` swaps an engine and nothing else."""
-        return Job(self.graph.edit(**verbs))
+        return replace(self, graph=self.graph.edit(**verbs))
 
     def refuse_unready(self, prompts: int | None = None) -> None:
         """Everything that can be refused before a model loads.
@@ -51,15 +58,39 @@ class Job:
             )
         require(self.graph, prompts)
         _ = Plan(self.graph).order
+        many = [role for role, backend in self.graph.bindings.items() if ranks_of(backend) > 1]
+        if self.place is not None:
+            lay_out(self.graph, self.place)
+        elif many:
+            raise BindError(
+                f"the role {many[0]!r} wants {ranks_of(self.graph.bindings[many[0]])} ranks, which one process cannot be; say "
+                f"where they run: graph.bind(..., place=Colocate(gpus={ranks_of(self.graph.bindings[many[0]])}))."
+            )
 
     def build(self, seed: int = 0) -> dict[str, Any]:
-        """Load the live engines, by role."""
+        """Load the live engines in this process, by role."""
         return Engines(self.graph.bindings, seed).all()
 
     @contextmanager
-    def eager(self, seed: int = 0) -> Iterator[Session]:
-        """Operators that are called inside the block run on this job's live engines, which are in sync at its start."""
+    def open(self, seed: int = 0) -> Iterator[Executor]:
+        """An executor with all engines loaded: in this process, or on Ray at the job's place; what was started ends with
+        the block."""
         self.refuse_unready()
+        if self.place is None:
+            yield LocalExecutor(Plan(self.graph), Session(self.build(seed), seed))
+            return
+        from flowrl.distributed.executor import open_ray  # the only way to Ray
+
+        with open_ray(self.graph, self.place, seed) as executor:
+            yield executor
+
+    @contextmanager
+    def eager(self, seed: int = 0) -> Iterator[Session]:
+        """Operators that are called inside the block run on this job's live engines, which are in sync at its start.
+
+        The engines are in this process, wherever the job's place is, so that a debugger sees them.
+        """
+        replace(self, place=None).refuse_unready()
         session = Session(self.build(seed), seed)
         LocalExecutor(Plan(self.graph), session).sync()
         with session.active():
@@ -69,8 +100,9 @@ class Job:
 class Engines:
     """Builds engines, each once, those that another asks for first; the `BuildContext` of the backends."""
 
-    def __init__(self, bindings: Mapping[str, Any], seed: int) -> None:
+    def __init__(self, bindings: Mapping[str, Any], seed: int, rank: int = 0, world_size: int = 1) -> None:
         self.bindings, self._seed = bindings, seed
+        self.rank, self.world_size = rank, world_size
         self._built: dict[str, Any] = {}
         self._building: list[str] = []
 

@@ -14,6 +14,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+_SEPARATOR = "\x1f"
+
 
 @dataclass(frozen=True)
 class Key:
@@ -28,7 +30,9 @@ class Key:
 
     def derive(self, *parts: str | int) -> Key:
         """The child that `parts` name; different parts give independent children (xxh3-128)."""
-        text = "\x1f".join([format(self.bits, "032x"), *(f"{type(p).__name__}:{p}" for p in parts)])
+        # a separator within a part is doubled, so that no two lists of parts share a text
+        named = (f"{type(p).__name__}:{str(p).replace(_SEPARATOR, 2 * _SEPARATOR)}" for p in parts)
+        text = _SEPARATOR.join([format(self.bits, "032x"), *named])
         return Key(xxhash.xxh3_128_intdigest(text.encode()))
 
     def generator(self) -> torch.Generator:

@@ -34,7 +34,8 @@ class Metric:
         """
         if self.reduction != other.reduction:
             raise ParameterError(
-                f"a metric reported as {self.reduction} meets one reported as {other.reduction}; report it one way."
+                f"a metric reported as {self.reduction} is also reported as {other.reduction}; report it one way, or "
+                f"under two names."
             )
         if self.reduction in ("mean", "sum"):
             return Metric(self.reduction, self.value + other.value, self.weight + other.weight)
@@ -84,7 +85,10 @@ class Metrics(Mapping[str, Metric]):
 
     def _add(self, key: str, metric: Metric) -> None:
         known = self._metrics.get(key)
-        self._metrics[key] = metric if known is None else known.merge(metric)
+        try:
+            self._metrics[key] = metric if known is None else known.merge(metric)
+        except ParameterError as error:
+            raise ParameterError(f"{key!r}: {error}") from None
 
     def __getitem__(self, key: str) -> Metric:
         return self._metrics[key]

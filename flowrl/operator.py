@@ -19,7 +19,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import sys
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, overload
@@ -30,11 +29,10 @@ import torch
 from flowrl import session as sessions
 from flowrl.columns import ColumnType
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError
-from flowrl.keys import Key
 from flowrl.metrics import Metrics
 from flowrl.ports import Port, Signature, ValueType, signature_of, snake_case
 from flowrl.roles import RoleRef, RoleUse, role_use
-from flowrl.spec import Spec
+from flowrl.spec import Spec, defining_frame, where_defined
 from flowrl.symbols import Symbol
 
 Granularity = Literal["row", "group", "batch"]
@@ -51,8 +49,8 @@ class Cell(Generic[T]):
 class State(Generic[T]):
     """A field that changes over steps, such as an adaptive coefficient: ``beta = State(lambda self: self.coef)``.
 
-    Inside `__call__` it is a `Cell`: read and assign ``self.beta.value``. Whoever runs the operator owns the cell: it is
-    handed in, stored when the call succeeded, and goes into checkpoints; the operator itself stays frozen.
+    Inside `__call__` it is a `Cell`: read and assign ``self.beta.value``. Whoever runs the operator owns the cell: it
+    is handed in, stored when the call succeeded, and goes into checkpoints; the operator itself stays frozen.
 
     Args:
         initial: the first value, given the operator. Values must be JSON-able.
@@ -95,21 +93,27 @@ class Operator(Spec):
     _signature: ClassVar[Signature]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        definer = sys._getframe(1)
         super().__init_subclass__(**kwargs)
+        definer = defining_frame()
+        where = f"{where_defined(definer)}: {cls.__name__}"
         hints = typing.get_type_hints(cls, localns=dict(definer.f_locals), include_extras=True)
-        fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        fields = {f.name for f in dataclasses.fields(typing.cast(Any, cls))}
         cls.role_uses = {name: use for name in fields if (use := role_use(hints[name])) is not None}
         cls.states = {n: v for base in reversed(cls.__mro__) for n, v in vars(base).items() if isinstance(v, State)}
+        if parameter := next((name for name in cls.states if name in fields), None):
+            raise DefinitionError(
+                f"{where}.{parameter} is a State with an annotation, which would make it a parameter; write "
+                f"`{parameter} = State(...)`."
+            )
         call = cls.__dict__.get("__call__")
         if call is None and not hasattr(cls, "_signature") and "signature" not in cls.__dict__:
             raise DefinitionError(
-                f"{definer.f_code.co_filename}:{definer.f_lineno}: {cls.__name__} has no __call__; define one whose "
-                f"annotations are its ports."
+                f"{where} has no __call__; define one whose annotations are its ports: "
+                f"`def __call__(self, values: Values) -> Returns`."
             )
         if call is not None:
-            where = f"{call.__code__.co_filename}:{call.__code__.co_firstlineno}: {cls.__name__}"
-            cls._signature = signature_of(call, where, definer.f_locals)
+            line = f"{call.__code__.co_filename}:{call.__code__.co_firstlineno}"
+            cls._signature = signature_of(call, f"{line}: {cls.__name__}", definer.f_locals)
             cls.__call__ = _dispatching(call)  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,6 +154,8 @@ class Operator(Spec):
             raise ParameterError(f"{name!r} is no node name; expected an identifier such as 'gae_long'.")
         renamed = copy.copy(self)
         renamed.__dict__["_name"] = name
+        for field in self.states:  # cells belong to one node
+            renamed.__dict__.pop(field, None)
         return renamed
 
     def run(self, inputs: Mapping[str, Any], injected: Mapping[str, Any] | None = None) -> Any:
@@ -170,35 +176,43 @@ class Operator(Spec):
                 if session is None:
                     raise BindError(
                         f"{self.name}.{field} is the role {ref.name!r}, and no job is active; call it inside "
-                        f"`with job.eager():`, or put a live engine in the field: {type(self).__name__}({field}=engine)."
+                        f"`with job.eager():`, or put a live engine in the field: "
+                        f"{type(self).__name__}({field}=engine)."
                     )
                 bound.__dict__[field] = session.engine(ref.name, f"{self.name}.{field}")
-        if session is not None:
-            for field, state in self.states.items():
+        for field, state in self.states.items():
+            if session is None:
+                value = getattr(self, field).value
+            else:
                 name = f"{self.name}.{field}"
-                bound.__dict__[field] = Cell(session.state[name] if name in session.state else state.initial(self))
-        else:
-            for field in self.states:
-                bound.__dict__[field] = getattr(self, field)
+                value = session.state[name] if name in session.state else state.initial(self)
+            bound.__dict__[field] = Cell(value)
         given = dict(injected or {})
         for name, cls in self.signature.injected.items():
             if given.get(name) is None:
                 given[name] = self._inject(name, cls, session)
-        result = self._compute(bound, {p.name: p.pack(inputs) for p in self.signature.ports.values()} | given)
+        compute = type(self).__call__.__wrapped__  # type: ignore[attr-defined]
+        result = compute(bound, **{p.name: p.pack(inputs) for p in self.signature.ports.values()}, **given)
+        record = self.signature.output_record
+        if record is not None and not isinstance(result, record):
+            raise PortError(
+                f"{self.name} returned {_article(type(result).__name__)}; expected the record that its __call__ "
+                f"declares: return {record.__name__}({', '.join(f'{name}=...' for name in self.signature.outputs)})."
+            )
         if self.changes_rows:
             sizes.pop("batch", None)
-        _check_arrays(self.name, self.signature.outputs, self.signature.unpack(result), sizes)
+        _check_arrays(self.name, self.signature.outputs, self.signature.unpack(result), sizes, "declares")
+        for field in self.states:
+            value = bound.__dict__[field].value
+            if session is None:
+                getattr(self, field).value = value
+            else:
+                session.state[f"{self.name}.{field}"] = value
         if session is not None:
-            for field in self.states:
-                session.state[f"{self.name}.{field}"] = bound.__dict__[field].value
             for name, cls in self.signature.injected.items():
                 if cls is Metrics:
                     session.report(self.name, given[name])
         return result
-
-    def _compute(self, bound: Operator, arguments: dict[str, Any]) -> Any:
-        call = type(self).__call__.__wrapped__  # type: ignore[attr-defined]
-        return call(bound, **arguments)
 
     def _inject(self, name: str, cls: type, session: sessions.Session | None) -> Any:
         if cls is Metrics:
@@ -242,8 +256,8 @@ def _slot_values(node: str, port: Port, argument: Any) -> dict[str, Any]:
         if isinstance(argument, tuple) and any(isinstance(field, Symbol) for field in argument):
             record = type(argument).__name__
             raise PortError(
-                f"{node}.{port.name} wants {port.slots[port.name]}, but was given a whole record ({record}); pass the one "
-                f"column it wants, such as record.{next(iter(getattr(argument, '_fields', ['column'])))}."
+                f"{node}.{port.name} wants {port.slots[port.name]}, but was given a whole record ({record}); pass the "
+                f"one column it wants, such as record.{next(iter(getattr(argument, '_fields', ['column'])))}."
             )
         return {port.name: argument}
     missing = [
@@ -266,17 +280,21 @@ def _check_complete(operator: Operator, inputs: Mapping[str, Any]) -> None:
         given = any(inputs.get(slot) is not None for slot in port.slots)
         if not given and (wants.get(port.name) or not port.optional):
             raise PortError(
-                f"{operator.name}.{port.name} wants {', '.join(map(str, port.slots.values()))}, but was not given; pass "
-                f"{port.name}=..."
+                f"{operator.name}.{port.name} wants {', '.join(map(str, port.slots.values()))}, but was not given; "
+                f"pass {port.name}=..."
             )
         if given and wants.get(port.name) is False:
             raise PortError(f"{operator.name}.{port.name} was given, but {operator!r} does not use it; leave it out.")
 
 
 def _check_arrays(
-    node: str, slots: Mapping[str, ColumnType | ValueType], values: Mapping[str, Any], sizes: dict[str, int]
+    node: str,
+    slots: Mapping[str, ColumnType | ValueType],
+    values: Mapping[str, Any],
+    sizes: dict[str, int],
+    verb: str = "wants",
 ) -> dict[str, int]:
-    """Check dtype and shape of real arrays, binding axis sizes across all of them.
+    """Check dtype and shape of real arrays, binding axis sizes across all; `verb` is what `node` does with a type.
 
     Raises:
         PortError: naming the port, what it wants and what it was given.
@@ -284,17 +302,21 @@ def _check_arrays(
     sizes = dict(sizes)
     for slot, value in values.items():
         wanted = slots[slot]
+        says = f"{node}.{slot} {verb} {wanted}, but is"
         if isinstance(wanted, ValueType):
             if not isinstance(value, wanted.cls):
-                raise PortError(f"{node}.{slot} wants {wanted}, but is {type(value).__name__}.")
+                raise PortError(f"{says} {_article(type(value).__name__)}; pass {_article(wanted.cls.__name__)}.")
             continue
         if not isinstance(value, np.ndarray if wanted.dtype == "object" else torch.Tensor):
-            raise PortError(f"{node}.{slot} wants {wanted}, but is a {type(value).__name__}; pass {_make(wanted)}.")
+            raise PortError(f"{says} {_article(type(value).__name__)}; pass {_make(wanted)}.")
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype != wanted.dtype:
-            raise PortError(f"{node}.{slot} wants {wanted}, but is {dtype}; convert it to {wanted.dtype}.")
+            call = "astype(object)" if wanted.dtype == "object" else f"to(torch.{wanted.dtype})"
+            raise PortError(f"{says} {dtype}; convert it: .{call}.")
         if value.ndim != len(wanted.axes):
-            raise PortError(f"{node}.{slot} wants {wanted}, but has the shape {tuple(value.shape)}.")
+            raise PortError(
+                f"{says} of the shape {tuple(value.shape)}; expected {len(wanted.axes)} axes: {' '.join(wanted.axes)}."
+            )
         for axis, size in zip(wanted.axes, value.shape, strict=True):
             if sizes.setdefault(axis, size) != size:
                 raise PortError(
@@ -302,6 +324,10 @@ def _check_arrays(
                     f"columns of this call have {sizes[axis]}; expected one length for all."
                 )
     return sizes
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
 
 
 def _make(wanted: ColumnType) -> str:

@@ -1,7 +1,7 @@
 """`Plan`: a graph in the order in which it runs.
 
-Data edges do not say when weights may change, so the plan adds *state edges*: whoever reads a role's weights as they are
-at the start of the step comes before whoever writes them. Executors only walk a plan.
+Data edges do not say when weights may change, so the plan adds *state edges*: whoever reads a role's weights as they
+are at the start of the step comes before whoever writes them. Executors only walk a plan.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ class Plan:
         return state_edges(self.graph)
 
     @cached_property
-    def network(self) -> nx.DiGraph:
+    def network(self) -> nx.DiGraph[str]:
         """Data and state edges together.
 
         Raises:
             GraphError: together they form a cycle, so no order keeps all weights as their readers expect them.
         """
-        network = nx.DiGraph(self.graph.network)
+        network: nx.DiGraph[str] = nx.DiGraph(self.graph.network)
         network.add_edges_from((edge.before, edge.after) for edge in self.state_edges)
         if not nx.is_directed_acyclic_graph(network):
             cycle = [a for a, _ in nx.find_cycle(network)]
             raise GraphError(
-                f"no order keeps weights as their readers expect them: {' -> '.join([*cycle, cycle[0]])} is a cycle of data and "
-                f"of reads before writes; let the reader depend on what the writer returns, or give it a role of its own."
+                f"no order keeps weights as their readers expect them: {' -> '.join([*cycle, cycle[0]])} is a cycle of "
+                f"data and of reads before writes; let the reader depend on what the writer returns, or give it a role "
+                f"of its own."
             )
         return network
 

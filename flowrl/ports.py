@@ -11,8 +11,10 @@ import inspect
 import types
 import typing
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Union, get_args, get_origin
 
 from flowrl import columns
@@ -36,12 +38,15 @@ class ValueType:
     def __str__(self) -> str:
         return self.cls.__name__
 
-    def accepts(self, other: ColumnType | ValueType) -> bool:
-        """Whether `other` may stand here."""
-        return isinstance(other, ValueType) and issubclass(other.cls, self.cls)
-
 
 SlotType = ColumnType | ValueType
+
+
+def accepts(wanted: SlotType, found: SlotType) -> bool:
+    """Whether `found` may be wired to a slot of type `wanted` (axis *identity* aside)."""
+    if isinstance(wanted, ColumnType):
+        return isinstance(found, ColumnType) and wanted.accepts(found)
+    return isinstance(found, ValueType) and issubclass(found.cls, wanted.cls)
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Port:
     optional: bool = False
 
     def pack(self, values: Mapping[str, Any]) -> Any:
-        """What the operator is called with, given the values of the slots (None for an optional port that is unwired)."""
+        """What the operator is called with, given the values of the slots; None for an optional port without any."""
         if any(slot not in values for slot in self.slots):
             return None
         if self.record is None:
@@ -79,8 +84,8 @@ class Signature:
     outputs: Mapping[str, SlotType]
     output_record: type | None = None
 
-    @property
-    def slots(self) -> dict[str, SlotType]:
+    @cached_property
+    def slots(self) -> Mapping[str, SlotType]:
         """Every input slot of every port."""
         return {slot: t for port in self.ports.values() for slot, t in port.slots.items()}
 
@@ -99,12 +104,22 @@ def record_tuple(record: type) -> type:
     if issubclass(record, tuple):
         return record
     if record not in _tuples:
-        _tuples[record] = namedtuple(record.__name__, list(record_columns(record)))  # type: ignore[misc]
+        _tuples[record] = namedtuple(record.__name__, list(record_columns(record)))
     return _tuples[record]
 
 
-def _hints(target: Any, localns: Mapping[str, Any] | None) -> dict[str, Any]:
-    return typing.get_type_hints(target, localns=dict(localns or {}), include_extras=True)
+def hints_of(target: Any, localns: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The annotations of a function or class, which may use the module's names and `localns`.
+
+    Raises:
+        DefinitionError: one names something that is not defined.
+    """
+    try:
+        return typing.get_type_hints(target, localns=dict(localns or {}), include_extras=True)
+    except (NameError, AttributeError) as error:
+        raise DefinitionError(
+            f"an annotation uses a name that is not defined: {error}; import it, or define the column or record above."
+        ) from error
 
 
 def record_columns(record: type, localns: Mapping[str, Any] | None = None) -> dict[str, SlotType]:
@@ -116,13 +131,13 @@ def record_columns(record: type, localns: Mapping[str, Any] | None = None) -> di
         DefinitionError: a field that is neither a column nor a batchless value.
     """
     if issubclass(record, tuple) and hasattr(record, "_fields"):
-        hints = _hints(record, localns)
+        hints = hints_of(record, localns)
     elif getattr(record, "_is_protocol", False):
         hints = {}
         for base in reversed(record.__mro__):
             for name, member in vars(base).items():
                 if isinstance(member, property) and member.fget is not None:
-                    hints[name] = _hints(member.fget, localns).get("return")
+                    hints[name] = hints_of(member.fget, localns).get("return")
     else:
         return {}
     found = {name: columns.parse(hint) for name, hint in hints.items()}
@@ -131,32 +146,44 @@ def record_columns(record: type, localns: Mapping[str, Any] | None = None) -> di
     slots: dict[str, SlotType] = {}
     for name, column in found.items():
         if column is None:
-            slots[name] = _value(hints[name], f"record {record.__name__}.{name}")
+            with _located(f"{record.__name__}.{name}"):
+                slots[name] = _value(hints[name])
         else:
             slots[name] = columns.register(column)
     return slots
 
 
-def _value(annotation: Any, where: str) -> ValueType:
-    if not isinstance(annotation, type) or annotation.__module__ in ("builtins", "torch"):
+_NO_VALUES = ("builtins", "torch", "numpy", "jaxtyping", "typing")
+
+
+@contextmanager
+def _located(where: str) -> Iterator[None]:
+    """Definition errors of the block say where."""
+    try:
+        yield
+    except DefinitionError as error:
+        raise DefinitionError(f"{where}: {error}") from error
+
+
+def _value(annotation: Any) -> ValueType:
+    # a bare tensor, array or number says nothing of what it holds
+    if not isinstance(annotation, type) or annotation.__module__.partition(".")[0] in _NO_VALUES:
         raise DefinitionError(
-            f"{where} is annotated {annotation!r}, which is neither a column, a record of columns nor a class of value; "
-            f"use a column of flowrl.columns, or define one: "
+            f"the annotation {getattr(annotation, '__name__', annotation)} is neither a column, a record of columns "
+            f"nor a class of value; use a column of flowrl.columns, or define one: "
             f'Annotated[Float32[Tensor, "batch response"], Column("my_column", "my kind")].'
         )
     return ValueType(annotation)
 
 
-def _slots(
-    name: str, annotation: Any, where: str, localns: Mapping[str, Any]
-) -> tuple[dict[str, SlotType], type | None]:
+def _slots(name: str, annotation: Any, localns: Mapping[str, Any]) -> tuple[dict[str, SlotType], type | None]:
     """Slots of one annotation, and the record class where it is a record."""
     column = columns.parse(annotation)
     if column is not None:
         return {name: columns.register(column)}, None
     if isinstance(annotation, type) and (fields := record_columns(annotation, localns)):
         return {f"{name}.{field}": t for field, t in fields.items()}, annotation
-    return {name: _value(annotation, where)}, None
+    return {name: _value(annotation)}, None
 
 
 def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) -> Signature:
@@ -170,19 +197,17 @@ def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any
     Raises:
         DefinitionError: a parameter or the return value lacks an annotation, or has one that is no port.
     """
-    try:
-        hints = _hints(call, localns)
-    except NameError as error:
-        raise DefinitionError(
-            f"{where}.__call__ is annotated with a name that is not defined: {error}; import it, or define the column "
-            f"above the class."
-        ) from error
+    with _located(f"{where}.__call__"):
+        hints = hints_of(call, localns)
     ports: dict[str, Port] = {}
     injected: dict[str, type] = {}
     parameters = list(inspect.signature(call).parameters.values())[1:]
     for p in parameters:
-        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-            raise DefinitionError(f"{where}.__call__ takes *{p.name}; ports are fixed, so name each one.")
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
+            raise DefinitionError(
+                f"{where}.__call__ takes {str(p).partition(':')[0]} as {p.kind.description}; ports are fixed and bear "
+                f"names, so declare each one as an ordinary parameter."
+            )
         if p.name not in hints:
             raise DefinitionError(
                 f"{where}.__call__ has the parameter {p.name!r} without an annotation; annotate it with a column "
@@ -192,7 +217,8 @@ def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any
         if annotation in INJECTABLE:
             injected[p.name] = annotation
             continue
-        slots, record = _slots(p.name, annotation, f"{where}.__call__({p.name})", localns)
+        with _located(f"{where}.__call__({p.name})"):
+            slots, record = _slots(p.name, annotation, localns)
         if optional and p.default is p.empty:
             raise DefinitionError(f"{where}.__call__({p.name}) is optional; give it the default None.")
         ports[p.name] = Port(p.name, slots, record, optional)
@@ -201,14 +227,17 @@ def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any
             f"{where}.__call__ has no return annotation; say which column, record or value it returns."
         )
     returned = hints["return"]
-    if (column := columns.parse(returned)) is not None:
-        return Signature(ports, injected, {column.name: columns.register(column)})
-    if isinstance(returned, type) and (fields := record_columns(returned, localns)):
-        if not issubclass(returned, tuple):
-            raise DefinitionError(f"{where}.__call__ returns the Protocol {returned.__name__}; return a NamedTuple.")
-        return Signature(ports, injected, fields, returned)
-    value = _value(returned, f"the return value of {where}.__call__")
-    return Signature(ports, injected, {snake_case(value.cls.__name__): value})
+    with _located(f"{where}.__call__, return value"):
+        if (column := columns.parse(returned)) is not None:
+            return Signature(ports, injected, {column.name: columns.register(column)})
+        if isinstance(returned, type) and (fields := record_columns(returned, localns)):
+            if not issubclass(returned, tuple):
+                raise DefinitionError(
+                    f"the Protocol {returned.__name__} can only be read; expected a NamedTuple of its columns."
+                )
+            return Signature(ports, injected, fields, returned)
+        value = _value(returned)
+        return Signature(ports, injected, {snake_case(value.cls.__name__): value})
 
 
 def _strip_none(annotation: Any) -> tuple[Any, bool]:
@@ -220,7 +249,7 @@ def _strip_none(annotation: Any) -> tuple[Any, bool]:
 
 
 def snake_case(name: str) -> str:
-    """``UpdateActor`` -> ``update_actor``, ``GAE`` -> ``gae``, ``KLShape`` -> ``kl_shape``, ``OldLogProb`` -> ``old_log_prob``."""
+    """``UpdateActor`` -> ``update_actor``, ``GAE`` -> ``gae``, ``KLShape`` -> ``kl_shape``."""
     out = []
     for i, ch in enumerate(name):
         follows_lower = i > 0 and not name[i - 1].isupper()

@@ -25,11 +25,10 @@ class Terminal:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(soft_wrap=True)
-        self.steps = 0
         self.progress: Progress | None = None
 
     def start(self, name: str, steps: int, folder: Path) -> None:
-        self.steps = steps
+        self.name, self.steps = name, steps
         self.console.print(f"{name}: {steps} steps, written to {folder}", highlight=False)
         if self.console.is_terminal:
             columns = [
@@ -62,6 +61,7 @@ class Terminal:
 
     def end(self) -> None:
         if self.progress is not None:
+            self.progress.update(self.task, description=self.name)
             self.progress.stop()
             self.progress = None
 

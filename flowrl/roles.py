@@ -25,9 +25,11 @@ class RoleRef:
         return f"Role({self.name!r})"
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # protocol look-ups (copy, pickle), some before `name` is there
+            raise AttributeError(attribute)
         raise AttributeError(
-            f"the role {self.name!r} is a name here, not an engine, so it has no {attribute!r}; engines are there inside "
-            f"the `__call__` of an operator, when a job runs it."
+            f"the role {self.name!r} is a name here, not an engine, so it has no {attribute!r}; engines are there "
+            f"inside the `__call__` of an operator, when a job runs it."
         )
 
 
@@ -44,7 +46,7 @@ class Access:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def check(value: Any) -> Any:
-            if isinstance(value, RoleRef) or isinstance(value, source):
+            if isinstance(value, RoleRef | source):
                 return value
             raise ValueError(f"wants a Role, or a live engine that is a {source.__name__}, not {type(value).__name__}")
 

@@ -7,7 +7,8 @@ and row arithmetic, so a custom operator is held to them too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from flowrl.engines import Critic, Rollout, Trainer
@@ -37,7 +38,7 @@ class Rule:
     Args:
         id: ``FR001``, ...; never used again for another rule.
         reason: why, in a line.
-        source: the public issue that taught it.
+        source: the public issue that taught it, as ``owner/repository#number`` on GitHub.
         check: yields ``(node, message)``; the second argument is the number of prompts a step, or None.
     """
 
@@ -75,174 +76,216 @@ def require(graph: Graph, prompts: int | None = None) -> None:
     Raises:
         RuleError: with every finding.
     """
-    findings: Sequence[Finding] = check(graph, prompts)
-    if findings:
-        raise RuleError(
-            f"{graph.name} breaks {len(findings)} rule(s):\n" + "\n".join(f"  {finding}" for finding in findings)
-        )
-
-
-def _writers(graph: Graph, protocol: type) -> list[tuple[Node, str]]:
-    """Nodes that write a role through `protocol`, with the role."""
-    return [
-        (node, role)
-        for node in graph.nodes.values()
-        for role, mode, p in _uses(node)
-        if mode == "writes" and p is protocol
-    ]
+    if findings := check(graph, prompts):
+        lines = "\n".join(f"  {finding}" for finding in findings)
+        raise RuleError(f"{graph.name} must not be launched; {len(findings)} finding(s):\n{lines}")
 
 
 def _uses(node: Node) -> list[tuple[str, str, type]]:
+    """Role, mode and Protocol of every use; live engines that stand in a field belong to no role."""
     refs = [(getattr(node.operator, field), use) for field, use in node.operator.role_uses.items()]
     return [(ref.name, use.mode, use.protocol) for ref, use in refs if isinstance(ref, RoleRef)]
 
 
+def _writers(graph: Graph, protocol: type) -> list[tuple[Node, str]]:
+    """Nodes that write a role through `protocol`, with the role."""
+    return [(n, r) for n in graph.nodes.values() for r, mode, p in _uses(n) if mode == "writes" and p is protocol]
+
+
+def _line(graph: Graph, name: str) -> list[Node]:
+    """The node and all that it depends on, in the graph's order."""
+    wanted = graph.ancestors(name) | {name}
+    return [node for node in graph.nodes.values() if node.name in wanted]
+
+
+def _read(graph: Graph, name: str, protocol: type) -> set[str]:
+    """Roles that are read through `protocol` on the way to a node, or by it."""
+    return {r for n in _line(graph, name) for r, mode, p in _uses(n) if p is protocol and mode == "reads"}
+
+
 def _rows_per_prompt(graph: Graph, name: str) -> int:
-    """How many rows the node sees for every prompt of the step."""
-    factor = graph[name].operator.rows_factor
-    for ancestor in graph.ancestors(name):
-        factor *= graph[ancestor].operator.rows_factor
-    return factor
+    """How many rows reach the node for every prompt of the step."""
+    return math.prod(graph[ancestor].operator.rows_factor for ancestor in graph.ancestors(name))
 
 
-@rule("FR001", "KL counts once: in the reward or in the loss, never in both.", "verl#211")
+@rule("FR001", "KL counts once: in the reward or in the loss, never in both.", "verl-project/verl#211")
 def _kl_once(graph: Graph, prompts: int | None) -> Found:
     for node, _ in _writers(graph, Trainer):
-        line = [
-            n
-            for n in graph.nodes
-            if n in graph.ancestors(node.name) | {node.name} and "kl" in graph[n].operator.effects
-        ]
+        line = [n.name for n in _line(graph, node.name) if "kl" in n.operator.effects]
         if len(line) > 1:
+            in_loss = ", or take it out of the loss: PPOClip(kl=None)" if line[-1] == node.name else ""
             yield (
                 node.name,
-                f"KL to the reference is counted {len(line)} times on the way to this update, by {', '.join(line)}; expected once: "
-                f"drop one, as in edit(drop=['{line[0]}']), or take it out of the loss with PPOClip(kl=None).",
+                f"KL to the reference is counted {len(line)} times on the way to this update, by {', '.join(line)}; "
+                f"expected once: drop one, as in edit(drop=['{line[0]}']){in_loss}.",
             )
 
 
-@rule("FR002", "A policy that is updated and never synced trains on the answers of an ever older one.", "trl#5312")
+@rule(
+    "FR002",
+    "A policy that is updated and never synced trains on the answers of an ever older one.",
+    "huggingface/trl#5312",
+)
 def _synced(graph: Graph, prompts: int | None) -> Found:
     for node, role in _writers(graph, Trainer):
-        engines = {
-            r for n in graph.ancestors(node.name) for r, mode, p in _uses(graph[n]) if p is Rollout and mode == "reads"
-        }
-        for engine in sorted(engines):
+        for engine in sorted(_read(graph, node.name, Rollout)):
             synced = any(
                 {(engine, "writes"), (role, "reads")} <= {(r, mode) for r, mode, _ in _uses(sync)}
                 and node.name in graph.ancestors(sync.name)
                 for sync in graph.nodes.values()
             )
             if not synced:
+                roles = (("actor", role), ("rollout", engine))
+                sync = f"Sync({', '.join(f'{field}=Role({r!r})' for field, r in roles if r != field)})"
                 yield (
                     node.name,
-                    f"it trains {role!r} on what {engine!r} generates, but nothing carries its weights back to {engine!r}; return "
-                    f"Sync()({node.name}) too, or edit(insert={{'sync': After('{node.name}', Sync())}}).",
+                    f"it trains {role!r} on what {engine!r} generates, but nothing carries its weights back to "
+                    f"{engine!r}; return {sync}({node.name}) too, or edit(insert={{'sync': After('{node.name}', "
+                    f"{sync})}}).",
                 )
 
 
-@rule("FR003", "A group of one answer is its own baseline: every advantage is 0.", "trl#3199")
+@rule("FR003", "A group of one answer is its own baseline: every advantage is 0.", "huggingface/trl#4662")
 def _group_of_one(graph: Graph, prompts: int | None) -> Found:
     for node in graph.nodes.values():
-        if "group baseline" in node.operator.effects and (rows := _rows_per_prompt(graph, node.name)) < 2:
+        if "group baseline" in node.operator.effects and _rows_per_prompt(graph, node.name) == 1:
             yield (
                 node.name,
-                f"its groups have {rows} row a prompt, so every advantage is 0; expected at least 2: Repeat(n) with n >= 2.",
-            )
-
-
-@rule("FR004", "Mini-batches must divide the rows, or the last one would train with another step size.", "verl#559")
-def _divides(graph: Graph, prompts: int | None) -> Found:
-    for node in graph.nodes.values():
-        per_prompt = _rows_per_prompt(graph, node.name)
-        for field, size in node.operator.row_divisors.items():
-            if prompts is not None and (rows := prompts * per_prompt) % size:
-                yield (
-                    node.name,
-                    f"{field}={size} does not divide the {rows} rows of a step ({prompts} prompts x {per_prompt}); change one.",
-                )
-
-
-@rule("FR005", "A critic that is updated but never asked for values learns for nobody.", "verl#559")
-def _critic_is_read(graph: Graph, prompts: int | None) -> Found:
-    for node, role in _writers(graph, Critic):
-        read = {
-            r for n in graph.ancestors(node.name) for r, mode, p in _uses(graph[n]) if p is Critic and mode == "reads"
-        }
-        if role not in read:
-            yield (
-                node.name,
-                f"it updates {role!r} without values of {role!r}; expected a Value(critic=Role('{role}')) before it.",
-            )
-        elif read - {role}:
-            yield (
-                node.name,
-                f"its returns were taken with the values of {sorted(read - {role})[0]!r}, but it updates {role!r}; use one critic.",
+                "its groups have 1 row a prompt, so every advantage is 0; expected at least 2: put Repeat(8) before "
+                "what generates.",
             )
 
 
 @rule(
-    "FR006", "Generation that runs ahead needs an importance correction, since its rows are off-policy.", "miles#1829"
+    "FR004",
+    "Mini-batches must divide the rows, or the last one would train with another step size.",
+    "DLR-RM/stable-baselines3#270",
+)
+def _divides(graph: Graph, prompts: int | None) -> Found:
+    if prompts is None:
+        return
+    for node in graph.nodes.values():
+        rows = prompts * _rows_per_prompt(graph, node.name)
+        for field, size in node.operator.row_divisors.items():
+            if rows % size:
+                fitting = max(d for d in range(1, min(size, rows) + 1) if rows % d == 0)
+                yield (
+                    node.name,
+                    f"{field}={size} does not divide the {rows} rows of a step ({prompts} prompts x "
+                    f"{rows // prompts}); expected a divisor, such as {field}={fitting}.",
+                )
+
+
+@rule(
+    "FR005",
+    "A critic is trained towards returns that were taken with its own values, or it learns for nobody.",
+    "PRIME-RL/SimpleVLA-RL#73",
+)
+def _critic_is_read(graph: Graph, prompts: int | None) -> Found:
+    for node, role in _writers(graph, Critic):
+        if role not in _read(graph, node.name, Critic):
+            yield (
+                node.name,
+                f"it updates {role!r} without values of {role!r}; expected Value(critic=Role({role!r})) before it.",
+            )
+            continue
+        for slot, edge in node.inputs.items():
+            kind = getattr(graph.types[edge].type, "kind", None)
+            critics = _read(graph, edge.node, Critic)
+            if kind in ("value", "return") and critics and role not in critics:
+                yield (
+                    node.name,
+                    f"its {slot} come from {edge}, which was taken with values of {sorted(critics)[0]!r}, but it "
+                    f"updates {role!r}; wire what was taken with Value(critic=Role({role!r})).",
+                )
+
+
+@rule(
+    "FR006",
+    "Generation that runs ahead needs an importance correction, since its rows are off-policy.",
+    "radixark/miles#1829",
 )
 def _lag_is_corrected(graph: Graph, prompts: int | None) -> Found:
-    if graph.lag and not any("importance correction" in node.operator.effects for node in graph.nodes.values()):
-        for sync, generate in graph.back_edges:
-            yield (
-                generate,
-                f"it runs {graph.lag} version(s) ahead of {sync}, and nothing corrects for that; add an importance correction, or go "
-                f"back to edit(lag=0).",
-            )
+    if graph.lag == 0:
+        return
+    for node, _ in _writers(graph, Trainer):
+        line = _line(graph, node.name)
+        if not any("importance correction" in n.operator.effects for n in line):
+            ahead = {generate for _, generate in graph.back_edges} & {n.name for n in line}
+            for generate in sorted(ahead):
+                yield (
+                    generate,
+                    f"it runs {graph.lag} version(s) ahead of what {node.name} trains, and nothing corrects for that; "
+                    f"add an operator with the effect 'importance correction', or go back to edit(lag=0).",
+                )
 
 
 @rule(
     "FR007",
     "Greedy answers have no log-prob at their temperature and no exploration: nothing to learn from.",
-    "slime#2197",
+    "THUDM/slime#2197",
 )
 def _greedy(graph: Graph, prompts: int | None) -> Found:
     for node, _ in _writers(graph, Trainer):
-        for ancestor in graph.nodes:
-            if ancestor in graph.ancestors(node.name) and "greedy" in graph[ancestor].operator.effects:
-                yield ancestor, f"it generates greedily, and {node.name} trains on that; expected temperature > 0."
+        for n in _line(graph, node.name):
+            if "greedy" in n.operator.effects:
+                yield (
+                    n.name,
+                    f"it generates greedily, and {node.name} trains on that; expected temperature > 0, as in "
+                    f"Generate(temperature=1.0).",
+                )
 
 
 @rule(
     "FR008",
     "Two writers of one role in a step: the second's rows were sampled before the first's update.",
-    "tianshou#745",
+    "thu-ml/tianshou#745",
 )
 def _one_writer(graph: Graph, prompts: int | None) -> Found:
     for role, uses in graph.roles().items():
-        writers = [use.node for use in uses if use.mode == "writes"]
-        if len(writers) > 1:
+        first, *others = [use.node for use in uses if use.mode == "writes"] or [""]
+        for other in others:
             yield (
-                writers[1],
-                f"it writes {role!r}, and so does {writers[0]}; one update of a role a step (use ppo_epochs or mini_batch).",
+                other,
+                f"it writes {role!r}, and so does {first}; expected one writer of a role a step: drop one, as in "
+                f"edit(drop=['{other}']), or give one a role of its own.",
             )
 
 
-@rule("FR009", "The ratio's old log-probs are the trained policy's own, not those of another role.", "tianshou#745")
+@rule(
+    "FR009",
+    "The ratio's old log-probs are the trained policy's own, not those of another role.",
+    "thu-ml/tianshou#745",
+)
 def _own_old_log_probs(graph: Graph, prompts: int | None) -> Found:
-    yield from _log_prob_role(graph, "log-prob of the old policy", same=True)
-
-
-@rule("FR010", "A reference that is the trained policy itself is no anchor: its KL is 0 whatever happens.", "trl#702")
-def _reference_is_frozen(graph: Graph, prompts: int | None) -> Found:
-    yield from _log_prob_role(graph, "log-prob of the reference", same=False)
-
-
-def _log_prob_role(graph: Graph, kind: str, same: bool) -> Found:
-    """Nodes that write a log-prob of `kind` under a role that must, or must not, be the one that is trained on it."""
     for node, trained in _writers(graph, Trainer):
-        for name in sorted(graph.ancestors(node.name)):
-            source = graph[name]
-            kinds = {getattr(t, "kind", None) for t in source.operator.signature.outputs.values()}
-            for role, mode, _ in _uses(source):
-                if kind in kinds and mode == "reads" and (role == trained) != same:
-                    expected = (
-                        f"the role {trained!r}" if same else "a role of its own that is never updated, such as 'ref'"
-                    )
-                    yield (
-                        name,
-                        f"it takes the {kind} from the role {role!r}, and {node.name} trains {trained!r}; expected {expected}.",
-                    )
+        for source, role in _log_probs(_line(graph, node.name), "log-prob of the old policy"):
+            if role != trained:
+                yield (
+                    source,
+                    f"it takes the old log-probs from {role!r}, and {node.name} trains {trained!r}; expected "
+                    f"OldLogProb(actor=Role({trained!r})).",
+                )
+
+
+@rule(
+    "FR010",
+    "A reference that is trained itself is no anchor: KL to it goes with the policy.",
+    "hiyouga/ChatGLM-Efficient-Tuning#380",
+)
+def _reference_is_frozen(graph: Graph, prompts: int | None) -> Found:
+    writers = {role: node.name for node, role in _writers(graph, Trainer)}
+    for source, role in _log_probs(graph.nodes.values(), "log-prob of the reference"):
+        if role in writers:
+            yield (
+                source,
+                f"it takes the reference's log-probs from {role!r}, which {writers[role]} trains; expected a role that "
+                f"nothing trains: RefLogProb(ref=Role('ref')).",
+            )
+
+
+def _log_probs(nodes: Iterable[Node], kind: str) -> Found:
+    """Those of `nodes` that write a log-prob of `kind`, with the roles that they read."""
+    for node in nodes:
+        if kind in {getattr(t, "kind", None) for t in node.operator.signature.outputs.values()}:
+            yield from ((node.name, role) for role, mode, _ in _uses(node) if mode == "reads")

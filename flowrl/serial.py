@@ -6,8 +6,6 @@ its name. Nothing is pickled; reading imports the classes and functions that the
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,12 +13,12 @@ from typing import Any
 
 import yaml
 
-from flowrl.errors import GraphError
+from flowrl.errors import GraphError, ParameterError
 from flowrl.functions import reference, resolve, source_hash
 from flowrl.graph import Graph, Node
 from flowrl.operator import Operator
 from flowrl.roles import RoleRef
-from flowrl.spec import Spec
+from flowrl.spec import Spec, parameters
 from flowrl.symbols import Edge
 
 FORMAT = 1
@@ -48,18 +46,12 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Spec):
-        fields = {f.name: encode(getattr(value, f.name), f"{where}.{f.name}", portable) for f in parameters(value)}
+        fields = {k: encode(v, f"{where}.{k}", portable) for k, v in parameters(value).items()}
         return {"$type": _path(type(value), where, portable), **fields}
     if isinstance(value, type):
         return {"$class": _path(value, where, portable)}
     if callable(value):
-        path = reference(value)
-        if path is None and portable:
-            raise GraphError(
-                f"{where} is {value!r}, which has no import path, so it can run but not be written to a file; move it to the "
-                f"top level of a module, or name it as 'path/to/file.py:name'."
-            )
-        return {"$function": path or "<not importable>", "source": source_hash(value)}
+        return {"$function": _path(value, where, portable), "source": source_hash(value)}
     raise GraphError(
         f"{where} is {value!r}, a {type(value).__name__}, which cannot be written to a file; use plain values or specs."
     )
@@ -80,26 +72,22 @@ def decode(data: Any, where: str) -> Any:
     if "$class" in data:
         return _import(data["$class"], where)
     if "$function" in data:
-        function: Callable[..., Any] = resolve(data["$function"])
-        if source_hash(function) != data["source"]:
+        function = _import(data["$function"], where)
+        if source_hash(function) != data.get("source"):
             raise GraphError(
-                f"{where} names {data['$function']}, whose source has changed since the graph was written, so it would not be "
-                f"the same graph; write the graph again from its Python file, or restore the function."
+                f"{where} names {data['$function']}, whose source has changed since the graph was written, so it would "
+                f"not be the same graph; write the graph again from its Python file, or restore the function."
             )
         return function
     if "$type" in data:
         cls = _import(data["$type"], where)
-        if not issubclass(cls, Spec):
-            raise GraphError(
-                f"{where} names the class {data['$type']}, which is no Spec; expected an operator, loss or backend."
-            )
-        return cls(**{k: decode(v, f"{where}.{k}") for k, v in data.items() if k != "$type"})
+        if not isinstance(cls, type) or not issubclass(cls, Spec):
+            raise GraphError(f"{where} names {data['$type']}, which is no Spec; expected an operator, loss or backend.")
+        try:
+            return cls(**{k: decode(v, f"{where}.{k}") for k, v in data.items() if k != "$type"})
+        except ParameterError as error:
+            raise GraphError(f"{where} cannot be made from what is written: {error}") from error
     return {k: decode(v, f"{where}[{k!r}]") for k, v in data.items()}
-
-
-def parameters(spec: Spec) -> list[dataclasses.Field[Any]]:
-    """The fields that a spec is constructed from."""
-    return [f for f in dataclasses.fields(spec) if f.init]  # type: ignore[arg-type]
 
 
 def graph_to_dict(graph: Graph, portable: bool = True) -> dict[str, Any]:
@@ -128,23 +116,36 @@ def graph_from_dict(data: Mapping[str, Any]) -> Graph:
     Raises:
         GraphError: not a graph, of another format, or naming what is not there.
     """
-    missing = [key for key in ("flowrl", "name", "nodes", "sinks") if key not in data]
-    if missing:
+    if _part(data, "flowrl", int, "the data") != FORMAT:
         raise GraphError(
-            f"the data is no flowrl graph: it lacks {', '.join(missing)}; expected what graph.to_dict() writes."
-        )
-    if data["flowrl"] != FORMAT:
-        raise GraphError(
-            f"the graph is written in format {data['flowrl']!r}, and this flowrl reads {FORMAT}; write it again."
+            f"the graph is written in format {data['flowrl']!r}, and this flowrl reads {FORMAT}; write it again from "
+            f"its Python file."
         )
     nodes = {}
-    for name, entry in data["nodes"].items():
-        operator = decode(entry["operator"], name)
+    written: Mapping[str, Any] = _part(data, "nodes", Mapping, "the data")
+    for name in written:
+        entry = _part(written, name, Mapping, "nodes")
+        operator = decode(_part(entry, "operator", Mapping, name), name)
         if not isinstance(operator, Operator):
             raise GraphError(f"the node {name} is {operator!r}; expected an operator.")
-        nodes[name] = Node(name, operator.named(name), _expand_inputs(name, operator, entry.get("inputs", {})))
-    graph = Graph.build(data["name"], nodes, data["sinks"], data.get("lag", 0))
-    return graph.bound({role: decode(b, f"bindings.{role}") for role, b in data.get("bindings", {}).items()})
+        nodes[name] = Node(
+            name, operator.named(name), _expand_inputs(name, operator, _part(entry, "inputs", Mapping, name))
+        )
+    sinks, lag = _part(data, "sinks", list, "the data"), _part(data, "lag", int, "the data")
+    graph = Graph.build(_part(data, "name", str, "the data"), nodes, sinks, lag)
+    bindings: Mapping[str, Any] = _part(data, "bindings", Mapping, "the data")
+    return graph.bound({role: decode(backend, f"bindings.{role}") for role, backend in bindings.items()})
+
+
+def _part(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+    """A part of what is read, of the kind that it must be."""
+    if key not in data or not isinstance(data[key], kind):
+        found = f"has a {type(data[key]).__name__} under {key!r}" if key in data else f"lacks {key!r}"
+        raise GraphError(
+            f"{where} {found}, so this is no flowrl graph, or a damaged one; expected a {kind.__name__.lower()} there, "
+            f"as graph.to_dict() writes it."
+        )
+    return data[key]
 
 
 def save(graph: Graph, path: str | Path) -> None:
@@ -166,10 +167,10 @@ def load(path: str | Path) -> Graph:
         data = json.loads(text) if _is_json(path) else yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
         raise GraphError(
-            f"{path} cannot be read as a graph: {error}; expected a file that graph.save(...) wrote."
+            f"{path} cannot be read as a graph: {error}; expected a file that flowrl.save(...) wrote."
         ) from error
     if not isinstance(data, Mapping):
-        raise GraphError(f"{path} holds a {type(data).__name__}; expected a graph as graph.save(...) writes it.")
+        raise GraphError(f"{path} holds a {type(data).__name__}; expected a graph as flowrl.save(...) writes it.")
     return graph_from_dict(data)
 
 
@@ -194,9 +195,9 @@ def compact_inputs(node: Node) -> dict[str, str]:
 
 
 def _expand_inputs(name: str, operator: Operator, inputs: Mapping[str, str]) -> dict[str, Edge]:
-    edges = {}
-    for port, source in inputs.items():
-        record = operator.signature.ports.get(port)
+    edges: dict[str, Edge] = {}
+    for port in inputs:
+        source, record = _part(inputs, port, str, f"the inputs of {name}"), operator.signature.ports.get(port)
         if record is not None and record.record is not None and "." not in source:
             edges |= {slot: Edge(source, slot.partition(".")[2]) for slot in record.slots}
         elif port in operator.signature.slots:
@@ -206,23 +207,21 @@ def _expand_inputs(name: str, operator: Operator, inputs: Mapping[str, str]) -> 
     return edges
 
 
-def _path(cls: type, where: str, portable: bool) -> str:
-    if portable and ("<locals>" in cls.__qualname__ or cls.__module__ == "__main__"):
+def _path(value: Callable[..., Any], where: str, portable: bool) -> str:
+    """The reference of a class or function."""
+    if (path := reference(value)) is not None:
+        return path
+    if portable:
         raise GraphError(
-            f"{where} is a {cls.__qualname__} of {cls.__module__}, which cannot be imported from elsewhere, so the graph can run "
-            f"but not be written to a file; move the class to the top level of a module."
+            f"{where} is {value!r}, which has no import path, so the graph can run but not be written to a file; move "
+            f"it to the top level of a module or of a file, where it can be named as 'package.module:name' or "
+            "'path/to/file.py:name'."
         )
-    return f"{cls.__module__}:{cls.__qualname__}"
+    return f"{value.__module__}:{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
-def _import(path: str, where: str) -> Any:
-    module, _, name = path.partition(":")
+def _import(path: Any, where: str) -> Any:
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise GraphError(
-            f"{where} names {path!r}, which cannot be imported: {error}; install or put it on the path."
-        ) from error
-    return found
+        return resolve(str(path))
+    except ParameterError as error:
+        raise GraphError(f"{where} cannot be read: {error}") from error

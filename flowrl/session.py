@@ -1,8 +1,8 @@
 """A session: what surrounds operators while they run on tensors.
 
-It resolves roles to live engines, derives keys, holds the state cells and collects the metrics. An executor runs a graph
-inside one; ``with job.eager():`` opens one for code that calls operators by hand. Both run the same operators the same
-way.
+It resolves roles to live engines, derives keys, holds the state cells and collects the metrics. An executor runs a
+graph inside one; ``with job.eager():`` opens one for code that calls operators by hand. Both run the same operators the
+same way.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ from pydantic.errors import PydanticUndefinedAnnotation
 
 from flowrl.errors import DefinitionError, ParameterError
 
-_CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, strict=False, validate_default=False)
+_CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True)
 
 
-# pydantic's `Field` is no field specifier here: of those, type checkers read a default by keyword only, and `Field(1.0)`
-# would be a field without one.
+# pydantic's `Field` is no field specifier here: type checkers read the default of those by keyword only, and would take
+# `Field(1.0)` for a field without one.
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 class Spec:
     """Base of everything that is declared by its parameters.
@@ -42,12 +42,14 @@ class Spec:
         _refuse_untyped_fields(cls, where)
         try:
             pydantic_dataclass(cls, frozen=True, config=_CONFIG)
-            rebuild_dataclass(cls, _types_namespace=dict(definer.f_locals))  # types that a function defines for itself
+            # a class that a function defines may name types that the function defines
+            rebuild_dataclass(cast(Any, cls), _types_namespace=dict(definer.f_locals))
         except PydanticUndefinedAnnotation as error:
             raise DefinitionError(
-                f"{where} annotates a field with {error.name!r}, which is not defined; import or define it above the class."
+                f"{where} annotates a field with {error.name!r}, which is not defined; import or define it above the "
+                "class."
             ) from error
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise DefinitionError(f"{where} is not well formed: {error}") from error
         _raise_parameter_errors(cls)
 
@@ -67,24 +69,23 @@ def where_defined(frame: FrameType) -> str:
 
 def _refuse_untyped_fields(cls: type, where: str) -> None:
     """A plain ``gamma = 0.9`` would be a class attribute that cannot be set, and a list default would be shared."""
-    annotations = cls.__dict__.get("__annotations__", {})
-    constants = {
-        n for base in cls.__mro__ for n, a in base.__dict__.get("__annotations__", {}).items() if "ClassVar" in str(a)
-    }
+    annotations = inspect.get_annotations(cls)
+    constants = {n for base in cls.__mro__ for n, a in inspect.get_annotations(base).items() if "ClassVar" in str(a)}
     for name, value in cls.__dict__.items():
         if name.startswith("_") or name in constants:
             continue
         if any(isinstance(v, list | dict | set) for v in (value, getattr(value, "default", None))):
             raise DefinitionError(
-                f"{where}.{name} has the mutable default {getattr(value, 'default', value)!r}, which all instances would "
-                f"share; use a tuple, or Field(default_factory=...)."
+                f"{where}.{name} has the mutable default {getattr(value, 'default', value)!r}, which all instances "
+                f"would share; use a tuple, or Field(default_factory=...)."
             )
         # functions, properties, States and nested classes are members of the class
         member = isinstance(value, type) or hasattr(type(value), "__get__")
         if name not in annotations and not member:
             raise DefinitionError(
                 f"{where}.{name} = {value!r} has no annotation, so it could not be set; write "
-                f"`{name}: {type(getattr(value, 'default', value)).__name__} = ...` (or ClassVar[...] where it is a constant)."
+                f"`{name}: {type(getattr(value, 'default', value)).__name__} = ...` (or ClassVar[...] where it is a "
+                "constant)."
             )
 
 
@@ -109,8 +110,9 @@ def _describe(cls: type, error: ValidationError) -> str:
         # what a validator or __post_init__ of the class says is a sentence already
         raised = e.get("ctx", {}).get("error")
         said = str(raised) if isinstance(raised, Exception) else f"{e['msg'][0].lower()}{e['msg'][1:]}"
-        # pydantic names a positional argument by its index
-        path = [fields[p].name if isinstance(p, int) and p < len(fields) else str(p) for p in e["loc"]]
+        path = [str(part) for part in e["loc"]]
+        if path and isinstance(e["loc"][0], int) and e["loc"][0] < len(fields):  # an argument by position
+            path[0] = fields[e["loc"][0]].name
         if e["type"] in ("missing", "missing_argument"):
             sentences.append(f"{'.'.join(path)} is missing")
         elif not path:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from flowrl.columns import ColumnType
 from flowrl.errors import GraphError, PortError
-from flowrl.ports import SlotType, ValueType
+from flowrl.ports import SlotType, ValueType, accepts
 
 if TYPE_CHECKING:
     from flowrl.operator import Operator
@@ -59,8 +59,9 @@ class Symbol:
 
     def _refuse(self, what: str) -> NoReturn:
         raise GraphError(
-            f"{self._edge} is a symbol ({self._typed}) while the graph is recorded, so it has no {what}; move this into "
-            f"an operator's __call__, or run the lines on tensors inside `with job.eager():`."
+            f"{self._edge} is a symbol ({self._typed}) while the graph is recorded, so it has no {what}; expected it "
+            f"to be passed to operators only: move this into an operator's __call__, or run the lines on tensors with "
+            f"algorithm.step(...)."
         )
 
     def __bool__(self) -> bool:
@@ -72,8 +73,10 @@ class Symbol:
     def __len__(self) -> int:
         self._refuse("length")
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, *_: Any) -> Any:
         self._refuse("elements to index")
+
+    __setitem__ = __getitem__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # protocol look-ups (copy, numpy, pickle) expect AttributeError
@@ -84,13 +87,26 @@ class Symbol:
         self._refuse("arithmetic or comparison")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _arithmetic
-    __matmul__ = __pow__ = __neg__ = __abs__ = __invert__ = __and__ = __or__ = _arithmetic
-    __lt__ = __le__ = __gt__ = __ge__ = _arithmetic
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _arithmetic
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __neg__ = __pos__ = __abs__ = __invert__ = _arithmetic
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _arithmetic
+    __hash__ = object.__hash__
+
+    def _number(self) -> Any:
+        self._refuse("number in it")
+
+    __float__ = __int__ = __index__ = _number
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        self._refuse("array in it")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        symbol = next(a for a in (*args, *(kwargs or {}).values()) if isinstance(a, Symbol))
-        symbol._refuse(f"{getattr(func, '__name__', func)}()")
+        flat = [
+            a for arg in (*args, *(kwargs or {}).values()) for a in (arg if isinstance(arg, list | tuple) else [arg])
+        ]
+        symbol = next(a for a in flat if isinstance(a, Symbol))
+        symbol._refuse(f"tensor for torch's {getattr(func, '__name__', func)}()")
 
 
 Available = Mapping[Edge, Typed]
@@ -102,8 +118,8 @@ def infer(
 ) -> dict[str, Typed]:
     """Check what is wired to a node, and type its outputs.
 
-    Axes of the inputs are bound across all ports of the call; an axis of an output that no input binds comes to be here,
-    and so do the rows of an operator that changes their number.
+    Axes of the inputs are bound across all ports of the call; an axis of an output that no input binds comes to be
+    here, and so do the rows of an operator that changes their number.
 
     Raises:
         PortError: a kind, dtype or axis does not fit, or a port is wired or left open against what the operator wants.
@@ -112,7 +128,7 @@ def infer(
     binding: dict[str, tuple[str, str, Edge]] = {}  # axis -> identity, slot, edge that bound it
     for slot, (edge, typed) in inputs.items():
         wanted = signature.slots[slot]
-        if not wanted.accepts(typed.type):  # type: ignore[arg-type]
+        if not accepts(wanted, typed.type):
             raise PortError(
                 f"{name}.{slot} wants {wanted}, but {edge} is {typed}{_suggest(wanted, binding, available, edge)}"
             )
@@ -122,8 +138,9 @@ def infer(
                 if bound != identity:
                     raise PortError(
                         f"{name}.{slot} takes the {axis} axis of {edge}, which was made by {_maker(identity)}, but "
-                        f"{name}.{by_slot} takes that of {by_edge}, made by {_maker(bound)}; expected one {axis} axis for "
-                        f"all ports{_suggest(wanted, {**binding, axis: (bound, by_slot, by_edge)}, available, edge)}"
+                        f"{name}.{by_slot} takes that of {by_edge}, made by {_maker(bound)}; expected one {axis} axis "
+                        f"for all "
+                        f"ports{_suggest(wanted, {**binding, axis: (bound, by_slot, by_edge)}, available, edge)}"
                     )
     _check_wanted(name, operator, inputs, binding, available)
     outputs = {}
@@ -152,14 +169,13 @@ def _check_wanted(
         wanted = wants.get(port.name)
         if wired and wanted is False:
             raise PortError(
-                f"{name}.{port.name} is wired, but {operator!r} does not use it; leave it out, or change the operator's "
-                f"parameters so that it does."
+                f"{name}.{port.name} is wired, but {operator!r} does not use it; leave it out, or change the "
+                f"operator's parameters so that it does."
             )
         for slot, slot_type in port.slots.items():
             if slot not in inputs and (wired or wanted or not port.optional):
-                raise PortError(
-                    f"{name}.{slot} wants {slot_type}, but nothing is wired to it{_suggest(slot_type, binding, available, None)}"
-                )
+                nearest = _suggest(slot_type, binding, available, None)
+                raise PortError(f"{name}.{slot} wants {slot_type}, but nothing is wired to it{nearest}")
 
 
 def candidates(wanted: SlotType, binding: Mapping[str, tuple[str, str, Edge]], available: Available) -> list[Edge]:
@@ -169,7 +185,7 @@ def candidates(wanted: SlotType, binding: Mapping[str, tuple[str, str, Edge]], a
     """
 
     def fits(typed: Typed) -> bool:
-        if not wanted.accepts(typed.type):  # type: ignore[arg-type]
+        if not accepts(wanted, typed.type):
             return False
         axes = wanted.axes if isinstance(wanted, ColumnType) else ()
         return all(
@@ -195,8 +211,7 @@ def _suggest(
     near: Iterable[Edge] = [edge for edge in candidates(wanted, binding, available) if edge != found]
     named = [edge for edge in near if isinstance(wanted, ColumnType) and edge.output == wanted.name]
     best = (named or list(near))[-1:]
-    return (
-        f"; did you mean {best[0]}?"
-        if best
-        else "; no node before this one writes such a column: add the operator that does."
-    )
+    if best:
+        return f"; did you mean {best[0]}?"
+    what = "column" if isinstance(wanted, ColumnType) else "value"
+    return f"; no node before this one writes such a {what}: add the operator that does."

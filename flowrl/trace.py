@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import typing
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -12,7 +12,7 @@ from flowrl import session as sessions
 from flowrl.errors import DefinitionError, GraphError
 from flowrl.graph import Graph, Input, Node
 from flowrl.operator import Operator
-from flowrl.ports import record_columns
+from flowrl.ports import hints_of, record_columns
 from flowrl.symbols import Edge, Symbol, Typed, infer
 
 P = ParamSpec("P")
@@ -36,11 +36,15 @@ class Tracer:
         for slot, value in inputs.items():
             if not isinstance(value, Symbol):
                 raise GraphError(
-                    f"{operator.name}.{slot} was given a {type(value).__name__} while the graph is recorded; expected an "
-                    f"output of another operator. Constants belong into the operator's parameters."
+                    f"{operator.name}.{slot} was given a {type(value).__name__} while the graph is recorded; expected "
+                    f"an output of another operator: constants belong into the parameters of "
+                    f"{type(operator).__name__}(...)."
                 )
             if value._tracer is not self:
-                raise GraphError(f"{operator.name}.{slot} was given {value!r}, which belongs to another graph.")
+                raise GraphError(
+                    f"{operator.name}.{slot} was given {value!r}, which belongs to another graph; expected an output "
+                    f"of an operator that this algorithm itself calls."
+                )
             edges[slot] = value._edge
         return self._add(Node(operator.name, operator, edges))
 
@@ -68,10 +72,14 @@ class Algorithm(Generic[P, R]):
     out of the call: ``ppo(exact_match, n=1)`` is a graph, ``ppo.step(batch, exact_match, n=1)`` computes.
     """
 
-    def __init__(self, function: Callable[P, R]) -> None:
+    def __init__(self, function: Callable[P, R], localns: Mapping[str, Any]) -> None:
         self.function = function
         functools.update_wrapper(self, function)
-        hints = typing.get_type_hints(function, include_extras=True)
+        where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: the algorithm {function.__name__}"
+        try:
+            hints = hints_of(function, localns)
+        except DefinitionError as error:
+            raise DefinitionError(f"{where}: {error}") from error
         parameters = list(inspect.signature(function).parameters.values())
         self.inputs: dict[str, type] = {}
         for p in parameters:
@@ -81,8 +89,7 @@ class Algorithm(Generic[P, R]):
             self.inputs[p.name] = hint
         if not self.inputs:
             raise DefinitionError(
-                f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: the algorithm {function.__name__} "
-                f"has no input; annotate its first parameter with a record, such as `batch: PromptBatch`."
+                f"{where} has no input; annotate its first parameter with a record, such as `batch: PromptBatch`."
             )
         self.parameters = inspect.Signature([p for p in parameters if p.name not in self.inputs])
 
@@ -102,7 +109,7 @@ class Algorithm(Generic[P, R]):
             ) from None
         tracer = Tracer()
         inputs = {input: tracer.input(input, record) for input, record in self.inputs.items()}
-        result = self.function(*inputs.values(), *bound.args, **bound.kwargs)  # type: ignore[call-arg, arg-type]
+        result = self.function(*inputs.values(), *bound.args, **bound.kwargs)
         sinks = tuple(dict.fromkeys(symbol._edge.node for symbol in _symbols(result, name)))
         if not sinks:
             raise GraphError(
@@ -129,8 +136,12 @@ class Algorithm(Generic[P, R]):
 
 
 def algorithm(function: Callable[P, R]) -> Algorithm[P, R]:
-    """Decorator: see `Algorithm`."""
-    return Algorithm(function)
+    """Decorator: see `Algorithm`.
+
+    Raises:
+        DefinitionError: with file and line, where the function has no input or an annotation that is not defined.
+    """
+    return Algorithm(function, sys._getframe(1).f_locals)
 
 
 def _symbols(result: Any, name: str) -> list[Symbol]:

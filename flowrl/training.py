@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -13,23 +11,24 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import numpy as np
 import torch
 from pydantic import Field, model_validator
 
 import flowrl
+from flowrl.checkpoint import Checkpoints
 from flowrl.data import PromptData, PromptStream
 from flowrl.engines import Rollout, Trainer
-from flowrl.errors import BindError, GraphError, ParameterError
-from flowrl.executor import LocalExecutor, StepResult
+from flowrl.errors import BindError, DataError, GraphError
+from flowrl.executor import Executor, LocalExecutor, StepResult
 from flowrl.graph import Graph
 from flowrl.job import Job
 from flowrl.keys import Key
 from flowrl.plan import Plan
 from flowrl.records import PromptBatch
+from flowrl.run_folder import RunFolder
 from flowrl.serial import encode, graph_to_dict
-from flowrl.session import Session
 from flowrl.spec import Spec
+from flowrl.validation import Validation
 
 
 class Reporter(Protocol):
@@ -56,53 +55,6 @@ class Reporter(Protocol):
         ...
 
 
-class Validation(Spec):
-    """Every so many steps, and before the first, the job's engines answer held-out prompts.
-
-    The graph of a validation is the job's own up to `until`, with `changes` made to it.
-
-    Args:
-        data: the held-out prompts.
-        every: steps between two validations; the last step is always followed by one.
-        name: metrics are logged as ``<name>/<key>``.
-        changes: ``"node.parameter"`` to value; by default one greedy answer a prompt.
-        until: the node that scores.
-        batch: prompts at a time.
-    """
-
-    data: PromptData
-    every: int = Field(default=10, ge=1)
-    name: str = "val"
-    changes: Mapping[str, Any] = Field(default_factory=lambda: {"repeat.n": 1, "generate.temperature": 0.0})
-    until: str = "reward"
-    batch: int = Field(default=256, ge=1)
-
-    def graph(self, graph: Graph) -> Graph:
-        """The graph of the validation, as an edit of `graph`.
-
-        Raises:
-            GraphError: a change names a node or parameter that is not there.
-        """
-        scoring = graph.subgraph(self.until)
-        operators: dict[str, Any] = {}
-        for path, value in self.changes.items():
-            node, _, parameter = path.partition(".")
-            if node not in scoring:
-                raise GraphError(
-                    f"the validation {self.name!r} changes {path!r}, but {graph.name} has only the nodes "
-                    f"{', '.join(scoring.nodes)} up to {self.until!r}; say what to change: Validation(..., changes={{...}})."
-                )
-            operator = operators.get(node, scoring[node].operator)
-            known = [field.name for field in dataclasses.fields(operator)]
-            if parameter not in known:
-                raise GraphError(
-                    f"the validation {self.name!r} changes {path!r}, but {node} has only the parameters "
-                    f"{', '.join(known)}; write changes={{'{node}.{known[0] if known else 'parameter'}': ...}}."
-                )
-            operators[node] = dataclasses.replace(operator, **{parameter: value}).named(node)
-        return scoring.edit(replace=operators, name=self.name)
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What a finished run left: its folder, the metrics of every step and validation, and the live engines."""
@@ -125,6 +77,9 @@ class Training(Spec):
         validation: one or several.
         folder: where the run is written; None is ``runs/<graph>-<number>``.
         save_model: write each trained policy to ``<folder>/<role>`` at the end.
+        checkpoint_every: steps between two checkpoints, in ``<folder>/checkpoints``; None writes none.
+        keep: how many checkpoints are kept.
+        resume: go on from the newest whole checkpoint in `folder`; where there is none, start.
 
     Raises:
         ParameterError: two validations share a name, under which their numbers are logged.
@@ -138,10 +93,15 @@ class Training(Spec):
     validation: Validation | tuple[Validation, ...] = ()
     folder: str | None = None
     save_model: bool = True
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    keep: int = Field(default=3, ge=1)
+    resume: bool = False
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
         names = [validation.name for validation in self.validations]
+        if self.resume and self.folder is None:
+            raise ValueError("resume=True, but no folder says which run; name it: Training(..., folder=...)")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two validations are named {twice[0]!r}; give one another: Validation(..., name=...)")
         return self
@@ -173,7 +133,7 @@ class Training(Spec):
                 f"by; expected a Generate()(prompts) in the graph."
             )
         for validation in self.validations:
-            Plan(validation.graph(graph))
+            _ = Plan(validation.graph(graph)).order
 
     def run(self, reporters: Sequence[Reporter] = ()) -> Run:
         """Train.
@@ -184,16 +144,35 @@ class Training(Spec):
             NodeError: a node failed; the run folder holds all that was measured until then.
         """
         self.refuse_unready()
-        folder = RunFolder.create(self.folder, self.job.graph.name)
-        folder.describe(self, status="running")
+        described = self.describe()  # now: the source of a reward function may be edited while the run goes
+        folder = RunFolder.create(self.folder, self.job.graph.name, self.resume)
+        folder.describe({"status": "running", **described})
         try:
-            run = _Loop(self, folder, reporters).run()
+            with self.job.open(self.seed) as executor:
+                run = _Loop(self, executor, folder, reporters).run()
         except BaseException as error:
             status = "failed" if isinstance(error, Exception) else "interrupted"
-            folder.describe(self, status=status, error=f"{type(error).__name__}: {error}")
+            folder.describe({"status": status, "error": f"{type(error).__name__}: {error}", **described})
             raise
-        folder.describe(self, status="finished")
+        folder.describe({"status": "finished", **described})
         return run
+
+    def describe(self) -> dict[str, Any]:
+        """What would run, as JSON-able data: graph with backends, data, seed, versions.
+
+        Raises:
+            GraphError: a parameter of an operator or backend is neither a plain value nor a spec.
+        """
+        graph = self.job.graph
+        fields = [field.name for field in dataclasses.fields(self) if field.name != "job"]
+        versions = {name: metadata.version(name) for name in ("torch", "transformers", "numpy")}
+        return {
+            "fingerprint": graph.fingerprint(),
+            "graph": graph_to_dict(graph, portable=False),
+            "training": {name: encode(getattr(self, name), name, portable=False) for name in fields},
+            "versions": {"flowrl": flowrl.__version__, "python": platform.python_version(), **versions},
+            "threads": torch.get_num_threads(),
+        }
 
 
 def _generator(graph: Graph) -> str | None:
@@ -206,20 +185,19 @@ def _generator(graph: Graph) -> str | None:
 class _Loop:
     """The state of a run while it goes."""
 
-    def __init__(self, training: Training, folder: RunFolder, reporters: Sequence[Reporter]) -> None:
-        self.training, self.folder, self.reporters = training, folder, reporters
-        graph = training.job.graph
-        engines = training.job.build(training.seed)
-        self.session = Session(engines, training.seed)
-        self.executor = LocalExecutor(Plan(graph), self.session)
-        tokenizer = engines[str(_generator(graph))].tokenizer
+    def __init__(
+        self, training: Training, executor: Executor, folder: RunFolder, reporters: Sequence[Reporter]
+    ) -> None:
+        self.training, self.executor, self.folder, self.reporters = training, executor, folder, reporters
+        graph, tokenizer = training.job.graph, executor.tokenizer()
         self.stream = training.data.load(tokenizer, training.seed)
         # Validations draw from keys of their own, the same ones every time: curves differ by the policy alone.
-        held_out = Session(engines, Key.of(training.seed).derive("validation").bits)
-        self.validations: list[tuple[Validation, LocalExecutor, PromptStream]] = [
-            (v, LocalExecutor(Plan(v.graph(graph)), held_out), v.data.load(tokenizer, training.seed))
+        held_out = Key.of(training.seed).derive("validation").bits
+        self.validations: list[tuple[Validation, Executor, PromptStream]] = [
+            (v, executor.fork(Plan(v.graph(graph)), held_out), v.data.load(tokenizer, training.seed))
             for v in training.validations
         ]
+        self.checkpoints = Checkpoints(folder.path / "checkpoints", training.keep)
         self.metrics: list[Mapping[str, float]] = []
         self.validated: list[Mapping[str, float]] = []
 
@@ -228,16 +206,61 @@ class _Loop:
             for reporter in self.reporters:
                 reporter.start(self.training.job.graph.name, self.training.steps, self.folder.path)
                 ends.callback(reporter.end)
-            self.executor.sync()
-            self._validate(0)
-            for step in range(self.training.steps):
+            done = self._resume() if self.training.resume else 0
+            if not done:
+                self.executor.sync()
+                self._validate(0)
+            for step in range(done, self.training.steps):
                 self._step(step)
                 self._validate(step + 1)
+                self._checkpoint(step + 1)
         if self.training.save_model:
-            for role, engine in self.session.engines.items():
-                if isinstance(engine, Trainer):
-                    engine.save_pretrained(str(self.folder.path / role))
-        return Run(self.folder.path, self.metrics, self.validated, self.session.engines)
+            for role, uses in self.training.job.graph.roles().items():
+                if any((use.protocol, use.mode) == (Trainer, "writes") for use in uses):
+                    self.executor.save_pretrained(role, str(self.folder.path / role))
+        self.executor.trace.save(self.folder.path / "trace.json")
+        engines = self.executor.session.engines if isinstance(self.executor, LocalExecutor) else {}
+        return Run(self.folder.path, self.metrics, self.validated, engines)
+
+    def _checkpoint(self, step: int) -> None:
+        every = self.training.checkpoint_every
+        if every is None or (step % every and step != self.training.steps):
+            return
+        state = {
+            "data": self.stream.position,
+            "state": self.executor.state,
+            "fingerprint": self.training.job.graph.fingerprint(),
+            "seed": self.training.seed,
+            "prompts": self.training.prompts,
+        }
+        self.checkpoints.save(step, state, self.executor.save)
+
+    def _resume(self) -> int:
+        """Go back to the newest whole checkpoint; returns the steps that it stands after, 0 where there is none.
+
+        Raises:
+            DataError: the checkpoint is of another graph, seed or number of prompts.
+        """
+        found = self.checkpoints.latest()
+        if found is None:
+            return 0
+        path, state = found
+        now = {
+            "fingerprint": self.training.job.graph.fingerprint(),
+            "seed": self.training.seed,
+            "prompts": self.training.prompts,
+        }
+        if other := [key for key, value in now.items() if state[key] != value]:
+            raise DataError(
+                f"{path} is of a run with another {other[0]} ({state[other[0]]!r}, and this one has {now[other[0]]!r}); resume "
+                f"with what it was made with, or name another folder."
+            )
+        self.executor.state.update(state["state"])
+        self.stream.seek(state["data"])
+        self.executor.load(path)
+        done = int(state["step"])
+        self.metrics, self.validated = self.folder.rewind(done)
+        return done
 
     def _step(self, step: int) -> None:
         batch = self.stream.next(self.training.prompts)
@@ -290,72 +313,3 @@ def _predictions(result: StepResult, step: int, name: str) -> list[dict[str, Any
         record |= {"response": answer, "ground_truth": columns["ground_truth"][row]}
         records.append(record | ({"score": scores[row]} if scores is not None else {}))
     return records
-
-
-class RunFolder:
-    """The folder of a run: ``run.json`` (what ran), ``metrics.jsonl``, ``predictions.jsonl``, the trained weights."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @staticmethod
-    def create(folder: str | None, name: str) -> RunFolder:
-        """A new folder.
-
-        Raises:
-            ParameterError: `folder` already holds a run.
-        """
-        if folder is not None:
-            path = Path(folder).expanduser()
-            if (path / "run.json").exists():
-                raise ParameterError(f"{path} already holds a run; choose another folder, or remove that one first.")
-            path.mkdir(parents=True, exist_ok=True)
-            return RunFolder(path)
-        number = 1
-        while True:
-            path = Path("runs") / f"{name}-{number:03d}"
-            try:
-                path.mkdir(parents=True)
-                return RunFolder(path)
-            except FileExistsError:
-                number += 1
-
-    def describe(self, training: Training, status: str, error: str | None = None) -> None:
-        """Write ``run.json``: graph, binding, data, seed and versions, and how the run stands."""
-        graph = training.job.graph
-        parameters = {
-            f.name: encode(getattr(training, f.name), f.name, portable=False)
-            for f in dataclasses.fields(training)
-            if f.name != "job"
-        }
-        versions = {name: metadata.version(name) for name in ("torch", "transformers", "numpy")}
-        described = {
-            "status": status,
-            **({"error": error} if error is not None else {}),
-            "fingerprint": graph.fingerprint(),
-            "graph": graph_to_dict(graph, portable=False),
-            "training": parameters,
-            "versions": {"flowrl": flowrl.__version__, "python": platform.python_version(), **versions},
-            "threads": torch.get_num_threads(),
-        }
-        partial = self.path / "run.json.partial"
-        partial.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        partial.replace(self.path / "run.json")
-
-    def append(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add lines to a JSONL file; NaN and infinity are written as null, and what JSON does not know as text."""
-        with (self.path / file).open("a", encoding="utf-8") as lines:
-            for record in records:
-                lines.write(json.dumps(_jsonable(record), ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, np.generic | np.ndarray):
-        return _jsonable(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, str | int) else str(value)

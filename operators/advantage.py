@@ -182,6 +182,11 @@ class GroupAdvantage(Operator):
     normalize_std: bool = True
     eps: float = Field(default=1e-6, gt=0)
 
+    @property
+    def effects(self) -> frozenset[str]:
+        """``{"group baseline"}``: it needs several rows a prompt."""
+        return frozenset({"group baseline"})
+
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
         return group_advantage(token_level_rewards, response_mask, uid, self.normalize_std, self.eps)
 

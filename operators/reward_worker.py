@@ -102,7 +102,7 @@ def load(source: str, name: str, expected: str | None) -> Callable[..., Any]:
     fn = functools.reduce(getattr, name.split("."), module)
     if not callable(fn):
         raise TypeError(f"{name} is a {type(fn).__name__}, expected a function")
-    return fn  # type: ignore[no-any-return]
+    return fn
 
 
 def _short(text: str, limit: int = 500) -> str:

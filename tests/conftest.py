@@ -30,3 +30,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny random Llama, for tests that do not care which model it is."""
+    from tests.models import tiny_folder  # here, so that tests of the kernel alone start without transformers
+
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A JSONL file of 12 prompts."""
+    from tests.jobs import write_prompts
+
+    return write_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl")

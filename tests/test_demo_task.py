@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from flowrl.demo import model as demo_model
-from flowrl.demo import task
+from flowrl.demo import task, verifier
 from flowrl.demo.task import Problem
 
 SHORT = 8  # steps: enough to see the machinery at work
@@ -52,15 +52,15 @@ def short_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_verifier_compares_what_follows_the_last_thought(solution: str, score: float) -> None:
-    found = task.compute_score("addition", solution, "95", extra_info={"index": 0})
+    found = verifier.compute_score("addition", solution, "95", extra_info={"index": 0})
     assert found == score
     assert isinstance(found, float)
-    assert task.compute_score(data_source="addition", solution_str=solution, ground_truth="95") == score
+    assert verifier.compute_score(data_source="addition", solution_str=solution, ground_truth="95") == score
 
 
 @pytest.mark.parametrize(("text", "expected"), [("<think>1", True), ("95", False), ("", False), ("95<think>", False)])
 def test_thinks(text: str, expected: bool) -> None:
-    assert task.thinks(text) is expected
+    assert verifier.thinks(text) is expected
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_worked_demonstrations_are_right_arithmetic(a: int, b: int) -> None:
     assert (carry is not None) == (len(units) == 2)
     assert tens + units[-1] == answer == str(a + b)  # the answer can be read off the two steps
     for response in (problem.answer, problem.worked):
-        assert task.compute_score("addition", response, str(a + b)) == 1.0
-        assert task.compute_score("addition", response, str(a + b + 1)) == 0.0
+        assert verifier.compute_score("addition", response, str(a + b)) == 1.0
+        assert verifier.compute_score("addition", response, str(a + b + 1)) == 0.0
 
 
 def test_split_is_strict_and_complete() -> None:

@@ -402,7 +402,7 @@ def test_a_module_that_does_not_import_is_always_an_error(tmp_path: Path) -> Non
 
 
 def test_a_worker_starts_no_workers(scores: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", reward_worker.__file__)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", reward_worker.__file__, raising=False)
     with pytest.raises(RewardError, match="while a reward worker imported the module"):
         Reward(scores("exact"))(*rows(["a"]))
 

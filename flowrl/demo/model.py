@@ -22,10 +22,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from flowrl.demo import task
+from flowrl.demo.verifier import END_THINK, THINK
 from flowrl.keys import Key
 
 SPECIAL = ("<|pad|>", "<|unk|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-WORDS = (task.THINK, task.END_THINK)
+WORDS = (THINK, END_THINK)
 """Whole-word tokens; ordinary ones, so that decoding without special tokens keeps them for the verifier."""
 
 CHARACTERS = ("\n", *map(chr, range(32, 127)))

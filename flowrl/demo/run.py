@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -16,12 +17,14 @@ from rich.table import Table
 from flowrl.backends import AdamW, Constant, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.data import PromptData
 from flowrl.demo.model import STEPS, build
-from flowrl.demo.task import score_and_thinking, write_dataset
+from flowrl.demo.task import write_dataset
+from flowrl.demo.verifier import score_and_thinking
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.report import Terminal
-from flowrl.training import Run, Training, Validation
+from flowrl.training import Run, Training
+from flowrl.validation import Validation
 
 ROWS = 256
 GROUP = 8
@@ -43,7 +46,7 @@ def graphs() -> tuple[Graph, Graph]:
 def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, seed: int) -> Training:
     """The training of one of the demo's graphs: engines for its roles, `ROWS` answers a step, validation by sampling."""
     warmup = Constant(warmup_steps=10)
-    engines = {
+    engines: dict[str, Any] = {
         "actor": TorchTrainer(str(model), AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0), warmup),
         "ref": TorchScorer(str(model)),
         "critic": TorchCritic(str(model), AdamW(lr=1e-3, betas=(0.9, 0.95))),

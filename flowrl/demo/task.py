@@ -1,22 +1,21 @@
-"""Two-digit addition with an exact-match verifier: the problems, their demonstrations, and a dataset in verl's format.
+"""Two-digit addition: the problems, their demonstrations, and a dataset in verl's format.
 
 A problem reads ``59+36=``. It can be answered at once (``95``) or worked first, by column addition from right to left
-with the carry (``<think>9+6=15 5+3+1=9</think>95``). The verifier looks at the final answer only, so whether to think
-is for the policy to find out.
+with the carry (``<think>9+6=15 5+3+1=9</think>95``). The verifier (`flowrl.demo.verifier`) looks at the final answer only,
+so whether to think is for the policy to find out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from flowrl.demo.verifier import END_THINK, THINK
 from flowrl.keys import Key
 
 DATA_SOURCE = "addition"
-THINK, END_THINK = "<think>", "</think>"
 HELDOUT = 500
 
 
@@ -68,26 +67,6 @@ def split() -> Split:
     heldout = tuple(Problem(b, a) if i % 2 else Problem(a, b) for i, (a, b) in enumerate(pairs[:HELDOUT]))
     train = {problem for a, b in pairs[HELDOUT:] for problem in (Problem(a, b), Problem(b, a))}
     return Split(tuple(sorted(train)), heldout)
-
-
-def thinks(text: str) -> bool:
-    """Whether a response sets out to think before it answers."""
-    return text.startswith(THINK)
-
-
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, object] | None = None
-) -> float:
-    """1.0 if what follows the last ``</think>`` is `ground_truth` (white space aside), else 0.0; verl's signature."""
-    return float(solution_str.rpartition(END_THINK)[2].strip() == ground_truth)
-
-
-def score_and_thinking(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, object] | None = None
-) -> dict[str, float]:
-    """`compute_score`, and whether the response thinks, which is logged beside it as ``reward/thinks``."""
-    score = compute_score(data_source, solution_str, ground_truth, extra_info)
-    return {"score": score, "thinks": float(thinks(solution_str))}
 
 
 def write_dataset(folder: str | Path, seed: int = 0) -> tuple[Path, Path]:

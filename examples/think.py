@@ -1,0 +1,41 @@
+"""Teach a small model to think before it answers, on a laptop: the demo as a file of your own.
+
+flowrl show examples/think.py:graph       look at the graph
+flowrl run examples/think.py:training     train, as `python examples/think.py` does
+"""
+
+import os
+from pathlib import Path
+
+from flowrl import PromptData, Terminal, Training, Validation
+from flowrl.backends import AdamW, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.demo.model import build
+from flowrl.demo.task import write_dataset
+from flowrl.demo.verifier import score_and_thinking
+from flowrl.graphs import grpo
+
+# Any Hugging Face folder of a causal LM will do; if there is none, the demo's is made (114 thousand parameters).
+MODEL = Path(os.environ.get("MODEL", "runs/think/model"))
+DATA = Path("runs/think/data")
+STEPS = int(os.environ.get("STEPS", "30"))
+
+# The algorithm: each prompt is answered 8 times, and an answer is worth what it is better than its group.
+graph = grpo(score_and_thinking, n=8, max_new_tokens=28, mini_batch=128)
+
+
+def training() -> Training:
+    """The graph with engines for its roles, prompts, and how long to train. Nothing is loaded before it runs."""
+    if not MODEL.exists():
+        build(MODEL)
+    train, heldout = write_dataset(DATA)
+    job = graph.bind(
+        actor=TorchTrainer(MODEL, AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)),
+        ref=TorchScorer(MODEL),  # the model as it was, which the policy shall stay close to
+        rollout=TorchRollout(),  # samples with the actor's own weights
+    )
+    answers = Validation(PromptData(str(heldout)), every=10, changes={"repeat.n": 1}, batch=500)
+    return Training(job, PromptData(str(train)), steps=STEPS, prompts=32, validation=answers)
+
+
+if __name__ == "__main__":
+    training().run([Terminal()])

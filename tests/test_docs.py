@@ -1,0 +1,80 @@
+"""Every Python example of the README and the docs runs in its order; tables and pictures are the code's own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import flowrl.operators
+from flowrl.demo.task import write_dataset
+from flowrl.graphs import grpo, ppo
+from flowrl.operator import Operator
+from flowrl.rules import RULES
+from tests.models import tiny_folder
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a reader would have it: a model, data, and a reward file."""
+    desk = tmp_path_factory.mktemp("desk")
+    shutil.copytree(tiny_folder(desk / "made"), desk / "model")
+    for path in write_dataset(desk):
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:32]))
+    shutil.copy(ROOT / "examples" / "reward.py", desk / "my_reward.py")
+    return desk
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_run(page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(desk, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    source = page.read_text(encoding="utf-8")
+    namespace: dict[str, object] = {"__name__": f"page_{page.stem}"}
+    for block in re.finditer(r"^```python\n(.*?)^```$", source, re.MULTILINE | re.DOTALL):
+        lines_before = source[: block.start(1)].count("\n")
+        exec(compile("\n" * lines_before + block.group(1), str(page), "exec", dont_inherit=True), namespace)
+    for block in re.finditer(r"^```json\n(.*?)^```$", source, re.MULTILINE | re.DOTALL):
+        json.loads(block.group(1))
+
+
+def _table_after(page: str, mark: str) -> str:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return text.partition(f"<!-- {mark} -->\n\n")[2].partition("\n\n")[0].rstrip("\n")
+
+
+def _ports(cls: type[Operator]) -> str:
+    return ", ".join(f"`{name}`" for name in cls._signature.ports)
+
+
+def test_the_table_of_operators_is_complete() -> None:
+    rows = ["| operator | reads | writes | |", "|---|---|---|---|"]
+    for name in flowrl.operators.__all__:
+        cls = getattr(flowrl.operators, name)
+        if isinstance(cls, type) and issubclass(cls, Operator):
+            writes = ", ".join(f"`{output}`" for output in cls._signature.outputs)
+            if cls._signature.output_record is not None and len(cls._signature.outputs) > 2:
+                writes = f"`{cls._signature.output_record.__name__}`"
+            summary = (cls.__doc__ or "").split("\n\n")[0].replace("\n    ", " ")
+            rows.append(f"| `{name}` | {_ports(cls)} | {writes} | {summary} |")
+    assert _table_after("docs/operators.md", "operators") == "\n".join(rows)
+
+
+def test_the_table_of_rules_is_complete() -> None:
+    rows = ["| rule | reason | learned from |", "|---|---|---|"]
+    rows += [f"| {rule.id} | {rule.reason} | {rule.source} |" for rule in RULES]
+    assert _table_after("docs/graphs.md", "rules") == "\n".join(rows)
+
+
+def test_the_pictures_in_the_readme_are_the_code_s_own(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, after = ppo("my_reward.py:score"), grpo("my_reward.py:score")
+    assert before.mermaid() in readme
+    assert str(before.diff(after)) in readme

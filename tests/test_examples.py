@@ -1,0 +1,127 @@
+"""Every example runs as its first lines say, in a process of its own, and does what it claims."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl.cli import main
+from flowrl.functions import load_object
+from flowrl.graphs import grpo
+from flowrl.metrics import Metrics
+from flowrl.operators import Reward
+from tests.jobs import column
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def execute(name: str, folder: Path, **environment: str) -> str:
+    """What the example prints when it is run in `folder`."""
+    command = [sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in source] == []
+
+
+def test_think(tmp_path: Path, tiny: str) -> None:
+    out = execute("think.py", tmp_path, MODEL=tiny, STEPS="1")
+    assert out.startswith("grpo: 1 steps, written to runs/grpo-001")
+    folder = tmp_path / "runs" / "grpo-001"
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+    before, trained, after = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    assert "val/reward/mean" in before and "val/reward/thinks" in after
+    assert trained["response_length/total"] > 0 and trained["sync/version"] == 1
+    assert (folder / "actor" / "config.json").is_file()
+
+
+def test_think_is_a_target_of_the_command_line(
+    tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL", tiny)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    said = []
+    for command, name in (("show", "graph"), ("check", "graph"), ("check", "training")):
+        with pytest.raises(SystemExit) as ended:
+            main([command, f"{EXAMPLES / 'think.py'}:{name}"])
+        assert not ended.value.code
+        said.append(capsys.readouterr().out)
+    assert said[0].startswith("flowchart") and "score_and_thinking" in said[0]
+    assert said[1:] == [
+        "grpo: 9 nodes, every connection fits and no rule is broken.\n",
+        "grpo: 9 nodes, every connection fits, every role is bound and no rule is broken.\n",
+    ]
+
+
+def test_length_penalty(tmp_path: Path) -> None:
+    out = execute("length_penalty.py", tmp_path)
+    assert "+ length_penalty: LengthPenalty(coef=0.01)  <- reward, generate" in out
+    assert "kl_shape <- token_level_scores: reward.token_level_scores -> length_penalty.token_level_scores" in out
+    assert "flowchart" in out and 'length_penalty -->|"token_level_scores"| kl_shape' in out
+    assert sum(bool(line.strip()) for line in (EXAMPLES / "length_penalty.py").read_text().splitlines()) <= 25
+
+
+def test_length_penalty_takes_what_it_says() -> None:
+    penalty = load_object(f"{EXAMPLES / 'length_penalty.py'}:LengthPenalty")
+    scores = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.5, 0.0, 0.0, 0.0]])
+    mask = torch.tensor([[True, False, True, False], [True, False, False, False]])
+    expected = torch.tensor([[-0.1, 0.0, 0.9, 0.0], [0.4, 0.0, 0.0, 0.0]])  # a hole, and padding, cost nothing
+    torch.testing.assert_close(penalty(0.1)(scores, mask), expected)
+
+
+def test_reward(tmp_path: Path) -> None:
+    first, second, third = execute("reward.py", tmp_path).splitlines()
+    assert first == "'59+36 is 95': {'score': 1.0, 'right': True, 'numbers': 3}"
+    assert "'score': 0.1" in second and "'score': 0.0" in third
+
+
+def test_reward_is_found_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    assert grpo("examples/reward.py:score").check() == []
+    metrics = Metrics()
+    texts: Any = column(["it is 7", "3", "none", "7, no: 8"])
+    rows = SimpleNamespace(
+        response_text=texts,
+        response_mask=torch.ones(4, 2, dtype=torch.bool),
+        data_source=column(["test"] * 4),
+        ground_truth=column(["7"] * 4),
+        extra_info=column([{}] * 4),
+        row_id=column(["a", "b", "c", "d"]),
+    )
+    scores = Reward("examples/reward.py:score")(rows, rows, metrics=metrics)
+    torch.testing.assert_close(scores, torch.tensor([[0.0, 1.0], [0.0, 0.1], [0.0, 0.0], [0.0, 0.1]]))
+    assert metrics.compute()["reward/right"] == pytest.approx(1 / 4)
+    assert metrics.compute()["reward/numbers"] == pytest.approx(4 / 4)
+
+
+def test_eager(tmp_path: Path, tiny: str) -> None:
+    out = execute("eager.py", tmp_path, MODEL=tiny)
+    printed = {line.split()[0]: [float(x) for x in line.split()[1:]] for line in out.splitlines()[:3]}
+    old, ref = [-0.12, -0.08, -0.15, -0.10, -0.05, -0.02], [-0.15, -0.10, -0.18, -0.12, -0.08, -0.03]
+    rewards = [-0.01 * (o - r) for o, r in zip(old, ref, strict=True)]
+    rewards[-1] += 1.0
+    advantages, following, value_after = [], 0.0, 0.0
+    for reward in reversed(rewards):  # every value is 0.5
+        following = reward + value_after - 0.5 + 0.95 * following
+        value_after = 0.5
+        advantages.insert(0, following)
+    assert printed["rewards"] == pytest.approx(rewards, abs=5.1e-5)
+    assert printed["advantages"] == pytest.approx(advantages, abs=5.1e-5)
+    assert printed["returns"] == pytest.approx([a + 0.5 for a in advantages], abs=5.1e-5)
+    for step in (1, 2):
+        assert f"step {step}; the rollout engine now has version {step} of the policy" in out
+    for key in ("reward/mean", "kl/ref", "critic/vf_loss", "actor/pg_loss", "sync/version"):
+        assert sum(key in line.split() for line in out.splitlines()) == 2

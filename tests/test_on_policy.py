@@ -1,0 +1,292 @@
+"""On-policy is enforced: what was sampled by other weights than those that are trained is refused, whoever is to blame.
+
+Every fault here is planted: stale rows, mixed versions, an engine that was never synced, one that lies about its
+version, one whose load keeps the old weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl import Key, PromptData
+from flowrl.backends import SGD, TorchRollout, TorchTrainer
+from flowrl.backends.torch_rollout import TorchRolloutEngine
+from flowrl.digest import weights_digest
+from flowrl.engines import BuildContext, Trainer
+from flowrl.errors import NodeError, StalePolicyError, SyncError
+from flowrl.executor import LocalExecutor
+from flowrl.job import Job
+from flowrl.operators import Generate, Sync, UpdateActor
+from flowrl.plan import Plan
+from flowrl.proto import DataProto
+from flowrl.records import Receipt, Updated
+from flowrl.session import Session
+from tests.jobs import job_of, prompt_batch, proto, rollout_batch, weights_of
+
+CONTEXT: Any = SimpleNamespace(seed=0)
+KEY = Key.of(0)
+PROMPTS = prompt_batch([[10, 11], [12], [13, 14, 15], [16]])
+
+
+def trainer(folder: str) -> Any:
+    return TorchTrainer(folder, optimizer=SGD(lr=0.1), device="cpu").build(CONTEXT)
+
+
+def engine(folder: str) -> TorchRolloutEngine:
+    return TorchRollout(folder, device="cpu").build(CONTEXT)
+
+
+def update(actor: Any, version: Any) -> Any:
+    """One update on made-up rows that bear `version`."""
+    rollout = rollout_batch(PROMPTS, [[40, 41], [42, 43], [44], [45, 46]])
+    rollout = rollout._replace(policy_version=torch.as_tensor(version).expand(4).contiguous())
+    zeros = torch.zeros(rollout.response_mask.shape)
+    return UpdateActor(actor=actor)(rollout, zeros, zeros + 1, key=KEY)
+
+
+def assert_untouched(actor: Any, before: dict[str, torch.Tensor], version: int) -> None:
+    assert actor.version == version
+    assert all(torch.equal(before[name], tensor) for name, tensor in actor.weights())
+
+
+def executor_of(job: Job) -> LocalExecutor:
+    return LocalExecutor(Plan(job.graph), Session(job.build(), seed=0))
+
+
+def batches(prompts_file: str, engines: Any, rows: int = 4) -> DataProto:
+    return PromptData(prompts_file).load(engines["rollout"].tokenizer, 0).next(rows)
+
+
+# ---- rows
+
+
+def test_rows_of_an_older_version_are_refused_and_the_weights_left_alone(tiny: str) -> None:
+    actor = trainer(tiny)
+    update(actor, 0)
+    before = weights_of(actor)
+    with pytest.raises(StalePolicyError, match=r"4 of 4 rows.*row 0 bears policy_version 0, the actor is at 1.*Sync"):
+        update(actor, 0)
+    assert_untouched(actor, before, version=1)
+
+
+def test_rows_of_mixed_versions_are_refused_by_the_first_odd_one(tiny: str) -> None:
+    actor = trainer(tiny)
+    update(actor, 0)
+    before = weights_of(actor)
+    with pytest.raises(StalePolicyError, match=r"2 of 4 rows.*row 1 bears policy_version 0, the actor is at 1"):
+        update(actor, [1, 0, 1, 0])
+    assert_untouched(actor, before, version=1)
+
+
+def test_rows_from_the_future_are_refused_too(tiny: str) -> None:
+    with pytest.raises(StalePolicyError, match="policy_version 7, the actor is at 0"):
+        update(trainer(tiny), 7)
+
+
+def test_one_version_serves_all_mini_batches_and_epochs_of_a_step(tiny: str) -> None:
+    actor = trainer(tiny)
+    rollout = rollout_batch(PROMPTS, [[40, 41], [42, 43], [44], [45, 46]])
+    zeros = torch.zeros(rollout.response_mask.shape)
+    updated = UpdateActor(ppo_epochs=3, mini_batch=2, actor=actor)(rollout, zeros, zeros + 1, key=KEY)
+    assert updated.version == 1  # counts updates, not the six optimiser steps
+
+
+# ---- receipts
+
+
+def test_a_sync_copies_the_weights_and_says_what_it_moved(tiny: str) -> None:
+    actor, rollout = trainer(tiny), engine(tiny)
+    updated = update(actor, 0)
+    receipt = Sync(actor=actor, rollout=rollout)(updated)
+    assert receipt == rollout.receipt
+    assert receipt.version == 1
+    assert receipt.transport == "copy"
+    assert receipt.bytes == sum(tensor.nbytes for _, tensor in actor.weights())
+    assert receipt.digest == weights_digest(actor.weights())
+    held = dict(rollout.model.state_dict())
+    assert all(torch.equal(held[name], tensor) for name, tensor in actor.weights())
+
+
+def test_a_copying_engine_that_missed_a_sync_is_refused_at_the_update(tiny: str) -> None:
+    actor, rollout = trainer(tiny), engine(tiny)
+    rollout.sync(actor)
+    update(actor, 0)
+    before = weights_of(actor)
+    out = Generate(max_new_tokens=2, rollout=rollout)(PROMPTS, key=KEY)  # it answers as what it is: version 0
+    zeros = torch.zeros(out.response_mask.shape)
+    with pytest.raises(StalePolicyError, match="policy_version 0, the actor is at 1"):
+        UpdateActor(actor=actor)(out, zeros, zeros + 1, key=KEY)
+    assert_untouched(actor, before, version=1)
+    Sync(actor=actor, rollout=rollout)(Updated(1))
+    out = Generate(max_new_tokens=2, rollout=rollout)(PROMPTS, key=KEY)
+    assert UpdateActor(actor=actor)(out, out.rollout_log_probs, zeros + 1, key=KEY).version == 2
+
+
+def test_a_sharing_engine_that_missed_a_sync_does_not_generate(tiny: str) -> None:
+    job = job_of("grpo", tiny)
+    engines = job.build()
+    engines["rollout"].sync(engines["actor"])
+    update(engines["actor"], 0)
+    with pytest.raises(SyncError, match=r"at version 1, but its receipt is of version 0.*Sync\(\)\(actor\)"):
+        Generate(max_new_tokens=2, rollout=engines["rollout"])(PROMPTS, key=KEY)
+
+
+def test_an_alias_moves_no_byte(tiny: str) -> None:
+    engines = job_of("grpo", tiny).build()
+    receipt = Sync(actor=engines["actor"], rollout=engines["rollout"])(Updated(0))
+    assert (receipt.bytes, receipt.transport) == (0, "alias")
+    assert engines["rollout"].model is engines["actor"].model
+
+
+def test_sync_refuses_an_update_that_is_not_the_last_one(tiny: str) -> None:
+    actor, rollout = trainer(tiny), engine(tiny)
+    stale = Updated(0)
+    update(actor, 0)
+    with pytest.raises(SyncError, match="the update says version 0, the actor is at 1"):
+        Sync(actor=actor, rollout=rollout)(stale)
+
+
+@pytest.mark.parametrize("said", ["receipt", "engine"])
+def test_an_engine_that_lies_about_its_version_is_refused(tiny: str, said: str) -> None:
+    class Liar(TorchRolloutEngine):
+        def sync(self, source: Trainer) -> Receipt:
+            receipt = super().sync(source)
+            if said == "engine":
+                self._receipt = receipt._replace(version=receipt.version - 1)
+                return receipt
+            return receipt._replace(version=receipt.version + 1)
+
+    actor, honest = trainer(tiny), engine(tiny)
+    updated = update(actor, 0)
+    liar = Liar(honest.model, honest.tokenizer, max_rows=8)
+    with pytest.raises(SyncError, match="expected one version"):
+        Sync(actor=actor, rollout=liar)(updated)
+
+
+def test_an_engine_that_lies_about_its_rows_is_refused_at_the_update(tiny: str) -> None:
+    class Liar(TorchRolloutEngine):
+        @property
+        def receipt(self) -> Receipt | None:
+            return self._receipt and self._receipt._replace(version=5)
+
+    actor, honest = trainer(tiny), engine(tiny)
+    liar = Liar(honest.model, honest.tokenizer, max_rows=8)
+    liar.sync(actor)
+    out = Generate(max_new_tokens=2, rollout=liar)(PROMPTS, key=KEY)
+    with pytest.raises(StalePolicyError, match="policy_version 5, the actor is at 0"):
+        UpdateActor(actor=actor)(out, out.rollout_log_probs, out.rollout_log_probs, key=KEY)
+
+
+def test_an_engine_whose_load_keeps_the_old_weights_is_found_by_their_digest(tiny: str) -> None:
+    class Idle(TorchRolloutEngine):
+        def _load(self, received: dict[str, torch.Tensor]) -> None:
+            """Takes the weights, and does nothing with them."""
+
+    actor, honest = trainer(tiny), engine(tiny)
+    idle = Idle(honest.model, honest.tokenizer, max_rows=8)
+    assert idle.sync(actor).version == 0  # what it holds is what it was sent, as yet
+    updated = update(actor, 0)
+    with pytest.raises(SyncError, match=r"weights of version 1 did not arrive.*is not what was sent"):
+        Sync(actor=actor, rollout=idle)(updated)
+    assert idle.receipt is None
+    with pytest.raises(SyncError, match="no receipt"):
+        Generate(max_new_tokens=2, rollout=idle)(PROMPTS, key=KEY)
+
+
+# ---- in a graph
+
+
+def test_a_graph_does_not_start_on_an_engine_that_was_never_synced(tiny: str, prompts_file: str) -> None:
+    executor = executor_of(job_of("grpo", tiny))
+    batch = batches(prompts_file, executor.session.engines)
+    with pytest.raises(NodeError, match=r"generate failed in step 0: SyncError: .*no receipt.*Sync") as raised:
+        executor.step(batch, 0)
+    assert isinstance(raised.value.__cause__, SyncError)
+
+
+@pytest.mark.parametrize("own_weights", [False, True])
+def test_syncing_before_step_0_lets_the_graph_run_step_after_step(
+    tiny: str, prompts_file: str, own_weights: bool
+) -> None:
+    job = job_of("grpo", tiny)
+    if own_weights:
+        job = job.edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
+    executor = executor_of(job)
+    executor.sync()
+    assert executor.session.metrics == {}  # it belongs to no step
+    batch = batches(prompts_file, executor.session.engines)
+    for step in range(3):
+        result = executor.step(batch, step, keep=("generate",))
+        assert set(result.columns["generate"]["policy_version"].tolist()) == {step}
+        assert result.values["sync"]["receipt"].version == step + 1
+        moved = result.metrics.compute()["sync/bytes"]
+        assert (moved > 0) == own_weights
+
+
+def test_planted_stale_rows_stop_a_graph_before_it_trains(tiny: str, prompts_file: str) -> None:
+    """The engine keeps its old weights behind a new receipt; what it holds, and what its rows bear, gives it away."""
+
+    class Forgetful(TorchRolloutEngine):
+        def sync(self, source: Trainer) -> Receipt:
+            if self._receipt is None:
+                super().sync(source)
+            return self._receipt._replace(version=source.version)  # type: ignore[union-attr]
+
+    executor = executor_of(job_of("grpo", tiny).edit(bind={"rollout": TorchRollout(tiny, device="cpu")}))
+    honest = executor.session.engines["rollout"]
+    executor.session.engines["rollout"] = Forgetful(honest.model, honest.tokenizer, max_rows=64)
+    executor.sync()
+    batch = batches(prompts_file, executor.session.engines)
+    with pytest.raises(NodeError, match=r"sync failed in step 0: SyncError: .*the engine holds 0"):
+        executor.step(batch, 0)
+    actor = executor.session.engines["actor"]
+    before = weights_of(actor)
+    with pytest.raises(NodeError, match=r"update_actor failed in step 1: StalePolicyError: .*row 0 bears"):
+        executor.step(batch, 1)
+    assert_untouched(actor, before, version=1)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A backend that notes the order in which its engine is synced and asked."""
+
+    folder: str
+    log: list[str] = field(default_factory=list)
+
+    def build(self, context: BuildContext) -> RecordingEngine:
+        built = TorchRollout(self.folder, device="cpu").build(context)
+        return RecordingEngine(built.model, built.tokenizer, 64, self.log)
+
+
+class RecordingEngine(TorchRolloutEngine):
+    def __init__(self, model: Any, tokenizer: Any, max_rows: int, log: list[str]) -> None:
+        super().__init__(model, tokenizer, max_rows)
+        self.log = log
+
+    def sync(self, source: Trainer) -> Receipt:
+        self.log.append("sync")
+        return super().sync(source)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        self.log.append("generate")
+        return super().generate(*args, **kwargs)
+
+
+def test_eager_code_starts_in_sync_as_well(tiny: str) -> None:
+    backend = Recording(tiny)
+    job = job_of("grpo", tiny).edit(bind={"rollout": backend})
+    with job.eager():
+        Generate(max_new_tokens=2)(PROMPTS)
+    assert backend.log == ["sync", "generate"]
+
+
+def test_a_graph_of_rows_taken_by_hand_is_fed_as_it_is(tiny: str) -> None:
+    executor = executor_of(job_of("grpo", tiny, max_new_tokens=2))
+    executor.sync()
+    result = executor.step(proto(PROMPTS), 0)
+    assert result.values["sync"]["receipt"].version == 1

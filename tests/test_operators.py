@@ -1,0 +1,360 @@
+"""`Repeat`, `Generate`, the log-prob and value operators, and `UpdateActor`/`UpdateCritic`, called by hand on live
+engines."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl import Key, Metrics
+from flowrl.backends import SGD, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.columns import lookup
+from flowrl.errors import DataError, ParameterError, SyncError
+from flowrl.operators import (
+    Generate,
+    KLLoss,
+    OldLogProb,
+    PPOClip,
+    RefLogProb,
+    Repeat,
+    UpdateActor,
+    UpdateCritic,
+    Value,
+)
+from flowrl.operators.update import draw_mini_batches
+from flowrl.records import RolloutBatch
+from tests.jobs import Rows, prompt_batch, rollout_batch, weights_of
+
+CONTEXT: Any = SimpleNamespace(seed=0)
+PROMPTS: Rows = ([10, 11, 12], [13], [14, 15])
+KEY = Key.of(0)
+
+
+def trainer(folder: str, **settings: Any) -> Any:
+    settings = {"optimizer": SGD(lr=0.1), "device": "cpu"} | settings
+    return TorchTrainer(folder, **settings).build(CONTEXT)
+
+
+def critic(folder: str) -> Any:
+    return TorchCritic(folder, optimizer=SGD(lr=0.1), device="cpu").build(CONTEXT)
+
+
+def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Grows by one with every real optimiser step."""
+    steps: list[None] = []
+    step = torch.optim.SGD.step
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.append(None)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", counted)
+    return steps
+
+
+def answers(rows: int) -> RolloutBatch:
+    """Answers of unequal length, one of a single token, as version 0 would have sampled them."""
+    prompts = prompt_batch([[10 + i, 20 + i, 30][: 1 + i % 3] for i in range(rows)])
+    return rollout_batch(prompts, [[40 + i, 41, 42, 43 + i][: 1 + (3 * i + 3) % 4] for i in range(rows)])
+
+
+# ---- Repeat
+
+
+def test_repeat_keeps_copies_together_under_one_uid_and_gives_each_a_row_id() -> None:
+    repeated = Repeat(2)(prompt_batch(PROMPTS))
+    assert repeated.prompts.tolist() == [
+        [10, 11, 12],
+        [10, 11, 12],
+        [0, 0, 13],
+        [0, 0, 13],
+        [0, 14, 15],
+        [0, 14, 15],
+    ]
+    assert repeated.prompt_mask.sum(-1).tolist() == [3, 3, 1, 1, 2, 2]
+    assert repeated.uid.tolist() == ["0/0/0", "0/0/0", "0/1/0", "0/1/0", "0/2/0", "0/2/0"]
+    assert len(set(repeated.row_id)) == 6
+    assert repeated.row_id.tolist()[:3] == ["0/0/0#0", "0/0/0#1", "0/1/0#0"]
+    assert repeated.ground_truth.tolist() == repeated.uid.tolist()
+
+
+def test_repeat_by_one_changes_no_column_but_the_row_id() -> None:
+    batch = prompt_batch(PROMPTS)
+    once = Repeat(1)(batch)
+    assert torch.equal(once.prompts, batch.prompts)
+    assert once.uid.tolist() == batch.uid.tolist()
+
+
+def test_repeat_of_nothing_is_refused() -> None:
+    with pytest.raises(ParameterError, match="n=0"):
+        Repeat(0)
+
+
+# ---- Generate
+
+
+@pytest.fixture(scope="module")
+def synced(tiny: str) -> Any:
+    """A rollout engine with weights of its own, in sync with an untrained actor (version 0)."""
+    engine = TorchRollout(tiny, device="cpu").build(CONTEXT)
+    engine.sync(trainer(tiny))
+    return engine
+
+
+def test_generate_glues_prompts_and_answers_together(synced: Any) -> None:
+    batch = prompt_batch(PROMPTS)
+    out = Generate(max_new_tokens=5, rollout=synced)(batch, key=KEY)
+    rows, prompt, response = 3, 3, out.responses.shape[1]
+    for row in range(rows):
+        length = int(out.response_mask[row].sum())
+        assert out.response_mask[row].tolist() == [True] * length + [False] * (response - length)
+        expected = [*PROMPTS[row], *out.responses[row, :length].tolist()]
+        assert out.input_ids[row][out.attention_mask[row]].tolist() == expected
+        assert out.position_ids[row][out.attention_mask[row]].tolist() == list(range(len(expected)))
+        assert out.input_ids.shape[1] == prompt + response
+        text = synced.tokenizer.decode(out.responses[row, :length].tolist())
+        assert out.response_text[row] == text
+    assert out.policy_version.tolist() == [0, 0, 0]
+    assert out.policy_version.dtype == torch.int64
+    assert out.temperature.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_generate_bears_the_version_of_the_receipt(tiny: str) -> None:
+    actor, engine = trainer(tiny), TorchRollout(tiny, device="cpu").build(CONTEXT)
+    rollout = answers(4)
+    UpdateActor(actor=actor)(rollout, torch.zeros(rollout.response_mask.shape), rollout.rollout_log_probs, key=KEY)
+    engine.sync(actor)
+    out = Generate(max_new_tokens=2, rollout=engine)(prompt_batch(PROMPTS), key=KEY)
+    assert out.policy_version.tolist() == [1, 1, 1]
+
+
+def test_generate_reports_lengths(synced: Any) -> None:
+    metrics = Metrics()
+    out = Generate(max_new_tokens=4, rollout=synced)(prompt_batch(PROMPTS), key=KEY, metrics=metrics)
+    lengths = out.response_mask.sum(-1).double()
+    found = metrics.compute()
+    assert found["response_length/mean"] == float(lengths.mean())
+    assert found["response_length/total"] == float(lengths.sum())
+    assert found["response_length/max"] == float(lengths.max())
+    assert found["response_length/clip_ratio"] == float((lengths == 4).double().mean())
+
+
+def test_greedy_is_an_effect_and_draws_nothing(synced: Any) -> None:
+    assert Generate(temperature=0.0).effects == {"greedy"}
+    assert Generate(temperature=0.1).effects == frozenset()
+    greedy = Generate(temperature=0.0, max_new_tokens=5, rollout=synced)
+    batch = prompt_batch(PROMPTS)
+    assert torch.equal(greedy(batch, key=Key.of(1)).responses, greedy(batch, key=Key.of(2)).responses)
+
+
+def test_the_stop_token_ends_a_response_and_is_left_out_of_its_text(synced: Any) -> None:
+    batch = prompt_batch(PROMPTS)
+    plain = Generate(temperature=0.0, max_new_tokens=5, rollout=synced)(batch, key=KEY)
+    stop = int(plain.responses[0, 0])
+    stopped = Generate(temperature=0.0, max_new_tokens=5, stop_token_ids=(stop,), rollout=synced)(batch, key=KEY)
+    assert stopped.response_mask[0].sum() == 1
+    assert stopped.response_text[0] == ""
+
+
+def test_an_engine_without_a_receipt_does_not_generate(tiny: str) -> None:
+    engine = TorchRollout(tiny, device="cpu").build(CONTEXT)
+    with pytest.raises(SyncError, match=r"no receipt.*Sync\(\)\(updated\)"):
+        Generate(max_new_tokens=2, rollout=engine)(prompt_batch(PROMPTS), key=KEY)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "max_new_tokens"])
+def test_sampling_parameters_are_held_to_their_range(field: str) -> None:
+    with pytest.raises(ParameterError, match=field):
+        Generate(**{field: -1})
+
+
+# ---- OldLogProb, RefLogProb, Value
+
+
+def test_old_and_reference_log_probs_agree_while_nothing_is_trained(tiny: str) -> None:
+    rollout = answers(5)
+    old = OldLogProb(actor=trainer(tiny))(rollout)
+    ref = RefLogProb(ref=TorchScorer(tiny, device="cpu").build(CONTEXT))(rollout)
+    assert torch.equal(old, ref)
+    assert (old[rollout.response_mask] < 0).all()
+    assert (old[~rollout.response_mask] == 0).all()
+
+
+def test_an_untrained_critic_values_everything_at_zero(tiny: str) -> None:
+    rollout = answers(5)
+    assert torch.equal(Value(critic=critic(tiny))(rollout), torch.zeros(rollout.response_mask.shape))
+
+
+# ---- mini-batches
+
+
+@given(
+    size=st.integers(1, 6),
+    batches=st.integers(1, 5),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 2**32),
+)
+def test_every_epoch_holds_every_row_once(size: int, batches: int, epochs: int, seed: int) -> None:
+    rows = size * batches
+    drawn = draw_mini_batches(PPOClip(), torch.ones(rows, 2, dtype=torch.bool), size, epochs, Key.of(seed))
+    assert [len(b.rows) for b in drawn] == [size] * (batches * epochs)
+    for epoch in range(epochs):
+        of_epoch = torch.cat([b.rows for b in drawn[epoch * batches : (epoch + 1) * batches]])
+        assert sorted(of_epoch.tolist()) == list(range(rows))
+
+
+def test_epochs_and_keys_have_orders_of_their_own_and_a_key_always_the_same() -> None:
+    mask = torch.ones(12, 2, dtype=torch.bool)
+
+    def order(seed: int) -> list[list[int]]:
+        return [b.rows.tolist() for b in draw_mini_batches(PPOClip(), mask, 4, 2, Key.of(seed))]
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert order(1)[:3] != order(1)[3:]
+
+
+def test_all_rows_at_once_keep_their_order() -> None:
+    (batch,) = draw_mini_batches(PPOClip(), torch.ones(5, 2, dtype=torch.bool), None, 1, KEY)
+    assert batch.rows.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_token_weights_are_those_of_the_mini_batch_and_not_of_the_whole() -> None:
+    mask = torch.tensor([[True, True], [True, False], [True, True], [False, False]])
+    for batch in draw_mini_batches(PPOClip(), mask, 2, 1, KEY):
+        tokens = mask[batch.rows]
+        expected = torch.where(tokens, 1.0 / tokens.sum(), torch.zeros(()))
+        assert torch.equal(batch.weights, expected)
+
+
+@pytest.mark.parametrize(("rows", "mini_batch"), [(6, 4), (4, 8), (0, None), (0, 2)])
+def test_rows_that_cannot_be_cut_are_refused(rows: int, mini_batch: int | None) -> None:
+    with pytest.raises(DataError, match=rf"{rows} rows.*mini_batch={mini_batch}"):
+        draw_mini_batches(PPOClip(), torch.ones(rows, 2, dtype=torch.bool), mini_batch, 1, KEY)
+
+
+# ---- UpdateActor and UpdateCritic
+
+
+@pytest.mark.parametrize(("epochs", "mini_batch", "steps"), [(1, None, 1), (1, 2, 4), (3, 4, 6), (2, 8, 2)])
+def test_one_optimiser_step_for_each_mini_batch(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, epochs: int, mini_batch: int | None, steps: int
+) -> None:
+    rollout = answers(8)
+    actor = trainer(tiny, max_tokens=12)  # several micro-batches each, which must not count
+    old, taken = OldLogProb(actor=actor)(rollout), count_steps(monkeypatch)
+    advantages = torch.ones(rollout.response_mask.shape)
+    updated = UpdateActor(ppo_epochs=epochs, mini_batch=mini_batch, actor=actor)(rollout, old, advantages, key=KEY)
+    assert len(taken) == steps
+    assert updated.version == actor.version == 1
+
+    taken.clear()
+    values = torch.zeros(rollout.response_mask.shape)
+    learner = critic(tiny)
+    update = UpdateCritic(ppo_epochs=epochs, mini_batch=mini_batch, critic=learner)
+    assert update(rollout, values, advantages, key=KEY).version == learner.version == 1
+    assert len(taken) == steps
+
+
+def test_mini_batches_that_do_not_divide_are_refused_before_any_step(tiny: str) -> None:
+    rollout, actor = answers(6), trainer(tiny)
+    before = weights_of(actor)
+    zeros = torch.zeros(rollout.response_mask.shape)
+    with pytest.raises(DataError, match="6 rows"):
+        UpdateActor(mini_batch=4, actor=actor)(rollout, zeros, zeros + 1, key=KEY)
+    assert actor.version == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in actor.weights())
+
+
+def test_the_ratio_is_exactly_one_at_the_first_and_only_step(tiny: str) -> None:
+    rollout, actor, metrics = answers(8), trainer(tiny, max_tokens=12), Metrics()
+    old, seen = OldLogProb(actor=actor)(rollout), []
+
+    class Watching(PPOClip):
+        def __call__(self, output: Any, entropy: Any, batch: Any, weights: Any, metrics: Any) -> Any:
+            on = weights != 0
+            seen.append((output.detach() - batch.old_log_probs)[on])
+            return super().__call__(output, entropy, batch, weights, metrics)
+
+    UpdateActor(Watching(), actor=actor)(rollout, old, torch.randn(old.shape), key=KEY, metrics=metrics)
+    log_ratio = torch.cat(seen)
+    assert len(seen) > 1  # micro-batches
+    assert len(log_ratio) == rollout.response_mask.sum()
+    assert (log_ratio == 0).all()
+    assert metrics.compute()["actor/approx_kl"] == 0
+    assert metrics.compute()["actor/pg_clipfrac"] == 0
+
+
+def test_the_ratio_is_one_to_rounding_in_another_micro_batch_layout(tiny: str) -> None:
+    rollout, seen = answers(8), []
+    old = OldLogProb(actor=trainer(tiny))(rollout)
+
+    class Watching(PPOClip):
+        def __call__(self, output: Any, entropy: Any, batch: Any, weights: Any, metrics: Any) -> Any:
+            seen.append((output.detach() - batch.old_log_probs)[weights != 0].abs().max())
+            return super().__call__(output, entropy, batch, weights, metrics)
+
+    UpdateActor(Watching(), actor=trainer(tiny, max_tokens=8))(rollout, old, torch.ones(old.shape), key=KEY)
+    assert len(seen) > 1
+    assert max(seen) <= 1e-5
+
+
+def test_micro_batches_do_not_change_the_weights_after_a_step(tiny: str) -> None:
+    rollout = answers(8)
+    advantages = torch.randn(rollout.response_mask.shape, generator=torch.Generator().manual_seed(1))
+    ends = []
+    for max_tokens in (16384, 16, 7):
+        actor = trainer(tiny, max_tokens=max_tokens, grad_clip=None)
+        old = OldLogProb(actor=actor)(rollout)
+        UpdateActor(mini_batch=4, actor=actor)(rollout, old, advantages, key=KEY)
+        ends.append(weights_of(actor))
+    start = weights_of(trainer(tiny))
+    assert any(not torch.equal(start[name], ends[0][name]) for name in start)
+    for other in ends[1:]:
+        for name, weight in ends[0].items():
+            assert (other[name] - weight).norm() <= 1e-6 * weight.norm(), name
+
+
+def test_a_wanted_reference_is_used_and_reported(tiny: str) -> None:
+    rollout, actor, metrics = answers(4), trainer(tiny), Metrics()
+    old = OldLogProb(actor=actor)(rollout)
+    mask = rollout.response_mask
+    ref = torch.where(mask, old - 0.25, old)
+    update = UpdateActor(PPOClip(kl=KLLoss("k1", 0.1)), actor=actor)
+    update(rollout, old, torch.zeros(old.shape), ref, key=KEY, metrics=metrics)
+    assert metrics.compute()["kl/ref"] == pytest.approx(0.25, abs=1e-6)  # log(p/q) where p = e^0.25 q at every token
+    assert update.effects == {"kl"}
+    assert UpdateActor().effects == frozenset()
+
+
+def test_gradients_that_are_not_finite_leave_the_weights_alone(tiny: str) -> None:
+    rollout, actor = answers(4), trainer(tiny)
+    before, old = weights_of(actor), OldLogProb(actor=actor)(rollout)
+    advantages = torch.ones(old.shape)
+    advantages[2, 0] = float("nan")
+    with pytest.raises(DataError, match="gradient norm is nan"):
+        UpdateActor(actor=actor)(rollout, old, advantages, key=KEY)
+    assert actor.version == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in actor.weights())
+
+
+def test_what_is_off_the_mask_changes_nothing(tiny: str) -> None:
+    rollout = answers(4)
+    ends = []
+    for junk in (0.0, float("nan")):
+        actor = trainer(tiny)
+        old = OldLogProb(actor=actor)(rollout)
+        off = torch.full(old.shape, junk)
+        mask = rollout.response_mask
+        UpdateActor(actor=actor)(rollout, torch.where(mask, old, off), torch.where(mask, 1.0, off), key=KEY)
+        ends.append(weights_of(actor))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_rollouts_write_columns_that_are_known_by_name() -> None:
+    assert all(lookup(name) is not None for name in RolloutBatch._fields)

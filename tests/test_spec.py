@@ -1,0 +1,134 @@
+"""Specs: parameters are typed, ranged and frozen, and what is wrong is said in a sentence."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError
+from typing import Any, ClassVar
+
+import pytest
+from pydantic import Field
+
+from flowrl.errors import DefinitionError, ParameterError
+from flowrl.roles import Role
+from flowrl.spec import Spec, non_default, parameters
+
+
+class Inner(Spec):
+    x: int = Field(1, ge=0)
+
+
+class Outer(Spec):
+    size: int
+    rate: float = Field(0.5, ge=0, le=1)
+    inner: Inner = Inner()
+    names: tuple[str, ...] = ()
+    limit: int | None = None
+    KIND: ClassVar[str] = "outer"
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < self.size:
+            raise ValueError(f"limit={self.limit} is below size={self.size}; raise the limit.")
+
+
+TAKES = "It takes Outer(size: int, rate: float, inner: Inner, names: tuple[str, ...], limit: int | None)."
+
+
+def test_is_a_frozen_record_by_value() -> None:
+    spec = Outer(3, rate=0.25)
+    assert (spec.size, spec.rate, spec.inner, spec.KIND) == (3, 0.25, Inner(1), "outer")
+    assert spec == Outer(size=3, rate=0.25) != Outer(3)
+    assert hash(spec) == hash(Outer(3, 0.25))
+    assert pickle.loads(pickle.dumps(spec)) == spec == copy.deepcopy(spec)
+    with pytest.raises(FrozenInstanceError):
+        spec.size = 4  # type: ignore[misc]
+
+
+def test_lists_its_parameters() -> None:
+    assert parameters(Outer(3)) == {"size": 3, "rate": 0.5, "inner": Inner(), "names": (), "limit": None}
+    assert non_default(Outer(3)) == {"size": 3}
+    assert non_default(Outer(3, 0.5, Inner(2), limit=5)) == {"size": 3, "inner": Inner(2), "limit": 5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "said"),
+    [
+        ((), {}, "size is missing"),
+        ((3, 1.5), {}, "rate=1.5: input should be less than or equal to 1"),
+        ((), {"size": "k"}, "size='k': input should be a valid integer, unable to parse string as an integer"),
+        ((3,), {"rat": 1}, "there is no parameter 'rat' (given 1)"),
+        ((3, 0.5, Inner(), (), 9, 7), {}, "7 is one argument too many"),
+        ((3, 0.5, Inner(), ("a", 1)), {}, "names.1=1: input should be a valid string"),
+        ((3,), {"inner": {"x": -1}}, "inner.x=-1: input should be greater than or equal to 0"),
+        ((3,), {"limit": 2}, "limit=2 is below size=3; raise the limit"),
+    ],
+)
+def test_says_what_is_wrong_with_parameters(arguments: tuple[Any, ...], keywords: dict[str, Any], said: str) -> None:
+    with pytest.raises(ParameterError) as error:
+        Outer(*arguments, **keywords)
+    assert str(error.value) == f"Outer(...): {said}. {TAKES}"
+    assert isinstance(error.value, ValueError)
+
+
+def test_says_all_that_is_wrong_at_once() -> None:
+    with pytest.raises(ParameterError, match=r"size is missing; rate=2\.0: input should be"):
+        Outer(rate=2.0)  # type: ignore[call-arg]
+
+
+def define(body: dict[str, Any], annotations: dict[str, Any] | None = None) -> type:
+    return type("Defined", (Spec,), {"__annotations__": annotations or {}, "__module__": __name__, **body})
+
+
+@pytest.mark.parametrize(
+    ("body", "annotations", "said"),
+    [
+        ({"gamma": 0.9}, {}, r"Defined\.gamma = 0\.9 has no annotation.*write `gamma: float = \.\.\.`"),
+        ({"gamma": Field(0.9)}, {}, r"Defined\.gamma = .* has no annotation.*`gamma: float"),
+        ({"inner": Inner()}, {}, r"Defined\.inner = Inner\(x=1\) has no annotation"),
+        ({"actor": Role("actor")}, {}, r"Defined\.actor = Role\('actor'\) has no annotation"),
+        ({"seen": []}, {"seen": "list[int]"}, r"Defined\.seen has the mutable default \[\].*use a tuple"),
+        ({"seen": Field({})}, {"seen": "dict[str, int]"}, r"Defined\.seen has the mutable default \{\}"),
+        ({}, {"x": "Missing"}, r"Defined annotates a field with 'Missing', which is not defined; import or define it"),
+    ],
+)
+def test_refuses_ill_formed_classes_with_file_and_line(
+    body: dict[str, Any], annotations: dict[str, Any], said: str
+) -> None:
+    line = define.__code__.co_firstlineno + 1
+    with pytest.raises(DefinitionError, match=rf"test_spec\.py:{line}: {said}"):
+        define(body, annotations)
+
+
+def test_constants_methods_and_factories_are_no_faults() -> None:
+    class Base(Spec):
+        mode: ClassVar[str] = "row"
+        seen: list[int] = Field(default_factory=list)
+
+        @property
+        def double(self) -> int:
+            return 2 * len(self.seen)
+
+        class Nested:
+            pass
+
+    class Derived(Base):
+        mode = "batch"
+        _cache = None
+
+    assert (Derived.mode, Base.mode) == ("batch", "row")
+    first, second = Derived(), Derived([1])
+    assert (first.seen, second.double, first.seen is Derived().seen) == ([], 2, False)
+
+
+def test_a_class_in_a_function_may_name_types_of_the_function() -> None:
+    class Local(Spec):
+        x: int = 1
+
+    class Holder(Spec):
+        local: Local = Local()
+        other: Local | None = None
+
+    assert Holder(Local(2)).local.x == 2
+    with pytest.raises(ParameterError, match=r"local=3: input should be a dictionary or an instance of Local"):
+        Holder(3)  # type: ignore[arg-type]
