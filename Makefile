@@ -12,16 +12,19 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test test-ray check bench clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## Watch a small language model learn to think, by GRPO and by PPO
 	$(BIN)/flowrl demo
 
-test: $(READY)  ## Run the tests
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10
+test: $(READY)  ## Run the tests, but for those of test-ray
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10 -m "not ray and not engines"
+
+test-ray: $(READY)  ## Run the tests that start Ray, with ranks and faults
+	$(BIN)/python -m pytest --durations 10 -m ray
 
 check: $(READY)  ## Lint, check the format, and type-check the package in strict mode
 	$(BIN)/ruff check

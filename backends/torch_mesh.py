@@ -172,7 +172,8 @@ class Sharded:
         """The whole of each tensor, in order; a collective: all ranks must go through all of it.
 
         Tensors are gathered in buckets of at most `bucket_bytes` (a larger tensor is a bucket of its own). Beside what
-        the caller keeps, at most 2 + 1 / ranks buckets exist at a time: gathered, sent, and the tensor handed out.
+        the caller keeps, at most three buckets exist at a time: what was handed out last, what is gathered, and what
+        the ranks send for it.
         """
         bucket: list[tuple[str, Tensor]] = []
         size = 0
@@ -186,22 +187,25 @@ class Sharded:
 
     @torch.no_grad()
     def _gather(self, bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        sharded = [tensor for _, tensor in bucket if isinstance(tensor, DTensor)]
+        shards = [tensor for _, tensor in bucket if isinstance(tensor, DTensor)]
         # FSDP gives rank r the rows from r * ceil(rows / ranks) on; the last ones may have fewer, or none.
-        counts = [-(-tensor.shape[0] // self.size) * (tensor.numel() // tensor.shape[0]) for tensor in sharded]
-        mine = torch.empty(sum(counts), device=self.device)
-        for shard, piece in zip(sharded, mine.split(counts), strict=True):
-            rows = shard.to_local().flatten()
-            piece[: rows.numel()].copy_(rows)
-        gathered = mine.new_empty(self.size, sum(counts))
-        _all_gather(gathered.view(-1), mine, group=self.group)
-        del mine
+        counts = [-(-shard.shape[0] // self.size) * shard.shape[1:].numel() for shard in shards]
+        gathered = torch.empty(self.size, sum(counts), device=self.device)
+        _all_gather(gathered.view(-1), self._packed(shards, counts), group=self.group)
         pieces = iter(gathered.split(counts, dim=1))
         for name, tensor in bucket:
             if isinstance(tensor, DTensor):
                 yield name, next(pieces).reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
             else:
                 yield name, tensor
+
+    def _packed(self, shards: list[DTensor], counts: list[int]) -> Tensor:
+        """What this rank holds of `shards`, side by side on the device."""
+        packed = torch.empty(sum(counts), device=self.device)
+        for shard, piece in zip(shards, packed.split(counts), strict=True):
+            local = shard.to_local().flatten()
+            piece[: local.numel()].copy_(local)
+        return packed
 
 
 Mesh = Whole | Sharded

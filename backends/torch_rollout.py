@@ -45,6 +45,11 @@ class TorchRollout(Spec):
     max_rows: int = Field(default=256, ge=1)
     device: str | None = None
 
+    @property
+    def shares(self) -> str | None:
+        """The role in whose process this engine lives, since it uses its weights."""
+        return "actor" if self.model is None else None
+
     def build(self, context: BuildContext) -> TorchRolloutEngine:
         """The live engine; it holds no receipt yet.
 

@@ -14,7 +14,7 @@ from flowrl.demo.task import write_dataset
 from flowrl.demo.verifier import score_and_thinking
 from flowrl.graphs import grpo
 
-# Any Hugging Face folder of a causal LM will do; if there is none, the demo's is made (114 thousand parameters).
+# Any Hugging Face folder of a causal LM will do; if there is none, the demo's is made (113 thousand parameters).
 MODEL = Path(os.environ.get("MODEL", "runs/think/model"))
 DATA = Path("runs/think/data")
 STEPS = int(os.environ.get("STEPS", "30"))

@@ -149,6 +149,18 @@ def check(
 
 
 @app.command()
+def plan(target: Target) -> None:
+    """Print how a graph would run: which nodes at once, where, and what each of them reads."""
+    from flowrl.job import Job
+    from flowrl.plan import Plan
+    from flowrl.training import Training
+
+    found = _load(target)
+    job = found.job if isinstance(found, Training) else found
+    out.print(job.describe() if isinstance(job, Job) else str(Plan(_graph(found, target))), markup=False)
+
+
+@app.command()
 def diff(
     before: Target,
     after: Target,
@@ -173,6 +185,7 @@ def run(
     steps: Annotated[int | None, typer.Option(help="Instead of the training's own.")] = None,
     seed: Annotated[int | None, typer.Option(help="Instead of the training's own.")] = None,
     folder: Annotated[str | None, typer.Option(help="Where the run is written, instead of the training's own.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard in the run's folder.")] = False,
 ) -> None:
     """Train: TARGET names a Training, or a function that makes one."""
@@ -185,7 +198,7 @@ def run(
             f"{target} is of type {type(training).__name__}, which says neither on which data to train nor how long; "
             f"expected a training: Training(graph.bind(...), data, steps=..., prompts=...)."
         )
-    given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder}
+    given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder, "resume": resume or None}
     training = dataclasses.replace(training, **{k: v for k, v in given.items() if v is not None})
     _quiet()
     result = training.run([Terminal(out), *([TensorBoard()] if tensorboard else [])])

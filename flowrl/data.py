@@ -16,15 +16,16 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import torch
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from flowrl.errors import DataError, ParameterError
 from flowrl.keys import Key
@@ -35,10 +36,15 @@ from flowrl.spec import Spec
 if TYPE_CHECKING:
     from flowrl.text import ChatTokenizer
 
+_Paths = str | tuple[str, ...]
+
 _REQUIRED = ("prompt", "data_source", "reward_model")
 _MEDIA = ("images", "videos")  # verl's names; a prompt without them would be trained on with the picture missing
 _READ = (*_REQUIRED, "extra_info", *_MEDIA)
 _EXPECTED_MESSAGES = 'expected a list of messages, [{"role": "user", "content": "..."}]'
+
+FilePath = Annotated[str | os.PathLike[str], AfterValidator(os.fspath)]
+"""A path that is kept as text."""
 
 
 class PromptData(Spec):
@@ -54,14 +60,14 @@ class PromptData(Spec):
         ParameterError: no path, one that ends in neither ``.jsonl`` nor ``.parquet``, a limit below 1.
     """
 
-    path: str | tuple[str, ...]
+    path: FilePath | tuple[FilePath, ...]
     max_prompt_length: int | None = Field(None, ge=1)
     overlong: Literal["error", "drop"] = "error"
     shuffle: bool = True
 
     @field_validator("path")
     @classmethod
-    def _refuse_unreadable(cls, path: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    def _refuse_unreadable(cls, path: _Paths) -> _Paths:
         if not path:
             raise ValueError("it names no file; give at least one .jsonl or .parquet")
         if odd := [str(p) for p in _paths(path) if p.suffix.lower() not in _READERS]:
@@ -69,6 +75,17 @@ class PromptData(Spec):
                 f"{odd[0]!r} ends in neither .jsonl (one JSON object a line) nor .parquet; convert or rename the file"
             )
         return path
+
+    def refuse_missing(self) -> None:
+        """Look for the files, before a tokeniser is there to load them.
+
+        Raises:
+            DataError: one is missing.
+        """
+        if missing := [str(path) for path in _paths(self.path) if not path.is_file()]:
+            raise DataError(
+                f"{missing[0]!r} is not a file on this machine (looked in {Path.cwd()}); mend PromptData(path=...)."
+            )
 
     def load(self, tokenizer: ChatTokenizer, seed: int) -> PromptStream:
         """Read and tokenise all prompts.
@@ -81,14 +98,10 @@ class PromptData(Spec):
             DataError: a file that is missing, empty or damaged, a row that is not in the format, a prompt longer than
                 `max_prompt_length` (with ``overlong="error"``), or no row that is not.
         """
-        paths = _paths(self.path)
-        if missing := [str(path) for path in paths if not path.is_file()]:
-            raise DataError(
-                f"{missing[0]!r} is not a file on this machine (looked in {Path.cwd()}); mend PromptData(path=...)."
-            )
+        self.refuse_missing()
         rows: list[_Row] = []
         long: list[tuple[int, str]] = []
-        for index, (where, record) in enumerate(itertools.chain.from_iterable(map(_read, paths))):
+        for index, (where, record) in enumerate(itertools.chain.from_iterable(map(_read, _paths(self.path)))):
             row = _row(index, where, record, tokenizer)
             if self.max_prompt_length is None or len(row.ids) <= self.max_prompt_length:
                 rows.append(row)
@@ -128,7 +141,7 @@ class PromptStream:
         self._tokenizer = tokenizer
         self._seed = seed
         self._shuffle = shuffle
-        self.seek({"epoch": 0, "offset": 0})
+        self._start_epoch(0)
 
     def __len__(self) -> int:
         """The number of rows of an epoch; dropped ones are not among them."""
@@ -168,21 +181,21 @@ class PromptStream:
 
     @property
     def position(self) -> dict[str, int]:
-        """Where the next row comes from: ``{"epoch": ..., "offset": ...}``, for a checkpoint and `seek`."""
-        return {"epoch": self._epoch, "offset": self._offset}
+        """Where the next row comes from (see `seek`): ``{"epoch": ..., "offset": ..., "rows": ...}``."""
+        return {"epoch": self._epoch, "offset": self._offset, "rows": len(self)}
 
     def seek(self, position: Mapping[str, int]) -> None:
         """Go on from `position`: with the same data and seed, the batches are those that an uninterrupted stream gives.
 
         Raises:
-            DataError: not a position, or one beyond the end of this data.
+            DataError: not a position, or one in other data.
         """
         found = dict(position)
-        whole = found.keys() == {"epoch", "offset"} and all(type(v) is int and v >= 0 for v in found.values())
-        if not whole or found["offset"] >= len(self):
+        whole = found.keys() == self.position.keys() and all(type(v) is int and v >= 0 for v in found.values())
+        if not whole or found["rows"] != len(self) or found["offset"] >= len(self):
             raise DataError(
-                f'seek({found}) is no position in a stream of {len(self)} rows; expected {{"epoch": e, "offset": o}} '
-                f"with 0 <= o < {len(self)}, as `position` gave it for the same files and max_prompt_length."
+                f"seek({found}) is no position in a stream of {len(self)} rows; expected epoch, offset (below the "
+                f"rows) and rows as `position` gave them for the same files and max_prompt_length."
             )
         self._start_epoch(found["epoch"])
         self._offset = found["offset"]
@@ -233,8 +246,8 @@ def _refuse_empty(method: str, n: int) -> None:
         raise ParameterError(f"{method}({n}): expected at least 1 row to a batch.")
 
 
-def _paths(path: str | tuple[str, ...]) -> list[Path]:
-    return [Path(p).expanduser() for p in ((path,) if isinstance(path, str) else path)]
+def _paths(path: FilePath | tuple[FilePath, ...]) -> list[Path]:
+    return [Path(p).expanduser() for p in (path if isinstance(path, tuple) else (path,))]
 
 
 # ---- files: (where, record) pairs, `where` being what an error calls the row

@@ -8,13 +8,14 @@ that differ can say where.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -22,6 +23,9 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
     The tensors are the live ones, or copies where the model stores several of them fused (experts).
     """
+    from transformers.core_model_loading import revert_weight_conversion  # here, since it takes seconds
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
     state = remove_tied_weights_from_state_dict(model.state_dict(), model)
     yield from sorted(revert_weight_conversion(model, state).items())
 

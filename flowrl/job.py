@@ -12,7 +12,7 @@ from flowrl.engines import Backend
 from flowrl.errors import BindError, GraphError
 from flowrl.executor import Executor, LocalExecutor
 from flowrl.graph import Graph
-from flowrl.plan import Plan
+from flowrl.plan import Plan, home
 from flowrl.rules import require
 from flowrl.session import Session
 
@@ -62,10 +62,29 @@ class Job:
         if self.place is not None:
             lay_out(self.graph, self.place)
         elif many:
+            ranks = ranks_of(self.graph.bindings[many[0]])
             raise BindError(
-                f"the role {many[0]!r} wants {ranks_of(self.graph.bindings[many[0]])} ranks, which one process cannot be; say "
-                f"where they run: graph.bind(..., place=Colocate(gpus={ranks_of(self.graph.bindings[many[0]])}))."
+                f"the role {many[0]!r} wants {ranks} ranks, which one process cannot be; say where they run: "
+                f"graph.bind(..., place=Colocate(gpus={ranks}))."
             )
+
+    def describe(self) -> str:
+        """The plan, and where the place puts the processes of the roles that are bound.
+
+        Raises:
+            GraphError: weights cannot be kept in order.
+            BindError: the place has no room for the roles.
+        """
+        plan = Plan(self.graph)
+        if self.place is None:
+            return f"{plan}\neverything runs in one process"
+        lines = [str(plan), f"processes of {type(self.place).__name__}; those of one slot take turns:"]
+        hosts = lay_out(self.graph, self.place)
+        for slot in range(self.place.slots):
+            lines.append(f"  slot {slot}: {', '.join(host.name for host in hosts if host.slot == slot) or 'free'}")
+        if any(home(node) is None for node in plan.order):
+            lines.append("  no slot: general")
+        return "\n".join(lines)
 
     def build(self, seed: int = 0) -> dict[str, Any]:
         """Load the live engines in this process, by role."""
@@ -73,8 +92,11 @@ class Job:
 
     @contextmanager
     def open(self, seed: int = 0) -> Iterator[Executor]:
-        """An executor with all engines loaded: in this process, or on Ray at the job's place; what was started ends with
-        the block."""
+        """An executor with all engines loaded, in this process or at the job's place; what it starts ends with it.
+
+        Raises:
+            RuleError, BindError, GraphError: before any model is loaded; see `refuse_unready`.
+        """
         self.refuse_unready()
         if self.place is None:
             yield LocalExecutor(Plan(self.graph), Session(self.build(seed), seed))

@@ -6,6 +6,7 @@ are at the start of the step comes before whoever writes them. Executors only wa
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,7 @@ import networkx as nx
 from flowrl.engines import Rollout
 from flowrl.errors import GraphError
 from flowrl.graph import Graph, Node
+from flowrl.roles import RoleRef
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,14 @@ class Plan:
         return [self.graph[name] for name in names if not self.graph[name].is_input]
 
     @cached_property
+    def waves(self) -> list[list[Node]]:
+        """The nodes by how many must run before them, one after another; those of a wave do not wait for each other."""
+        inputs = self.graph.inputs
+        generations = nx.topological_generations(self.network)
+        found = [{name for name in generation if name not in inputs} for generation in generations]
+        return [[node for node in self.order if node.name in wave] for wave in found if wave]
+
+    @cached_property
     def last_reader(self) -> dict[str, str]:
         """For each node whose outputs are read: the node after which nobody needs them any more."""
         last: dict[str, str] = {}
@@ -90,3 +100,38 @@ class Plan:
             for n in self.order
             if any(u.protocol is Rollout and u.mode == "writes" for u in n.operator.role_uses.values())
         ]
+
+    def __str__(self) -> str:
+        """The plan for people: waves, where each node runs, what rows it may be split by, and just what it reads."""
+        lines = [f"{self.graph.name}: {len(self.order)} nodes in {len(self.waves)} waves; those of one may run at once"]
+        numbered = [(str(number), node) for number, wave in enumerate(self.waves, start=1) for node in wave]
+        rows = [(number, node.name, _where(node), node.operator.granularity) for number, node in numbered]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        indent = " " * (widths[0] + 4)
+        for row, (_, node) in zip(rows, numbered, strict=True):
+            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            for source in node.sources:
+                read = sorted({edge.output for edge in node.inputs.values() if edge.node == source})
+                text = f"from {source}: {', '.join(read)}"
+                lines += textwrap.wrap(text, 120, initial_indent=indent, subsequent_indent=f"{indent}  ")
+        if self.state_edges:
+            lines.append("weights are read before they are written:")
+            lines += [f"  {edge.role}: {edge.before} before {edge.after}" for edge in self.state_edges]
+        return "\n".join(lines)
+
+
+def home(node: Node) -> str | None:
+    """The role in whose process a node runs: the one that it writes, else the one that it reads; None without any."""
+    return next(iter(_roles(node)), None)
+
+
+def _roles(node: Node) -> list[str]:
+    """The roles of a node, those that it writes first."""
+    uses = sorted(node.operator.role_uses.items(), key=lambda item: item[1].mode != "writes")
+    found = (getattr(node.operator, field) for field, _ in uses)
+    return [ref.name for ref in found if isinstance(ref, RoleRef)]
+
+
+def _where(node: Node) -> str:
+    roles = _roles(node)
+    return " with ".join(roles) or "general"

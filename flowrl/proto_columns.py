@@ -179,6 +179,8 @@ def _margins(
 def bits(tensor: Tensor) -> Tensor:
     """The rows of a tensor as raw bytes: uint8 ``[rows bytes]``, on the CPU, whatever strides and device were."""
     rows, width = len(tensor), math.prod(tensor.shape[1:])
+    if tensor.numel() == 0:  # an empty array of NumPy's has strides that torch does not view as bytes
+        return torch.empty(rows, 0, dtype=torch.uint8)
     return tensor.detach().cpu().contiguous().reshape(rows, width).view(torch.uint8)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,15 @@ import numpy as np
 
 from flowrl.errors import ParameterError
 
+LINES = ("metrics.jsonl", "predictions.jsonl")
+
 
 class RunFolder:
-    """The folder of a run: ``run.json`` (what ran), ``metrics.jsonl``, ``predictions.jsonl``, the trained weights."""
+    """The folder of a run.
+
+    It holds ``run.json`` (what ran), ``metrics.jsonl``, ``predictions.jsonl``, ``trace.json``, the checkpoints and the
+    trained weights.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,7 +37,8 @@ class RunFolder:
             path = Path(folder).expanduser()
             if (path / "run.json").exists() and not resume:
                 raise ParameterError(
-                    f"{path} already holds a run; choose another folder, go on with it by resume=True, or remove it first."
+                    f"{path} already holds a run; choose another folder, go on with it by resume=True, or remove it "
+                    f"first."
                 )
             path.mkdir(parents=True, exist_ok=True)
             return RunFolder(path)
@@ -55,21 +63,31 @@ class RunFolder:
             for record in records:
                 lines.write(_line(record))
 
+    def flush(self) -> None:
+        """All lines to the disk: a checkpoint must not outlast the lines of the steps before it."""
+        for file in LINES:
+            if (self.path / file).exists():
+                with (self.path / file).open("a") as lines:
+                    os.fsync(lines.fileno())
+
     def rewind(self, step: int) -> tuple[list[Mapping[str, float]], list[Mapping[str, float]]]:
         """Drop what was written after `step`; returns the lines of steps and those of validations that are left."""
-        for file in ("metrics.jsonl", "predictions.jsonl"):
+        for file in LINES:
             if (self.path / file).exists():
                 kept = [record for record in self._read(file) if record["step"] <= step]
                 partial = self.path / f"{file}.partial"
                 partial.write_text("".join(_line(record) for record in kept), encoding="utf-8")
                 partial.replace(self.path / file)
-        lines = self._read("metrics.jsonl")
+        # what is no number to JSON was written as null
+        lines = [{k: math.nan if v is None else v for k, v in line.items()} for line in self._read("metrics.jsonl")]
         return [line for line in lines if "timing/step" in line], [line for line in lines if "timing/step" not in line]
 
     def _read(self, file: str) -> list[dict[str, Any]]:
-        """The records of a JSONL file, less a last line that was cut off."""
-        lines = (self.path / file).read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        """The records of a JSONL file, less a last line that was cut off; none where there is no file."""
+        if not (self.path / file).exists():
+            return []
+        with (self.path / file).open(encoding="utf-8", newline="\n") as lines:  # no other character ends a line
+            return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from flowrl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class ChatTokenizer:
@@ -35,6 +37,8 @@ class ChatTokenizer:
                 f"{folder!r} is not a folder on this machine; expected a Hugging Face folder with a tokeniser, as "
                 f"tokenizer.save_pretrained(folder) writes it."
             )
+        from transformers import AutoTokenizer  # here, since it takes seconds, and graphs need no tokeniser
+
         try:
             loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
@@ -43,7 +47,7 @@ class ChatTokenizer:
                 f"tokenizer.save_pretrained({folder!r})."
             ) from error
         self.folder = folder
-        self._tokenizer = cast(PreTrainedTokenizerBase, loaded)
+        self._tokenizer = cast("PreTrainedTokenizerBase", loaded)
         if self._tokenizer.eos_token_id is None:
             raise DataError(
                 f"the tokeniser in {folder!r} has no EOS token, so no response could end; set tokenizer.eos_token and "

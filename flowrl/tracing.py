@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Literal
 
 import networkx as nx
 from rich.table import Table
+from rich.text import Text
 
 from flowrl.plan import Plan
 from flowrl.proto_columns import size
@@ -80,22 +82,21 @@ class Trace:
             steps: seconds by node, a mapping for every step (`StepResult.seconds`).
             makespans: seconds that each step took as a whole.
         """
-        total = sum(makespans)
-        rows: dict[str, list[float]] = {
-            node.name: [step[node.name] for step in steps if node.name in step] for node in plan.order
-        }
+        rows = {node.name: [step[node.name] for step in steps if node.name in step] for node in plan.order}
         for span in self.spans:
             if span.kind != "node":
                 rows.setdefault(span.name, []).append(span.seconds)
-        fetched = dict.fromkeys(rows, 0)
+        fetched: Counter[str] = Counter()
         for span in self.spans:
-            if span.name in fetched:
-                fetched[span.name] += span.bytes
-        share = {name: sum(seconds) / total if total else 0.0 for name, seconds in rows.items()}
-        n = max(len(steps), 1)
-        means = {node.name: sum(rows[node.name]) / n for node in plan.order}
+            fetched[span.name] += span.bytes
+        total, n = sum(makespans), max(len(makespans), 1)
+        totals = tuple(
+            Total(name, len(seconds), sum(seconds), sum(seconds) / total if total else 0.0, fetched[name])
+            for name, seconds in rows.items()
+            if seconds
+        )
+        means = {t.name: t.seconds / n for t in totals if t.name in plan.graph}
         path, length = critical_path(plan.network, means)
-        totals = tuple(Total(name, len(s), sum(s), share[name], fetched[name]) for name, s in rows.items() if s)
         return Summary(totals, idle(self.spans), tuple(path), length, total / n)
 
 
@@ -143,7 +144,7 @@ class Summary:
             lines.append(f"a step takes {self.step_seconds:.3f} s, {over:.1%} more than its critical path")
         if self.idle:
             lines.append("idle: " + ", ".join(f"{place} {share:.0%}" for place, share in self.idle.items()))
-        table = Table(caption="\n".join(lines), caption_justify="left")
+        table = Table(caption=Text("\n".join(lines)), caption_justify="left")
         table.add_column("node")
         for heading in ("calls", "seconds", "share", "fetched"):
             table.add_column(heading, justify="right")

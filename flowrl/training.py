@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -17,42 +18,25 @@ from pydantic import Field, model_validator
 import flowrl
 from flowrl.checkpoint import Checkpoints
 from flowrl.data import PromptData, PromptStream
-from flowrl.engines import Rollout, Trainer
+from flowrl.engines import Trainer
 from flowrl.errors import BindError, DataError, GraphError
 from flowrl.executor import Executor, LocalExecutor, StepResult
-from flowrl.graph import Graph
 from flowrl.job import Job
 from flowrl.keys import Key
 from flowrl.plan import Plan
+from flowrl.proto_io import check_json
 from flowrl.records import PromptBatch
+from flowrl.report import Reporter
 from flowrl.run_folder import RunFolder
 from flowrl.serial import encode, graph_to_dict
-from flowrl.spec import Spec
+from flowrl.spec import Spec, parameters
+from flowrl.tracing import Summary, Trace
 from flowrl.validation import Validation
 
+logger = logging.getLogger(__name__)
 
-class Reporter(Protocol):
-    """Who is told how a run goes. `end` is called once for every `start` that returned, however the run ends."""
-
-    def start(self, name: str, steps: int, folder: Path) -> None:
-        """The run begins: the graph's name, the number of steps, the run folder."""
-        ...
-
-    def node(self, name: str) -> None:
-        """This node, or this validation, runs now."""
-        ...
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """So many steps are done; the numbers of the last one."""
-        ...
-
-    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What a validation after so many steps found."""
-        ...
-
-    def end(self) -> None:
-        """The run is over, or has failed."""
-        ...
+Found = tuple[Path, Mapping[str, Any]]
+"""A checkpoint's folder, and its state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +66,7 @@ class Training(Spec):
         resume: go on from the newest whole checkpoint in `folder`; where there is none, start.
 
     Raises:
-        ParameterError: two validations share a name, under which their numbers are logged.
+        ParameterError: two validations share a name, under which their numbers are logged; `resume` without `folder`.
     """
 
     job: Job
@@ -98,7 +82,7 @@ class Training(Spec):
     resume: bool = False
 
     @model_validator(mode="after")
-    def _names_differ(self) -> Self:
+    def _refuse_unfit(self) -> Self:
         names = [validation.name for validation in self.validations]
         if self.resume and self.folder is None:
             raise ValueError("resume=True, but no folder says which run; name it: Training(..., folder=...)")
@@ -117,6 +101,7 @@ class Training(Spec):
         Raises:
             RuleError, BindError, GraphError: what `Job.refuse_unready` refuses; an input that prompts cannot feed; no
                 engine that could tokenise prompts; a validation that does not fit the graph.
+            DataError: a file of prompts is missing; a state that no checkpoint could hold.
         """
         self.job.refuse_unready(self.prompts)
         graph = self.job.graph
@@ -127,35 +112,82 @@ class Training(Spec):
                     f"have; Training feeds {', '.join(PromptBatch._fields)}: compute the others in the graph, or walk "
                     f"it by LocalExecutor(...).step(batch, step)."
                 )
-        if _generator(graph) is None:
+        if not graph.generators:
             raise BindError(
                 f"no node of {graph.name} reads a rollout engine, and it is its tokeniser that prompts become tokens "
                 f"by; expected a Generate()(prompts) in the graph."
             )
         for validation in self.validations:
             _ = Plan(validation.graph(graph)).order
+        for data in (self.data, *(validation.data for validation in self.validations)):
+            data.refuse_missing()
+        if self.checkpoint_every is not None:
+            for node in graph.nodes.values():
+                for field, state in node.operator.states.items():
+                    check_json(state.initial(node.operator), f"the state {node.name}.{field}")
 
     def run(self, reporters: Sequence[Reporter] = ()) -> Run:
         """Train.
 
         Raises:
             RuleError, BindError, GraphError, ParameterError: before any model is loaded; see `refuse_unready`.
-            DataError: the prompts cannot be read; as everything below, after ``run.json`` was written, which says so.
+            DataError: before any model is loaded, where data is missing, or a checkpoint cannot be gone on from;
+                otherwise, as everything below, after ``run.json`` was written, which says so.
             NodeError: a node failed; the run folder holds all that was measured until then.
         """
         self.refuse_unready()
         described = self.describe()  # now: the source of a reward function may be edited while the run goes
         folder = RunFolder.create(self.folder, self.job.graph.name, self.resume)
+        checkpoints = Checkpoints(folder.path / "checkpoints", self.keep)
+        found = self._found(checkpoints) if self.resume else None
         folder.describe({"status": "running", **described})
         try:
             with self.job.open(self.seed) as executor:
-                run = _Loop(self, executor, folder, reporters).run()
+                run = _Loop(self, executor, folder, checkpoints, reporters).run(found)
         except BaseException as error:
             status = "failed" if isinstance(error, Exception) else "interrupted"
             folder.describe({"status": status, "error": f"{type(error).__name__}: {error}", **described})
             raise
         folder.describe({"status": "finished", **described})
         return run
+
+    def _found(self, checkpoints: Checkpoints) -> Found | None:
+        """The newest whole checkpoint, where there is one.
+
+        Raises:
+            DataError: it is of another run, or of more steps; or all checkpoints are damaged.
+        """
+        found = checkpoints.latest()
+        if found is None:
+            return None
+        path, state = found
+        made_with, now = state["made_with"], self.identity()
+        if other := [key for key, value in now.items() if made_with[key] != value]:
+            raise DataError(
+                f"{path} is of a run with another {other[0]} ({made_with[other[0]]!r}, and here it is "
+                f"{now[other[0]]!r}); resume with what it was made with, or name another folder."
+            )
+        if state["step"] > self.steps:
+            raise DataError(
+                f"{path} stands after step {state['step']}, and steps={self.steps} ends before; ask for more steps, or "
+                f"remove the later checkpoints to go back."
+            )
+        if state["fingerprint"] != self.job.graph.fingerprint():
+            logger.warning(
+                "%s was made with other backends; the run goes on from its weights, and its numbers need not be those "
+                "of the uninterrupted one.",
+                path,
+            )
+        return found
+
+    def identity(self) -> dict[str, Any]:
+        """What a run must have in common with the one that it resumes: all but backends, place and how long it goes."""
+        return {
+            "graph": self.job.graph.bound({}).fingerprint(),
+            "seed": self.seed,
+            "prompts": self.prompts,
+            "data": {name: value for name, value in parameters(self.data).items() if name != "path"},
+        }
 
     def describe(self) -> dict[str, Any]:
         """What would run, as JSON-able data: graph with backends, data, seed, versions.
@@ -169,58 +201,78 @@ class Training(Spec):
         return {
             "fingerprint": graph.fingerprint(),
             "graph": graph_to_dict(graph, portable=False),
+            "place": encode(self.job.place, "place", portable=False),
             "training": {name: encode(getattr(self, name), name, portable=False) for name in fields},
             "versions": {"flowrl": flowrl.__version__, "python": platform.python_version(), **versions},
             "threads": torch.get_num_threads(),
         }
 
 
-def _generator(graph: Graph) -> str | None:
-    """The first role that the graph generates with."""
-    return next(
-        (r for r, uses in graph.roles().items() for u in uses if (u.protocol, u.mode) == (Rollout, "reads")), None
-    )
-
-
 class _Loop:
     """The state of a run while it goes."""
 
     def __init__(
-        self, training: Training, executor: Executor, folder: RunFolder, reporters: Sequence[Reporter]
+        self,
+        training: Training,
+        executor: Executor,
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        reporters: Sequence[Reporter],
     ) -> None:
         self.training, self.executor, self.folder, self.reporters = training, executor, folder, reporters
+        self.checkpoints = checkpoints
         graph, tokenizer = training.job.graph, executor.tokenizer()
         self.stream = training.data.load(tokenizer, training.seed)
         # Validations draw from keys of their own, the same ones every time: curves differ by the policy alone.
         held_out = Key.of(training.seed).derive("validation").bits
-        self.validations: list[tuple[Validation, Executor, PromptStream]] = [
-            (v, executor.fork(Plan(v.graph(graph)), held_out), v.data.load(tokenizer, training.seed))
-            for v in training.validations
-        ]
-        self.checkpoints = Checkpoints(folder.path / "checkpoints", training.keep)
+        self.validations: list[tuple[Validation, Executor, PromptStream]] = []
+        for validation in training.validations:
+            fork = executor.fork(Plan(validation.graph(graph)), held_out)
+            fork.trace = Trace()  # its nodes bear the names of the steps' own
+            self.validations.append((validation, fork, validation.data.load(tokenizer, training.seed)))
         self.metrics: list[Mapping[str, float]] = []
         self.validated: list[Mapping[str, float]] = []
+        self.seconds: list[Mapping[str, float]] = []
+        self.makespans: list[float] = []
+        self.summary: Summary | None = None
 
-    def run(self) -> Run:
-        with ExitStack() as ends:
-            for reporter in self.reporters:
-                reporter.start(self.training.job.graph.name, self.training.steps, self.folder.path)
-                ends.callback(reporter.end)
-            done = self._resume() if self.training.resume else 0
-            if not done:
-                self.executor.sync()
-                self._validate(0)
-            for step in range(done, self.training.steps):
-                self._step(step)
-                self._validate(step + 1)
-                self._checkpoint(step + 1)
+    def run(self, found: Found | None) -> Run:
+        """Go through all steps, or those after the checkpoint that was found."""
+        done = 0 if found is None else int(found[1]["step"])
+        try:
+            with ExitStack() as ends:
+                for reporter in self.reporters:
+                    reporter.start(self.training.job.graph.name, self.training.steps, self.folder.path, done)
+                    ends.callback(lambda reporter: reporter.end(self.summary), reporter)
+                self._begin(found)
+                for step in range(done, self.training.steps):
+                    self._step(step)
+                    self._validate(step + 1)
+                    self._checkpoint(step + 1)
+                if self.makespans:
+                    self.summary = self._trace().summary(self.executor.plan, self.seconds, self.makespans)
+        finally:
+            self._trace().save(self.folder.path / "trace.json")
         if self.training.save_model:
             for role, uses in self.training.job.graph.roles().items():
                 if any((use.protocol, use.mode) == (Trainer, "writes") for use in uses):
                     self.executor.save_pretrained(role, str(self.folder.path / role))
-        self.executor.trace.save(self.folder.path / "trace.json")
         engines = self.executor.session.engines if isinstance(self.executor, LocalExecutor) else {}
         return Run(self.folder.path, self.metrics, self.validated, engines)
+
+    def _begin(self, found: Found | None) -> None:
+        """Bring engines, state, data and the lines of the folder to where the run starts."""
+        if found is None:
+            if self.training.resume:
+                self.folder.rewind(-1)  # what an earlier start left that came to no checkpoint
+            self.executor.sync()
+            self._validate(0)
+            return
+        path, state = found
+        self.executor.state.update(state["state"])
+        self.stream.seek(state["data"])
+        self.executor.load(path)
+        self.metrics, self.validated = self.folder.rewind(state["step"])
 
     def _checkpoint(self, step: int) -> None:
         every = self.training.checkpoint_every
@@ -229,38 +281,21 @@ class _Loop:
         state = {
             "data": self.stream.position,
             "state": self.executor.state,
+            "made_with": self.training.identity(),
             "fingerprint": self.training.job.graph.fingerprint(),
-            "seed": self.training.seed,
-            "prompts": self.training.prompts,
         }
+        self.folder.flush()
         self.checkpoints.save(step, state, self.executor.save)
 
-    def _resume(self) -> int:
-        """Go back to the newest whole checkpoint; returns the steps that it stands after, 0 where there is none.
-
-        Raises:
-            DataError: the checkpoint is of another graph, seed or number of prompts.
-        """
-        found = self.checkpoints.latest()
-        if found is None:
-            return 0
-        path, state = found
-        now = {
-            "fingerprint": self.training.job.graph.fingerprint(),
-            "seed": self.training.seed,
-            "prompts": self.training.prompts,
-        }
-        if other := [key for key, value in now.items() if state[key] != value]:
-            raise DataError(
-                f"{path} is of a run with another {other[0]} ({state[other[0]]!r}, and this one has {now[other[0]]!r}); resume "
-                f"with what it was made with, or name another folder."
-            )
-        self.executor.state.update(state["state"])
-        self.stream.seek(state["data"])
-        self.executor.load(path)
-        done = int(state["step"])
-        self.metrics, self.validated = self.folder.rewind(done)
-        return done
+    def _trace(self) -> Trace:
+        """All spans; those of a validation under its name."""
+        trace = Trace()
+        trace.spans += self.executor.trace.spans
+        for validation, executor, _ in self.validations:
+            trace.spans += [
+                dataclasses.replace(span, name=f"{validation.name}/{span.name}") for span in executor.trace.spans
+            ]
+        return trace
 
     def _step(self, step: int) -> None:
         batch = self.stream.next(self.training.prompts)
@@ -269,6 +304,8 @@ class _Loop:
         seconds = time.perf_counter() - started
         metrics = {"step": step + 1, **result.metrics.compute(), **_timing(result, seconds)}
         self.metrics.append(metrics)
+        self.seconds.append(result.seconds)
+        self.makespans.append(seconds)
         self.folder.append("metrics.jsonl", [metrics])
         for reporter in self.reporters:
             reporter.step(step + 1, metrics)
@@ -278,6 +315,7 @@ class _Loop:
             if step % validation.every and step != self.training.steps:
                 continue
             self._tell_node(validation.name)
+            executor.state.clear()  # so that a validation does not depend on those before it
             total: dict[str, Any] = {}
             predictions: list[dict[str, Any]] = []
             for batch in stream.batches(validation.batch):

@@ -62,10 +62,13 @@ class Ranks:
 def sequences(rows: Sequence[int] | None = None) -> Any:
     batch: Any = ragged(ROWS)
     index = torch.tensor(range(ROWS) if rows is None else rows, dtype=torch.int64)
-    return batch._replace(**{
-        name: column[index.numpy()] if name == "uid" else column[index]
-        for name, column in batch._asdict().items() if column is not None
-    })
+    return batch._replace(
+        **{
+            name: column[index.numpy()] if name == "uid" else column[index]
+            for name, column in batch._asdict().items()
+            if column is not None
+        }
+    )
 
 
 def policy_batch(ranks: Ranks, kind: str) -> PolicyBatch:
@@ -93,7 +96,10 @@ def weights(engine: Any) -> dict[str, Tensor]:
 
 
 def values_of(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone() for name, tensor in state.items()}
+    return {
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+        for name, tensor in state.items()
+    }
 
 
 def log_probs(ranks: Ranks, kind: str) -> dict[str, Any]:
@@ -105,30 +111,53 @@ def log_probs(ranks: Ranks, kind: str) -> dict[str, Any]:
     return found | {"none": none, "rows": own}
 
 
+def last_gradient(engine: Any) -> dict[str, Tensor]:
+    """The gradient of the first step of SGD with momentum, as its buffers keep it."""
+    state = engine.state_dict()
+    buffers = (state["optimizer"]["state"][i]["momentum_buffer"] for i in range(len(state["weights"])))
+    return values_of(dict(zip(state["weights"], buffers, strict=True)))
+
+
 def gradient(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
-    """One step of plain SGD, so that the change of the weights is the gradient."""
-    engine, batch = ranks.trainer(kind, max_tokens=40, **settings), policy_batch(ranks, kind)
-    before = weights(engine)
+    engine = ranks.trainer(kind, max_tokens=40, optimizer=SGD(lr=0.1, momentum=0.9), **settings)
+    before, batch = weights(engine), policy_batch(ranks, kind)
     metrics = engine.update(batch, minis(batch, PPO, ALL), PPO)
-    return {"before": before, "after": weights(engine), "metrics": metrics, "names": list(before)}
+    return {"before": before, "after": weights(engine), "gradient": last_gradient(engine), "metrics": metrics}
 
 
 def training(ranks: Ranks, kind: str, optimizer: Any) -> dict[str, Any]:
     """Epochs of mini-batches, clipped, under a schedule."""
-    engine, batch = ranks.trainer(kind, optimizer=optimizer, grad_clip=1.0, schedule=Cosine(12), max_tokens=40), policy_batch(ranks, kind)
+    engine, batch = (
+        ranks.trainer(kind, optimizer=optimizer, grad_clip=1.0, schedule=Cosine(12), max_tokens=40),
+        policy_batch(ranks, kind),
+    )
     metrics = [engine.update(batch, minis(batch, PPO, *STEPS), PPO) for _ in range(2)]
-    return {"after": weights(engine), "metrics": metrics, "version": engine.version, "log_probs": engine.log_probs(sequences())}
+    return {
+        "after": weights(engine),
+        "metrics": metrics,
+        "version": engine.version,
+        "log_probs": engine.log_probs(sequences()),
+    }
 
 
 def critic(ranks: Ranks, **settings: Any) -> dict[str, Any]:
-    engine = ranks.build(TorchCritic, "critic", optimizer=SGD(lr=0.1), **settings)
+    engine = ranks.build(TorchCritic, "critic", optimizer=SGD(lr=0.005, momentum=0.9), grad_clip=None, **settings)
     batch, loss = value_batch(ranks, "llama"), ValueClip(0.2)
     own = ranks.mine(ALL)
-    before, found = values_of(engine.state_dict()["weights"]), engine.values(sequences(own))
-    metrics = engine.update(batch, minis(batch, loss, ALL, *STEPS), loss)
+    found = engine.values(sequences(own))
+    metrics = [engine.update(batch, minis(batch, loss, ALL), loss)]
+    slope = last_gradient(engine)
+    metrics.append(engine.update(batch, minis(batch, loss, *STEPS), loss))
     engine.save_pretrained(str(ranks.folder / f"saved-critic-{ranks.world_size}"))
-    return {"own": found, "rows": own, "metrics": [metrics], "before": before,
-            "after": values_of(engine.state_dict()["weights"]), "all": engine.values(sequences())}
+    after = values_of(engine.state_dict()["weights"])
+    return {
+        "own": found,
+        "rows": own,
+        "metrics": metrics,
+        "gradient": slope,
+        "after": after,
+        "all": engine.values(sequences()),
+    }
 
 
 def resuming(ranks: Ranks) -> dict[str, Any]:
@@ -158,9 +187,11 @@ def resuming(ranks: Ranks) -> dict[str, Any]:
         found["other"] = go_on(engine)
     engine.load_checkpoint(str(fresh))
     found["fresh"] = go_on(engine)
-    for name, path, target in [("no checkpoint", ranks.folder, engine), ("another model", folder, ranks.trainer("llama", **settings)),
-                               ("another optimiser", folder, ranks.trainer("qwen2")), ("twice", folder, None)]:
-        found[name] = error_of(lambda: engine.save_checkpoint(str(path)) if target is None else target.load_checkpoint(str(path)))  # noqa: B023
+    llama, sgd = ranks.trainer("llama", **settings), ranks.trainer("qwen2")
+    found["no checkpoint"] = error_of(lambda: engine.load_checkpoint(str(ranks.folder)))
+    found["another model"] = error_of(lambda: llama.load_checkpoint(str(folder)))
+    found["another optimiser"] = error_of(lambda: sgd.load_checkpoint(str(folder)))
+    found["twice"] = error_of(lambda: engine.save_checkpoint(str(folder)))
     return found
 
 
@@ -181,15 +212,18 @@ def bad_rows(ranks: Ranks) -> dict[str, Any]:
 
 
 def gathering(ranks: Ranks) -> dict[str, Any]:
-    """Gather all weights, in buckets of some sizes, keeping none; the most bytes that existed meanwhile."""
+    """Gather all weights, in buckets of some sizes, keeping none; the most bytes that any hand-out left alive."""
     engine = ranks.trainer("llama")
     sizes = {name: tensor.nbytes for name, tensor in engine.weights()}
     peaks = {}
     for bucket in (1, 20_000, 60_000):
+        peaks[bucket] = 0
         with LiveBytes() as live:
             for _ in engine.weights(bucket_bytes=bucket):
-                pass
-        peaks[bucket] = live.peak
+                end = time.monotonic() + 1  # gloo's threads let go of what they sent a moment later
+                while live.now > 2 * max(bucket, *sizes.values()) + 1024 and time.monotonic() < end:
+                    time.sleep(0.001)
+                peaks[bucket] = max(peaks[bucket], live.now)
     engine.save_pretrained(str(ranks.folder / f"saved-{ranks.world_size}"))
     held = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in engine.model.parameters())
     return {"peaks": peaks, "sizes": sizes, "held": held}
@@ -209,7 +243,10 @@ def turns(ranks: Ranks) -> dict[str, Any]:
     engine, batch = ranks.trainer("llama"), policy_batch(ranks, "llama")
     before = engine.log_probs(batch)
     engine.sleep()
-    errors = [error_of(lambda: engine.log_probs(batch)), error_of(lambda: engine.update(batch, minis(batch, PPO, ALL), PPO))]
+    errors = [
+        error_of(lambda: engine.log_probs(batch)),
+        error_of(lambda: engine.update(batch, minis(batch, PPO, ALL), PPO)),
+    ]
     engine.wake()
     return {"errors": errors, "same": torch.equal(before, engine.log_probs(batch))}
 
@@ -223,7 +260,10 @@ BOTH: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     **{f"gradient {kind}": lambda r, kind=kind: gradient(r, kind) for kind in ("llama", "qwen2", "gpt2", "gemma2")},
     "gradient checkpointed": lambda r: gradient(r, "qwen2", gradient_checkpointing=True),
     "gradient offloaded": lambda r: gradient(r, "qwen2", offload=r.world_size > 1),
-    **{f"bfloat16 {kind}": lambda r, kind=kind: gradient(r, kind, dtype="bfloat16", gradient_checkpointing=True) for kind in ("llama", "gpt2")},
+    **{
+        f"bfloat16 {kind}": lambda r, kind=kind: gradient(r, kind, dtype="bfloat16", gradient_checkpointing=True)
+        for kind in ("llama", "gpt2")
+    },
     "training sgd": lambda r: training(r, "llama", SGD(lr=0.05, momentum=0.9)),
     "training adamw": lambda r: training(r, "qwen2", AdamW(lr=0.002, eps=1e-5, weight_decay=0.1)),
     "critic": critic,
@@ -249,11 +289,11 @@ def error_of(act: Callable[[], Any]) -> str:
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made in the block held at a time."""
+    """The bytes that tensors made in the block hold now."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = 0
         self._live: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -265,7 +305,6 @@ class LiveBytes(TorchDispatchMode):
                 if storage._cdata not in self._live and storage._cdata not in inputs:
                     self._live[storage._cdata] = storage.nbytes()
                     self.now += storage.nbytes()
-                    self.peak = max(self.peak, self.now)
                     weakref.finalize(storage, self._forget, storage._cdata)
         return out
 
@@ -304,7 +343,9 @@ def main(rank: int, size: int, folder: Path) -> None:
 
     def group(name: str, seconds: int) -> None:
         store = f"file://{folder / name}"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+        dist.init_process_group(
+            "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+        )
 
     ranks, found = Ranks(rank, size, folder), {}
     group("first-group", 60)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import char_tokenizer, tiny_folder
 
-from flowrl.data import PromptData, PromptStream
+from flowrl.data import FilePath, PromptData, PromptStream
 from flowrl.errors import DataError, ParameterError
 from flowrl.keys import Key
 from flowrl.proto import DataProto
@@ -62,7 +62,7 @@ def write_parquet(path: Path, records: Sequence[Any]) -> str:
     return str(path)
 
 
-def load(path: str | tuple[str, ...], seed: int = 0, **settings: Any) -> PromptStream:
+def load(path: FilePath | tuple[FilePath, ...], seed: int = 0, **settings: Any) -> PromptStream:
     return PromptData(path, **settings).load(Characters(), seed)  # type: ignore[arg-type]
 
 
@@ -183,6 +183,28 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(load(os.path.join("~", "a.jsonl"))) == 1
 
 
+def test_a_path_may_be_a_path_object(tmp_path: Path) -> None:
+    a, b = (Path(write_jsonl(tmp_path / f"{name}.jsonl", [record(i)])) for i, name in enumerate("ab"))
+    assert PromptData(a) == PromptData(str(a))
+    assert PromptData(a).path == str(a)
+    assert PromptData((a, str(b))).path == (str(a), str(b))
+    assert truths(load((a, str(b)), shuffle=False).all()) == ["0", "1"]
+    with pytest.raises(ParameterError, match=r"a\.txt' ends in neither"):
+        PromptData(a.with_suffix(".txt"))
+    for odd in (3, b"a.jsonl"):
+        with pytest.raises(ParameterError, match="path"):
+            PromptData(odd)  # type: ignore[arg-type]
+
+
+def test_missing_files_are_found_without_a_tokeniser(tmp_path: Path) -> None:
+    path = Path(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
+    PromptData(path).refuse_missing()
+    with pytest.raises(DataError, match=r"gone\.jsonl' is not a file on this machine .looked in .*mend PromptData"):
+        PromptData((path, path.with_name("gone.jsonl"))).refuse_missing()
+    with pytest.raises(DataError, match="is not a file"):
+        PromptData(tmp_path / "a.jsonl" / "b.jsonl").refuse_missing()
+
+
 def test_more_rows_than_one_parquet_read(tmp_path: Path) -> None:
     stream = load(write_parquet(tmp_path / "a.parquet", [record(i, "q") for i in range(2500)]), shuffle=False)
     assert truths(stream.all()) == [str(i) for i in range(2500)]
@@ -233,7 +255,7 @@ def test_every_epoch_holds_every_row_once(rows: int, sizes: list[int], seed: int
     assert epochs == sorted(epochs)
     full, rest = divmod(len(uids), rows)
     assert Counter(epochs) == Counter({**{e: rows for e in range(full)}, **({full: rest} if rest else {})})
-    assert stream.position == {"epoch": full, "offset": rest}
+    assert stream.position == {"epoch": full, "offset": rest, "rows": rows}
 
 
 @settings(max_examples=40)
@@ -262,10 +284,12 @@ def test_a_resumed_stream_gives_the_batches_of_the_uninterrupted_one(
 def test_seek_refuses_what_is_no_position(tmp_path: Path) -> None:
     stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(3)]))
     stream.next(1)
-    for wrong in ({}, {"epoch": 0}, {"epoch": 0, "offset": 3}, {"epoch": -1, "offset": 0}, {"epoch": 0.0, "offset": 0}):
-        with pytest.raises(DataError, match=r"seek\(.*3 rows.*0 <= o < 3"):
-            stream.seek(wrong)  # type: ignore[arg-type]
-    assert stream.position == {"epoch": 0, "offset": 1}
+    for wrong in ({"offset": 3}, {"epoch": -1}, {"epoch": 0.0}, {"rows": 4}, {"rows": 2}, {"row": 3}):
+        with pytest.raises(DataError, match=r"seek\(.*3 rows; expected epoch, offset .below the rows. and rows"):
+            stream.seek({"epoch": 0, "offset": 0, "rows": 3} | wrong)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="is no position"):
+        stream.seek({"epoch": 0, "offset": 0})
+    assert stream.position == {"epoch": 0, "offset": 1, "rows": 3}
 
 
 def test_validation_is_every_row_once_in_file_order(tmp_path: Path) -> None:

@@ -713,3 +713,10 @@ def test_repr_reads_as_a_table() -> None:
     assert lines[6] == "meta: {'step': 3}" and max(map(len, lines)) <= 120
     assert repr(DataProto({})).startswith("DataProto: 0 rows, 0 columns, 0 B of tensors on no device")
     assert "2.0 GiB of tensors" in repr(DataProto({"big": torch.zeros(1).expand(2**29)}))
+
+
+def test_empty_columns_from_numpy_are_compared_and_digested() -> None:
+    empty = torch.from_numpy(np.zeros((0, 3), dtype=np.float32)), torch.zeros(0, 3)
+    protos = [DataProto({"values": column}) for column in empty]
+    assert protos[0].equal(protos[1])
+    assert protos[0].digest() == protos[1].digest()

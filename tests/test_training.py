@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +15,25 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flowrl import INJECTED, Metrics, Operator, PromptData, TensorBoard, Terminal, Training, Validation, algorithm
+from flowrl import (
+    INJECTED,
+    Metrics,
+    Operator,
+    PromptData,
+    State,
+    TensorBoard,
+    Terminal,
+    Training,
+    Validation,
+    algorithm,
+)
 from flowrl import columns as c
 from flowrl.backends import TorchRollout
 from flowrl.edit import After
 from flowrl.errors import BindError, DataError, FlowrlError, GraphError, NodeError, ParameterError
 from flowrl.graph import Graph
 from flowrl.records import PromptBatch
+from flowrl.tracing import Summary
 from flowrl.training import Run
 from tests.jobs import job_of, weights_of, write_prompts
 from tests.rewards import digits
@@ -66,8 +79,8 @@ class Recorder:
         if what == self.fail_at:
             raise RuntimeError(f"the reporter fails at {what}")
 
-    def start(self, name: str, steps: int, folder: Path) -> None:
-        self._tell("start", name, steps, folder)
+    def start(self, name: str, steps: int, folder: Path, done: int) -> None:
+        self._tell("start", name, steps, folder, done)
 
     def node(self, name: str) -> None:
         self._tell("node", name)
@@ -78,8 +91,8 @@ class Recorder:
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._tell("validation", step)
 
-    def end(self) -> None:
-        self._tell("end")
+    def end(self, summary: Summary | None) -> None:
+        self._tell("end", summary)
 
     def count(self, what: str) -> int:
         return sum(told[0] == what for told in self.told)
@@ -225,7 +238,7 @@ def test_a_failure_mid_run_is_told_and_keeps_what_was_measured(tiny: str, prompt
     assert [record["step"] for record in lines(tmp_path / "metrics.jsonl")] == [1, 2]
     assert not (tmp_path / "actor").exists()
     assert reporter.count("end") == 1
-    assert reporter.told[-1] == ("end",)
+    assert reporter.told[-1] == ("end", None)
 
 
 def test_an_interrupt_is_not_a_failure(tiny: str, prompts_file: str, tmp_path: Path) -> None:
@@ -255,9 +268,19 @@ def test_every_reporter_that_was_started_is_ended_once(
 
 
 def test_data_that_cannot_be_read_is_told_in_the_run_folder(tiny: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is not a file"):
-        train(job_of("grpo", tiny), str(tmp_path / "absent.jsonl"), tmp_path / "run")
+    (tmp_path / "damaged.jsonl").write_text("{")
+    with pytest.raises(DataError, match="damaged.jsonl:1: the line is not JSON"):
+        train(job_of("grpo", tiny), str(tmp_path / "damaged.jsonl"), tmp_path / "run")
     assert described(tmp_path / "run")["status"] == "failed"
+
+
+def test_data_that_is_missing_is_refused_before_there_is_a_folder(prompts_file: str, tmp_path: Path) -> None:
+    job, absent = job_of("grpo", "no such model"), str(tmp_path / "absent.jsonl")
+    with pytest.raises(DataError, match=r"absent.jsonl' is not a file on this machine"):
+        train(job, absent, tmp_path / "run")
+    with pytest.raises(DataError, match=r"absent.jsonl' is not a file on this machine"):
+        train(job, prompts_file, tmp_path / "run", validation=Validation(PromptData(absent)))
+    assert not (tmp_path / "run").exists()
 
 
 class Counted(NamedTuple):
@@ -307,7 +330,65 @@ def test_settings_are_checked_where_they_are_written(
         train(job_of("grpo", tiny), prompts_file, tmp_path, **settings)
 
 
+# ---- the trace
+
+
+def spans(folder: Path) -> list[dict[str, Any]]:
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return [event for event in events if event["ph"] == "X"]
+
+
+def test_the_trace_holds_every_call_and_tells_validations_apart(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    reporter = Recorder()
+    validation = Validation(PromptData(prompts_file), every=2, name="held", batch=5)
+    job = job_of("ppo", tiny)
+    run = train(job, prompts_file, tmp_path, [reporter], validation=validation)
+    found = Counter(span["name"] for span in spans(tmp_path))
+    nodes = [name for name in job.graph.nodes if name != "batch"]
+    # 3 steps, and 3 validations (0, 2, 3) of 12 prompts in batches of 5
+    assert found == {**dict.fromkeys(nodes, 3), **{f"held/{n}": 9 for n in ("repeat", "generate", "reward")}}
+    (_, summary) = reporter.told[-1]
+    assert [total.name for total in summary.totals] == nodes
+    for total in summary.totals:
+        assert total.seconds == pytest.approx(sum(step[f"timing/{total.name}"] for step in run.metrics))
+        assert total.calls == 3
+    assert summary.step_seconds == pytest.approx(sum(step["timing/step"] for step in run.metrics) / 3)
+    assert summary.path_seconds <= summary.step_seconds
+
+
+def test_a_run_that_fails_leaves_its_trace(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    with pytest.raises(NodeError):
+        train(job_of("grpo", tiny, fails_at(16, ValueError("no"))), prompts_file, tmp_path)
+    names = [span["name"] for span in spans(tmp_path)]
+    assert names.count("update_actor") == 1
+    assert names.count("generate") == names.count("reward") == 2  # the one that failed is there, too
+
+
 # ---- validation
+
+
+class Runs(Operator):
+    """Counts how often it has run; adds nothing to the scores."""
+
+    count = State(lambda self: 0)
+
+    def __call__(self, token_level_scores: c.TokenLevelScores, metrics: Metrics = INJECTED) -> c.TokenLevelScores:
+        self.count.value += 1
+        metrics.max("runs", self.count.value)
+        return token_level_scores
+
+
+def test_states_of_a_validation_are_its_own_and_new_each_time(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    job = job_of("grpo", tiny).edit(insert={"runs": After("reward", Runs())})
+    data = PromptData(prompts_file)
+    validations = (
+        Validation(data, every=1, name="a", until="runs", batch=12),
+        Validation(data, every=1, name="b", until="runs", batch=5),
+    )
+    run = train(job, prompts_file, tmp_path, validation=validations)
+    assert [metrics["runs"] for metrics in run.metrics] == [1, 2, 3]
+    found = [(key, value) for line in run.validations for key, value in line.items() if key.endswith("/runs")]
+    assert found == [("a/runs", 1), ("b/runs", 3)] * 4
 
 
 @pytest.mark.parametrize(("steps", "every", "expected"), [(5, 2, [0, 2, 4, 5]), (4, 2, [0, 2, 4]), (3, 10, [0, 3])])
@@ -415,6 +496,8 @@ def test_the_terminal_shows_node_reward_and_kl(tiny: str, prompts_file: str, tmp
     assert f"KL {last['kl/ref']:.3f}" in shown
     assert f"val/reward/mean {run.validations[-1]['val/reward/mean']:.3f}" in shown
     assert "ppo: 3 steps" in shown
+    table = shown[shown.rindex("┏") :]
+    assert all(node in table for node in ("generate", "update_critic", "sync", "critical path", "idle: this process"))
     if terminal:
         assert "left" in shown
         assert "3/3" in shown
@@ -428,14 +511,15 @@ def test_the_terminal_shows_node_reward_and_kl(tiny: str, prompts_file: str, tmp
 def test_a_terminal_names_the_node_that_runs_now(tmp_path: Path) -> None:
     out = io.StringIO()
     reporter = Terminal(Console(file=out, force_terminal=True, width=140))
-    reporter.start("ppo", 5, tmp_path)
+    reporter.start("ppo", 5, tmp_path, 1)
+    assert "1/5" in out.getvalue() and "5 steps, of which 1 are done" in out.getvalue()
     for node in ("generate", "update_actor"):
         reporter.node(node)
         assert reporter.progress is not None
         reporter.progress.refresh()  # which it does by itself, a few times a second
         assert node in out.getvalue()
     reporter.step(2, {"reward/mean": 0.25, "kl/ref": math.nan})
-    reporter.end()
+    reporter.end(None)
     assert "2/5" in out.getvalue()
     assert "reward 0.250  KL nan" in out.getvalue()
 

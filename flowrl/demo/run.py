@@ -115,7 +115,7 @@ def _warm_start(out: Console, folder: Path, seed: int) -> Path:
             seed,
             lambda step, total, loss: bar.update(task, completed=step, total=total, loss=f"loss {loss:.3f}"),
         )
-    out.print(f"114 thousand parameters, in {model}")
+    out.print(f"The model is in {model}")
     return model
 
 

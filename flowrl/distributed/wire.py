@@ -79,8 +79,7 @@ def pack(column: Tensor | Array) -> Packed:
     if array.ndim != 2 or array.size == 0:
         return whole
     width = array.shape[1]
-    right = _run(array[:, ::-1])
-    left = np.minimum(_run(array), width - right)  # a row of one value is all right end
+    left, right = _run(array), _run(array[:, ::-1])  # each the whole width where a row is of one value
     values = np.ascontiguousarray(array[:, 0]), np.ascontiguousarray(array[:, -1])
     ends = Ends(left.astype(np.int32), right.astype(np.int32), *values, width)
     packed = Packed(array[ends.kept()], column.dtype, ends)

@@ -1,0 +1,32 @@
+"""The demo on Ray: the job of `think.py` at another place, with its actor sharded over two ranks.
+
+flowrl plan examples/think_on_ray.py:training    see which nodes may run at once, and where
+flowrl run examples/think_on_ray.py:training     train
+
+Nothing in the graph changes, and neither do the numbers. The actor's weights are sharded over two processes (FSDP2), every
+other role has a process of its own, and all take turns on two slots: GPUs, or where there are none CPUs.
+"""
+
+from dataclasses import replace
+
+from think import MODEL
+from think import training as in_one_process
+
+from flowrl import Colocate, Terminal, Training
+from flowrl.backends import AdamW, TorchRollout, TorchTrainer
+
+
+def training() -> Training:
+    """The training of `think.py` on Ray."""
+    local = in_one_process()
+    job = local.job.edit(
+        bind={
+            "actor": TorchTrainer(MODEL, AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0), ranks=2),
+            "rollout": TorchRollout(MODEL),  # a model of its own, since the actor's is in pieces
+        }
+    )
+    return replace(local, job=replace(job, place=Colocate(gpus=2)))
+
+
+if __name__ == "__main__":
+    training().run([Terminal()])

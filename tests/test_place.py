@@ -1,0 +1,218 @@
+"""Places: which rank of which role runs on which slot, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.distributed.place import Colocate, HostPlan, Place, Split, lay_out
+from flowrl.errors import BindError, ParameterError
+from flowrl.graph import Graph
+from flowrl.graphs import grpo, ppo
+from flowrl.spec import Spec
+from tests.kernel import CriticEngine, RolloutEngine, TrainerEngine, exact
+
+
+class Trainer(Spec):
+    """Backends that say where they want to be, and must not be built."""
+
+    ranks: int = 1
+    memory: float | None = None
+    shares: str | None = None
+
+    def build(self, context: Any) -> TrainerEngine:
+        raise AssertionError("built")
+
+
+class Critic(Trainer):
+    def build(self, context: Any) -> CriticEngine:
+        raise AssertionError("built")
+
+
+class Rollout(Trainer):
+    def build(self, context: Any) -> RolloutEngine:
+        raise AssertionError("built")
+
+
+class Silent(Spec):
+    """Says nothing of ranks, memory or sharing."""
+
+    def build(self, context: Any) -> RolloutEngine:
+        raise AssertionError("built")
+
+
+def bound(**backends: Any) -> Graph:
+    return (
+        ppo(exact)
+        .bind(**{"actor": Trainer(), "ref": Trainer(), "critic": Critic(), "rollout": Rollout(), **backends})
+        .graph
+    )
+
+
+def slots(hosts: list[HostPlan]) -> dict[str, int]:
+    return {host.name: host.slot for host in hosts}
+
+
+class TestSpecs:
+    def test_by_position(self) -> None:
+        assert Colocate(2) == Colocate(gpus=2)
+        assert Split(1, 3) == Split(train=1, rollout=3)
+        assert (Colocate(2).slots, Split(1, 3).slots) == (2, 4)
+
+    def test_what_all_places_have_is_by_name(self) -> None:
+        place = Colocate(2, address="ray://head:10001", memory=80, deadline=60, restart="role")
+        assert (place.address, place.memory, place.deadline, place.restart) == ("ray://head:10001", 80.0, 60.0, "role")
+        for cls, sizes in ((Colocate, (1,)), (Split, (1, 1))):
+            with pytest.raises(ParameterError, match="one argument too many"):
+                cls(*sizes, "ray://head:10001")
+
+    @pytest.mark.parametrize(
+        "given",
+        [{"gpus": 0}, {"gpus": -1}, {"memory": 0}, {"deadline": 0}, {"restart": "always"}, {"gpu": 1}, {"gpus": 1.5}],
+    )
+    def test_bad_values(self, given: dict[str, Any]) -> None:
+        with pytest.raises(ParameterError, match=next(iter(given))):
+            Colocate(**given)
+
+    @pytest.mark.parametrize("given", [{"train": 0}, {"rollout": 0}, {"gpus": 2}])
+    def test_bad_splits(self, given: dict[str, Any]) -> None:
+        with pytest.raises(ParameterError, match=next(iter(given))):
+            Split(**given)
+
+
+class TestColocate:
+    def test_one_slot_holds_all(self) -> None:
+        hosts = lay_out(bound(), Colocate())
+        assert slots(hosts) == {"actor[0]": 0, "ref[0]": 0, "critic[0]": 0, "rollout[0]": 0}
+
+    def test_roles_of_one_rank_spread(self) -> None:
+        assert sorted(slots(lay_out(bound(), Colocate(4))).values()) == [0, 1, 2, 3]
+        assert Counter(slots(lay_out(bound(), Colocate(2))).values()) == {0: 2, 1: 2}
+
+    def test_ranks_have_slots_of_their_own(self) -> None:
+        hosts = lay_out(bound(actor=Trainer(ranks=2), rollout=Rollout(ranks=2)), Colocate(2))
+        assert slots(hosts) == {
+            "actor[0]": 0, "actor[1]": 1, "ref[0]": 0, "critic[0]": 1, "rollout[0]": 0, "rollout[1]": 1,
+        }  # fmt: skip
+        assert [(h.rank, h.ranks) for h in hosts if "actor" in h.roles] == [(0, 2), (1, 2)]
+
+    def test_the_fewest_first(self) -> None:
+        hosts = lay_out(bound(ref=Trainer(ranks=2), critic=Critic(ranks=2)), Colocate(3))
+        assert slots(hosts) == {
+            "actor[0]": 0, "ref[0]": 1, "ref[1]": 2, "critic[0]": 0, "critic[1]": 1, "rollout[0]": 2,
+        }  # fmt: skip
+
+    def test_only_what_the_graph_uses(self) -> None:
+        graph = grpo(exact).bind(actor=Trainer(), ref=Trainer(), rollout=Silent()).graph
+        assert [host.roles for host in lay_out(graph, Colocate(2))] == [("actor",), ("ref",), ("rollout",)]
+
+    def test_more_ranks_than_slots(self) -> None:
+        said = r"'critic' wants 3 ranks, and Colocate\(gpus=2\) has 2 slot\(s\)"
+        with pytest.raises(BindError, match=said):
+            lay_out(bound(critic=Critic(ranks=3)), Colocate(2))
+
+    @given(st.lists(st.integers(1, 4), min_size=4, max_size=4), st.integers(4, 6))
+    def test_no_slot_has_two_more_than_another(self, ranks: list[int], gpus: int) -> None:
+        a, b, c, d = ranks
+        hosts = lay_out(
+            bound(actor=Trainer(ranks=a), ref=Trainer(ranks=b), critic=Critic(ranks=c), rollout=Rollout(ranks=d)),
+            Colocate(gpus),
+        )
+        assert len(hosts) == len(set(hosts)) == sum(ranks)
+        for roles in {host.roles for host in hosts}:
+            mine = [host for host in hosts if host.roles == roles]
+            assert [host.rank for host in mine] == list(range(mine[0].ranks))
+            assert len({host.slot for host in mine}) == len(mine)
+        load = Counter({slot: 0 for slot in range(gpus)})
+        load.update(host.slot for host in hosts)
+        assert max(load.values()) - min(load.values()) <= 1
+
+
+class TestSplit:
+    def test_generation_is_apart(self) -> None:
+        hosts = lay_out(bound(), Split(1, 1))
+        assert slots(hosts) == {"actor[0]": 0, "ref[0]": 0, "critic[0]": 0, "rollout[0]": 1}
+
+    def test_several(self) -> None:
+        hosts = lay_out(bound(actor=Trainer(ranks=2), rollout=Rollout(ranks=2)), Split(train=2, rollout=2))
+        assert slots(hosts) == {
+            "actor[0]": 0, "actor[1]": 1, "ref[0]": 0, "critic[0]": 1, "rollout[0]": 2, "rollout[1]": 3,
+        }  # fmt: skip
+
+    def test_each_side_has_its_own_slots(self) -> None:
+        with pytest.raises(BindError, match=r"'actor' wants 2 ranks, and Split\(rollout=4\) has 1 slot\(s\)"):
+            lay_out(bound(actor=Trainer(ranks=2)), Split(1, 4))
+        with pytest.raises(BindError, match=r"'rollout' wants 2 ranks, and Split\(train=4\) has 1 slot\(s\)"):
+            lay_out(bound(rollout=Rollout(ranks=2)), Split(4, 1))
+
+
+class TestSharing:
+    def test_one_host(self) -> None:
+        hosts = lay_out(bound(rollout=Rollout(shares="actor")), Colocate(2))
+        assert slots(hosts) == {"actor+rollout[0]": 0, "ref[0]": 1, "critic[0]": 0}
+
+    def test_the_owner_comes_first_and_has_the_ranks(self) -> None:
+        graph = bound(ref=Trainer(shares="critic"), critic=Critic(ranks=2))
+        assert graph.bindings.keys() == {"actor", "ref", "critic", "rollout"}
+        hosts = [host for host in lay_out(graph, Colocate(2)) if "ref" in host.roles]
+        assert [host.name for host in hosts] == ["critic+ref[0]", "critic+ref[1]"]
+
+    def test_through_another(self) -> None:
+        hosts = lay_out(bound(ref=Trainer(shares="actor"), rollout=Rollout(shares="ref")), Colocate())
+        assert [host.roles for host in hosts] == [("actor", "ref", "rollout"), ("critic",)]
+
+    def test_with_a_trainer_there_is_no_split(self) -> None:
+        hosts = lay_out(bound(rollout=Rollout(shares="actor")), Split(1, 1))
+        assert {host.slot for host in hosts} == {0}
+
+    @pytest.mark.parametrize(
+        ("rollout", "said"),
+        [
+            (Rollout(shares="policy"), "'rollout' shares the weights of 'policy', which is not bound"),
+            (Rollout(shares="rollout"), "circle: rollout -> rollout"),
+            (
+                Rollout(shares="actor", ranks=3),
+                "'rollout' wants 3 ranks and shares the weights of 'actor', which has 1",
+            ),
+        ],
+    )
+    def test_refused(self, rollout: Rollout, said: str) -> None:
+        with pytest.raises(BindError, match=said):
+            lay_out(bound(rollout=rollout), Colocate(4))
+
+    def test_a_circle(self) -> None:
+        graph = bound(actor=Trainer(shares="ref"), ref=Trainer(shares="actor"))
+        with pytest.raises(BindError, match="circle: actor -> ref -> actor"):
+            lay_out(graph, Colocate())
+
+
+class TestMemory:
+    graph = bound(actor=Trainer(memory=60), ref=Trainer(memory=20), rollout=Rollout(memory=40))
+
+    def test_who_takes_turns_need_not_fit_together(self) -> None:
+        assert len(lay_out(self.graph, Colocate(memory=60))) == 4
+
+    def test_too_large_alone(self) -> None:
+        with pytest.raises(BindError) as raised:
+            lay_out(self.graph, Colocate(memory=50))
+        for part in ("slot 0 of Colocate(memory=50.0) has 50 GiB", "actor[0] 60, ref[0] 20, rollout[0] 40 GiB"):
+            assert part in str(raised.value)
+        assert "critic" not in str(raised.value)  # states no size
+
+    def test_who_shares_weights_is_there_together(self) -> None:
+        graph = bound(actor=Trainer(memory=60), rollout=Rollout(memory=30, shares="actor"))
+        lay_out(graph, Colocate(memory=90))
+        with pytest.raises(BindError, match=r"actor\+rollout\[0\] 90 GiB"):
+            lay_out(graph, Colocate(memory=80))
+
+    def test_the_slot_is_named(self) -> None:
+        with pytest.raises(BindError, match=r"slot 1 of .* rollout\[0\] 40 GiB"):
+            lay_out(bound(rollout=Rollout(memory=40)), Split(1, 1, memory=30))
+
+    def test_unchecked(self) -> None:
+        place: Place = Colocate()
+        assert len(lay_out(bound(actor=Trainer(memory=1e6)), place)) == 4
