@@ -1,4 +1,4 @@
-"""The command line: ``flowrl show | check | diff | run | demo``.
+"""The command line: ``flowrl show | check | plan | diff | run | operators | demo``.
 
 A target is ``FILE.py:name`` or ``package.module:name``: a graph, a job, a training, or a function of no arguments that
 makes one; graph files (``.yaml``, ``.json``) are targets too. Misuse is answered in one paragraph, and with the exit
@@ -203,6 +203,22 @@ def run(
     _quiet()
     result = training.run([Terminal(out), *([TensorBoard()] if tensorboard else [])])
     out.print(f"The run is in {result.folder}", markup=False)
+
+
+@app.command()
+def operators() -> None:
+    """List the installed operators: what each reads and writes."""
+    from rich.table import Table
+
+    from flowrl import installed
+
+    table = Table("operator", "reads", "writes", "from")
+    for name, point in sorted(installed.names().items()):
+        signature = installed.load(name)._signature
+        record = signature.output_record
+        writes = ", ".join(signature.outputs) if record is None else record.__name__
+        table.add_row(name, ", ".join(signature.ports), writes, point.value.partition(":")[0])
+    out.print(table)
 
 
 @app.command()

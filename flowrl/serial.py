@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from flowrl import installed
 from flowrl.errors import GraphError, ParameterError
 from flowrl.functions import reference, resolve, source_hash
 from flowrl.graph import Graph, Node
@@ -80,7 +81,9 @@ def decode(data: Any, where: str) -> Any:
             )
         return function
     if "$type" in data:
-        cls = _import(data["$type"], where)
+        name = data["$type"]
+        bare = isinstance(name, str) and name.isidentifier()
+        cls = installed.load(name) if bare else _import(name, where)
         if not isinstance(cls, type) or not issubclass(cls, Spec):
             raise GraphError(f"{where} names {data['$type']}, which is no Spec; expected an operator, loss or backend.")
         try:

@@ -315,7 +315,6 @@ class _Loop:
             if step % validation.every and step != self.training.steps:
                 continue
             self._tell_node(validation.name)
-            executor.state.clear()  # so that a validation does not depend on those before it
             total: dict[str, Any] = {}
             predictions: list[dict[str, Any]] = []
             for batch in stream.batches(validation.batch):

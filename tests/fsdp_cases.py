@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowrl.backends import SGD, AdamW, Cosine, TorchCritic, TorchScorer, TorchTrainer
@@ -298,7 +299,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        inputs = {tensor.untyped_storage()._cdata for tensor in args if type(tensor) is Tensor}
+        inputs = {tensor.untyped_storage()._cdata for tensor in args if type(tensor) in (Tensor, Parameter)}
         for tensor in out if isinstance(out, tuple | list) else [out]:
             if type(tensor) is Tensor and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()

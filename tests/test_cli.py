@@ -18,9 +18,11 @@ from flowrl import Graph, load
 from flowrl.cli import main
 from flowrl.errors import DefinitionError, ParameterError
 from flowrl.functions import load_object
+from flowrl.plan import Plan
 
 GRAPHS = """
-    from flowrl.backends import TorchTrainer
+    from flowrl import Colocate, Split
+    from flowrl.backends import TorchRollout, TorchScorer, TorchTrainer
     from flowrl.demo.verifier import compute_score
     from flowrl.graphs import grpo, ppo
     from flowrl.operators import KLLoss, PPOClip, UpdateActor
@@ -29,6 +31,11 @@ GRAPHS = """
     broken = grpo(compute_score, n=1, mini_batch=3)
     twice = ppo(compute_score).edit(replace={"update_actor": UpdateActor(PPOClip(kl=KLLoss()))})
     unbound = second.bind(actor=TorchTrainer("nowhere"))
+    placed = second.bind(
+        actor=TorchTrainer("nowhere", ranks=2), ref=TorchScorer("nowhere"), rollout=TorchRollout("nowhere"),
+        place=Split(train=3, rollout=2),
+    )
+    crowded = second.bind(actor=TorchTrainer("nowhere", ranks=3), place=Colocate(gpus=2))
     number, nothing = 3, None
 
     def made():
@@ -131,7 +138,7 @@ def test_help_is_there_at_once_and_loads_nothing_heavy() -> None:
     code = "import sys\nfrom flowrl.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit as end:\n"
     code += "    assert not end.code\n    print(*{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert all(name in done.stdout for name in ("show", "check", "diff", "run", "demo"))
+    assert all(name in done.stdout for name in ("show", "check", "plan", "diff", "run", "demo"))
     assert {"torch", "transformers", "numpy", "networkx", "pydantic"}.isdisjoint(done.stderr.split())
 
 
@@ -184,6 +191,8 @@ def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
         (["show", "graphs.py:first", "--to", "x"], "--to x has the ending ''; expected one of .md, .html, .svg, .json"),
         (["show", "graphs.py:first", "--to", "graphs.py/x.md"], "--to graphs.py/x.md cannot be written"),
         (["diff", "graphs.py:first", "graphs.py:second", "--to", "x.yaml"], "expected one of .md, .html, .svg."),
+        (["plan", "graphs.py:number"], "graphs.py:number is of type int; expected a graph"),
+        (["plan", "graphs.py:crowded"], "the role 'actor' wants 3 ranks, and Colocate(gpus=2) has 2 slot(s)"),
         (["run", "graphs.py:first"], "graphs.py:first is of type Graph, which says neither on which data to train"),
         (["run", "graphs.py:unbound"], "graphs.py:unbound is of type Job"),
     ],
@@ -304,6 +313,23 @@ def test_check_of_a_training_knows_its_prompts(command: Command, training: Path)
     assert answer.code == 1 and answer.out.startswith("FR004 update_actor: mini_batch=3 does not divide the 4 rows")
 
 
+def test_plan_tells_what_would_run(command: Command, graphs: Path, training: Path) -> None:
+    plan = str(Plan(load_object("graphs.py:second")))
+    assert command("plan", "graphs.py:second") == (0, f"{plan}\n", "")
+    assert command("plan", "graphs.py:made") == (0, f"{plan}\n", "")
+    assert command("plan", f"{training}:training") == (0, f"{plan}\neverything runs in one process\n", "")
+    placed = """
+processes of Split; those of one slot take turns:
+  slot 0: actor[0]
+  slot 1: actor[1]
+  slot 2: ref[0]
+  slot 3: rollout[0]
+  slot 4: free
+  no slot: general
+"""
+    assert command("plan", "graphs.py:placed") == (0, plan + placed, "")
+
+
 def test_diff_tells_what_changes(command: Command, graphs: Path) -> None:
     first, second = load_object("graphs.py:first"), load_object("graphs.py:second")
     assert command("diff", "graphs.py:first", "graphs.py:second") == (0, f"{first.diff(second)}\n", "")
@@ -346,6 +372,19 @@ def test_run_takes_steps_seed_and_folder_from_the_command_line(command: Command,
     assert len(lines(Path("other/metrics.jsonl"))) == 1 and list(Path("other").glob("events.*"))
     assert json.loads(Path("other/run.json").read_text())["training"]["seed"] == 6
     assert not Path("own").exists()
+
+
+def test_run_resumes(command: Command, training: Path) -> None:
+    source = training.read_text().replace("seed=5,", "seed=5, checkpoint_every=1,")
+    other = write(training.with_name("resumed.py"), source)
+    assert command("run", f"{other}:training", "--steps", "2").code == 0
+    answer = command("run", f"{other}:training", "--resume")
+    assert answer.code == 0 and "3 steps, of which 2 are done, written to own" in answer.out
+    assert [record["step"] for record in lines(Path("own/metrics.jsonl"))] == [1, 2, 3]
+    answer = command("run", f"{other}:training", "--resume", "--seed", "6")
+    assert answer.code == 2 and is_paragraph(answer) and "is of a run with another seed" in answer.err
+    answer = command("run", f"{other}:short", "--resume")
+    assert answer.code == 2 and is_paragraph(answer) and "no folder says which run" in answer.err
 
 
 def test_run_takes_a_function_that_makes_a_training(command: Command, training: Path) -> None:

@@ -191,9 +191,8 @@ def test_a_path_may_be_a_path_object(tmp_path: Path) -> None:
     assert truths(load((a, str(b)), shuffle=False).all()) == ["0", "1"]
     with pytest.raises(ParameterError, match=r"a\.txt' ends in neither"):
         PromptData(a.with_suffix(".txt"))
-    for odd in (3, b"a.jsonl"):
-        with pytest.raises(ParameterError, match="path"):
-            PromptData(odd)  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="path"):
+        PromptData(3)  # type: ignore[arg-type]
 
 
 def test_missing_files_are_found_without_a_tokeniser(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from flowrl.backends import SGD, AdamW, Cosine, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.backends.torch_mesh import split_rows
@@ -36,7 +36,7 @@ from tests.fsdp_cases import (
     sequences,
     weights,
 )
-from tests.models import char_tokenizer, tiny_folder
+from tests.models import VOCAB, char_tokenizer, tiny_folder
 
 KINDS = ["llama", "qwen2", "gpt2", "gemma2"]
 
@@ -300,10 +300,12 @@ def test_a_wrong_number_of_processes_is_refused(found: Any, tmp_path: Path) -> N
             backend("m", ranks=0)
 
 
-def test_one_rank_through_fully_shard_is_one_process(found: Any) -> None:
-    """Offload takes `fully_shard` with one rank too, which needs no process group of the caller's."""
+def test_one_rank_through_fully_shard_is_one_process(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offload takes `fully_shard` with one rank too, which needs no process group of the caller's; and ordinary folders
+    go straight into shards, without a whole model before."""
     folder, alone, _ = found
     context = Ranks(0, 1, folder)
+    monkeypatch.delattr("flowrl.backends.torch_shards.load_causal_lm")
     assert not dist.is_initialized()
     try:
         engine = context.trainer("qwen2", optimizer=SGD(lr=0.1, momentum=0.9), offload=True, max_tokens=40)
@@ -323,6 +325,8 @@ def test_one_rank_through_fully_shard_is_one_process(found: Any) -> None:
 
         with pytest.raises(BindError, match="those are sharded"):
             TorchRollout().build(Shared())
+        for critic in ("critic-0", "saved-critic-2", "llama-0"):
+            TorchCritic(str(folder / critic), offload=True, device="cpu").build(context)
     finally:
         dist.destroy_process_group()
 
@@ -335,3 +339,43 @@ def test_rows_are_dealt_evenly_and_each_once(tokens: list[int], ranks: int) -> N
     loads = [sum(tokens[row] for row in share.tolist()) for share in shares]
     assert max(loads) - min(loads) <= max(tokens, default=0)
     assert max(map(len, shares)) > 0 or not tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_engine_leaves_the_device_and_comes_back(found: Any, offload: bool) -> None:
+    folder, _, _ = found
+    context = Ranks(0, 1, folder)
+    settings: dict[str, Any] = {"device": "cuda", "offload": offload, "optimizer": AdamW(lr=0.01)}
+    batch, steps = policy_batch(context, "qwen2"), [minis(policy_batch(context, "qwen2"), PPO, ALL)] * 2
+    try:
+        engine, steady = (context.trainer("qwen2", **settings) for _ in range(2))
+        for turn in steps:
+            engine.sleep()
+            assert {parameter.device.type for parameter in engine.model.parameters()} == {"cpu"}
+            engine.wake()
+            logs = [each.update(batch, turn, PPO).compute() for each in (engine, steady)]
+            assert logs[0] == pytest.approx(logs[1], rel=1e-4, abs=1e-6)
+        assert apart(weights(engine), weights(steady)) < 1e-5
+        torch.testing.assert_close(engine.log_probs(sequences()).cpu(), steady.log_probs(sequences()).cpu())
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_fused_experts_are_sharded_and_gathered_apart(tmp_path: Path) -> None:
+    """Transformers keeps experts fused and stores them apart."""
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(vocab_size=VOCAB, num_key_value_heads=1, num_local_experts=2, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "experts-0")
+    char_tokenizer().save_pretrained(tmp_path / "experts-0")
+    context = Ranks(0, 1, tmp_path)
+    try:
+        sharded, whole = (context.trainer("experts", offload=offload) for offload in (True, False))
+        here, there = weights(sharded), weights(whole)
+        assert list(here) == list(there) and all(torch.equal(here[name], there[name]) for name in there)
+        torch.testing.assert_close(sharded.log_probs(sequences()), whole.log_probs(sequences()))
+        sharded.save_pretrained(str(tmp_path / "saved"))
+        assert load_file(tmp_path / "saved" / "model.safetensors").keys() == there.keys()
+    finally:
+        dist.destroy_process_group()

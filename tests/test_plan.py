@@ -17,7 +17,7 @@ from flowrl.graph import Graph, Input, Node
 from flowrl.graphs import grpo, ppo
 from flowrl.operator import Operator
 from flowrl.operators import GAE, Generate, Reward, UpdateCritic, Value
-from flowrl.plan import Plan, StateEdge, state_edges
+from flowrl.plan import Plan, StateEdge, home, state_edges
 from flowrl.records import CriticUpdated, PromptBatch, Tokens
 from flowrl.roles import Reads, Role, Writes
 from flowrl.symbols import Edge
@@ -132,6 +132,79 @@ class TestOrder:
             assert name in str(raised.value)
 
 
+class TestWaves:
+    def test_ppo(self) -> None:
+        """By hand: old, ref, value and reward wait for nothing but the rollout; the two updates for what they learn."""
+        assert [[node.name for node in wave] for wave in Plan(ppo(score)).waves] == [
+            ["repeat"],
+            ["generate"],
+            ["old_log_prob", "ref_log_prob", "value", "reward"],
+            ["kl_shape"],
+            ["gae"],
+            ["whiten", "update_critic"],
+            ["update_actor"],
+            ["sync"],
+        ]
+
+    def test_a_writer_waits_for_readers_that_data_does_not_put_before_it(self) -> None:
+        waves = [{node.name for node in wave} for wave in Plan(probed()).waves]
+        at = {name: i for i, wave in enumerate(waves) for name in wave}
+        assert at["probe"] < at["update_critic"] < at["reprobe"]
+
+
+class TestText:
+    def test_grpo(self) -> None:
+        assert str(Plan(grpo(score))) == GRPO
+
+    def test_only_what_is_wired_is_read(self) -> None:
+        reads = str(Plan(ppo(score))).partition("update_actor")[2].partition("sync")[0]
+        assert "from whiten: advantages" in reads and "ref_log_prob" not in reads
+
+    def test_long_lines_are_folded(self) -> None:
+        assert max(map(len, str(Plan(ppo(score))).splitlines())) <= 120
+
+    def test_nothing_but_inputs_and_one_node(self) -> None:
+        text = str(Plan(ppo(score).subgraph(until="repeat")))
+        assert text.splitlines()[:2] == [
+            "ppo: 1 nodes in 1 waves; those of one may run at once",
+            "1  repeat  general  row",
+        ]
+
+    def test_homes(self) -> None:
+        graph = ppo(score)
+        homes = {name: home(graph[name]) for name in ("generate", "update_critic", "sync", "gae")}
+        assert homes == {"generate": "rollout", "update_critic": "critic", "sync": "rollout", "gae": None}
+
+
+GRPO = """\
+grpo: 8 nodes in 6 waves; those of one may run at once
+1  repeat           general             row
+     from batch: data_source, extra_info, ground_truth, prompt_mask, prompts, raw_prompt, row_id, uid
+2  generate         rollout             row
+     from repeat: prompt_mask, prompts, row_id
+3  old_log_prob     actor               row
+     from generate: attention_mask, input_ids, position_ids, response_mask, temperature
+3  ref_log_prob     ref                 row
+     from generate: attention_mask, input_ids, position_ids, response_mask, temperature
+3  reward           general             row
+     from generate: response_mask, response_text
+     from repeat: data_source, extra_info, ground_truth, row_id
+4  group_advantage  general             group
+     from reward: token_level_scores
+     from generate: response_mask
+     from repeat: uid
+5  update_actor     actor               batch
+     from generate: attention_mask, input_ids, policy_version, position_ids, response_mask, temperature
+     from old_log_prob: old_log_probs
+     from group_advantage: advantages
+     from ref_log_prob: ref_log_prob
+6  sync             rollout with actor  batch
+     from update_actor: updated
+weights are read before they are written:
+  rollout: generate before sync
+  actor: old_log_prob before update_actor"""
+
+
 class TestLastReader:
     def test_ppo(self) -> None:
         plan = Plan(ppo(score))
@@ -195,3 +268,8 @@ def test_every_order_keeps_data_and_state(graph: Graph) -> None:
     else:
         assert sorted(order) == sorted(graph.nodes)
         assert all(order.index(a) < order.index(b) for a, b in before)
+        # a wave holds what must wait for as many nodes, one after another, as there are waves before it
+        waits = dict.fromkeys(["batch"], 0)
+        for name in order[1:]:
+            waits[name] = 1 + max((waits[a] for a, b in before if b == name), default=0)
+        assert waits | {"batch": 0} == {"batch": 0} | {n.name: i for i, w in enumerate(plan.waves, 1) for n in w}

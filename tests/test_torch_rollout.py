@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from flowrl.backends import TorchRollout
+from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.torch_rollout import TorchRolloutEngine, next_token
+from flowrl.backends.torch_sleep import AsleepError
 from flowrl.digest import named_weights, tensor_digest, weights_digest
 from flowrl.engines import Rollout, Sampled, Sampling
 from flowrl.errors import BindError, DataError, ParameterError, SyncError
@@ -555,3 +556,21 @@ def test_a_digest_does_not_depend_on_order() -> None:
     assert weights_digest([one, two]) == weights_digest([two, one])
     assert weights_digest([one, two]) != weights_digest([one]) != weights_digest([])
     assert weights_digest([("a", two[1]), ("b", one[1])]) != weights_digest([one, two])
+
+
+# Turns
+
+
+def test_an_engine_that_sleeps_does_not_generate(folders: dict[str, str]) -> None:
+    trainer = TorchTrainer(folders["llama"], device="cpu").build(Context(None))  # type: ignore[arg-type]
+    shared, own = (TorchRollout(model).build(Context(trainer)) for model in (None, folders["llama"]))  # type: ignore[arg-type]
+    for engine, sleeper in ((shared, trainer), (shared, shared), (own, own)):
+        engine.sync(trainer)
+        prompts, mask = ragged(engine, [3, 2])
+        before = engine.generate(prompts, mask, names(2), Sampling(1.0, 0, 1.0, 4), Key.of(0))
+        sleeper.sleep()
+        with pytest.raises(AsleepError, match=r"generate was called while the engine sleeps.*engine\.wake\(\)"):
+            engine.generate(prompts, mask, names(2), Sampling(1.0, 0, 1.0, 4), Key.of(0))
+        sleeper.wake()
+        after = engine.generate(prompts, mask, names(2), Sampling(1.0, 0, 1.0, 4), Key.of(0))
+        assert as_lists(before) == as_lists(after)

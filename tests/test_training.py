@@ -269,7 +269,7 @@ def test_every_reporter_that_was_started_is_ended_once(
 
 def test_data_that_cannot_be_read_is_told_in_the_run_folder(tiny: str, tmp_path: Path) -> None:
     (tmp_path / "damaged.jsonl").write_text("{")
-    with pytest.raises(DataError, match="damaged.jsonl:1: the line is not JSON"):
+    with pytest.raises(DataError, match=r"damaged.jsonl:1: the line is not JSON"):
         train(job_of("grpo", tiny), str(tmp_path / "damaged.jsonl"), tmp_path / "run")
     assert described(tmp_path / "run")["status"] == "failed"
 

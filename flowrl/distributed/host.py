@@ -5,45 +5,27 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from flowrl.columns import ColumnType
-from flowrl.digest import combine, tensor_digest
+from flowrl.distributed.export import Export
+from flowrl.distributed.faults import Failure, at, named
 from flowrl.distributed.place import HostPlan
 from flowrl.distributed.wire import Array, Piece, join, pack, unpack
-from flowrl.errors import FlowrlError, NodeError
+from flowrl.executor import _shapes
 from flowrl.job import Engines
 from flowrl.metrics import Metrics
 from flowrl.operator import Operator
+from flowrl.records import Receipt
 from flowrl.session import Session
-
-BUCKET_BYTES = 256 << 20
-"""Weights leave a trainer in buckets of about this size: the extra memory of an export beyond the weights themselves."""
-
-
-@dataclass(frozen=True)
-class Export:
-    """Weights on their way: what stands in for a trainer where its weights are received."""
-
-    role: str
-    version: int
-    digest: str
-    nbytes: int
-    buckets: tuple[Any, ...]
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, bucket by bucket, as they were sent."""
-        for bucket in self.buckets:
-            for name, dtype, shape, raw in ray.get(bucket):
-                yield name, torch.from_numpy(raw.copy()).view(getattr(torch, dtype)).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -52,7 +34,7 @@ class Call:
 
     Args:
         operator: under its node's name.
-        step, seed: what keys are derived from.
+        step, seed: what keys are derived from; None is between steps, where nothing is drawn.
         state: the node's state cells.
         inputs: per slot its pieces, or its value.
         rows: which rows to run on; None for all.
@@ -60,7 +42,7 @@ class Call:
     """
 
     operator: Operator
-    step: int
+    step: int | None
     seed: int
     state: Mapping[str, Any]
     inputs: Mapping[str, Any]
@@ -70,9 +52,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Report:
-    """What a node left: pieces of its columns (in the object store), its values, metrics, state, and times.
+    """What a node left: pieces of its columns (in the object store), its values, metrics and state.
 
-    `tokens` is how many tokens each row has, where the node made sequences: what rows are balanced by.
+    Args:
+        tokens: int ``[rows]``, how many tokens each row has, where the node made sequences: what rows are balanced by.
+        received: bytes that it fetched.
+        started, fetched, ended: Unix seconds: of the call, when its columns were there, and when it was done.
     """
 
     columns: Mapping[str, Piece]
@@ -82,11 +67,12 @@ class Report:
     tokens: Array | None
     received: int
     started: float
+    fetched: float
     ended: float
 
 
 class Host:
-    """The process of one `HostPlan`; without a plan it is a general host, for nodes that use no role.
+    """The process of one `HostPlan`; without a plan it is the general host, for nodes that use no role.
 
     Args:
         plan: roles, rank and slot.
@@ -95,31 +81,43 @@ class Host:
     """
 
     def __init__(self, plan: HostPlan | None, bindings: Mapping[str, Any], seed: int) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as with threads: there are several processes, and few cores
         torch.set_num_threads(1)
         self.plan, self.bindings, self.seed = plan, bindings, seed
         self.engines: dict[str, Any] = {}
 
-    def address(self) -> str:
-        """Where rank 0 can be met: a host and a port that is free now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+    def node_id(self) -> str:
+        """Of the machine, as Ray knows it."""
+        return str(ray.get_runtime_context().get_node_id())
 
     def pid(self) -> int:
+        """Of this process."""
         return os.getpid()
 
-    def build(self, address: str | None) -> None:
-        """Load the engines; with several ranks, meet the others first."""
-        assert self.plan is not None
-        if self.plan.ranks > 1:
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, init_method=address, rank=self.plan.rank, world_size=self.plan.ranks)
-        built = Engines(self.bindings, self.seed, self.plan.rank, self.plan.ranks)
-        self.engines = built.all()
+    def meeting_point(self, alone: bool) -> str:
+        """Where the ranks can meet: an address of this machine (of its loopback, if all are here) and a free port."""
+        address = "127.0.0.1" if alone else ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return f"tcp://{address}:{probe.getsockname()[1]}"
 
-    def versions(self) -> dict[str, int]:
-        """The version of every engine that has one."""
-        return {role: engine.version for role, engine in self.engines.items() if hasattr(engine, "version")}
+    def build(self, address: str | None, timeout: float) -> None:
+        """Load the engines; where there are several ranks, these meet at `address` first, and wait for each other for
+        `timeout` seconds at most, now and in every collective."""
+        assert self.plan is not None
+        if address is not None:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                init_method=address,
+                rank=self.plan.rank,
+                world_size=self.plan.ranks,
+                timeout=timedelta(seconds=timeout),
+            )
+        self.engines = Engines(self.bindings, self.seed, self.plan.rank, self.plan.ranks).all()
+
+    def version(self, role: str) -> int:
+        """The version of a trainer's weights."""
+        return int(self.engines[role].version)
 
     def tokenizer_folder(self, role: str) -> str:
         """Where the tokeniser of an engine that generates was loaded from."""
@@ -132,49 +130,82 @@ class Host:
                 engine.sleep()
 
     def wake(self) -> None:
+        """Take the device back."""
         for engine in self.engines.values():
             if hasattr(engine, "wake"):
                 engine.wake()
 
-    def run(self, call: Call) -> Report:
-        """Run a node.
+    def export(self, role: str, bucket_bytes: int) -> Export | None:
+        """The weights of a trainer; every rank must be called, since gathering them is collective, and rank 0 "
+        "answers."""
+        assert self.plan is not None
+        engine = self.engines[role]
+        if self.plan.rank == 0:
+            return Export.of(role, engine.version, engine.weights(), bucket_bytes)
+        for _ in engine.weights():
+            pass
+        return None
 
-        Raises:
-            NodeError: naming node, role, rank and step.
-        """
-        started = time.time()
-        name = call.operator.name
-        session = Session({**self.engines, **call.exports}, call.seed, call.state)
-        session.begin_step(call.step)
+    def save_pretrained(self, role: str, folder: str) -> None:
+        """Write a Hugging Face folder."""
+        self.engines[role].save_pretrained(folder)
+
+    def save_checkpoint(self, role: str, folder: str) -> None:
+        """Write what a trained engine needs to go on."""
+        self.engines[role].save_checkpoint(folder)
+
+    def load_checkpoint(self, role: str, folder: str) -> None:
+        """Go on from what was written."""
+        self.engines[role].load_checkpoint(folder)
+
+    def run(self, call: Call) -> Report | Failure:
+        """Run a node."""
+        inputs: dict[str, Any] = {}
         try:
-            inputs, received, sizes = self._gather(call)
-            with session.active():
-                written = call.operator.signature.unpack(call.operator.run(inputs))
+            return self._run(call, inputs)
         except Exception as error:
-            where = f" on {self.plan.name}" if self.plan is not None else ""
-            raise NodeError(f"{name} failed{where} in step {call.step}: {type(error).__name__}: {error}") from (
-                error if isinstance(error, FlowrlError) else None
+            return Failure.of(
+                error,
+                f"{call.operator.name} failed {at(call.step)} on {named(self.plan)}: {type(error).__name__}: {error}\n"
+                f"  it is {call.operator!r}\n"
+                f"  it was given {_shapes(inputs)}",
             )
+
+    def _run(self, call: Call, inputs: dict[str, Any]) -> Report:
+        started = time.time()
+        received, sizes = self._gather(call, inputs)
+        fetched = time.time()
+        session = Session({**self.engines, **call.exports}, call.seed, call.state)
+        session.begin_step(call.step or 0)
+        with session.active():
+            written = call.operator.signature.unpack(call.operator.run(inputs))
         types = call.operator.signature.outputs
-        columns = {n: value for n, value in written.items() if isinstance(types[n], ColumnType)}
-        for n, column in columns.items():
-            wanted = types[n]
+        columns = {name: value for name, value in written.items() if isinstance(types[name], ColumnType)}
+        for name, column in columns.items():
+            wanted = types[name]
             assert isinstance(wanted, ColumnType)
             sizes |= dict(zip(wanted.axes, column.shape, strict=True))
+        values = {name: value for name, value in written.items() if name not in columns}
+        for export in call.exports.values():
+            values = {n: export.check(v) if isinstance(v, Receipt) else v for n, v in values.items()}
         return Report(
-            {n: self._put(column, call, sizes) for n, column in columns.items()},
-            {n: value for n, value in written.items() if n not in columns},
-            session.metrics.get(name, Metrics()),
+            {name: _put(column, call, sizes) for name, column in columns.items()},
+            values,
+            session.metrics.get(call.operator.name, Metrics()),
             session.state,
             _tokens(columns),
             received,
             started,
+            fetched,
             time.time(),
         )
 
-    def _gather(self, call: Call) -> tuple[dict[str, Any], int, dict[str, int]]:
-        """The node's inputs: pieces fetched, joined, and cut to the rows of this rank."""
-        inputs: dict[str, Any] = {}
+    def _gather(self, call: Call, inputs: dict[str, Any]) -> tuple[int, dict[str, int]]:
+        """Enter the node's inputs: pieces fetched, joined, and cut to the rows of this rank.
+
+        Returns:
+            the bytes that were fetched, and the size of every axis.
+        """
         sizes: dict[str, int] = {}
         received = 0
         for slot, source in call.inputs.items():
@@ -183,70 +214,35 @@ class Host:
                 inputs[slot] = source
                 continue
             rows = call.rows if call.rows is not None else np.sort(np.concatenate([piece.rows for piece in source]))
-            needed = [
-                p for p in source if len(p.rows) == 0 or np.isin(p.rows, rows, assume_unique=True).any()
-            ] or source[:1]
+            # Where no row is wanted, any piece says what a column of none looks like.
+            needed = [p for p in source if np.isin(p.rows, rows, assume_unique=True).any()] or source[:1]
             received += sum(piece.nbytes for piece in needed)
-            parts = [
-                (piece.rows, unpack(packed), piece.prompt, piece.response)
-                for piece, packed in zip(needed, ray.get([p.ref for p in needed]), strict=True)
-            ]
-            inputs[slot] = join(parts, wanted.axes, wanted.pad, rows)
+            inputs[slot] = join_pieces(needed, wanted, rows)
             sizes |= dict(zip(wanted.axes, inputs[slot].shape, strict=True))
-        return inputs, received, sizes
+        return received, sizes
 
-    def _put(self, column: Any, call: Call, sizes: Mapping[str, int]) -> Piece:
-        packed = pack(column)
-        fresh = call.rows is None or call.operator.changes_rows
-        rows = np.arange(len(column)) if fresh else call.rows
-        assert rows is not None
-        response = sizes.get("response", 0)
-        prompt = sizes["prompt"] if "prompt" in sizes else sizes.get("sequence", response) - response
-        return Piece(rows, ray.put(packed), prompt, response, packed.nbytes)
 
-    def export(self, role: str) -> Export | None:
-        """The weights of a trainer, in buckets in the object store; every rank must be called, rank 0 answers."""
-        engine = self.engines[role]
-        assert self.plan is not None
-        buckets: list[Any] = []
-        bucket: list[Any] = []
-        digests: dict[str, str] = {}
-        size = total = 0
-        for name, tensor in engine.weights():
-            if self.plan.rank:
-                continue  # gathering is collective; only rank 0 sends
-            raw = tensor.detach().cpu().contiguous()
-            digests[name] = tensor_digest(name, raw)
-            array = raw.reshape(-1).view(torch.uint8).numpy().copy()
-            bucket.append((name, str(raw.dtype).removeprefix("torch."), tuple(raw.shape), array))
-            size, total = size + array.nbytes, total + array.nbytes
-            if size >= BUCKET_BYTES:
-                buckets.append(ray.put(bucket))
-                bucket, size = [], 0
-        if self.plan.rank:
-            return None
-        if bucket:
-            buckets.append(ray.put(bucket))
-        return Export(role, engine.version, combine(digests), total, tuple(buckets))
+def join_pieces(pieces: list[Piece], wanted: ColumnType, rows: Array | None = None) -> Any:
+    """The column of which these are pieces, fetched from the object store: of these rows, or of all."""
+    parts = [
+        (piece.rows, unpack(packed), piece.prompt, piece.response)
+        for piece, packed in zip(pieces, ray.get([piece.ref for piece in pieces]), strict=True)
+    ]
+    everything = np.sort(np.concatenate([piece.rows for piece in pieces])) if rows is None else rows
+    return join(parts, wanted.axes, wanted.pad, everything)
 
-    def save_pretrained(self, role: str, folder: str) -> None:
-        self.engines[role].save_pretrained(folder)
 
-    def save_checkpoint(self, role: str, folder: str) -> None:
-        self.engines[role].save_checkpoint(folder)
-
-    def load_checkpoint(self, role: str, folder: str) -> None:
-        self.engines[role].load_checkpoint(folder)
-
-    def stop(self) -> None:
-        """Leave the group of ranks."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def _put(column: Any, call: Call, sizes: Mapping[str, int]) -> Piece:
+    packed = pack(column)
+    rows = call.rows if call.rows is not None and not call.operator.changes_rows else np.arange(len(column))
+    response = sizes.get("response", 0)
+    prompt = sizes["prompt"] if "prompt" in sizes else sizes.get("sequence", response) - response
+    return Piece(rows, ray.put(packed), prompt, response, packed.nbytes)
 
 
 def _tokens(columns: Mapping[str, Any]) -> Array | None:
     mask = columns.get("attention_mask", columns.get("prompt_mask"))
     if mask is None:
         return None
-    counted: Array = mask.sum(-1).to(torch.int32).numpy()
+    counted: Array = mask.sum(-1).cpu().numpy()
     return counted

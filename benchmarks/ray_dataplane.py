@@ -1,0 +1,205 @@
+"""The data plane of a PPO step against one that is routed through the driver, on columns of two sizes.
+
+Both do what the plan of PPO says, without computing anything: a worker process takes the inputs of a node and leaves its
+outputs, node after node.
+
+flowrl: columns stay in the object store, packed without their padding; a node fetches those that it reads, and the driver
+sees references. All nodes are on workers, also those without a role.
+
+By the driver, as in verl's single controller: the driver holds the batch as a TensorDict; a node with a role is sent all of
+it, pickled by way of `torch.save` as verl's DataProto is, and its outputs come back the same way. Nodes without a role run in
+the driver and cost nothing here. Generation is sent the prompts alone.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from harness import medians, table
+from tensordict import TensorDict
+
+from flowrl import Colocate
+from flowrl.columns import ColumnType
+from flowrl.distributed.cluster import connected
+from flowrl.distributed.wire import pack, unpack
+from flowrl.graph import Edge, Graph, Node
+from flowrl.graphs import ppo
+from flowrl.plan import Plan, home
+
+Columns = dict[str, Any]
+SIZES = {"demo": (256, 16, 28), "64 MB": (1150, 256, 1024)}  # rows, widths of prompt and response
+
+
+class Whole:
+    """A batch that is pickled as one: tensors in one storage, by `torch.save`, and objects by pickle."""
+
+    def __init__(self, tensors: TensorDict, objects: Columns) -> None:
+        self.tensors, self.objects = tensors, objects
+
+    @staticmethod
+    def of(columns: Mapping[str, Any]) -> Whole:
+        """Tensors and object arrays by name."""
+        tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
+        rows = len(next(iter(columns.values())))
+        return Whole(TensorDict(tensors, batch_size=[rows]), {n: c for n, c in columns.items() if n not in tensors})
+
+    def __getstate__(self) -> Any:
+        saved = io.BytesIO()
+        torch.save(self.tensors.contiguous().consolidate(), saved)
+        return saved.getvalue(), self.objects
+
+    def __setstate__(self, state: Any) -> None:
+        saved, self.objects = state
+        self.tensors = torch.load(io.BytesIO(saved), weights_only=False)
+
+
+class Worker:
+    """A process that holds what nodes will write, so that all that takes time is the transport."""
+
+    def __init__(self, written: Mapping[str, Any]) -> None:
+        torch.set_num_threads(1)
+        self.written = written
+
+    def flow(self, reads: Mapping[str, list[Any]], writes: list[str]) -> tuple[int, dict[str, Any]]:
+        """flowrl's: fetch and unpack columns, pack and put others; returns bytes fetched, and references."""
+        packed = {name: ray.get(refs[0]) for name, refs in reads.items()}
+        for column in packed.values():
+            unpack(column)
+        return sum(column.nbytes for column in packed.values()), {
+            name: [ray.put(pack(self.written[name]))] for name in writes
+        }
+
+    def whole(self, batch: Whole, writes: list[str]) -> Whole:
+        """The driver's: a whole batch comes as the argument, and the columns that were written go back."""
+        return Whole.of({name: self.written[name] for name in writes})
+
+
+def columns_of(rows: int, prompt: int, response: int) -> Columns:
+    """Every column of a PPO step, with ragged prompts and responses: a few long ones, many of less than half the width."""
+    draw = np.random.default_rng(0)
+    prompts = np.clip(draw.normal(0.5, 0.2, rows) * prompt, 1, prompt).astype(int)
+    responses = np.clip(draw.lognormal(-1.2, 0.6, rows) * response, 1, response).astype(int)
+    prompt_mask = torch.arange(prompt) >= torch.from_numpy(prompt - prompts)[:, None]
+    response_mask = torch.arange(response) < torch.from_numpy(responses)[:, None]
+    attended = torch.cat([prompt_mask, response_mask], 1)
+    ids = torch.randint(2, 100, attended.shape).masked_fill(~attended, 0)
+    text = np.array([chr(97 + i % 26) * int(n) for i, n in enumerate(responses)], dtype=object)
+    names = np.array([f"0/{i}/0" for i in range(rows)], dtype=object)
+
+    def per_token() -> torch.Tensor:
+        return torch.randn(rows, response).masked_fill(~response_mask, 0.0)
+
+    return {
+        "prompts": ids[:, :prompt],
+        "prompt_mask": prompt_mask,
+        "responses": ids[:, prompt:],
+        "input_ids": ids,
+        "attention_mask": attended,
+        "position_ids": (attended.cumsum(1) - 1).clamp(min=0),
+        "response_mask": response_mask,
+        "temperature": torch.ones(rows),
+        "policy_version": torch.zeros(rows, dtype=torch.int64),
+        "response_text": text,
+        "raw_prompt": np.array([[{"role": "user", "content": "?" * int(n)}] for n in prompts] + [None], object)[:-1],
+        "extra_info": np.array([{"index": i} for i in range(rows)], dtype=object),
+        **dict.fromkeys(("uid", "row_id", "data_source", "ground_truth"), names),
+        **{
+            name: per_token()
+            for name in (
+                "rollout_log_probs",
+                "old_log_probs",
+                "ref_log_prob",
+                "values",
+                "token_level_scores",
+                "token_level_rewards",
+                "advantages",
+                "returns",
+            )
+        },
+    }
+
+
+def written(node: Node) -> list[str]:
+    """The columns that a node writes."""
+    return [name for name, slot in node.operator.signature.outputs.items() if isinstance(slot, ColumnType)]
+
+
+def flow_step(plan: Plan, columns: Columns, worker: Any, counted: dict[str, int]) -> None:
+    """A step of flowrl's data plane; `counted` gets what passed through the driver, and what workers fetched."""
+    refs: dict[Edge, Any] = {}
+    through = fetched = 0
+    for name in plan.graph.inputs:
+        for column in written(plan.graph[name]):
+            packed = pack(columns[column])
+            through += packed.nbytes
+            refs[Edge(name, column)] = [ray.put(packed)]
+    for node in plan.order:
+        reads = {slot: refs[edge] for slot, edge in node.inputs.items() if edge in refs}
+        received, left = ray.get(worker.flow.remote(reads, written(node)))
+        fetched += received
+        refs |= {Edge(node.name, column): ref for column, ref in left.items()}
+    counted["driver"], counted["workers"] = through, fetched
+
+
+def driver_step(plan: Plan, columns: Columns, worker: Any, count: Callable[[Whole], None] = lambda sent: None) -> None:
+    """A step in which the driver holds the batch, sends all of it, and takes in what comes back."""
+    held: Columns = {column: columns[column] for name in plan.graph.inputs for column in written(plan.graph[name])}
+    for node in plan.order:
+        if home(node) is None:
+            held |= {column: columns[column] for column in written(node)}
+        elif node not in plan.syncs:
+            generates = "prompt_mask" in {edge.output for edge in node.inputs.values()}
+            sent = Whole.of({n: held[n] for n in ("prompts", "prompt_mask", "row_id")} if generates else held)
+            back = ray.get(worker.whole.remote(sent, written(node))) if written(node) else None
+            if back is None:  # an update, which answers with metrics
+                ray.get(worker.whole.remote(sent, ["temperature"]))
+            else:
+                held |= {**back.tensors, **back.objects}
+                count(back)
+            count(sent)
+
+
+def compare(graph: Graph, size: str) -> list[list[str]]:
+    """Rows of the table for one size."""
+    plan, columns = Plan(graph), columns_of(*SIZES[size])
+    worker: Any = ray.remote(num_cpus=1)(Worker).remote(columns)
+    counted: dict[str, int] = {}
+    routed: list[int] = []
+    driver_step(plan, columns, worker, lambda sent: routed.append(len(pickle.dumps(sent))))
+    taken = medians(
+        {
+            "flowrl": lambda: flow_step(plan, columns, worker, counted),
+            "by the driver": lambda: driver_step(plan, columns, worker),
+        },
+        seconds=12,
+    )
+    ray.kill(worker)
+    total = sum(column.nbytes for column in columns.values())
+
+    def row(way: str, through: int, moved: int) -> list[str]:
+        ratio = taken[way] / taken["by the driver"]
+        return [
+            f"{size} ({total / 1e6:.2f} MB), {way}",
+            f"{through / 1e6:.2f}",
+            f"{moved / 1e6:.2f}",
+            f"{1e3 * taken[way]:.1f}",
+            f"{ratio:.2f}",
+        ]
+
+    return [row("flowrl", counted["driver"], counted["workers"]), row("by the driver", sum(routed), sum(routed))]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with connected(Colocate(gpus=1)):
+        graph = ppo("flowrl.demo.verifier:compute_score")
+        rows = [row for size in SIZES for row in compare(graph, size)]
+    heads = ["a PPO step, all columns", "MB through the driver", "MB to and from workers", "ms", "ratio"]
+    table("Moving the columns of a step, nothing computed", heads, rows)

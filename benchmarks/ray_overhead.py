@@ -1,0 +1,135 @@
+"""What Ray costs beside the computation: opening a job, running a node, and a step against its critical path.
+
+The critical path is made of the seconds that each node took in that very step, in its own process, from its first fetch to
+its last put: where there are fewer cores than slots, nodes that run at once make each other slower, and the path with them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from harness import medians, table
+from harness.nodes import NODES, Idle, Scores, general_chain, role_chain
+from transformers.utils import logging
+
+from flowrl import Colocate, DataProto
+from flowrl.backends import TorchRollout
+from flowrl.demo.model import build
+from flowrl.demo.run import graphs, training
+from flowrl.demo.task import write_dataset
+from flowrl.distributed.cluster import connected
+from flowrl.distributed.wire import pack, unpack
+from flowrl.executor import LocalExecutor
+from flowrl.plan import Plan
+from flowrl.session import Session
+from flowrl.tracing import critical_path
+from flowrl.training import Training
+
+STEPS = 6
+WARM_START = 60  # steps of the demo's warm start: enough for answers that end
+
+
+class Bare:
+    """The least that any node on Ray has to do: fetch a column, add one, put it back."""
+
+    def shift(self, refs: list[Any]) -> Any:
+        """The reference of the shifted column."""
+        return ray.put(pack(unpack(ray.get(refs[0])) + 1.0))
+
+
+def of_nodes() -> None:
+    """A chain of trivial nodes by each way of running them."""
+    batch = DataProto.from_record(Scores(torch.randn(4, 8)))
+    local = LocalExecutor(Plan(general_chain()), Session({}, seed=0))
+    bare: Any = ray.remote(num_cpus=0)(Bare).remote()
+    column = batch["token_level_scores"]
+
+    def by_hand() -> Any:
+        ref = ray.put(pack(column))
+        for _ in range(NODES):
+            ref = ray.get(bare.shift.remote([ref]))
+        return unpack(ray.get(ref))
+
+    place = Colocate(gpus=1)
+    job = role_chain().bind(ref=Idle(), place=place)
+    with job.open() as at_role:
+        general = at_role.fork(Plan(general_chain()), seed=0)
+        taken = medians(
+            {
+                "LocalExecutor": lambda: local.step(batch, 0),
+                "a bare Ray actor, by hand": by_hand,
+                "RayExecutor, general host": lambda: general.step(batch, 0),
+                "RayExecutor, host of a role": lambda: at_role.step(batch, 0),
+            },
+            seconds=8,
+        )
+    ray.kill(bare)
+    floor = taken["a bare Ray actor, by hand"]
+    rows = [[way, f"{1e6 * s / NODES:,.0f}", f"{s / floor:.2f}"] for way, s in taken.items()]
+    table(f"{NODES} trivial nodes, one after the other", ["", "µs a node", "to a bare actor"], rows)
+
+
+def demo(base: Path) -> Training:
+    """The demo's PPO."""
+    write_dataset(base / "data")
+    return training(
+        graphs()[1], build(base / "model", steps=WARM_START), base / "data", base / "runs", STEPS, seed=0
+    )
+
+
+def of_steps(whole: Training, started: float) -> None:
+    """Demo steps on four slots, with a rollout that shares the actor's weights, and with one that is sent them."""
+    place = Colocate(gpus=4)
+    opened, lines, paths_seen = [["start Ray", f"{started:.1f}"]], [], []
+    ways = {
+        "in one process": whole.job,
+        "on Ray, rollout shares the actor": replace(whole.job, place=place),
+        "on Ray, rollout of its own": replace(
+            whole.job.edit(bind={"rollout": TorchRollout(whole.job.graph.bindings["actor"].model)}), place=place
+        ),
+    }
+    for way, job in ways.items():
+        begun = time.perf_counter()
+        with job.open() as executor:
+            opened.append([f"open the job {way}", f"{time.perf_counter() - begun:.1f}"])
+            stream = whole.data.load(executor.tokenizer(), seed=0)
+            executor.sync()
+            makespans, paths, nodes, exports = [], [], [], []
+            names: Counter[str] = Counter()
+            for step in range(STEPS + 1):
+                batch, spans = stream.next(whole.prompts), len(executor.trace.spans)
+                begun = time.perf_counter()
+                result = executor.step(batch, step)
+                makespans.append(time.perf_counter() - begun)
+                path, length = critical_path(executor.plan.network, result.seconds)
+                paths.append(length)
+                nodes.append(sum(result.seconds.values()))
+                exports.append(sum(s.seconds for s in executor.trace.spans[spans:] if s.place == "driver"))
+                names[" → ".join(path)] += 1
+        # The first step warms up. The ratio is taken step by step, since steps differ more than ways do.
+        over = statistics.median(m / p for m, p in zip(makespans[1:], paths[1:], strict=True))
+        cells = (statistics.median(column[1:]) for column in (makespans, paths, nodes, exports))
+        lines.append([way, *(f"{1e3 * s:.0f}" for s in cells), f"{over:.2f}"])
+        paths_seen.append(f"  critical path {way}, mostly: {names.most_common(1)[0][0]}")
+    table("Opening a job", ["", "s"], opened)
+    heads = ["PPO on 4 slots", "step, ms", "critical path", "all nodes", "exports", "step / path"]
+    table(f"{whole.job.graph.name}: median of {STEPS} steps of 256 rows", heads, lines)
+    print("\n".join(paths_seen))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    begun = time.perf_counter()
+    with connected(Colocate(gpus=4)), tempfile.TemporaryDirectory() as base:
+        started = time.perf_counter() - begun
+        of_nodes()
+        of_steps(demo(Path(base)), started)

@@ -1,0 +1,109 @@
+"""What can go wrong with a process that was asked for something: it raised, it died, or nothing is heard of it."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
+
+from flowrl.distributed.place import HostPlan, Place
+from flowrl.errors import FlowrlError, NodeError
+
+
+class HostDiedError(NodeError):
+    """The process of a rank ended; `host` says whose it was (None is the general one)."""
+
+    def __init__(self, message: str, host: HostPlan | None = None) -> None:
+        super().__init__(message)
+        self.host = host
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that a node raised, as it travels: Ray would lose its cause.
+
+    Args:
+        message: of the `NodeError`.
+        cause: the exception, where it survives pickling.
+        traceback: where it was raised, on its host.
+        lost: a column that the node reads is gone, as it is with the process that wrote it.
+    """
+
+    message: str
+    cause: Exception | None
+    traceback: str
+    lost: bool
+
+    @staticmethod
+    def of(error: Exception, message: str) -> Failure:
+        """What is left of `error` for another process."""
+        try:
+            portable: Exception | None = pickle.loads(pickle.dumps(error))
+        except Exception:  # whatever a class of its own may do; its text is in the message
+            portable = None
+        trace = "".join(traceback.format_exception(error))
+        return Failure(message, portable, trace, isinstance(error, ObjectLostError))
+
+    def error(self) -> NodeError:
+        """The error to raise, with its cause and the traceback of its host."""
+        error = NodeError(self.message)
+        error.__cause__ = self.cause
+        error.add_note(f"On the host:\n{self.traceback}")
+        return error
+
+
+def named(host: HostPlan | None) -> str:
+    """How messages and traces call a host."""
+    return "the general host" if host is None else f"{'+'.join(host.roles)} rank {host.rank}"
+
+
+def at(step: int | None) -> str:
+    """When something happened, for messages."""
+    return "between steps" if step is None else f"in step {step}"
+
+
+def answer(ref: Any, host: HostPlan | None, what: str, place: Place) -> Any:
+    """What a host answered.
+
+    Args:
+        ref: of the answer.
+        host: whose it is.
+        what: was asked for: a node, and when.
+        place: says how long to wait.
+
+    Raises:
+        HostDiedError: the process died.
+        NodeError: it did not answer in time, or raised; what flowrl itself raised (`FlowrlError`) is raised as it is.
+    """
+    try:
+        return ray.get(ref, timeout=place.deadline)
+    except RayActorError as error:
+        raise died(host, what, place, str(error).strip().splitlines()[0]) from error
+    except GetTimeoutError as error:
+        raise stuck(host, what, place) from error
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, FlowrlError):
+            raise cause from error
+        raise NodeError(f"{what} failed on {named(host)}: {type(cause).__name__}: {cause}") from error
+
+
+def died(host: HostPlan | None, what: str, place: Place, reason: str) -> HostDiedError:
+    """The error of a process that is gone."""
+    mend = "" if place.restart == "role" else f", or let it be rebuilt: {type(place).__name__}(restart='role')"
+    return HostDiedError(
+        f"{what} lost {named(host)}, whose process died ({reason}); look for the kernel's out-of-memory killer{mend}.",
+        host,
+    )
+
+
+def stuck(host: HostPlan | None, what: str, place: Place) -> NodeError:
+    """The error of a process of which nothing is heard."""
+    return NodeError(
+        f"{what} is stuck on {named(host)}: nothing was heard for {place.deadline:g} s; find out what it waits for, "
+        f"or give it more time: {type(place).__name__}(deadline=...)."
+    )

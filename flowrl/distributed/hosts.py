@@ -1,0 +1,261 @@
+"""`Hosts`: the processes of a job, on the slots of a placement group, and whose turn it is on each slot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from flowrl.distributed import export
+from flowrl.distributed.export import Export
+from flowrl.distributed.faults import answer
+from flowrl.distributed.host import Host
+from flowrl.distributed.place import HostPlan, Place
+from flowrl.engines import Rollout
+from flowrl.errors import BindError, GraphError
+from flowrl.graph import Node
+from flowrl.plan import Plan
+from flowrl.tracing import Trace
+
+_RESERVE_SECONDS = 120
+_GRACE_SECONDS = 10  # for Ray to notice that a process is gone
+_GENERAL_AT_ONCE = 8
+
+
+class Hosts:
+    """All processes of a job.
+
+    Args:
+        plans: the hosts of roles.
+        bindings: backends by role.
+        place: where they run.
+        seed: of the run.
+
+    Raises:
+        BindError: the cluster is too small, or its slots are taken.
+    """
+
+    def __init__(self, plans: list[HostPlan], bindings: Mapping[str, Any], place: Place, seed: int) -> None:
+        self.plans, self.bindings, self.place, self.seed = plans, bindings, place, seed
+        self.trace = Trace()  # of the executor that steps now
+        self._awake: dict[int, HostPlan] = {}
+        self._kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
+        self._group = self._reserve()
+        self.actors: dict[HostPlan, Any] = {}
+        self.start_general()
+
+    def _reserve(self) -> PlacementGroup:
+        have = ray.cluster_resources().get(self._kind, 0)
+        slots, asked = self.place.slots, f"{type(self.place).__name__} wants {self.place.slots} slot(s)"
+        if have < slots:
+            raise BindError(
+                f"{asked}, and the Ray cluster has {have:g} {self._kind}(s); expected at least one for each slot: "
+                f"ask for fewer slots, or join a larger cluster by address=."
+            )
+        group: PlacementGroup = placement_group(
+            [{"CPU": 1.0} | {self._kind: 1.0} for _ in range(slots)], strategy="PACK"
+        )
+        if not group.wait(_RESERVE_SECONDS):
+            remove_placement_group(group)
+            free = ray.available_resources().get(self._kind, 0)
+            raise BindError(
+                f"{asked}, and of {have:g} {self._kind}(s) of the Ray cluster {free:g} were free within "
+                f"{_RESERVE_SECONDS} s; end what runs there, or ask for fewer slots."
+            )
+        nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
+        if len(nodes) > 1 and self.place.restart == "role":
+            remove_placement_group(group)
+            raise BindError(
+                f"{asked} with restart='role', and they are on {len(nodes)} machines; weights to go back to are "
+                f"kept in files of one machine: use Training(checkpoint_every=...) in a shared folder, and "
+                f"restart='never'."
+            )
+        return group
+
+    # ---- processes
+
+    def start_general(self) -> None:
+        """Start the process for nodes that use no role; it runs several at once."""
+        options = {"num_cpus": 0, "max_concurrency": _GENERAL_AT_ONCE}
+        self.general: Any = ray.remote(Host).options(**options).remote(None, {}, self.seed)
+
+    def start(self, plans: list[HostPlan]) -> None:
+        """Start processes for `plans` and load their engines; those of one slot one after another, so that they fit.
+
+        Raises:
+            HostDiedError, NodeError: a process died or took too long.
+            BindError and what else the backends raise.
+        """
+        for plan in plans:
+            share = int(1e4 / sum(other.slot == plan.slot for other in self.plans)) / 1e4  # Ray counts in 1/10000
+            resources = {"num_cpus": share} | ({"num_gpus": share} if self._kind == "GPU" else {})
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=plan.slot)
+            bindings = {role: self.bindings[role] for role in plan.roles}
+            actor = ray.remote(Host).options(scheduling_strategy=strategy, **resources)
+            self.actors[plan] = actor.remote(plan, bindings, self.seed)
+        for roles in dict.fromkeys(plan.roles for plan in plans):
+            ranks = [plan for plan in plans if plan.roles == roles]
+            loading = f"loading {'+'.join(roles)}"
+            address = None
+            if len(ranks) > 1:
+                machines = self.ask(ranks, loading, "node_id")
+                address = self.ask(ranks[:1], loading, "meeting_point", len(set(machines)) == 1)[0]
+            self.ask(ranks, loading, "build", address, self.place.deadline)
+            if self._crowded(ranks):
+                self.ask(ranks, loading, "sleep")
+
+    def ask(self, plans: Iterable[HostPlan], what: str, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of these hosts, all at once; `what` for is said where one fails.
+
+        Raises:
+            see `answer`.
+        """
+        asked = [(getattr(self.actors[plan], method).remote(*arguments), plan) for plan in plans]
+        return [answer(ref, plan, what, self.place) for ref, plan in asked]
+
+    def ranks(self, role: str) -> list[HostPlan]:
+        """The hosts of a role, in order of their rank."""
+        return [plan for plan in self.plans if role in plan.roles]
+
+    def ask_role(self, role: str, what: str, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all ranks of a role, awake."""
+        self.take_turns(self.ranks(role), what)
+        return self.ask(self.ranks(role), what, method, *arguments)
+
+    def dead(self, among: Iterable[HostPlan | None]) -> list[HostPlan | None]:
+        """Those hosts whose process is gone; None is the general one. A host that is busy does not answer, and is "
+        "alive."""
+        pings = {(self.general if plan is None else self.actors[plan]).pid.remote(): plan for plan in among}
+        gone: list[HostPlan | None] = []
+        until = time.monotonic() + _GRACE_SECONDS
+        while pings and not gone:
+            answered, _ = ray.wait(list(pings), timeout=max(0.0, until - time.monotonic()))
+            if not answered:
+                break
+            for ref in answered:
+                plan = pings.pop(ref)
+                try:
+                    ray.get(ref)
+                except RayActorError:
+                    gone.append(plan)
+        return gone
+
+    def rebuild(self, host: HostPlan | None) -> None:
+        """New processes for a role of which one has died, with all its ranks, since the others wait for the dead
+        one; and for whatever else has died."""
+        while True:
+            if host is None:
+                ray.kill(self.general)
+                self.start_general()
+            else:
+                ranks = self.ranks(host.roles[0])
+                slots = {plan.slot for plan in ranks}
+                for plan in ranks:
+                    ray.kill(self.actors.pop(plan))
+                    self._awake = {slot: other for slot, other in self._awake.items() if other != plan}
+                self._sleep([plan for slot, plan in self._awake.items() if slot in slots], "rebuilding")
+                self.start(ranks)
+            more = self.dead([None, *self.actors])
+            if not more:
+                return
+            host = more[0]
+
+    def close(self) -> None:
+        """End all processes at once, and the reservation with them."""
+        for actor in (*self.actors.values(), self.general):
+            ray.kill(actor)
+        remove_placement_group(self._group)
+
+    # ---- turns
+
+    def _crowded(self, plans: Iterable[HostPlan]) -> bool:
+        """Whether any of these shares its slot with another host, so that they take turns."""
+        return any(sum(other.slot == plan.slot for other in self.plans) > 1 for plan in plans)
+
+    def take_turns(self, plans: Sequence[HostPlan], what: str) -> None:
+        """Wake these hosts, after putting to sleep whoever is awake on their slots; they are idle."""
+        if not self._crowded(plans):
+            return
+        coming = [plan for plan in plans if self._awake.get(plan.slot) != plan]
+        self._sleep([self._awake[plan.slot] for plan in coming if plan.slot in self._awake], what)
+        if coming:
+            with self.trace.span("wake", "driver", "wait"):
+                self.ask(coming, f"{what}, waking,", "wake")
+        self._awake |= {plan.slot: plan for plan in coming}
+
+    def _sleep(self, plans: list[HostPlan], what: str) -> None:
+        if not plans:
+            return
+        with self.trace.span("sleep", "driver", "wait"):
+            self.ask(plans, f"{what}, putting to sleep,", "sleep")
+        for plan in plans:
+            del self._awake[plan.slot]
+
+    # ---- nodes
+
+    def of(self, node: Node) -> list[HostPlan | None]:
+        """Where a node runs: on every rank of the role that it writes, else of the one it reads, else on the "
+        "general host."""
+        uses = sorted(node.operator.role_uses.items(), key=lambda item: item[1].mode != "writes")
+        return [*self.ranks(getattr(node.operator, uses[0][0]).name)] if uses else [None]
+
+    def exports(self, node: Node, what: str) -> dict[str, Export]:
+        """Weights of the trainer that a sync reads and that does not live where it runs."""
+        if not is_sync(node):
+            return {}
+        role = roles_of(node, "reads")[0]
+        if all(host is not None and role in host.roles for host in self.of(node)):
+            return {}
+        started = time.time()
+        sent = self.ask_role(role, f"{what}, exporting {role},", "export", role, export.BUCKET_BYTES)[0]
+        assert isinstance(sent, Export)
+        self.trace.add(f"export {role}", "driver", started, time.time(), sent.nbytes, "transfer")
+        return {role: sent}
+
+
+def is_sync(node: Node) -> bool:
+    """Whether a node carries weights to an engine that generates."""
+    return any(use.protocol is Rollout and use.mode == "writes" for use in node.operator.role_uses.values())
+
+
+def roles_of(node: Node, mode: str) -> list[str]:
+    """The roles that a node reads or writes."""
+    uses = node.operator.role_uses.items()
+    return [str(getattr(node.operator, field).name) for field, use in uses if use.mode == mode]
+
+
+def refuse_unplaceable(plan: Plan, hosts: list[HostPlan]) -> None:
+    """Refuse nodes that no process could run.
+
+    Raises:
+        BindError: a node uses roles of several processes, and is no sync.
+        GraphError: a node goes to ranks by whole groups, and does not read which group a row is of.
+    """
+    for node in plan.order:
+        roles = [*roles_of(node, "writes"), *roles_of(node, "reads")]
+        apart = [role for role in roles if not any({role, roles[0]} <= set(host.roles) for host in hosts)]
+        if apart and not is_sync(node):
+            raise BindError(
+                f"{node.name} uses the roles {', '.join(map(repr, roles))}, and {apart[0]!r} lives in another "
+                f"process than {roles[0]!r}; expected one, or roles that share weights: let {node.name} be two "
+                f"nodes, with a column between."
+            )
+        ranks = max((host.ranks for host in hosts if roles and roles[0] in host.roles), default=1)
+        if node.operator.granularity == "group" and ranks > 1 and uid_slot(node) is None:
+            raise GraphError(
+                f"{node.name} wants whole groups, and its role {roles[0]!r} has {ranks} ranks, but it does not read "
+                f"which group a row is of; give it an input of the type Uid, or granularity 'batch'."
+            )
+
+
+def uid_slot(node: Node) -> str | None:
+    """The slot by which a node reads which group a row is of."""
+    slots = node.operator.signature.slots.items()
+    return next(
+        (name for name, wanted in slots if getattr(wanted, "kind", "") == "group" and name in node.inputs), None
+    )

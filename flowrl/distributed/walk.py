@@ -1,0 +1,292 @@
+"""`Walk`: one step of a plan over the hosts of a job. Nodes that do not depend on each other run at once, on slots
+of their own.
+
+The driver passes references: it never touches a tensor column that nobody asks it for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+
+from flowrl.columns import ColumnType
+from flowrl.distributed.faults import Failure, HostDiedError, answer, at, died, named, stuck
+from flowrl.distributed.host import Call, Report, join_pieces
+from flowrl.distributed.hosts import Hosts, uid_slot
+from flowrl.distributed.place import HostPlan
+from flowrl.distributed.shards import shard
+from flowrl.distributed.wire import Array, Piece, pack
+from flowrl.errors import GraphError, SyncError
+from flowrl.executor import StepResult, merge_metrics
+from flowrl.graph import Node
+from flowrl.metrics import Metrics
+from flowrl.plan import Plan
+from flowrl.proto import DataProto
+from flowrl.records import Receipt
+
+
+@dataclass
+class Traffic:
+    """Bytes of columns in one step, as they travel: what the driver put in, what it fetched, and what hosts fetched."""
+
+    input: int = 0
+    driver: int = 0
+    hosts: int = 0
+
+
+@dataclass
+class Made:
+    """What a node left: pieces per column, and values."""
+
+    columns: dict[str, list[Piece]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Running:
+    """A node that runs now: its hosts (None is the general one) by the reference of their answer, and what they "
+    "left."""
+
+    node: Node
+    hosts: dict[Any, HostPlan | None]
+    since: float
+    reports: dict[Any, Report] = field(default_factory=dict)
+
+    @property
+    def all(self) -> list[Report]:
+        """The reports in order of rank; complete only when the node is."""
+        return [self.reports[ref] for ref in self.hosts]
+
+
+class Walk:
+    """One step.
+
+    Args:
+        plan: what to run.
+        hosts: where.
+        step, seed: what keys are derived from; None is between steps.
+        state: the state cells of all operators; holds the new ones once the step is done.
+    """
+
+    def __init__(self, plan: Plan, hosts: Hosts, step: int | None, seed: int, state: Mapping[str, Any]) -> None:
+        self.plan, self.hosts, self.step, self.seed = plan, hosts, step, seed
+        self.state = dict(state)
+        self.traffic = Traffic()
+        self._made: dict[str, Made] = {}
+        self._tokens: dict[str, Array] = {}  # how many each row has, by batch axis
+        self._metrics: dict[str, Metrics] = {}
+        self._seconds: dict[str, float] = {}
+
+    def run(self, batch: DataProto, keep: Sequence[str], on_node: Callable[[str], None]) -> StepResult:
+        """Run every node once; see `LocalExecutor.step`.
+
+        Raises:
+            HostDiedError, NodeError, GraphError.
+        """
+        wanted = {*keep, *self.plan.graph.sinks}
+        for name in keep:
+            self.plan.graph[name]
+        self._feed(batch)
+        waiting = list(self.plan.order)
+        running: dict[Any, Running] = {}
+        done: set[str] = set(self.plan.graph.inputs)
+        while waiting or running:
+            busy = {h.slot for run in running.values() for h in run.hosts.values() if h is not None}
+            for node in list(waiting):
+                slots = self._slots(node)
+                if set(self.plan.network.predecessors(node.name)) <= done and not slots & busy:
+                    on_node(node.name)
+                    inputs = {slot: self._input(edge.node, edge.output) for slot, edge in node.inputs.items()}
+                    launched = self.launch(node, inputs)
+                    running |= dict.fromkeys(launched.hosts, launched)
+                    waiting.remove(node)
+                    busy |= slots
+            for finished in self._collect(running):
+                self._accept(finished)
+                done.add(finished.node.name)
+                for source in finished.node.sources:  # what nobody reads any more is let go
+                    if source not in wanted and all(n.name in done for n in self.plan.order if source in n.sources):
+                        self._made.pop(source, None)
+        kept = {name: made for name, made in self._made.items() if name in wanted}
+        ordered = {node.name: self._metrics[node.name] for node in self.plan.order}
+        return StepResult(
+            {name: self._fetch(name, made) for name, made in kept.items()},
+            {name: made.values for name, made in kept.items()},
+            merge_metrics(ordered),
+            self._seconds,
+        )
+
+    def launch(self, node: Node, inputs: Mapping[str, Any]) -> Running:
+        """Start a node on all its hosts.
+
+        Args:
+            inputs: by slot, the pieces of a column or a value.
+        """
+        hosts, what = self.hosts.of(node), self._what(node)
+        exports = self.hosts.exports(node, what)
+        self.hosts.take_turns([host for host in hosts if host is not None], what)
+        state = {name: value for name, value in self.state.items() if name.startswith(f"{node.name}.")}
+        refs: dict[Any, HostPlan | None] = {}
+        for host, rows in zip(hosts, self._shares(node, inputs, len(hosts)), strict=True):
+            call = Call(node.operator, self.step, self.seed, state, inputs, rows, exports)
+            actor = self.hosts.general if host is None else self.hosts.actors[host]
+            refs[actor.run.remote(call)] = host
+        return Running(node, refs, time.monotonic())
+
+    def settle(self, run: Running) -> list[Report]:
+        """Wait for one node to be complete."""
+        running = dict.fromkeys(run.hosts, run)
+        while running:
+            self._collect(running)
+        return run.all
+
+    def _what(self, node: Node) -> str:
+        return f"{node.name} {at(self.step)}"
+
+    def _slots(self, node: Node) -> set[int]:
+        """The slots that a node occupies: of all its roles, since a sync keeps the trainer too."""
+        roles = {getattr(node.operator, field).name for field in node.operator.role_uses}
+        return {plan.slot for plan in self.hosts.plans if roles & set(plan.roles)}
+
+    def _feed(self, batch: DataProto) -> None:
+        """Put the columns of the inputs into the object store."""
+        for name in self.plan.graph.inputs:
+            columns = self.plan.graph[name].operator.signature.outputs
+            if missing := [column for column in columns if column not in batch]:
+                raise GraphError(
+                    f"the input {name!r} of {self.plan.graph.name} wants the columns {', '.join(columns)}, and the "
+                    f"batch lacks {', '.join(missing)}; pass a batch that has them, such as "
+                    f"PromptData(...).load(...).next(n)."
+                )
+            made, sizes = Made(), dict[str, int]()
+            for column, wanted in columns.items():
+                assert isinstance(wanted, ColumnType)
+                sizes |= dict(zip(wanted.axes, batch[column].shape, strict=True))
+            response = sizes.get("response", 0)
+            prompt = sizes.get("prompt", sizes.get("sequence", response) - response)
+            for column in columns:
+                packed = pack(batch[column])
+                piece = Piece(np.arange(len(batch)), ray.put(packed), prompt, response, packed.nbytes)
+                made.columns[column] = [piece]
+                self.traffic.input += packed.nbytes
+            self._made[name] = made
+
+    def _input(self, node: str, output: str) -> Any:
+        made = self._made[node]
+        return made.columns[output] if output in made.columns else made.values[output]
+
+    def _shares(self, node: Node, inputs: Mapping[str, Any], ranks: int) -> list[Array | None]:
+        """The rows of each rank, in ascending order; None where all run on all."""
+        edges = {
+            slot: edge
+            for slot, edge in node.inputs.items()
+            if isinstance(node.operator.signature.slots[slot], ColumnType)
+        }
+        # Rows that a node makes anew are in its own order, which parts of them would not be.
+        granularity = "batch" if node.operator.changes_rows else node.operator.granularity
+        if ranks == 1 or granularity == "batch" or not edges:
+            return [None] * ranks
+        slot, edge = next(iter(edges.items()))
+        groups = None
+        if granularity == "group" and (uid := uid_slot(node)) is not None:
+            wanted = node.operator.signature.slots[uid]
+            assert isinstance(wanted, ColumnType)
+            groups = list(join_pieces(inputs[uid], wanted))  # the one column that the driver looks at
+            self.traffic.driver += sum(piece.nbytes for piece in inputs[uid])
+        rows = sum(len(piece.rows) for piece in inputs[slot])
+        tokens = self._tokens.get(self.plan.graph.types[edge].axes[0])
+        return [*shard(granularity, rows, ranks, tokens, groups)]
+
+    def _collect(self, running: dict[Any, Running]) -> list[Running]:
+        """Wait for an answer, and return the nodes that are complete.
+
+        Raises:
+            HostDiedError, NodeError: naming node, role, rank and step.
+        """
+        place = self.hosts.place
+        first = min(running.values(), key=lambda run: run.since)
+        left = first.since + place.deadline - time.monotonic()
+        answered, _ = ray.wait(list(running), num_returns=1, timeout=max(0.0, left))
+        if not answered:
+            host = next(host for ref, host in first.hosts.items() if ref not in first.reports)
+            raise stuck(host, self._what(first.node), place)
+        complete = []
+        for ref in answered:
+            run = running.pop(ref)
+            host = run.hosts[ref]
+            report: Report | Failure = answer(ref, host, self._what(run.node), place)
+            if isinstance(report, Failure):
+                raise self._blame(report, run, host)
+            run.reports[ref] = report
+            trace, name = self.hosts.trace, run.node.name
+            trace.add(name, named(host), report.started, report.ended, report.received)
+            trace.add("fetch", named(host), report.started, report.fetched, kind="transfer")
+            self.traffic.hosts += report.received
+            if len(run.reports) == len(run.hosts):
+                complete.append(run)
+        return complete
+
+    def _blame(self, failure: Failure, run: Running, host: HostPlan | None) -> Exception:
+        """A node that raised may have done so since another process died: a peer, or one that wrote what it reads."""
+        peers = [other for other in run.hosts.values() if other != host]
+        suspects = [None, *self.hosts.actors] if failure.lost else peers
+        if dead := self.hosts.dead(suspects):
+            error: Exception = died(dead[0], self._what(run.node), self.hosts.place, failure.message.splitlines()[0])
+            error.__cause__ = failure.error()
+            return error
+        return failure.error()
+
+    def _accept(self, run: Running) -> None:
+        """Enter what all ranks of a node left."""
+        node, reports = run.node, run.all
+        refuse_unequal(reports, node)
+        whole = node.operator.granularity == "batch" or node.operator.changes_rows
+        parts = reports[:1] if whole else reports
+        made = Made(values=dict(reports[0].values))
+        for name in reports[0].columns:
+            made.columns[name] = [report.columns[name] for report in parts]
+        if reports[0].tokens is not None:
+            rows = np.concatenate([next(iter(report.columns.values())).rows for report in parts])
+            tokens = np.concatenate([report.tokens for report in parts if report.tokens is not None])
+            axis = next(
+                self.plan.graph.types[edge].axes[0]
+                for edge in self.plan.graph.types
+                if edge.node == node.name and edge.output in made.columns
+            )
+            self._tokens[axis] = np.empty_like(tokens)
+            self._tokens[axis][rows] = tokens
+        self._made[node.name] = made
+        self._seconds[node.name] = max(r.ended for r in reports) - min(r.started for r in reports)
+        self._metrics[node.name] = Metrics()
+        for report in reports:
+            self._metrics[node.name].merge(report.metrics)
+        self.state |= reports[0].state
+
+    def _fetch(self, node: str, made: Made) -> DataProto:
+        """The columns of a node that is kept, in the driver; counted as its traffic."""
+        fetched = {}
+        for name, pieces in made.columns.items():
+            wanted = self.plan.graph[node].operator.signature.outputs[name]
+            assert isinstance(wanted, ColumnType)
+            fetched[name] = join_pieces(pieces, wanted)
+            self.traffic.driver += sum(piece.nbytes for piece in pieces)
+        return DataProto(fetched)
+
+
+def refuse_unequal(reports: Sequence[Report], node: Node) -> None:
+    """Refuse receipts of which the ranks of one engine got different ones.
+
+    Raises:
+        SyncError: they differ in version or digest.
+    """
+    receipts = [value for report in reports for value in report.values.values() if isinstance(value, Receipt)]
+    if len({(receipt.version, receipt.digest) for receipt in receipts}) > 1:
+        raise SyncError(f"{node.name}: the ranks of the engine received different weights: {receipts}; sync again.")
+
+
+__all__ = ["HostDiedError", "Traffic", "Walk"]
