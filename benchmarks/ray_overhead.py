@@ -1,11 +1,12 @@
 """What Ray costs beside the computation: opening a job, running a node, and a step against its critical path.
 
-The critical path is made of the seconds that each node took in that very step, in its own process, from its first fetch to
-its last put: where there are fewer cores than slots, nodes that run at once make each other slower, and the path with them.
+The critical path is made of the seconds that each node took in that very step, in its own process, from its first fetch
+to its last put. Where there are fewer cores than slots, nodes that run at once make each other slower, and so the path.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -80,9 +81,7 @@ def of_nodes() -> None:
 def demo(base: Path) -> Training:
     """The demo's PPO."""
     write_dataset(base / "data")
-    return training(
-        graphs()[1], build(base / "model", steps=WARM_START), base / "data", base / "runs", STEPS, seed=0
-    )
+    return training(graphs()[1], build(base / "model", steps=WARM_START), base / "data", base / "runs", STEPS, seed=0)
 
 
 def of_steps(whole: Training, started: float) -> None:
@@ -126,6 +125,7 @@ def of_steps(whole: Training, started: float) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on CPU slots, wherever this runs
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     begun = time.perf_counter()

@@ -44,7 +44,7 @@ def algorithm() -> None:
         rollout=TorchRollout(),
     )
     with job.eager(seed=0) as session:
-        prompts = PromptData(str(train)).load(session.engines["rollout"].tokenizer, seed=0)
+        prompts = PromptData(train).load(session.engines["rollout"].tokenizer, seed=0)
         for _ in range(2):
             batch = prompts.next(16).to_record(PromptBatch)
             receipt, _ = ppo.step(batch, compute_score, **settings)  # a breakpoint inside `ppo` stops here

@@ -33,8 +33,8 @@ def training() -> Training:
         ref=TorchScorer(MODEL),  # the model as it was, which the policy shall stay close to
         rollout=TorchRollout(),  # samples with the actor's own weights
     )
-    answers = Validation(PromptData(str(heldout)), every=10, changes={"repeat.n": 1}, batch=500)
-    return Training(job, PromptData(str(train)), steps=STEPS, prompts=32, validation=answers)
+    answers = Validation(PromptData(heldout), every=10, changes={"repeat.n": 1}, batch=500)
+    return Training(job, PromptData(train), steps=STEPS, prompts=32, validation=answers)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def plan(target: Target) -> None:
 
     found = _load(target)
     job = found.job if isinstance(found, Training) else found
-    out.print(job.describe() if isinstance(job, Job) else str(Plan(_graph(found, target))), markup=False)
+    out.print(job.plan() if isinstance(job, Job) else str(Plan(_graph(found, target))), markup=False)
 
 
 @app.command()

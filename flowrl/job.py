@@ -68,7 +68,7 @@ class Job:
                 f"graph.bind(..., place=Colocate(gpus={ranks}))."
             )
 
-    def describe(self) -> str:
+    def plan(self) -> str:
         """The plan, and where the place puts the processes of the roles that are bound.
 
         Raises:

@@ -86,7 +86,7 @@ class RunFolder:
         """The records of a JSONL file, less a last line that was cut off; none where there is no file."""
         if not (self.path / file).exists():
             return []
-        with (self.path / file).open(encoding="utf-8", newline="\n") as lines:  # no other character ends a line
+        with (self.path / file).open(encoding="utf-8") as lines:  # splitlines() would end one at U+2028, too
             return [json.loads(line) for line in lines if line.endswith("\n")]
 
 

@@ -30,7 +30,7 @@ from flowrl.report import Reporter
 from flowrl.run_folder import RunFolder
 from flowrl.serial import encode, graph_to_dict
 from flowrl.spec import Spec, parameters
-from flowrl.tracing import Summary, Trace
+from flowrl.tracing import Summary, Trace, idle
 from flowrl.validation import Validation
 
 logger = logging.getLogger(__name__)
@@ -250,7 +250,8 @@ class _Loop:
                     self._validate(step + 1)
                     self._checkpoint(step + 1)
                 if self.makespans:
-                    self.summary = self._trace().summary(self.executor.plan, self.seconds, self.makespans)
+                    steps = self.executor.trace.summary(self.executor.plan, self.seconds, self.makespans)
+                    self.summary = dataclasses.replace(steps, idle=idle(self._trace().spans))
         finally:
             self._trace().save(self.folder.path / "trace.json")
         if self.training.save_model:
@@ -315,6 +316,7 @@ class _Loop:
             if step % validation.every and step != self.training.steps:
                 continue
             self._tell_node(validation.name)
+            executor.state.clear()  # so that a validation does not depend on those before it
             total: dict[str, Any] = {}
             predictions: list[dict[str, Any]] = []
             for batch in stream.batches(validation.batch):

@@ -139,6 +139,7 @@ def test_flowrl_and_its_graphs_load_neither_engines_nor_transformers() -> None:
 
 def test_no_module_of_the_kernel_loads_an_optional_package() -> None:
     # Ray is for jobs that have a place: nothing but flowrl.distributed imports it, and only where such a job is opened.
-    ray_only = {f"flowrl.distributed.{name}" for name in ("cluster", "executor", "host")}
-    kernel = [module for module in module_files() if part_of(module) == "kernel" and module not in ray_only]
+    light = {"flowrl.distributed", *(f"flowrl.distributed.{name}" for name in ("place", "shards", "wire"))}
+    kernel = [m for m in module_files() if part_of(m) == "kernel" and (m in light or "distributed" not in m)]
+    assert light <= set(kernel)
     assert loaded_by(*kernel).isdisjoint({"ray", "vllm", "sglang", "matplotlib", "tensorboard", "tensordict"})

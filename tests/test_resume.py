@@ -12,13 +12,14 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flowrl import INJECTED, Metrics, Operator, PromptData, State, TensorBoard, Training, Validation
+from flowrl import INJECTED, Colocate, Metrics, Operator, PromptData, State, TensorBoard, Training, Validation
 from flowrl import columns as c
 from flowrl.backends import SGD, AdamW, TorchRollout
 from flowrl.backends.optim import Cosine
@@ -226,6 +227,13 @@ class TestSameNumbers:
         run(jobs("grpo", tiny), prompts_file, tmp_path, steps=3)  # the last step has a checkpoint, whatever its number
         assert checkpoints(tmp_path) == ["step-000002", "step-000003"]
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
+
+    @pytest.mark.ray
+    def test_from_one_place_to_another(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+        """Started on Ray, cut off there, and ended in this process."""
+        job = jobs("ppo", tiny)
+        cut_off(replace(job, place=Colocate(gpus=1)), prompts_file, tmp_path, 3)
+        assert_same(run(job, prompts_file, tmp_path, resume=True), whole("ppo"))
 
 
 class TestCheckpoints:

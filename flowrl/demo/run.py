@@ -55,12 +55,12 @@ def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, se
     rows_per_prompt = graph["repeat"].operator.rows_factor
     return Training(
         graph.bind(**{role: engines[role] for role in graph.roles()}),
-        PromptData(str(data / "train.jsonl")),
+        PromptData(data / "train.jsonl"),
         steps=steps,
         prompts=ROWS // rows_per_prompt,
         seed=seed,
         # Sampled rather than greedy: greedy accuracy jumps within a few steps and then hides what is learned.
-        validation=Validation(PromptData(str(data / "heldout.jsonl")), every=10, changes={"repeat.n": 1}, batch=500),
+        validation=Validation(PromptData(data / "heldout.jsonl"), every=10, changes={"repeat.n": 1}, batch=500),
         folder=str(folder),
     )
 

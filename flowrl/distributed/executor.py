@@ -100,27 +100,19 @@ class Weights:
         Raises:
             HostDiedError: the place says ``restart="never"``, or it happened too often.
         """
-        for attempt in itertools.count(1):
+        lost: HostDiedError | None = None
+        for attempt in range(1, _ATTEMPTS + 1):
             try:
+                if lost is not None and self._kept is not None:
+                    self.hosts.rebuild(lost.host)
+                    self.load(self._kept)
                 return act()
             except HostDiedError as error:
-                lost: HostDiedError | None = error
-            while lost is not None:
                 if self._kept is None or attempt == _ATTEMPTS:
-                    raise lost
-                logger.warning("%s Rebuilding it, and doing that again.", lost)
-                lost = self._go_back(lost)
+                    raise
+                logger.warning("%s It is rebuilt, and that is done again.", error)
+                lost = error
         raise AssertionError("unreachable")
-
-    def _go_back(self, lost: HostDiedError) -> HostDiedError | None:
-        """Rebuild and load; returns what died meanwhile."""
-        assert self._kept is not None
-        try:
-            self.hosts.rebuild(lost.host)
-            self.load(self._kept)
-        except HostDiedError as error:
-            return error
-        return None
 
 
 class RayExecutor:

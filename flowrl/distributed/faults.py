@@ -66,25 +66,27 @@ def at(step: int | None) -> str:
     return "between steps" if step is None else f"in step {step}"
 
 
-def answer(ref: Any, host: HostPlan | None, what: str, place: Place) -> Any:
+def answer(ref: Any, host: HostPlan | None, what: str, place: Place, patience: float | None = None) -> Any:
     """What a host answered.
 
     Args:
         ref: of the answer.
         host: whose it is.
         what: was asked for: a node, and when.
-        place: says how long to wait.
+        place: says how long to wait,
+        patience: unless this does.
 
     Raises:
         HostDiedError: the process died.
         NodeError: it did not answer in time, or raised; what flowrl itself raised (`FlowrlError`) is raised as it is.
     """
+    seconds = place.deadline if patience is None else patience
     try:
-        return ray.get(ref, timeout=place.deadline)
+        return ray.get(ref, timeout=seconds)
     except RayActorError as error:
         raise died(host, what, place, str(error).strip().splitlines()[0]) from error
     except GetTimeoutError as error:
-        raise stuck(host, what, place) from error
+        raise stuck(host, what, place, seconds) from error
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, FlowrlError):
@@ -101,9 +103,9 @@ def died(host: HostPlan | None, what: str, place: Place, reason: str) -> HostDie
     )
 
 
-def stuck(host: HostPlan | None, what: str, place: Place) -> NodeError:
+def stuck(host: HostPlan | None, what: str, place: Place, seconds: float) -> NodeError:
     """The error of a process of which nothing is heard."""
     return NodeError(
-        f"{what} is stuck on {named(host)}: nothing was heard for {place.deadline:g} s; find out what it waits for, "
+        f"{what} is stuck on {named(host)}: nothing was heard for {seconds:g} s; find out what it waits for, "
         f"or give it more time: {type(place).__name__}(deadline=...)."
     )

@@ -23,6 +23,7 @@ from flowrl.plan import Plan
 from flowrl.tracing import Trace
 
 _RESERVE_SECONDS = 120
+_LOAD_SECONDS = 600  # that engines have at least; nodes have the place's deadline alone
 _GRACE_SECONDS = 10  # for Ray to notice that a process is gone
 _GENERAL_AT_ONCE = 8
 
@@ -100,23 +101,30 @@ class Hosts:
             self.actors[plan] = actor.remote(plan, bindings, self.seed)
         for roles in dict.fromkeys(plan.roles for plan in plans):
             ranks = [plan for plan in plans if plan.roles == roles]
-            loading = f"loading {'+'.join(roles)}"
+            loading, patience = f"loading {'+'.join(roles)}", max(self.place.deadline, _LOAD_SECONDS)
+            machines = self.ask(ranks, loading, "node_id", patience=patience)
             address = None
             if len(ranks) > 1:
-                machines = self.ask(ranks, loading, "node_id")
                 address = self.ask(ranks[:1], loading, "meeting_point", len(set(machines)) == 1)[0]
-            self.ask(ranks, loading, "build", address, self.place.deadline)
+            self.ask(ranks, loading, "build", address, self.place.deadline, patience=patience)
             if self._crowded(ranks):
                 self.ask(ranks, loading, "sleep")
 
-    def ask(self, plans: Iterable[HostPlan], what: str, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of these hosts, all at once; `what` for is said where one fails.
+    def ask(
+        self, plans: Iterable[HostPlan], what: str, method: str, *arguments: Any, patience: float | None = None
+    ) -> list[Any]:
+        """Call a method of these hosts, all at once.
+
+        Args:
+            what: for, which is said where one fails.
+            method, arguments: of `Host`.
+            patience: seconds that they have; the place's deadline if None.
 
         Raises:
             see `answer`.
         """
         asked = [(getattr(self.actors[plan], method).remote(*arguments), plan) for plan in plans]
-        return [answer(ref, plan, what, self.place) for ref, plan in asked]
+        return [answer(ref, plan, what, self.place, patience) for ref, plan in asked]
 
     def ranks(self, role: str) -> list[HostPlan]:
         """The hosts of a role, in order of their rank."""
@@ -128,8 +136,10 @@ class Hosts:
         return self.ask(self.ranks(role), what, method, *arguments)
 
     def dead(self, among: Iterable[HostPlan | None]) -> list[HostPlan | None]:
-        """Those hosts whose process is gone; None is the general one. A host that is busy does not answer, and is "
-        "alive."""
+        """Those hosts whose process is gone, if there are any, at least one of them; None is the general host.
+
+        A host that is busy does not answer, and counts as alive after some seconds.
+        """
         pings = {(self.general if plan is None else self.actors[plan]).pid.remote(): plan for plan in among}
         gone: list[HostPlan | None] = []
         until = time.monotonic() + _GRACE_SECONDS
@@ -146,29 +156,37 @@ class Hosts:
         return gone
 
     def rebuild(self, host: HostPlan | None) -> None:
-        """New processes for a role of which one has died, with all its ranks, since the others wait for the dead
-        one; and for whatever else has died."""
-        while True:
-            if host is None:
+        """New processes for `host`, of which it is known that it died, and for whatever else has died.
+
+        A role gets all its ranks anew, since the others wait for the dead one.
+        """
+        gone = [host]
+        while gone:
+            if None in gone:
                 ray.kill(self.general)
                 self.start_general()
-            else:
-                ranks = self.ranks(host.roles[0])
-                slots = {plan.slot for plan in ranks}
-                for plan in ranks:
-                    ray.kill(self.actors.pop(plan))
-                    self._awake = {slot: other for slot, other in self._awake.items() if other != plan}
-                self._sleep([plan for slot, plan in self._awake.items() if slot in slots], "rebuilding")
-                self.start(ranks)
-            more = self.dead([None, *self.actors])
-            if not more:
-                return
-            host = more[0]
+            self._kill([plan for lost in gone if lost is not None for plan in self.ranks(lost.roles[0])])
+            gone = self.dead([None, *self.actors])
+        absent = [plan for plan in self.plans if plan not in self.actors]
+        slots = {plan.slot for plan in absent}
+        self._sleep([plan for slot, plan in self._awake.items() if slot in slots], "rebuilding")
+        try:
+            self.start(absent)
+        except BaseException:
+            self._kill(absent)  # so that none of them counts as built
+            raise
+
+    def _kill(self, plans: Iterable[HostPlan]) -> None:
+        for plan in plans:
+            if (actor := self.actors.pop(plan, None)) is not None:
+                ray.kill(actor)
+            if self._awake.get(plan.slot) == plan:
+                del self._awake[plan.slot]
 
     def close(self) -> None:
         """End all processes at once, and the reservation with them."""
-        for actor in (*self.actors.values(), self.general):
-            ray.kill(actor)
+        self._kill(self.plans)
+        ray.kill(self.general)
         remove_placement_group(self._group)
 
     # ---- turns
@@ -199,8 +217,8 @@ class Hosts:
     # ---- nodes
 
     def of(self, node: Node) -> list[HostPlan | None]:
-        """Where a node runs: on every rank of the role that it writes, else of the one it reads, else on the "
-        "general host."""
+        """Where a node runs: on every rank of the role that it writes, else of the one it reads, else on the general
+        host."""
         uses = sorted(node.operator.role_uses.items(), key=lambda item: item[1].mode != "writes")
         return [*self.ranks(getattr(node.operator, uses[0][0]).name)] if uses else [None]
 

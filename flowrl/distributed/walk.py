@@ -7,15 +7,16 @@ The driver passes references: it never touches a tensor column that nobody asks 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import ObjectLostError
 
 from flowrl.columns import ColumnType
-from flowrl.distributed.faults import Failure, HostDiedError, answer, at, died, named, stuck
+from flowrl.distributed.faults import Failure, answer, at, died, named, stuck
 from flowrl.distributed.host import Call, Report, join_pieces
 from flowrl.distributed.hosts import Hosts, uid_slot
 from flowrl.distributed.place import HostPlan
@@ -115,7 +116,7 @@ class Walk:
         kept = {name: made for name, made in self._made.items() if name in wanted}
         ordered = {node.name: self._metrics[node.name] for node in self.plan.order}
         return StepResult(
-            {name: self._fetch(name, made) for name, made in kept.items()},
+            {name: self._columns(name, made) for name, made in kept.items()},
             {name: made.values for name, made in kept.items()},
             merge_metrics(ordered),
             self._seconds,
@@ -196,8 +197,7 @@ class Walk:
         if granularity == "group" and (uid := uid_slot(node)) is not None:
             wanted = node.operator.signature.slots[uid]
             assert isinstance(wanted, ColumnType)
-            groups = list(join_pieces(inputs[uid], wanted))  # the one column that the driver looks at
-            self.traffic.driver += sum(piece.nbytes for piece in inputs[uid])
+            groups = list(self._fetch(node, inputs[uid], wanted))  # the one column that the driver looks at
         rows = sum(len(piece.rows) for piece in inputs[slot])
         tokens = self._tokens.get(self.plan.graph.types[edge].axes[0])
         return [*shard(granularity, rows, ranks, tokens, groups)]
@@ -214,14 +214,14 @@ class Walk:
         answered, _ = ray.wait(list(running), num_returns=1, timeout=max(0.0, left))
         if not answered:
             host = next(host for ref, host in first.hosts.items() if ref not in first.reports)
-            raise stuck(host, self._what(first.node), place)
+            raise stuck(host, self._what(first.node), place, place.deadline)
         complete = []
         for ref in answered:
             run = running.pop(ref)
             host = run.hosts[ref]
             report: Report | Failure = answer(ref, host, self._what(run.node), place)
             if isinstance(report, Failure):
-                raise self._blame(report, run, host)
+                raise self._blame(report, run.node, host, run.hosts.values())
             run.reports[ref] = report
             trace, name = self.hosts.trace, run.node.name
             trace.add(name, named(host), report.started, report.ended, report.received)
@@ -231,15 +231,16 @@ class Walk:
                 complete.append(run)
         return complete
 
-    def _blame(self, failure: Failure, run: Running, host: HostPlan | None) -> Exception:
+    def _blame(
+        self, failure: Failure, node: Node, host: HostPlan | None, peers: Iterable[HostPlan | None]
+    ) -> Exception:
         """A node that raised may have done so since another process died: a peer, or one that wrote what it reads."""
-        peers = [other for other in run.hosts.values() if other != host]
-        suspects = [None, *self.hosts.actors] if failure.lost else peers
+        suspects = [None, *self.hosts.actors] if failure.lost else [peer for peer in peers if peer != host]
+        error: Exception = failure.error()
         if dead := self.hosts.dead(suspects):
-            error: Exception = died(dead[0], self._what(run.node), self.hosts.place, failure.message.splitlines()[0])
-            error.__cause__ = failure.error()
-            return error
-        return failure.error()
+            first, _, _ = failure.message.partition("\n")
+            raise died(dead[0], self._what(node), self.hosts.place, first) from error
+        return error
 
     def _accept(self, run: Running) -> None:
         """Enter what all ranks of a node left."""
@@ -267,15 +268,23 @@ class Walk:
             self._metrics[node.name].merge(report.metrics)
         self.state |= reports[0].state
 
-    def _fetch(self, node: str, made: Made) -> DataProto:
-        """The columns of a node that is kept, in the driver; counted as its traffic."""
-        fetched = {}
-        for name, pieces in made.columns.items():
-            wanted = self.plan.graph[node].operator.signature.outputs[name]
+    def _columns(self, name: str, made: Made) -> DataProto:
+        """The columns of a node that is kept, in the driver."""
+        node, fetched = self.plan.graph[name], {}
+        for column, pieces in made.columns.items():
+            wanted = node.operator.signature.outputs[column]
             assert isinstance(wanted, ColumnType)
-            fetched[name] = join_pieces(pieces, wanted)
-            self.traffic.driver += sum(piece.nbytes for piece in pieces)
+            fetched[column] = self._fetch(node, pieces, wanted)
         return DataProto(fetched)
+
+    def _fetch(self, node: Node, pieces: list[Piece], wanted: ColumnType) -> Any:
+        """A column in the driver; counted as its traffic."""
+        self.traffic.driver += sum(piece.nbytes for piece in pieces)
+        try:
+            return join_pieces(pieces, wanted)
+        except ObjectLostError as error:
+            failure = Failure.of(error, f"{self._what(node)}: the column {wanted.name} is lost: {error}")
+            raise self._blame(failure, node, None, []) from error
 
 
 def refuse_unequal(reports: Sequence[Report], node: Node) -> None:
@@ -287,6 +296,3 @@ def refuse_unequal(reports: Sequence[Report], node: Node) -> None:
     receipts = [value for report in reports for value in report.values.values() if isinstance(value, Receipt)]
     if len({(receipt.version, receipt.digest) for receipt in receipts}) > 1:
         raise SyncError(f"{node.name}: the ranks of the engine received different weights: {receipts}; sync again.")
-
-
-__all__ = ["HostDiedError", "Traffic", "Walk"]

@@ -1,0 +1,90 @@
+"""Carrying weights from a trainer to an engine in another process, against copying as many bytes in memory.
+
+The parts are taken in one process, on the code that the two processes run; the last row is the whole of it between
+them. The copy goes into memory that has been written before, the object store's and the receiver's is fresh each time.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from generate import write_model
+from harness import medians, table
+from transformers.utils import logging
+
+from flowrl import Colocate, Split
+from flowrl.backends import SGD, TorchRollout, TorchTrainer
+from flowrl.digest import weights_digest
+from flowrl.distributed.cluster import connected
+from flowrl.distributed.export import BUCKET_BYTES, Export
+from flowrl.graphs import grpo
+
+SIZES = ((2, 64), (5, 512), (5, 1024))  # layers and width
+
+
+def parts(model: str) -> tuple[int, dict[str, float]]:
+    """Bytes of the weights, and the seconds that each part of a sync takes."""
+    context: Any = SimpleNamespace(seed=0, rank=0, world_size=1)
+    trainer = TorchTrainer(model, SGD(lr=0.1), device="cpu").build(context)
+    rollout = TorchRollout(model, device="cpu").build(context)
+    weights = [tensor for _, tensor in trainer.weights()]
+    elsewhere = [torch.empty_like(tensor) for tensor in weights]
+
+    def export() -> Export:
+        return Export.of("actor", trainer.version, trainer.weights(), BUCKET_BYTES)
+
+    def copy() -> None:
+        for target, tensor in zip(elsewhere, weights, strict=True):
+            target.copy_(tensor)
+
+    sent: Any = export()
+    cases: dict[str, Callable[[], object]] = {
+        "memcpy": copy,
+        "gather": lambda: list(trainer.weights()),
+        "gather, digest": lambda: weights_digest(trainer.weights()),
+        "gather, digest, put": export,
+        "get, check": lambda: list(sent.weights()),
+        "get, check, load": lambda: rollout.sync(sent),
+    }
+    taken = medians(cases, seconds=2)
+    split = {
+        "memcpy of the same bytes": taken["memcpy"],
+        "gather the weights": taken["gather"],
+        "digest them": taken["gather, digest"] - taken["gather"],
+        "put them into the object store": taken["gather, digest, put"] - taken["gather, digest"],
+        "get them, digest what came": taken["get, check"],
+        "load them, digest what the engine holds": taken["get, check, load"] - taken["get, check"],
+        "all of it in one process": taken["gather, digest, put"] + taken["get, check, load"],
+    }
+    return sent.nbytes, split
+
+
+def between_processes(model: str) -> float:
+    """Seconds of a sync of two live processes."""
+    graph = grpo("flowrl.demo.verifier:compute_score", kl_coef=0.0)
+    engines = {"actor": TorchTrainer(model, SGD(lr=0.1)), "rollout": TorchRollout(model)}
+    with graph.bind(**engines, place=Split(train=1, rollout=1)).open() as executor:
+        return medians({"sync": executor.sync}, seconds=1)["sync"]
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on CPU slots, wherever this runs
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    heads, rows = [""], {}
+    with connected(Colocate(gpus=2)), tempfile.TemporaryDirectory() as base:
+        for layers, width in SIZES:
+            model = write_model(Path(base) / str(width), layers, width)
+            size, taken = parts(model)
+            taken["all of it between two processes"] = between_processes(model)
+            heads += [f"{size / 2**20:.1f} MiB, ms", "× memcpy"]
+            for part, seconds in taken.items():
+                ratio = seconds / taken["memcpy of the same bytes"]
+                rows.setdefault(part, [part]).extend([f"{1e3 * seconds:.1f}", f"{ratio:.1f}"])
+    table("A sync, part by part", heads, list(rows.values()))

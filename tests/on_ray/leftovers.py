@@ -1,0 +1,49 @@
+"""What a job on Ray leaves behind when it is over: nothing."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group_table
+
+from flowrl.distributed.executor import RayExecutor
+
+
+def process_ids(executor: RayExecutor) -> dict[Any, int]:
+    """By host plan, None being the general one."""
+    actors = {None: executor.hosts.general, **executor.hosts.actors}
+    return dict(zip(actors, ray.get([actor.pid.remote() for actor in actors.values()]), strict=True))
+
+
+def ends(pid: int, seconds: float = 20) -> bool:
+    """Whether a process ends before so many seconds are over."""
+    try:
+        watch = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([watch], [], [], seconds)[0])
+    finally:
+        os.close(watch)
+
+
+def shared_memory() -> set[str]:
+    """Segments and files in shared memory, but Ray's own store."""
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("plasma")}
+
+
+@contextmanager
+def leaves_nothing() -> Iterator[list[int]]:
+    """Within the block jobs are opened, and the processes that they start entered; none of them is left after it."""
+    before, processes = shared_memory(), list[int]()
+    yield processes
+    assert all(ends(pid) for pid in processes), "a process is left"
+    assert shared_memory() <= before
+    states = {group["state"] for group in placement_group_table().values()}
+    assert states <= {"REMOVED"}, "a placement group is left"

@@ -1,0 +1,200 @@
+"""Steps on Ray with engines that load nothing: how rows are shared out, what travels, what runs at once, turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.distributed.place import Colocate, Split
+from flowrl.distributed.wire import pack
+from flowrl.errors import DataError, GraphError, NodeError
+from flowrl.graphs import grpo, ppo
+from flowrl.job import Job
+from flowrl.proto import DataProto
+from tests.jobs import prompt_batch, proto
+from tests.on_ray.leftovers import leaves_nothing, process_ids
+from tests.on_ray.toys import Desk, GroupScore, toy_job
+from tests.rewards import digits
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+PROMPTS = [[11, 12], [13], [14, 15, 16, 17, 18], [19, 20, 21], [22]]
+
+
+def graph_of(algorithm: str) -> Any:
+    if algorithm == "ppo":
+        return ppo(digits, n=1, max_new_tokens=6, ppo_epochs=2)
+    return grpo(digits, n=3, max_new_tokens=6)
+
+
+def run(executor: Any, rows: int, steps: int, keep: tuple[str, ...] = ()) -> list[Any]:
+    executor.sync()
+    return [executor.step(proto(prompt_batch(PROMPTS[:rows])), step, keep=keep) for step in range(steps)]
+
+
+def same(a: DataProto, b: DataProto) -> None:
+    assert a.columns.keys() == b.columns.keys()
+    assert a.digest() == b.digest()
+
+
+def refuse_difference(local: list[Any], remote: list[Any], rename: dict[str, str] | None = None) -> None:
+    """Every column of every node, every value but the receipt's, and every metric: bit for bit."""
+    for a, b in zip(local, remote, strict=True):
+        assert a.columns.keys() == b.columns.keys()
+        for node in a.columns:
+            same(a.columns[node], b.columns[node])
+        assert a.metrics.compute() == b.metrics.compute()
+        assert list(a.metrics) == list(b.metrics)
+        receipt, other = a.values["sync"]["receipt"], b.values["sync"]["receipt"]
+        assert (receipt.version, receipt.digest, receipt.bytes) == (other.version, other.digest, other.bytes)
+        assert (receipt.transport, other.transport) == ("copy", "object store")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows", "ranks", "place"),
+    [
+        ("ppo", 5, {"actor": 2, "ref": 3, "critic": 2, "rollout": 1}, Colocate(3)),
+        ("grpo", 3, {"actor": 2, "ref": 2, "rollout": 1}, Split(2, 1)),
+        ("ppo", 1, {"actor": 1, "ref": 2, "critic": 3, "rollout": 2}, Split(3, 2)),
+    ],
+)
+def test_any_ranks_give_the_bits_of_one_process(
+    algorithm: str, rows: int, ranks: dict[str, int], place: Any, tiny: str, tmp_path: Path
+) -> None:
+    """Rows that the ranks do not divide, and fewer rows than ranks."""
+    graph = graph_of(algorithm)
+    keep = tuple(graph.nodes)
+    with toy_job(graph, tmp_path / "local", tiny).open(seed=3) as executor:
+        local = run(executor, rows, 3, keep)
+    with leaves_nothing() as processes, toy_job(graph, tmp_path / "ray", tiny, ranks, place).open(seed=3) as executor:
+        processes += process_ids(executor).values()
+        remote = run(executor, rows, 3, keep)
+        if ranks["rollout"] == 1:
+            refuse_difference(local, remote)
+        else:  # an engine of several ranks receives its weights several times
+            for a, b in zip(local, remote, strict=True):
+                assert {k: v for k, v in a.metrics.compute().items() if k != "sync/bytes"} == {
+                    k: v for k, v in b.metrics.compute().items() if k != "sync/bytes"
+                }
+                for node in a.columns:
+                    same(a.columns[node], b.columns[node])
+        # Nothing asked for, so no tensor in the driver; the prompts went in once.
+        executor.step(proto(prompt_batch(PROMPTS[:rows])), 3)
+        assert executor.traffic.driver == 0
+        assert 0 < executor.traffic.input < 4096
+    events = Desk(str(tmp_path / "ray")).events()
+    shares = [event for event in events if (event["role"], event["what"]) == ("ref", "log_probs")]
+    assert Counter(event["rank"] for event in shares) == dict.fromkeys(range(ranks["ref"]), 4)
+    total = rows * (3 if algorithm == "grpo" else 1)
+    assert sum(event["rows"] for event in shares) == 4 * total
+    assert {event["rows"] for event in events if event["what"] == "update"} == {total}
+
+
+def test_traffic_is_what_nodes_read(tiny: str, tmp_path: Path) -> None:
+    """One rank each: the bytes that hosts fetched are those of the columns that their nodes read, packed."""
+    graph = graph_of("grpo")
+    with leaves_nothing() as processes, toy_job(graph, tmp_path / "desk", tiny, place=Colocate(1)).open() as executor:
+        processes += process_ids(executor).values()
+        keep = tuple(graph.nodes)
+        [result] = run(executor, 4, 1, keep)
+        fetched, driver = executor.traffic.hosts, executor.traffic.driver
+        made = {
+            (node, name): pack(column).nbytes
+            for node, p in result.columns.items()
+            for name, column in p.columns.items()
+        }
+        reads = [(edge.node, edge.output) for node in graph.nodes.values() for edge in node.inputs.values()]
+        assert fetched == sum(made[edge] for edge in reads if edge in made)
+        assert driver == sum(size for size in made.values())
+        # Padding does not travel: a batch twice as wide costs what the narrow one does.
+        executor.step(proto(prompt_batch(PROMPTS[:4])), 0)
+        narrow = executor.traffic.hosts
+        executor.step(proto(prompt_batch(PROMPTS[:4], width=100)), 0)
+        assert abs(executor.traffic.hosts - narrow) < 0.35 * narrow
+        # What raises is named, and the executor goes on afterwards.
+        with pytest.raises(GraphError, match="the batch lacks prompt_mask"):
+            executor.step(proto(prompt_batch(PROMPTS[:4])).drop("prompt_mask"), 1)
+        desk = Desk(str(tmp_path / "desk"))
+        desk.fail("ref.log_probs")
+        with pytest.raises(NodeError, match=r"ref_log_prob failed in step 7 on ref rank 0: ValueError") as caught:
+            executor.step(proto(prompt_batch(PROMPTS[:4])), 7)
+        assert "ref.log_probs was told to fail" in str(caught.value)
+        assert "it was given rollout.input_ids: int64[12, " in str(caught.value)
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert "toys.py" in caught.value.__notes__[0]
+        executor.sync()
+        again = executor.step(proto(prompt_batch(PROMPTS[:4])), 8)
+        assert again.metrics["actor/trained"].compute() == 12
+
+
+def test_independent_nodes_run_at_once(tiny: str, tmp_path: Path) -> None:
+    """Old log-prob, reference and value get through a barrier that only concurrent nodes can pass."""
+    desk = tmp_path / "desk"
+    job = toy_job(graph_of("ppo"), desk, tiny, place=Split(3, 1))
+    Desk(str(desk)).meet(["actor.log_probs", "ref.log_probs", "critic.values"])
+    with leaves_nothing() as processes, job.open() as executor:
+        processes += process_ids(executor).values()
+        run(executor, 3, 2)
+        assert len({plan.slot for plan in executor.hosts.plans}) == 4
+    # Updates of actor and critic do not wait for each other either; nobody had to sleep.
+    assert not [event for event in Desk(str(desk)).events() if event["what"] in ("sleep", "wake")]
+
+
+def test_one_slot_is_taken_by_turns(tiny: str, tmp_path: Path) -> None:
+    """On a shared slot the one who works is awake, and alone; so are both sides of a sync, one after the other."""
+    desk = tmp_path / "desk"
+    with leaves_nothing() as processes, toy_job(graph_of("ppo"), desk, tiny, place=Colocate(1)).open() as executor:
+        processes += process_ids(executor).values()
+        run(executor, 3, 2)
+        kinds = Counter(span.kind for span in executor.trace.spans)
+        assert kinds["wait"] > 0
+        assert kinds["transfer"] > 0
+    awake: set[str] = set()
+    worked = Counter[str]()
+    for event in Desk(str(desk)).events():
+        match event["what"]:
+            case "build":
+                awake.add(event["role"])
+            case "sleep":
+                awake.remove(event["role"])
+            case "wake":
+                awake.add(event["role"])
+            case work:
+                assert awake == {event["role"]}, event
+                worked[f"{event['role']}.{work}"] += 1
+        assert len(awake) <= 1
+    assert worked["actor.weights"] == worked["rollout.sync"] == 3
+
+
+def test_whole_groups_go_to_one_rank(tiny: str, tmp_path: Path) -> None:
+    """A node with a role that wants whole groups: no rank sees a part of one."""
+    graph = graph_of("grpo").edit(replace={"ref_log_prob": GroupScore()})
+    desk = tmp_path / "desk"
+    with toy_job(graph, tmp_path / "local", tiny).open() as executor:
+        local = run(executor, 5, 2, tuple(graph.nodes))
+    with leaves_nothing() as processes, toy_job(graph, desk, tiny, {"ref": 2}, Colocate(2)).open() as executor:
+        processes += process_ids(executor).values()
+        refuse_difference(local, run(executor, 5, 2, tuple(graph.nodes)))
+    rows = [
+        event["rows"] for event in Desk(str(desk)).events() if event["what"] == "log_probs" and event["role"] == "ref"
+    ]
+    assert len(rows) == 4
+    assert all(count % 3 == 0 for count in rows)
+    assert sum(rows) == 30
+
+
+def test_an_error_of_one_rank_is_its_own(tiny: str, tmp_path: Path) -> None:
+    """One of two ranks raises: it is named, and not taken for a death."""
+    job: Job = toy_job(graph_of("grpo"), tmp_path / "desk", tiny, {"ref": 2}, Colocate(2, restart="role"))
+    with leaves_nothing() as processes, job.open() as executor:
+        processes += process_ids(executor).values()
+        run(executor, 2, 1)
+        Desk(str(tmp_path / "desk")).fail("ref.log_probs")
+        with pytest.raises(NodeError, match=r"ref_log_prob failed in step 1 on ref rank [01]: ValueError"):
+            executor.step(proto(prompt_batch(PROMPTS[:2])), 1)
+        with pytest.raises(NodeError) as caught:
+            executor.step(proto(prompt_batch(PROMPTS[:2]))[:0], 1)
+        assert isinstance(caught.value.__cause__, DataError)

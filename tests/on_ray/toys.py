@@ -1,0 +1,288 @@
+"""Engines that load nothing, do arithmetic on what they are given, and can be told to record, to block or to raise.
+
+Whatever they compute depends on their weights and on each row alone, so any executor must get the same bits from them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from flowrl import columns as c
+from flowrl.digest import weights_digest
+from flowrl.engines import Sampled, Scorer
+from flowrl.errors import SyncError
+from flowrl.job import Job
+from flowrl.metrics import Metrics
+from flowrl.operator import Granularity, Operator
+from flowrl.records import Receipt, Sequences
+from flowrl.roles import Reads, Role
+from flowrl.spec import Spec
+from flowrl.text import ChatTokenizer
+
+
+class Desk:
+    """A folder through which a test and engines in other processes deal with each other."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def events(self) -> list[dict[str, Any]]:
+        """What engines have recorded, in order."""
+        log = self.folder / "events.jsonl"
+        return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+    def record(self, role: str, rank: int, what: str, **more: Any) -> None:
+        """Enter an event."""
+        line = json.dumps({"role": role, "rank": rank, "what": what, "time": time.time(), **more}) + "\n"
+        with (self.folder / "events.jsonl").open("a") as log:  # one write: appended whole
+            log.write(line)
+
+    def block(self, call: str) -> None:
+        """The next `call` (``"actor.update"``) tells its process id and then waits for ever."""
+        os.mkfifo(self.folder / f"{call}.block")
+
+    def blocked(self, call: str) -> int:
+        """Wait until a call blocks; returns its process id."""
+        return int((self.folder / f"{call}.block").read_text())
+
+    def fail(self, call: str) -> None:
+        """The next `call` raises."""
+        (self.folder / f"{call}.fail").touch()
+
+    def meet(self, calls: Sequence[str]) -> None:
+        """From now on, each of these calls waits until all of them have begun."""
+        for call in calls:
+            (self.folder / f"{call}.meet").write_text(" ".join(calls))
+            for other in calls:
+                os.mkfifo(self.folder / f"{call}-from-{other}")
+
+    def enter(self, role: str, rank: int, method: str) -> None:
+        """What an engine does at the start of a call."""
+        call = f"{role}.{method}"
+        if (fault := self.folder / f"{call}.fail").exists():
+            fault.unlink()
+            raise ValueError(f"{call} was told to fail")
+        if (fifo := self.folder / f"{call}.block").exists():
+            writer = os.open(fifo, os.O_WRONLY)  # until somebody reads
+            fifo.unlink()
+            os.write(writer, str(os.getpid()).encode())
+            os.close(writer)
+            threading.Event().wait()
+        if (meeting := self.folder / f"{call}.meet").exists():
+            self._meet(call, meeting.read_text().split())
+
+    def _meet(self, call: str, calls: list[str]) -> None:
+        """Each writes a byte to every other, and reads one of each: only those that run at once get through."""
+        others = [other for other in calls if other != call]
+        waiting = {os.open(self.folder / f"{call}-from-{other}", os.O_RDWR): other for other in others}
+        told = [os.open(self.folder / f"{other}-from-{call}", os.O_RDWR) for other in others]
+        for pipe in told:
+            os.write(pipe, b".")
+        pipes = {*waiting, *told}
+        while waiting:
+            ready = select.select(list(waiting), [], [], 60)[0]
+            if not ready:
+                raise TimeoutError(f"{call} waited for {list(waiting.values())}, which did not begin meanwhile")
+            for pipe in ready:
+                os.read(pipe, 1)
+                del waiting[pipe]
+        for pipe in pipes:  # each has opened all of its own before it wrote to me
+            os.close(pipe)
+
+
+class Toy(Spec):
+    """Base of toy backends.
+
+    Args:
+        desk: folder of the `Desk`.
+        folder: of a tokeniser.
+        ranks, memory: as places read them.
+    """
+
+    desk: str
+    folder: str = ""
+    ranks: int = 1
+    memory: float | None = None
+
+
+class ToyEngine:
+    """What all toys do: sleep, wake, and refuse to work asleep."""
+
+    def __init__(self, role: str, spec: Toy, context: Any) -> None:
+        self.role, self.spec, self.desk = role, spec, Desk(spec.desk)
+        self.rank, self.ranks = context.rank, context.world_size
+        self.asleep = False
+        self.w = torch.tensor([0.5, 0.25, 1.0], dtype=torch.float64)
+        self.desk.record(role, self.rank, "build")
+
+    def _enter(self, method: str, **more: Any) -> None:
+        self.desk.record(self.role, self.rank, method, **more)
+        assert not self.asleep, f"{self.role}.{method} was called asleep"
+        self.desk.enter(self.role, self.rank, method)
+
+    def sleep(self) -> None:
+        self.desk.record(self.role, self.rank, "sleep")
+        self.desk.enter(self.role, self.rank, "sleep")
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.desk.record(self.role, self.rank, "wake")
+        self.desk.enter(self.role, self.rank, "wake")
+        self.asleep = False
+
+    def _scored(self, batch: Any) -> Tensor:
+        width = batch.response_mask.shape[1]
+        tokens = batch.input_ids[:, batch.input_ids.shape[1] - width :].double()
+        context = (batch.input_ids * batch.attention_mask).sum(1, keepdim=True).double()
+        scored = -(((tokens * self.w[0] + context * self.w[1]) * self.w[2]) % 3.0)
+        return torch.where(batch.response_mask, scored, 0.0).float()
+
+
+class ToyScorerEngine(ToyEngine):
+    def log_probs(self, batch: Any) -> Tensor:
+        self._enter("log_probs", rows=len(batch.input_ids), width=batch.input_ids.shape[1])
+        return self._scored(batch)
+
+
+class ToyLearner(ToyEngine):
+    version = 0
+
+    def update(self, batch: Any, mini_batches: Sequence[Any], loss: Any) -> Metrics:
+        """Moves the weights by sums over all rows; each rank reports those rows that it would train on."""
+        self._enter("update", rows=len(batch.input_ids), width=batch.input_ids.shape[1])
+        metrics = Metrics()
+        signal = batch.advantages if hasattr(batch, "advantages") else batch.returns - batch.values
+        for rows, weights in mini_batches:
+            pulled = (signal[rows].double() * weights.double()).sum(1)
+            self.w += 0.01 * torch.tanh(pulled.sum()) * torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
+            mine = [i for i in range(len(rows)) if i % self.ranks == self.rank]
+            metrics.sum(f"{self.role}/trained", len(mine))
+            metrics.mean(f"{self.role}/tokens", batch.response_mask[rows[mine]].sum(), len(mine))
+        self.version += 1
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": self.w, "version": self.version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.w, self.version = state["w"], state["version"]
+
+    def save_checkpoint(self, folder: str) -> None:
+        self._enter("save_checkpoint")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        if self.rank == 0:
+            torch.save(self.state_dict(), Path(folder) / "state.pt")
+
+    def load_checkpoint(self, folder: str) -> None:
+        self._enter("load_checkpoint")
+        self.load_state_dict(torch.load(Path(folder) / "state.pt"))
+
+
+class ToyTrainerEngine(ToyLearner):
+    def log_probs(self, batch: Any) -> Tensor:
+        self._enter("log_probs", rows=len(batch.input_ids), width=batch.input_ids.shape[1])
+        return self._scored(batch)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._enter("weights")
+        yield "first", self.w[:2]
+        yield "second", self.w[2:].float()
+
+    def save_pretrained(self, folder: str) -> None:
+        self._enter("save_pretrained")
+        if self.rank == 0:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            torch.save(dict(self.weights()), Path(folder) / "weights.pt")
+
+
+class ToyCriticEngine(ToyLearner):
+    def values(self, batch: Any) -> Tensor:
+        self._enter("values", rows=len(batch.input_ids), width=batch.input_ids.shape[1])
+        return self._scored(batch)
+
+
+class ToyRolloutEngine(ToyEngine):
+    receipt: Receipt | None = None
+    tokenizer: ChatTokenizer
+
+    def __init__(self, role: str, spec: Toy, context: Any) -> None:
+        super().__init__(role, spec, context)
+        self.tokenizer = ChatTokenizer(spec.folder)
+
+    def generate(
+        self, prompts: Tensor, prompt_mask: Tensor, row_ids: Sequence[str], sampling: Any, key: Any
+    ) -> Sampled:
+        self._enter("generate", rows=len(prompts), width=prompts.shape[1])
+        draws = key.uniforms(row_ids, sampling.max_new_tokens + 1)
+        lengths = 1 + (draws[:, 0] * sampling.max_new_tokens).long()
+        width = int(lengths.max()) if len(lengths) else 0
+        mask = torch.arange(width) < lengths[:, None]
+        shift = float(self.w.sum())
+        tokens = 10 + ((draws[:, 1 : width + 1] * 37 + shift * 11) % 60).long()
+        return Sampled(tokens * mask, mask, torch.where(mask, -draws[:, 1 : width + 1], 0.0).float())
+
+    def sync(self, source: Any) -> Receipt:
+        self._enter("sync")
+        self.receipt = None
+        weights = {name: tensor.clone() for name, tensor in source.weights()}
+        if set(weights) != {"first", "second"}:
+            raise SyncError(f"the weights are {sorted(weights)}")
+        self.w = torch.cat([weights["first"], weights["second"].double()])
+        size = sum(tensor.nbytes for tensor in weights.values())
+        self.receipt = Receipt(source.version, weights_digest(weights.items()), size, 0.0, "copy")
+        return self.receipt
+
+
+class ToyTrainer(Toy):
+    def build(self, context: Any) -> ToyTrainerEngine:
+        return ToyTrainerEngine("actor", self, context)
+
+
+class ToyScorer(Toy):
+    def build(self, context: Any) -> ToyScorerEngine:
+        return ToyScorerEngine("ref", self, context)
+
+
+class ToyCritic(Toy):
+    def build(self, context: Any) -> ToyCriticEngine:
+        return ToyCriticEngine("critic", self, context)
+
+
+class ToyRollout(Toy):
+    def build(self, context: Any) -> ToyRolloutEngine:
+        return ToyRolloutEngine("rollout", self, context)
+
+
+class GroupScore(Operator):
+    """Reference log-probs, less the mean of each group: wants whole groups."""
+
+    granularity: ClassVar[Granularity] = "group"
+    ref: Reads[Scorer] = Role("ref")
+
+    def __call__(self, rollout: Sequences, uid: c.Uid) -> c.RefLogProbs:
+        scores = self.ref.log_probs(rollout)
+        out = scores.clone()
+        for group in sorted(set(uid)):
+            mine = [i for i, name in enumerate(uid) if name == group]
+            out[mine] -= scores[mine].sum(1).mean()
+        return out.masked_fill(~rollout.response_mask, 0.0)
+
+
+def toy_job(graph: Any, desk: Path, folder: str, ranks: dict[str, int] | None = None, place: Any = None) -> Job:
+    """A graph bound to toys, with so many ranks a role."""
+    desk.mkdir(parents=True, exist_ok=True)
+    kinds: dict[str, Any] = {"actor": ToyTrainer, "ref": ToyScorer, "critic": ToyCritic, "rollout": ToyRollout}
+    bindings: dict[str, Any] = {
+        role: kinds[role](desk=str(desk), folder=folder, ranks=(ranks or {}).get(role, 1)) for role in graph.roles()
+    }
+    return graph.bind(place=place, **bindings)
