@@ -16,7 +16,7 @@ from flowrl.backends.torch_learner import Learner
 from flowrl.backends.torch_load import Folder, load_tokenizer
 from flowrl.backends.torch_mesh import Forward, mesh_of
 from flowrl.backends.torch_model import Dtype, Rows, TokenInputs, TorchModel, check_tokens, scatter, score_rows
-from flowrl.backends.torch_sleep import Residence, Sleeper
+from flowrl.backends.torch_sleep import Residence, Resident
 from flowrl.engines import BuildContext, Loss, MiniBatch
 from flowrl.errors import BindError
 from flowrl.metrics import Metrics
@@ -24,7 +24,6 @@ from flowrl.records import Tokens
 from flowrl.spec import Spec
 
 VALUE_HEAD_FILE = "value_head.safetensors"
-BUCKET_BYTES = 256 * 2**20
 
 
 class TorchCritic(Spec):
@@ -92,7 +91,7 @@ def _value_head(folder: str, width: int) -> nn.Linear:
     return head
 
 
-class TorchCriticEngine(Sleeper):
+class TorchCriticEngine(Resident):
     """A live `Critic`; made by `TorchCritic.build`.
 
     Args:

@@ -25,15 +25,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from flowrl.engines import BuildContext
-from flowrl.errors import BindError, FlowrlError
+from flowrl.errors import BindError, RankError
 
 T = TypeVar("T")
 # Torch 2.13 has renamed it, and warns of the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-
-class RankError(FlowrlError, RuntimeError):
-    """Another rank of the same engine failed, so this one cannot go on."""
 
 
 class Forward:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel
 
 from flowrl.backends.torch_load import Folder, load_causal_lm
-from flowrl.backends.torch_sleep import Residence, Sleeper
+from flowrl.backends.torch_sleep import Residence, Resident
 from flowrl.digest import combine, named_weights, tensor_digest
 from flowrl.engines import BuildContext, Sampled, Sampling, Trainer
 from flowrl.errors import BindError, DataError, SyncError
@@ -84,7 +84,7 @@ class TorchRollout(Spec):
         return TorchRolloutEngine(actor.model, ChatTokenizer(actor.folder), self.max_rows, shares=actor)
 
 
-class TorchRolloutEngine(Sleeper):
+class TorchRolloutEngine(Resident):
     """A live `TorchRollout`.
 
     Args:
@@ -209,7 +209,7 @@ class TorchRolloutEngine(Sleeper):
             AsleepError: the engine sleeps, or the trainer that it shares weights with.
         """
         for engine in (self, self._shares):
-            if isinstance(engine, Sleeper):
+            if isinstance(engine, Resident):
                 engine.residence.require_awake("generate")
         self._check_receipt()
         self._check_prompts(prompts, prompt_mask, row_ids, sampling)

@@ -7,11 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from flowrl.errors import FlowrlError
-
-
-class AsleepError(FlowrlError, RuntimeError):
-    """An engine was asked to compute while it sleeps."""
+from flowrl.errors import AsleepError
 
 
 class Residence:
@@ -70,7 +66,7 @@ class Residence:
                         state[slot] = value.to(device)
 
 
-class Sleeper:
+class Resident:
     """The turns of an engine that sets `residence`: `sleep` gives its device to others, `wake` takes it back.
 
     Of an engine of several ranks, all ranks sleep and wake together.

@@ -18,13 +18,12 @@ from flowrl.backends.torch_learner import Learner
 from flowrl.backends.torch_load import Folder, load_tokenizer
 from flowrl.backends.torch_mesh import mesh_of
 from flowrl.backends.torch_model import Dtype, Rows, SequenceInputs, TorchModel, check_sequences, score_rows
-from flowrl.backends.torch_sleep import Residence, Sleeper
+from flowrl.backends.torch_sleep import Residence, Resident
 from flowrl.engines import BuildContext, Loss, MiniBatch
 from flowrl.metrics import Metrics
 from flowrl.records import Sequences
 from flowrl.spec import Spec
 
-BUCKET_BYTES = 256 * 2**20
 
 
 class TorchScorer(Spec):
@@ -106,7 +105,7 @@ class TorchTrainer(Spec):
         return TorchTrainerEngine(self.model, model, self.max_tokens, self.logprob_chunk, residence, learner, tokenizer)
 
 
-class TorchScorerEngine(Sleeper):
+class TorchScorerEngine(Resident):
     """A live `Scorer`; made by `TorchScorer.build`.
 
     Args:

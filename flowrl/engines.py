@@ -176,6 +176,51 @@ class Rollout(Protocol):
         ...
 
 
+@runtime_checkable
+class Adapted(Protocol):
+    """A trainer that trains an adapter beside weights that stay; an engine that holds these needs the adapter alone."""
+
+    @property
+    def adapter_of(self) -> str | None:
+        """What the adapter is added to, and how: a digest of the base and the scaling. It must be equal on both sides
+        of a sync. None where there is no adapter."""
+        ...
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's weights under the names that PEFT writes, sorted."""
+        ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can give its device to others between its turns."""
+
+    def sleep(self) -> None:
+        """Release the device; the engine computes nothing until `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Take the device back."""
+        ...
+
+
+@runtime_checkable
+class Checkpointed(Protocol):
+    """An engine that writes what it needs to go on, and goes on from it; of several ranks, each writes its part."""
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write into a new folder."""
+        ...
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Go on from what was written.
+
+        Raises:
+            DataError: it is of another model or optimiser, or damaged.
+        """
+        ...
+
+
 class BuildContext(Protocol):
     """What a backend may ask for while it is built."""
 

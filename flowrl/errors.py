@@ -61,3 +61,11 @@ class RewardError(FlowrlError, RuntimeError):
 
 class NodeError(FlowrlError, RuntimeError):
     """A node of a running graph raised; names node, step and input shapes."""
+
+
+class AsleepError(FlowrlError, RuntimeError):
+    """An engine was asked to compute while it sleeps."""
+
+
+class RankError(FlowrlError, RuntimeError):
+    """Another rank of the same engine failed, so this one cannot go on."""

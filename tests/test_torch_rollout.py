@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.torch_rollout import TorchRolloutEngine, next_token
-from flowrl.backends.torch_sleep import AsleepError
 from flowrl.digest import named_weights, tensor_digest, weights_digest
 from flowrl.engines import Rollout, Sampled, Sampling
 from flowrl.errors import BindError, DataError, ParameterError, SyncError

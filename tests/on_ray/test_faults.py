@@ -1,0 +1,211 @@
+"""Processes that die, hang or raise in the middle of a step: what is said, what is left behind, and going on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.distributed.faults import HostDiedError
+from flowrl.distributed.place import Colocate, Place, Split
+from flowrl.errors import NodeError
+from flowrl.graphs import grpo, ppo
+from tests.jobs import prompt_batch, proto
+from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
+from tests.on_ray.toys import Desk, toy_job
+from tests.rewards import digits
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+PROMPTS = [[11, 12], [13], [14, 15, 16, 17, 18]]
+GRAPH = ppo(digits, n=2, max_new_tokens=6)
+# Which process a node's death is that of; None is the general host.
+HOME = {
+    "repeat": None,
+    "generate": "rollout",
+    "old_log_prob": "actor",
+    "ref_log_prob": "ref",
+    "value": "critic",
+    "reward": None,
+    "gae": None,
+    "update_critic": "critic",
+    "update_actor": "actor",
+    "sync": "rollout",
+}
+
+
+def batch() -> Any:
+    return proto(prompt_batch(PROMPTS))
+
+
+def process_of(executor: Any, role: str | None, rank: int = 0) -> int:
+    plan = next((p for p in executor.hosts.plans if role in p.roles and p.rank == rank), None)
+    return process_ids(executor)[plan]
+
+
+def kill_at(executor: Any, node: str, role: str | None) -> Callable[[str], None]:
+    """SIGKILL the process of a role as a node starts, once; by then the process is gone."""
+    armed = [True]
+
+    def on_node(name: str) -> None:
+        if name == node and armed:
+            armed.clear()
+            pid = process_of(executor, role)
+            os.kill(pid, signal.SIGKILL)
+            assert ends(pid)
+
+    return on_node
+
+
+def kill_blocked(desk: Desk, call: str) -> threading.Thread:
+    """SIGKILL whoever makes this call, in the middle of it."""
+    desk.block(call)
+    thread = threading.Thread(target=lambda: os.kill(desk.blocked(call), signal.SIGKILL))
+    thread.start()
+    return thread
+
+
+def uninterrupted(folder: Path, tiny: str, steps: int, graph: Any = GRAPH) -> tuple[list[dict[str, float]], str]:
+    with toy_job(graph, folder, tiny).open(seed=5) as executor:
+        executor.sync()
+        results = [executor.step(batch(), step) for step in range(steps)]
+    return [result.metrics.compute() for result in results], results[-1].values["sync"]["receipt"].digest
+
+
+def test_every_role_is_rebuilt_and_no_row_trained_twice(
+    tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each node loses its process in turn, as it starts; then in the middle, between steps, twice, and all at once."""
+    caplog.set_level(logging.WARNING, "flowrl")
+    desk = Desk(str(tmp_path / "ray"))
+    calls = ["rollout.generate", "actor.log_probs", "critic.update", "actor.update", "rollout.sync", "actor.weights"]
+    steps = len(HOME) + len(calls) + 4
+    metrics, digest = uninterrupted(tmp_path / "local", tiny, steps)
+    job = toy_job(GRAPH, tmp_path / "ray", tiny, place=Split(2, 1, restart="role"))
+    found = []
+    with leaves_nothing() as processes, job.open(seed=5) as executor:
+        executor.sync()
+        for node, role in HOME.items():
+            caplog.clear()
+            found.append(executor.step(batch(), len(found), on_node=kill_at(executor, node, role)))
+            [said] = [record.getMessage() for record in caplog.records]
+            host = "the general host" if role is None else f"{role} rank 0"
+            assert f"in step {len(found) - 1} lost {host}, whose process died" in said
+        for call in calls:
+            caplog.clear()
+            thread = kill_blocked(desk, call)
+            found.append(executor.step(batch(), len(found)))
+            thread.join()
+            [said] = [record.getMessage() for record in caplog.records]
+            assert f"in step {len(found) - 1}" in said
+            assert f"lost {call.partition('.')[0]} rank 0" in said
+        os.kill(pid := process_of(executor, "actor"), signal.SIGKILL)  # between steps
+        assert ends(pid)
+        found.append(executor.step(batch(), len(found)))
+        threads = [kill_blocked(desk, "actor.load_checkpoint")]  # and while it is rebuilt
+        found.append(executor.step(batch(), len(found), on_node=kill_at(executor, "update_actor", "actor")))
+        threads.append(kill_blocked(desk, "critic.save_checkpoint"))  # and at the very end
+        found.append(executor.step(batch(), len(found)))
+        for thread in threads:
+            thread.join()
+
+        def kill_all(name: str) -> None:
+            if name == "update_actor" and not gone:
+                gone.extend(process_ids(executor).values())
+                for pid in gone:
+                    os.kill(pid, signal.SIGKILL)
+
+        gone: list[int] = []
+        result = executor.step(batch(), len(found), on_node=kill_all)
+        found.append(result)
+        processes += [*gone, *process_ids(executor).values()]
+    assert [one.metrics.compute() for one in found] == metrics
+    assert result.values["sync"]["receipt"].digest == digest
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("rollout.generate", "generate in step 1 lost rollout rank 0"),
+        ("actor.update", "update_actor in step 1 lost actor rank 0"),
+        ("ref.wake", "ref_log_prob in step 1, waking, lost ref rank 0"),
+    ],
+)
+def test_a_death_is_named_and_leaves_nothing(call: str, said: str, tiny: str, tmp_path: Path) -> None:
+    desk = Desk(str(tmp_path / "desk"))
+    job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Colocate(1, deadline=60))
+    with leaves_nothing() as processes, job.open() as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        executor.step(batch(), 0)
+        thread = kill_blocked(desk, call)
+        with pytest.raises(HostDiedError, match=said) as caught:
+            executor.step(batch(), 1)
+        thread.join()
+        assert "Colocate(restart='role')" in str(caught.value)
+
+
+def test_the_death_of_the_general_host_is_named(tiny: str, tmp_path: Path) -> None:
+    """Also where it is only noticed by who reads what it had written."""
+    job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Split(1, 1, deadline=60))
+    with leaves_nothing() as processes, job.open() as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        with pytest.raises(HostDiedError, match=r"update_actor in step 0 lost the general host") as caught:
+            executor.step(batch(), 0, on_node=kill_at(executor, "update_actor", None))
+        assert isinstance(caught.value.__cause__, NodeError)  # who missed the column
+
+
+@pytest.mark.parametrize(
+    ("call", "place", "said"),
+    [
+        ("actor.update", Colocate(1, deadline=8), "update_actor in step 0 is stuck on actor rank 0"),
+        ("rollout.wake", Colocate(1, deadline=8), "generate in step 0, waking, is stuck on rollout rank 0"),
+    ],
+)
+def test_what_hangs_is_named_within_the_deadline(call: str, place: Place, said: str, tiny: str, tmp_path: Path) -> None:
+    desk = Desk(str(tmp_path / "desk"))
+    with leaves_nothing() as processes:
+        job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=place)
+        with job.open() as executor:
+            processes += process_ids(executor).values()
+            executor.sync()
+            desk.block(call)
+            thread = threading.Thread(target=desk.blocked, args=(call,))
+            thread.start()
+            started = time.monotonic()
+            with pytest.raises(NodeError, match=f"{said}: nothing was heard for 8 s"):
+                executor.step(batch(), 0)
+            assert time.monotonic() - started < 8 + 30  # the deadline of one node, and the nodes before it
+            thread.join()
+
+
+def test_one_rank_of_several_dies(tiny: str, tmp_path: Path) -> None:
+    """The others end too, and are rebuilt with it."""
+    graph = grpo(digits, n=2, max_new_tokens=4)
+    metrics, digest = uninterrupted(tmp_path / "local", tiny, 2, graph)
+    place = Colocate(3, restart="role")
+    job = toy_job(graph, tmp_path / "desk", tiny, {"actor": 3, "ref": 2}, place)
+    with leaves_nothing() as processes, job.open(seed=5) as executor:
+        executor.sync()
+        found = [executor.step(batch(), 0)]
+        processes += process_ids(executor).values()
+        pid = process_of(executor, "actor", 2)
+
+        def on_node(name: str) -> None:
+            if name == "update_actor" and ids[0] == process_of(executor, "actor"):
+                os.kill(pid, signal.SIGKILL)
+
+        ids = [process_of(executor, "actor", rank) for rank in range(3)]
+        found.append(executor.step(batch(), 1, on_node=on_node))
+        assert all(ends(one) for one in ids)
+        processes += process_ids(executor).values()
+    assert [one.metrics.compute() for one in found] == metrics
+    assert found[-1].values["sync"]["receipt"].digest == digest

@@ -1,0 +1,370 @@
+"""Engines on a CUDA device against the same engines on the CPU: what they compute, what they release, and by turns.
+
+Every test has two cases: ``cuda``, which is skipped where there is none, and ``cpu``, which runs the same lines on any
+machine, so that they are known to work before a GPU is at hand.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from benchmarks.harness.turns import Turns, allocated
+from flowrl import Key
+from flowrl.backends import (
+    SGD,
+    AdamW,
+    TorchCritic,
+    TorchRollout,
+    TorchScorer,
+    TorchTrainer,
+    torch_critic,
+    torch_trainer,
+)
+from flowrl.backends.torch_mesh import Sharded
+from flowrl.engines import MiniBatch, Sampling
+from flowrl.executor import LocalExecutor
+from flowrl.graphs import grpo, ppo
+from flowrl.job import Job
+from flowrl.operators.losses import KLLoss, PPOClip, ValueClip
+from flowrl.operators.update import PolicyBatch, ValueBatch
+from flowrl.plan import Plan
+from flowrl.session import Session
+from tests.fsdp_cases import Ranks, weights
+from tests.jobs import prompt_batch, proto
+from tests.models import VOCAB, ragged, tiny_folder
+from tests.rewards import digits
+
+# What other versions of torch warn of on a GPU is for the summary to show, and no reason to fail.
+pytestmark = pytest.mark.filterwarnings("default")
+
+ALONE = Ranks(0, 1, Path())
+KINDS = ["llama", "qwen2", "gpt2", "gemma2"]
+PPO = PPOClip(dual_clip=3.0, entropy=0.01, kl=KLLoss("k3", 0.05))
+ROWS = 7
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, max_new_tokens=16)
+PROMPTS = proto(prompt_batch([[10, 11], [12], [13, 14, 15]]))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device that is held against the CPU, with float32 products in float32 and not TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield request.param
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    made: dict[str, str] = {}
+
+    def of(kind: str) -> str:
+        if kind not in made:
+            made[kind] = tiny_folder(tmp_path_factory.mktemp("models"), kind)
+        return made[kind]
+
+    return of
+
+
+def trainer(model: str, device: str, **settings: Any) -> Any:
+    settings = {"optimizer": SGD(lr=1.0), "grad_clip": None, "max_tokens": 40} | settings
+    return TorchTrainer(model, device=device, **settings).build(ALONE)
+
+
+def policy_batch() -> PolicyBatch:
+    """Rows with old and reference log-probs near those of a random model, so that some ratios are clipped."""
+    rows = ragged(ROWS)
+    draw = torch.Generator().manual_seed(1)
+    old, ref = (-3 + torch.randn(rows.response_mask.shape, generator=draw) for _ in range(2))
+    columns = {**rows._asdict(), "old_log_probs": old, "advantages": rows.pull, "ref_log_prob": ref}
+    return PolicyBatch(**{name: columns[name] for name in PolicyBatch._fields})
+
+
+def value_batch() -> ValueBatch:
+    rows = ragged(ROWS)
+    columns = {**rows._asdict(), "values": 0.1 * rows.pull, "returns": rows.pull}
+    return ValueBatch(**{name: columns[name] for name in ValueBatch._fields})
+
+
+def minis(batch: Any, loss: Any, *parts: list[int]) -> list[MiniBatch]:
+    return [MiniBatch(torch.tensor(rows), loss.weights(batch.response_mask[torch.tensor(rows)])) for rows in parts]
+
+
+ALL = list(range(ROWS))
+
+
+def train(engine: Any, *parts: list[int]) -> dict[str, float]:
+    batch = policy_batch()
+    return engine.update(batch, minis(batch, PPO, *(parts or (ALL,))), PPO).compute()
+
+
+def change(engine: Any, act: Callable[[], object]) -> Tensor:
+    """By how much `act` changed the weights, all in one float64 vector on the CPU; for SGD at 1, the gradient."""
+    before = weights(engine)
+    act()
+    return torch.cat([(tensor - before[name]).double().cpu().flatten() for name, tensor in engine.weights()])
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+# ---- the same numbers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_are_those_of_the_cpu(device: str, folder: Any, kind: str) -> None:
+    batch = ragged(ROWS)
+    truth = TorchScorer(folder(kind), device="cpu").build(ALONE).log_probs(batch)
+    for engine in (TorchScorer(folder(kind), device=device).build(ALONE), trainer(folder(kind), device)):
+        found = engine.log_probs(batch)
+        assert found.dtype == torch.float32 and found.device.type == "cpu"  # where the rows came from
+        assert {parameter.device.type for parameter in engine.model.parameters()} == {device}
+        torch.testing.assert_close(found, truth, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
+def test_the_gradient_is_that_of_the_cpu(device: str, folder: Any, kind: str, checkpointing: bool) -> None:
+    alone = trainer(folder(kind), "cpu")
+    engine = trainer(folder(kind), device, gradient_checkpointing=checkpointing)
+    logs: list[dict[str, float]] = []
+    truth = change(alone, lambda: logs.append(train(alone)))
+    found = change(engine, lambda: logs.append(train(engine)))
+    assert truth.norm() > 0.1 and apart(found, truth) < 1e-4
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4, abs=1e-5)
+    assert 0.05 < logs[0]["actor/pg_clipfrac"] < 0.95
+
+
+def test_mini_batches_with_adamw_end_where_those_of_the_cpu_do(device: str, folder: Any) -> None:
+    settings = {"optimizer": AdamW(lr=0.002, eps=1e-5), "grad_clip": 1.0}
+    engines = [trainer(folder("llama"), where, **settings) for where in ("cpu", device)]
+    steps = ([4], [0, 1, 2, 3, 5, 6], [6, 2, 0], [5, 1, 3, 4])
+    truth, found = (change(engine, lambda engine=engine: train(engine, *steps)) for engine in engines)
+    assert apart(found, truth) < 1e-3
+
+
+def test_values_and_the_critics_gradient_are_those_of_the_cpu(device: str, folder: Any) -> None:
+    batch, loss = value_batch(), ValueClip(0.2)
+    found = []
+    for where in ("cpu", device):
+        engine = TorchCritic(folder("llama"), SGD(lr=0.005), grad_clip=None, device=where).build(ALONE)
+        logs = [engine.update(batch, minis(batch, loss, ALL, ALL, ALL), loss).compute() for _ in range(2)]
+        found.append((engine.values(batch), logs))
+    (truth, expected), (values, logs) = found
+    assert truth.std() > 0.01 and values.device.type == "cpu"
+    torch.testing.assert_close(values, truth, atol=1e-4, rtol=1e-4)
+    for log, wanted in zip(logs, expected, strict=True):
+        assert log == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_bfloat16_is_float32_but_for_rounding(device: str, folder: Any, kind: str) -> None:
+    exact, engine = trainer(folder(kind), "cpu"), trainer(folder(kind), device, dtype="bfloat16")
+    batch = ragged(ROWS)
+    truth, found = exact.log_probs(batch), engine.log_probs(batch)
+    assert found.dtype == torch.float32 and 0 < apart(found, truth) < 0.02
+    scorer = TorchScorer(folder(kind), dtype="bfloat16", max_tokens=40, device=device).build(ALONE)
+    torch.testing.assert_close(scorer.log_probs(batch), found, atol=1e-6, rtol=0)
+    assert apart(change(engine, lambda: train(engine)), change(exact, lambda: train(exact))) < 0.1
+    assert {tensor.dtype for _, tensor in engine.weights()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_are_those_of_the_cpu(device: str, folder: Any, kind: str) -> None:
+    answers = []
+    for where in ("cpu", device):
+        actor = trainer(folder(kind), where)
+        engine = TorchRollout(folder(kind), device=where).build(ALONE)
+        receipt = engine.sync(actor)
+        draw = torch.Generator().manual_seed(0)
+        rows = [torch.randint(6, VOCAB, (n,), generator=draw).tolist() for n in (1, 5, 9, 5, 70, 2)]
+        prompts, mask = engine.tokenizer.pad_left(rows)
+        answers.append((receipt, engine.generate(prompts, mask, list("abcdef"), GREEDY, Key.of(0))))
+    (due, truth), (receipt, found) = answers
+    assert receipt.digest == due.digest  # of the same weights, wherever they are
+    assert found.responses.device.type == "cpu" and torch.equal(found.responses, truth.responses)
+    assert torch.equal(found.response_mask, truth.response_mask)
+    torch.testing.assert_close(found.log_probs, truth.log_probs, atol=1e-4, rtol=1e-5)
+
+
+# ---- sleep and wake
+
+
+def state(engine: Any) -> dict[str, Tensor]:
+    """A copy, on the CPU, of weights and optimiser state."""
+    held = engine.state_dict()
+    slots = {
+        f"{index}.{slot}": value for index, slots in held["optimizer"]["state"].items() for slot, value in slots.items()
+    }
+    return {name: tensor.detach().cpu().clone() for name, tensor in {**held["weights"], **slots}.items()}
+
+
+def trained(model: str, device: str) -> Any:
+    """A trainer after one step, so that there is optimiser state."""
+    engine = trainer(model, device, optimizer=AdamW(lr=0.01))
+    train(engine)
+    return engine
+
+
+@pytest.fixture
+def empty(device: str, folder: Any) -> int:
+    """Bytes in use on the device before there is any engine: what libraries allocate once stays allocated."""
+    trained(folder("llama"), device)
+    gc.collect()
+    return allocated(device)
+
+
+def test_sleep_releases_the_device_and_wake_brings_back_every_bit(device: str, folder: Any, empty: int) -> None:
+    engine = trained(folder("llama"), device)
+    before, log_probs = state(engine), engine.log_probs(ragged(ROWS))
+    sizes = sum(tensor.nbytes for tensor in before.values())
+    assert device == "cpu" or allocated(device) - empty > 0.99 * sizes
+    for _ in range(2):
+        engine.sleep()
+        gc.collect()
+        assert allocated(device) - empty < 0.01 * sizes
+        assert {tensor.device.type for _, tensor in engine.weights()} == {"cpu"}
+        engine.wake()
+        assert {tensor.device.type for _, tensor in engine.weights()} == {device}
+        after = state(engine)
+        assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+        torch.testing.assert_close(engine.log_probs(ragged(ROWS)), log_probs, atol=1e-6, rtol=0)
+    twin = trained(folder("llama"), device)
+    found, truth = (change(one, lambda one=one: train(one)) for one in (engine, twin))
+    assert apart(found, truth) < 1e-5  # the optimiser goes on from its own state
+
+
+@pytest.mark.parametrize("backend", [TorchScorer, TorchRollout, TorchCritic])
+def test_other_engines_sleep_too(device: str, folder: Any, backend: Any, empty: int) -> None:
+    engine = backend(folder("qwen2"), device=device).build(ALONE)
+    gc.collect()
+    held = allocated(device) - empty
+    assert (held > 0) == (device == "cuda")
+    engine.sleep()
+    assert allocated(device) - empty <= 0.01 * held
+    engine.wake()
+    assert allocated(device) - empty == pytest.approx(held, rel=0.01)
+
+
+# ---- FSDP2 with one rank, over NCCL
+
+
+@pytest.fixture
+def group(device: str) -> Iterator[DeviceMesh]:
+    """A group of one rank, with its mesh."""
+    kind = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh.from_group(dist.group.WORLD, device)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def sharding(group: DeviceMesh, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Specs of one rank shard their weights too, with or without offloading."""
+
+    def mesh_of(context: Any, ranks: int, where: str | None, bfloat16: bool, offload: bool) -> Sharded:
+        return Sharded(group, torch.device(device), bfloat16, offload)
+
+    monkeypatch.setattr(torch_trainer, "mesh_of", mesh_of)
+    monkeypatch.setattr(torch_critic, "mesh_of", mesh_of)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_a_sharded_trainer_of_one_rank_is_a_whole_one(
+    device: str, folder: Any, sharding: None, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"optimizer": SGD(lr=0.1, momentum=0.9), "grad_clip": 1.0}
+    engine = trainer(folder("qwen2"), device, offload=offload, **settings)
+    monkeypatch.undo()
+    alone = trainer(folder("qwen2"), "cpu", **settings)
+    batch = ragged(ROWS)
+    torch.testing.assert_close(engine.log_probs(batch), alone.log_probs(batch), atol=1e-4, rtol=1e-5)
+    found, truth = (change(one, lambda one=one: train(one, ALL, [1, 2, 3])) for one in (engine, alone))
+    assert apart(found, truth) < 1e-4
+    engine.sleep()
+    engine.wake()
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    alone.load_checkpoint(str(tmp_path / "saved"))
+    assert all(torch.equal(tensor.cpu(), weights(alone)[name]) for name, tensor in engine.weights())
+    found, truth = (change(one, lambda one=one: train(one)) for one in (engine, alone))
+    assert apart(found, truth) < 1e-4
+
+
+def test_a_sharded_bfloat16_trainer_and_critic_run(device: str, folder: Any, sharding: None) -> None:
+    engine = trainer(folder("llama"), device, dtype="bfloat16", gradient_checkpointing=True)
+    truth = TorchScorer(folder("llama"), device=device).build(ALONE).log_probs(ragged(ROWS))
+    assert 0 < apart(engine.log_probs(ragged(ROWS)), truth) < 0.02
+    assert torch.isfinite(change(engine, lambda: train(engine))).all()
+    critic, batch, loss = TorchCritic(folder("llama"), device=device).build(ALONE), value_batch(), ValueClip(0.2)
+    critic.update(batch, minis(batch, loss, ALL), loss)
+    assert critic.values(batch).abs().max() > 0
+
+
+# ---- whole steps
+
+
+def job_of(algorithm: str, model: str, device: str, rollout: TorchRollout) -> Job:
+    graph = {"ppo": ppo(digits, max_new_tokens=6), "grpo": grpo(digits, n=4, max_new_tokens=6)}[algorithm]
+    engines: dict[str, Any] = {
+        "actor": TorchTrainer(model, SGD(lr=0.05), device=device),
+        "critic": TorchCritic(model, SGD(lr=0.05), device=device),
+        "ref": TorchScorer(model, device=device),
+        "rollout": rollout,
+    }
+    return graph.bind(**{role: engines[role] for role in graph.roles()})
+
+
+def walk(job: Job) -> LocalExecutor:
+    return LocalExecutor(Plan(job.graph), Session(job.build(), seed=0))
+
+
+def flat(executor: LocalExecutor) -> Tensor:
+    return torch.cat([w.detach().cpu().flatten() for _, w in executor.session.engines["actor"].weights()])
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_steps_are_those_of_the_cpu(device: str, folder: Any, algorithm: str) -> None:
+    found = []
+    for where in ("cpu", device):
+        executor = walk(job_of(algorithm, folder("llama"), where, TorchRollout()))
+        executor.sync()
+        start = flat(executor)
+        result = executor.step(PROMPTS, 0, keep=("generate",))
+        found.append((result.columns["generate"]["responses"], result.metrics.compute(), flat(executor) - start))
+    (tokens, expected, moved), (sampled, metrics, shift) = found
+    assert torch.equal(sampled, tokens)
+    assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    assert moved.norm() > 0 and apart(shift, moved) < 1e-3
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_engines_that_take_turns_compute_the_same(device: str, folder: Any, algorithm: str) -> None:
+    """Colocated actor, reference, critic and rollout, of which only those that a node uses are on the device."""
+    found = []
+    for turns in (False, True):
+        rollout = TorchRollout(folder("llama"), device=device)
+        executor = walk(job_of(algorithm, folder("llama"), device, rollout))
+        executor.sync()
+        taken = Turns(executor, device) if turns else None
+        logs = [
+            executor.step(PROMPTS, step, **({"on_node": taken} if taken else {})).metrics.compute() for step in range(2)
+        ]
+        found.append((logs, flat(executor)))
+        if taken:
+            slept = [turn for turn in taken.log if turn.what == "sleep"]
+            assert {turn.role for turn in slept} == set(executor.session.engines)
+            assert device == "cpu" or all(turn.grown < 0 for turn in slept)
+    (expected, truth), (logs, after) = found
+    for log, wanted in zip(logs, expected, strict=True):
+        assert log == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    assert apart(after, truth) < 1e-6
