@@ -5,7 +5,19 @@ if __name__ != "flowrl.backends":
 
 from flowrl.backends.optim import SGD, AdamW, Constant, Cosine, Linear
 from flowrl.backends.torch_critic import TorchCritic
+from flowrl.backends.torch_lora import LoRA
 from flowrl.backends.torch_rollout import TorchRollout
 from flowrl.backends.torch_trainer import TorchScorer, TorchTrainer
 
-__all__ = ["SGD", "AdamW", "Constant", "Cosine", "Linear", "TorchCritic", "TorchRollout", "TorchScorer", "TorchTrainer"]
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Constant",
+    "Cosine",
+    "Linear",
+    "LoRA",
+    "TorchCritic",
+    "TorchRollout",
+    "TorchScorer",
+    "TorchTrainer",
+]

@@ -1,7 +1,7 @@
 """Checkpoints of weights and optimiser state that any number of ranks can write and any other can read.
 
 Tensors lie in a folder in the layout of `torch.distributed.checkpoint`, each rank writing the shards that it holds,
-under flat names: ``weights.<name>``, ``optimizer.<slot>.<name>`` and ``progress``.
+under flat names: ``weights.<name>``, ``optimizer.<slot>.<name>``, and those of `extra`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ from flowrl.errors import DataError
 
 
 def save(
-    folder: str, mesh: Mesh, weights: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, progress: Tensor
+    folder: str,
+    mesh: Mesh,
+    weights: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    extra: Mapping[str, Tensor],
 ) -> None:
     """Write a checkpoint; a collective.
 
     Args:
         folder: a new folder, or one that holds no checkpoint.
         mesh: where the weights are.
-        weights: by name.
+        weights: what is trained, by name.
         optimizer: whose state is written.
-        progress: int64, whatever else there is to know.
+        extra: whatever else there is to know.
 
     Raises:
         DataError: the folder holds a checkpoint, or cannot be written.
@@ -42,7 +46,7 @@ def save(
         if os.path.exists(os.path.join(folder, ".metadata")):
             raise DataError(f"{folder!r} holds a checkpoint already; expected a new folder: name another one.")
         os.makedirs(folder, exist_ok=True)
-    tensors: dict[str, Tensor] = {"progress": progress}
+    tensors: dict[str, Tensor] = dict(extra)
     for name, parameter in weights.items():
         tensors[f"weights.{name}"] = parameter.detach()
         for slot, value in optimizer.state.get(parameter, {}).items():
@@ -58,28 +62,27 @@ def load(
     weights: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     slots: Sequence[str],
-    progress: Tensor,
+    extra: Mapping[str, Tensor],
 ) -> None:
-    """Read a checkpoint into `weights`, the state of `optimizer` and `progress`, in place; a collective.
+    """Read a checkpoint into `weights`, the state of `optimizer` and `extra`, in place; a collective.
 
     Args:
-        folder, mesh, weights, optimizer, progress: as in `save`.
+        folder, mesh, weights, optimizer, extra: as in `save`.
         slots: what the optimiser keeps of each parameter, once it has taken a step.
 
     Raises:
         DataError: the folder holds no checkpoint, or one of another model or optimiser (nothing is changed then); or it
             is damaged, and the engine must read another one or be built anew.
     """
-    tensors: dict[str, Tensor] = {"progress": progress}
+    tensors: dict[str, Tensor] = dict(extra)
     tensors |= {f"weights.{name}": parameter.detach() for name, parameter in weights.items()}
     state: dict[Tensor, dict[str, Tensor]] = {}
     with mesh.together("load_checkpoint"):
         stored = _stored_shapes(folder)
         if any(name.startswith("optimizer.") for name in stored):
             for name, parameter in weights.items():
-                if parameter.requires_grad:
-                    state[parameter] = {slot: _blank(slot, parameter) for slot in slots}
-                    tensors |= {f"optimizer.{slot}.{name}": value for slot, value in state[parameter].items()}
+                state[parameter] = {slot: _blank(slot, parameter) for slot in slots}
+                tensors |= {f"optimizer.{slot}.{name}": value for slot, value in state[parameter].items()}
         wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if wanted != stored:
             other = sorted({name for name, _ in wanted.items() ^ stored.items()})

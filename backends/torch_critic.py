@@ -16,6 +16,7 @@ from flowrl.backends.torch_learner import Learner
 from flowrl.backends.torch_load import Folder, load_tokenizer
 from flowrl.backends.torch_mesh import Forward, mesh_of
 from flowrl.backends.torch_model import Dtype, Rows, TokenInputs, TorchModel, check_tokens, scatter, score_rows
+from flowrl.backends.torch_shards import BUCKET_BYTES
 from flowrl.backends.torch_sleep import Residence, Resident
 from flowrl.engines import BuildContext, Loss, MiniBatch
 from flowrl.errors import BindError
@@ -164,7 +165,7 @@ class TorchCriticEngine(Resident):
         return self._learner.update(batch, mini_batches, loss, forward)
 
     def state_dict(self) -> dict[str, Any]:
-        """``weights``, ``optimizer``, ``steps``, ``version``; the tensors are the live ones, as in torch.
+        """``weights``, ``optimizer``, ``steps``, ``version``, ``over``; the tensors are the live ones, as in torch.
 
         Of several ranks, each has its own shards (`torch.distributed.tensor.DTensor`).
         """

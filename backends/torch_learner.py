@@ -30,6 +30,7 @@ class Learner:
         max_tokens: padded tokens that a micro-batch may hold.
         prefix: of the metrics, ``"actor"`` or ``"critic"``.
         mesh: where the weights of the module are.
+        over: of an adapter, what it is added to (`flowrl.engines.Adapted.adapter_of`); its state is of use there only.
     """
 
     def __init__(
@@ -41,12 +42,13 @@ class Learner:
         max_tokens: int,
         prefix: str,
         mesh: Mesh,
+        over: str | None = None,
     ) -> None:
-        self._names = dict(module.named_parameters())
-        self._parameters = [p for p in self._names.values() if p.requires_grad]
+        self._names = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._parameters = list(self._names.values())
         self.optimizer, self._slots = optimizer.build(self._parameters), optimizer.slots
         self._lr, self._schedule, self._grad_clip = optimizer.lr, schedule, grad_clip
-        self._max_tokens, self._prefix, self._mesh = max_tokens, prefix, mesh
+        self._max_tokens, self._prefix, self._mesh, self._over = max_tokens, prefix, mesh, over
         self._steps = 0
         self.version = 0
 
@@ -122,7 +124,7 @@ class Learner:
         return norm, lr
 
     def state_dict(self) -> dict[str, Any]:
-        """``weights`` (by name, tied ones once), ``optimizer``, ``steps``, ``version``.
+        """``weights`` (those trained, by name, tied ones once), ``optimizer``, ``steps``, ``version``, ``over``.
 
         As in torch, the tensors are the live ones: write or copy them before the next update.
         """
@@ -131,6 +133,7 @@ class Learner:
             "optimizer": self.optimizer.state_dict(),
             "steps": self._steps,
             "version": self.version,
+            "over": self._over,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -148,6 +151,11 @@ class Learner:
                 f"{', '.join(other[:3])} among them; expected those of this {self._prefix}. Bind the model folder that "
                 f"the state was trained from."
             )
+        if state["over"] != self._over:
+            raise DataError(
+                f"the state is of an adapter over {state['over']}, and this {self._prefix} trains one over "
+                f"{self._over}; expected the same: bind the model folder and the LoRA that the state was trained with."
+            )
         for name, parameter in self._names.items():
             if _held(parameter) != _held(state["weights"][name]):
                 raise DataError(
@@ -164,14 +172,19 @@ class Learner:
 
     def save_checkpoint(self, folder: str) -> None:
         """Write what `state_dict` holds, for any number of ranks to go on from; see `torch_checkpoint.save`."""
-        progress = torch.tensor([self._steps, self.version])
-        torch_checkpoint.save(folder, self._mesh, self._names, self.optimizer, progress)
+        extra = self._progress(torch.tensor([self._steps, self.version]))
+        torch_checkpoint.save(folder, self._mesh, self._names, self.optimizer, extra)
 
     def load_checkpoint(self, folder: str) -> None:
         """Go on from a checkpoint; see `torch_checkpoint.load`."""
         progress = torch.zeros(2, dtype=torch.int64)
-        torch_checkpoint.load(folder, self._mesh, self._names, self.optimizer, self._slots, progress)
+        extra = self._progress(progress)
+        torch_checkpoint.load(folder, self._mesh, self._names, self.optimizer, self._slots, extra)
         self._steps, self.version = progress.tolist()
+
+    def _progress(self, progress: Tensor) -> dict[str, Tensor]:
+        """Under a name that says what an adapter is over, so that it is not read over anything else."""
+        return {"progress" if self._over is None else f"progress over {self._over}": progress}
 
 
 def _held(tensor: Tensor) -> tuple[int, ...] | None:

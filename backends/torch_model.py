@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from flowrl.backends.torch_load import load_causal_lm
+from flowrl.backends.torch_lora import Adapter, LoRA
 from flowrl.backends.torch_mesh import Mesh, Whole
-from flowrl.backends.torch_shards import gathered_weights, load_sharded, save_sharded
-from flowrl.digest import named_weights
+from flowrl.backends.torch_shards import BUCKET_BYTES, gathered_weights, load_sharded, save_gathered
+from flowrl.digest import named_weights, weights_digest
 from flowrl.errors import BindError, DataError
 from flowrl.records import Sequences, Tokens
 
@@ -180,21 +181,33 @@ class TorchModel:
         mesh: where its weights are.
         gradient_checkpointing: recompute each layer in the backward pass.
         with_head: False drops the LM head (a critic needs none; its folder may lack one).
+        lora: the adapter that is put beside its weights, which are frozen then.
+        seed: of a fresh adapter.
 
     Raises:
         BindError: the folder does not hold a whole causal LM, or the model cannot do what is asked.
     """
 
     def __init__(
-        self, folder: str, dtype: Dtype, mesh: Mesh, gradient_checkpointing: bool, with_head: bool = True
+        self,
+        folder: str,
+        dtype: Dtype,
+        mesh: Mesh,
+        gradient_checkpointing: bool,
+        with_head: bool = True,
+        lora: LoRA | None = None,
+        seed: int = 0,
     ) -> None:
         self.mesh, self.device = mesh, mesh.device
         self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
         if isinstance(mesh, Whole):
             lm = load_causal_lm(folder, with_head)
+            self.adapter = None if lora is None else Adapter(lm, lora, folder)
+            if self.adapter is not None:
+                self.adapter.fill(seed)
             cast(nn.Module, lm).to(self.device)
         else:
-            lm, self.forward = load_sharded(mesh, folder, with_head)
+            lm, self.forward, self.adapter = load_sharded(mesh, folder, with_head, lora, seed)
         lm.eval()
         self.module: PreTrainedModel = lm if with_head else cast(PreTrainedModel, lm.base_model)
         """All weights."""
@@ -213,6 +226,10 @@ class TorchModel:
         elif with_head:  # the logits are not those of the head alone: take them from the model
             self._run, self._output = lm, "logits"
         self._arguments = frozenset(inspect.signature(self._run.forward).parameters)
+        self.adapter_of: str | None = None
+        """What the adapter is added to, and how; see `flowrl.engines.Adapted`."""
+        if lora is not None:
+            self.adapter_of = lora.over(weights_digest(gathered_weights(mesh, self.module, BUCKET_BYTES)))
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -236,20 +253,34 @@ class TorchModel:
     def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """The weights under the names that `save_pretrained` writes, sorted, tied ones once; see `Sharded.full`.
 
-        The tensors are the live ones where they are whole in this process. Of a model that stores several of them fused
-        (experts), ranks gather all weights at once, because only the whole can be taken apart.
+        The tensors are the live ones where they are whole in this process, except that what has an adapter is a copy
+        with the adapter merged into it. Of a model that stores several of them fused (experts), ranks gather all
+        weights at once, because only the whole can be taken apart.
         """
-        if isinstance(self.mesh, Whole):
+        if isinstance(self.mesh, Whole) and self.adapter is None:
             yield from named_weights(self.module)
         else:
-            yield from gathered_weights(self.mesh, self.module, bucket_bytes)
+            yield from gathered_weights(self.mesh, self.module, bucket_bytes, self.adapter)
+
+    def adapter_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's weights under the names that PEFT writes, sorted; see `Sharded.full`."""
+        assert self.adapter is not None
+        return self.mesh.full(self.adapter.weights().items(), bucket_bytes)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """The model computes without its adapter within."""
+        assert self.adapter is not None
+        with self.adapter.off():
+            yield
 
     def save_pretrained(self, folder: str, bucket_bytes: int) -> None:
-        """Write weights (float32) and configuration as a Hugging Face folder; of several ranks, rank 0 does."""
-        if isinstance(self.mesh, Whole):
+        """Write weights (float32, the adapter merged) and configuration as a Hugging Face folder; of several ranks,
+        rank 0 does."""
+        if isinstance(self.mesh, Whole) and self.adapter is None:
             self.module.save_pretrained(folder)
         else:
-            save_sharded(self.mesh, self.module, folder, bucket_bytes)
+            save_gathered(self.mesh, self.module, folder, bucket_bytes, self.adapter)
 
     def states(self, batch: Tokens) -> Tensor:
         """What the model says just before each response token under the mask: ``[tokens, width]``, row by row.

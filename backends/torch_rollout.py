@@ -9,22 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import LongTensor, Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel
 
 from flowrl.backends.torch_load import Folder, load_causal_lm
+from flowrl.backends.torch_lora import Adapter, LoRA, require_peft
 from flowrl.backends.torch_sleep import Residence, Resident
-from flowrl.digest import combine, named_weights, tensor_digest
-from flowrl.engines import BuildContext, Sampled, Sampling, Trainer
+from flowrl.digest import combine, named_weights, tensor_digest, weights_digest
+from flowrl.engines import Adapted, BuildContext, Sampled, Sampling, Trainer
 from flowrl.errors import BindError, DataError, SyncError
 from flowrl.keys import Key
 from flowrl.records import Receipt
-from flowrl.spec import Spec
+from flowrl.spec import Spec, non_default
 from flowrl.text import ChatTokenizer, positions
 
 
@@ -38,36 +39,59 @@ class TorchRollout(Spec):
         max_rows: at most so many rows are in one forward pass.
         device: where a model of its own lives; None is CUDA where there is one, else the CPU. A shared one stays where
             the actor is.
+        ranks: processes that each hold a whole model of their own and sample their share of the rows.
+        lora: that of an actor which trains an adapter beside the weights of this very folder: sync then sends the
+            adapter alone. Without, a model of its own gets all weights, the adapter merged into them; a shared one has
+            the actor's adapter anyway.
     """
 
     model: Folder | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     max_rows: int = Field(default=256, ge=1)
     device: str | None = None
+    ranks: int = Field(default=1, ge=1)
+    lora: LoRA | None = None
+
+    @model_validator(mode="after")
+    def _refuse_unused(self) -> Self:
+        if self.model is None and (unused := ", ".join(n for n in non_default(self) if n != "max_rows")):
+            raise ValueError(
+                f"without a model this shares the actor's, which is one, whole, with its own dtype, device and "
+                f"adapter; drop {unused}, or name a folder too"
+            )
+        return self
 
     @property
     def shares(self) -> str | None:
         """The role in whose process this engine lives, since it uses its weights."""
         return "actor" if self.model is None else None
 
+    @property
+    def receives(self) -> Literal["weights", "adapter_weights"]:
+        """The method of a trainer whose tensors `sync` reads."""
+        return "weights" if self.lora is None else "adapter_weights"
+
     def build(self, context: BuildContext) -> TorchRolloutEngine:
         """The live engine; it holds no receipt yet.
 
         Raises:
-            BindError: the folder does not hold a whole causal LM; or no model is named and the actor's cannot be
-                shared, or a shared one is given a dtype or device.
+            BindError: the folder does not hold a whole causal LM, or one that `lora` does not fit; or no model is named
+                and the actor's cannot be shared.
             DataError: the folder has no tokeniser.
         """
         if self.model is not None:
-            model = load_causal_lm(self.model)
+            if self.lora is not None:
+                require_peft()
+            model, adapter, adapter_of = load_causal_lm(self.model), None, None
+            if self.lora is not None:
+                adapter_of = self.lora.over(weights_digest(named_weights(model)))
+                adapter = Adapter(model, self.lora, self.model)
+                adapter.fill(context.seed)
             for parameter in model.parameters():  # and not the buffers: rotary frequencies stay in float32
                 parameter.data = parameter.data.to(getattr(torch, self.dtype or "float32"))
             cast(nn.Module, model).to(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-            return TorchRolloutEngine(model, ChatTokenizer(self.model), self.max_rows)
-        if self.dtype is not None or self.device is not None:
-            raise BindError(
-                f"TorchRollout(dtype={self.dtype!r}, device={self.device!r}) names no model, so it shares the "
-                f"actor's, whose dtype and device it cannot choose; drop them, or name a folder too."
+            return TorchRolloutEngine(
+                model, ChatTokenizer(self.model), self.max_rows, adapter=adapter, adapter_of=adapter_of
             )
         actor = context.engine("actor")
         if not isinstance(getattr(actor, "model", None), PreTrainedModel):
@@ -92,12 +116,21 @@ class TorchRolloutEngine(Resident):
         tokenizer: the tokeniser of its folder.
         max_rows: at most so many rows are in one forward pass.
         shares: the trainer whose own module `model` is, or None.
+        adapter: of a model of its own, if `sync` is to fill that alone.
+        adapter_of: what it is added to, and how; see `flowrl.engines.Adapted`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: ChatTokenizer, max_rows: int, shares: Trainer | None = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: ChatTokenizer,
+        max_rows: int,
+        shares: Trainer | None = None,
+        adapter: Adapter | None = None,
+        adapter_of: str | None = None,
     ) -> None:
         self.model = model
+        self._adapter, self._adapter_of = adapter, adapter_of
         self._tokenizer = tokenizer
         self._max_rows = max_rows
         self._shares = shares
@@ -117,12 +150,16 @@ class TorchRolloutEngine(Resident):
     def sync(self, source: Trainer) -> Receipt:
         """Take over the weights of `source`: by copying, or, where the model is its own, by noting the version.
 
+        Where this engine has an adapter, the weights of the adapter are all that is copied; what they are added to must
+        be what the trainer adds them to.
+
         A copy is checked: the tensors that the engine holds afterwards must have the digest of those that were sent,
         cast to the engine's dtype. The receipt's digest and bytes are those of the tensors as sent.
 
         Raises:
-            SyncError: names or shapes differ, the engine holds other numbers than were sent, or `source` is not the
-                trainer that the model is shared with. The engine then holds no receipt.
+            SyncError: names or shapes differ, the engine holds other numbers than were sent, `source` is not the
+                trainer that the model is shared with, or has no adapter over the same weights as this engine has. The
+                engine then holds no receipt.
         """
         self._receipt = None
         if self._shares is None:
@@ -139,13 +176,13 @@ class TorchRolloutEngine(Resident):
 
     def _copy(self, source: Trainer) -> Receipt:
         start = time.perf_counter()
-        held = dict(named_weights(self.model))
+        held = self._held()
         faults: list[str] = []
         sent: dict[str, str] = {}
         due: dict[str, str] = {}
         received: dict[str, Tensor] = {}
         size = 0
-        for name, tensor in source.weights():
+        for name, tensor in self._sent(source):
             if name not in held:
                 faults.append(f"{name} is unexpected")
             elif held[name].shape != tensor.shape:
@@ -160,7 +197,7 @@ class TorchRolloutEngine(Resident):
         faults += [f"{name} is missing" for name in held if name not in named]
         if not faults:
             self._load(received)
-            now = {name: tensor_digest(name, tensor) for name, tensor in named_weights(self.model)}
+            now = {name: tensor_digest(name, tensor) for name, tensor in self._held().items()}
             faults = [f"{name} is not what was sent" for name in due if now[name] != due[name]]
         if faults:
             more = f", and {len(faults) - 5} more" if len(faults) > 5 else ""
@@ -171,9 +208,26 @@ class TorchRolloutEngine(Resident):
             )
         return Receipt(source.version, combine(sent), size, time.perf_counter() - start, transport="copy")
 
+    def _held(self) -> dict[str, Tensor]:
+        """The weights that `sync` fills, by the names under which they come."""
+        return dict(named_weights(self.model)) if self._adapter is None else self._adapter.weights()
+
+    def _sent(self, source: Trainer) -> Iterator[tuple[str, Tensor]]:
+        """The weights that `source` has for this engine."""
+        if self._adapter is None:
+            return source.weights()
+        if not isinstance(source, Adapted) or source.adapter_of != self._adapter_of:
+            found = f"one over {source.adapter_of}" if isinstance(source, Adapted) else "none"
+            raise SyncError(
+                f"this engine takes an adapter over {self._adapter_of}, and {type(source).__name__} at version "
+                f"{source.version} has {found}; expected the same: bind actor=TorchTrainer(model, lora=...) and "
+                f"rollout=TorchRollout(model, lora=...) with one folder and one LoRA, or the rollout without lora."
+            )
+        return source.adapter_weights()
+
     def _load(self, received: dict[str, Tensor]) -> None:
         """Put weights, which are complete and in the engine's dtype, where the model keeps them."""
-        slots = self.model.state_dict()
+        slots = self.model.state_dict() if self._adapter is None else self._held()
         if not received.keys() <= slots.keys():  # some are stored fused (experts): load them as a folder is loaded
             fresh: Any = type(self.model).from_pretrained(
                 None, config=self.model.config, state_dict=received, dtype=self.model.dtype

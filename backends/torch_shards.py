@@ -23,16 +23,22 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from flowrl.backends.torch_load import load_causal_lm, loading
-from flowrl.backends.torch_mesh import Forward, Sharded
+from flowrl.backends.torch_lora import Adapter, LoRA, base_state
+from flowrl.backends.torch_mesh import Forward, Mesh, Sharded
+
+BUCKET_BYTES = 256 << 20
+"""Weights are gathered in buckets of at most this size, unless said otherwise."""
 
 
-def load_sharded(mesh: Sharded, folder: str, with_head: bool) -> tuple[PreTrainedModel, Forward]:
+def load_sharded(
+    mesh: Sharded, folder: str, with_head: bool, lora: LoRA | None, seed: int
+) -> tuple[PreTrainedModel, Forward, Adapter | None]:
     """The causal LM of a Hugging Face folder in float32, sharded over `mesh`, and what its weights can be had under.
 
-    Without the head, only the model below it (``lm.base_model``) is sharded and loaded.
+    Without the head, only the model below it (``lm.base_model``) is sharded and loaded. An adapter is put in before.
 
     Raises:
-        BindError: as `load_causal_lm`.
+        BindError: as `load_causal_lm` and `Adapter`.
     """
     with mesh.together(f"loading {folder!r}"), ExitStack() as files:
         with loading(folder):
@@ -40,14 +46,19 @@ def load_sharded(mesh: Sharded, folder: str, with_head: bool) -> tuple[PreTraine
             sources = None if lm is None else _sources(lm, with_head, _stored(folder, files))
         if lm is None or sources is None:
             lm = load_causal_lm(folder, with_head)
+        adapter = None if lora is None else Adapter(lm, lora, folder)
+        if adapter is not None and sources is None:
+            adapter.fill(seed)
         wanted = _wanted(lm, with_head)
         blocks = [module for module in wanted.modules() if type(module).__name__ in (lm._no_split_modules or ())]
         forward = mesh.forward(wanted, blocks)
         if sources is not None:
             _allocate(forward.root, mesh.storage)
             with loading(folder):
-                _read(lm, sources, mesh)
-    return lm, forward
+                _read(base_state(lm), sources, mesh)
+                if adapter is not None:
+                    _read(lm.state_dict(keep_vars=True), adapter.fresh(seed), mesh)
+    return lm, forward, adapter
 
 
 def _wanted(lm: PreTrainedModel, with_head: bool) -> PreTrainedModel:
@@ -114,8 +125,7 @@ def _allocate(root: nn.Module, storage: torch.device) -> None:
 
 
 @torch.no_grad()
-def _read(lm: PreTrainedModel, sources: Mapping[str, Any], mesh: Sharded) -> None:
-    state = lm.state_dict(keep_vars=True)
+def _read(state: Mapping[str, Tensor], sources: Mapping[str, Any], mesh: Sharded) -> None:
     for name, source in sources.items():
         tensor = state[name]
         if isinstance(tensor, DTensor):
@@ -126,36 +136,49 @@ def _read(lm: PreTrainedModel, sources: Mapping[str, Any], mesh: Sharded) -> Non
             tensor.copy_(source[:])
 
 
-def gathered_weights(mesh: Sharded, model: PreTrainedModel, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a sharded model as `flowrl.digest.named_weights` gives those of a whole one; a collective.
+def gathered_weights(
+    mesh: Mesh, model: PreTrainedModel, bucket_bytes: int, adapter: Adapter | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model as `flowrl.digest.named_weights` gives those of a whole one; a collective.
 
     They are gathered in buckets (`Sharded.full`). A model that stores several weights fused (experts) is gathered as a
-    whole first, because only whole weights can be taken apart.
+    whole first, because only whole weights can be taken apart. With an adapter, it is gathered first and kept, and
+    merged into the weights as they pass; without, a model that has one gives the weights below it.
     """
     named = _untied(model)
     blank = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named.items()}
     apart = revert_weight_conversion(model, blank)
     if apart.keys() == blank.keys() and all(apart[name] is blank[name] for name in blank):
-        yield from mesh.full(sorted(named.items()), bucket_bytes)
+        yield from _merged(mesh, dict(sorted(named.items())), bucket_bytes, adapter)
     else:
-        yield from sorted(revert_weight_conversion(model, dict(mesh.full(named.items(), bucket_bytes))).items())
+        yield from sorted(revert_weight_conversion(model, dict(_merged(mesh, named, bucket_bytes, adapter))).items())
 
 
-def save_sharded(mesh: Sharded, model: PreTrainedModel, folder: str, bucket_bytes: int) -> None:
-    """`PreTrainedModel.save_pretrained` of a sharded model; a collective.
+def save_gathered(
+    mesh: Mesh, model: PreTrainedModel, folder: str, bucket_bytes: int, adapter: Adapter | None = None
+) -> None:
+    """`PreTrainedModel.save_pretrained` of what `gathered_weights` gives; a collective.
 
     Rank 0 writes, and holds all weights in CPU memory meanwhile.
     """
     first = mesh.rank == 0
-    weights = {name: tensor.cpu() for name, tensor in mesh.full(_untied(model).items(), bucket_bytes) if first}
+    gathered = _merged(mesh, _untied(model), bucket_bytes, adapter)
+    weights = {name: tensor.cpu() for name, tensor in gathered if first}
     with mesh.together("save_pretrained"):
         if first:
             model.save_pretrained(folder, state_dict=weights)
 
 
+def _merged(
+    mesh: Mesh, named: Mapping[str, Tensor], bucket_bytes: int, adapter: Adapter | None
+) -> Iterator[tuple[str, Tensor]]:
+    base = mesh.full(named.items(), bucket_bytes)
+    return base if adapter is None else adapter.merge(base, dict(mesh.full(adapter.weights().items(), bucket_bytes)))
+
+
 def _untied(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights, sharded as they are, under the names of the model's state dict; tied ones once."""
-    state = model.state_dict(keep_vars=True)
+    """The weights but the adapter's, sharded as they are, under the names of the state dict; tied ones once."""
+    state = base_state(model)
     # Tied weights are found by their storage, which shards do not show: let others with storage stand for them.
     stand_ins: dict[int, Tensor] = {}
     names = remove_tied_weights_from_state_dict(

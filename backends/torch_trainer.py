@@ -6,31 +6,34 @@ It is whole in this process, or sharded over several that each hold one rank of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from flowrl.backends.optim import AdamW, Constant, Optimizer, Schedule
 from flowrl.backends.torch_learner import Learner
 from flowrl.backends.torch_load import Folder, load_tokenizer
+from flowrl.backends.torch_lora import LoRA, require_peft
 from flowrl.backends.torch_mesh import mesh_of
 from flowrl.backends.torch_model import Dtype, Rows, SequenceInputs, TorchModel, check_sequences, score_rows
+from flowrl.backends.torch_shards import BUCKET_BYTES
 from flowrl.backends.torch_sleep import Residence, Resident
 from flowrl.engines import BuildContext, Loss, MiniBatch
+from flowrl.errors import BindError
 from flowrl.metrics import Metrics
 from flowrl.records import Sequences
-from flowrl.spec import Spec
-
+from flowrl.spec import Spec, non_default
 
 
 class TorchScorer(Spec):
     """A frozen causal LM that scores tokens (a reference policy).
 
     Args:
-        model: a Hugging Face folder.
+        model: a Hugging Face folder; None is the model of the role ``actor`` with its adapter (`LoRA`) off, and then
+            all settings are the actor's.
         dtype: the arithmetic, ``"float32"`` or ``"bfloat16"`` (autocast over float32 weights, as in `TorchTrainer`, so
             that an untrained actor and its reference agree bit for bit).
         max_tokens: padded tokens that one forward pass may hold.
@@ -40,7 +43,7 @@ class TorchScorer(Spec):
         offload: keep weights in CPU memory; a layer comes to the device to compute.
     """
 
-    model: Folder
+    model: Folder | None = None
     dtype: Dtype = "float32"
     max_tokens: int = Field(default=16384, ge=1)
     logprob_chunk: int = Field(default=1024, ge=1)
@@ -48,12 +51,36 @@ class TorchScorer(Spec):
     ranks: int = Field(default=1, ge=1)
     offload: bool = False
 
+    @model_validator(mode="after")
+    def _refuse_unused(self) -> Self:
+        if self.model is None and (unused := ", ".join(non_default(self))):
+            raise ValueError(
+                f"without a model this is the actor's with its adapter off, whose settings are the actor's; drop "
+                f"{unused}, or name a folder too"
+            )
+        return self
+
+    @property
+    def shares(self) -> str | None:
+        """The role in whose processes this engine lives, since it uses its weights."""
+        return "actor" if self.model is None else None
+
     def build(self, context: BuildContext) -> TorchScorerEngine:
-        """Load the model.
+        """Load the model, or share the actor's.
 
         Raises:
-            BindError: the folder does not hold a whole causal LM, or this process is not one of `ranks`.
+            BindError: the folder does not hold a whole causal LM, or this process is not one of `ranks`; or no model is
+                named, and the actor has no adapter to be switched off.
         """
+        if self.model is None:
+            actor = context.engine("actor")
+            if not isinstance(actor, LoRATrainerEngine):
+                raise BindError(
+                    f"TorchScorer() scores with the weights of the role 'actor' as they are without its adapter, but "
+                    f"that is a {type(actor).__name__} without one, whose weights move; bind "
+                    f"actor=TorchTrainer(model, lora=LoRA()), or name a folder: TorchScorer(model)."
+                )
+            return AdapterOffEngine(actor)
         mesh = mesh_of(context, self.ranks, self.device, self.dtype == "bfloat16", self.offload)
         model = TorchModel(self.model, self.dtype, mesh, gradient_checkpointing=False)
         model.module.requires_grad_(False)
@@ -76,6 +103,7 @@ class TorchTrainer(Spec):
         device: None is CUDA where there is one, else the CPU.
         ranks: processes that share the weights by FSDP2, one device each.
         offload: keep weights, gradients and optimiser state in CPU memory; a layer comes to the device to compute.
+        lora: train an adapter, and nothing else; the model's own weights stay. Needs ``pip install 'flowrl[lora]'``.
     """
 
     model: Folder
@@ -89,20 +117,33 @@ class TorchTrainer(Spec):
     device: str | None = None
     ranks: int = Field(default=1, ge=1)
     offload: bool = False
+    lora: LoRA | None = None
 
     def build(self, context: BuildContext) -> TorchTrainerEngine:
         """Load model and tokeniser, and make the optimiser.
 
         Raises:
-            BindError: the folder does not hold a whole causal LM and its tokeniser, or this process is not one of
-                `ranks`.
+            BindError: the folder does not hold a whole causal LM and its tokeniser, this process is not one of `ranks`,
+                or an adapter cannot be put where `lora` says.
         """
+        if self.lora is not None:
+            require_peft()
         mesh = mesh_of(context, self.ranks, self.device, self.dtype == "bfloat16", self.offload)
         tokenizer = load_tokenizer(self.model)
-        model = TorchModel(self.model, self.dtype, mesh, self.gradient_checkpointing)
-        learner = Learner(model.module, self.optimizer, self.schedule, self.grad_clip, self.max_tokens, "actor", mesh)
+        model = TorchModel(self.model, self.dtype, mesh, self.gradient_checkpointing, lora=self.lora, seed=context.seed)
+        learner = Learner(
+            model.module,
+            self.optimizer,
+            self.schedule,
+            self.grad_clip,
+            self.max_tokens,
+            "actor",
+            mesh,
+            over=model.adapter_of,
+        )
         residence = Residence(mesh.device, [model.forward.root], learner.optimizer, self.offload)
-        return TorchTrainerEngine(self.model, model, self.max_tokens, self.logprob_chunk, residence, learner, tokenizer)
+        engine = TorchTrainerEngine if self.lora is None else LoRATrainerEngine
+        return engine(self.model, model, self.max_tokens, self.logprob_chunk, residence, learner, tokenizer)
 
 
 class TorchScorerEngine(Resident):
@@ -198,16 +239,17 @@ class TorchTrainerEngine(TorchScorerEngine):
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """The float32 weights under the names that `save_pretrained` writes, sorted, tied ones once.
 
-        The tensors are the live ones; copy what must outlast the next update. Sharded weights are gathered, bucket by
-        bucket of at most `bucket_bytes`, of which three exist at a time: a collective that all ranks must go through to
-        the end. See `Sharded.full`.
+        The tensors are the live ones, except that an adapter is merged into copies; copy what must outlast the next
+        update. Sharded weights are gathered, bucket by bucket of at most `bucket_bytes`, of which three exist at a
+        time: a collective that all ranks must go through to the end. See `Sharded.full`.
         """
         return self._scorer.weights(bucket_bytes)
 
     def state_dict(self) -> dict[str, Any]:
-        """``weights``, ``optimizer``, ``steps``, ``version``; the tensors are the live ones, as in torch.
+        """``weights``, ``optimizer``, ``steps``, ``version``, ``over``; the tensors are the live ones, as in torch.
 
-        Of several ranks, each has its own shards (`torch.distributed.tensor.DTensor`).
+        Of an adapter, ``weights`` are its own alone, and ``over`` says what they are added to. Of several ranks, each
+        has its own shards (`torch.distributed.tensor.DTensor`).
         """
         return self._learner.state_dict()
 
@@ -231,15 +273,48 @@ class TorchTrainerEngine(TorchScorerEngine):
         """Go on from a checkpoint of any number of ranks, bit for bit where there are as many; a collective.
 
         Raises:
-            DataError: there is none, it is of another model or optimiser, or damaged.
+            DataError: there is none, it is of another model, adapter or optimiser, or damaged.
         """
         self._learner.load_checkpoint(folder)
 
     def save_pretrained(self, folder: str) -> None:
-        """Write weights (float32), configuration and tokeniser as a Hugging Face folder.
+        """Write weights (float32, an adapter merged into them), configuration and tokeniser as a Hugging Face folder.
 
         A collective: rank 0 writes, and holds all weights in CPU memory meanwhile.
         """
         self._scorer.save_pretrained(folder, BUCKET_BYTES)
         if self._scorer.mesh.rank == 0:
             self._tokenizer.save_pretrained(folder)
+
+
+class LoRATrainerEngine(TorchTrainerEngine):
+    """A `TorchTrainerEngine` whose adapter is trained and nothing else; it is `flowrl.engines.Adapted`."""
+
+    @property
+    def adapter_of(self) -> str:
+        """The digest of the weights that stay, and the scaling of the adapter that is added to them."""
+        assert self._scorer.adapter_of is not None
+        return self._scorer.adapter_of
+
+    def adapter_weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's float32 weights under the names that PEFT writes, sorted; otherwise as `weights`."""
+        return self._scorer.adapter_weights(bucket_bytes)
+
+
+class AdapterOffEngine(TorchScorerEngine):
+    """A live `Scorer` with the weights of a trainer as they are without its adapter: those that it started from."""
+
+    def __init__(self, actor: LoRATrainerEngine) -> None:
+        residence = Residence(actor.model.device, [])  # what is shared moves with the trainer
+        super().__init__(actor.folder, actor._scorer, actor._max_tokens, actor._chunk, residence)
+        self._actor = actor
+
+    def log_probs(self, batch: Sequences) -> Tensor:
+        """As `TorchScorerEngine.log_probs`, with the adapter off; it is on again afterwards.
+
+        Raises:
+            AsleepError: this engine sleeps, or the trainer.
+        """
+        self._actor.residence.require_awake("log_probs")
+        with self._scorer.without_adapter():
+            return super().log_probs(batch)

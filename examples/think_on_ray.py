@@ -3,8 +3,8 @@
 flowrl plan examples/think_on_ray.py:training    see which nodes may run at once, and where
 flowrl run examples/think_on_ray.py:training     train
 
-Nothing in the graph changes, and neither do the numbers. The actor's weights are sharded over two processes (FSDP2), every
-other role has a process of its own, and all take turns on two slots: GPUs, or where there are none CPUs.
+Nothing in the graph changes, and the numbers only by rounding. The actor's weights are sharded over two processes
+(FSDP2), every other role has a process of its own, and all take turns on two slots: GPUs, or where there are none CPUs.
 """
 
 from dataclasses import replace

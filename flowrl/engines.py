@@ -181,9 +181,9 @@ class Adapted(Protocol):
     """A trainer that trains an adapter beside weights that stay; an engine that holds these needs the adapter alone."""
 
     @property
-    def adapter_of(self) -> str | None:
-        """What the adapter is added to, and how: a digest of the base and the scaling. It must be equal on both sides
-        of a sync. None where there is no adapter."""
+    def adapter_of(self) -> str:
+        """What the adapter is added to, and how: the digest of the weights that stay, and the scaling. It must be equal
+        on both sides of a sync."""
         ...
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowrl.backends import SGD, AdamW, Cosine, TorchCritic, TorchScorer, TorchTrainer
+from flowrl.backends import SGD, AdamW, Cosine, LoRA, TorchCritic, TorchScorer, TorchTrainer
 from flowrl.engines import MiniBatch
 from flowrl.metrics import Metrics
 from flowrl.operators.losses import KLLoss, PPOClip, ValueClip
@@ -58,6 +58,18 @@ class Ranks:
     def mine(self, rows: Sequence[int]) -> list[int]:
         """The rows of this rank: the first has all but the last two; alone, it has all."""
         return list(rows) if self.world_size == 1 else list(rows[:-2]) if self.rank == 0 else list(rows[-2:])
+
+
+class Shared:
+    """A `BuildContext` that knows one engine."""
+
+    seed, rank, world_size = 0, 0, 1
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def engine(self, role: str) -> Any:
+        return self._engine
 
 
 def sequences(rows: Sequence[int] | None = None) -> Any:
@@ -196,6 +208,31 @@ def resuming(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def lora(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
+    """Train an adapter of a rank that two ranks cannot halve; the reference before and after is the actor without it."""
+    settings = {"lora": LoRA(r=3, alpha=6), "optimizer": SGD(lr=0.05, momentum=0.9), "max_tokens": 40} | settings
+    engine, batch = ranks.trainer(kind, **settings), policy_batch(ranks, kind)
+    reference = TorchScorer().build(Shared(engine))
+    found: dict[str, Any] = {"fresh": weights(engine), "reference": [reference.log_probs(batch)]}
+    found["metrics"] = [engine.update(batch, minis(batch, PPO, ALL), PPO)]
+    folder = ranks.folder / f"{kind}-lora-checkpoint"
+    engine.save_checkpoint(f"{folder}-{ranks.world_size}")
+
+    def go_on() -> dict[str, Tensor]:
+        found["metrics"].append(engine.update(batch, minis(batch, PPO, *STEPS), PPO))
+        return dict(engine.adapter_weights())
+
+    found["adapter"] = {name: tensor.clone() for name, tensor in go_on().items()}
+    found["reference"].append(reference.log_probs(batch))
+    found |= {"after": weights(engine), "log_probs": engine.log_probs(batch), "over": engine.adapter_of}
+    engine.save_pretrained(str(ranks.folder / f"{kind}-lora-saved-{ranks.world_size}"))
+    other = f"{folder}-{3 - ranks.world_size}"
+    if Path(other).exists():
+        engine.load_checkpoint(other)
+        found["other"] = go_on()
+    return found
+
+
 def not_finite(ranks: Ranks) -> dict[str, Any]:
     """NaN in one row, which is one rank's: all refuse the mini-batch, and none of them is worse for it."""
     engine, batch = ranks.trainer("llama"), policy_batch(ranks, "llama")
@@ -270,6 +307,9 @@ BOTH: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "critic": critic,
     "critic checkpointed": lambda r: critic(r, gradient_checkpointing=True),
     "resuming": resuming,
+    "lora llama": lambda r: lora(r, "llama"),
+    "lora gpt2": lambda r: lora(r, "gpt2", offload=r.world_size > 1, gradient_checkpointing=True),
+    "lora qwen2": lambda r: lora(r, "qwen2", dtype="bfloat16"),
     "not finite": not_finite,
     "bad rows": bad_rows,
     "gathering": gathering,

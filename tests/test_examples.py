@@ -47,6 +47,17 @@ def test_think(tmp_path: Path, tiny: str) -> None:
     assert (folder / "actor" / "config.json").is_file()
 
 
+@pytest.mark.ray
+def test_think_on_ray(tmp_path: Path, tiny: str) -> None:
+    out = execute("think_on_ray.py", tmp_path, MODEL=tiny, STEPS="1")
+    assert "grpo: 1 steps, written to runs/grpo-001" in out
+    _, trained, _ = map(json.loads, (tmp_path / "runs/grpo-001/metrics.jsonl").read_text().splitlines())
+    assert trained["sync/version"] == 1 and trained["sync/bytes"] > 0
+    events = json.loads((tmp_path / "runs/grpo-001/trace.json").read_text())["traceEvents"]
+    places = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {"actor rank 0", "actor rank 1"} <= places
+
+
 def test_think_is_a_target_of_the_command_line(
     tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

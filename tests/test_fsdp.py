@@ -30,6 +30,7 @@ from tests.fsdp_cases import (
     STEPS,
     TIMEOUT,
     Ranks,
+    Shared,
     last_gradient,
     minis,
     policy_batch,
@@ -317,14 +318,8 @@ def test_one_rank_through_fully_shard_is_one_process(found: Any, monkeypatch: py
         assert apart(last_gradient(engine), truth["gradient"]) < 1e-6
         assert apart(weights(engine), truth["after"]) < 1e-6
 
-        class Shared:
-            seed, rank, world_size = 0, 0, 1
-
-            def engine(self, role: str) -> Any:
-                return engine
-
         with pytest.raises(BindError, match="those are sharded"):
-            TorchRollout().build(Shared())
+            TorchRollout().build(Shared(engine))
         for critic in ("critic-0", "saved-critic-2", "llama-0"):
             TorchCritic(str(folder / critic), offload=True, device="cpu").build(context)
     finally:
@@ -361,6 +356,31 @@ def test_an_engine_leaves_the_device_and_comes_back(found: Any, offload: bool) -
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_an_adapter_is_trained_by_two_ranks_as_by_one(found: Any, kind: str) -> None:
+    folder, alone, ranks = found
+    truth, (one, two) = alone[f"lora {kind}"], (rank[f"lora {kind}"] for rank in ranks)
+    assert truth["over"] == one["over"] == two["over"]
+    assert apart(one["fresh"], truth["fresh"]) == 0  # drawn alike by any number of ranks
+    for here in (one, two):
+        assert apart(here["adapter"], truth["adapter"]) < 1e-5
+        assert apart(here["after"], truth["after"]) < 1e-6
+        assert apart(here["other"], truth["adapter"]) < 1e-5
+        torch.testing.assert_close(here["log_probs"], truth["log_probs"], atol=1e-5, rtol=1e-5)
+        assert torch.equal(*here["reference"])
+        torch.testing.assert_close(here["reference"][0], truth["reference"][0], atol=1e-5, rtol=1e-5)
+    for parts in zip(truth["metrics"], one["metrics"], two["metrics"], strict=False):
+        assert merged([*parts[1:]]) == pytest.approx(parts[0].compute(), rel=1e-5, abs=5e-7)
+    saved = load_file(folder / f"{kind}-lora-saved-2" / "model.safetensors")
+    assert apart(saved, one["after"]) == 0
+
+
+def test_an_adapter_in_bfloat16_is_near(found: Any) -> None:
+    _, alone, ranks = found
+    assert apart(ranks[0]["lora qwen2"]["adapter"], alone["lora qwen2"]["adapter"]) < 0.1
+    assert torch.equal(*ranks[0]["lora qwen2"]["reference"])
 
 
 def test_fused_experts_are_sharded_and_gathered_apart(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from flowrl.backends import TorchRollout, TorchTrainer
+from flowrl.backends import LoRA, TorchRollout, TorchTrainer
 from flowrl.backends.torch_rollout import TorchRolloutEngine, next_token
 from flowrl.digest import named_weights, tensor_digest, weights_digest
 from flowrl.engines import Rollout, Sampled, Sampling
-from flowrl.errors import BindError, DataError, ParameterError, SyncError
+from flowrl.errors import AsleepError, BindError, DataError, ParameterError, SyncError
 from flowrl.keys import Key
 from flowrl.text import assemble
 from tests.models import EOS, PAD, VOCAB, char_tokenizer, tiny_folder
@@ -432,8 +432,9 @@ def test_a_shared_engine_refuses_another_trainer(actor: Actor, engine: TorchRoll
 def test_specs_that_cannot_be_built(actor: Actor) -> None:
     with pytest.raises(ParameterError, match="max_rows"):
         TorchRollout(max_rows=0)
-    with pytest.raises(BindError, match="shares the actor's"):
-        TorchRollout(dtype="bfloat16").build(Context(actor))
+    for unused in ({"dtype": "bfloat16"}, {"device": "cpu"}, {"ranks": 2}, {"lora": LoRA()}):
+        with pytest.raises(ParameterError, match=f"shares the actor's.*; drop {next(iter(unused))}, or name a folder"):
+            TorchRollout(**unused)  # type: ignore[arg-type]
     with pytest.raises(BindError, match="holds no Hugging Face model"):
         TorchRollout().build(Context(object()))
 

@@ -45,18 +45,15 @@ def connected(place: Place) -> Iterator[None]:
         try:
             ray.init(address=place.address, **quiet)
         except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+            if "AuthenticationError" in f"{error}{error.__cause__}":
+                raise BindError(
+                    f"the Ray cluster at {place.address!r} does not accept this process; give it the cluster's token: set "
+                    f"RAY_AUTH_MODE=token and RAY_AUTH_TOKEN in the environment."
+                ) from error
             raise _no_cluster(place.address, str(error).splitlines()[0]) from error
     else:
-        # Slots are logical, so that there can be more than CPUs; and only this machine is to reach what is started
-        # here.
-        cpus = max(os.cpu_count() or 1, place.slots)
-        ray.init(
-            num_cpus=cpus,
-            include_dashboard=False,
-            object_store_memory=_store_bytes(),
-            _node_ip_address="127.0.0.1",
-            **quiet,
-        )
+        cpus = max(os.cpu_count() or 1, place.slots)  # slots are logical, so that there can be more than CPUs
+        ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=_store_bytes(), **quiet)
     try:
         yield
     finally:

@@ -84,7 +84,7 @@ def answer(ref: Any, host: HostPlan | None, what: str, place: Place, patience: f
     try:
         return ray.get(ref, timeout=seconds)
     except RayActorError as error:
-        raise died(host, what, place, str(error).strip().splitlines()[0]) from error
+        raise died(host, what, place, str(error).strip().splitlines()[0].rstrip(".")) from error
     except GetTimeoutError as error:
         raise stuck(host, what, place, seconds) from error
     except RayTaskError as error:

@@ -97,7 +97,8 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
             found.append(executor.step(batch(), len(found), on_node=kill_at(executor, node, role)))
             [said] = [record.getMessage() for record in caplog.records]
             host = "the general host" if role is None else f"{role} rank 0"
-            assert f"in step {len(found) - 1} lost {host}, whose process died" in said
+            assert said.startswith(f"{node} in step {len(found) - 1}")
+            assert f"lost {host}, whose process died" in said
         for call in calls:
             caplog.clear()
             thread = kill_blocked(desk, call)
@@ -153,21 +154,22 @@ def test_a_death_is_named_and_leaves_nothing(call: str, said: str, tiny: str, tm
 
 
 def test_the_death_of_the_general_host_is_named(tiny: str, tmp_path: Path) -> None:
-    """Also where it is only noticed by who reads what it had written."""
+    """Also where it is only noticed by who reads what it has written."""
     job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Split(1, 1, deadline=60))
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         executor.sync()
-        with pytest.raises(HostDiedError, match=r"update_actor in step 0 lost the general host") as caught:
+        with pytest.raises(HostDiedError, match=r"(update_actor in step 0|repeat in step 1) lost the general host"):
+            # Its columns may outlive it for a moment.
             executor.step(batch(), 0, on_node=kill_at(executor, "update_actor", None))
-        assert isinstance(caught.value.__cause__, NodeError)  # who missed the column
+            executor.step(batch(), 1)
 
 
 @pytest.mark.parametrize(
     ("call", "place", "said"),
     [
         ("actor.update", Colocate(1, deadline=8), "update_actor in step 0 is stuck on actor rank 0"),
-        ("rollout.wake", Colocate(1, deadline=8), "generate in step 0, waking, is stuck on rollout rank 0"),
+        ("rollout.wake", Colocate(1, deadline=8), "sync in step 0, waking, is stuck on rollout rank 0"),
     ],
 )
 def test_what_hangs_is_named_within_the_deadline(call: str, place: Place, said: str, tiny: str, tmp_path: Path) -> None:

@@ -278,10 +278,34 @@ class GroupScore(Operator):
         return out.masked_fill(~rollout.response_mask, 0.0)
 
 
+class Blind(GroupScore):
+    """Wants whole groups, and does not read which group a row is of."""
+
+    def __call__(self, rollout: Sequences) -> c.RefLogProbs:
+        return self.ref.log_probs(rollout)
+
+
+class Both(Operator):
+    """Uses two roles, which may live apart."""
+
+    granularity: ClassVar[Granularity] = "row"
+    ref: Reads[Scorer] = Role("ref")
+    judge: Reads[Scorer] = Role("judge")
+
+    def __call__(self, rollout: Sequences) -> c.RefLogProbs:
+        return 0.5 * (self.ref.log_probs(rollout) + self.judge.log_probs(rollout))
+
+
 def toy_job(graph: Any, desk: Path, folder: str, ranks: dict[str, int] | None = None, place: Any = None) -> Job:
     """A graph bound to toys, with so many ranks a role."""
     desk.mkdir(parents=True, exist_ok=True)
-    kinds: dict[str, Any] = {"actor": ToyTrainer, "ref": ToyScorer, "critic": ToyCritic, "rollout": ToyRollout}
+    kinds: dict[str, Any] = {
+        "actor": ToyTrainer,
+        "ref": ToyScorer,
+        "judge": ToyScorer,
+        "critic": ToyCritic,
+        "rollout": ToyRollout,
+    }
     bindings: dict[str, Any] = {
         role: kinds[role](desk=str(desk), folder=folder, ranks=(ranks or {}).get(role, 1)) for role in graph.roles()
     }

@@ -1,0 +1,207 @@
+"""One CUDA device: are the numbers those of the CPU, and what do steps, turns, generation and syncs take.
+
+First the tests that need the device run; then actor, critic, reference and rollout, each with weights of its own, train
+by turns on it, in this process and, where Ray is installed, in one process each. ``python benchmarks/gpu.py cpu`` runs
+the timings on the CPU in place of the device, to see that they run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from generate import write_model
+from harness import medians, table
+from harness.turns import Turn, Turns, finished
+from transformers.utils import logging
+
+from flowrl import Colocate, Key, PromptData
+from flowrl.backends import SGD, AdamW, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.demo.task import write_dataset
+from flowrl.engines import Sampling
+from flowrl.executor import LocalExecutor
+from flowrl.graphs import ppo
+from flowrl.job import Job
+from flowrl.plan import Plan
+from flowrl.session import Session
+
+ROOT = Path(__file__).parents[1]
+ROWS, STEPS = 64, 3
+PROMPT, NEW = 128, 48  # tokens of a prompt, tokens of a response at most, where generation is measured
+SMALL, LARGE = (4, 256), (24, 1024)  # layers and width: what a CPU can be held against, and what a GPU is for
+CONTEXT: Any = SimpleNamespace(seed=0, rank=0, world_size=1)
+
+
+def parity() -> bool:
+    """Run the tests that need the device, in a process of their own; whether none failed."""
+    needed = ("pytest", "pytest_timeout", "hypothesis")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        print(f"Left out: tests/test_gpu.py, since {' and '.join(missing)} cannot be imported here.")
+        return True
+    tests = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py"]
+    return subprocess.run(tests, cwd=ROOT, check=False).returncode == 0
+
+
+def job_of(model: str, device: str) -> Job:
+    """PPO whose four roles have weights of their own."""
+    return ppo("flowrl.demo.verifier:compute_score", max_new_tokens=28, mini_batch=ROWS // 2).bind(
+        actor=TorchTrainer(model, AdamW(lr=1e-5), device=device),
+        critic=TorchCritic(model, AdamW(lr=1e-5), device=device),
+        ref=TorchScorer(model, device=device),
+        rollout=TorchRollout(model, device=device),
+    )
+
+
+def steps(executor: Any, data: PromptData, device: str, turns: Turns | None = None) -> dict[str, float]:
+    """Median seconds of every node, of all turns, and of the step; the first step warms up."""
+    stream = data.load(executor.tokenizer(), seed=0)
+    taken: dict[str, list[float]] = {}
+    for step in range(STEPS + 1):
+        batch, logged = stream.next(ROWS), len(turns.log) if turns else 0
+        begun = finished(device)
+        result = executor.step(batch, step, **({"on_node": turns} if turns else {}))
+        seconds = {**result.seconds, "the step": finished(device) - begun}
+        if turns:
+            seconds["going to sleep and waking up"] = sum(turn.seconds for turn in turns.log[logged:])
+        for name, spent in seconds.items() if step else ():
+            taken.setdefault(name, []).append(spent)
+    return {name: statistics.median(spent) for name, spent in taken.items()}
+
+
+def in_this_process(model: str, device: str, data: PromptData) -> tuple[dict[str, float], list[Turn]]:
+    """`steps` of a `LocalExecutor` whose engines take turns, and the turns."""
+    job = job_of(model, device)
+    executor = LocalExecutor(Plan(job.graph), Session(job.build(), seed=0))
+    executor.sync()
+    turns = Turns(executor, device)
+    return steps(executor, data, device, turns), turns.log
+
+
+def on_ray(model: str, device: str, data: PromptData) -> dict[str, float]:
+    """`steps` of a `RayExecutor` whose processes take turns on one slot."""
+    with replace(job_of(model, device), place=Colocate(gpus=1)).open() as executor:
+        executor.sync()
+        return steps(executor, data, device)
+
+
+def by_turns(model: str, device: str, data: PromptData, on_cpu: bool) -> None:
+    """Where a step by turns spends its time: on the CPU if so wanted, on the device, and there on Ray."""
+    columns: dict[str, dict[str, float]] = {}
+    if on_cpu:
+        columns["CPU"] = in_this_process(model, "cpu", data)[0]
+    columns[device], log = in_this_process(model, device, data)
+    if importlib.util.find_spec("ray"):
+        columns[f"{device}, on Ray"] = on_ray(model, device, data)
+    else:
+        print("Left out: steps on Ray, which is not installed here.")
+    base, rows = columns[device], []
+    for name in base:
+        cells = [f"{1e3 * column[name]:.1f}" if name in column else "" for column in columns.values()]
+        rows.append([name, *cells, *([f"{columns['CPU'][name] / base[name]:.1f}"] if on_cpu else [])])
+    heads = ["", *(f"{name}, ms" for name in columns), *([f"CPU / {device}"] if on_cpu else [])]
+    table(
+        f"A PPO step of {ROWS} rows by turns, {size_of(model)}, CPU on {torch.get_num_threads()} threads", heads, rows
+    )
+    if device == "cuda":
+        table(f"Turns, {size_of(model)}", ["", "GB released", "sleep, ms", "wake, ms", "wake, GB/s"], turn_rows(log))
+
+
+def turn_rows(log: list[Turn]) -> list[list[str]]:
+    """For each role the bytes that left the device when it last slept, and its median seconds to sleep and to wake."""
+    rows = []
+    for role in dict.fromkeys(turn.role for turn in log):
+        sleeps, wakes = ([t for t in log if (t.role, t.what) == (role, what)] for what in ("sleep", "wake"))
+        moved = -sleeps[-1].grown
+        sleep, wake = (statistics.median(turn.seconds for turn in turns) for turns in (sleeps, wakes))
+        rows.append(
+            [role, f"{moved / 1e9:.3f}", f"{1e3 * sleep:.1f}", f"{1e3 * wake:.1f}", f"{moved / wake / 1e9:.1f}"]
+        )
+    return rows
+
+
+def generation(model: str, device: str, on_cpu: bool) -> list[list[str]]:
+    """Tokens a second on the CPU, if so wanted, and on the device, by rows in a batch."""
+    rows = []
+    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW)
+    for batch in (32, 256):
+        rates: dict[str, float] = {}
+        prompts = torch.randint(8, 100, (batch, PROMPT))
+        for where in [*(["cpu"] if on_cpu and batch == 32 else []), device]:
+            engine = TorchRollout(model, device=where).build(CONTEXT)
+            engine.sync(TorchTrainer(model, SGD(lr=0.1), device=where).build(CONTEXT))
+            tokens: list[int] = []
+
+            def generate(engine: Any = engine, tokens: list[int] = tokens, prompts: Any = prompts) -> None:
+                row_ids, mask = [str(i) for i in range(len(prompts))], torch.ones_like(prompts, dtype=torch.bool)
+                sampled = engine.generate(prompts, mask, row_ids, sampling, Key.of(len(tokens)))
+                tokens.append(int(sampled.response_mask.sum()))
+
+            seconds = medians({where: generate}, seconds=3, least=2)[where]
+            rates[where] = statistics.mean(tokens) / seconds
+        cpu = f"{rates['cpu']:,.0f}" if "cpu" in rates else ""
+        ratio = f"{rates[device] / rates['cpu']:.1f}" if "cpu" in rates else ""
+        rows.append([f"{size_of(model)}, {batch} rows", cpu, f"{rates[device]:,.0f}", ratio])
+    return rows
+
+
+def syncs(model: str, device: str) -> list[str]:
+    """GB a second of a sync between two sets of weights on the device, digests included, and of a copy there."""
+    trainer = TorchTrainer(model, SGD(lr=0.1), device=device).build(CONTEXT)
+    rollout = TorchRollout(model, device=device).build(CONTEXT)
+    weights = [tensor for _, tensor in trainer.weights()]
+    elsewhere = [torch.empty_like(tensor) for tensor in weights]
+
+    def copy() -> None:
+        for target, tensor in zip(elsewhere, weights, strict=True):
+            target.copy_(tensor)
+        finished(device)
+
+    def sync() -> None:
+        rollout.sync(trainer)
+        finished(device)
+
+    taken = medians({"copy": copy, "sync": sync}, seconds=2)
+    size = sum(tensor.nbytes for tensor in weights)
+    rates = (f"{size / taken[name] / 1e9:.2f}" for name in ("sync", "copy"))
+    return [size_of(model), *rates, f"{taken['sync'] / taken['copy']:.1f}"]
+
+
+def size_of(model: str) -> str:
+    """The model by the size of its weights."""
+    return f"{sum(file.stat().st_size for file in Path(model).glob('*.safetensors')) / 1e6:,.0f} MB of weights"
+
+
+def main(device: str) -> None:
+    """Print all tables."""
+    print(f"On {torch.cuda.get_device_name() if device == 'cuda' else 'the CPU'}, torch {torch.__version__}.")
+    with tempfile.TemporaryDirectory() as base:
+        data = PromptData(str(write_dataset(Path(base) / "data")[0]))
+        small = write_model(Path(base) / "small", *SMALL)
+        large = write_model(Path(base) / "large", *LARGE) if device == "cuda" else small
+        for model in dict.fromkeys((small, large)):
+            by_turns(model, device, data, on_cpu=model == small)
+        answers = [row for model in dict.fromkeys((small, large)) for row in generation(model, device, model == small)]
+        heads = ["", "CPU", device, f"{device} / CPU"]
+        table(f"Tokens a second: prompts of {PROMPT} tokens, at most {NEW} new ones", heads, answers)
+        heads = ["", "sync, GB/s", "copy, GB/s", "sync / copy, time"]
+        table("A sync on one device", heads, [syncs(model, device) for model in dict.fromkeys((small, large))])
+
+
+if __name__ == "__main__":
+    logging.disable_progress_bar()
+    if "cpu" in sys.argv[1:]:
+        main("cpu")
+    elif not torch.cuda.is_available():
+        print("No CUDA device is here (torch.cuda.is_available() is False), so nothing was measured on one.")
+    else:
+        fine = parity()
+        main("cuda")
+        sys.exit(0 if fine else "tests/test_gpu.py failed; see above.")

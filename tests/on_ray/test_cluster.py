@@ -1,0 +1,236 @@
+"""Ray itself: started, joined and left alone, each in a process of its own; and what is refused before a model loads."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flowrl.distributed.cluster import connected
+from flowrl.distributed.place import Colocate, Place, Split
+from flowrl.errors import BindError, GraphError
+from flowrl.graphs import grpo
+from flowrl.job import Job
+from tests.jobs import job_of
+from tests.on_ray.toys import Blind, Both, Desk, toy_job
+from tests.rewards import digits
+
+pytestmark = pytest.mark.ray
+
+JOB = """
+    from pathlib import Path
+    from flowrl.distributed.place import Colocate
+    from flowrl.graphs import grpo
+    from tests.jobs import prompt_batch, proto
+    from tests.on_ray.toys import toy_job
+    from tests.rewards import digits
+    import ray
+
+    def step(desk, folder, **place):
+        job = toy_job(grpo(digits, n=2, max_new_tokens=4), Path(desk), folder, place=Colocate(1, **place))
+        with job.open() as executor:
+            executor.sync()
+            result = executor.step(proto(prompt_batch([[11, 12], [13]])), 0)
+            print("trained", result.metrics["actor/trained"].compute())
+"""
+
+
+def script(code: str, *arguments: str, **environment: str) -> str:
+    """Run a script in a process of its own; what it printed, on both channels."""
+    source = textwrap.dedent(JOB) + textwrap.dedent(code)
+    done = subprocess.run(
+        [sys.executable, "-c", source, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_what_is_started_is_shut_down(tiny: str, tmp_path: Path) -> None:
+    """Quietly, and once more in the same process."""
+    said = script(
+        """
+        import sys
+        from flowrl.distributed.cluster import connected
+        with connected(Colocate(1)):
+            print("slots", ray.cluster_resources()["CPU"] >= 1)
+        assert not ray.is_initialized()
+        step(sys.argv[1], sys.argv[2])
+        assert not ray.is_initialized()
+        """,
+        str(tmp_path / "desk"),
+        tiny,
+    )
+    lines = [line for line in said.splitlines() if "Loading weights" not in line]
+    assert lines == ["slots True", "trained 4.0"]
+
+
+@pytest.fixture
+def token() -> dict[str, str]:
+    """What processes need to join each other's cluster: a token of this test's own making."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+@pytest.fixture
+def head(token: dict[str, str]) -> Iterator[str]:
+    """A cluster of another process, by its address."""
+    source = """if True:
+        import ray, sys
+        ray.init(num_cpus=3, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+        print("at", ray.get_runtime_context().gcs_address, flush=True)
+        sys.stdin.read()
+    """
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", source], env=os.environ | token, text=True, **pipes) as process:
+        assert process.stdout is not None
+        yield next(line.split()[1] for line in process.stdout if line.startswith("at "))
+        process.communicate()
+
+
+def test_what_is_joined_is_left_running(head: str, token: dict[str, str], tiny: str, tmp_path: Path) -> None:
+    """Twice by its address; too small a cluster, another address than the one connected to, and no address are refused."""
+    said = script(
+        """
+        import sys
+        from flowrl.errors import BindError
+        desk, folder, address = sys.argv[1:]
+        step(desk, folder, address=address)
+        assert not ray.is_initialized()
+        try:
+            with toy_job(grpo(digits, n=2), Path(desk), folder, place=Colocate(7, address=address)).open():
+                print("opened")
+        except BindError as error:
+            print(error)
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+        step(desk, folder)
+        assert ray.is_initialized()
+        try:
+            step(desk, folder, address="127.0.0.1:1")
+        except BindError as error:
+            print(error)
+        """,
+        str(tmp_path / "desk"),
+        tiny,
+        head,
+        **token,
+    )
+    assert said.count("trained 4.0") == 2
+    assert "opened" not in said
+    assert "Colocate wants 7 slot(s), and the Ray cluster has 3 CPU(s)" in said
+    refused = script(
+        """
+        import sys
+        from flowrl.distributed.cluster import connected
+        from flowrl.errors import BindError
+        try:
+            with connected(Colocate(1, address=sys.argv[1])):
+                print("connected")
+        except BindError as error:
+            print(error)
+        """,
+        head,
+        **token | {"RAY_AUTH_TOKEN": secrets.token_hex(32)},
+    )
+    assert f"the Ray cluster at '{head}' does not accept this process" in refused
+    assert "RAY_AUTH_TOKEN" in refused
+    assert "Colocate(address='127.0.0.1:1'), but this process is connected to the Ray cluster at" in said
+
+
+def nothing_there() -> str:
+    """An address that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("mute", [False, True])
+def test_an_address_that_does_not_answer(mute: bool, tiny: str) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        address = f"127.0.0.1:{server.getsockname()[1]}" if mute else nothing_there()
+        job = Job(job_of("grpo", tiny).graph, Colocate(1, address=address))
+        started = time.monotonic()
+        with pytest.raises(BindError, match=f"no Ray cluster answers at '{address}'.*ray start --head"), job.open():
+            raise AssertionError("opened")
+        assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("address", ["nowhere", "host:port", "ray://host:1"])
+def test_what_is_no_address(address: str) -> None:
+    with pytest.raises(BindError, match=r"host:port|no Ray cluster"), connected(Colocate(1, address=address)):
+        raise AssertionError("connected")
+
+
+def test_something_else_at_the_address() -> None:
+    """A server that speaks, but not Ray's protocol."""
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        port = server.stdout.readline().split(" port ")[1].split()[0]
+        place = Colocate(1, address=f"127.0.0.1:{port}")
+        with pytest.raises(BindError, match=r"something is there, but it is not Ray"), connected(place):
+            raise AssertionError("connected")
+        server.terminate()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "place", "said"),
+    [
+        ({"actor": 3}, Colocate(2), "'actor' wants 3 ranks, and Colocate"),
+        ({"rollout": 2}, Split(3, 1), "'rollout' wants 2 ranks, and Split"),
+        ({"actor": 2}, None, "'actor' wants 2 ranks, which one process cannot be"),
+    ],
+)
+def test_ranks_that_have_no_place(
+    ranks: dict[str, int], place: Place | None, said: str, tiny: str, tmp_path: Path
+) -> None:
+    job = toy_job(grpo(digits), tmp_path / "desk", tiny, ranks, place)
+    with pytest.raises(BindError, match=said), job.open():
+        raise AssertionError("opened")
+    assert not Desk(str(tmp_path / "desk")).events()
+
+
+def test_nodes_that_no_process_could_run(tiny: str, tmp_path: Path) -> None:
+    """Roles that live apart; groups that nobody can tell."""
+    graph = grpo(digits, n=2)
+    apart = toy_job(graph.edit(replace={"ref_log_prob": Both()}), tmp_path, tiny, place=Colocate(1))
+    said = "both uses the roles 'ref', 'judge', and 'judge' lives in another process than 'ref'"
+    with pytest.raises(BindError, match=said), apart.open():
+        raise AssertionError("opened")
+    blind = toy_job(graph.edit(replace={"ref_log_prob": Blind()}), tmp_path, tiny, {"ref": 2}, Colocate(2))
+    with pytest.raises(GraphError, match=r"blind wants whole groups, and its role 'ref' has 2 ranks"), blind.open():
+        raise AssertionError("opened")
+
+
+def test_a_role_that_is_not_bound(tiny: str) -> None:
+    graph = job_of("grpo", tiny).graph
+    bound = {role: backend for role, backend in graph.bindings.items() if role != "ref"}
+    job = grpo(digits).bind(place=Colocate(1), **bound)
+    with pytest.raises(BindError, match="leaves 'ref' unbound"), job.open():
+        raise AssertionError("opened")
+
+
+def test_stated_memory_that_does_not_fit(tiny: str, tmp_path: Path) -> None:
+    job = toy_job(grpo(digits), tmp_path / "desk", tiny, place=Colocate(1, memory=10))
+    actor = job.graph.bindings["actor"]
+    job = job.edit(bind={"actor": type(actor)(desk=actor.desk, folder=actor.folder, memory=16.0)})
+    said = r"slot 0 of Colocate\(memory=10.0\) has 10 GiB, and its roles state actor"
+    with pytest.raises(BindError, match=said), job.open():
+        raise AssertionError("opened")
