@@ -28,9 +28,10 @@ from flowrl import Colocate
 from flowrl.columns import ColumnType
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.wire import pack, unpack
-from flowrl.graph import Edge, Graph, Node
+from flowrl.graph import Graph, Node
 from flowrl.graphs import ppo
 from flowrl.plan import Plan, home
+from flowrl.symbols import Edge
 
 Columns = dict[str, Any]
 SIZES = {"demo": (256, 16, 28), "64 MB": (970, 256, 1024)}  # rows, widths of prompt and response

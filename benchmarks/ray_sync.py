@@ -77,7 +77,8 @@ if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on CPU slots, wherever this runs
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    heads, rows = [""], {}
+    heads = [""]
+    rows: dict[str, list[str]] = {}
     with connected(Colocate(gpus=2)), tempfile.TemporaryDirectory() as base:
         for layers, width in SIZES:
             model = write_model(Path(base) / str(width), layers, width)

@@ -209,7 +209,7 @@ def resuming(ranks: Ranks) -> dict[str, Any]:
 
 
 def lora(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
-    """Train an adapter of a rank that two ranks cannot halve; the reference before and after is the actor without it."""
+    """Train an adapter whose r two ranks cannot halve; the reference before and after is the actor without it."""
     settings = {"lora": LoRA(r=3, alpha=6), "optimizer": SGD(lr=0.05, momentum=0.9), "max_tokens": 40} | settings
     engine, batch = ranks.trainer(kind, **settings), policy_batch(ranks, kind)
     reference = TorchScorer().build(Shared(engine))

@@ -46,7 +46,7 @@ from tests.rewards import digits
 # What other versions of torch warn of on a GPU is for the summary to show, and no reason to fail.
 pytestmark = pytest.mark.filterwarnings("default")
 
-ALONE = Ranks(0, 1, Path())
+ALONE: Any = Ranks(0, 1, Path())
 KINDS = ["llama", "qwen2", "gpt2", "gemma2"]
 PPO = PPOClip(dual_clip=3.0, entropy=0.01, kl=KLLoss("k3", 0.05))
 ROWS = 7

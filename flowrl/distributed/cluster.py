@@ -47,8 +47,8 @@ def connected(place: Place) -> Iterator[None]:
         except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
             if "AuthenticationError" in f"{error}{error.__cause__}":
                 raise BindError(
-                    f"the Ray cluster at {place.address!r} does not accept this process; give it the cluster's token: set "
-                    f"RAY_AUTH_MODE=token and RAY_AUTH_TOKEN in the environment."
+                    f"the Ray cluster at {place.address!r} does not accept this process; give it the cluster's "
+                    f"token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN in the environment."
                 ) from error
             raise _no_cluster(place.address, str(error).splitlines()[0]) from error
     else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -76,14 +77,15 @@ class Host:
 
     Args:
         plan: roles, rank and slot.
-        bindings: the backends of the plan's roles.
         seed: of the run.
+        path: where the driver imports from: whoever uses a class of their own in a graph has it there.
     """
 
-    def __init__(self, plan: HostPlan | None, bindings: Mapping[str, Any], seed: int) -> None:
+    def __init__(self, plan: HostPlan | None, seed: int, path: Sequence[str]) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as with threads: there are several processes, and few cores
         torch.set_num_threads(1)
-        self.plan, self.bindings, self.seed = plan, bindings, seed
+        sys.path += [entry for entry in path if entry not in sys.path]
+        self.plan, self.seed = plan, seed
         self.engines: dict[str, Any] = {}
 
     def node_id(self) -> str:
@@ -101,9 +103,14 @@ class Host:
             probe.bind((address, 0))
             return f"tcp://{address}:{probe.getsockname()[1]}"
 
-    def build(self, address: str | None, timeout: float) -> None:
-        """Load the engines; where there are several ranks, these meet at `address` first, and wait for each other for
-        `timeout` seconds at most, now and in every collective."""
+    def build(self, bindings: Mapping[str, Any], address: str | None, timeout: float) -> None:
+        """Load the engines.
+
+        Args:
+            bindings: the backends of the plan's roles.
+            address: where several ranks meet first.
+            timeout: seconds that they wait for each other, then and in every collective.
+        """
         assert self.plan is not None
         if address is not None:
             dist.init_process_group(
@@ -113,7 +120,7 @@ class Host:
                 world_size=self.plan.ranks,
                 timeout=timedelta(seconds=timeout),
             )
-        self.engines = Engines(self.bindings, self.seed, self.plan.rank, self.plan.ranks).all()
+        self.engines = Engines(bindings, self.seed, self.plan.rank, self.plan.ranks).all()
 
     def version(self, role: str) -> int:
         """The version of a trainer's weights."""

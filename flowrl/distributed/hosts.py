@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -83,7 +85,7 @@ class Hosts:
     def start_general(self) -> None:
         """Start the process for nodes that use no role; it runs several at once."""
         options = {"num_cpus": 0, "max_concurrency": _GENERAL_AT_ONCE}
-        self.general: Any = ray.remote(Host).options(**options).remote(None, {}, self.seed)
+        self.general: Any = ray.remote(Host).options(**options).remote(None, self.seed, _path())
 
     def start(self, plans: list[HostPlan]) -> None:
         """Start processes for `plans` and load their engines; those of one slot one after another, so that they fit.
@@ -96,9 +98,8 @@ class Hosts:
             share = int(1e4 / sum(other.slot == plan.slot for other in self.plans)) / 1e4  # Ray counts in 1/10000
             resources = {"num_cpus": share} | ({"num_gpus": share} if self._kind == "GPU" else {})
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=plan.slot)
-            bindings = {role: self.bindings[role] for role in plan.roles}
             actor = ray.remote(Host).options(scheduling_strategy=strategy, **resources)
-            self.actors[plan] = actor.remote(plan, bindings, self.seed)
+            self.actors[plan] = actor.remote(plan, self.seed, _path())
         for roles in dict.fromkeys(plan.roles for plan in plans):
             ranks = [plan for plan in plans if plan.roles == roles]
             loading, patience = f"loading {'+'.join(roles)}", max(self.place.deadline, _LOAD_SECONDS)
@@ -106,7 +107,8 @@ class Hosts:
             address = None
             if len(ranks) > 1:
                 address = self.ask(ranks[:1], loading, "meeting_point", len(set(machines)) == 1)[0]
-            self.ask(ranks, loading, "build", address, self.place.deadline, patience=patience)
+            bindings = {role: self.bindings[role] for role in roles}
+            self.ask(ranks, loading, "build", bindings, address, self.place.deadline, patience=patience)
             if self._crowded(ranks):
                 self.ask(ranks, loading, "sleep")
 
@@ -219,8 +221,8 @@ class Hosts:
     def of(self, node: Node) -> list[HostPlan | None]:
         """Where a node runs: on every rank of the role that it writes, else of the one it reads, else on the general
         host."""
-        uses = sorted(node.operator.role_uses.items(), key=lambda item: item[1].mode != "writes")
-        return [*self.ranks(getattr(node.operator, uses[0][0]).name)] if uses else [None]
+        roles = [*roles_of(node, "writes"), *roles_of(node, "reads")]
+        return [*self.ranks(roles[0])] if roles else [None]
 
     def exports(self, node: Node, what: str) -> dict[str, Export]:
         """Weights of the trainer that a sync reads and that does not live where it runs."""
@@ -236,14 +238,18 @@ class Hosts:
         return {role: sent}
 
 
+def _path() -> list[str]:
+    return [os.path.abspath(entry) for entry in sys.path]
+
+
 def is_sync(node: Node) -> bool:
     """Whether a node carries weights to an engine that generates."""
     return any(use.protocol is Rollout and use.mode == "writes" for use in node.operator.role_uses.values())
 
 
 def roles_of(node: Node, mode: str) -> list[str]:
-    """The roles that a node reads or writes."""
-    uses = node.operator.role_uses.items()
+    """The roles that a node reads or writes, in the order of its fields' names."""
+    uses = sorted(node.operator.role_uses.items(), key=lambda item: item[0])
     return [str(getattr(node.operator, field).name) for field, use in uses if use.mode == mode]
 
 

@@ -1,4 +1,4 @@
-"""Ray itself: started, joined and left alone, each in a process of its own; and what is refused before a model loads."""
+"""Ray itself: started, joined and left alone, in processes of their own; what is refused before a model loads."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def head(token: dict[str, str]) -> Iterator[str]:
 
 
 def test_what_is_joined_is_left_running(head: str, token: dict[str, str], tiny: str, tmp_path: Path) -> None:
-    """Twice by its address; too small a cluster, another address than the one connected to, and no address are refused."""
+    """Refused are too small a cluster, another address than the one connected to, and a wrong token."""
     said = script(
         """
         import sys
@@ -211,7 +211,7 @@ def test_nodes_that_no_process_could_run(tiny: str, tmp_path: Path) -> None:
     """Roles that live apart; groups that nobody can tell."""
     graph = grpo(digits, n=2)
     apart = toy_job(graph.edit(replace={"ref_log_prob": Both()}), tmp_path, tiny, place=Colocate(1))
-    said = "both uses the roles 'ref', 'judge', and 'judge' lives in another process than 'ref'"
+    said = "both uses the roles 'judge', 'ref', and 'ref' lives in another process than 'judge'"
     with pytest.raises(BindError, match=said), apart.open():
         raise AssertionError("opened")
     blind = toy_job(graph.edit(replace={"ref_log_prob": Blind()}), tmp_path, tiny, {"ref": 2}, Colocate(2))

@@ -1,0 +1,174 @@
+"""Real models: the numbers of one process, of Ray with one rank, and of Ray with two FSDP ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowrl import PromptData, Training, Validation
+from flowrl.backends import SGD, AdamW, TorchRollout
+from flowrl.digest import weights_digest
+from flowrl.distributed.place import Colocate, Place, Split
+from flowrl.job import Job
+from tests.jobs import job_of, prompt_batch, proto
+from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+PROMPTS = [[11, 12], [13], [14, 15, 16, 17, 18]]
+
+
+def numbers(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """What does not depend on the clock."""
+    return [
+        {key: value for key, value in record.items() if not key.startswith(("timing", "throughput"))}
+        for record in records
+    ]
+
+
+def saved(folder: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "prompts", "own", "place", "parameters"),
+    [
+        ("ppo", 3, False, Colocate(1), {}),
+        ("grpo", 4, True, Split(2, 1), {"n": 3, "mini_batch": 6, "ppo_epochs": 2}),
+        ("ppo", 5, True, Colocate(3), {"n": 2, "ppo_epochs": 2, "kl_coef": 0.1}),
+    ],
+)
+def test_one_rank_has_the_bits_of_one_process(
+    algorithm: str, prompts: int, own: bool, place: Place, parameters: Any, tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    """Metrics of every step and validation, and the weights at the end."""
+    job = job_of(algorithm, tiny, optimizer=AdamW(lr=1e-3), **parameters)
+    if own:
+        job = job.edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
+    data = PromptData(prompts_file)
+    training = Training(
+        job, data, steps=3, prompts=prompts, validation=Validation(data, every=2), folder=str(tmp_path / "local")
+    )
+    local = training.run()
+    with leaves_nothing():
+        remote = replace(training, job=replace(job, place=place), folder=str(tmp_path / "ray")).run()
+    assert len(local.metrics) == 3
+    assert numbers(local.metrics) == numbers(remote.metrics)
+    assert numbers(local.validations) == numbers(remote.validations)
+    here, there = saved(tmp_path / "local" / "actor"), saved(tmp_path / "ray" / "actor")
+    assert weights_digest(here.items()) == weights_digest(there.items())
+
+
+@pytest.mark.parametrize(("first", "second"), [(None, Colocate(1)), (Split(1, 1), None)])
+def test_a_checkpoint_is_resumed_anywhere(
+    first: Place | None, second: Place | None, tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    """Written in one process and resumed on Ray, and the other way about; each as if nothing had been between."""
+    job = job_of("ppo", tiny, optimizer=AdamW(lr=1e-3)).edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
+    training = Training(
+        replace(job, place=first),
+        PromptData(prompts_file),
+        steps=4,
+        prompts=3,
+        checkpoint_every=2,
+        folder=str(tmp_path / "whole"),
+    )
+    whole = replace(training, job=job).run()
+    folder = str(tmp_path / "parts")
+    replace(training, steps=2, folder=folder).run()
+    resumed = replace(training, job=replace(job, place=second), folder=folder, resume=True).run()
+    assert numbers(resumed.metrics) == numbers(whole.metrics)
+    here, there = saved(tmp_path / "whole" / "actor"), saved(tmp_path / "parts" / "actor")
+    assert weights_digest(here.items()) == weights_digest(there.items())
+
+
+def fsdp_job(algorithm: str, tiny: str, ranks: int, optimizer: Any, place: Place | None) -> Job:
+    """Actor, critic and reference on so many ranks; the rollout has a model of its own."""
+    job = job_of(algorithm, tiny, optimizer=optimizer, n=3, max_new_tokens=6, ppo_epochs=2)
+    backends = {
+        role: replace(job.graph.bindings[role], ranks=ranks) for role in job.graph.bindings if role != "rollout"
+    }
+    return replace(job, place=place).edit(bind={**backends, "rollout": TorchRollout(tiny, device="cpu")})
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The distance of two tensors, against the size of the first."""
+    return float((a - b).double().norm() / a.double().norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "optimizer", "place"),
+    [("grpo", SGD(lr=0.05), Split(2, 1)), ("ppo", AdamW(lr=1e-3, eps=1e-5), Colocate(2))],
+)
+def test_two_fsdp_ranks_agree_with_one_process(
+    algorithm: str, optimizer: Any, place: Place, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nine rows for two ranks. Then a rank is killed amid an update: both end, and the step is repeated to the bit."""
+    batch = proto(prompt_batch(PROMPTS))
+    caplog.set_level(logging.WARNING, "flowrl")
+    with fsdp_job(algorithm, tiny, 1, optimizer, None).open(seed=1) as executor:
+        executor.sync()
+        keep = tuple(executor.plan.graph.nodes)
+        local = executor.step(batch, 0, keep=keep)
+        executor.save_pretrained("actor", str(tmp_path / "local"))
+    with leaves_nothing() as processes:
+        with fsdp_job(algorithm, tiny, 2, optimizer, replace(place, restart="role")).open(seed=1) as executor:
+            before = process_ids(executor)
+            processes += before.values()
+            executor.sync()
+            remote = executor.step(batch, 0, keep=keep)
+            executor.save_pretrained("actor", str(tmp_path / "ray"))
+            receipt = remote.values["sync"]["receipt"]
+            actors = [plan for plan in executor.hosts.plans if "actor" in plan.roles]
+
+            def kill_one(name: str) -> None:
+                if name == "update_actor" and process_ids_of[0] == process_ids(executor)[actors[0]]:
+                    os.kill(process_ids_of[1], signal.SIGKILL)
+
+            process_ids_of = [before[plan] for plan in actors]
+            after = executor.step(batch, 1, on_node=kill_one)
+            assert all(ends(pid) for pid in process_ids_of)
+            [record] = caplog.records
+            assert "in step 1" in record.getMessage()
+            assert "lost actor rank 1" in record.getMessage()
+            processes += process_ids(executor).values()
+        with fsdp_job(algorithm, tiny, 2, optimizer, place).open(seed=1) as executor:
+            processes += process_ids(executor).values()
+            executor.sync()
+            first, second = executor.step(batch, 0), executor.step(batch, 1)
+
+    assert torch.equal(local.columns["generate"]["responses"], remote.columns["generate"]["responses"])
+    for node, columns in local.columns.items():
+        for name, column in columns.columns.items():
+            other = remote.columns[node][name]
+            if isinstance(column, torch.Tensor) and column.is_floating_point():
+                torch.testing.assert_close(other, column, rtol=1e-6, atol=2e-6)
+            elif isinstance(column, torch.Tensor):
+                assert torch.equal(other, column), f"{node}.{name}"
+            else:
+                assert list(other) == list(column), f"{node}.{name}"
+    here, there = local.metrics, remote.metrics
+    assert list(here) == list(there)
+    for key in here:
+        assert here[key].reduction == there[key].reduction
+        assert math.isclose(here[key].compute(), there[key].compute(), rel_tol=2e-5, abs_tol=1e-6), key
+    started, one, two = saved(tiny), saved(tmp_path / "local"), saved(tmp_path / "ray")
+    for name in one:
+        assert relative(one[name] - started[name], two[name] - started[name]) < 1e-3, name
+        assert relative(one[name], two[name]) < 1e-6, name
+    # What arrived at the engine is what the ranks hold together.
+    assert receipt.digest == weights_digest(two.items())
+    assert (receipt.transport, receipt.version) == ("object store", 1)
+    assert first.metrics.compute() == there.compute()
+    assert second.metrics.compute() == after.metrics.compute()
+    assert second.values["sync"]["receipt"].digest == after.values["sync"]["receipt"].digest

@@ -1,0 +1,163 @@
+"""Weights on their way to engines in other processes: by whichever transport, what arrives is what was sent."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flowrl.backends import TorchRollout, TorchTrainer
+from flowrl.backends.torch_trainer import TorchTrainerEngine
+from flowrl.digest import weights_digest
+from flowrl.distributed import export
+from flowrl.distributed.export import Export
+from flowrl.distributed.place import Colocate
+from flowrl.engines import BuildContext
+from flowrl.errors import NodeError, SyncError
+from flowrl.job import Job
+from flowrl.records import Receipt
+from tests.jobs import job_of, prompt_batch, proto
+from tests.on_ray.leftovers import leaves_nothing, process_ids
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+BUCKET = 20_000
+
+
+class Crooked(TorchTrainer):
+    """A trainer whose exports go wrong on their way, as the file `mischief` says."""
+
+    mischief: str = ""
+
+    def build(self, context: BuildContext) -> TorchTrainerEngine:
+        honest, mischief = Export.of, Path(self.mischief)
+
+        def crooked(*arguments: Any) -> Export:
+            sent = honest(*arguments)
+            what = mischief.read_text() if mischief.exists() else "nothing"
+            return damaged(sent, what)
+
+        export.Export.of = staticmethod(crooked)  # in the process of this rank, which ends with the job
+        return super().build(context)
+
+
+def damaged(sent: Export, what: str) -> Export:
+    """An export with something wrong."""
+    buckets = [[(*entry[:3], entry[3].copy()) for entry in ray.get(bucket)] for bucket in sent.buckets]
+    version = sent.version
+    match what:
+        case "flip":
+            buckets[-1][-1][3][5] ^= 1
+        case "missing tensor":
+            del buckets[0][0]
+        case "missing bucket":
+            del buckets[-1]
+        case "twice":
+            buckets.append(buckets[0][:1])
+        case "stale":
+            version -= 1
+        case "shape":
+            name, dtype, shape, raw = buckets[0][0]
+            buckets[0][0] = (name, dtype, (shape[0] * shape[1],), raw)
+        case _:
+            return sent
+    return Export(sent.role, version, sent.digests, sent.nbytes, tuple(ray.put(bucket) for bucket in buckets))
+
+
+def test_what_arrives_is_what_was_sent_or_is_refused(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one slot, so that a sync wakes the engine; in small buckets; with each kind of damage."""
+    monkeypatch.setattr(export, "BUCKET_BYTES", BUCKET)
+    mischief = tmp_path / "mischief"
+    graph = job_of("grpo", tiny, n=2).edit(bind={"rollout": TorchRollout(tiny, device="cpu")}).graph
+    actor = graph.bindings["actor"]
+    crooked = Crooked(tiny, optimizer=actor.optimizer, device="cpu", mischief=str(mischief))
+    job = Job(graph, Colocate(1)).edit(bind={"actor": crooked})
+    with leaves_nothing() as processes, job.open() as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        batch = proto(prompt_batch([[11, 12], [13]]))
+        receipt = executor.step(batch, 0).values["sync"]["receipt"]
+        executor.save_pretrained("actor", str(tmp_path / "actor"))
+        held = load_file(tmp_path / "actor" / "model.safetensors")
+        assert receipt == Receipt(1, weights_digest(held.items()), receipt.bytes, receipt.seconds, "object store")
+        assert receipt.bytes == sum(tensor.nbytes for tensor in held.values())
+        spans = [span for span in executor.trace.spans if span.name == "export actor"]
+        assert [span.bytes for span in spans] == [receipt.bytes]  # that of the first sync is no part of a step
+
+        sent = executor.hosts.ask_role("actor", "test", "export", "actor", BUCKET)[0]
+        sizes = [[raw.nbytes for *_, raw in ray.get(bucket)] for bucket in sent.buckets]
+        assert len(sizes) > 5
+        assert all(sum(bucket) <= BUCKET or len(bucket) == 1 for bucket in sizes)
+
+        for step, (what, said) in enumerate(
+            {
+                "flip": "is not what was sent",
+                "missing tensor": "are not whole: .* did not arrive",
+                "missing bucket": "are not whole: .* did not arrive",
+                "twice": "was not sent, or twice",
+                "shape": "is not what was sent",
+                "stale": r"the update says version \d+",
+            }.items(),
+            1,
+        ):
+            mischief.write_text(what)
+            with pytest.raises(
+                NodeError, match=rf"sync failed in step {step} on rollout rank 0: SyncError.*{said}"
+            ) as caught:
+                executor.step(batch, step)
+            assert isinstance(caught.value.__cause__, SyncError), what
+            with pytest.raises(NodeError, match=r"sync failed between steps on rollout rank 0: SyncError"):
+                executor.sync()
+            if what == "flip":  # an engine that was refused its weights does not generate
+                with pytest.raises(NodeError, match=r"generate failed in step 1 .* has no receipt"):
+                    executor.step(batch, step)
+            mischief.unlink()
+            executor.sync()
+        assert executor.step(batch, 7).values["sync"]["receipt"].version == 8
+
+
+def test_weights_that_share_a_process_are_an_alias(tiny: str) -> None:
+    with leaves_nothing() as processes, Job(job_of("grpo", tiny, n=2).graph, Colocate(1)).open() as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        result = executor.step(proto(prompt_batch([[11, 12], [13]])), 0)
+        receipt = result.values["sync"]["receipt"]
+        assert (receipt.transport, receipt.bytes, receipt.version) == ("alias", 0, 1)
+
+
+def test_the_memory_of_an_export_is_bounded() -> None:
+    """In the sending process never more than a bucket exists beside what the trainer keeps, in tensors alive."""
+    made: list[int] = []
+    alive: dict[int, int] = {}
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        """As a sharded trainer hands them out: made on the way, each as large as a fifth of a bucket."""
+        for i in range(40):
+            tensor = torch.full((BUCKET // 20,), float(i))
+            alive[i] = tensor.nbytes
+            weakref.finalize(tensor.untyped_storage(), alive.pop, i)
+            yield f"w{i:02}", tensor
+            del tensor
+            made.append(sum(alive.values()))
+
+    sent = Export.of("actor", 3, weights(), BUCKET)
+    assert sent.nbytes == 40 * BUCKET // 5
+    assert max(made) <= BUCKET + BUCKET // 5
+    assert len(sent.buckets) == 8
+    arrived = dict(sent.weights())
+    assert weights_digest(arrived.items()) == sent.digest
+    assert all(torch.equal(tensor, torch.full_like(tensor, float(name[1:]))) for name, tensor in arrived.items())
+    with pytest.raises(
+        SyncError, match=r"actor at version 3 have the digest \w+, and the receipt is for version 3 with other"
+    ):
+        sent.check(Receipt(3, "other", 0, 0.0, "copy"))
+    assert sent.check(Receipt(3, sent.digest, 0, 0.0, "copy")).transport == "object store"
