@@ -85,13 +85,12 @@ def demo(base: Path) -> Training:
 
 
 def of_steps(whole: Training, started: float) -> None:
-    """Demo steps on four slots, with a rollout that shares the actor's weights, and with one that is sent them."""
+    """Demo steps in one process, and on four slots with a role on each, where the rollout is sent the weights."""
     place = Colocate(gpus=4)
     opened, lines, paths_seen = [["start Ray", f"{started:.1f}"]], [], []
     ways = {
         "in one process": whole.job,
-        "on Ray, rollout shares the actor": replace(whole.job, place=place),
-        "on Ray, rollout of its own": replace(
+        "on Ray": replace(
             whole.job.edit(bind={"rollout": TorchRollout(whole.job.graph.bindings["actor"].model)}), place=place
         ),
     }
