@@ -209,7 +209,7 @@ class LocalExecutor:
             raise NodeError(
                 f"{node.name} failed in step {step}: {type(error).__name__}: {error}\n"
                 f"  it is {node.operator!r}\n"
-                f"  it was given {_shapes(inputs)}"
+                f"  it was given {shapes(inputs)}"
             ) from error
         types = node.operator.signature.outputs
         batched = {name: value for name, value in written.items() if isinstance(types[name], ColumnType)}
@@ -232,7 +232,7 @@ def merge_metrics(reported: Mapping[str, Metrics]) -> Metrics:
     return Metrics(merged)
 
 
-def _shapes(inputs: Mapping[str, Any]) -> str:
+def shapes(inputs: Mapping[str, Any]) -> str:
     def shape(value: Any) -> str:
         if isinstance(value, Tensor | np.ndarray):
             return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

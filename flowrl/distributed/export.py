@@ -51,8 +51,14 @@ class Export:
         return combine(self.digests)
 
     @staticmethod
-    def of(role: str, version: int, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Export:
-        """Put weights into the object store, bucket by bucket."""
+    def of(
+        role: str,
+        version: int,
+        weights: Iterable[tuple[str, Tensor]],
+        bucket_bytes: int,
+        adapter_of: str | None = None,
+    ) -> Export:
+        """Put weights into the object store, bucket by bucket; with `adapter_of` they are an adapter's alone."""
         buckets: list[Any] = []
         bucket: Bucket = []
         digests: dict[str, str] = {}
@@ -68,6 +74,8 @@ class Export:
             size, total = size + raw.nbytes, total + raw.nbytes
         if bucket:
             buckets.append(ray.put(bucket))
+        if adapter_of is not None:
+            return AdapterExport(role, version, digests, total, tuple(buckets), adapter_of)
         return Export(role, version, digests, total, tuple(buckets))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -106,3 +114,18 @@ class Export:
 
     def _named(self) -> str:
         return f"the weights of {self.role} at version {self.version}"
+
+
+@dataclass(frozen=True)
+class AdapterExport(Export):
+    """The weights of an adapter alone; see `flowrl.engines.Adapted`.
+
+    Args:
+        adapter_of: what the adapter is added to, and how.
+    """
+
+    adapter_of: str
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter as it was sent; raises as `weights` does."""
+        return self.weights()

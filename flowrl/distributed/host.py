@@ -21,7 +21,9 @@ from flowrl.distributed.export import Export
 from flowrl.distributed.faults import Failure, at, named
 from flowrl.distributed.place import HostPlan
 from flowrl.distributed.wire import Array, Piece, join, pack, unpack
-from flowrl.executor import _shapes
+from flowrl.engines import Adapted
+from flowrl.errors import SyncError
+from flowrl.executor import shapes
 from flowrl.job import Engines
 from flowrl.metrics import Metrics
 from flowrl.operator import Operator
@@ -142,14 +144,31 @@ class Host:
             if hasattr(engine, "wake"):
                 engine.wake()
 
-    def export(self, role: str, bucket_bytes: int) -> Export | None:
-        """The weights of a trainer; every rank must be called, since gathering them is collective, and rank 0 "
-        "answers."""
+    def export(self, role: str, part: str, bucket_bytes: int) -> Export | None:
+        """The weights of a trainer; every rank must be called, since gathering them is collective, and rank 0 answers.
+
+        Args:
+            role: of the trainer.
+            part: ``"weights"``, or ``"adapter_weights"`` for an engine that holds the rest already.
+            bucket_bytes: see `Export`.
+
+        Raises:
+            SyncError: an adapter is wanted, and the trainer has none.
+        """
         assert self.plan is not None
         engine = self.engines[role]
+        adapter_of = None
+        if part == "adapter_weights":
+            if not isinstance(engine, Adapted):
+                raise SyncError(
+                    f"the engine that generates takes an adapter alone, and {role} trains all weights; give both the "
+                    f"same lora=LoRA(...), or neither."
+                )
+            adapter_of = engine.adapter_of
+        tensors = getattr(engine, part)()
         if self.plan.rank == 0:
-            return Export.of(role, engine.version, engine.weights(), bucket_bytes)
-        for _ in engine.weights():
+            return Export.of(role, engine.version, tensors, bucket_bytes, adapter_of)
+        for _ in tensors:
             pass
         return None
 
@@ -175,7 +194,7 @@ class Host:
                 error,
                 f"{call.operator.name} failed {at(call.step)} on {named(self.plan)}: {type(error).__name__}: {error}\n"
                 f"  it is {call.operator!r}\n"
-                f"  it was given {_shapes(inputs)}",
+                f"  it was given {shapes(inputs)}",
             )
 
     def _run(self, call: Call, inputs: dict[str, Any]) -> Report:

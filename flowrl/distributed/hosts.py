@@ -232,7 +232,9 @@ class Hosts:
         if all(host is not None and role in host.roles for host in self.of(node)):
             return {}
         started = time.time()
-        sent = self.ask_role(role, f"{what}, exporting {role},", "export", role, export.BUCKET_BYTES)[0]
+        receiver = self.bindings[roles_of(node, "writes")[0]]
+        part = getattr(receiver, "receives", "weights")
+        sent = self.ask_role(role, f"{what}, exporting {role},", "export", role, part, export.BUCKET_BYTES)[0]
         assert isinstance(sent, Export)
         self.trace.add(f"export {role}", "driver", started, time.time(), sent.nbytes, "transfer")
         return {role: sent}

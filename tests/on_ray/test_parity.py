@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from flowrl import PromptData, Training, Validation
-from flowrl.backends import SGD, AdamW, TorchRollout
+from flowrl.backends import SGD, AdamW, TorchRollout, TorchTrainer
+from flowrl.backends.torch_trainer import TorchTrainerEngine
 from flowrl.digest import weights_digest
 from flowrl.distributed.place import Colocate, Place, Split
+from flowrl.engines import BuildContext
 from flowrl.job import Job
 from tests.jobs import job_of, prompt_batch, proto
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
@@ -92,12 +94,32 @@ def test_a_checkpoint_is_resumed_anywhere(
     assert weights_digest(here.items()) == weights_digest(there.items())
 
 
-def fsdp_job(algorithm: str, tiny: str, ranks: int, optimizer: Any, place: Place | None) -> Job:
+class Mortal(TorchTrainer):
+    """A trainer whose rank 1 dies amid an update, as the others wait for it in a collective, if there is a file `fate`."""
+
+    fate: str = ""
+
+    def build(self, context: BuildContext) -> TorchTrainerEngine:
+        engine, fate = super().build(context), Path(self.fate)
+        update = engine.update
+
+        def mortal(*arguments: Any) -> Any:
+            if context.rank == 1 and fate.exists():
+                fate.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return update(*arguments)
+
+        engine.update = mortal  # type: ignore[method-assign]
+        return engine
+
+
+def fsdp_job(algorithm: str, tiny: str, ranks: int, optimizer: Any, place: Place | None, fate: Path) -> Job:
     """Actor, critic and reference on so many ranks; the rollout has a model of its own."""
     job = job_of(algorithm, tiny, optimizer=optimizer, n=3, max_new_tokens=6, ppo_epochs=2)
     backends = {
         role: replace(job.graph.bindings[role], ranks=ranks) for role in job.graph.bindings if role != "rollout"
     }
+    backends["actor"] = Mortal(tiny, optimizer=optimizer, device="cpu", ranks=ranks, fate=str(fate))
     return replace(job, place=place).edit(bind={**backends, "rollout": TorchRollout(tiny, device="cpu")})
 
 
@@ -114,15 +136,15 @@ def test_two_fsdp_ranks_agree_with_one_process(
     algorithm: str, optimizer: Any, place: Place, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nine rows for two ranks. Then a rank is killed amid an update: both end, and the step is repeated to the bit."""
-    batch = proto(prompt_batch(PROMPTS))
+    batch, fate = proto(prompt_batch(PROMPTS)), tmp_path / "fate"
     caplog.set_level(logging.WARNING, "flowrl")
-    with fsdp_job(algorithm, tiny, 1, optimizer, None).open(seed=1) as executor:
+    with fsdp_job(algorithm, tiny, 1, optimizer, None, fate).open(seed=1) as executor:
         executor.sync()
         keep = tuple(executor.plan.graph.nodes)
         local = executor.step(batch, 0, keep=keep)
         executor.save_pretrained("actor", str(tmp_path / "local"))
     with leaves_nothing() as processes:
-        with fsdp_job(algorithm, tiny, 2, optimizer, replace(place, restart="role")).open(seed=1) as executor:
+        with fsdp_job(algorithm, tiny, 2, optimizer, replace(place, restart="role"), fate).open(seed=1) as executor:
             before = process_ids(executor)
             processes += before.values()
             executor.sync()
@@ -131,18 +153,14 @@ def test_two_fsdp_ranks_agree_with_one_process(
             receipt = remote.values["sync"]["receipt"]
             actors = [plan for plan in executor.hosts.plans if "actor" in plan.roles]
 
-            def kill_one(name: str) -> None:
-                if name == "update_actor" and process_ids_of[0] == process_ids(executor)[actors[0]]:
-                    os.kill(process_ids_of[1], signal.SIGKILL)
-
-            process_ids_of = [before[plan] for plan in actors]
-            after = executor.step(batch, 1, on_node=kill_one)
-            assert all(ends(pid) for pid in process_ids_of)
+            fate.touch()
+            after = executor.step(batch, 1)
+            assert not fate.exists()
+            assert all(ends(before[plan]) for plan in actors)
             [record] = caplog.records
-            assert "in step 1" in record.getMessage()
-            assert "lost actor rank 1" in record.getMessage()
+            assert record.getMessage().startswith("update_actor in step 1 lost actor rank 1, whose process died")
             processes += process_ids(executor).values()
-        with fsdp_job(algorithm, tiny, 2, optimizer, place).open(seed=1) as executor:
+        with fsdp_job(algorithm, tiny, 2, optimizer, place, fate).open(seed=1) as executor:
             processes += process_ids(executor).values()
             executor.sync()
             first, second = executor.step(batch, 0), executor.step(batch, 1)

@@ -93,7 +93,7 @@ def test_what_arrives_is_what_was_sent_or_is_refused(
         spans = [span for span in executor.trace.spans if span.name == "export actor"]
         assert [span.bytes for span in spans] == [receipt.bytes]  # that of the first sync is no part of a step
 
-        sent = executor.hosts.ask_role("actor", "test", "export", "actor", BUCKET)[0]
+        sent = executor.hosts.ask_role("actor", "test", "export", "actor", "weights", BUCKET)[0]
         sizes = [[raw.nbytes for *_, raw in ray.get(bucket)] for bucket in sent.buckets]
         assert len(sizes) > 5
         assert all(sum(bucket) <= BUCKET or len(bucket) == 1 for bucket in sizes)

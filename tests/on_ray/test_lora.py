@@ -1,0 +1,45 @@
+"""LoRA on Ray: the adapter alone crosses to an engine that holds the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowrl.backends import SGD, LoRA, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.distributed.executor import open_ray
+from flowrl.distributed.place import Colocate
+from flowrl.errors import SyncError
+from flowrl.graphs import grpo
+from flowrl.job import Job
+from flowrl.proto import DataProto
+from tests.jobs import prompt_batch
+from tests.rewards import digits
+
+pytestmark = pytest.mark.ray
+
+
+def job_of(tiny: str, rollout: TorchRollout) -> Job:
+    lora = LoRA(r=4)
+    return grpo(digits, n=2, max_new_tokens=4).bind(
+        actor=TorchTrainer(tiny, SGD(lr=0.05), lora=lora), ref=TorchScorer(), rollout=rollout
+    )
+
+
+def test_an_adapter_crosses_alone(tiny: str) -> None:
+    batch = DataProto.from_record(prompt_batch([[5, 6, 7], [8, 9]]))
+    moved = {}
+    for name, rollout in {"whole": TorchRollout(tiny), "adapter": TorchRollout(tiny, lora=LoRA(r=4))}.items():
+        with open_ray(job_of(tiny, rollout).graph, Colocate(1), 0) as executor:
+            executor.sync()
+            result = executor.step(batch, 0)
+            moved[name] = (result.metrics["sync/bytes"].compute(), result.metrics["actor/pg_loss"].compute())
+    assert 0 < moved["adapter"][0] < moved["whole"][0] / 2
+    assert moved["adapter"][1] == pytest.approx(moved["whole"][1], abs=1e-6)
+
+
+def test_an_engine_that_wants_an_adapter_refuses_whole_weights(tiny: str) -> None:
+    job = grpo(digits, n=2, max_new_tokens=4).bind(
+        actor=TorchTrainer(tiny, SGD(lr=0.05)), ref=TorchScorer(tiny), rollout=TorchRollout(tiny, lora=LoRA(r=4))
+    )
+    said = r"takes an adapter alone, and actor trains all weights; give both"
+    with open_ray(job.graph, Colocate(1), 0) as executor, pytest.raises(SyncError, match=said):
+        executor.sync()
