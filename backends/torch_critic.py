@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flowrl.backends.optim import AdamW, Constant, Optimizer, Schedule
 from flowrl.backends.torch_learner import Learner
 from flowrl.backends.torch_load import Folder, load_tokenizer
-from flowrl.backends.torch_mesh import Forward, mesh_of
+from flowrl.backends.torch_mesh import Forward, device_of, mesh_of
 from flowrl.backends.torch_model import Dtype, Rows, TokenInputs, TorchModel, check_tokens, scatter, score_rows
 from flowrl.backends.torch_shards import BUCKET_BYTES
 from flowrl.backends.torch_sleep import Residence, Resident
@@ -64,7 +64,7 @@ class TorchCritic(Spec):
             BindError: the folder does not hold the body of a causal LM and its tokeniser, or this process is not one
                 of `ranks`.
         """
-        mesh = mesh_of(context, self.ranks, self.device, self.dtype == "bfloat16", self.offload)
+        mesh = mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
         tokenizer = load_tokenizer(self.model)
         body = TorchModel(self.model, self.dtype, mesh, self.gradient_checkpointing, with_head=False)
         head = _value_head(self.model, body.width()).to(mesh.device)

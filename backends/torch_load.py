@@ -10,6 +10,7 @@ from typing import Annotated, Any, cast
 import torch
 from pydantic import BeforeValidator
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 from flowrl.errors import BindError
 
@@ -23,7 +24,7 @@ def load_causal_lm(folder: str, with_head: bool = True) -> PreTrainedModel:
         BindError: there is no such folder, it does not load, or it lacks weights (which would be drawn at random).
     """
     load: Any = AutoModelForCausalLM.from_pretrained
-    with loading(folder):
+    with loading(folder), quiet():
         lm, report = load(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
     missing = {name for name in report["missing_keys"] if with_head or not _is_head(lm, name)}
     if problems := sorted(missing | {str(key) for key in report["mismatched_keys"]}):
@@ -33,6 +34,18 @@ def load_causal_lm(folder: str, with_head: bool = True) -> PreTrainedModel:
             f"write the folder again with model.save_pretrained(folder)."
         )
     return cast(PreTrainedModel, lm)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers shows no progress bars in the block: they would tear those of the run."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 @contextmanager

@@ -226,8 +226,28 @@ class _ShardedForward(Forward):
         return cast(T, output)
 
 
-def mesh_of(context: BuildContext, ranks: int, device: str | None, bfloat16: bool, offload: bool) -> Mesh:
-    """What a spec's `ranks`, `device` and `offload` ask for, in this process.
+def device_of(backend: object, device: str | None) -> torch.device:
+    """The device that a backend asks for; None is CUDA where there is one, else the CPU.
+
+    Raises:
+        BindError: torch cannot compute there.
+    """
+    if device is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    try:
+        place = torch.device(device or "cpu")
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        name, why = type(backend).__name__, str(error).splitlines()[0].rstrip(".")
+        raise BindError(
+            f"{name}(device={device!r}) asks for a device that torch does not have here ({why}); leave device out, "
+            f"which takes CUDA where there is one, or bind {name}(..., device='cpu')."
+        ) from error
+    return place
+
+
+def mesh_of(context: BuildContext, ranks: int, place: torch.device, bfloat16: bool, offload: bool) -> Mesh:
+    """What a spec's `ranks`, device (`device_of`) and `offload` ask for, in this process.
 
     With more than one rank, the caller has initialised `torch.distributed` (gloo for CPUs, ``cpu:gloo,cuda:nccl`` for
     GPUs, one device a rank) with the ranks of this engine as its default group.
@@ -235,10 +255,6 @@ def mesh_of(context: BuildContext, ranks: int, device: str | None, bfloat16: boo
     Raises:
         BindError: this process is not one of so many ranks.
     """
-    if device is None and torch.cuda.is_available():
-        place = torch.device("cuda", torch.cuda.current_device())
-    else:
-        place = torch.device(device or "cpu")
     if ranks == 1 and not offload:
         return Whole(place)
     if context.world_size == 1 and ranks > 1:

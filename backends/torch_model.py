@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from flowrl.backends.torch_load import load_causal_lm
+from flowrl.backends.torch_load import load_causal_lm, quiet
 from flowrl.backends.torch_lora import Adapter, LoRA
 from flowrl.backends.torch_mesh import Mesh, Whole
 from flowrl.backends.torch_shards import BUCKET_BYTES, gathered_weights, load_sharded, save_gathered
@@ -278,7 +278,8 @@ class TorchModel:
         """Write weights (float32, the adapter merged) and configuration as a Hugging Face folder; of several ranks,
         rank 0 does."""
         if isinstance(self.mesh, Whole) and self.adapter is None:
-            self.module.save_pretrained(folder)
+            with quiet():
+                self.module.save_pretrained(folder)
         else:
             save_gathered(self.mesh, self.module, folder, bucket_bytes, self.adapter)
 

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from flowrl.backends.torch_load import Folder, load_causal_lm
 from flowrl.backends.torch_lora import Adapter, LoRA, require_peft
+from flowrl.backends.torch_mesh import device_of
 from flowrl.backends.torch_sleep import Residence, Resident
 from flowrl.digest import combine, named_weights, tensor_digest, weights_digest
 from flowrl.engines import Adapted, BuildContext, Sampled, Sampling, Trainer
@@ -82,6 +83,7 @@ class TorchRollout(Spec):
         if self.model is not None:
             if self.lora is not None:
                 require_peft()
+            device = device_of(self, self.device)
             model, adapter, adapter_of = load_causal_lm(self.model), None, None
             if self.lora is not None:
                 adapter_of = self.lora.over(weights_digest(named_weights(model)))
@@ -89,7 +91,7 @@ class TorchRollout(Spec):
                 adapter.fill(context.seed)
             for parameter in model.parameters():  # and not the buffers: rotary frequencies stay in float32
                 parameter.data = parameter.data.to(getattr(torch, self.dtype or "float32"))
-            cast(nn.Module, model).to(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            cast(nn.Module, model).to(device)
             return TorchRolloutEngine(
                 model, ChatTokenizer(self.model), self.max_rows, adapter=adapter, adapter_of=adapter_of
             )

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from flowrl.backends.torch_load import load_causal_lm, loading
+from flowrl.backends.torch_load import load_causal_lm, loading, quiet
 from flowrl.backends.torch_lora import Adapter, LoRA, base_state
 from flowrl.backends.torch_mesh import Forward, Mesh, Sharded
 
@@ -166,7 +166,8 @@ def save_gathered(
     weights = {name: tensor.cpu() for name, tensor in gathered if first}
     with mesh.together("save_pretrained"):
         if first:
-            model.save_pretrained(folder, state_dict=weights)
+            with quiet():
+                model.save_pretrained(folder, state_dict=weights)
 
 
 def _merged(

@@ -17,7 +17,7 @@ from flowrl.backends.optim import AdamW, Constant, Optimizer, Schedule
 from flowrl.backends.torch_learner import Learner
 from flowrl.backends.torch_load import Folder, load_tokenizer
 from flowrl.backends.torch_lora import LoRA, require_peft
-from flowrl.backends.torch_mesh import mesh_of
+from flowrl.backends.torch_mesh import device_of, mesh_of
 from flowrl.backends.torch_model import Dtype, Rows, SequenceInputs, TorchModel, check_sequences, score_rows
 from flowrl.backends.torch_shards import BUCKET_BYTES
 from flowrl.backends.torch_sleep import Residence, Resident
@@ -81,7 +81,7 @@ class TorchScorer(Spec):
                     f"actor=TorchTrainer(model, lora=LoRA()), or name a folder: TorchScorer(model)."
                 )
             return AdapterOffEngine(actor)
-        mesh = mesh_of(context, self.ranks, self.device, self.dtype == "bfloat16", self.offload)
+        mesh = mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
         model = TorchModel(self.model, self.dtype, mesh, gradient_checkpointing=False)
         model.module.requires_grad_(False)
         residence = Residence(mesh.device, [model.forward.root], offload=self.offload)
@@ -128,7 +128,7 @@ class TorchTrainer(Spec):
         """
         if self.lora is not None:
             require_peft()
-        mesh = mesh_of(context, self.ranks, self.device, self.dtype == "bfloat16", self.offload)
+        mesh = mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
         tokenizer = load_tokenizer(self.model)
         model = TorchModel(self.model, self.dtype, mesh, self.gradient_checkpointing, lora=self.lora, seed=context.seed)
         learner = Learner(

@@ -200,8 +200,14 @@ def run(
         )
     given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder, "resume": resume or None}
     training = dataclasses.replace(training, **{k: v for k, v in given.items() if v is not None})
-    _quiet()
-    result = training.run([Terminal(out), *([TensorBoard()] if tensorboard else [])])
+    terminal = Terminal(out)
+    try:
+        result = training.run([terminal, *([TensorBoard()] if tensorboard else [])])
+    except KeyboardInterrupt:
+        if training.checkpoint_every is None or terminal.folder is None:
+            raise
+        _complain(f"interrupted; go on with --resume --folder {terminal.folder}")
+        raise typer.Exit(INTERRUPTED) from None
     out.print(f"The run is in {result.folder}", markup=False)
 
 
@@ -212,7 +218,9 @@ def operators() -> None:
 
     from flowrl import installed
 
-    table = Table("operator", "reads", "writes", "from")
+    table = Table()
+    for heading in ("operator", "reads", "writes", "from"):  # a name that is cut off is of no use
+        table.add_column(heading, no_wrap=heading == "operator", overflow="fold")
     for name, point in sorted(installed.names().items()):
         signature = installed.load(name)._signature
         record = signature.output_record

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from flowrl.errors import GraphError
 from flowrl.graph import Graph, Node
 from flowrl.ports import accepts
 from flowrl.serial import compact_inputs, encode
@@ -78,7 +80,16 @@ class Diff:
 
 
 def diff(before: Graph, after: Graph) -> Diff:
-    """See `Diff`; nodes are matched by name, and a node whose operator class changed counts as changed."""
+    """See `Diff`; nodes are matched by name, and a node whose operator class changed counts as changed.
+
+    Raises:
+        GraphError: one of the two is no graph.
+    """
+    given: tuple[object, ...] = (before, after)
+    for graph in given:
+        if not isinstance(graph, Graph):
+            what = f"flowrl.load({str(graph)!r})" if isinstance(graph, str | Path) else "graph.diff(other.graph)"
+            raise GraphError(f"a {type(graph).__name__} is no graph; expected a Graph: {what}.")
     gone = [name for name in before.nodes if name not in after]
     added = [name for name in after.nodes if name not in before]
     written = [t for name in added for t in after[name].operator.signature.outputs.values()]
@@ -154,8 +165,8 @@ def _show(value: Any) -> str:
         return f"{_short(value['$type'])}({inner})"
     if isinstance(value, Mapping) and "$role" in value:
         return f"role {value['$role']}"
-    if isinstance(value, Mapping) and "$function" in value:
-        return str(value["$function"])
+    if isinstance(value, Mapping) and ("$function" in value or "$named" in value):
+        return str(value.get("$function", value.get("$named")))
     if isinstance(value, Mapping) and "$class" in value:
         return _short(value["$class"])
     return repr(value)

@@ -9,11 +9,13 @@ is untouched.
   readers.
 - ``insert={"length_penalty": After("reward", LengthPenalty())}``: every reader of what it re-writes moves to it.
 - ``wire={"gae.values": "old_values.values"}``: sets edges by hand and overrides all of the above.
+- ``set={"generate.temperature": 0.7}``: one parameter of an operator; the others stay.
 - ``rename={"old": "new"}``, ``bind={"rollout": ...}``, ``lag=1``, ``name="grpo"``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,7 @@ from flowrl.errors import GraphError
 from flowrl.graph import Graph, Node
 from flowrl.operator import Operator
 from flowrl.ports import SlotType, ValueType, accepts
+from flowrl.spec import parameters
 from flowrl.symbols import Available, Edge, candidates
 
 
@@ -70,6 +73,31 @@ def edit(
     return changed.bound({**kept, **bind})
 
 
+def with_parameters(graph: Graph, replace: Mapping[str, Operator], set: Mapping[str, Any]) -> dict[str, Operator]:
+    """`replace`, and for every node that `set` names its operator with these parameters.
+
+    Raises:
+        GraphError: a node or parameter that is not there, or a node that is replaced too.
+    """
+    changed: dict[str, Operator] = {}
+    for path, value in set.items():
+        node, _, parameter = path.partition(".")
+        if node not in graph:
+            raise GraphError(
+                f"edit(set={{{path!r}: ...}}) names {node!r}, which {graph.name} does not have; it has "
+                f"{', '.join(graph.nodes)}."
+            )
+        if node in replace:
+            raise GraphError(f"edit replaces {node!r} and sets {path!r}; give the parameter to the replacement.")
+        operator = changed.get(node, graph[node].operator)
+        if parameter not in (known := parameters(operator)):
+            raise GraphError(
+                f"edit(set={{{path!r}: ...}}) names no parameter; {node} has {', '.join(known) or 'none'}."
+            )
+        changed[node] = dataclasses.replace(operator, **{parameter: value}).named(node)
+    return {**replace, **changed}
+
+
 def _refuse_misuse(
     graph: Graph,
     replace: Mapping[str, Operator],
@@ -105,6 +133,10 @@ def _refuse_misuse(
     names += [n for n in graph.nodes if n not in (*replace, *drop, *rename)]
     if clash := next((n for n in names if names.count(n) > 1), None):
         raise GraphError(f'edit leaves two nodes named {clash!r}; give one another name: .named("{clash}_2nd").')
+
+
+def _writes(operator: Operator) -> bool:
+    return any(use.mode == "writes" for use in operator.role_uses.values())
 
 
 class _Edit:
@@ -288,6 +320,9 @@ class _Edit:
         """The old sinks that are left, and inserted nodes that return a value which nobody reads (a `Sync`, say)."""
         rewritten_by = {after.node: name for name, after in self.insert.items() if self.rewrites[name]}
         sinks = [rewritten_by.get(s, self.new_names[s]) for s in self.graph.sinks if s not in self.drop]
+        # A dropped sink (a Sync, say) must not take the update that it read with it; the rules then say what is missing.
+        read = [n for s in self.graph.sinks if s in self.drop for n in self.graph[s].sources if n not in self.drop]
+        sinks += [self.new_names[n] for n in read if _writes(self.graph[n].operator)]
         sources = {edge.node for edges in self.wires.values() for edge in edges.values()}
         for name, after in self.insert.items():
             if self.rewrites[name] or name in sources:

@@ -7,6 +7,8 @@ every error survives pickling (it must cross process boundaries).
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
+
 
 class FlowrlError(Exception):
     """Base of every error that flowrl raises on purpose."""
@@ -21,6 +23,10 @@ class DefinitionError(FlowrlError, TypeError):
 
 class ParameterError(FlowrlError, ValueError):
     """A hyper-parameter or setting has a value that is not allowed."""
+
+
+class FrozenError(FlowrlError, FrozenInstanceError):
+    """A parameter of something frozen was assigned to."""
 
 
 class PortError(FlowrlError, TypeError):

@@ -5,6 +5,7 @@ There are no threads and there is no Ray: breakpoints work inside every operator
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from flowrl.columns import ColumnType
-from flowrl.errors import GraphError, NodeError
+from flowrl.errors import FlowrlError, GraphError, NodeError
 from flowrl.graph import Node
 from flowrl.metrics import Metrics
+from flowrl.operator import Operator
 from flowrl.plan import Plan
 from flowrl.proto import DataProto
 from flowrl.records import Updated
@@ -206,11 +208,7 @@ class LocalExecutor:
         try:
             written = node.operator.signature.unpack(node.operator.run(inputs))
         except Exception as error:
-            raise NodeError(
-                f"{node.name} failed in step {step}: {type(error).__name__}: {error}\n"
-                f"  it is {node.operator!r}\n"
-                f"  it was given {shapes(inputs)}"
-            ) from error
+            raise NodeError(failure(node.operator, f"in step {step}", error, inputs)) from error
         types = node.operator.signature.outputs
         batched = {name: value for name, value in written.items() if isinstance(types[name], ColumnType)}
         return DataProto(batched), {name: value for name, value in written.items() if name not in batched}
@@ -230,6 +228,19 @@ def merge_metrics(reported: Mapping[str, Metrics]) -> Metrics:
         for key, metric in metrics.items():
             merged[f"{node}/{key}" if keys.count(key) > 1 else key] = metric
     return Metrics(merged)
+
+
+def failure(operator: Operator, when: str, error: Exception, inputs: Mapping[str, Any]) -> str:
+    """The message of a `NodeError`: what an operator raised, where in its own file, and on what."""
+    call = getattr(type(operator).__call__, "__wrapped__", None)
+    own = [f for f in traceback.extract_tb(error.__traceback__) if call and f.filename == call.__code__.co_filename]
+    # what flowrl itself raises says where to look
+    where = f"\n  at {own[-1].filename}:{own[-1].lineno}" if own and not isinstance(error, FlowrlError) else ""
+    return (
+        f"{operator.name} failed {when}: {type(error).__name__}: {error}{where}\n"
+        f"  it is {operator!r}\n"
+        f"  it was given {shapes(inputs)}"
+    )
 
 
 def shapes(inputs: Mapping[str, Any]) -> str:

@@ -194,6 +194,21 @@ def source_hash(fn: Callable[..., Any]) -> str:
     return digest.hexdigest()
 
 
+def named_source_hash(ref: str) -> str:
+    """The `source_hash` of the function that `ref` names, without importing it where its source says all there is."""
+    _, name = split(ref)
+    file = source_file(ref)
+    if file is not None and file.endswith(".py"):
+        with open(file, encoding="utf-8") as stream:
+            text = stream.read()
+        lines = text.splitlines(keepends=True)
+        for node in ast.parse(text, file).body:
+            if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list:
+                own = "".join(lines[node.lineno - 1 : node.end_lineno])
+                return xxhash.xxh3_128_hexdigest(own.encode() + b"\0")
+    return source_hash(resolve(ref))
+
+
 def _parts(fn: Any, seen: set[int]) -> list[str]:
     """The texts that make up the identity of `fn`; `seen` ends recursion through closures."""
     if id(fn) in seen:

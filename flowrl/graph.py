@@ -245,6 +245,7 @@ class Graph:
         replace: Mapping[str, Operator] | None = None,
         drop: str | Iterable[str] = (),
         insert: Mapping[str, After] | None = None,
+        set: Mapping[str, Any] | None = None,
         wire: Mapping[str, str] | None = None,
         rename: Mapping[str, str] | None = None,
         bind: Mapping[str, Any] | None = None,
@@ -252,10 +253,10 @@ class Graph:
         name: str | None = None,
     ) -> Graph:
         """A changed copy, in one atomic call; see `flowrl.edit`."""
-        from flowrl.edit import edit
+        from flowrl.edit import edit, with_parameters
 
         drop = (drop,) if isinstance(drop, str) else tuple(drop)
-        return edit(self, replace or {}, drop, insert or {}, wire or {}, rename or {}, bind or {}, lag, name)
+        return edit(self, with_parameters(self, replace or {}, set or {}), drop, insert or {}, wire or {}, rename or {}, bind or {}, lag, name)
 
     def bind(self, *, place: Place | None = None, **backends: Any) -> Job:
         """Give roles their backends: ``graph.bind(actor=TorchTrainer(model), rollout=TorchRollout())``.

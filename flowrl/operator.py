@@ -19,6 +19,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, overload
@@ -54,9 +55,17 @@ class State(Generic[T]):
 
     Args:
         initial: the first value, given the operator. Values must be JSON-able.
+
+    Raises:
+        DefinitionError: `initial` is not a function.
     """
 
     def __init__(self, initial: Callable[[Any], T]) -> None:
+        if not callable(initial):
+            raise DefinitionError(
+                f"{where_defined(sys._getframe(1))}: State({initial!r}) wants a function of the operator that gives "
+                f"the first value; write State(lambda self: {initial!r})."
+            )
         self.initial = initial
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -115,6 +124,13 @@ class Operator(Spec):
             line = f"{call.__code__.co_filename}:{call.__code__.co_firstlineno}"
             cls._signature = signature_of(call, f"{line}: {cls.__name__}", definer.f_locals)
             cls.__call__ = _dispatching(call)  # type: ignore[method-assign]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if any(_is_column(value) for value in (*args, *kwargs.values())):
+            raise ParameterError(
+                f"{cls.__name__} takes parameters, and was given columns; call it on columns: {cls.__name__}()(...)."
+            )
+        return super().__new__(cls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -246,6 +262,13 @@ def _dispatching(call: Callable[..., Any]) -> Callable[..., Any]:
         return self.run(inputs, {name: arguments.get(name) for name in self.signature.injected})
 
     return __call__
+
+
+def _is_column(value: Any) -> bool:
+    """A column, symbol of one, or record of such, none of which is a parameter."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return any(map(_is_column, value))
+    return isinstance(value, Symbol | torch.Tensor | np.ndarray)
 
 
 def _slot_values(node: str, port: Port, argument: Any) -> dict[str, Any]:

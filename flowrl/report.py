@@ -51,9 +51,10 @@ class Terminal:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(soft_wrap=True)
         self.progress: Progress | None = None
+        self.folder: Path | None = None
 
     def start(self, name: str, steps: int, folder: Path, done: int) -> None:
-        self.name, self.steps = name, steps
+        self.name, self.steps, self.folder = name, steps, folder
         resumed = f", of which {done} are done" if done else ""
         self.console.print(f"{name}: {steps} steps{resumed}, written to {folder}", highlight=False)
         if self.console.is_terminal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,40 +22,56 @@ class RunFolder:
 
     It holds ``run.json`` (what ran), ``metrics.jsonl``, ``predictions.jsonl``, ``trace.json``, the checkpoints and the
     trained weights.
+
+    Args:
+        path: where it is.
+        before: what ``run.json`` said of the run that the folder held already; None where it held none.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, before: Mapping[str, Any] | None = None) -> None:
+        self.path, self.before = path, before
 
     @staticmethod
     def create(folder: str | None, name: str, resume: bool) -> RunFolder:
-        """A new folder; or with `resume` one that may hold a run.
+        """A new folder, or one whose run failed before its first step was done; with `resume` any.
 
         Raises:
-            ParameterError: `folder` already holds a run.
+            ParameterError: `folder` already holds a run, or cannot be written.
         """
-        if folder is not None:
-            path = Path(folder).expanduser()
-            if (path / "run.json").exists() and not resume:
-                raise ParameterError(
-                    f"{path} already holds a run; choose another folder, go on with it by resume=True, or remove it "
-                    f"first."
-                )
-            path.mkdir(parents=True, exist_ok=True)
-            return RunFolder(path)
-        number = 1
-        while True:
-            path = Path("runs") / f"{name}-{number:03d}"
-            try:
-                path.mkdir(parents=True)
-                return RunFolder(path)
-            except FileExistsError:
-                number += 1
+        path = Path("runs") / f"{name}-001" if folder is None else Path(folder).expanduser()
+        try:
+            if folder is not None:
+                found = RunFolder(path, _described(path))
+                if not (found.before is None or resume or found.failed_at_once):
+                    raise ParameterError(
+                        f"{path} already holds a run; choose another folder (Training(folder=...), --folder), or go on "
+                        f"from its last checkpoint by resume=True / --resume."
+                    )
+                path.mkdir(parents=True, exist_ok=True)
+            else:
+                number = 1
+                while path.exists() or not _is_made(path):
+                    number += 1
+                    path = path.with_name(f"{name}-{number:03d}")
+                found = RunFolder(path)
+            with tempfile.TemporaryFile(dir=path):  # so that what nobody may write to is known before a model loads
+                return found
+        except OSError as error:
+            raise ParameterError(
+                f"the folder {path} cannot be written ({error.strerror}); choose another by Training(folder=...) or "
+                f"--folder."
+            ) from error
+
+    @property
+    def failed_at_once(self) -> bool:
+        """The run that the folder held has ended before its first step was done."""
+        failed = self.before is not None and self.before["status"] in ("failed", "interrupted")
+        return failed and not any("timing/step" in line for line in self._read("metrics.jsonl"))
 
     def describe(self, described: Mapping[str, Any]) -> None:
         """Write ``run.json``, whole or not at all."""
         partial = self.path / "run.json.partial"
-        partial.write_text(json.dumps(_jsonable(described), indent=2) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(jsonable(described), indent=2) + "\n", encoding="utf-8")
         partial.replace(self.path / "run.json")
 
     def append(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:
@@ -90,17 +107,45 @@ class RunFolder:
             return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def _described(path: Path) -> Mapping[str, Any] | None:
+    """What ``run.json`` says; None where there is none.
+
+    Raises:
+        ParameterError: no run wrote it.
+    """
+    if not (path / "run.json").exists():
+        return None
+    try:
+        described = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        return {"status": described["status"], **described}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ParameterError(
+            f"{path / 'run.json'} is not what a run writes there; choose another folder (Training(folder=...), "
+            f"--folder)."
+        ) from error
+
+
+def _is_made(path: Path) -> bool:
+    """Make a folder, unless another process was faster."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    return True
+
+
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(_jsonable(record), ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """`value` as it comes back from a JSON file: NaN and infinity as None, and what JSON does not know as text."""
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
+        return [jsonable(item) for item in value]
     if isinstance(value, np.generic | np.ndarray):
-        return _jsonable(value.tolist())
+        return jsonable(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, str | int) else str(value)

@@ -7,6 +7,7 @@ its name. Nothing is pickled; reading imports the classes and functions that the
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import yaml
 
 from flowrl import installed
 from flowrl.errors import GraphError, ParameterError
-from flowrl.functions import reference, resolve, source_hash
+from flowrl.functions import named_source_hash, reference, resolve, source_hash, split
 from flowrl.graph import Graph, Node
 from flowrl.operator import Operator
 from flowrl.roles import RoleRef
@@ -47,7 +48,10 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Spec):
-        fields = {k: encode(v, f"{where}.{k}", portable) for k, v in parameters(value).items()}
+        fields = {
+            k: _reference(v) if isinstance(v, str) and k in value.references else encode(v, f"{where}.{k}", portable)
+            for k, v in parameters(value).items()
+        }
         return {"$type": _path(type(value), where, portable), **fields}
     if isinstance(value, type):
         return {"$class": _path(value, where, portable)}
@@ -56,6 +60,15 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
     raise GraphError(
         f"{where} is {value!r}, a {type(value).__name__}, which cannot be written to a file; use plain values or specs."
     )
+
+
+def _reference(ref: str) -> dict[str, str]:
+    """A function that is named by a string; it is a string again when it is read."""
+    source, name = split(ref)
+    if source.endswith(".py"):
+        relative = os.path.relpath(source)
+        source = os.path.abspath(source) if relative.startswith(os.pardir) else relative
+    return {"$named": f"{source}:{name}", "source": named_source_hash(ref)}
 
 
 def decode(data: Any, where: str) -> Any:
@@ -72,14 +85,15 @@ def decode(data: Any, where: str) -> Any:
         return RoleRef(data["$role"])
     if "$class" in data:
         return _import(data["$class"], where)
-    if "$function" in data:
-        function = _import(data["$function"], where)
-        if source_hash(function) != data.get("source"):
+    if "$function" in data or "$named" in data:
+        path = data.get("$function", data.get("$named"))
+        found = _import(path, where)
+        if source_hash(found) != data.get("source"):
             raise GraphError(
-                f"{where} names {data['$function']}, whose source has changed since the graph was written, so it would "
-                f"not be the same graph; write the graph again from its Python file, or restore the function."
+                f"{where} names {path}, whose source has changed since the graph was written, so it would not be the "
+                f"same graph; write the graph again from its Python file, or restore the function."
             )
-        return function
+        return found if "$function" in data else path
     if "$type" in data:
         name = data["$type"]
         bare = isinstance(name, str) and name.isidentifier()

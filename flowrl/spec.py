@@ -12,14 +12,14 @@ import inspect
 import sys
 from collections.abc import Mapping
 from types import FrameType
-from typing import Any, cast, dataclass_transform
+from typing import Any, ClassVar, cast, dataclass_transform
 
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.dataclasses import rebuild_dataclass
 from pydantic.errors import PydanticUndefinedAnnotation
 
-from flowrl.errors import DefinitionError, ParameterError
+from flowrl.errors import DefinitionError, FrozenError, ParameterError
 
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True)
 
@@ -35,11 +35,16 @@ class Spec:
         ParameterError: where it is called, for parameters that are missing, unknown or out of range.
     """
 
+    references: ClassVar[frozenset[str]] = frozenset()
+    """Fields whose strings name functions: these are written to files with the hash of the function's source."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         definer = defining_frame()
         where = f"{where_defined(definer)}: {cls.__name__}"
         _refuse_untyped_fields(cls, where)
+        if "__init__" in vars(cls):
+            raise DefinitionError(f"{where} defines __init__; declare its parameters as fields (`coef: float = 0.1`).")
         try:
             pydantic_dataclass(cls, frozen=True, config=_CONFIG)
             # a class that a function defines may name types that the function defines
@@ -52,6 +57,7 @@ class Spec:
         except (ValueError, TypeError, AttributeError) as error:
             raise DefinitionError(f"{where} is not well formed: {error}") from error
         _raise_parameter_errors(cls)
+        _raise_frozen_errors(cls)
 
 
 def defining_frame() -> FrameType:
@@ -103,6 +109,30 @@ def _raise_parameter_errors(cls: type) -> None:
     cls.__init__ = __init__  # type: ignore[misc]
 
 
+def _raise_frozen_errors(cls: type) -> None:
+    """Make assignment to instances of `cls` raise `FrozenError`, which says what to do instead."""
+    assign = vars(cls)["__setattr__"]
+
+    @functools.wraps(assign)
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        try:
+            assign(self, name, value)
+        except dataclasses.FrozenInstanceError:
+            raise FrozenError(
+                f"{type(self).__name__}.{name} cannot be assigned to: parameters are frozen. Make another by "
+                f"dataclasses.replace(..., {name}=...); what an operator changes over steps is a State: "
+                f"`{name} = State(lambda self: ...)`, and then self.{name}.value."
+            ) from None
+
+    cls.__setattr__ = __setattr__  # type: ignore[assignment,method-assign]
+
+
+def _brief(value: Any) -> str:
+    """The repr, or for one that is long (a graph, a tensor) the type."""
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"
+
+
 def _describe(cls: type, error: ValidationError) -> str:
     fields = dataclasses.fields(cast(Any, cls))
     sentences = []
@@ -118,11 +148,11 @@ def _describe(cls: type, error: ValidationError) -> str:
         elif not path:
             sentences.append(said.rstrip("."))
         elif e["type"] == "unexpected_positional_argument":
-            sentences.append(f"{e['input']!r} is one argument too many")
+            sentences.append(f"{_brief(e['input'])} is one argument too many")
         elif e["type"] == "unexpected_keyword_argument":
-            sentences.append(f"there is no parameter {path[0]!r} (given {e['input']!r})")
+            sentences.append(f"there is no parameter {path[0]!r} (given {_brief(e['input'])})")
         else:
-            sentences.append(f"{'.'.join(path)}={e['input']!r}: {said.rstrip('.')}")
+            sentences.append(f"{'.'.join(path)}={_brief(e['input'])}: {said.rstrip('.')}")
     signature = ", ".join(f"{f.name}: {_shown(f)}" for f in fields if f.init)
     return f"{cls.__name__}(...): {'; '.join(sentences)}. It takes {cls.__name__}({signature})."
 

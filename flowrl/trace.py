@@ -115,7 +115,14 @@ class Algorithm(Generic[P, R]):
             raise GraphError(
                 f"{name} returns no output of an operator, so its graph is empty; return what it should compute."
             )
-        return Graph.build(name, tracer.nodes, sinks)
+        graph = Graph.build(name, tracer.nodes, sinks)
+        for node in tracer.nodes.values():
+            if node.name not in graph and any(use.mode == "writes" for use in node.operator.role_uses.values()):
+                raise GraphError(
+                    f"{name} calls {node.name}, which writes weights, but neither returns what it gives nor passes it on, "
+                    f"so it would never run; return it too: `return ..., {node.name}`, or take the call out."
+                )
+        return graph
 
     def step(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the lines now, on tensors; inside ``with job.eager():`` roles are the job's engines.

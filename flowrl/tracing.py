@@ -137,20 +137,25 @@ class Summary:
     step_seconds: float
 
     def table(self) -> Table:
-        """The summary for a terminal; nodes of the critical path bear a star."""
-        lines = [f"critical path {self.path_seconds:.3f} s: {' → '.join(self.path)}"]
-        if self.path_seconds:
+        """The summary for a terminal; where several processes ran, nodes of the critical path bear a star."""
+        several = len(self.idle) > 1
+        lines = [f"a step takes {self.step_seconds:.3f} s"]
+        if several and self.path_seconds:
             over = self.step_seconds / self.path_seconds - 1
-            lines.append(f"a step takes {self.step_seconds:.3f} s, {over:.1%} more than its critical path")
+            lines = [
+                f"* critical path {self.path_seconds:.3f} s: {' → '.join(self.path)}",
+                f"{lines[0]}, {over:.1%} more than its critical path",
+            ]
         if self.idle:
             lines.append("idle: " + ", ".join(f"{place} {share:.0%}" for place, share in self.idle.items()))
         table = Table(caption=Text("\n".join(lines)), caption_justify="left")
         table.add_column("node")
-        for heading in ("calls", "seconds", "share", "fetched"):
+        for heading in ("calls", "seconds", "share", *(["fetched"] if several else [])):
             table.add_column(heading, justify="right")
         for t in self.totals:
-            star = " *" if t.name in self.path else ""
-            table.add_row(f"{t.name}{star}", str(t.calls), f"{t.seconds:.3f}", f"{t.share:.1%}", size(t.bytes))
+            star = " *" if several and t.name in self.path else ""
+            fetched = [size(t.bytes)] if several else []
+            table.add_row(f"{t.name}{star}", str(t.calls), f"{t.seconds:.3f}", f"{t.share:.1%}", *fetched)
         return table
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 import flowrl
 from flowrl.checkpoint import Checkpoints
@@ -21,13 +21,14 @@ from flowrl.data import PromptData, PromptStream
 from flowrl.engines import Trainer
 from flowrl.errors import BindError, DataError, GraphError
 from flowrl.executor import Executor, LocalExecutor, StepResult
+from flowrl.graph import Graph
 from flowrl.job import Job
 from flowrl.keys import Key
 from flowrl.plan import Plan
 from flowrl.proto_io import check_json
 from flowrl.records import PromptBatch
 from flowrl.report import Reporter
-from flowrl.run_folder import RunFolder
+from flowrl.run_folder import RunFolder, jsonable
 from flowrl.serial import encode, graph_to_dict
 from flowrl.spec import Spec, parameters
 from flowrl.tracing import Summary, Trace, idle
@@ -80,6 +81,20 @@ class Training(Spec):
     checkpoint_every: int | None = Field(default=None, ge=1)
     keep: int = Field(default=3, ge=1)
     resume: bool = False
+
+    @field_validator("job", mode="before")
+    @classmethod
+    def _refuse_unbound(cls, job: Any) -> Any:
+        if isinstance(job, Graph):
+            raise ValueError(f"bind it first: graph.bind({', '.join(f'{role}=...' for role in job.roles())})")
+        return job
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _refuse_path(cls, data: Any) -> Any:
+        if isinstance(data, str | Path):
+            raise ValueError(f"expected PromptData({str(data)!r})")
+        return data
 
     @model_validator(mode="after")
     def _refuse_unfit(self) -> Self:
@@ -139,7 +154,7 @@ class Training(Spec):
         described = self.describe()  # now: the source of a reward function may be edited while the run goes
         folder = RunFolder.create(self.folder, self.job.graph.name, self.resume)
         checkpoints = Checkpoints(folder.path / "checkpoints", self.keep)
-        found = self._found(checkpoints) if self.resume else None
+        found = self._found(folder, checkpoints) if self.resume else None
         folder.describe({"status": "running", **described})
         try:
             with self.job.open(self.seed) as executor:
@@ -151,14 +166,16 @@ class Training(Spec):
         folder.describe({"status": "finished", **described})
         return run
 
-    def _found(self, checkpoints: Checkpoints) -> Found | None:
-        """The newest whole checkpoint, where there is one.
+    def _found(self, folder: RunFolder, checkpoints: Checkpoints) -> Found | None:
+        """The newest whole checkpoint, where there is one; None is to start anew.
 
         Raises:
-            DataError: it is of another run, or of more steps; or all checkpoints are damaged.
+            DataError: it is of another run, or of more steps; or all checkpoints are damaged; or there is none, and the
+                folder holds a run that is finished, or another one.
         """
         found = checkpoints.latest()
         if found is None:
+            self._refuse_to_replace(folder)
             return None
         path, state = found
         made_with, now = state["made_with"], self.identity()
@@ -180,6 +197,25 @@ class Training(Spec):
             )
         return found
 
+    def _refuse_to_replace(self, folder: RunFolder) -> None:
+        """Without a checkpoint a run starts anew, over what is there: right only where that is this run, cut off.
+
+        Raises:
+            DataError: it is another run, or finished.
+        """
+        before = folder.before
+        if before is None or folder.failed_at_once:
+            return
+        made_with = before.get("identity", {})
+        other = [key for key, value in jsonable(self.identity()).items() if made_with.get(key) != value]
+        if other or before["status"] == "finished":
+            what = f"a run with another {other[0]}" if other else "a finished run"
+            raise DataError(
+                f"{folder.path} holds {what} and no checkpoint to go on from, so resuming would overwrite it; choose "
+                f"another folder (Training(folder=...), --folder)."
+            )
+        logger.warning("%s holds no checkpoint; the run starts anew.", folder.path)
+
     def identity(self) -> dict[str, Any]:
         """What a run must have in common with the one that it resumes: all but backends, place and how long it goes."""
         return {
@@ -200,6 +236,7 @@ class Training(Spec):
         versions = {name: metadata.version(name) for name in ("torch", "transformers", "numpy")}
         return {
             "fingerprint": graph.fingerprint(),
+            "identity": self.identity(),
             "graph": graph_to_dict(graph, portable=False),
             "place": encode(self.job.place, "place", portable=False),
             "training": {name: encode(getattr(self, name), name, portable=False) for name in fields},
@@ -264,7 +301,7 @@ class _Loop:
     def _begin(self, found: Found | None) -> None:
         """Bring engines, state, data and the lines of the folder to where the run starts."""
         if found is None:
-            if self.training.resume:
+            if self.folder.before is not None:
                 self.folder.rewind(-1)  # what an earlier start left that came to no checkpoint
             self.executor.sync()
             self._validate(0)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
 
 from flowrl.data import PromptData
-from flowrl.errors import GraphError
 from flowrl.graph import Graph
 from flowrl.spec import Spec
 
@@ -41,22 +39,4 @@ class Validation(Spec):
         Raises:
             GraphError: a change names a node or parameter that is not there.
         """
-        scoring = graph.subgraph(self.until)
-        operators: dict[str, Any] = {}
-        for path, value in self.changes.items():
-            node, _, parameter = path.partition(".")
-            if node not in scoring:
-                raise GraphError(
-                    f"the validation {self.name!r} changes {path!r}, but {graph.name} has only the nodes "
-                    f"{', '.join(scoring.nodes)} up to {self.until!r}; say what to change: "
-                    f"Validation(..., changes={{...}})."
-                )
-            operator = operators.get(node, scoring[node].operator)
-            known = [field.name for field in dataclasses.fields(operator)]
-            if parameter not in known:
-                raise GraphError(
-                    f"the validation {self.name!r} changes {path!r}, but {node} has only the parameters "
-                    f"{', '.join(known)}; write changes={{'{node}.{known[0] if known else 'parameter'}': ...}}."
-                )
-            operators[node] = dataclasses.replace(operator, **{parameter: value}).named(node)
-        return scoring.edit(replace=operators, name=self.name)
+        return graph.subgraph(self.until).edit(set=self.changes, name=self.name)

@@ -113,6 +113,7 @@ class Reward(Operator):
     """
 
     granularity: ClassVar[Granularity] = "row"
+    references: ClassVar[frozenset[str]] = frozenset({"fn"})
 
     fn: Callable[..., Any] | str
     timeout: float = Field(default=10.0, gt=0, le=86400)

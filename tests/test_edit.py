@@ -162,11 +162,44 @@ def test_a_dropped_sink_is_gone_with_what_only_it_reached() -> None:
     graph = PPO.edit(drop=["update_critic"])
     assert graph.sinks == ("sync",)
     assert set(PPO.nodes) - set(graph.nodes) == {"update_critic"}
-    assert set(PPO.edit(drop="sync").nodes) == PPO.ancestors("update_critic") | {"update_critic"}
     with pytest.raises(
         GraphError, match=r"edit drops every sink \(sync, update_critic\), so nothing would be computed"
     ):
-        PPO.edit(drop=["sync", "update_critic"])
+        PPO.edit(drop=["sync", "update_critic", "update_actor"])
+
+
+def test_a_dropped_sync_does_not_take_the_update_with_it() -> None:
+    graph = PPO.edit(drop="sync")
+    assert set(PPO.nodes) - set(graph.nodes) == {"sync"}
+    assert set(graph.sinks) == {"update_critic", "update_actor"}
+    assert [finding.rule for finding in graph.check()] == ["FR002"]
+
+
+def test_set_changes_one_parameter_and_leaves_the_others() -> None:
+    graph = PPO.edit(set={"generate.max_new_tokens": 7}).edit(
+        set={"generate.temperature": 0.5, "generate.top_k": 3, "gae.lam": 0.9}
+    )
+    generate = graph["generate"].operator
+    assert (generate.max_new_tokens, generate.temperature, generate.top_k) == (7, 0.5, 3)  # type: ignore[attr-defined]
+    assert set(PPO.diff(graph).changed) == {"generate", "gae"}
+    assert graph["generate"].inputs == PPO["generate"].inputs
+
+
+@pytest.mark.parametrize(
+    ("verbs", "message"),
+    [
+        (
+            {"set": {"sampler.n": 2}},
+            r"edit\(set={'sampler.n': ...}\) names 'sampler', which ppo does not have; it has b",
+        ),
+        ({"set": {"repeat.m": 2}}, r"edit\(set={'repeat.m': ...}\) names no parameter; repeat has n\."),
+        ({"set": {"repeat.n": 2}, "replace": {"repeat": Repeat(3)}}, r"edit replaces 'repeat' and sets 'repeat.n'"),
+        ({"set": {"repeat.n": 0}}, r"n=0"),
+    ],
+)
+def test_set_names_what_is_there(verbs: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlowrlError, match=message):
+        PPO.edit(**verbs)
 
 
 def test_a_dropped_inner_node_is_bypassed() -> None:

@@ -272,7 +272,7 @@ def group(device: str) -> Iterator[DeviceMesh]:
 def sharding(group: DeviceMesh, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Specs of one rank shard their weights too, with or without offloading."""
 
-    def mesh_of(context: Any, ranks: int, where: str | None, bfloat16: bool, offload: bool) -> Sharded:
+    def mesh_of(context: Any, ranks: int, where: torch.device, bfloat16: bool, offload: bool) -> Sharded:
         return Sharded(group, torch.device(device), bfloat16, offload)
 
     monkeypatch.setattr(torch_trainer, "mesh_of", mesh_of)

@@ -358,7 +358,7 @@ class TestStart:
     def test_without_resume_a_run_is_not_touched(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 2)
         with pytest.raises(
-            ParameterError, match=r"already holds a run; choose another folder, go on with it by resume=T"
+            ParameterError, match=r"already holds a run; choose another folder .*checkpoint by resume=True / --resume"
         ):
             run(jobs("grpo", tiny), prompts_file, tmp_path)
         with pytest.raises(ParameterError, match=r"resume=True, but no folder says which run"):

@@ -250,3 +250,18 @@ def test_values_that_are_no_data_are_refused() -> None:
     with pytest.raises(GraphError, match=r"odd\.anything is \{1, 2\}, a set, which cannot be written to a file"):
         graph.to_dict()
     assert GAE() == GAE()
+
+
+def test_a_reward_named_by_its_path_is_held_to_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    Path("mine.py").write_text(source)
+    graph = ppo("mine.py:score")
+    written, fingerprint = graph.to_dict(), graph.fingerprint()
+    assert Graph.from_dict(written)["reward"].operator.fn == "mine.py:score"  # type: ignore[attr-defined]
+    Path("mine.py").write_text(source.replace("1.0", "0.0"))
+    assert graph.fingerprint() != fingerprint
+    with pytest.raises(GraphError, match=r"reward.fn names mine.py:score, whose source has changed"):
+        Graph.from_dict(written)
+    Path("mine.py").write_text("import math\n\n\n" + source + "\n\ndef other():\n    pass\n")
+    assert graph.fingerprint() == fingerprint  # what else is in the file does not matter

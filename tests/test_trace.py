@@ -13,7 +13,7 @@ import torch
 from flowrl import columns as c
 from flowrl.errors import DefinitionError, GraphError, PortError
 from flowrl.operator import Operator
-from flowrl.operators import GAE, Generate, OldLogProb, Repeat, Whiten
+from flowrl.operators import GAE, Generate, OldLogProb, Repeat, Reward, UpdateCritic, Value, Whiten
 from flowrl.records import PromptBatch
 from flowrl.session import Session
 from flowrl.symbols import Edge
@@ -278,3 +278,19 @@ def test_records_and_columns_are_not_mixed_up() -> None:
         PortError, match=r"was given a PromptBatch, which lacks input_ids, .*; pass a record that has them"
     ):
         lacking()
+
+
+def test_an_update_that_is_not_returned_is_refused() -> None:
+    @algorithm
+    def forgetful(batch: PromptBatch) -> object:
+        rollout = Generate()(batch)
+        values = Value()(rollout)
+        scores = Reward(lambda data_source, solution_str, ground_truth, extra_info=None: 1.0)(rollout, batch)
+        adv = GAE()(scores, values, rollout.response_mask)
+        UpdateCritic()(rollout, values, adv.returns)
+        return adv
+
+    with pytest.raises(
+        GraphError, match=r"calls update_critic, which writes weights, but neither returns .* return it"
+    ):
+        forgetful()

@@ -30,18 +30,20 @@ def connected(place: Place) -> Iterator[None]:
     Raises:
         BindError: nothing answers at the address, or this process is connected to another cluster.
     """
+    wanted = None if place.address in (None, "auto") else _parsed(str(place.address))
     if ray.is_initialized():
         here = ray.get_runtime_context().gcs_address
-        if place.address not in (None, "auto") and _resolved(str(place.address)) != _resolved(here):
+        if wanted is not None and _resolved(wanted) != _resolved(_parsed(here)):
             raise BindError(
-                f"{type(place).__name__}(address={place.address!r}), but this process is connected to the Ray "
-                f"cluster at {here}; leave address out to use that one, or call ray.shutdown() first."
+                f"{type(place).__name__}(address={place.address!r}), but this process is connected to the Ray cluster "
+                f"at {here}; leave address out to use that one, or call ray.shutdown() first."
             )
         yield
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if place.address is not None:
-        _refuse_silent(place.address)
+        if wanted is not None:
+            _refuse_silent(place.address, wanted)
         try:
             ray.init(address=place.address, **quiet)
         except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
@@ -60,22 +62,31 @@ def connected(place: Place) -> Iterator[None]:
         ray.shutdown()
 
 
-def _refuse_silent(address: str) -> None:
-    """Knock at `address`: Ray itself would wait for minutes, and then end this process.
-
-    Raises:
-        BindError: nothing there speaks Ray's protocol.
-    """
-    if address == "auto":
-        return
+def _parsed(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or "/" in host:
         raise BindError(
             f"{address!r} is no address of a Ray cluster; expected host:port, as `ray start --head` prints it, or "
             f"'auto'."
         )
+    return host, int(port)
+
+
+def _resolved(address: tuple[str, int]) -> tuple[str, int]:
     try:
-        with socket.create_connection((host, int(port)), _ANSWER_SECONDS) as knock:
+        return socket.gethostbyname(address[0]), address[1]
+    except OSError:  # nobody knows the name; so it is no other name of a host
+        return address
+
+
+def _refuse_silent(address: str, at: tuple[str, int]) -> None:
+    """Knock: Ray itself would wait for minutes, and then end this process.
+
+    Raises:
+        BindError: nothing there speaks Ray's protocol.
+    """
+    try:
+        with socket.create_connection(at, _ANSWER_SECONDS) as knock:
             if os.environ.get("RAY_USE_TLS") == "1":
                 return
             knock.sendall(_PREFACE)
@@ -91,11 +102,6 @@ def _no_cluster(address: str, reason: str) -> BindError:
         f"no Ray cluster answers at {address!r} ({reason}); start one with `ray start --head`, or leave address out "
         f"and one is started here."
     )
-
-
-def _resolved(address: str) -> tuple[str, str]:
-    host, _, port = address.rpartition(":")
-    return socket.gethostbyname(host), port
 
 
 def _store_bytes() -> int:

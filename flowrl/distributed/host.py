@@ -23,7 +23,7 @@ from flowrl.distributed.place import HostPlan
 from flowrl.distributed.wire import Array, Piece, join, pack, unpack
 from flowrl.engines import Adapted
 from flowrl.errors import SyncError
-from flowrl.executor import shapes
+from flowrl.executor import failure
 from flowrl.job import Engines
 from flowrl.metrics import Metrics
 from flowrl.operator import Operator
@@ -190,12 +190,8 @@ class Host:
         try:
             return self._run(call, inputs)
         except Exception as error:
-            return Failure.of(
-                error,
-                f"{call.operator.name} failed {at(call.step)} on {named(self.plan)}: {type(error).__name__}: {error}\n"
-                f"  it is {call.operator!r}\n"
-                f"  it was given {shapes(inputs)}",
-            )
+            where = f"{at(call.step)} on {named(self.plan)}"
+            return Failure.of(error, failure(call.operator, where, error, inputs))
 
     def _run(self, call: Call, inputs: dict[str, Any]) -> Report:
         started = time.time()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.place import Colocate, Place, Split
@@ -148,6 +149,12 @@ def test_what_is_joined_is_left_running(head: str, token: dict[str, str], tiny: 
     assert "Colocate(address='127.0.0.1:1'), but this process is connected to the Ray cluster at" in said
 
 
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this process were connected to no cluster, whatever tests came before."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+
 def nothing_there() -> str:
     """An address that nobody listens at."""
     with socket.socket() as probe:
@@ -155,6 +162,7 @@ def nothing_there() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("mute", [False, True])
 def test_an_address_that_does_not_answer(mute: bool, tiny: str) -> None:
     with socket.socket() as server:
@@ -170,10 +178,12 @@ def test_an_address_that_does_not_answer(mute: bool, tiny: str) -> None:
 
 @pytest.mark.parametrize("address", ["nowhere", "host:port", "ray://host:1"])
 def test_what_is_no_address(address: str) -> None:
-    with pytest.raises(BindError, match=r"host:port|no Ray cluster"), connected(Colocate(1, address=address)):
+    said = f"'{address}' is no address of a Ray cluster; expected host:port"
+    with pytest.raises(BindError, match=said), connected(Colocate(1, address=address)):
         raise AssertionError("connected")
 
 
+@pytest.mark.usefixtures("apart")
 def test_something_else_at_the_address() -> None:
     """A server that speaks, but not Ray's protocol."""
     with subprocess.Popen(
@@ -185,9 +195,11 @@ def test_something_else_at_the_address() -> None:
         assert server.stdout is not None
         port = server.stdout.readline().split(" port ")[1].split()[0]
         place = Colocate(1, address=f"127.0.0.1:{port}")
-        with pytest.raises(BindError, match=r"something is there, but it is not Ray"), connected(place):
-            raise AssertionError("connected")
-        server.terminate()
+        try:
+            with pytest.raises(BindError, match=r"something is there, but it is not Ray"), connected(place):
+                raise AssertionError("connected")
+        finally:
+            server.terminate()
 
 
 @pytest.mark.parametrize(

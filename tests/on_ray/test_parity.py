@@ -95,7 +95,7 @@ def test_a_checkpoint_is_resumed_anywhere(
 
 
 class Mortal(TorchTrainer):
-    """A trainer whose rank 1 dies amid an update, as the others wait for it in a collective, if there is a file `fate`."""
+    """A trainer whose rank 1 dies amid an update, as the others wait in a collective, if there is a file `fate`."""
 
     fate: str = ""
 

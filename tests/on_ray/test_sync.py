@@ -18,13 +18,18 @@ from flowrl.backends.torch_trainer import TorchTrainerEngine
 from flowrl.digest import weights_digest
 from flowrl.distributed import export
 from flowrl.distributed.export import Export
+from flowrl.distributed.host import Report
 from flowrl.distributed.place import Colocate
+from flowrl.distributed.walk import refuse_unequal
 from flowrl.engines import BuildContext
 from flowrl.errors import NodeError, SyncError
+from flowrl.graphs import grpo
 from flowrl.job import Job
+from flowrl.metrics import Metrics
 from flowrl.records import Receipt
 from tests.jobs import job_of, prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
+from tests.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
@@ -161,3 +166,16 @@ def test_the_memory_of_an_export_is_bounded() -> None:
     ):
         sent.check(Receipt(3, "other", 0, 0.0, "copy"))
     assert sent.check(Receipt(3, sent.digest, 0, 0.0, "copy")).transport == "object store"
+
+
+def test_ranks_of_an_engine_that_received_different_weights() -> None:
+    """Receipts that differ are refused; those that differ in their time alone are not."""
+    [sync] = [node for node in grpo(digits).nodes.values() if node.name == "sync"]
+
+    def report(digest: str, seconds: float) -> Report:
+        receipt = Receipt(3, digest, 10, seconds, "object store")
+        return Report({}, {"receipt": receipt}, Metrics(), {}, None, 0, 0.0, 0.0, 0.0)
+
+    refuse_unequal([report("a", 0.1), report("a", 0.2)], sync)
+    with pytest.raises(SyncError, match=r"sync: the ranks of the engine received different weights: .*'a'.*'b'"):
+        refuse_unequal([report("a", 0.1), report("b", 0.1)], sync)
