@@ -219,13 +219,15 @@ def operators() -> None:
     from flowrl import installed
 
     table = Table()
-    for heading in ("operator", "reads", "writes", "from"):  # a name that is cut off is of no use
+    for heading in ("operator", "reads", "writes", "from"):
         table.add_column(heading, no_wrap=heading == "operator", overflow="fold")
     for name, point in sorted(installed.names().items()):
         signature = installed.load(name)._signature
         record = signature.output_record
         writes = ", ".join(signature.outputs) if record is None else record.__name__
         table.add_row(name, ", ".join(signature.ports), writes, point.value.partition(":")[0])
+    if not out.is_terminal:  # whoever reads it there looks for whole names and lines
+        table.width = out.measure(table, options=out.options.update(max_width=1000)).maximum
     out.print(table)
 
 

@@ -320,7 +320,7 @@ class _Edit:
         """The old sinks that are left, and inserted nodes that return a value which nobody reads (a `Sync`, say)."""
         rewritten_by = {after.node: name for name, after in self.insert.items() if self.rewrites[name]}
         sinks = [rewritten_by.get(s, self.new_names[s]) for s in self.graph.sinks if s not in self.drop]
-        # A dropped sink (a Sync, say) must not take the update that it read with it; the rules then say what is missing.
+        # A dropped sink (a Sync, say) must not take the update that it read with it; rules then say what is missing.
         read = [n for s in self.graph.sinks if s in self.drop for n in self.graph[s].sources if n not in self.drop]
         sinks += [self.new_names[n] for n in read if _writes(self.graph[n].operator)]
         sources = {edge.node for edges in self.wires.values() for edge in edges.values()}

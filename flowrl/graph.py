@@ -256,7 +256,8 @@ class Graph:
         from flowrl.edit import edit, with_parameters
 
         drop = (drop,) if isinstance(drop, str) else tuple(drop)
-        return edit(self, with_parameters(self, replace or {}, set or {}), drop, insert or {}, wire or {}, rename or {}, bind or {}, lag, name)
+        operators = with_parameters(self, replace or {}, set or {})
+        return edit(self, operators, drop, insert or {}, wire or {}, rename or {}, bind or {}, lag, name)
 
     def bind(self, *, place: Place | None = None, **backends: Any) -> Job:
         """Give roles their backends: ``graph.bind(actor=TorchTrainer(model), rollout=TorchRollout())``.

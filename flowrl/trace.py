@@ -119,8 +119,8 @@ class Algorithm(Generic[P, R]):
         for node in tracer.nodes.values():
             if node.name not in graph and any(use.mode == "writes" for use in node.operator.role_uses.values()):
                 raise GraphError(
-                    f"{name} calls {node.name}, which writes weights, but neither returns what it gives nor passes it on, "
-                    f"so it would never run; return it too: `return ..., {node.name}`, or take the call out."
+                    f"{name} calls {node.name}, which writes weights, but neither returns what it gives nor passes it "
+                    f"on, so it would never run; return it too: `return ..., {node.name}`, or take the call out."
                 )
         return graph
 

@@ -21,7 +21,7 @@ def grpo(
     ppo_epochs: int = 1,
     mini_batch: int | None = None,
 ) -> Graph:
-    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300): PPO whose baseline is the prompt's group.
+    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300): PPO with the group as its baseline.
 
     The critic falls away, since nothing reads it any more, and KL moves from the reward into the loss.
 

@@ -49,6 +49,8 @@ GRAPHS = """
 """
 
 TRAINING = """
+    from dataclasses import replace
+
     import neighbour
     from flowrl import After, Operator, PromptData, Training
     from flowrl.backends import SGD, TorchRollout, TorchScorer, TorchTrainer
@@ -66,6 +68,7 @@ TRAINING = """
     interrupted = Training(
         job.edit(insert={{"interrupt": After("reward", Interrupt())}}), PromptData({data!r}), steps=1, prompts=2
     )
+    saved = replace(interrupted, checkpoint_every=1)
     unbound = Training(graph.bind(rollout=TorchRollout()), PromptData({data!r}), steps=1, prompts=1)
 
     def short():
@@ -403,6 +406,17 @@ def test_an_interrupt_is_one_line(command: Command, training: Path) -> None:
     answer = command("run", f"{training}:interrupted")
     assert (answer.code, answer.err) == (130, "flowrl: interrupted.\n")
     assert json.loads(Path("runs/grpo-001/run.json").read_text())["status"] == "interrupted"
+
+
+def test_an_interrupted_run_with_checkpoints_says_how_to_go_on(command: Command, training: Path) -> None:
+    answer = command("run", f"{training}:saved")
+    assert (answer.code, answer.err) == (130, "flowrl: interrupted; go on with --resume --folder runs/grpo-001\n")
+
+
+def test_operators_are_not_cut_off_where_they_are_piped(command: Command) -> None:
+    answer = command("operators")
+    assert answer.code == 0 and "…" not in answer.out
+    assert "token_level_rewards, values, response_mask" in answer.out
 
 
 def test_the_demo_checks_its_options_first(command: Command) -> None:

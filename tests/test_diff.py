@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flowrl.edit import After
+from flowrl.errors import GraphError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, Generate
@@ -111,6 +112,11 @@ def test_another_class_of_one_name_is_a_change() -> None:
     diff = PPO.diff(PPO.edit(replace={"gae": own()}))
     assert list(diff.changed) == ["gae"]
     assert "operator" in diff.changed["gae"].parameters
+
+
+def test_what_is_no_graph_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"a str is no graph; expected a Graph: flowrl.load\('ppo.yaml'\)"):
+        ppo(exact).diff("ppo.yaml")  # type: ignore[arg-type]
 
 
 def test_jupyter_gets_text_and_a_picture() -> None:

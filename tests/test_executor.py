@@ -231,6 +231,22 @@ def test_a_failing_node_is_named_with_its_step_and_what_it_was_given() -> None:
     assert current() is None  # the session is left
 
 
+def test_what_an_operator_raises_is_told_with_its_line() -> None:
+    class Divides(Operator):
+        """Fails in a helper of torch's, called from here."""
+
+        def __call__(self, prompt_mask: c.PromptMask) -> c.PromptMask:
+            return torch.stack([])
+
+    @algorithm
+    def broken(batch: PromptBatch) -> Any:
+        return Divides()(batch.prompt_mask)
+
+    line = Divides.__call__.__wrapped__.__code__.co_firstlineno + 1  # type: ignore[attr-defined]
+    with pytest.raises(NodeError, match=rf"divides failed in step 0: RuntimeError: .*\n  at {__file__}:{line}\n"):
+        walk(broken()).step(PROMPTS, 0)
+
+
 def test_an_interrupt_is_not_dressed_up_as_a_failing_node() -> None:
     class Interrupted(Operator):
         """Ctrl-C."""

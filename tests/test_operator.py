@@ -461,6 +461,18 @@ def test_metrics_are_collected_by_node() -> None:
 # ------------------------------------------------------------------------------------------------------ names and form
 
 
+def test_columns_are_no_parameters() -> None:
+    said = r"Scaled takes parameters, and was given columns; call it on columns: Scaled\(\)\(\.\.\.\)"
+    for column in (torch.zeros(2), np.zeros(2), Impure(torch.zeros(2), 1)):
+        with pytest.raises(ParameterError, match=said):
+            Scaled(column)  # type: ignore[arg-type]
+
+
+def test_a_state_wants_a_function() -> None:
+    with pytest.raises(DefinitionError, match=r"test_operator.py:\d+: State\(3.0\).*State\(lambda self: 3.0\)"):
+        State(3.0)  # type: ignore[arg-type]
+
+
 def test_names() -> None:
     gae = GAE(0.9)
     assert (gae.name, gae.named("gae_long").name, gae.name) == ("gae", "gae_long", "gae")

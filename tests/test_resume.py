@@ -334,6 +334,26 @@ class TestStart:
         assert [line["step"] for line in timeless(tmp_path / "metrics.jsonl")] == [0, 1]
         assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
 
+    def test_without_a_checkpoint_only_the_same_run_starts_anew(
+        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 1, checkpoint_every=None)
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        for changed, other in (({"seed": 4}, "seed"), ({"prompts": 10}, "prompts")):
+            with pytest.raises(DataError, match=f"run with another {other} and no checkpoint .* choose another"):
+                run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True, checkpoint_every=None, **changed)
+        with pytest.raises(DataError, match="a run with another graph and no checkpoint"):
+            run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True)
+        assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        with caplog.at_level(logging.WARNING):
+            anew = run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True, checkpoint_every=None)
+        assert_same(anew, whole("grpo"))
+        assert "holds no checkpoint; the run starts anew" in caplog.text
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        with pytest.raises(DataError, match="holds a finished run and no checkpoint to go on from"):
+            run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True, checkpoint_every=None)
+        assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
     def test_a_finished_run_has_nothing_left_to_do_but_to_be_saved(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
     ) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import Field
 
-from flowrl.errors import DefinitionError, ParameterError
+from flowrl.errors import DefinitionError, FlowrlError, ParameterError
 from flowrl.roles import Role
 from flowrl.spec import Spec, non_default, parameters
 
@@ -41,8 +41,22 @@ def test_is_a_frozen_record_by_value() -> None:
     assert spec == Outer(size=3, rate=0.25) != Outer(3)
     assert hash(spec) == hash(Outer(3, 0.25))
     assert pickle.loads(pickle.dumps(spec)) == spec == copy.deepcopy(spec)
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(FrozenInstanceError, match=r"Outer.size cannot be assigned to.* State\(lambda self: ") as raised:
         spec.size = 4  # type: ignore[misc]
+    assert isinstance(raised.value, FlowrlError)
+
+
+def test_a_constructor_of_its_own_is_refused() -> None:
+    with pytest.raises(DefinitionError, match=r"test_spec.py:\d+: Made defines __init__; declare its param"):
+
+        class Made(Spec):
+            def __init__(self) -> None:
+                self.size = 3
+
+
+def test_what_is_long_is_told_by_its_type() -> None:
+    with pytest.raises(ParameterError, match=r"size=<list>: input should be a valid integer"):
+        Outer(list(range(100)))  # type: ignore[arg-type]
 
 
 def test_lists_its_parameters() -> None:

@@ -20,8 +20,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
-from flowrl.backends import SGD, AdamW, Constant, Cosine, Linear, TorchScorer, TorchTrainer
+from flowrl.backends import (
+    SGD,
+    AdamW,
+    Constant,
+    Cosine,
+    Linear,
+    TorchCritic,
+    TorchRollout,
+    TorchScorer,
+    TorchTrainer,
+)
 from flowrl.backends.torch_model import micro_batches
 from flowrl.engines import MiniBatch, Scorer, Trainer
 from flowrl.errors import BindError, DataError, ParameterError
@@ -503,6 +514,22 @@ def test_resuming_is_bit_exact(kind: str, optimizer: Any, folder: Folder) -> Non
 def test_a_state_of_another_model_is_refused(folder: Folder) -> None:
     with pytest.raises(DataError, match=r"weights of another model: .*expected those of this actor"):
         trainer(folder("llama")).load_state_dict(trainer(folder("qwen2")).state_dict())
+
+
+@pytest.mark.parametrize("backend", [TorchTrainer, TorchScorer, TorchCritic, TorchRollout])
+def test_a_device_that_is_not_there_is_refused_before_weights_load(backend: Any) -> None:
+    for device in ("cuda:99", "gpu"):
+        name = backend.__name__
+        said = rf"{name}\(device='{device}'\) asks for a device .*{name}\(\.\.\., device='cpu'\)"
+        with pytest.raises(BindError, match=said):
+            backend("no such model", device=device).build(CONTEXT)
+
+
+def test_no_progress_bars(folder: Folder, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert logging.is_progress_bar_enabled()
+    TorchTrainer(folder("qwen2")).build(CONTEXT).save_pretrained(str(tmp_path / "saved"))
+    assert logging.is_progress_bar_enabled()
+    assert "it/s" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -220,7 +220,7 @@ class TestSummary:
         text = console.file.getvalue()  # type: ignore[attr-defined]
         for part in (
             "generate *", "update_actor *", "export actor", "32.0%", "2.0 KiB",
-            "critical path 10.000 s", "a step takes 12.500 s, 25.0% more", "idle: rollout rank 0 58%",
+            "* critical path 10.000 s", "fetched", "a step takes 12.500 s, 25.0% more", "idle: rollout rank 0 58%",
         ):  # fmt: skip
             assert part in text, part
         assert "reward *" not in text

@@ -186,6 +186,37 @@ def test_a_folder_is_used_for_one_run_only(tiny: str, prompts_file: str, tmp_pat
     assert (tmp_path / "run.json").read_text() == before
 
 
+def test_a_folder_whose_run_failed_before_its_first_step_is_used_again(
+    tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    validation = Validation(PromptData(prompts_file), every=1)
+    with pytest.raises(RuntimeError, match="fails at validation"):  # which leaves the lines of a validation
+        train(job_of("grpo", tiny), prompts_file, tmp_path, [Recorder("validation")], steps=1, validation=validation)
+    train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1, seed=1, validation=validation)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 1]
+    with pytest.raises(ParameterError, match="already holds a run"):
+        train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_a_model_loads(prompts_file: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ParameterError, match=r"cannot be written \(.*\); choose another by Training\(folder="):
+            train(job_of("grpo", "no such model"), prompts_file, folder)
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(ParameterError, match=r"run.json is not what a run writes there"):
+        train(job_of("grpo", "no such model"), prompts_file, tmp_path, resume=True)
+
+
+def test_what_is_nearly_a_training_is_told_what_it_lacks(prompts_file: str) -> None:
+    job = job_of("grpo", "no such model")
+    with pytest.raises(ParameterError, match=r"bind it first: graph.bind\(rollout=\.\.\., actor=\.\.\., ref=") as raised:
+        Training(job.graph.bound({}), PromptData(prompts_file), steps=1, prompts=1)  # type: ignore[arg-type]
+    assert len(str(raised.value)) < 600
+    with pytest.raises(ParameterError, match=r"expected PromptData\('train.jsonl'\)"):
+        Training(job, "train.jsonl", steps=1, prompts=1)  # type: ignore[arg-type]
+
+
 def test_runs_without_a_folder_are_numbered(
     tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,7 +528,8 @@ def test_the_terminal_shows_node_reward_and_kl(tiny: str, prompts_file: str, tmp
     assert f"val/reward/mean {run.validations[-1]['val/reward/mean']:.3f}" in shown
     assert "ppo: 3 steps" in shown
     table = shown[shown.rindex("┏") :]
-    assert all(node in table for node in ("generate", "update_critic", "sync", "critical path", "idle: this process"))
+    assert all(node in table for node in ("generate", "update_critic", "sync", "a step takes", "idle: this process"))
+    assert not any(word in table for word in ("fetched", "critical path", "*"))  # which say nothing of one process
     if terminal:
         assert "left" in shown
         assert "3/3" in shown

@@ -44,7 +44,7 @@ def graphs() -> tuple[Graph, Graph]:
 
 
 def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, seed: int) -> Training:
-    """The training of one of the demo's graphs: engines for its roles, `ROWS` answers a step, validation by sampling."""
+    """The training of one of the demo's graphs: engines for its roles, `ROWS` answers a step, sampled validation."""
     warmup = Constant(warmup_steps=10)
     engines: dict[str, Any] = {
         "actor": TorchTrainer(str(model), AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0), warmup),

@@ -1,8 +1,8 @@
 """Two-digit addition: the problems, their demonstrations, and a dataset in verl's format.
 
 A problem reads ``59+36=``. It can be answered at once (``95``) or worked first, by column addition from right to left
-with the carry (``<think>9+6=15 5+3+1=9</think>95``). The verifier (`flowrl.demo.verifier`) looks at the final answer only,
-so whether to think is for the policy to find out.
+with the carry (``<think>9+6=15 5+3+1=9</think>95``). The verifier (`flowrl.demo.verifier`) looks at the final answer
+only, so whether to think is for the policy to find out.
 """
 
 from __future__ import annotations
