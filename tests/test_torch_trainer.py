@@ -370,8 +370,9 @@ def test_no_more_than_one_chunk_meets_the_vocabulary(folder: Folder) -> None:
         engine.log_probs(batch)
     assert watch.tokens == chunk
     saved: list[tuple[int, ...]] = []
-    with WidestVocabulary() as watch, torch.autograd.graph.saved_tensors_hooks(
-        lambda t: saved.append(tuple(t.shape)) or t, lambda t: t
+    with (
+        WidestVocabulary() as watch,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t),
     ):
         engine.update(batch, [whole(batch)], Pull(entropy_coef=0.1))
     assert watch.tokens == chunk

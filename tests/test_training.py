@@ -210,7 +210,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_model_loads(prompts
 
 def test_what_is_nearly_a_training_is_told_what_it_lacks(prompts_file: str) -> None:
     job = job_of("grpo", "no such model")
-    with pytest.raises(ParameterError, match=r"bind it first: graph.bind\(rollout=\.\.\., actor=\.\.\., ref=") as raised:
+    with pytest.raises(
+        ParameterError, match=r"bind it first: graph.bind\(rollout=\.\.\., actor=\.\.\., ref="
+    ) as raised:
         Training(job.graph.bound({}), PromptData(prompts_file), steps=1, prompts=1)  # type: ignore[arg-type]
     assert len(str(raised.value)) < 600
     with pytest.raises(ParameterError, match=r"expected PromptData\('train.jsonl'\)"):
