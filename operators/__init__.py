@@ -4,6 +4,7 @@ if __name__ != "flowrl.operators":
     raise ImportError(f"{__name__!r} is imported as flowrl.operators; write `from flowrl.operators import ...`.")
 
 from flowrl.operators.advantage import GAE, GroupAdvantage, Whiten
+from flowrl.operators.correction import Mismatch, RolloutCorrection
 from flowrl.operators.generate import Generate
 from flowrl.operators.kl import AdaptiveKL, KLShape
 from flowrl.operators.log_prob import OldLogProb, RefLogProb
@@ -21,11 +22,13 @@ __all__ = [
     "GroupAdvantage",
     "KLLoss",
     "KLShape",
+    "Mismatch",
     "OldLogProb",
     "PPOClip",
     "RefLogProb",
     "Repeat",
     "Reward",
+    "RolloutCorrection",
     "Sync",
     "UpdateActor",
     "UpdateCritic",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -95,6 +96,8 @@ def test_every_module_imports_from_an_unpacked_wheel_elsewhere(built: dict[str, 
     with zipfile.ZipFile(built["wheel from the sdist"]) as wheel:
         wheel.extractall(site)
     modules = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in expected_modules()]
+    if importlib.util.find_spec("vllm") is None:  # it extends a class of vLLM's, and only vLLM's workers import it
+        modules.remove("flowrl.backends.vllm_worker")
     code = (
         "import importlib, sys\n"
         "for name in sys.argv[2:]:\n"

@@ -1,0 +1,156 @@
+"""The process of an `SGLang` engine: it runs `sglang.Engine` and answers the frames of the process that started it.
+
+SGLang answers a fault in its scheduler by killing the process that holds the engine, so that is never the trainer's.
+This process and all that SGLang starts are one process group; the group ends with the pipe that its parent holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from typing import Any, BinaryIO
+
+import torch
+from safetensors.torch import load
+
+from flowrl.backends.frames import read_frame, write_frame
+from flowrl.backends.process import end_group
+from flowrl.digest import tensor_digest
+
+
+class Server:
+    """Answers one request after another; every method that is no helper is one, named by the frame's ``call``.
+
+    Args:
+        arguments: of `sglang.Engine`.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        import sglang
+
+        self.engine = sglang.Engine(**arguments)
+        self.digests: dict[str, str] = {}
+
+    def describe(self, body: bytes) -> dict[str, Any]:
+        """What the engine made of its arguments."""
+        info = self.engine._scheduler_init_result.scheduler_infos[0]
+        args = self.engine.server_args
+        return {
+            "vocabulary": self.engine.tokenizer_manager.model_config.vocab_size,
+            "dtype": str(self.engine.tokenizer_manager.model_config.dtype).removeprefix("torch."),
+            "cached_tokens": info["max_total_num_tokens"],
+            "support": args.sampling_mask_max_tokens,
+        }
+
+    def generate(
+        self, body: bytes, prompts: list[list[int]], sampling: list[dict[str, Any]], support: bool
+    ) -> dict[str, Any]:
+        """Sample; with `support`, log-probs are of the distribution that top-k and top-p leave."""
+        outputs = self._generate(prompts, sampling, return_sampling_mask=support)
+        rows = []
+        for output in outputs:
+            meta = output["meta_info"]
+            sampled = [log_prob for log_prob, _, _ in meta["output_token_logprobs"]]
+            rows.append(
+                {
+                    "ids": output["output_ids"],
+                    "log_probs": meta["output_token_sampling_logprobs"] if support else sampled,
+                    "ended": meta["finish_reason"],
+                    "versions": [span["version"] for span in meta["weight_versions"]],
+                }
+            )
+        return {"rows": rows}
+
+    def score(self, body: bytes, tokens: list[int]) -> dict[str, Any]:
+        """Log-probs of all tokens but the first, at temperature 1."""
+        (output,) = self._generate([tokens], [{"max_new_tokens": 1, "temperature": 1.0}], logprob_start_len=0)
+        return {"log_probs": [log_prob for log_prob, _, _ in output["meta_info"]["input_token_logprobs"][1:]]}
+
+    def _generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]], **how: Any) -> list[dict[str, Any]]:
+        """Like `sglang.Engine.generate`, which has not all that its requests can carry."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        async def run() -> Any:
+            request = GenerateReqInput(input_ids=prompts, sampling_params=sampling, return_logprob=True, **how)
+            return await anext(aiter(self.engine.tokenizer_manager.generate_request(request, None)))
+
+        outputs: list[dict[str, Any]] = self.engine.loop.run_until_complete(run())
+        return outputs
+
+    def begin(self, body: bytes) -> None:
+        """Weights are about to come."""
+        self.digests = {}
+        _require(self.engine.begin_weight_update())
+
+    def take(self, body: bytes) -> None:
+        """Some weights, as safetensors."""
+        tensors = load(body)
+        self.digests |= {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
+        _require(self.engine.update_weights_from_tensor(list(tensors.items()), flush_cache=False))
+
+    def end(self, body: bytes, version: str) -> dict[str, Any]:
+        """All weights have come; what was computed with older ones is forgotten."""
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        _require(self.engine.end_weight_update())
+        flushed = self.engine.flush_cache()
+        _require((flushed.success, "the radix cache was not flushed"))
+        request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        self.engine.loop.run_until_complete(self.engine.tokenizer_manager.update_weight_version(request))
+        return {"digests": self.digests}
+
+    def sleep(self, body: bytes) -> None:
+        """Give the device's memory back."""
+        self.engine.release_memory_occupation()
+
+    def wake(self, body: bytes) -> None:
+        """Take it again."""
+        self.engine.resume_memory_occupation()
+
+
+def _require(outcome: tuple[bool, str]) -> None:
+    """SGLang reports a failed update by what it returns, and does not raise."""
+    success, message = outcome
+    if not success:
+        raise RuntimeError(message)
+
+
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Start the engine that the first frame describes, then answer frames; it is the parent that ends this."""
+    arguments, _ = read_frame(requests)
+    server = None
+    message: dict[str, Any] = {"call": "describe"}
+    body = b""
+    while True:
+        try:
+            server = server or Server(arguments)
+            reply = getattr(server, message.pop("call"))(body, **message) or {}
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        write_frame(replies, reply)
+        message, body = read_frame(requests)
+
+
+def main(requests: int, replies: int, life: int) -> None:
+    """What the process runs.
+
+    Args:
+        requests, replies, life: file descriptors of pipes; nothing is sent through the last one, which ends with the
+            parent.
+    """
+    for descriptor in (requests, replies, life):
+        os.set_inheritable(descriptor, False)
+    torch.set_num_threads(1)
+
+    def follow_parent() -> None:
+        os.read(life, 1)
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+        end_group(os.getpid())
+
+    follower = threading.Thread(target=follow_parent, daemon=True)
+    follower.start()
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone
+        serve(open(requests, "rb"), open(replies, "wb"))  # noqa: SIM115
+    follower.join()  # and SGLang's own way of ending would come between

@@ -1,0 +1,176 @@
+"""How weights reach the worker processes of a tensor-parallel vLLM: by broadcast, through its weight-transfer API.
+
+vLLM imports this module in each of its workers. Tensors go through CPU memory (gloo), so that it is of no matter where
+trainer and workers have them: NCCL cannot join two processes that share one GPU, and a CPU has neither NCCL nor CUDA
+IPC. Each worker takes what is its share of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from flowrl.digest import combine, tensor_digest
+
+BACKEND = "flowrl"
+BUCKET_BYTES = 256 << 20
+ADDRESS = "127.0.0.1"  # vLLM's workers are on the machine of the process that starts them
+SHARED_MEMORY = "/dev/shm/"
+PATIENCE = timedelta(seconds=120)  # for one tensor
+c10d: Any = dist  # whose annotations hide the stores that it documents
+
+
+@dataclass
+class Meeting(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where workers meet the sender, and how many they are with it."""
+
+    port: int
+    world_size: int
+
+
+@dataclass
+class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What the next broadcasts carry, in order: names, names of dtypes, shapes."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
+    """The end of one worker."""
+
+    init_info_cls = Meeting
+    update_info_cls = Bucket
+
+    def init_transfer_engine(self, init_info: Meeting) -> None:
+        """Join the sender, which waits for all workers."""
+        store = c10d.TCPStore(ADDRESS, init_info.port, init_info.world_size, is_master=False, timeout=PATIENCE)
+        self._group = _join(store, 1 + self.parallel_config.rank, init_info.world_size)
+
+    def start_weight_update(self) -> None:
+        """Let vLLM take weights in the layout of a checkpoint again, layer by layer."""
+        self.digests: dict[str, str] = {}
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive a bucket. What vLLM does besides, to wait for its device, raises where there is only a CPU."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Bucket) -> None:
+        """Receive the tensors of a bucket one by one, and take this worker's share of each."""
+        for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            _broadcast(self._group, tensor)
+            self.digests[name] = tensor_digest(name, tensor)
+            self.model.load_weights([(name, tensor)])
+
+    def finish_weight_update(self) -> None:
+        """Let vLLM pack what has come as its kernels want it."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        pack_tied_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._group = None
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
+
+
+def pack_tied_heads(model: nn.Module) -> None:
+    """Pack output embeddings again, after a reload.
+
+    On a CPU vLLM computes logits with a packed copy of the output embedding. It makes that when weights are loaded into
+    the layer; into a tied one none are, so that a reload would leave the old copy in use.
+    """
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+class Extension:
+    """Methods that `collective_rpc` finds on every worker."""
+
+    weight_transfer_engine: Receiver
+
+    def flowrl_digest(self) -> str:
+        """Of the weights that the last update brought."""
+        return combine(self.weight_transfer_engine.digests)
+
+    def flowrl_shared_memory(self) -> list[str]:
+        """The names of the shared memory that this worker has mapped: its own, and what it shares with the others."""
+        maps = Path("/proc/self/maps")
+        lines = maps.read_text().splitlines() if maps.exists() else []
+        return [line.partition(SHARED_MEMORY)[2] for line in lines if SHARED_MEMORY in line and line[-1] != ")"]
+
+
+class Sender:
+    """The end of the process that started vLLM.
+
+    Args:
+        llm: a live `vllm.LLM`.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        world = 1 + llm.get_world_size()
+        store = c10d.TCPStore(ADDRESS, 0, world, is_master=True, timeout=PATIENCE, wait_for_workers=False)
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(llm.init_weight_transfer_engine, {"init_info": asdict(Meeting(store.port, world))})
+            self._group = _join(store, 0, world)
+            joined.result()
+
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Carry weights to every worker; returns the digests that the workers took of what came."""
+        self._llm.start_weight_update()
+        with ThreadPoolExecutor(1) as pool:
+            for bucket in _buckets(weights):
+                info = Bucket(
+                    [name for name, _ in bucket],
+                    [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                    [list(tensor.shape) for _, tensor in bucket],
+                )
+                received = pool.submit(self._llm.update_weights, {"update_info": asdict(info)})
+                for _, tensor in bucket:
+                    _broadcast(self._group, tensor.cpu().contiguous())
+                received.result()
+        self._llm.finish_weight_update()
+        return set(self._llm.collective_rpc("flowrl_digest"))
+
+
+def _join(store: Any, rank: int, world_size: int) -> Any:
+    """A gloo group apart from whatever groups this process has."""
+    return c10d.ProcessGroupGloo(c10d.PrefixStore("weights", store), rank, world_size, PATIENCE)
+
+
+def _broadcast(group: Any, tensor: Tensor) -> None:
+    """Send `tensor` from rank 0; the others receive into theirs."""
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    group.broadcast([tensor], options).wait()
+
+
+def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket: list[tuple[str, Tensor]] = []
+    for name, tensor in weights:
+        bucket.append((name, tensor))
+        if sum(held.nbytes for _, held in bucket) >= BUCKET_BYTES:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket

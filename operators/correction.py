@@ -1,0 +1,269 @@
+"""Rollout correction: for when the engine that sampled and the trainer do not agree on a token's probability.
+
+An engine computes with other kernels, another precision or older weights than the trainer, so its rows are off-policy
+even where their version is the trainer's own (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+Off-Policy RL Training"). `Mismatch` measures this, and `RolloutCorrection` weighs the advantages by
+
+    ratio = p(trainer) / p(rollout) = exp(old_log_probs - rollout_log_probs),
+
+bounded. PPO's own ratio, the policy's to the old one, is another factor and stays as it is. The loss is linear in the
+advantages for weights that are not negative, so weighing these is weighing the loss. What is bounded away gets the
+weight 0 and no gradient; it stays on the mask, and so in the counts that the loss divides by.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from flowrl.columns import Advantages, OldLogProbs, ResponseMask, RolloutLogProbs
+from flowrl.errors import DataError, ParameterError
+from flowrl.metrics import Metrics
+from flowrl.operator import Granularity, Operator, State
+from flowrl.operators.kl import MAX_EXPONENT, kl_penalty
+from flowrl.operators.masked import masked_sum, select
+from flowrl.ports import INJECTED
+
+logger = logging.getLogger(__name__)
+
+Level = Literal["token", "sequence", "geometric", "minimum"]
+Mode = Literal["truncate", "mask", "reject"]
+
+NEAR_ONE = (0.9, 1.1)
+"""Ratios within these bounds count as agreement in ``rollout/ratio_outside``."""
+
+ROUNDING = 1e-6
+"""No alarm below this many nats: float32 rounds a log-prob of -8 to 1e-6."""
+
+
+@torch.no_grad()
+def importance_ratios(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, level: Level) -> Tensor:
+    """How much likelier what was sampled is under the trainer than under the engine that sampled it.
+
+    With ``d = old_log_probs - rollout_log_probs`` on the mask, the logarithm of the ratio is
+
+    - ``token``: d, for each token alone;
+    - ``sequence``: the sum of d over the row, which is the ratio of the whole responses;
+    - ``geometric``: the mean of d over the row, as GSPO takes it (Zheng et al. 2025, arXiv:2507.18071, eq. 7);
+    - ``minimum``: the smallest d of the row, of the token that the trainer finds the least plausible.
+
+    It is clamped to ±20, as in verl, so that nothing overflows.
+
+    Args:
+        old_log_probs: float ``[batch response]``, the trainer's.
+        rollout_log_probs: float ``[batch response]``, the engine's.
+        response_mask: bool ``[batch response]``.
+        level: see above.
+
+    Returns:
+        float32, ``[batch response]`` at the level of tokens and ``[batch 1]`` else; 1 off the mask and in rows that are
+        masked entirely.
+
+    Raises:
+        DataError: a log-prob on the mask is NaN, or shapes differ.
+    """
+    d = select(old_log_probs, response_mask) - select(rollout_log_probs, response_mask)
+    if d.isnan().any():
+        row, token = (int(i) for i in d.isnan().nonzero()[0])
+        raise DataError(
+            f"the ratio of row {row}, token {token} is not a number: the trainer's log-prob is "
+            f"{float(old_log_probs[row, token]):g} and the engine's {float(rollout_log_probs[row, token]):g}; expected "
+            f"finite log-probs on the mask: look for an overflow in the one that is not."
+        )
+    if level == "sequence":
+        d = d.sum(-1, keepdim=True)
+    elif level == "geometric":
+        d = d.sum(-1, keepdim=True) / response_mask.sum(-1, keepdim=True).clamp(min=1)
+    elif level == "minimum":
+        least = d.masked_fill(~response_mask, torch.inf).amin(-1, keepdim=True)
+        d = least.masked_fill(~response_mask.any(-1, keepdim=True), 0.0)
+    return d.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+
+
+def bound_ratios(ratios: Tensor, mode: Mode, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:
+    """Weights out of ratios, with low and high both inclusive.
+
+    - ``truncate``: ``min(ratio, high)``, truncated importance sampling (TIS: Yao et al. 2025; Espeholt et al. 2018,
+      arXiv:1802.01561, eq. 1);
+    - ``mask``: the ratio within the bounds and 0 outside, masked importance sampling (MIS, as in verl);
+    - ``reject``: 1 within the bounds and 0 outside, which takes rows or tokens as they are or not at all.
+
+    Args:
+        ratios: float32 of any shape.
+        mode: see above.
+        low: the smallest ratio that counts; None is no bound.
+        high: the largest; None is no bound.
+
+    Returns:
+        float32 weights, and a bool that is True where the ratio was out of bounds; both of the shape of `ratios`.
+    """
+    outside = torch.zeros_like(ratios, dtype=torch.bool)
+    if low is not None:
+        outside |= ratios < low
+    if high is not None:
+        outside |= ratios > high
+    if mode == "truncate":
+        return ratios.clamp(max=high), outside
+    within = ratios if mode == "mask" else torch.ones_like(ratios)
+    return within.masked_fill(outside, 0.0), outside
+
+
+class RolloutCorrection(Operator):
+    """Advantages weighed by bounded importance ratios of the trainer to the engine; see `importance_ratios`.
+
+    Insert it behind what writes the advantages: ``edit(insert={"correction": After("whiten", RolloutCorrection())})``.
+    Two of them multiply, such as truncated weights per token behind the rejection of implausible rows:
+    ``RolloutCorrection("minimum", "reject", low=1e-4, high=None)``, which is verl's veto.
+
+    Truncated per token it is biased but calm; per sequence it is the unbiased correction but for its bound, and its
+    variance grows with the length. Where an engine renormalised by top-p or top-k, its log-probs are of that narrower
+    distribution, which the weights then correct for on the tokens that it could sample.
+
+    Reports, over tokens, or over rows at the other levels: ``rollout_corr/ratio_mean``, ``_min`` and ``_max`` before
+    bounding, ``rollout_corr/weight_mean``, ``rollout_corr/bounded`` (the share out of bounds), and
+    ``rollout_corr/ess``, the effective sample size of the weights as a share, ``(sum w)**2 / (n * sum w**2)`` (Kish
+    1965).
+
+    Args:
+        level: what has one weight: each token, or each row by its whole ratio, its geometric mean, or its least token.
+        mode: what happens to a ratio out of bounds: it is cut to `high`, or its weight is 0; see `bound_ratios`.
+        low: the smallest ratio that counts; None is no bound, and truncation has none.
+        high: the largest; None is no bound.
+
+    Raises:
+        DataError: a log-prob on the mask is NaN.
+    """
+
+    # The effective sample size is of all rows together, and no share of it merges into the whole one.
+    granularity: ClassVar[Granularity] = "batch"
+
+    level: Level = "token"
+    mode: Mode = "truncate"
+    low: float | None = Field(default=None, gt=0)
+    high: float | None = Field(default=2.0, gt=0)
+
+    def __post_init__(self) -> None:
+        if self.mode == "truncate" and (self.low is not None or self.high is None):
+            raise ParameterError(
+                f"truncation cuts ratios to high and nothing else, but was given low={self.low!r}, high={self.high!r}; "
+                f"give it high alone, or take mode='mask'"
+            )
+        if self.mode != "reject" and self.level == "minimum":
+            raise ParameterError(
+                f"the least ratio of a row is no weight for it, so level='minimum' cannot go with mode={self.mode!r}; "
+                f"take mode='reject', or level='sequence'"
+            )
+        if (self.low, self.high) == (None, None) or (self.low or 0.0) > (self.high or float("inf")):
+            raise ParameterError(
+                f"no ratio would be told from another by low={self.low!r}, high={self.high!r}; expected a bound at "
+                f"least, and low no larger than high"
+            )
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """``{"importance correction"}``, but where rows are only rejected: those that are kept weigh 1."""
+        return frozenset() if self.mode == "reject" else frozenset({"importance correction"})
+
+    def __call__(
+        self,
+        advantages: Advantages,
+        old_log_probs: OldLogProbs,
+        rollout_log_probs: RolloutLogProbs,
+        response_mask: ResponseMask,
+        metrics: Metrics = INJECTED,
+    ) -> Advantages:
+        ratios = importance_ratios(old_log_probs, rollout_log_probs, response_mask, self.level)
+        weights, outside = bound_ratios(ratios, self.mode, self.low, self.high)
+        counted = response_mask if self.level == "token" else response_mask.any(-1, keepdim=True)
+        if counted.any():
+            r, w, count = ratios[counted].double(), weights[counted].double(), int(counted.sum())
+            metrics.mean("rollout_corr/ratio_mean", r.sum(), count)
+            metrics.min("rollout_corr/ratio_min", r.min())
+            metrics.max("rollout_corr/ratio_max", r.max())
+            metrics.mean("rollout_corr/weight_mean", w.sum(), count)
+            metrics.mean("rollout_corr/bounded", outside[counted].sum(), count)
+            squares = float(w.square().sum())
+            metrics.mean("rollout_corr/ess", float(w.sum()) ** 2 / squares if squares else 0.0, count)
+        return select(advantages, response_mask) * weights
+
+
+class Mismatched(NamedTuple):
+    """How far the engine and the trainer were apart in a step: the mean of ``|old - rollout|`` in nats per token, and
+    from where on that is an alarm (None while it is being calibrated)."""
+
+    logp_diff_mean: float
+    alarm_above: float | None
+
+
+class Mismatch(Operator):
+    """Whether the engine and the trainer agree on what was sampled; warns when they drift apart.
+
+    Insert it as ``edit(insert={"mismatch": After("old_log_prob", Mismatch())})``. It reports over the tokens on the
+    mask: ``rollout/logp_diff_mean`` and ``_max`` of ``|old - rollout|`` in nats, ``rollout/ratio_outside``, the share
+    of tokens whose ratio is not within [0.9, 1.1], and ``rollout/kl``, KL(rollout || trainer) per token by k3.
+
+    What is normal depends on engine, precision and model, so the alarm is calibrated on the run itself: it goes off
+    where ``logp_diff_mean`` is more than `margin` times the largest of the first `calibration` steps (and more than
+    float32 rounds by). From then on ``rollout/alarm_above`` is that threshold.
+
+    Args:
+        calibration: steps at the start of a run that say what is normal.
+        margin: so many times the largest of these is an alarm.
+
+    Raises:
+        DataError: a log-prob on the mask is NaN.
+    """
+
+    granularity: ClassVar[Granularity] = "batch"
+
+    calibration: int = Field(default=10, ge=1)
+    margin: float = Field(default=4.0, gt=1)
+
+    seen = State[dict[str, Any]](lambda self: {"steps": 0, "largest": 0.0})
+
+    def __call__(
+        self,
+        rollout_log_probs: RolloutLogProbs,
+        old_log_probs: OldLogProbs,
+        response_mask: ResponseMask,
+        metrics: Metrics = INJECTED,
+    ) -> Mismatched:
+        ratios = importance_ratios(old_log_probs, rollout_log_probs, response_mask, "token")
+        old, rollout = select(old_log_probs, response_mask), select(rollout_log_probs, response_mask)
+        tokens, difference = int(response_mask.sum()), (old - rollout).abs()
+        total = float(difference.sum())
+        outside = response_mask & ((ratios < NEAR_ONE[0]) | (ratios > NEAR_ONE[1]))
+        metrics.mean("rollout/logp_diff_mean", total, tokens)
+        metrics.mean("rollout/ratio_outside", outside.sum(), tokens)
+        metrics.mean("rollout/kl", masked_sum(kl_penalty(rollout, old, "k3"), response_mask), tokens)
+        if not tokens:
+            return Mismatched(0.0, None)
+        worst = float(difference.max())
+        metrics.max("rollout/logp_diff_max", worst)
+
+        mean = total / tokens
+        steps, largest = self.seen.value["steps"] + 1, self.seen.value["largest"]
+        calibrating = steps <= self.calibration
+        self.seen.value = {"steps": steps, "largest": max(largest, mean) if calibrating else largest}
+        if calibrating:
+            return Mismatched(mean, None)
+        threshold = max(self.margin * largest, ROUNDING)
+        metrics.max("rollout/alarm_above", threshold)
+        if mean > threshold:
+            logger.warning(
+                "step %d: the engine's log-probs differ from the trainer's by %.3g nats a token in the mean and %.3g "
+                "at most (%.2g of the ratios are outside [%g, %g]), and the largest mean of the first %d steps was "
+                "%.3g; look at what changed in engine or trainer, or insert RolloutCorrection().",
+                steps,
+                mean,
+                worst,
+                int(outside.sum()) / tokens,
+                *NEAR_ONE,
+                self.calibration,
+                largest,
+            )
+        return Mismatched(mean, threshold)

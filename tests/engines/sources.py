@@ -1,0 +1,64 @@
+"""Trainers that a sync reads from, with faults to order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowrl.backends.torch_trainer import TorchTrainerEngine
+
+
+class Batch(NamedTuple):
+    """What `log_probs` reads."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    response_mask: Tensor
+    temperature: Tensor
+
+
+class Altered:
+    """A trainer under another version, or whose weights leave it with a fault.
+
+    Args:
+        trainer: the real one.
+        version: to bear.
+        fault: ``"missing"``, ``"unknown"``, ``"twice"``, ``"shape"`` or ``"raises"``: of the weight in the middle.
+    """
+
+    def __init__(self, trainer: TorchTrainerEngine, version: int = 1, fault: str | None = None) -> None:
+        self._trainer, self.version, self.fault = trainer, version, fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    def log_probs(self, batch: Any) -> Tensor:
+        return self._trainer.log_probs(batch)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        weights = list(self._trainer.weights())
+        for i, (name, tensor) in enumerate(weights):
+            match self.fault if i == len(weights) // 2 else None:
+                case None:
+                    yield name, tensor
+                case "missing":
+                    continue
+                case "unknown":
+                    yield name + ".lora_A", tensor
+                case "twice":
+                    yield from [(name, tensor)] * 2
+                case "shape":
+                    yield name, torch.cat([tensor, tensor])
+                case "raises":
+                    raise ConnectionError("the link broke")
+                case unknown:
+                    raise ValueError(f"no fault {unknown!r}")
+
+    @staticmethod
+    def batch(ids: Tensor, attention: Tensor, positions: Tensor, mask: Tensor, temperature: float) -> Batch:
+        """Sequences as `log_probs` reads them, all at one temperature."""
+        return Batch(ids, attention, positions, mask, torch.full((len(ids),), temperature))

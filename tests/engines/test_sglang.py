@@ -1,0 +1,443 @@
+"""`SGLang` with the real engine, against full forward passes of transformers, `TorchRollout` and `TorchTrainer`.
+
+The engine is shared; a test that ends it leaves it to the next sync to start it anew, which takes 15 seconds or more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from flowrl import PromptData, Training
+from flowrl.backends import AdamW, TorchTrainer
+from flowrl.backends.process import EngineError, EngineProcess, members, shared_memory
+from flowrl.backends.sglang import SGLang, SGLangEngine
+from flowrl.backends.torch_trainer import TorchTrainerEngine
+from flowrl.digest import weights_digest
+from flowrl.distributed.place import Colocate
+from flowrl.edit import After
+from flowrl.engines import Rollout, Sampling, Sleeper
+from flowrl.errors import AsleepError, BindError, DataError, ParameterError, SyncError
+from flowrl.operators import Mismatch
+from flowrl.records import Receipt
+from tests.engines.answers import CONTEXT, GREEDY, KEY, by_torch, logits_of, names, ragged, rows, to_score
+from tests.engines.sources import Altered
+from tests.jobs import job_of
+from tests.models import EOS, VOCAB, tiny_folder
+from tests.rewards import asked_for
+
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 64}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Its generation config would let responses end with a letter, and cut off the less likely tokens."""
+    folder = tiny_folder(tmp_path_factory.mktemp("sglang"))
+    loose = {"eos_token_id": [EOS, *range(10, 30)], "temperature": 0.2, "top_k": 3, "do_sample": True}
+    Path(folder, "generation_config.json").write_text(json.dumps(loose))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: str) -> TorchTrainerEngine:
+    return TorchTrainer(folder, device="cpu").build(CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> TorchTrainerEngine:
+    """A trainer of the same architecture with other weights."""
+    return TorchTrainer(tiny_folder(tmp_path_factory.mktemp("other"), seed=1), device="cpu").build(CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def running(folder: str) -> Iterator[SGLangEngine]:
+    engine = SGLang(folder, **SETTINGS).build(CONTEXT)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(running: SGLangEngine, trainer: TorchTrainerEngine) -> SGLangEngine:
+    """The shared engine with the trainer's weights."""
+    running.sync(trainer)
+    return running
+
+
+def process_of(engine: SGLangEngine) -> EngineProcess:
+    assert engine._process is not None
+    return engine._process
+
+
+def scheduler_of(engine: SGLangEngine) -> int:
+    found = [
+        path for path in members(process_of(engine).pid) if (path / "comm").read_text().startswith("sglang::sched")
+    ]
+    return int(found[0].name)
+
+
+def servers() -> set[str]:
+    """The processes of engines that run now, by number."""
+    lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return {line.split()[0] for line in lines if "sglang_server" in line or "sglang::" in line}
+
+
+@pytest.mark.engines("sglang")
+@pytest.mark.timeout(600)
+class TestTokens:
+    def test_it_is_a_rollout_that_sleeps(self, engine: SGLangEngine) -> None:
+        assert isinstance(engine, Rollout)
+        assert isinstance(engine, Sleeper)
+
+    def test_greedy_tokens_are_those_of_transformers(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine, folder: str
+    ) -> None:
+        prompts, mask = ragged(engine, [1, 7, 3, 40, 12, 130])
+        answers = rows(engine.generate(prompts, mask, names(6), GREEDY, KEY))
+        assert answers == by_torch(trainer, folder, prompts, mask)
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.4])
+    def test_log_probs_are_those_of_the_trainer(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine, temperature: float
+    ) -> None:
+        prompts, mask = ragged(engine, [3, 1, 25, 131, 9, 2, 60, 4])
+        sampled = engine.generate(prompts, mask, names(8), Sampling(temperature, 0, 1.0, 40), KEY)
+        expected = trainer.log_probs(to_score(prompts, mask, sampled, temperature or 1.0))
+        assert sampled.log_probs.dtype == torch.float32
+        assert (sampled.log_probs - expected).abs().max() < 1e-4
+        assert not sampled.log_probs[~sampled.response_mask].any()
+
+    @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.7), (12, 0.8), (1, 1.0)])
+    def test_log_probs_are_of_the_truncated_distribution(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine, top_k: int, top_p: float
+    ) -> None:
+        prompts, mask = ragged(engine, [3, 1, 9, 14])
+        sampled = engine.generate(prompts, mask, names(4), Sampling(0.9, top_k, top_p, 24), KEY)
+        for ids, kept, response, log_probs in zip(prompts, mask, rows(sampled), sampled.log_probs, strict=True):
+            for t, logits in enumerate(logits_of(trainer.model, ids[kept].tolist(), response)):
+                probabilities, order = (logits / 0.9).softmax(-1).sort(descending=True)
+                within = probabilities.cumsum(-1) - probabilities < top_p  # what came before has not reached it
+                within &= torch.arange(VOCAB) < (top_k or VOCAB)
+                nucleus = dict(zip(order[within].tolist(), probabilities[within].tolist(), strict=True))
+                expected = np.log(nucleus[response[t]] / sum(nucleus.values()))
+                assert log_probs[t].item() == pytest.approx(expected, abs=1e-4)
+
+    def test_tokens_are_drawn_by_their_probability(self, engine: SGLangEngine, trainer: TorchTrainerEngine) -> None:
+        prompts, mask = ragged(engine, [6])
+        count = 2000
+        once = Sampling(1.0, 0, 1.0, max_new_tokens=1)
+        sampled = engine.generate(prompts.repeat(count, 1), mask.repeat(count, 1), names(count), once, KEY)
+        expected = logits_of(trainer.model, prompts[0].tolist(), [0])[0].softmax(-1)
+        seen = torch.bincount(sampled.responses[:, 0], minlength=VOCAB) / count
+        deviation = (seen - expected).abs() / (expected * (1 - expected) / count).sqrt()
+        assert deviation[expected > 0.01].max() < 4.5
+
+    def test_padding_never_reaches_the_model(self, engine: SGLangEngine) -> None:
+        prompts, mask = ragged(engine, [4, 2, 6])
+        expected = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+        wide = torch.cat([torch.full((3, 5), 10**9), prompts.masked_fill(~mask, -1)], dim=1)
+        wide_mask = torch.cat([torch.zeros(3, 5, dtype=torch.bool), mask], 1)
+        assert rows(engine.generate(wide, wide_mask, names(3), GREEDY, KEY)) == expected
+
+    def test_a_response_ends_with_eos_or_a_stop_token_and_nothing_else(self, engine: SGLangEngine) -> None:
+        prompts, mask = ragged(engine, [3] * 64)
+        stop = 20  # and not 10 to 29, as the folder's generation config says
+        sampling = Sampling(1.5, 0, 1.0, max_new_tokens=60, stop_token_ids=(stop,))
+        answers = rows(engine.generate(prompts, mask, names(64), sampling, KEY))
+        ends = {row[-1] for row in answers if len(row) < 60}
+        assert ends == {EOS, stop}
+        assert all({EOS, stop}.isdisjoint(row[:-1]) for row in answers)
+        assert {token for row in answers for token in row[:-1]} >= {11, 15, 25}
+
+    def test_a_sequence_may_be_as_long_as_the_model_allows(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine, folder: str
+    ) -> None:
+        prompts, mask = ragged(engine, [200])
+        whole = Sampling(0.0, 0, 1.0, max_new_tokens=56)
+        answers = rows(engine.generate(prompts, mask, names(1), whole, KEY))
+        assert answers == by_torch(trainer, folder, prompts, mask, whole)
+
+    def test_no_rows_are_answered_by_none(self, engine: SGLangEngine) -> None:
+        none = torch.zeros(0, 3, dtype=torch.int64)
+        assert [column.shape for column in engine.generate(none, none.bool(), [], GREEDY, KEY)] == [(0, 0)] * 3
+
+    def test_what_it_cannot_take_is_refused_and_leaves_it_well(self, engine: SGLangEngine) -> None:
+        prompts, mask = ragged(engine, [4, 4])
+        expected = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
+        long, long_mask = ragged(engine, [240])
+        faults = [
+            (long, long_mask, "more than the 256 tokens"),
+            (prompts.index_fill(1, torch.tensor([3]), VOCAB), mask, "vocabulary"),
+            (prompts, mask.flip(1).index_fill(1, torch.tensor([3]), False), "padded on the left"),
+        ]
+        for ids, kept, words in faults:
+            with pytest.raises(DataError, match=words):
+                engine.generate(ids, kept, names(len(ids)), GREEDY, KEY)
+        assert rows(engine.generate(prompts, mask, names(2), GREEDY, KEY)) == expected
+
+    def test_a_nucleus_that_cannot_be_renormalised_is_refused(
+        self, engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(engine._about, "support", 50)
+        prompts, mask = ragged(engine, [4])
+        with pytest.raises(DataError, match=r"top_k=0, top_p=0.9 may leave any of 85 tokens.*Generate\(top_k=50\)"):
+            engine.generate(prompts, mask, names(1), Sampling(1.0, 0, 0.9, 4), KEY)
+        engine.generate(prompts, mask, names(1), Sampling(1.0, 50, 0.9, 4), KEY)
+
+
+@pytest.mark.engines("sglang")
+@pytest.mark.timeout(600)
+class TestSync:
+    def test_it_brings_the_new_weights_and_a_receipt(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, folder: str
+    ) -> None:
+        prompts, mask = ragged(engine, [4, 9, 1])
+        old = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+        receipt = engine.sync(Altered(other, version=7))  # type: ignore[arg-type]
+        assert receipt == engine.receipt
+        size = sum(tensor.nbytes for _, tensor in other.weights())
+        assert receipt._replace(seconds=0) == Receipt(7, weights_digest(other.weights()), size, 0, "pipe")
+        new = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+        assert new == by_torch(other, folder, prompts, mask) != old
+        engine.sync(trainer)
+        assert rows(engine.generate(prompts, mask, names(3), GREEDY, KEY)) == old
+
+    def test_in_many_buckets(
+        self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("flowrl.backends.sglang.BUCKET_BYTES", 20_000)
+        assert engine.sync(other).digest == weights_digest(other.weights())
+        prompts, mask = ragged(engine, [4, 9, 1])
+        answers = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+        assert answers == by_torch(other, folder, prompts, mask)
+
+    def test_what_was_computed_with_old_weights_is_forgotten(
+        self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str
+    ) -> None:
+        prompts, mask = ragged(engine, [150] * 4)
+        engine.generate(prompts, mask, names(4), GREEDY, KEY)
+        process = process_of(engine)
+        process.ask("begin")
+        process.ask("take", save({name: tensor.detach().contiguous() for name, tensor in other.weights()}))
+        # Not at the end of an update, SGLang still has what it computed with older weights: the prompts would show it.
+        stale = rows(engine.generate(prompts, mask, names(4), GREEDY, KEY))
+        process.ask("end", version="0")
+        expected = by_torch(other, folder, prompts, mask)
+        assert stale != expected
+        assert rows(engine.generate(prompts, mask, names(4), GREEDY, KEY)) == expected
+
+    def test_weights_from_another_process_are_not_probed(self, engine: SGLangEngine, other: TorchTrainerEngine) -> None:
+        class Export:
+            version = 3
+            weights = other.weights
+
+        assert engine.sync(Export()).version == 3  # type: ignore[arg-type]
+
+    def test_an_engine_that_keeps_old_weights_is_found_by_the_probe(
+        self, engine: SGLangEngine, other: TorchTrainerEngine, trainer: TorchTrainerEngine
+    ) -> None:
+        class Swapped(Altered):  # it sends one set of weights and scores by another
+            def weights(self) -> Any:
+                return trainer.weights()
+
+        with pytest.raises(SyncError, match="SGLang and the trainer score the same 15 tokens differently"):
+            engine.sync(Swapped(other))  # type: ignore[arg-type]
+        assert engine.receipt is None
+
+    def test_what_is_damaged_on_the_way_is_found_by_the_digest(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def damaged(bucket: dict[str, torch.Tensor]) -> bytes:
+            return save({name: tensor * (1 + 1e-7) for name, tensor in load(save(bucket)).items()})
+
+        with monkeypatch.context() as patch, pytest.raises(SyncError, match="have the digest"):
+            patch.setattr("flowrl.backends.sglang.save", damaged)
+            engine.sync(trainer)
+        assert engine.receipt is None
+        prompts, mask = ragged(engine, [4, 9])
+        with pytest.raises(SyncError, match="no receipt"):
+            engine.generate(prompts, mask, names(2), GREEDY, KEY)
+        engine.sync(trainer)
+        answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
+        assert answers == by_torch(trainer, folder, prompts, mask)
+
+    def test_a_source_that_fails_half_way_leaves_no_receipt(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine
+    ) -> None:
+        with pytest.raises(SyncError, match="the link broke"):
+            engine.sync(Altered(trainer, fault="raises"))  # type: ignore[arg-type]
+        assert engine.receipt is None
+
+
+@pytest.mark.engines("sglang")
+@pytest.mark.timeout(600)
+class TestProcess:
+    def test_asleep_it_computes_nothing_and_awake_it_goes_on(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine
+    ) -> None:
+        prompts, mask = ragged(engine, [4, 2])
+        before = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
+        engine.sleep()
+        engine.sleep()
+        with pytest.raises(AsleepError, match="generate"):
+            engine.generate(prompts, mask, names(2), GREEDY, KEY)
+        with pytest.raises(AsleepError, match="sync"):
+            engine.sync(trainer)
+        engine.wake()
+        engine.wake()
+        assert rows(engine.generate(prompts, mask, names(2), GREEDY, KEY)) == before
+
+    @pytest.mark.parametrize("victim", ["the process", "its scheduler"])
+    def test_killed_while_it_generates_it_is_named_and_the_next_sync_mends_it(
+        self,
+        engine: SGLangEngine,
+        trainer: TorchTrainerEngine,
+        folder: str,
+        monkeypatch: pytest.MonkeyPatch,
+        victim: str,
+    ) -> None:
+        process = process_of(engine)
+        group, segments = process.pid, shared_memory(process.pid)
+        assert segments
+        pid = group if victim == "the process" else scheduler_of(engine)
+        answer = process.reply
+
+        def killed(call: str) -> dict[str, Any]:  # the request is under way
+            os.kill(pid, signal.SIGKILL)
+            return answer(call)
+
+        monkeypatch.setattr(process, "reply", killed)
+        prompts, mask = ragged(engine, [4] * 64)
+        with pytest.raises(EngineError, match=r"the process of SGLang .* during generate"):
+            engine.generate(prompts, mask, names(64), Sampling(1.0, 0, 1.0, 200), KEY)
+        assert not members(group)
+        assert not any(path.exists() for path in segments)
+        with pytest.raises(SyncError, match="no receipt"):
+            engine.generate(prompts, mask, names(64), GREEDY, KEY)
+        engine.sync(trainer)
+        answers = rows(engine.generate(prompts[:2], mask[:2], names(2), GREEDY, KEY))
+        assert answers == by_torch(trainer, folder, prompts[:2], mask[:2])
+
+    def test_it_ends_with_the_process_that_started_it(self, folder: str) -> None:
+        """Which is killed, and so can end nothing by itself."""
+        code = (
+            "import os, signal, sys; from flowrl.backends.sglang import SGLang; from flowrl.job import Engines;"
+            "from flowrl.backends.process import shared_memory;"
+            "engine = SGLang(sys.argv[1], max_num_seqs=4).build(Engines({}, seed=0)); pid = engine._process.pid;"
+            "print(pid, *shared_memory(pid), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        group, *segments = done.stdout.split()
+        for _ in range(1000):
+            if not members(int(group)):
+                break
+            os.sched_yield()
+        assert not members(int(group))
+        assert segments
+        assert not any(Path(segment).exists() for segment in segments)
+
+
+@pytest.mark.engines("sglang")
+@pytest.mark.timeout(600)
+class TestOthers:
+    """Engines with other settings, after the shared one has ended: there is not memory for many."""
+
+    def test_tied_weights_on_two_devices(self, running: SGLangEngine, tmp_path: Path) -> None:
+        running.close()
+        folder = tiny_folder(tmp_path, "qwen2")
+        engine = SGLang(folder, tensor_parallel=2, **SETTINGS).build(CONTEXT)
+        prompts, mask = ragged(engine, [4, 9, 1])
+        for seed in (0, 1):
+            trainer = TorchTrainer(tiny_folder(tmp_path, "qwen2", seed), device="cpu").build(CONTEXT)
+            assert engine.sync(trainer).digest == weights_digest(trainer.weights())
+            answers = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+            assert answers == by_torch(trainer, folder, prompts, mask)
+        group = process_of(engine).pid
+        del engine
+        gc.collect()
+        assert not members(group)
+
+    def test_bfloat16_is_near(self, running: SGLangEngine, trainer: TorchTrainerEngine, folder: str) -> None:
+        running.close()
+        engine = SGLang(folder, max_num_seqs=8).build(CONTEXT)  # "auto" is bfloat16 for a float32 folder
+        engine.sync(trainer)
+        prompts, mask = ragged(engine, [4, 9, 1])
+        sampled = engine.generate(prompts, mask, names(3), Sampling(1.0, 0, 1.0, 40), KEY)
+        difference = (sampled.log_probs - trainer.log_probs(to_score(prompts, mask, sampled, 1.0))).abs()
+        assert 1e-4 < difference[sampled.response_mask].mean() < 0.05
+        engine.close()
+
+    def test_a_job_learns_by_it_with_one_edit(self, tiny: str, tmp_path: Path) -> None:
+        task = tmp_path / "prompts.jsonl"
+        with task.open("w") as lines:
+            for i in range(8):
+                wanted = ("digits", "letters")[i % 2]
+                record = {
+                    "prompt": [{"role": "user", "content": f"{wanted[0]}{i}"}],
+                    "data_source": "asked_for",
+                    "reward_model": {"ground_truth": wanted},
+                }
+                lines.write(json.dumps(record) + "\n")
+        by_torch = job_of("grpo", tiny, asked_for, optimizer=AdamW(lr=3e-3), n=8, mini_batch=32, max_new_tokens=8)
+        job = by_torch.edit(bind={"rollout": SGLang(tiny, **SETTINGS)})
+        training = Training(job, PromptData(str(task)), steps=25, prompts=8, folder=str(tmp_path / "run"))
+        rewards = [metrics["reward/mean"] for metrics in training.run().metrics]
+        assert sum(rewards[:2]) / 2 < 0.45
+        assert sum(rewards[-5:]) / 5 > 0.8
+
+    def test_on_ray_it_takes_turns_with_the_trainer_and_ends_with_the_job(
+        self, tiny: str, prompts_file: str, tmp_path: Path
+    ) -> None:
+        job = job_of("grpo", tiny).edit(bind={"rollout": SGLang(tiny, **SETTINGS)})
+        job = dataclasses.replace(job, place=Colocate(1))
+        insert = {"mismatch": After("old_log_prob", Mismatch())}
+        training = Training(
+            job.edit(insert=insert),
+            PromptData(prompts_file),
+            steps=3,
+            prompts=4,
+            folder=str(tmp_path),
+            save_model=False,
+        )
+        before = servers()
+        metrics = training.run().metrics
+        assert [step["sync/version"] for step in metrics] == [1, 2, 3]
+        assert all(step["rollout/logp_diff_max"] < 1e-4 for step in metrics)
+        assert servers() <= before
+
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [({"engine_args": {"no_such_argument": 1}}, "no_such_argument"), ({"cache_tokens": 100}, "room for")],
+    )
+    def test_a_start_that_fails_says_why(self, folder: str, settings: dict[str, Any], words: str) -> None:
+        with pytest.raises(BindError, match=words):
+            SGLang(folder, **SETTINGS | settings).build(CONTEXT)
+
+
+class TestWithoutTheEngine:
+    def test_it_says_how_to_get_it(self, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(BindError, match=r"flowrl\[sglang\]"):
+            SGLang(folder).build(CONTEXT)
+
+    def test_it_refuses_more_positions_than_the_model_has(self, folder: str) -> None:
+        with pytest.raises(BindError, match="max_model_len=300 with a model of 256 positions"):
+            SGLang(folder, max_model_len=300).build(CONTEXT)
+
+    @pytest.mark.parametrize("name", ["tp_size", "context_length", "skip_tokenizer_init"])
+    def test_it_refuses_arguments_that_are_fields_or_not_open(self, folder: str, name: str) -> None:
+        with pytest.raises(ParameterError, match=name):
+            SGLang(folder, engine_args={name: 1})

@@ -1,0 +1,166 @@
+"""`VLLM` with tensor parallel 2: two worker processes on a CPU, weights by gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.backends import TorchRollout, TorchTrainer
+from flowrl.backends.process import EngineError
+from flowrl.backends.torch_trainer import TorchTrainerEngine
+from flowrl.backends.vllm import VLLM, VLLMEngine
+from flowrl.digest import weights_digest
+from flowrl.engines import Sampled, Sampling
+from flowrl.errors import SyncError
+from flowrl.job import Engines
+from flowrl.keys import Key
+from tests.engines.sources import Altered
+from tests.models import tiny_folder
+
+pytestmark = pytest.mark.engines("vllm")
+
+CONTEXT = Engines({}, seed=0)
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, max_new_tokens=24)
+KEY = Key.of(3)
+NAMES = ["a", "b", "c"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_folder(tmp_path_factory.mktemp("parallel"), "qwen2")
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: str) -> TorchTrainerEngine:
+    return TorchTrainer(folder, device="cpu").build(CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> TorchTrainerEngine:
+    other = tiny_folder(tmp_path_factory.mktemp("other"), "qwen2", seed=1)
+    return TorchTrainer(other, device="cpu").build(CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: str) -> Iterator[VLLMEngine]:
+    before = shared_memory()
+    engine = VLLM(folder, tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20).build(CONTEXT)
+    workers = children()
+    assert len(workers) >= 2
+    yield engine
+    engine.close()
+    assert not children() & workers
+    assert shared_memory() <= before, shared_memory()
+
+
+def children(of: int | None = None) -> set[int]:
+    """vLLM's workers under a process, this one by default; zombies left out."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = status.read_text().partition("(")[2].rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+        state, parent = rest.split()[:2]
+        if int(parent) == (of or os.getpid()) and state != "Z" and name.startswith("VLLM"):
+            found.add(int(status.parent.name))
+    return found
+
+
+def shared_memory() -> set[str]:
+    """What vLLM has in shared memory."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("vllm", "psm"))}
+
+
+def prompts(engine: Any) -> Any:
+    return engine.tokenizer.pad_left([[9, 20, 33, 41], [12], [*range(7, 67)] * 3])
+
+
+def rows(sampled: Sampled) -> list[list[int]]:
+    return [ids[mask].tolist() for ids, mask in zip(sampled.responses, sampled.response_mask, strict=True)]
+
+
+def by_torch(source: Any, folder: str) -> list[list[int]]:
+    engine = TorchRollout(folder, device="cpu").build(CONTEXT)
+    engine.sync(source)
+    return rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY))
+
+
+def test_weights_reach_both_workers(
+    engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, folder: str
+) -> None:
+    for version, source in enumerate([trainer, other, trainer]):
+        receipt = engine.sync(Altered(source, version=version))
+        assert (receipt.version, receipt.transport) == (version, "gloo")
+        assert receipt.digest == weights_digest(source.weights())
+        answers = rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY))
+        assert answers == by_torch(source, folder)
+
+
+def test_an_update_that_fails_is_mended_by_the_next(
+    engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, folder: str
+) -> None:
+    with pytest.raises(SyncError, match="did not arrive"):
+        engine.sync(Altered(other, fault="missing"))
+    assert engine.receipt is None
+    assert not children()
+    engine.sync(trainer)
+    assert rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY)) == by_torch(trainer, folder)
+
+
+def test_a_worker_that_was_killed_is_named_and_replaced(
+    engine: VLLMEngine, trainer: TorchTrainerEngine, folder: str
+) -> None:
+    engine.sync(trainer)
+    os.kill(min(children()), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="vLLM failed while it answered 3 prompts"):
+        engine.generate(*prompts(engine), NAMES, GREEDY, KEY)
+    assert time.monotonic() - started < 60
+    assert engine.receipt is None
+    assert not children()
+    engine.sync(trainer)
+    assert rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY)) == by_torch(trainer, folder)
+
+
+OWNER = """
+import sys, time
+from flowrl.backends.vllm import VLLM
+from flowrl.job import Engines
+
+if __name__ == "__main__":  # vLLM's workers import this file
+    engine = VLLM(sys.argv[1], tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20).build(Engines({}, seed=0))
+    print("ready", flush=True)
+    time.sleep(200)
+"""
+
+
+def test_nothing_outlives_the_process_that_started_it(folder: str, tmp_path: Path) -> None:
+    before = shared_memory()
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    with subprocess.Popen(
+        [sys.executable, str(script), folder], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        assert any(line.strip() == "ready" for line in owner.stdout)
+        workers = children(owner.pid)
+        assert len(workers) == 2
+        owner.kill()
+    deadline = time.monotonic() + 60
+    while (alive(workers) or not shared_memory() <= before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(workers)
+    assert shared_memory() <= before
+
+
+def alive(processes: set[int]) -> set[int]:
+    return {number for number in processes if Path(f"/proc/{number}").exists()}

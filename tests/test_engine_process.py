@@ -1,0 +1,143 @@
+"""A process that is spoken to in frames: what it answers, how it dies, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flowrl.backends import TorchTrainer
+from flowrl.backends.arrival import Arrival, weight_shapes
+from flowrl.backends.frames import read_frame, write_frame
+from flowrl.backends.process import EngineError, EngineProcess, members, shared_memory
+from flowrl.digest import weights_digest
+from flowrl.errors import SyncError
+from flowrl.job import Engines
+from tests.models import tiny_folder
+
+Frames = st.lists(st.tuples(st.dictionaries(st.text(), st.integers() | st.text() | st.floats(-1, 1)), st.binary()))
+
+
+class TestFrames:
+    @given(Frames)
+    def test_come_out_as_they_went_in(self, frames: list[tuple[dict[str, object], bytes]]) -> None:
+        stream = io.BytesIO()
+        for message, body in frames:
+            write_frame(stream, message, body)
+        stream.seek(0)
+        assert [read_frame(stream) for _ in frames] == frames
+        with pytest.raises(EOFError):
+            read_frame(stream)
+
+    @pytest.mark.parametrize("cut", [1, 15, 17, 30])
+    def test_a_frame_that_breaks_off_is_no_frame(self, cut: int) -> None:
+        stream = io.BytesIO()
+        write_frame(stream, {"call": "echo"}, b"0123456789")
+        with pytest.raises(EOFError):
+            read_frame(io.BytesIO(stream.getvalue()[:cut]))
+
+
+@pytest.fixture
+def process() -> Iterator[EngineProcess]:
+    folder = tempfile.TemporaryDirectory(prefix="flowrl-test-")
+    process = EngineProcess("Toy", "tests.toy_process:main", {"COLOUR": "red"}, folder)
+    yield process
+    process.close()
+
+
+class TestProcess:
+    def test_it_answers(self, process: EngineProcess) -> None:
+        assert process.ask("echo", b"12345", n=1)["size"] == 5
+        assert process.ask("echo", n=[1.5, "é"])["n"] == [1.5, "é"]
+
+    def test_an_error_over_there_is_one_here(self, process: EngineProcess) -> None:
+        with pytest.raises(EngineError, match=r"Toy failed in fail: ValueError: no; .*\n    these are its words"):
+            process.ask("fail")
+        assert process.ask("echo", n=1)["n"] == 1
+
+    @pytest.mark.parametrize(("call", "words"), [("die", "exited with 3"), ("half", "was killed by SIGABRT")])
+    def test_its_death_is_named_and_nothing_is_left(self, process: EngineProcess, call: str, words: str) -> None:
+        told = process.ask("echo")
+        with pytest.raises(EngineError, match=rf"process of Toy {words} during {call}; .*\n    these are its words"):
+            process.ask(call)
+        with pytest.raises(EngineError, match="before it was asked"):
+            process.ask("echo")
+        assert str(told["child"]) in {path.name for path in members(process.pid)}  # an orphan, until it is closed
+        process.close()
+        self.refuse_leftovers(process, told)
+
+    def test_closed_it_leaves_nothing(self, process: EngineProcess) -> None:
+        told = process.ask("echo")
+        assert shared_memory(process.pid) == {Path("/dev/shm", told["memory"])}
+        process.close()
+        process.close()
+        self.refuse_leftovers(process, told)
+
+    def test_it_ends_with_whoever_holds_it(self) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="flowrl-test-")
+        process = EngineProcess("Toy", "tests.toy_process:main", {}, folder)
+        group = process.pid
+        del process
+        gc.collect()
+        assert not members(group)
+        assert not Path(folder.name).exists()
+
+    @staticmethod
+    def refuse_leftovers(process: EngineProcess, told: dict[str, object]) -> None:
+        assert not members(process.pid)
+        assert not Path("/dev/shm", str(told["memory"])).exists()
+        assert not process._log.parent.exists()
+
+    def test_it_has_the_environment_that_it_is_given(self, process: EngineProcess) -> None:
+        variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        assert b"COLOUR=red" in variables
+        assert os.environ.get("COLOUR") is None
+
+
+class Source:
+    """A trainer that sends what it is told to."""
+
+    version = 4
+
+    def __init__(self, sent: list[tuple[str, Tensor]]) -> None:
+        self.sent = sent
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.sent
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma2"])
+def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, kind)
+    trainer = TorchTrainer(folder, device="cpu").build(Engines({}, seed=0))
+    sent = {name: tensor.shape for name, tensor in trainer.weights()}
+    assert weight_shapes(folder) == sent
+    arrival = Arrival(sent, folder)
+    assert [name for name, _ in arrival.pass_on(trainer)] == list(sent)
+    assert arrival.digest == weights_digest(trainer.weights())
+    assert arrival.nbytes == sum(tensor.nbytes for _, tensor in trainer.weights())
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        ([("a", (2, 3))], r"b did not arrive \(1 in all\)"),
+        ([("a", (2, 3)), ("b", (3,))], r"b has shape \(3,\), and is of shape \(4,\)"),
+        ([("a", (2, 3)), ("c", (3,))], r"c has shape \(3,\), and is not wanted"),
+        ([("a", (2, 3)), ("a", (2, 3))], r"a has shape \(2, 3\), and is not wanted, or twice"),
+    ],
+)
+def test_other_weights_are_refused(sent: list[tuple[str, tuple[int, ...]]], words: str) -> None:
+    source = Source([(name, torch.zeros(shape)) for name, shape in sent])
+    arrival = Arrival({"a": torch.Size((2, 3)), "b": torch.Size((4,))}, "folder")
+    with pytest.raises(SyncError, match=rf"weights of version 4 are not those of 'folder': {words}"):
+        list(arrival.pass_on(source))  # type: ignore[arg-type]

@@ -1,0 +1,33 @@
+"""A process for tests of `EngineProcess`: it echoes frames, has shared memory and a child, and dies when told to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+
+from flowrl.backends.frames import read_frame, write_frame
+
+
+def main(requests: int, replies: int, life: int) -> None:
+    """Answers until its parent is gone."""
+    memory = SharedMemory(create=True, size=4096)
+    resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]  # nobody cleans up
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    print("these are its words", flush=True)
+    with open(requests, "rb") as incoming, open(replies, "wb") as outgoing:
+        while True:
+            message, body = read_frame(incoming)
+            match message.pop("call"):
+                case "echo":
+                    write_frame(outgoing, {**message, "size": len(body), "child": child.pid, "memory": memory.name})
+                case "fail":
+                    write_frame(outgoing, {"error": "ValueError: no"})
+                case "die":
+                    os._exit(3)
+                case "half":
+                    outgoing.write(b"\0" * 7)
+                    outgoing.flush()
+                    os.abort()
