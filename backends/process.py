@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -10,12 +11,14 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import flowrl
+from flowrl.backends import keeper
 from flowrl.backends.frames import read_frame, write_frame
+from flowrl.backends.keeper import end_group, members, note_shared_memory
 from flowrl.errors import FlowrlError
 
 GRACE = 20.0
@@ -34,8 +37,8 @@ class EngineProcess:
 
     Args:
         name: for errors.
-        main: what it runs, ``"package.module:function"``; called with three file descriptors: requests to read, replies
-            to write, and a pipe that ends with this process.
+        main: what it runs, ``"package.module:function"``; called with two file descriptors: requests to read, and
+            replies to write.
         environment: variables besides those of this process; None removes one.
         folder: where its temporary files go; removed at the end.
     """
@@ -44,8 +47,7 @@ class EngineProcess:
         self, name: str, main: str, environment: Mapping[str, str | None], folder: tempfile.TemporaryDirectory[str]
     ) -> None:
         self.name = name
-        module, _, function = main.partition(":")
-        code = f"import sys; from {module} import {function}; {function}(*map(int, sys.argv[1:]))"
+        code = "import sys; from flowrl.backends.process import run; run(sys.argv[1], *map(int, sys.argv[2:]))"
         here = str(Path(flowrl.__file__).parents[1])
         path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
         changed = {"PYTHONPATH": path, "TMPDIR": folder.name, **environment}
@@ -53,7 +55,7 @@ class EngineProcess:
         (theirs_in, requests), (replies, theirs_out), (theirs_life, life) = os.pipe(), os.pipe(), os.pipe()
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs_in), str(theirs_out), str(theirs_life)],
+                [sys.executable, "-c", code, main, str(theirs_in), str(theirs_out), str(theirs_life)],
                 env={key: v for key, v in {**os.environ, **changed}.items() if v is not None},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -65,9 +67,7 @@ class EngineProcess:
             os.close(descriptor)
         self._requests: BinaryIO = open(requests, "wb")  # noqa: SIM115
         self._replies: BinaryIO = open(replies, "rb")  # noqa: SIM115
-        self._segments: set[Path] = set()
-        streams = (self._requests, self._replies, life)
-        self._end = weakref.finalize(self, _end, self._process, *streams, folder, self._segments)
+        self._end = weakref.finalize(self, _end, self._process, self._requests, self._replies, life, folder)
 
     @property
     def pid(self) -> int:
@@ -104,7 +104,7 @@ class EngineProcess:
             reply, _ = read_frame(self._replies)
         except (EOFError, ValueError):
             raise self._died(f"during {call}") from None
-        self._segments |= shared_memory(self.pid)  # while there is somebody to tell
+        note_shared_memory(self.pid, self._log.parent)
         if "error" in reply:
             raise EngineError(f"{self.name} failed in {call}: {reply['error']}; {self._last_words()}")
         return reply
@@ -132,55 +132,26 @@ def _end(
     replies: BinaryIO,
     life: int,
     folder: tempfile.TemporaryDirectory[str],
-    segments: set[Path],
 ) -> None:
     """End a group of processes, and wait until nothing of it is left."""
-    end_group(process.pid, segments)
+    end_group(process.pid, Path(folder.name))
     process.wait()
     for stream in (requests, replies):
         with contextlib.suppress(BrokenPipeError):
             stream.close()
-    os.close(life)
     deadline = time.monotonic() + GRACE
     while members(process.pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     folder.cleanup()
+    os.close(life)  # the keeper has nothing left to do
 
 
-def end_group(group: int, segments: Iterable[Path] = ()) -> None:
-    """Kill every process of a group, without leaving its shared memory behind.
-
-    Nobody is asked to end by himself: the engines' own ways of ending kill the process that tracks their shared memory
-    before it has cleaned up, and wait for requests that nobody wants any more.
-
-    Args:
-        group: its number.
-        segments: of shared memory that are known to be the group's, besides those that its processes have mapped now.
-    """
-    for segment in {*segments, *shared_memory(group)}:
-        segment.unlink(missing_ok=True)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def shared_memory(group: int) -> set[Path]:
-    """The files in shared memory that processes of a group have mapped."""
-    mapped: set[int] = set()
-    for process in members(group):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            lines = (process / "maps").read_text().splitlines()
-            mapped |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
-    # By number and not by name, since a semaphore is mapped under another name than it is found by.
-    return {Path(entry.path) for entry in os.scandir("/dev/shm") if entry.inode() in mapped}
-
-
-def members(group: int) -> list[Path]:
-    """Where the processes of a group are described, but dead ones that nobody has waited for."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                state, _, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-                if int(its_group) == group and state != "Z":
-                    found.append(entry)
-    return found
+def run(main: str, requests: int, replies: int, life: int) -> None:
+    """What the process runs: `main`, with a keeper beside it."""
+    command = [sys.executable, "-I", keeper.__file__, str(life), str(os.getpid()), os.environ["TMPDIR"]]
+    subprocess.Popen(command, pass_fds=(life,), start_new_session=True, stdin=subprocess.DEVNULL)
+    os.close(life)
+    for descriptor in (requests, replies):
+        os.set_inheritable(descriptor, False)
+    module, _, function = main.partition(":")
+    getattr(importlib.import_module(module), function)(requests, replies)

@@ -1,22 +1,19 @@
 """The process of an `SGLang` engine: it runs `sglang.Engine` and answers the frames of the process that started it.
 
 SGLang answers a fault in its scheduler by killing the process that holds the engine, so that is never the trainer's.
-This process and all that SGLang starts are one process group; the group ends with the pipe that its parent holds.
+This process and all that SGLang starts are one group, which ends with the parent; see `EngineProcess`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import threading
+import signal
 from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import load
 
 from flowrl.backends.frames import read_frame, write_frame
-from flowrl.backends.process import end_group
 from flowrl.digest import tensor_digest
 
 
@@ -133,24 +130,13 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         message, body = read_frame(requests)
 
 
-def main(requests: int, replies: int, life: int) -> None:
+def main(requests: int, replies: int) -> None:
     """What the process runs.
 
     Args:
-        requests, replies, life: file descriptors of pipes; nothing is sent through the last one, which ends with the
-            parent.
+        requests, replies: file descriptors of pipes.
     """
-    for descriptor in (requests, replies, life):
-        os.set_inheritable(descriptor, False)
     torch.set_num_threads(1)
-
-    def follow_parent() -> None:
-        os.read(life, 1)
-        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
-        end_group(os.getpid())
-
-    follower = threading.Thread(target=follow_parent, daemon=True)
-    follower.start()
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone
+    with contextlib.suppress(EOFError, BrokenPipeError):
         serve(open(requests, "rb"), open(replies, "wb"))  # noqa: SIM115
-    follower.join()  # and SGLang's own way of ending would come between
+    signal.pause()  # the parent is gone; SGLang's own way of ending would come between the keeper and what it cleans up

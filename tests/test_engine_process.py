@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
+import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +23,8 @@ from torch import Tensor
 from flowrl.backends import TorchTrainer
 from flowrl.backends.arrival import Arrival, weight_shapes
 from flowrl.backends.frames import read_frame, write_frame
-from flowrl.backends.process import EngineError, EngineProcess, members, shared_memory
+from flowrl.backends.keeper import members, shared_memory
+from flowrl.backends.process import EngineError, EngineProcess
 from flowrl.digest import weights_digest
 from flowrl.errors import SyncError
 from flowrl.job import Engines
@@ -52,6 +58,22 @@ def process() -> Iterator[EngineProcess]:
     process = EngineProcess("Toy", "tests.toy_process:main", {"COLOUR": "red"}, folder)
     yield process
     process.close()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Another process will see to it, soon."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def state(pid: int) -> str | None:
+    """Of a process, as ps would show it; None for one that is not there."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return None
 
 
 class TestProcess:
@@ -90,6 +112,22 @@ class TestProcess:
         gc.collect()
         assert not members(group)
         assert not Path(folder.name).exists()
+
+    def test_killed_with_whoever_started_it_its_keeper_cleans_up(self) -> None:
+        """As Ray kills an actor and the processes that this has started."""
+        code = (
+            "import json, os, signal, tempfile; from flowrl.backends.process import EngineProcess;"
+            "folder = tempfile.TemporaryDirectory(prefix='flowrl-test-');"
+            "process = EngineProcess('Toy', 'tests.toy_process:main', {}, folder);"
+            "print(json.dumps([process.ask('echo'), folder.name]), flush=True);"
+            "os.kill(process.pid, signal.SIGKILL); os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        told, folder = json.loads(done.stdout)
+        eventually(lambda: not Path(folder).exists())
+        assert not Path("/dev/shm", told["memory"]).exists()
+        eventually(lambda: state(told["child"]) in (None, "Z"))
 
     @staticmethod
     def refuse_leftovers(process: EngineProcess, told: dict[str, object]) -> None:

@@ -11,7 +11,7 @@ from multiprocessing.shared_memory import SharedMemory
 from flowrl.backends.frames import read_frame, write_frame
 
 
-def main(requests: int, replies: int, life: int) -> None:
+def main(requests: int, replies: int) -> None:
     """Answers until its parent is gone."""
     memory = SharedMemory(create=True, size=4096)
     resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]  # nobody cleans up

@@ -12,7 +12,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from safetensors.torch import load, save
 
 from flowrl import PromptData, Training
 from flowrl.backends import AdamW, TorchTrainer
-from flowrl.backends.process import EngineError, EngineProcess, members, shared_memory
+from flowrl.backends.keeper import members, shared_memory
+from flowrl.backends.process import EngineError, EngineProcess
 from flowrl.backends.sglang import SGLang, SGLangEngine
 from flowrl.backends.torch_trainer import TorchTrainerEngine
 from flowrl.digest import weights_digest
@@ -88,10 +91,23 @@ def scheduler_of(engine: SGLangEngine) -> int:
     return int(found[0].name)
 
 
-def servers() -> set[str]:
-    """The processes of engines that run now, by number."""
-    lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return {line.split()[0] for line in lines if "sglang_server" in line or "sglang::" in line}
+def of_engines() -> set[str]:
+    """Processes, shared memory and folders of engines that are there now."""
+    lines = subprocess.run(
+        ["ps", "-eo", "stat,pid,args"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    live = [line.split(maxsplit=2) for line in lines if not line.startswith("Z")]
+    processes = {f"process {pid}" for _, pid, args in live if "sglang" in args}
+    memory = {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("sglang")}
+    return processes | memory | {path.name for path in Path(tempfile.gettempdir()).glob("flowrl-sglang-*")}
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Another process will see to it, soon."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.engines("sglang")
@@ -334,18 +350,14 @@ class TestProcess:
         """Which is killed, and so can end nothing by itself."""
         code = (
             "import os, signal, sys; from flowrl.backends.sglang import SGLang; from flowrl.job import Engines;"
-            "from flowrl.backends.process import shared_memory;"
+            "from flowrl.backends.keeper import shared_memory;"
             "engine = SGLang(sys.argv[1], max_num_seqs=4).build(Engines({}, seed=0)); pid = engine._process.pid;"
             "print(pid, *shared_memory(pid), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
         )
         done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
         assert done.returncode == -signal.SIGKILL, done.stderr
         group, *segments = done.stdout.split()
-        for _ in range(1000):
-            if not members(int(group)):
-                break
-            os.sched_yield()
-        assert not members(int(group))
+        eventually(lambda: not members(int(group)))
         assert segments
         assert not any(Path(segment).exists() for segment in segments)
 
@@ -412,11 +424,11 @@ class TestOthers:
             folder=str(tmp_path),
             save_model=False,
         )
-        before = servers()
+        before = of_engines()
         metrics = training.run().metrics
         assert [step["sync/version"] for step in metrics] == [1, 2, 3]
         assert all(step["rollout/logp_diff_max"] < 1e-4 for step in metrics)
-        assert servers() <= before
+        eventually(lambda: of_engines() <= before)
 
     @pytest.mark.parametrize(
         ("settings", "words"),
