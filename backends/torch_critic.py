@@ -42,6 +42,7 @@ class TorchCritic(Spec):
         gradient_checkpointing: recompute each layer in the backward pass, for memory.
         max_tokens: padded tokens that a micro-batch may hold; gradients do not depend on it.
         device: None is CUDA where there is one, else the CPU.
+        memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each.
         offload: keep weights, gradients and optimiser state in CPU memory; a layer comes to the device to compute.
     """
@@ -54,6 +55,7 @@ class TorchCritic(Spec):
     gradient_checkpointing: bool = False
     max_tokens: int = Field(default=16384, ge=1)
     device: str | None = None
+    memory: float | None = Field(default=None, gt=0)
     ranks: int = Field(default=1, ge=1)
     offload: bool = False
 

@@ -40,6 +40,7 @@ class TorchRollout(Spec):
         max_rows: at most so many rows are in one forward pass.
         device: where a model of its own lives; None is CUDA where there is one, else the CPU. A shared one stays where
             the actor is.
+        memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
         ranks: processes that each hold a whole model of their own and sample their share of the rows.
         lora: that of an actor which trains an adapter beside the weights of this very folder: sync then sends the
             adapter alone. Without, a model of its own gets all weights, the adapter merged into them; a shared one has
@@ -50,6 +51,7 @@ class TorchRollout(Spec):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     max_rows: int = Field(default=256, ge=1)
     device: str | None = None
+    memory: float | None = Field(default=None, gt=0)
     ranks: int = Field(default=1, ge=1)
     lora: LoRA | None = None
 

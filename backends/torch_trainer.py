@@ -39,6 +39,7 @@ class TorchScorer(Spec):
         max_tokens: padded tokens that one forward pass may hold.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         device: None is CUDA where there is one, else the CPU.
+        memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each.
         offload: keep weights in CPU memory; a layer comes to the device to compute.
     """
@@ -48,6 +49,7 @@ class TorchScorer(Spec):
     max_tokens: int = Field(default=16384, ge=1)
     logprob_chunk: int = Field(default=1024, ge=1)
     device: str | None = None
+    memory: float | None = Field(default=None, gt=0)
     ranks: int = Field(default=1, ge=1)
     offload: bool = False
 
@@ -101,6 +103,7 @@ class TorchTrainer(Spec):
         max_tokens: padded tokens that a micro-batch may hold; gradients do not depend on it.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         device: None is CUDA where there is one, else the CPU.
+        memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each.
         offload: keep weights, gradients and optimiser state in CPU memory; a layer comes to the device to compute.
         lora: train an adapter, and nothing else; the model's own weights stay. Needs ``pip install 'flowrl[lora]'``.
@@ -115,6 +118,7 @@ class TorchTrainer(Spec):
     max_tokens: int = Field(default=16384, ge=1)
     logprob_chunk: int = Field(default=1024, ge=1)
     device: str | None = None
+    memory: float | None = Field(default=None, gt=0)
     ranks: int = Field(default=1, ge=1)
     offload: bool = False
     lora: LoRA | None = None

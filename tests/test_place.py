@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl.backends import TorchRollout, TorchScorer, TorchTrainer
 from flowrl.distributed.place import Colocate, HostPlan, Place, Split, lay_out
 from flowrl.errors import BindError, ParameterError
 from flowrl.graph import Graph
@@ -216,3 +217,16 @@ class TestMemory:
     def test_unchecked(self) -> None:
         place: Place = Colocate()
         assert len(lay_out(bound(actor=Trainer(memory=1e6)), place)) == 4
+
+
+def test_the_memory_that_torch_backends_state_is_held_against_the_place() -> None:
+    graph = grpo("flowrl.demo.verifier:compute_score").bound(
+        {
+            "actor": TorchTrainer("model", memory=30.0),
+            "ref": TorchScorer("model", memory=10.0),
+            "rollout": TorchRollout("model", memory=20.0),
+        }
+    )
+    lay_out(graph, Colocate(1, memory=40.0))
+    with pytest.raises(BindError, match=r"slot 0 .* has 24 GiB, and its roles state actor\[0\] 30, ref\[0\] 10"):
+        lay_out(graph, Colocate(1, memory=24.0))
