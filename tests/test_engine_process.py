@@ -136,6 +136,7 @@ class TestProcess:
         assert not process._log.parent.exists()
 
     def test_it_has_the_environment_that_it_is_given(self, process: EngineProcess) -> None:
+        process.ask("echo")  # it runs; before that, /proc may know no environment of it
         variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
         assert b"COLOUR=red" in variables
         assert os.environ.get("COLOUR") is None
