@@ -106,7 +106,7 @@ class Operator(Spec):
         definer = defining_frame()
         where = f"{where_defined(definer)}: {cls.__name__}"
         hints = typing.get_type_hints(cls, localns=dict(definer.f_locals), include_extras=True)
-        fields = {f.name for f in dataclasses.fields(typing.cast(Any, cls))}
+        fields = [f.name for f in dataclasses.fields(typing.cast(Any, cls))]  # in their order
         cls.role_uses = {name: use for name in fields if (use := role_use(hints[name])) is not None}
         cls.states = {n: v for base in reversed(cls.__mro__) for n, v in vars(base).items() if isinstance(v, State)}
         if parameter := next((name for name in cls.states if name in fields), None):
