@@ -72,7 +72,22 @@ class Trace:
             start, end = (round((t - begin) * 1e6) for t in (span.start, span.end))
             event = {"ph": "X", "name": span.name, "cat": span.kind, "pid": places[span.place], "tid": lane + 1}
             events.append({**event, "ts": start, "dur": end - start, "args": {"bytes": span.bytes}})
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+        trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begin": begin}}
+        partial = path.with_name(f"{path.name}.partial")  # whole or not at all, since a resumed run adds to it
+        partial.write_text(json.dumps(trace), encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """The trace that `save` wrote, its times rounded to microseconds."""
+        written, trace = json.loads(path.read_text(encoding="utf-8")), cls()
+        begin, events = written["otherData"]["begin"], written["traceEvents"]
+        places = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+        for event in events:
+            if event["ph"] == "X":
+                start, end = (begin + t / 1e6 for t in (event["ts"], event["ts"] + event["dur"]))
+                trace.add(event["name"], places[event["pid"]], start, end, event["args"]["bytes"], event["cat"])
+        return trace
 
     def summary(self, plan: Plan, steps: Sequence[Mapping[str, float]], makespans: Sequence[float]) -> Summary:
         """What the run spent its time on.

@@ -272,6 +272,8 @@ class _Loop:
         self.seconds: list[Mapping[str, float]] = []
         self.makespans: list[float] = []
         self.summary: Summary | None = None
+        traced = folder.path / "trace.json"
+        self.before = Trace.load(traced) if traced.exists() else Trace()  # the starts that this run resumes
 
     def run(self, found: Found | None) -> Run:
         """Go through all steps, or those after the checkpoint that was found."""
@@ -290,7 +292,9 @@ class _Loop:
                     steps = self.executor.trace.summary(self.executor.plan, self.seconds, self.makespans)
                     self.summary = dataclasses.replace(steps, idle=idle(self._trace().spans))
         finally:
-            self._trace().save(self.folder.path / "trace.json")
+            trace = self._trace()
+            trace.spans[:0] = self.before.spans
+            trace.save(self.folder.path / "trace.json")
         if self.training.save_model:
             for role, uses in self.training.job.graph.roles().items():
                 if any((use.protocol, use.mode) == (Trainer, "writes") for use in uses):
@@ -326,7 +330,7 @@ class _Loop:
         self.checkpoints.save(step, state, self.executor.save)
 
     def _trace(self) -> Trace:
-        """All spans; those of a validation under its name."""
+        """All spans of this start; those of a validation under its name."""
         trace = Trace()
         trace.spans += self.executor.trace.spans
         for validation, executor, _ in self.validations:

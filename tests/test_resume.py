@@ -31,6 +31,7 @@ from flowrl.job import Job
 from flowrl.operators import KLShape, Repeat
 from flowrl.operators.kl import AdaptiveKL
 from flowrl.run_folder import RunFolder
+from flowrl.tracing import Trace
 from flowrl.training import Run
 from tests.jobs import job_of, weights_of, write_prompts
 from tests.rewards import digits
@@ -180,6 +181,8 @@ class TestSameNumbers:
         for step in (2, 3, 4, 5):
             cut_off(job, prompts_file, tmp_path, step, resume=True)
         assert_same(run(job, prompts_file, tmp_path, resume=True), whole("ppo"))
+        updates = [span for span in Trace.load(tmp_path / "trace.json").spans if span.name == "update_actor"]
+        assert len(updates) > STEPS  # of all starts: some steps were done more than once
 
     def test_a_reward_that_raises_once(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         flag = tmp_path / "asleep"

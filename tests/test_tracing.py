@@ -38,7 +38,7 @@ def traces(draw: st.DrawFn) -> Trace:
 def written(trace: Trace, folder: Path) -> list[dict[str, Any]]:
     trace.save(folder / "trace.json")
     whole = json.loads((folder / "trace.json").read_text())
-    assert whole.keys() == {"traceEvents", "displayTimeUnit"}
+    assert whole.keys() == {"traceEvents", "displayTimeUnit", "otherData"}  # what the format knows
     events: list[dict[str, Any]] = whole["traceEvents"]
     return events
 
@@ -73,6 +73,14 @@ class TestFile:
             assert event["ts"] >= 0 and event["dur"] >= 0 and event["tid"] >= 1 and event["pid"] >= 1
             assert abs(event["dur"] - span.seconds * 1e6) <= 1
         assert min((event["ts"] for event in complete), default=0) == 0
+
+    @given(trace=traces())
+    def test_read_again(self, tmp_path_factory: pytest.TempPathFactory, trace: Trace) -> None:
+        path = tmp_path_factory.getbasetemp() / "again.json"
+        trace.save(path)
+        for span, read in zip(trace.spans, Trace.load(path).spans, strict=True):
+            assert (read.name, read.place, read.bytes, read.kind) == (span.name, span.place, span.bytes, span.kind)
+            assert abs(read.start - span.start) <= 2e-6 and abs(read.end - span.end) <= 2e-6
 
     @given(trace=traces())
     def test_spans_of_one_lane_follow_each_other(self, tmp_path_factory: pytest.TempPathFactory, trace: Trace) -> None:
