@@ -88,9 +88,11 @@ def test_lines(verbs: dict[str, Any], lines: list[str]) -> None:
 
 
 def test_sinks_and_bindings() -> None:
-    more = PPO.subgraph(until=["sync", "update_critic", "value"])
+    more = PPO.subgraph(until=["sync", "update_critic", "value", "mismatch"])
     diff = PPO.diff(more)
-    assert str(diff).splitlines()[1:] == ["~ sinks: sync, update_critic -> sync, update_critic, value"]
+    assert str(diff).splitlines()[1:] == [
+        "~ sinks: sync, update_critic, mismatch -> sync, update_critic, value, mismatch"
+    ]
     bound = PPO.edit(bind=BINDINGS)
     assert set(bound.diff(PPO).bindings) == set(BINDINGS)
     fewer = bound.diff(bound.edit(drop=["update_critic"]))

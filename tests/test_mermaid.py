@@ -265,7 +265,7 @@ class TestOddNames:
 
     def test_different_names_stay_different(self) -> None:
         renamed = dict(zip(["generate", "reward", "repeat", "sync"], ["end", "end_", "π", "_3c0_"], strict=True))
-        assert len(read(draw(grpo(score).edit(rename=renamed))).nodes) == 9
+        assert len(read(draw(grpo(score).edit(rename=renamed))).nodes) == 10
 
     @pytest.mark.parametrize("text", ODD_TEXTS)
     def test_texts(self, text: str) -> None:
