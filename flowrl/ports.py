@@ -13,7 +13,7 @@ import typing
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Union, get_args, get_origin
 
@@ -88,6 +88,11 @@ class Signature:
     def slots(self) -> Mapping[str, SlotType]:
         """Every input slot of every port."""
         return {slot: t for port in self.ports.values() for slot, t in port.slots.items()}
+
+    def retyped(self, name: str, annotation: Any) -> Signature:
+        """The same ports, but that the one named so wants what `annotation` says."""
+        slots, record = _slots(name, annotation, {})
+        return replace(self, ports={**self.ports, name: replace(self.ports[name], slots=slots, record=record)})
 
     def unpack(self, result: Any) -> dict[str, Any]:
         """What the operator returned, by output name."""

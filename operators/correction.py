@@ -118,7 +118,8 @@ class RolloutCorrection(Operator):
     """Advantages weighed by bounded importance ratios of the trainer to the engine; see `importance_ratios`.
 
     Insert it behind what writes the advantages: ``edit(insert={"correction": After("whiten", RolloutCorrection())})``.
-    Two of them multiply, such as truncated weights per token behind the rejection of implausible rows:
+    Only one may weigh on the way to an update, and none where the loss's own ratio is to the rollout, or the ratio
+    would count twice (rule FR011); others may reject before or behind it, such as implausible rows:
     ``RolloutCorrection("minimum", "reject", low=1e-4, high=None)``, which is verl's veto.
 
     Truncated per token it is biased but calm; per sequence it is the unbiased correction but for its bound, and its

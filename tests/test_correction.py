@@ -295,6 +295,20 @@ class TestInGraphs:
         assert all(step["rollout/alarm_above"] == 1e-5 for step in metrics[1:])
         assert not [record for record in caplog.records if "alarm" in record.getMessage()]
 
+    def test_a_run_with_the_ratio_to_the_rollout_is_the_same_where_both_agree(
+        self, tiny: str, prompts_file: str, tmp_path: Path
+    ) -> None:
+        job = job_of("grpo", tiny, mini_batch=4)
+        settings: dict[str, Any] = {"steps": 2, "prompts": 4, "save_model": False}
+        data = PromptData(prompts_file)
+        plain = Training(job, data, folder=str(tmp_path / "plain"), **settings).run()
+        bypass = job.edit(set={"update_actor.loss.ratio_to": "rollout"}, drop=["mismatch"])
+        run = Training(bypass, data, folder=str(tmp_path / "bypass"), **settings).run()
+        assert "timing/old_log_prob" in plain.metrics[0] and "timing/old_log_prob" not in run.metrics[0]
+        for one, other in zip(plain.metrics, run.metrics, strict=True):
+            for key in ("reward/mean", "actor/pg_loss", "actor/grad_norm", "actor/approx_kl", "kl/ref"):
+                assert other[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6), key
+
     def test_what_top_k_cuts_off_is_in_the_numbers_and_is_no_alarm(
         self, tiny: str, prompts_file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -142,6 +142,29 @@ def test_an_optional_port_is_taken_where_the_parameters_want_it() -> None:
     assert without == PPO
 
 
+def test_a_ratio_to_the_rollout_leaves_old_log_prob_to_fall_away() -> None:
+    bypass = UpdateActor(PPOClip(0.2, ratio_to="rollout"))
+    for graph in (grpo(exact, kl_coef=0.0), grpo(exact)):
+        loss = graph["update_actor"].operator.loss  # type: ignore[attr-defined]
+        update = UpdateActor(PPOClip(0.2, kl=loss.kl, ratio_to="rollout"))
+        edited = graph.edit(replace={"update_actor": update}, drop=["old_log_prob", "mismatch"])
+        assert wires(edited, "update_actor")["old_log_probs"] == "generate.rollout_log_probs"
+        assert set(graph.nodes) - set(edited.nodes) == {"old_log_prob", "mismatch"}
+        assert edited.check() == []
+        assert edited == graph.edit(set={"update_actor.loss.ratio_to": "rollout"}, drop=["mismatch"])
+        assert edited.edit(
+            set={"update_actor.loss.ratio_to": "old"}, insert={"old_log_prob": After("generate", OldLogProb())},
+            wire={"update_actor.old_log_probs": "old_log_prob.old_log_probs"},
+        ) == graph.edit(drop=["mismatch"])  # fmt: skip
+        assert Graph.from_dict(edited.to_dict()) == edited
+    with pytest.raises(GraphError, match=r"since mismatch\.old_log_probs reads .*, or drop mismatch too\."):
+        grpo(exact).edit(replace={"update_actor": bypass}, drop=["old_log_prob"])
+    watched = grpo(exact).edit(replace={"update_actor": bypass})
+    assert readers(watched, "old_log_prob.old_log_probs") == {"mismatch"}
+    in_ppo = PPO.edit(replace={"update_actor": bypass}, drop=["mismatch"])
+    assert readers(in_ppo, "old_log_prob.old_log_probs") == {"kl_shape"}
+
+
 def test_readers_of_a_replacement_take_the_output_that_fits() -> None:
     graph = PPO.edit(replace={"value": TwoHeads()}, wire={"two_heads.values": "old_value.values"}, insert={
         "old_value": After("generate", Value()),
