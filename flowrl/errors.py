@@ -61,8 +61,8 @@ class DataError(FlowrlError, ValueError):
     """Data (columns, a file, a prompt) is not what it should be."""
 
 
-class ColumnNotFoundError(DataError, KeyError):
-    """A column that was asked for is not there."""
+class ColumnNotFoundError(DataError, KeyError, AttributeError):
+    """A column that was asked for, by index or as an attribute of a record, is not there."""
 
 
 class SyncError(FlowrlError, RuntimeError):
