@@ -64,7 +64,11 @@ class Diff:
             for port, (source, target) in change.ports.items():
                 lines.append(f"~ {name} <- {port}: {source or 'unwired'} -> {target or 'unwired'}")
         for role, (old, new) in self.bindings.items():
-            lines.append(f"~ role {role}: {_show(old)} -> {_show(new)}")
+            if type(old) is type(new):
+                one, other = (encode(backend, role, portable=False) for backend in (old, new))
+                lines += [f"~ {line}" for line in backend_changes(role, one, other)]
+            else:
+                lines.append(f"~ role {role}: {_show(old)} -> {_show(new)}")
         if self.lag:
             lines.append(f"~ lag of Sync -> Generate: {self.lag[0]} -> {self.lag[1]}")
         if self.sinks:
@@ -151,26 +155,37 @@ def _node_change(old: Node, new: Node, renamed: Mapping[str, str]) -> NodeChange
     before, after = _parameters(old), _parameters(new)
     if before["operator"] != after["operator"] and _short(before["operator"]) != _short(after["operator"]):
         before["operator"], after["operator"] = _short(before["operator"]), _short(after["operator"])
-    changes = {k: (before.get(k), after.get(k)) for k in {**before, **after} if before.get(k) != after.get(k)}
-    wires_before, wires_after = compact_inputs(old), compact_inputs(new)
-    ports = {
-        k: (wires_before.get(k), wires_after.get(k))
-        for k in {**wires_before, **wires_after}
-        if wires_before.get(k) != wires_after.get(k)
-    }
+    changes, ports = _changes(before, after), _changes(compact_inputs(old), compact_inputs(new))
     return NodeChange(changes, ports) if changes or ports else None
 
 
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs, by key; None is absent."""
+    return {k: (before.get(k), after.get(k)) for k in {**before, **after} if before.get(k) != after.get(k)}
+
+
 def _parameters(node: Node) -> dict[str, Any]:
-    """Parameters flattened one level down, so that ``loss.kl`` shows as such and not as two whole losses."""
     encoded = encode(node.operator, node.name, portable=False)
-    flat: dict[str, Any] = {"operator": encoded.pop("$type")}
+    return {"operator": encoded["$type"], **_flat(encoded)}
+
+
+def _flat(encoded: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters flattened one level down, so that ``loss.kl`` shows as such and not as two whole losses."""
+    flat: dict[str, Any] = {}
     for name, value in encoded.items():
         if isinstance(value, dict) and "$type" in value:
             flat |= {f"{name}.{k}" if k != "$type" else name: v for k, v in value.items()}
-        else:
+        elif name != "$type":
             flat[name] = value
     return flat
+
+
+def backend_changes(role: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[str]:
+    """What changes from one backend of a role to another, as `encode` writes them: ``role actor.optimizer.lr: ...``."""
+    if before is None or after is None or before["$type"] != after["$type"]:
+        return [f"role {role}: {_show(before)} -> {_show(after)}"]
+    changes = _changes(_flat(before), _flat(after)).items()
+    return [f"role {role}.{name}: {_show(old)} -> {_show(new)}" for name, (old, new) in changes]
 
 
 def describe(node: Node) -> str:
