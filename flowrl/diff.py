@@ -12,7 +12,6 @@ from flowrl.graph import Graph, Node
 from flowrl.ports import accepts
 from flowrl.serial import compact_inputs, encode
 from flowrl.spec import non_default
-from flowrl.symbols import Edge
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,7 @@ class Diff:
             for port, (source, target) in change.ports.items():
                 lines.append(f"~ {name} <- {port}: {source or 'unwired'} -> {target or 'unwired'}")
         for role, (old, new) in self.bindings.items():
-            if type(old) is type(new):
-                one, other = (encode(backend, role, portable=False) for backend in (old, new))
-                lines += [f"~ {line}" for line in backend_changes(role, one, other)]
-            else:
-                lines.append(f"~ role {role}: {_show(old)} -> {_show(new)}")
+            lines.append(f"~ role {role}: {_show(old)} -> {_show(new)}")
         if self.lag:
             lines.append(f"~ lag of Sync -> Generate: {self.lag[0]} -> {self.lag[1]}")
         if self.sinks:
@@ -150,7 +145,7 @@ def _renamed(before: Graph, after: Graph) -> dict[str, str]:
 
 def _node_change(old: Node, new: Node, renamed: Mapping[str, str]) -> NodeChange | None:
     """What changed, but for the names of what is `renamed`."""
-    inputs = {slot: Edge(renamed.get(edge.node, edge.node), edge.output) for slot, edge in old.inputs.items()}
+    inputs = {slot: edge._replace(node=renamed.get(edge.node, edge.node)) for slot, edge in old.inputs.items()}
     old = Node(old.name, old.operator, inputs)
     before, after = _parameters(old), _parameters(new)
     if before["operator"] != after["operator"] and _short(before["operator"]) != _short(after["operator"]):
