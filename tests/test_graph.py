@@ -170,6 +170,10 @@ def test_lookup_names_what_there_is() -> None:
         GraphError, match=r"no node 'rewrad'; it has batch, repeat, generate, reward; did you mean 'reward'\?"
     ):
         graph["rewrad"]
+    with pytest.raises(
+        GraphError, match=r"scored has no node 'generat' to be a sink; it has .*; did you mean 'generate'"
+    ):
+        graph.subgraph(until="generat")
     with pytest.raises(GraphError, match="has no node 'value'"):
         graph.subgraph(until=["reward", "value"])
     with pytest.raises(GraphError, match="has no node 'value'"):
