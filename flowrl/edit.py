@@ -61,7 +61,7 @@ def edit(
         PortError: the changed graph connects what does not fit.
         BindError: a backend for a role that the changed graph does not have, or that cannot serve it.
     """
-    _refuse_unmapped(insert=insert, wire=wire, rename=rename)
+    _refuse_unmapped(insert=insert, wire=wire, rename=rename, bind=bind)
     _refuse_misuse(graph, replace, drop, insert, rename)
     change = _Edit(graph, replace, drop, insert, rename, wire)
     sinks = change.sinks()
@@ -117,7 +117,7 @@ def _with(spec: SpecT, where: str, parameter: str, value: Any, path: str) -> Spe
 
 
 def _refuse_unmapped(**verbs: Any) -> None:
-    """Verbs that say what happens to which node want a mapping."""
+    """Verbs that say what happens to which node, or role, want a mapping."""
     for verb, given in verbs.items():
         if not isinstance(given, Mapping):
             raise GraphError(f"edit({verb}={given!r}) does not say where; expected {verb}={{{_EXAMPLES[verb]}}}.")
@@ -129,6 +129,7 @@ _EXAMPLES = {
     "insert": "'length_penalty': After('reward', LengthPenalty())",
     "wire": "'gae.values': 'value.values'",
     "rename": "'gae': 'advantage'",
+    "bind": "'rollout': TorchRollout()",
 }
 
 
@@ -162,8 +163,10 @@ def _refuse_misuse(
             )
     changed = [node for verb, node in named if verb != "insert"]
     if twice := next((n for n in changed if changed.count(n) > 1), None):
-        own_name = f"; a replacement bears its own name: .named({rename[twice]!r})" if twice in rename else ""
-        raise GraphError(f"edit names {twice!r} more than once in replace=, drop= and rename=; name it once{own_name}.")
+        raise GraphError(
+            f"edit names {twice!r} more than once in replace=, set=, drop= and rename=; name it once, and edit the "
+            f"result for the rest."
+        )
     if anchor := next((after.node for after in insert.values() if after.node in drop), None):
         raise GraphError(f"edit inserts after {anchor!r} and drops it; use replace={{{anchor!r}: ...}}.")
     if source := next((n for n in drop if graph[n].is_input), None):

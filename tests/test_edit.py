@@ -648,6 +648,7 @@ def test_the_original_is_untouched_also_by_an_edit_that_fails() -> None:
             {"replace": GAE()},
             r"edit\(replace=GAE\(.*\)\) does not say where; expected replace=\{'gae': GAE\(lam=0\.9\)\}\.",
         ),
+        ({"bind": FakeTrainer()}, r"does not say where; expected bind=\{'rollout': TorchRollout\(\)\}\."),
         ({"rename": "gae"}, r"edit\(rename='gae'\) does not say where; expected rename=\{'gae': 'advantage'\}\."),
         (
             {"insert": {"x": After("gae", Whiten)}},
@@ -659,7 +660,7 @@ def test_the_original_is_untouched_also_by_an_edit_that_fails() -> None:
         ),
         (
             {"replace": {"gae": GAE()}, "drop": ["gae"]},
-            r"edit names 'gae' more than once in replace=, drop= and rename=",
+            r"edit names 'gae' more than once in replace=, set=, drop= and rename=",
         ),
         ({"drop": ["gae", "gae"]}, r"edit names 'gae' more than once"),
         ({"drop": ["batch"]}, r"edit drops the input 'batch'; an input falls away by itself once nothing reads it"),
@@ -671,7 +672,7 @@ def test_the_original_is_untouched_also_by_an_edit_that_fails() -> None:
         ({"insert": {"gae": After("value", Clipped())}}, r"two nodes named 'gae'; .*: insert=\{'gae_2nd': \.\.\.\}\."),
         (
             {"replace": {"gae": GAE()}, "rename": {"gae": "adv"}},
-            r"name it once; a replacement bears its own name: \.named\('adv'\)\.",
+            r"name it once, and edit the result for the rest\.",
         ),
         (
             {"rename": {"value": "v"}, "replace": {"gae": GroupAdvantage()}, "drop": ["update_critic"]},
