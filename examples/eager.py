@@ -47,7 +47,7 @@ def algorithm() -> None:
         prompts = PromptData(train).load(session.engines["rollout"].tokenizer, seed=0)
         for _ in range(2):
             batch = prompts.next(16).to_record(PromptBatch)
-            receipt, _ = ppo.step(batch, compute_score, **settings)  # a breakpoint inside `ppo` stops here
+            receipt, *_ = ppo.step(batch, compute_score, **settings)  # a breakpoint inside `ppo` stops here
             print(f"\nstep {session.step}; the rollout engine now has version {receipt.version} of the policy")
             for node, metrics in session.metrics.items():
                 for key, number in metrics.compute().items():

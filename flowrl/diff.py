@@ -27,7 +27,8 @@ class Diff:
     """What changes from `before` to `after`; text by ``str()``, a picture by `mermaid()`, and falsy where nothing does.
 
     `pruned` are nodes that fell away because nothing reads them any more; `removed` are the others that are gone:
-    sinks, those whose readers live on, and those whose outputs an added node writes in their stead.
+    sinks, those whose readers live on, and those whose outputs an added node writes in their stead. `renamed` are those
+    that differ in nothing but their name, old name to new; they are neither added nor removed.
     """
 
     before: Graph
@@ -39,9 +40,10 @@ class Diff:
     bindings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     lag: tuple[int, int] | None = None
     sinks: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        nodes = self.added or self.removed or self.pruned or self.changed
+        nodes = self.added or self.removed or self.pruned or self.changed or self.renamed
         return bool(nodes or self.bindings or self.lag or self.sinks)
 
     def __str__(self) -> str:
@@ -53,6 +55,8 @@ class Diff:
             lines.append(f"- {name}: {describe(self.before[name])}")
         for name in self.pruned:
             lines.append(f"- {name}: {describe(self.before[name])}  (nothing reads it any more)")
+        for old_name, new_name in self.renamed.items():
+            lines.append(f"~ {old_name} -> {new_name} (renamed)")
         for name, change in self.changed.items():
             for parameter, (old, new) in change.parameters.items():
                 lines.append(f"~ {name}.{parameter}: {_show(old)} -> {_show(new)}")
@@ -82,6 +86,8 @@ class Diff:
 def diff(before: Graph, after: Graph) -> Diff:
     """See `Diff`; nodes are matched by name, and a node whose operator class changed counts as changed.
 
+    A node whose name is gone is matched with one of a new name where type, parameters and wiring are the same.
+
     Raises:
         GraphError: one of the two is no graph.
     """
@@ -90,8 +96,9 @@ def diff(before: Graph, after: Graph) -> Diff:
         if not isinstance(graph, Graph):
             what = f"flowrl.load({str(graph)!r})" if isinstance(graph, str | Path) else "graph.diff(other.graph)"
             raise GraphError(f"a {type(graph).__name__} is no graph; expected a Graph: {what}.")
-    gone = [name for name in before.nodes if name not in after]
-    added = [name for name in after.nodes if name not in before]
+    renamed = _renamed(before, after)
+    gone = [name for name in before.nodes if name not in after and name not in renamed]
+    added = [name for name in after.nodes if name not in before and name not in renamed.values()]
     written = [t for name in added for t in after[name].operator.signature.outputs.values()]
     pruned = [
         name
@@ -102,7 +109,7 @@ def diff(before: Graph, after: Graph) -> Diff:
     ]
     changed = {}
     for name, node in after.nodes.items():
-        if name in before and (change := _node_change(before[name], node)):
+        if name in before and (change := _node_change(before[name], node, renamed)):
             changed[name] = change
     roles = sorted({*before.bindings, *after.bindings})
     bindings = {
@@ -110,7 +117,7 @@ def diff(before: Graph, after: Graph) -> Diff:
         for r in roles
         if before.bindings.get(r) != after.bindings.get(r)
     }
-    moved = set(before.sinks).difference(gone) != set(after.sinks).difference(added)
+    moved = {renamed.get(s, s) for s in before.sinks if s not in gone} != set(after.sinks).difference(added)
     return Diff(
         before,
         after,
@@ -121,33 +128,59 @@ def diff(before: Graph, after: Graph) -> Diff:
         bindings,
         (before.lag, after.lag) if before.lag != after.lag else None,
         (before.sinks, after.sinks) if moved else None,
+        renamed,
     )
 
 
-def _node_change(old: Node, new: Node) -> NodeChange | None:
+def _renamed(before: Graph, after: Graph) -> dict[str, str]:
+    """The nodes that `after` has under another name, and otherwise as `before` has them; old name to new."""
+    renamed: dict[str, str] = {}
+    for node in after.nodes.values():  # in topological order: what its sources are called now is known by then
+        gone = [old for name, old in before.nodes.items() if name not in after and name not in renamed]
+        same = [old.name for old in gone if node.name not in before and not _node_change(old, node, renamed)]
+        if same:
+            renamed[same[0]] = node.name
+    return renamed
+
+
+def _node_change(old: Node, new: Node, renamed: Mapping[str, str]) -> NodeChange | None:
+    """What changed, but for the names of what is `renamed`."""
+    inputs = {slot: edge._replace(node=renamed.get(edge.node, edge.node)) for slot, edge in old.inputs.items()}
+    old = Node(old.name, old.operator, inputs)
     before, after = _parameters(old), _parameters(new)
     if before["operator"] != after["operator"] and _short(before["operator"]) != _short(after["operator"]):
         before["operator"], after["operator"] = _short(before["operator"]), _short(after["operator"])
-    changes = {k: (before.get(k), after.get(k)) for k in {**before, **after} if before.get(k) != after.get(k)}
-    wires_before, wires_after = compact_inputs(old), compact_inputs(new)
-    ports = {
-        k: (wires_before.get(k), wires_after.get(k))
-        for k in {**wires_before, **wires_after}
-        if wires_before.get(k) != wires_after.get(k)
-    }
+    changes, ports = _changes(before, after), _changes(compact_inputs(old), compact_inputs(new))
     return NodeChange(changes, ports) if changes or ports else None
 
 
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs, by key; None is absent."""
+    return {k: (before.get(k), after.get(k)) for k in {**before, **after} if before.get(k) != after.get(k)}
+
+
 def _parameters(node: Node) -> dict[str, Any]:
-    """Parameters flattened one level down, so that ``loss.kl`` shows as such and not as two whole losses."""
     encoded = encode(node.operator, node.name, portable=False)
-    flat: dict[str, Any] = {"operator": encoded.pop("$type")}
+    return {"operator": encoded["$type"], **_flat(encoded)}
+
+
+def _flat(encoded: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters flattened one level down, so that ``loss.kl`` shows as such and not as two whole losses."""
+    flat: dict[str, Any] = {}
     for name, value in encoded.items():
         if isinstance(value, dict) and "$type" in value:
             flat |= {f"{name}.{k}" if k != "$type" else name: v for k, v in value.items()}
-        else:
+        elif name != "$type":
             flat[name] = value
     return flat
+
+
+def backend_changes(role: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[str]:
+    """What changes from one backend of a role to another, as `encode` writes them: ``role actor.optimizer.lr: ...``."""
+    if before is None or after is None or before["$type"] != after["$type"]:
+        return [f"role {role}: {_show(before)} -> {_show(after)}"]
+    changes = _changes(_flat(before), _flat(after)).items()
+    return [f"role {role}.{name}: {_show(old)} -> {_show(new)}" for name, (old, new) in changes]
 
 
 def describe(node: Node) -> str:

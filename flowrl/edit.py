@@ -4,12 +4,15 @@ Everything resolves against the graph as it was; what nothing reaches any more v
 is untouched.
 
 - ``replace={"gae": GroupAdvantage()}``: the replacement bears its own name. A slot takes the predecessor's edge of the
-  same name, else the one ancestor that writes the column it wants.
+  same name, else the one ancestor that writes the column it wants, else the one node that writes it and does not depend
+  on what is replaced.
 - ``drop=["whiten"]``: a sink is gone; an inner node is bypassed where exactly one of its inputs is acceptable to its
   readers.
-- ``insert={"length_penalty": After("reward", LengthPenalty())}``: every reader of what it re-writes moves to it.
+- ``insert={"length_penalty": After("reward", LengthPenalty())}``: every reader of what it re-writes moves to it. Its
+  slots take what ``reward`` writes, else are found in the same way.
 - ``wire={"gae.values": "old_values.values"}``: sets edges by hand and overrides all of the above.
-- ``set={"generate.temperature": 0.7}``: one parameter of an operator; the others stay.
+- ``set={"generate.temperature": 0.7, "update_actor.loss.clip_high": 0.28}``: one parameter of an operator, or of a spec
+  that is one; the others stay.
 - ``rename={"old": "new"}``, ``bind={"rollout": ...}``, ``lag=1``, ``name="grpo"``.
 """
 
@@ -18,15 +21,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from flowrl.columns import ColumnType
-from flowrl.errors import GraphError
+from flowrl.errors import GraphError, offer
 from flowrl.graph import Graph, Node
 from flowrl.operator import Operator
 from flowrl.ports import SlotType, ValueType, accepts
-from flowrl.spec import parameters
+from flowrl.spec import Spec, parameters
 from flowrl.symbols import Available, Edge, candidates
+
+SpecT = TypeVar("SpecT", bound=Spec)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ def edit(
         PortError: the changed graph connects what does not fit.
         BindError: a backend for a role that the changed graph does not have, or that cannot serve it.
     """
+    _refuse_unmapped(insert=insert, wire=wire, rename=rename, bind=bind)
     _refuse_misuse(graph, replace, drop, insert, rename)
     change = _Edit(graph, replace, drop, insert, rename, wire)
     sinks = change.sinks()
@@ -79,23 +85,52 @@ def with_parameters(graph: Graph, replace: Mapping[str, Operator], set: Mapping[
     Raises:
         GraphError: a node or parameter that is not there, or a node that is replaced too.
     """
+    _refuse_unmapped(replace=replace, set=set)
     changed: dict[str, Operator] = {}
     for path, value in set.items():
         node, _, parameter = path.partition(".")
         if node not in graph:
             raise GraphError(
-                f"edit(set={{{path!r}: ...}}) names {node!r}, which {graph.name} does not have; it has "
-                f"{', '.join(graph.nodes)}."
+                f"edit(set={{{path!r}: ...}}) names {node!r}, which {graph.name} does not have; "
+                f"{offer(node, graph.nodes)}"
             )
         if node in replace:
             raise GraphError(f"edit replaces {node!r} and sets {path!r}; give the parameter to the replacement.")
         operator = changed.get(node, graph[node].operator)
-        if parameter not in (known := parameters(operator)):
-            raise GraphError(
-                f"edit(set={{{path!r}: ...}}) names no parameter; {node} has {', '.join(known) or 'none'}."
-            )
-        changed[node] = dataclasses.replace(operator, **{parameter: value}).named(node)
+        changed[node] = _with(operator, node, parameter, value, path).named(node)
     return {**replace, **changed}
+
+
+def _with(spec: SpecT, where: str, parameter: str, value: Any, path: str) -> SpecT:
+    """`spec` with another value of a parameter, which may be one of a spec that is a parameter: ``loss.clip_high``."""
+    name, _, inner = parameter.partition(".")
+    if name not in (known := parameters(spec)):
+        raise GraphError(f"edit(set={{{path!r}: ...}}) names no parameter; {offer(name, known, f'{where} has')}")
+    if inner:
+        if not isinstance(known[name], Spec):
+            raise GraphError(
+                f"edit(set={{{path!r}: ...}}) goes into {where}.{name}, which is {known[name]!r} and has no "
+                f"parameters; set it as a whole: set={{'{where}.{name}': ...}}."
+            )
+        value = _with(known[name], f"{where}.{name}", inner, value, path)
+    return cast("SpecT", dataclasses.replace(cast(Any, spec), **{name: value}))
+
+
+def _refuse_unmapped(**verbs: Any) -> None:
+    """Verbs that say what happens to which node, or role, want a mapping."""
+    for verb, given in verbs.items():
+        if not isinstance(given, Mapping):
+            raise GraphError(f"edit({verb}={given!r}) does not say where; expected {verb}={{{_EXAMPLES[verb]}}}.")
+
+
+_EXAMPLES = {
+    "replace": "'gae': GAE(lam=0.9)",
+    "set": "'gae.lam': 0.9",
+    "insert": "'length_penalty': After('reward', LengthPenalty())",
+    "wire": "'gae.values': 'value.values'",
+    "rename": "'gae': 'advantage'",
+    "bind": "'rollout': TorchRollout()",
+}
 
 
 def _refuse_misuse(
@@ -108,23 +143,30 @@ def _refuse_misuse(
     """What can be refused without looking at types."""
     for node, operator in replace.items():
         if not isinstance(operator, Operator):
-            raise GraphError(f"edit(replace={{{node!r}: {operator!r}}}) gives no operator; expected one such as GAE().")
+            raise GraphError(f"edit(replace={{{node!r}: ...}}) gives {_no_operator(operator)}.")
     for node, after in insert.items():
-        if not isinstance(after, After) or not isinstance(after.operator, Operator):
+        if not isinstance(after, After):
             raise GraphError(
                 f"edit(insert={{{node!r}: {after!r}}}) does not say where; expected "
                 f"{{{node!r}: After('reward', Operator())}}."
+            )
+        if not isinstance(after.operator, Operator):
+            raise GraphError(
+                f"edit(insert={{{node!r}: After({after.node!r}, ...)}}) gives {_no_operator(after.operator)}."
             )
     named = [("replace", n) for n in replace] + [("drop", n) for n in drop] + [("rename", n) for n in rename]
     named += [("insert", after.node) for after in insert.values()]
     for verb, node in named:
         if node not in graph:
             raise GraphError(
-                f"edit({verb}=...) names {node!r}, which {graph.name} does not have; it has {', '.join(graph.nodes)}."
+                f"edit({verb}=...) names {node!r}, which {graph.name} does not have; {offer(node, graph.nodes)}"
             )
     changed = [node for verb, node in named if verb != "insert"]
     if twice := next((n for n in changed if changed.count(n) > 1), None):
-        raise GraphError(f"edit names {twice!r} more than once in replace=, drop= and rename=; name it once.")
+        raise GraphError(
+            f"edit names {twice!r} more than once in replace=, set=, drop= and rename=; name it once, and edit the "
+            f"result for the rest."
+        )
     if anchor := next((after.node for after in insert.values() if after.node in drop), None):
         raise GraphError(f"edit inserts after {anchor!r} and drops it; use replace={{{anchor!r}: ...}}.")
     if source := next((n for n in drop if graph[n].is_input), None):
@@ -132,7 +174,16 @@ def _refuse_misuse(
     names = [op.name for op in replace.values()] + list(rename.values()) + list(insert)
     names += [n for n in graph.nodes if n not in (*replace, *drop, *rename)]
     if clash := next((n for n in names if names.count(n) > 1), None):
-        raise GraphError(f'edit leaves two nodes named {clash!r}; give one another name: .named("{clash}_2nd").')
+        other = f"{clash}_2nd"
+        by_key = f"insert={{{other!r}: ...}}" if clash in insert else f"rename={{...: {other!r}}}"
+        how = by_key if clash in (*insert, *rename.values()) else f'.named("{other}")'
+        raise GraphError(f"edit leaves two nodes named {clash!r}; give one another name: {how}.")
+
+
+def _no_operator(given: Any) -> str:
+    if isinstance(given, type) and issubclass(given, Operator):
+        return f"the class {given.__name__}; expected an operator, which has parameters: {given.__name__}(...)"
+    return f"{given!r}, which is no operator; expected one, such as GAE(lam=0.9)"
 
 
 def _writes(operator: Operator) -> bool:
@@ -182,25 +233,25 @@ class _Edit:
             reader, _, slot = port.partition(".")
             reader = self.new_names.get(reader, reader)
             if reader not in self.operators:
-                known = ", ".join(self.operators)
-                raise GraphError(f"wire={{{port!r}: ...}} names no node; expected 'node.port' of one of: {known}.")
+                known = offer(reader, self.operators, " of one of:")
+                raise GraphError(f"wire={{{port!r}: ...}} names no node; expected 'node.port'{known}")
             signature = self.operators[reader].signature
             if slot in signature.ports and signature.ports[slot].record is not None and "." not in source:
                 pairs = {s: f"{source}.{s.partition('.')[2]}" for s in signature.ports[slot].slots}
             elif slot in signature.slots:
                 pairs = {slot: source}
             else:
-                known = ", ".join(signature.slots)
-                raise GraphError(f"wire={{{port!r}: ...}} names no port; {reader} has: {known}.")
+                known = offer(slot, dict.fromkeys([*signature.ports, *signature.slots]), f"{reader} has:")
+                raise GraphError(f"wire={{{port!r}: ...}} names no port; {known}")
             for slot, written in pairs.items():
                 edge = Edge.parse(written)
                 edge = Edge(self.new_names.get(edge.node, edge.node), edge.output)
                 outputs = self.operators[edge.node].signature.outputs if edge.node in self.operators else {}
                 if edge.output not in outputs:
-                    known = ", ".join(outputs or self.operators)
+                    wrong, there = (edge.output, outputs) if outputs else (edge.node, self.operators)
                     raise GraphError(
-                        f"wire={{{port!r}: {source!r}}} names no output {written!r}; expected 'node.column', with one "
-                        f"of: {known}."
+                        f"wire={{{port!r}: {source!r}}} names no output {written!r}; expected 'node.column', "
+                        f"{offer(wrong, there, 'with one of:')}"
                     )
                 wires.setdefault(reader, {})[slot] = edge
         return wires
@@ -219,18 +270,25 @@ class _Edit:
         return Node(name, operator.named(name), {**led, **by_hand})
 
     def wire_replacement(self, old: Node, operator: Operator, by_hand: Mapping[str, Edge]) -> dict[str, Edge]:
-        """Old edges for a replacement: the predecessor's by slot name, then the one ancestor that writes the column."""
-        return self._wire(operator.name, operator, old.inputs, [self._written_before(old.name)], by_hand)
+        """Old edges for a replacement: the predecessor's by slot name, then what is found by the column it wants."""
+        return self._wire(operator.name, operator, old.inputs, self._written_before(old.name), by_hand)
 
     def wire_inserted(self, name: str, after: After, by_hand: Mapping[str, Edge]) -> dict[str, Edge]:
-        """Old edges for an inserted operator: what its anchor writes, else the one ancestor that writes the column."""
+        """Old edges for an inserted operator: what its anchor writes, else what is found by the column it wants."""
         near = {edge: typed for edge, typed in self.graph.types.items() if edge.node == after.node}
-        return self._wire(name, after.operator, {}, [near, self._written_before(after.node)], by_hand)
+        return self._wire(name, after.operator, {}, [near, *self._written_before(after.node)], by_hand)
 
-    def _written_before(self, node: str) -> Available:
-        """What the ancestors of a node of the old graph write, but for those that are dropped."""
-        ancestors = self.graph.ancestors(node).difference(self.drop)
-        return {edge: typed for edge, typed in self.graph.types.items() if edge.node in ancestors}
+    def _written_before(self, node: str) -> list[Available]:
+        """What may be read in the place of a node of the old graph, the nearest first.
+
+        That is what its ancestors write, and then what the others write that do not depend on it; nothing that is
+        dropped is among either.
+        """
+        kept = set(self.graph.nodes).difference(self.drop, [node])
+        ancestors = kept & self.graph.ancestors(node)
+        others = kept - ancestors - self.graph.descendants(node)
+        types = self.graph.types.items()
+        return [{edge: typed for edge, typed in types if edge.node in pool} for pool in (ancestors, others)]
 
     def _wire(
         self,
@@ -269,11 +327,11 @@ class _Edit:
             }
             slot = next((slot for slot in found if len(found[slot]) == 1), next(iter(open_slots)))
             if len(found[slot]) != 1:
-                several = f"several nodes write one: {', '.join(map(str, found[slot]))}"
+                several = f"several nodes write one: {', '.join(map(str, found[slot]))}; say which"
+                none = "no node that it could read writes one; insert one that does, and wire it"
                 choice = str(found[slot][0]) if found[slot] else "node.column"
                 raise GraphError(
-                    f"{name}.{slot} wants {open_slots[slot]}, and "
-                    f"{several if found[slot] else 'no node before it writes one'}; say which: "
+                    f"{name}.{slot} wants {open_slots[slot]}, and {several if found[slot] else none}: "
                     f"wire={{'{name}.{slot}': '{choice}'}}."
                 )
             take(slot, open_slots.pop(slot), found[slot][0])
@@ -293,7 +351,8 @@ class _Edit:
                 raise GraphError(
                     f"{edge.node} cannot be dropped, since {reader}.{slot} reads {edge} and wants {wanted}: of the "
                     f"inputs of {edge.node} exactly one would have to fit, and these do: {found}; say what it shall "
-                    f"read: wire={{'{reader}.{slot}': 'node.column'}}."
+                    f"read: wire={{'{reader}.{slot}': 'node.column'}}"
+                    f"{f', or drop {reader} too' if self.old_names.get(reader) in self.graph.sinks else ''}."
                 )
             return self.follow(fitting.pop(), wanted, reader, slot)
         if edge.node in self.replace:

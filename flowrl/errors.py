@@ -7,6 +7,8 @@ every error survives pickling (it must cross process boundaries).
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import FrozenInstanceError
 
 
@@ -15,6 +17,16 @@ class FlowrlError(Exception):
 
     def __str__(self) -> str:  # KeyError would show the repr of its message
         return str(self.args[0]) if self.args else ""
+
+
+def offer(name: object, known: Iterable[str], has: str = "it has") -> str:
+    """The end of a message about a name that is not there: all that are, and the one that it resembles, if any.
+
+    ``"it has reward, gae; did you mean 'gae'?"``, or ``"it has reward, gae."``.
+    """
+    names = list(known)
+    near = difflib.get_close_matches(str(name), names, n=1)
+    return f"{has} {', '.join(names) or 'none'}{f'; did you mean {near[0]!r}?' if near else '.'}"
 
 
 class DefinitionError(FlowrlError, TypeError):
@@ -49,8 +61,8 @@ class DataError(FlowrlError, ValueError):
     """Data (columns, a file, a prompt) is not what it should be."""
 
 
-class ColumnNotFoundError(DataError, KeyError):
-    """A column that was asked for is not there."""
+class ColumnNotFoundError(DataError, KeyError, AttributeError):
+    """A column that was asked for, by index or as an attribute of a record, is not there."""
 
 
 class SyncError(FlowrlError, RuntimeError):

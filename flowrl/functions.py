@@ -7,6 +7,7 @@ function that no other process could find by a reference (a lambda, a closure, a
 from __future__ import annotations
 
 import ast
+import copy
 import dis
 import functools
 import importlib
@@ -22,7 +23,7 @@ from typing import Any, cast
 
 import xxhash
 
-from flowrl.errors import FlowrlError, ParameterError
+from flowrl.errors import FlowrlError, ParameterError, offer
 
 
 def reference(fn: Callable[..., Any]) -> str | None:
@@ -132,8 +133,47 @@ def check(ref: str) -> None:
     if name.partition(".")[0] not in defined and not open_ended:
         functions = [c.co_name for c in code.co_consts if isinstance(c, CodeType) and c.co_name in defined]
         raise ParameterError(
-            f"{ref!r} names no function: {file} does not define {name!r}; it defines {', '.join(functions) or 'none'}."
+            f"{ref!r} names no function: {file} does not define {name!r}; {offer(name, functions, 'it defines')}"
         )
+
+
+def outline(ref: str) -> Callable[..., Any] | None:
+    """A function that takes what the one that `ref` names takes, and does nothing; none of the source is run for it.
+
+    It has the names and the literal defaults of the parameters (... for other defaults), and is async where that one
+    is. None where the source alone does not settle what the name means.
+    """
+    found = _definition(ref)
+    if found is None:
+        return None
+    bare, arguments = copy.deepcopy(found[1]), found[1].args
+    bare.body, bare.returns, bare.args = [ast.Pass()], None, copy.deepcopy(arguments)
+    for argument in ast.walk(bare.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    unknown = ast.Constant(...)
+    bare.args.defaults = [d if isinstance(d, ast.Constant) else unknown for d in arguments.defaults]
+    bare.args.kw_defaults = [d if d is None or isinstance(d, ast.Constant) else unknown for d in arguments.kw_defaults]
+    module = ast.fix_missing_locations(ast.Module([bare], []))
+    namespace: dict[str, Any] = {}
+    exec(compile(module, f"<outline of {ref}>", "exec", dont_inherit=True), namespace)
+    return cast("Callable[..., Any]", namespace[bare.name])
+
+
+def _definition(ref: str) -> tuple[str, ast.FunctionDef | ast.AsyncFunctionDef] | None:
+    """The source of a file, and the one undecorated ``def`` in it that gives a name its meaning, where there is one."""
+    _, name = split(ref)
+    file = source_file(ref)
+    if file is None or not file.endswith(".py"):
+        return None
+    with open(file, encoding="utf-8") as stream:
+        text = stream.read()
+    code = compile(text, file, "exec", dont_inherit=True)
+    bound = [i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_NAME", "DELETE_NAME")]
+    for node in ast.parse(text, file).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            return (text, node) if bound.count(name) == 1 and not node.decorator_list else None
+    return None
 
 
 def split(ref: str) -> tuple[str, str]:
@@ -196,16 +236,10 @@ def source_hash(fn: Callable[..., Any]) -> str:
 
 def named_source_hash(ref: str) -> str:
     """The `source_hash` of the function that `ref` names, without importing it where its source says all there is."""
-    _, name = split(ref)
-    file = source_file(ref)
-    if file is not None and file.endswith(".py"):
-        with open(file, encoding="utf-8") as stream:
-            text = stream.read()
-        lines = text.splitlines(keepends=True)
-        for node in ast.parse(text, file).body:
-            if isinstance(node, ast.FunctionDef) and node.name == name and not node.decorator_list:
-                own = "".join(lines[node.lineno - 1 : node.end_lineno])
-                return xxhash.xxh3_128_hexdigest(own.encode() + b"\0")
+    if (found := _definition(ref)) is not None:
+        text, node = found
+        own = "".join(text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno])
+        return xxhash.xxh3_128_hexdigest(own.encode() + b"\0")
     return source_hash(resolve(ref))
 
 

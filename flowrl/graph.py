@@ -13,7 +13,7 @@ import networkx as nx
 import xxhash
 
 from flowrl.engines import Rollout, refuse_unfit
-from flowrl.errors import BindError, GraphError
+from flowrl.errors import BindError, GraphError, offer
 from flowrl.operator import Operator
 from flowrl.ports import Signature, record_columns
 from flowrl.roles import RoleRef
@@ -115,7 +115,7 @@ class Graph:
         if not sinks:
             raise GraphError(f"{name} has no sink, so nothing would be computed; name the nodes that it is run for.")
         if unknown := [sink for sink in sinks if sink not in nodes]:
-            raise GraphError(f"{name} has no node {unknown[0]!r} to be a sink; it has {', '.join(nodes)}.")
+            raise GraphError(f"{name} has no node {unknown[0]!r} to be a sink; {offer(unknown[0], nodes)}")
         reached = set(sinks).union(*(nx.ancestors(data, sink) for sink in sinks))
         data = data.subgraph(reached)
         try:
@@ -157,7 +157,7 @@ class Graph:
 
     def __getitem__(self, name: str) -> Node:
         if name not in self.nodes:
-            raise GraphError(f"the graph {self.name} has no node {name!r}; it has {', '.join(self.nodes)}.")
+            raise GraphError(f"the graph {self.name} has no node {name!r}; {offer(name, self.nodes)}")
         return self.nodes[name]
 
     def __contains__(self, name: object) -> bool:
@@ -211,7 +211,7 @@ class Graph:
         roles = self.roles()
         for role, backend in bindings.items():
             if role not in roles:
-                raise BindError(f"{self.name} has no role {role!r} to bind; it has {', '.join(roles)}.")
+                raise BindError(f"{self.name} has no role {role!r} to bind; {offer(role, roles)}")
             for use in roles[role]:
                 refuse_unfit(role, backend, use.node, use.protocol)
         return replace(self, bindings=MappingProxyType(dict(bindings)))
@@ -219,6 +219,10 @@ class Graph:
     def ancestors(self, name: str) -> set[str]:
         """The nodes that `name` depends on by data."""
         return set(nx.ancestors(self.network, self[name].name))
+
+    def descendants(self, name: str) -> set[str]:
+        """The nodes that depend on `name` by data."""
+        return set(nx.descendants(self.network, self[name].name))
 
     def roles(self) -> dict[str, list[Use]]:
         """Who uses which role, and how."""

@@ -75,9 +75,15 @@ def picture(subject: Graph | Diff) -> Picture:
     before, after = subject.before, subject.after
     boxes = (
         *(_marked_box(subject, node) for node in after.nodes.values()),
-        *(_box(node, _details(node), "removed") for node in before.nodes.values() if node.name not in after),
+        *(
+            _box(n, _details(n), "removed")
+            for n in before.nodes.values()
+            if n.name in (*subject.removed, *subject.pruned)
+        ),
     )
-    old, new = ({(k.source, k.target, k.kind): k for k in _links(graph)} for graph in (before, after))
+    names = subject.renamed
+    now = (Link(names.get(k.source, k.source), names.get(k.target, k.target), k.label, k.kind) for k in _links(before))
+    old, new = ({(k.source, k.target, k.kind): k for k in links} for links in (now, _links(after)))
     links = [
         Link(k.source, k.target, k.label, k.kind, "" if key in old else "added")
         if key in new
@@ -104,6 +110,8 @@ def _marked_box(diff: Diff, node: Node) -> Box:
     """A node of the later graph; where it changed, its parameters are shown as ``n: 1 → 8``."""
     if node.name in diff.added:
         return _box(node, _details(node), "added")
+    if was := next((old for old, new in diff.renamed.items() if new == node.name), None):
+        return _box(node, [*_details(node), f"renamed from {was}"], "changed")
     if node.name not in diff.changed:
         return _box(node, _details(node))
     old, new = diff.before[node.name].operator, node.operator

@@ -13,13 +13,13 @@ import typing
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Union, get_args, get_origin
 
 from flowrl import columns
 from flowrl.columns import ColumnType
-from flowrl.errors import DefinitionError
+from flowrl.errors import ColumnNotFoundError, DefinitionError, offer
 from flowrl.keys import Key
 from flowrl.metrics import Metrics
 
@@ -89,6 +89,11 @@ class Signature:
         """Every input slot of every port."""
         return {slot: t for port in self.ports.values() for slot, t in port.slots.items()}
 
+    def retyped(self, name: str, annotation: Any) -> Signature:
+        """The same ports, but that the one named so wants what `annotation` says."""
+        slots, record = _slots(name, annotation, {})
+        return replace(self, ports={**self.ports, name: replace(self.ports[name], slots=slots, record=record)})
+
     def unpack(self, result: Any) -> dict[str, Any]:
         """What the operator returned, by output name."""
         if self.output_record is None:
@@ -96,16 +101,29 @@ class Signature:
         return {name: getattr(result, name) for name in self.outputs}
 
 
-_tuples: dict[type, type] = {}
-
-
 def record_tuple(record: type) -> type:
     """The NamedTuple class that carries `record`: itself, or for a Protocol one made of its properties."""
-    if issubclass(record, tuple):
-        return record
-    if record not in _tuples:
-        _tuples[record] = namedtuple(record.__name__, list(record_columns(record)))
-    return _tuples[record]
+    return record if issubclass(record, tuple) else telling(record)
+
+
+_telling: dict[type, type] = {}
+
+
+def telling(record: type) -> type:
+    """A NamedTuple class that fits `record`, and whose instances name their columns where one is asked for in vain."""
+    if record not in _telling:
+        base = record if issubclass(record, tuple) else namedtuple(record.__name__, list(record_columns(record)))
+        _telling[record] = type(record.__name__, (base,), {"__slots__": (), "__getattr__": _refuse_attribute})
+    return _telling[record]
+
+
+def _refuse_attribute(self: Any, name: str) -> Any:
+    if name.startswith("__"):  # protocol look-ups (copy, numpy, pickle) expect a plain AttributeError
+        raise AttributeError(name)
+    raise ColumnNotFoundError(
+        f"the record {type(self).__name__} has just the columns that its class declares, and no {name!r}; "
+        f"{offer(name, self._fields)}"
+    )
 
 
 def hints_of(target: Any, localns: Mapping[str, Any] | None) -> dict[str, Any]:

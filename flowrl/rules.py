@@ -284,6 +284,24 @@ def _reference_is_frozen(graph: Graph, prompts: int | None) -> Found:
             )
 
 
+@rule(
+    "FR011",
+    "The ratio of trainer to engine counts once: as weights or in the loss's own ratio, never as both.",
+    "THUDM/slime#1912",
+)
+def _correction_once(graph: Graph, prompts: int | None) -> Found:
+    for node, _ in _writers(graph, Trainer):
+        line = [n.name for n in _line(graph, node.name) if "importance correction" in n.operator.effects]
+        if len(line) > 1:
+            in_loss = ", or take the loss's ratio to the trainer: PPOClip(ratio_to='old')" if node.name in line else ""
+            yield (
+                node.name,
+                f"the ratio of the trainer to the engine that sampled is counted {len(line)} times on the way to this "
+                f"update, by {', '.join(line)}; expected once: drop one, as in edit(drop=['{line[0]}']), or let it "
+                f"reject and not weigh, by mode='reject'{in_loss}.",
+            )
+
+
 def _log_probs(nodes: Iterable[Node], kind: str) -> Found:
     """Those of `nodes` that write a log-prob of `kind`, with the roles that they read."""
     for node in nodes:

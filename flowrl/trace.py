@@ -12,7 +12,7 @@ from flowrl import session as sessions
 from flowrl.errors import DefinitionError, GraphError
 from flowrl.graph import Graph, Input, Node
 from flowrl.operator import Operator
-from flowrl.ports import hints_of, record_columns
+from flowrl.ports import hints_of, record_columns, telling
 from flowrl.symbols import Edge, Symbol, Typed, infer
 
 P = ParamSpec("P")
@@ -62,7 +62,7 @@ class Tracer:
             self.types[edge] = typed
             symbols[output] = Symbol(self, edge, typed)
         record = node.operator.signature.output_record
-        return record(**symbols) if record is not None else next(iter(symbols.values()))
+        return telling(record)(**symbols) if record is not None else next(iter(symbols.values()))
 
 
 class Algorithm(Generic[P, R]):

@@ -18,6 +18,7 @@ from pydantic import Field, field_validator, model_validator
 import flowrl
 from flowrl.checkpoint import Checkpoints
 from flowrl.data import PromptData, PromptStream
+from flowrl.diff import backend_changes
 from flowrl.engines import Trainer
 from flowrl.errors import BindError, DataError, GraphError
 from flowrl.executor import Executor, LocalExecutor, StepResult
@@ -57,7 +58,8 @@ class Training(Spec):
         job: the bound graph.
         data: prompts to train on.
         steps: how many steps.
-        prompts: prompts a step; rows are prompts times what the graph repeats them by.
+        prompts: prompts a step; rows are prompts times what the graph repeats them by. Where the data has fewer, a step
+            holds some of them more than once, each time as a group of its own, and a warning says so.
         seed: root of all randomness: data order, sampling, mini-batches.
         validation: one or several.
         folder: where the run is written; None is ``runs/<graph>-<number>``.
@@ -189,11 +191,15 @@ class Training(Spec):
                 f"{path} stands after step {state['step']}, and steps={self.steps} ends before; ask for more steps, or "
                 f"remove the later checkpoints to go back."
             )
-        if state["fingerprint"] != self.job.graph.fingerprint():
+        before, after = state["bindings"], self._bindings()
+        if before != after:
+            roles = sorted({*before, *after})
+            changes = [line for role in roles for line in backend_changes(role, before.get(role), after.get(role))]
             logger.warning(
-                "%s was made with other backends; the run goes on from its weights, and its numbers need not be those "
-                "of the uninterrupted one.",
+                "%s was made with other backends (%s); the run goes on from its weights, and its numbers need not be "
+                "those of the uninterrupted one.",
                 path,
+                "; ".join(changes),
             )
         return found
 
@@ -224,6 +230,11 @@ class Training(Spec):
             "prompts": self.prompts,
             "data": {name: value for name, value in parameters(self.data).items() if name != "path"},
         }
+
+    def _bindings(self) -> dict[str, Any]:
+        """The backends, as JSON-able data."""
+        bound = self.job.graph.bindings
+        return {role: encode(backend, f"bindings.{role}", portable=False) for role, backend in bound.items()}
 
     def describe(self) -> dict[str, Any]:
         """What would run, as JSON-able data: graph with backends, data, seed, versions.
@@ -260,6 +271,16 @@ class _Loop:
         self.checkpoints = checkpoints
         graph, tokenizer = training.job.graph, executor.tokenizer()
         self.stream = training.data.load(tokenizer, training.seed)
+        if len(self.stream) < training.prompts:
+            left_out = f" ({self.stream.dropped} longer ones are left out)" if self.stream.dropped else ""
+            logger.warning(
+                "the data has %d prompts%s and a step takes %d, so every step holds some of them more than once; "
+                "expected at least as many as a step takes: Training(..., prompts=%d), or more data.",
+                len(self.stream),
+                left_out,
+                training.prompts,
+                len(self.stream),
+            )
         # Validations draw from keys of their own, the same ones every time: curves differ by the policy alone.
         held_out = Key.of(training.seed).derive("validation").bits
         self.validations: list[tuple[Validation, Executor, PromptStream]] = []
@@ -324,7 +345,7 @@ class _Loop:
             "data": self.stream.position,
             "state": self.executor.state,
             "made_with": self.training.identity(),
-            "fingerprint": self.training.job.graph.fingerprint(),
+            "bindings": self.training._bindings(),
         }
         self.folder.flush()
         self.checkpoints.save(step, state, self.executor.save)

@@ -9,6 +9,7 @@ from flowrl.operators import (
     GAE,
     Generate,
     KLShape,
+    Mismatch,
     OldLogProb,
     PPOClip,
     RefLogProb,
@@ -20,6 +21,7 @@ from flowrl.operators import (
     Value,
     Whiten,
 )
+from flowrl.operators.correction import Mismatched
 from flowrl.records import CriticUpdated, PromptBatch, Receipt
 from flowrl.trace import algorithm
 
@@ -38,7 +40,7 @@ def ppo(
     clip: float = 0.2,
     ppo_epochs: int = 1,
     mini_batch: int | None = None,
-) -> tuple[Receipt, CriticUpdated]:
+) -> tuple[Receipt, CriticUpdated, Mismatched]:
     """Proximal policy optimisation with a critic and KL in the reward (Ouyang et al. 2022, arXiv:2203.02155).
 
     Args:
@@ -57,6 +59,7 @@ def ppo(
     prompts = Repeat(n)(batch)
     rollout = Generate(temperature=temperature, max_new_tokens=max_new_tokens)(prompts)
     old = OldLogProb()(rollout)
+    mismatch = Mismatch()(rollout.rollout_log_probs, old, rollout.response_mask)
     ref = RefLogProb()(rollout)
     values = Value()(rollout)
     scores = Reward(reward_fn)(rollout, prompts)
@@ -65,4 +68,4 @@ def ppo(
     white = Whiten()(adv.advantages, rollout.response_mask)
     critic = UpdateCritic(ppo_epochs=ppo_epochs, mini_batch=mini_batch)(rollout, values, adv.returns)
     actor = UpdateActor(PPOClip(clip), ppo_epochs, mini_batch)(rollout, old, white)
-    return Sync()(actor), critic
+    return Sync()(actor), critic, mismatch

@@ -14,6 +14,7 @@ weight 0 and no gradient; it stays on the mask, and so in the counts that the lo
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from flowrl.errors import DataError, ParameterError
 from flowrl.metrics import Metrics
 from flowrl.operator import Granularity, Operator, State
 from flowrl.operators.kl import MAX_EXPONENT, kl_penalty
-from flowrl.operators.masked import masked_sum, select
+from flowrl.operators.masked import select
 from flowrl.ports import INJECTED
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,9 @@ Mode = Literal["truncate", "mask", "reject"]
 NEAR_ONE = (0.9, 1.1)
 """Ratios within these bounds count as agreement in ``rollout/ratio_outside``."""
 
-ROUNDING = 1e-6
-"""No alarm below this many nats: float32 rounds a log-prob of -8 to 1e-6."""
+ROUNDING = 1e-5
+"""No alarm below this many nats a token: two float32 forward passes were seen apart by 1e-7 in the mean, and by 3e-5 on
+single tokens, which are most of a step that has few."""
 
 
 @torch.no_grad()
@@ -116,7 +118,8 @@ class RolloutCorrection(Operator):
     """Advantages weighed by bounded importance ratios of the trainer to the engine; see `importance_ratios`.
 
     Insert it behind what writes the advantages: ``edit(insert={"correction": After("whiten", RolloutCorrection())})``.
-    Two of them multiply, such as truncated weights per token behind the rejection of implausible rows:
+    Only one may weigh on the way to an update, and none where the loss's own ratio is to the rollout, or the ratio
+    would count twice (rule FR011); others may reject before or behind it, such as implausible rows:
     ``RolloutCorrection("minimum", "reject", low=1e-4, high=None)``, which is verl's veto.
 
     Truncated per token it is biased but calm; per sequence it is the unbiased correction but for its bound, and its
@@ -202,13 +205,18 @@ class Mismatched(NamedTuple):
 class Mismatch(Operator):
     """Whether the engine and the trainer agree on what was sampled; warns when they drift apart.
 
-    Insert it as ``edit(insert={"mismatch": After("old_log_prob", Mismatch())})``. It reports over the tokens on the
-    mask: ``rollout/logp_diff_mean`` and ``_max`` of ``|old - rollout|`` in nats, ``rollout/ratio_outside``, the share
-    of tokens whose ratio is not within [0.9, 1.1], and ``rollout/kl``, KL(rollout || trainer) per token by k3.
+    It reports over the tokens on the mask: ``rollout/logp_diff_mean`` and ``_max`` of ``|old - rollout|`` in nats,
+    ``rollout/ratio_outside``, the share of tokens whose ratio is not within [0.9, 1.1], and ``rollout/kl``, KL(rollout
+    || trainer) per token by k3; nothing in a step that has no token on the mask.
 
     What is normal depends on engine, precision and model, so the alarm is calibrated on the run itself: it goes off
     where ``logp_diff_mean`` is more than `margin` times the largest of the first `calibration` steps (and more than
-    float32 rounds by). From then on ``rollout/alarm_above`` is that threshold.
+    float32 rounds by). From then on ``rollout/alarm_above`` is that threshold. It warns once each time that the mean
+    rises above it, and what it was calibrated on goes into checkpoints.
+
+    Where the engine renormalises by top-p or top-k, its log-probs are of that narrower distribution and the trainer's
+    are of the whole one, so the numbers hold ``-log`` of the probability that was kept as well, and calibration takes
+    that for normal. Greedy rows do not come here: rule FR007 refuses to train on them, and a trainer to score them.
 
     Args:
         calibration: steps at the start of a run that say what is normal.
@@ -223,7 +231,7 @@ class Mismatch(Operator):
     calibration: int = Field(default=10, ge=1)
     margin: float = Field(default=4.0, gt=1)
 
-    seen = State[dict[str, Any]](lambda self: {"steps": 0, "largest": 0.0})
+    seen = State[dict[str, Any]](lambda self: {"steps": 0, "largest": 0.0, "alarm": False})
 
     def __call__(
         self,
@@ -232,38 +240,38 @@ class Mismatch(Operator):
         response_mask: ResponseMask,
         metrics: Metrics = INJECTED,
     ) -> Mismatched:
-        ratios = importance_ratios(old_log_probs, rollout_log_probs, response_mask, "token")
-        old, rollout = select(old_log_probs, response_mask), select(rollout_log_probs, response_mask)
-        tokens, difference = int(response_mask.sum()), (old - rollout).abs()
-        total = float(difference.sum())
-        outside = response_mask & ((ratios < NEAR_ONE[0]) | (ratios > NEAR_ONE[1]))
-        metrics.mean("rollout/logp_diff_mean", total, tokens)
-        metrics.mean("rollout/ratio_outside", outside.sum(), tokens)
-        metrics.mean("rollout/kl", masked_sum(kl_penalty(rollout, old, "k3"), response_mask), tokens)
-        if not tokens:
+        # Only tokens on the mask from here on, so that no sum depends on how wide the rows are padded.
+        ratios = importance_ratios(old_log_probs, rollout_log_probs, response_mask, "token")[response_mask]
+        old, rollout = old_log_probs[response_mask].double(), rollout_log_probs[response_mask].double()
+        if not len(ratios):
             return Mismatched(0.0, None)
-        worst = float(difference.max())
+        difference, outside = (old - rollout).abs(), (ratios < NEAR_ONE[0]) | (ratios > NEAR_ONE[1])
+        mean, worst, share = float(difference.mean()), float(difference.max()), float(outside.double().mean())
+        metrics.mean("rollout/logp_diff_mean", difference.sum(), len(ratios))
         metrics.max("rollout/logp_diff_max", worst)
+        metrics.mean("rollout/ratio_outside", outside.sum(), len(ratios))
+        metrics.mean("rollout/kl", kl_penalty(rollout, old, "k3").sum(), len(ratios))
 
-        mean = total / tokens
-        steps, largest = self.seen.value["steps"] + 1, self.seen.value["largest"]
-        calibrating = steps <= self.calibration
-        self.seen.value = {"steps": steps, "largest": max(largest, mean) if calibrating else largest}
-        if calibrating:
+        seen = self.seen.value
+        step, largest = seen["steps"] + 1, seen["largest"]
+        if step <= self.calibration and math.isfinite(mean):
+            self.seen.value = {"steps": step, "largest": max(largest, mean), "alarm": False}
             return Mismatched(mean, None)
         threshold = max(self.margin * largest, ROUNDING)
         metrics.max("rollout/alarm_above", threshold)
-        if mean > threshold:
+        self.seen.value = {"steps": step, "largest": largest, "alarm": mean > threshold}
+        if mean > threshold and not seen["alarm"]:
             logger.warning(
-                "step %d: the engine's log-probs differ from the trainer's by %.3g nats a token in the mean and %.3g "
-                "at most (%.2g of the ratios are outside [%g, %g]), and the largest mean of the first %d steps was "
-                "%.3g; look at what changed in engine or trainer, or insert RolloutCorrection().",
-                steps,
+                "%s, step %d: the engine's log-probs differ from the trainer's by %.3g nats a token in the mean and "
+                "%.3g at most (%.2g of the ratios are outside [%g, %g]), and an alarm was due above %.3g, from the "
+                "first %d steps; look at what changed in engine or trainer, or insert RolloutCorrection().",
+                self.name,
+                step,
                 mean,
                 worst,
-                int(outside.sum()) / tokens,
+                share,
                 *NEAR_ONE,
-                self.calibration,
-                largest,
+                threshold,
+                min(step - 1, self.calibration),
             )
         return Mismatched(mean, threshold)

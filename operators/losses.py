@@ -91,7 +91,7 @@ class _Aggregated:
 
 
 class PolicyColumns(Protocol):
-    """What `PPOClip` reads of a batch: float ``[rows response]`` each."""
+    """What `PPOClip` reads of a batch: float ``[rows response]`` each; its ratio is taken to `old_log_probs`."""
 
     @property
     def old_log_probs(self) -> Tensor: ...
@@ -134,6 +134,11 @@ class PPOClip(_Aggregated, Spec):
     ``entropy * H``; plus ``kl.coef * KL``. The log-ratio is clamped to ±20 before `exp`, as in verl; beyond, r is
     constant and has no gradient.
 
+    The ratio to the rollout's own log-probs (verl's bypass mode) needs no `OldLogProb`, so it saves a forward pass a
+    step, and corrects for the engine as well: unclipped, its gradient is unbiased whatever the engine computes. But r
+    starts from trainer / engine and not from 1, so the clip cuts off what engine and trainer differ by before the
+    policy has moved, and where top-p or top-k renormalised the engine's log-probs, r starts below 1.
+
     Args:
         clip_low: how far below 1 the ratio counts.
         clip_high: how far above 1; None is `clip_low`. Apart, they are DAPO's clip-higher (arXiv:2503.14476, §3.1).
@@ -142,6 +147,8 @@ class PPOClip(_Aggregated, Spec):
         norm: see `token_weights`.
         kl: a KL term, or None.
         entropy: the weight of the entropy bonus.
+        ratio_to: whose log-probs the ratio is taken to: ``"old"``, the trainer's at the start of the step; or
+            ``"rollout"``, the engine's that sampled. `UpdateActor` wants just these, and refuses the others.
     """
 
     clip_low: float = Field(default=0.2, gt=0, lt=1)
@@ -151,6 +158,7 @@ class PPOClip(_Aggregated, Spec):
     norm: float | None = None
     kl: KLLoss | None = None
     entropy: float = Field(default=0.0, ge=0)
+    ratio_to: Literal["old", "rollout"] = "old"
 
     @property
     def wants_entropy(self) -> bool:

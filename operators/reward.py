@@ -107,7 +107,7 @@ class Reward(Operator):
         `token_level_scores`, float32 ``[batch response]``. Metrics: ``reward/mean, reward/min, reward/max``.
 
     Raises:
-        ParameterError: where it is made: there is no such function, or it does not take those arguments.
+        ParameterError: where it is made: there is no such function, it is async, or it does not take those arguments.
         RewardError: a call gave no score, named by row (unless `on_error` says otherwise); a worker cannot import it.
         DataError: a value cannot be handed to a process as JSON, named by row and column.
     """
@@ -123,8 +123,9 @@ class Reward(Operator):
     def __post_init__(self) -> None:
         if isinstance(self.fn, str):
             functions.check(self.fn)
-        else:
-            _check_signature(self.fn)
+        outline = functions.outline(self.fn) if isinstance(self.fn, str) else self.fn
+        if outline is not None:
+            _check_call(outline, self._function_name)
         self.__dict__["_source"] = _source(self.fn)
 
     def __call__(self, rollout: Scorable, prompts: Answerable, metrics: Metrics = INJECTED) -> TokenLevelScores:
@@ -230,7 +231,13 @@ def _source(fn: Callable[..., Any] | str) -> Source | None:
     return Source(f"{file if module.endswith('.py') else module}:{name}", digest(content))
 
 
-def _check_signature(fn: Callable[..., Any]) -> None:
+def _check_call(fn: Callable[..., Any], name: str) -> None:
+    """Refuse what cannot be called as a reward function is, or whose calls give no score."""
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
+        raise ParameterError(
+            f"the reward function {name} is async, so a call of it gives a coroutine and no score; define it by `def`, "
+            f"and run in it what is to be awaited: asyncio.run(...)."
+        )
     try:
         signature = inspect.signature(fn)
     except ValueError:  # compiled code need not have one
@@ -239,9 +246,9 @@ def _check_signature(fn: Callable[..., Any]) -> None:
         signature.bind(data_source="", solution_str="", ground_truth="", extra_info={})
     except TypeError as error:
         raise ParameterError(
-            f"the reward function {getattr(fn, '__qualname__', fn)!s}{signature} cannot be called by keyword with "
-            f"data_source, solution_str, ground_truth and extra_info ({error}); define it as "
-            f"fn(data_source, solution_str, ground_truth, extra_info=None)."
+            f"the reward function {name}{signature} cannot be called by keyword with data_source, solution_str, "
+            f"ground_truth and extra_info ({error}); define it as fn(data_source, solution_str, ground_truth, "
+            f"extra_info=None), or call it from a function of that signature: one response a call, text and not tokens."
         ) from None
 
 

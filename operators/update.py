@@ -16,13 +16,13 @@ from flowrl.keys import Key
 from flowrl.metrics import Metrics
 from flowrl.operator import Granularity, Operator
 from flowrl.operators.losses import PPOClip, ValueClip
-from flowrl.ports import INJECTED
+from flowrl.ports import INJECTED, Signature
 from flowrl.records import CriticUpdated, Tokens, Updated, VersionedSequences
 from flowrl.roles import Role, Writes
 
 
 class PolicyBatch(NamedTuple):
-    """What a policy loss may read, one row per response."""
+    """What a policy loss may read, one row per response; `old_log_probs` are what its ratio is taken to."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -88,7 +88,8 @@ class UpdateActor(Operator):
     after the first are on-policy in the sense of PPO (Schulman et al. 2017, arXiv:1707.06347, alg. 1).
 
     Args:
-        loss: the policy loss; with a KL term it wants `ref_log_prob`.
+        loss: the policy loss; with a KL term it wants `ref_log_prob`, and with ``ratio_to="rollout"`` the rollout's own
+            log-probs as `old_log_probs`.
         ppo_epochs: passes over the rows.
         mini_batch: rows (not prompts) of an optimiser step; None for all at once. It must divide prompts x n.
         actor: the trainer.
@@ -111,7 +112,15 @@ class UpdateActor(Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        return frozenset({"kl"}) if self.loss.kl is not None else frozenset()
+        """``"kl"`` with a KL term, ``"importance correction"`` with a ratio to what the engine sampled from."""
+        kl = {"kl"} if self.loss.kl is not None else set()
+        return frozenset(kl | ({"importance correction"} if self.loss.ratio_to == "rollout" else set()))
+
+    @property
+    def signature(self) -> Signature:
+        """The ports; `old_log_probs` is of the kind that the loss takes its ratio to."""
+        own = super().signature
+        return own if self.loss.ratio_to == "old" else own.retyped("old_log_probs", c.RolloutLogProbs)
 
     def wants(self) -> Mapping[str, bool]:
         return {"ref_log_prob": self.loss.kl is not None}

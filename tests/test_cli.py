@@ -272,7 +272,7 @@ def test_show_writes_what_the_ending_says(command: Command, graphs: Path) -> Non
     graph: Graph = load_object("graphs.py:second")
     for ending in ("md", "html", "svg", "json", "yaml"):
         answer = command("show", "graphs.py:second", "--to", f"new/folder/graph.{ending}")
-        assert answer == (0, f"grpo: 9 nodes, written to new/folder/graph.{ending}\n", "")
+        assert answer == (0, f"grpo: 10 nodes, written to new/folder/graph.{ending}\n", "")
     folder = Path("new/folder")
     assert (folder / "graph.md").read_text() == f"# grpo\n\n```mermaid\n{graph.mermaid()}\n```\n"
     for ending in ("html", "svg"):
@@ -284,7 +284,7 @@ def test_show_writes_what_the_ending_says(command: Command, graphs: Path) -> Non
 
 def test_what_show_has_written_is_a_target(command: Command, graphs: Path) -> None:
     command("show", "graphs.py:second", "--to", "graph.yaml")
-    assert command("check", "graph.yaml").out == "grpo: 9 nodes, every connection fits and no rule is broken.\n"
+    assert command("check", "graph.yaml").out == "grpo: 10 nodes, every connection fits and no rule is broken.\n"
     assert command("diff", "graph.yaml", "graphs.py:second").out == "grpo -> grpo: no difference\n"
 
 
@@ -305,7 +305,7 @@ def test_check_of_a_job_wants_its_roles_bound(command: Command, graphs: Path, tr
         "'ref', 'rollout'", "'rollout', 'ref'"
     )
     answer = command("check", f"{training}:training")
-    assert answer == (0, "grpo: 9 nodes, every connection fits, every role is bound and no rule is broken.\n", "")
+    assert answer == (0, "grpo: 10 nodes, every connection fits, every role is bound and no rule is broken.\n", "")
 
 
 def test_check_of_a_training_knows_its_prompts(command: Command, training: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowrl import PromptData, Training
+from flowrl import PromptData, Training, Validation
 from flowrl.edit import After
 from flowrl.errors import DataError, ParameterError
 from flowrl.graph import Graph
@@ -21,6 +22,7 @@ from flowrl.graphs import grpo, ppo
 from flowrl.metrics import Metrics
 from flowrl.operators import Mismatch, PPOClip, RolloutCorrection, Whiten
 from flowrl.operators.correction import Level, Mismatched, Mode, bound_ratios, importance_ratios
+from flowrl.proto_io import check_json
 from flowrl.session import Session
 from tests.jobs import job_of
 from tests.kernel import exact
@@ -242,7 +244,6 @@ class TestInGraphs:
                 "veto": After("group_advantage", RolloutCorrection("minimum", "reject", low=1e-4, high=None)),
                 "correction": After("group_advantage", RolloutCorrection("token", "mask", 0.5, 5.0)),
             },
-            wire={f"{name}.old_log_probs": "old_log_prob.old_log_probs" for name in ("veto", "correction")},
         )
         assert source(graph, "update_actor.advantages") == "correction.advantages"
         assert source(graph, "correction.advantages") == "veto.advantages"
@@ -257,36 +258,79 @@ class TestInGraphs:
         assert findings(RolloutCorrection()) == findings(RolloutCorrection("sequence", "mask")) == []
         assert findings(RolloutCorrection("geometric", "reject", 0.9, 1.1)) == ["FR006"]
 
-    def test_mismatch_is_a_sink_behind_old_log_prob(self) -> None:
+    def test_mismatch_is_a_sink_of_the_stock_graphs_that_holds_back_nothing(self) -> None:
         for graph in (ppo(exact), grpo(exact)):
-            watched = graph.edit(insert={"mismatch": After("old_log_prob", Mismatch())})
-            assert "mismatch" in watched.sinks
-            assert source(watched, "mismatch.rollout_log_probs") == "generate.rollout_log_probs"
-            assert watched.check() == []
+            assert "mismatch" in graph.sinks
+            assert source(graph, "mismatch.rollout_log_probs") == "generate.rollout_log_probs"
+            assert source(graph, "mismatch.old_log_probs") == "old_log_prob.old_log_probs"
+            assert graph.check() == []
+            without = graph.edit(drop=["mismatch"])
+            assert set(graph.nodes) - set(without.nodes) == {"mismatch"}
+            assert without.edit(insert={"mismatch": After("old_log_prob", Mismatch())}).fingerprint() == (
+                graph.fingerprint()
+            )
+            assert "mismatch" not in Validation(PromptData("heldout.jsonl")).graph(graph)
+        watching = ppo(exact).subgraph(until="mismatch")
+        assert watching.check() == [], "what writes no weights is held to no rule"
 
     @pytest.mark.parametrize("name", ["ppo", "grpo"])
     def test_a_run_where_both_agree_is_corrected_by_one(
-        self, name: str, tiny: str, prompts_file: str, tmp_path: Path
+        self, name: str, tiny: str, prompts_file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        job = job_of(name, tiny)
         anchor = {"ppo": "whiten", "grpo": "group_advantage"}[name]
-        inserted = {
-            "mismatch": After("old_log_prob", Mismatch(calibration=1)),
-            "correction": After(anchor, RolloutCorrection()),
-        }
-        job = job.edit(insert=inserted, wire={"correction.old_log_probs": "old_log_prob.old_log_probs"})
-        metrics = (
-            Training(job, PromptData(prompts_file), steps=2, prompts=4, folder=str(tmp_path / name), save_model=False)
-            .run()
-            .metrics
+        job = job_of(name, tiny).edit(
+            insert={"correction": After(anchor, RolloutCorrection())}, set={"mismatch.calibration": 1}
         )
+        training = Training(
+            job, PromptData(prompts_file), steps=4, prompts=4, folder=str(tmp_path / name), save_model=False
+        )
+        metrics = training.run().metrics
         for step in metrics:
+            assert 0 <= step["rollout/logp_diff_mean"] < 1e-6
             assert step["rollout/logp_diff_max"] < 1e-5
             assert step["rollout/ratio_outside"] == step["rollout_corr/bounded"] == 0
             assert step["rollout_corr/ess"] == pytest.approx(1.0, abs=1e-6)
             assert step["rollout_corr/weight_mean"] == pytest.approx(1.0, abs=1e-5)
         assert "rollout/alarm_above" not in metrics[0]
-        assert metrics[1]["rollout/alarm_above"] >= 1e-6
+        assert all(step["rollout/alarm_above"] == 1e-5 for step in metrics[1:])
+        assert not [record for record in caplog.records if "alarm" in record.getMessage()]
+
+    def test_a_run_with_the_ratio_to_the_rollout_is_the_same_where_both_agree(
+        self, tiny: str, prompts_file: str, tmp_path: Path
+    ) -> None:
+        job = job_of("grpo", tiny, mini_batch=4)
+        settings: dict[str, Any] = {"steps": 2, "prompts": 4, "save_model": False}
+        data = PromptData(prompts_file)
+        plain = Training(job, data, folder=str(tmp_path / "plain"), **settings).run()
+        bypass = job.edit(set={"update_actor.loss.ratio_to": "rollout"}, drop=["mismatch"])
+        run = Training(bypass, data, folder=str(tmp_path / "bypass"), **settings).run()
+        assert "timing/old_log_prob" in plain.metrics[0] and "timing/old_log_prob" not in run.metrics[0]
+        for one, other in zip(plain.metrics, run.metrics, strict=True):
+            for key in ("reward/mean", "actor/pg_loss", "actor/grad_norm", "actor/approx_kl", "kl/ref"):
+                assert other[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6), key
+
+    def test_what_top_k_cuts_off_is_in_the_numbers_and_is_no_alarm(
+        self, tiny: str, prompts_file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        job = job_of("grpo", tiny).edit(set={"mismatch.calibration": 1, "generate.top_k": 5})
+        training = Training(job, PromptData(prompts_file), steps=3, prompts=4, folder=str(tmp_path), save_model=False)
+        for step in training.run().metrics:
+            assert step["rollout/logp_diff_mean"] > 0.1
+            assert step["rollout/ratio_outside"] > 0.5
+        assert not [record for record in caplog.records if "alarm" in record.getMessage()]
+
+    def test_the_alarm_goes_on_from_a_checkpoint(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+        job = job_of("ppo", tiny).edit(set={"mismatch.calibration": 2, "generate.top_k": 5})
+        whole = Training(
+            job, PromptData(prompts_file), steps=4, prompts=4, folder=str(tmp_path / "whole"), save_model=False
+        )
+        parts = dataclasses.replace(whole, folder=str(tmp_path / "parts"), checkpoint_every=1)
+        dataclasses.replace(parts, steps=1).run()
+        resumed = dataclasses.replace(parts, resume=True).run().metrics
+        expected = whole.run().metrics
+        assert ["rollout/alarm_above" in step for step in resumed] == [False, False, True, True]
+        for key in ("rollout/alarm_above", "rollout/logp_diff_mean"):
+            assert [step.get(key) for step in resumed] == [step.get(key) for step in expected]
 
 
 class TestMismatch:
@@ -326,11 +370,52 @@ class TestMismatch:
                 found.append(mismatch(torch.full((2, 3), -1.0 - shift), torch.full((2, 3), -1.0), MASK[:2]))
         assert [round(m.alarm_above or 0.0, 4) for m in found] == [0, 0, 0.06, 0.06, 0.06]
         assert len(caplog.messages) == 1
-        assert "step 4" in caplog.messages[0] and "0.07 nats" in caplog.messages[0] and "0.02" in caplog.messages[0]
-        assert session.state["mismatch.seen"] == {"steps": 5, "largest": pytest.approx(0.02, rel=1e-4)}
+        assert "step 4" in caplog.messages[0] and "0.07 nats" in caplog.messages[0] and "0.06" in caplog.messages[0]
+        seen = session.state["mismatch.seen"]
+        assert seen == {"steps": 5, "largest": pytest.approx(0.02, rel=1e-4), "alarm": False}
+
+    def test_it_warns_once_each_time_that_the_mean_rises_above(self, caplog: pytest.LogCaptureFixture) -> None:
+        mismatch = Mismatch(calibration=1)
+        with caplog.at_level(logging.WARNING):
+            for shift in (0.01, 0.5, 0.6, 0.7, 0.01, 0.5):
+                mismatch(torch.full((2, 3), -1.0 - shift), torch.full((2, 3), -1.0), MASK[:2])
+        assert [message.split(":")[0] for message in caplog.messages] == ["mismatch, step 2", "mismatch, step 6"]
+
+    def test_what_is_infinite_is_an_alarm_and_never_normal(self, caplog: pytest.LogCaptureFixture) -> None:
+        session = Session({}, seed=0)
+        broken = torch.tensor([[-1.0, -math.inf]])
+        with session.active(), caplog.at_level(logging.WARNING):
+            Mismatch()(broken, torch.full((1, 2), -1.0), torch.ones(1, 2, dtype=torch.bool))
+        assert "differ from the trainer's by inf nats" in caplog.messages[0]
+        check_json(session.state, "the state")
+        assert session.state["mismatch.seen"]["largest"] == 0
+
+    def test_it_holds_what_the_engine_renormalised(self) -> None:
+        """Off by minus the log of the probability that top-k keeps, to the engine's favour."""
+        draw = torch.Generator().manual_seed(3)
+        trainer = torch.randn(7, 11, generator=draw, dtype=torch.float64).log_softmax(-1)
+        kept, tokens = trainer.topk(3, dim=-1)
+        engine = kept.log_softmax(-1)
+        picked = torch.randint(3, (7, 1), generator=draw)
+        columns = (engine.gather(1, picked).float(), trainer.gather(1, tokens.gather(1, picked)).float())
+        metrics = Metrics()
+        Mismatch()(*columns, torch.ones(7, 1, dtype=torch.bool), metrics=metrics)
+        cut_off = -kept.logsumexp(-1)
+        assert metrics.compute()["rollout/logp_diff_mean"] == pytest.approx(float(cut_off.mean()), rel=1e-5)
+
+    def test_padding_does_not_change_a_bit(self) -> None:
+        def numbers(width: int) -> dict[str, float]:
+            draw, metrics = torch.Generator().manual_seed(4), Metrics()
+            old, rollout = torch.randn(2, 9, 40, generator=draw)
+            mask = torch.arange(40) < torch.randint(1, 41, (9, 1), generator=draw)
+            padding = (0, width - 40)
+            Mismatch()(*(torch.nn.functional.pad(x, padding) for x in (rollout, old, mask)), metrics=metrics)
+            return metrics.compute()
+
+        assert numbers(40) == numbers(57)
 
     def test_it_goes_on_from_a_checkpoint(self, caplog: pytest.LogCaptureFixture) -> None:
-        session = Session({}, seed=0, state={"mismatch.seen": {"steps": 10, "largest": 0.01}})
+        session = Session({}, seed=0, state={"mismatch.seen": {"steps": 10, "largest": 0.01, "alarm": False}})
         with session.active(), caplog.at_level(logging.WARNING):
             Mismatch()(torch.full((2, 3), -1.5), torch.full((2, 3), -1.0), MASK[:2])
         assert "step 11" in caplog.messages[0]
@@ -339,15 +424,16 @@ class TestMismatch:
         mismatch = Mismatch(calibration=1)
         with caplog.at_level(logging.WARNING):
             mismatch(ROLLOUT[:2, :2], ROLLOUT[:2, :2], MASK[:2, :2])  # not apart at all
-            mismatch(ROLLOUT[:2, :2], ROLLOUT[:2, :2] + 5e-7, MASK[:2, :2])
+            mismatch(ROLLOUT[:2, :2], ROLLOUT[:2, :2] + 5e-6, MASK[:2, :2])
             assert caplog.messages == []
-            mismatch(ROLLOUT[:2, :2], ROLLOUT[:2, :2] + 1e-5, MASK[:2, :2])
+            mismatch(ROLLOUT[:2, :2], ROLLOUT[:2, :2] + 1e-4, MASK[:2, :2])
         assert len(caplog.messages) == 1
 
     def test_steps_without_tokens_neither_count_nor_fail(self) -> None:
-        session = Session({}, seed=0)
+        session, metrics = Session({}, seed=0), Metrics()
         with session.active():
-            assert Mismatch()(ROLLOUT, OLD, torch.zeros_like(MASK)) == Mismatched(0.0, None)
+            assert Mismatch()(ROLLOUT, OLD, torch.zeros_like(MASK), metrics=metrics) == Mismatched(0.0, None)
+        assert metrics.compute() == {}
         assert session.state["mismatch.seen"]["steps"] == 0
 
 

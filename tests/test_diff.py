@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from flowrl import columns as c
 from flowrl.edit import After
 from flowrl.errors import GraphError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
+from flowrl.operator import Operator
 from flowrl.operators import GAE, Generate
 from tests.kernel import BINDINGS, FakeRollout, LengthPenalty, exact, scored
 
@@ -74,9 +76,7 @@ def test_no_difference() -> None:
         (
             {"rename": {"ref_log_prob": "ref"}},
             [
-                "+ ref: RefLogProb()  <- generate",
-                "- ref_log_prob: RefLogProb()",
-                "~ kl_shape <- ref_log_prob: ref_log_prob.ref_log_prob -> ref.ref_log_prob",
+                "~ ref_log_prob -> ref (renamed)",
             ],
         ),
         ({"lag": 2}, ["~ lag of Sync -> Generate: 0 -> 2"]),
@@ -87,10 +87,47 @@ def test_lines(verbs: dict[str, Any], lines: list[str]) -> None:
     assert str(PPO.diff(PPO.edit(**verbs))).splitlines() == ["ppo -> ppo", *lines]
 
 
+def test_renamed_nodes_are_neither_added_nor_removed() -> None:
+    """An input, a chain of two, and a sink at once; what reads them has not changed."""
+    names = {"batch": "data", "reward": "judge", "kl_shape": "shaped", "sync": "carry"}
+    diff = PPO.diff(PPO.edit(rename=names))
+    assert str(diff).splitlines() == ["ppo -> ppo", *(f"~ {old} -> {new} (renamed)" for old, new in names.items())]
+    assert diff and diff.renamed == names
+    assert not (diff.added or diff.removed or diff.pruned or diff.changed or diff.sinks)
+    assert dict(PPO.edit(rename=names).diff(PPO).renamed) == {new: old for old, new in names.items()}
+
+
+def test_what_is_renamed_and_changed_is_another_node() -> None:
+    changed = PPO.diff(PPO.edit(replace={"gae": GAE(lam=0.5).named("adv")}))
+    assert (changed.added, changed.removed, changed.renamed) == (("adv",), ("gae",), {})
+    wired = PPO.diff(PPO.edit(rename={"whiten": "white"}, wire={"white.advantages": "clip.advantages"}, insert={
+        "clip": After("gae", ClipAdvantages()),
+    }))  # fmt: skip
+    assert (wired.added, wired.removed, wired.renamed) == (("clip", "white"), ("whiten",), {})
+
+
+def test_a_rename_beside_a_change_of_its_reader() -> None:
+    edited = PPO.edit(rename={"gae": "adv"}, drop=["whiten"])
+    assert str(PPO.diff(edited)).splitlines()[1:] == [
+        "- whiten: Whiten()",
+        "~ gae -> adv (renamed)",
+        "~ update_actor <- advantages: whiten.advantages -> adv.advantages",
+    ]
+
+
+class ClipAdvantages(Operator):
+    """Re-writes advantages."""
+
+    def __call__(self, advantages: c.Advantages) -> c.Advantages:
+        return advantages.clamp(-1, 1)
+
+
 def test_sinks_and_bindings() -> None:
-    more = PPO.subgraph(until=["sync", "update_critic", "value"])
+    more = PPO.subgraph(until=["sync", "update_critic", "value", "mismatch"])
     diff = PPO.diff(more)
-    assert str(diff).splitlines()[1:] == ["~ sinks: sync, update_critic -> sync, update_critic, value"]
+    assert str(diff).splitlines()[1:] == [
+        "~ sinks: sync, update_critic, mismatch -> sync, update_critic, value, mismatch"
+    ]
     bound = PPO.edit(bind=BINDINGS)
     assert set(bound.diff(PPO).bindings) == set(BINDINGS)
     fewer = bound.diff(bound.edit(drop=["update_critic"]))

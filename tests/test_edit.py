@@ -20,11 +20,13 @@ from flowrl.operators import (
     GroupAdvantage,
     KLLoss,
     KLShape,
+    Mismatch,
     OldLogProb,
     PPOClip,
     RefLogProb,
     Repeat,
     Reward,
+    RolloutCorrection,
     Sync,
     UpdateActor,
     Value,
@@ -65,10 +67,11 @@ def grpo_by_hand(batch: PromptBatch, n: int = 8) -> Any:
     prompts = Repeat(n)(batch)
     rollout = Generate()(prompts)
     old = OldLogProb()(rollout)
+    mismatch = Mismatch()(rollout.rollout_log_probs, old, rollout.response_mask)
     ref = RefLogProb()(rollout)
     scores = Reward(exact)(rollout, prompts)
     adv = GroupAdvantage()(scores, rollout.response_mask, prompts.uid)
-    return Sync()(UpdateActor(PPOClip(0.2, kl=KLLoss("k3", 0.001)))(rollout, old, adv, ref))
+    return Sync()(UpdateActor(PPOClip(0.2, kl=KLLoss("k3", 0.001)))(rollout, old, adv, ref)), mismatch
 
 
 def test_grpo_is_an_edit_of_ppo() -> None:
@@ -126,7 +129,7 @@ def test_several_such_ancestors_need_a_wire() -> None:
 
 def test_no_such_ancestor_needs_a_wire() -> None:
     with pytest.raises(
-        GraphError, match=r"update_actor\.old_log_probs wants .*, and no node before it writes one; say"
+        GraphError, match=r"update_actor\.old_log_probs wants .*, and no node that it could read writes one; "
     ):
         scored().edit(replace={"reward": UpdateActor()})
 
@@ -137,6 +140,29 @@ def test_an_optional_port_is_taken_where_the_parameters_want_it() -> None:
     without = with_kl.edit(replace={"update_actor": UpdateActor()})
     assert "ref_log_prob" not in wires(without, "update_actor")
     assert without == PPO
+
+
+def test_a_ratio_to_the_rollout_leaves_old_log_prob_to_fall_away() -> None:
+    bypass = UpdateActor(PPOClip(0.2, ratio_to="rollout"))
+    for graph in (grpo(exact, kl_coef=0.0), grpo(exact)):
+        loss = graph["update_actor"].operator.loss  # type: ignore[attr-defined]
+        update = UpdateActor(PPOClip(0.2, kl=loss.kl, ratio_to="rollout"))
+        edited = graph.edit(replace={"update_actor": update}, drop=["old_log_prob", "mismatch"])
+        assert wires(edited, "update_actor")["old_log_probs"] == "generate.rollout_log_probs"
+        assert set(graph.nodes) - set(edited.nodes) == {"old_log_prob", "mismatch"}
+        assert edited.check() == []
+        assert edited == graph.edit(set={"update_actor.loss.ratio_to": "rollout"}, drop=["mismatch"])
+        assert edited.edit(
+            set={"update_actor.loss.ratio_to": "old"}, insert={"old_log_prob": After("generate", OldLogProb())},
+            wire={"update_actor.old_log_probs": "old_log_prob.old_log_probs"},
+        ) == graph.edit(drop=["mismatch"])  # fmt: skip
+        assert Graph.from_dict(edited.to_dict()) == edited
+    with pytest.raises(GraphError, match=r"since mismatch\.old_log_probs reads .*, or drop mismatch too\."):
+        grpo(exact).edit(replace={"update_actor": bypass}, drop=["old_log_prob"])
+    watched = grpo(exact).edit(replace={"update_actor": bypass})
+    assert readers(watched, "old_log_prob.old_log_probs") == {"mismatch"}
+    in_ppo = PPO.edit(replace={"update_actor": bypass}, drop=["mismatch"])
+    assert readers(in_ppo, "old_log_prob.old_log_probs") == {"kl_shape"}
 
 
 def test_readers_of_a_replacement_take_the_output_that_fits() -> None:
@@ -160,18 +186,18 @@ def test_a_replacement_that_fits_nobody_is_refused() -> None:
 
 def test_a_dropped_sink_is_gone_with_what_only_it_reached() -> None:
     graph = PPO.edit(drop=["update_critic"])
-    assert graph.sinks == ("sync",)
+    assert graph.sinks == ("sync", "mismatch")
     assert set(PPO.nodes) - set(graph.nodes) == {"update_critic"}
     with pytest.raises(
-        GraphError, match=r"edit drops every sink \(sync, update_critic\), so nothing would be computed"
+        GraphError, match=r"edit drops every sink \(sync, update_critic, mismatch\), so nothing would be computed"
     ):
-        PPO.edit(drop=["sync", "update_critic", "update_actor"])
+        PPO.edit(drop=["sync", "update_critic", "update_actor", "mismatch"])
 
 
 def test_a_dropped_sync_does_not_take_the_update_with_it() -> None:
     graph = PPO.edit(drop="sync")
     assert set(PPO.nodes) - set(graph.nodes) == {"sync"}
-    assert set(graph.sinks) == {"update_critic", "update_actor"}
+    assert set(graph.sinks) == {"update_critic", "update_actor", "mismatch"}
     assert [finding.rule for finding in graph.check()] == ["FR002"]
 
 
@@ -185,6 +211,15 @@ def test_set_changes_one_parameter_and_leaves_the_others() -> None:
     assert graph["generate"].inputs == PPO["generate"].inputs
 
 
+def test_set_reaches_into_specs() -> None:
+    graph = PPO.edit(set={"update_actor.loss.clip_high": 0.28, "update_actor.loss.kl": KLLoss("k2", 0.1)}).edit(
+        set={"update_actor.loss.kl.coef": 0.2, "update_actor.mini_batch": 4}
+    )
+    loss = PPOClip(0.2, 0.28, kl=KLLoss("k2", 0.2))
+    assert graph["update_actor"].operator == UpdateActor(loss, mini_batch=4)
+    assert wires(graph, "update_actor")["ref_log_prob"] == "ref_log_prob.ref_log_prob", "which the KL term wants"
+
+
 @pytest.mark.parametrize(
     ("verbs", "message"),
     [
@@ -192,6 +227,22 @@ def test_set_changes_one_parameter_and_leaves_the_others() -> None:
             {"set": {"sampler.n": 2}},
             r"edit\(set={'sampler.n': ...}\) names 'sampler', which ppo does not have; it has b",
         ),
+        (
+            {"set": {"gae.lamb": 2}},
+            r"edit\(set={'gae.lamb': ...}\) names no parameter; gae has gamma, lam; did you mean 'lam'",
+        ),
+        ({"set": {"gae": 2}}, r"edit\(set={'gae': ...}\) names no parameter; gae has gamma, lam\."),
+        ({"set": {"generat.top_k": 2}}, r"which ppo does not have; it has .*, sync; did you mean 'generate'\?"),
+        (
+            {"set": {"update_actor.loss.clip": 2}},
+            r"names no parameter; update_actor.loss has clip_low, .*; did you mean 'clip_",
+        ),
+        (
+            {"set": {"update_actor.loss.kl.coef": 2}},
+            r"goes into update_actor.loss.kl, which is None and has no parameters; set it as a whole: set={'update",
+        ),
+        ({"set": {"update_actor.loss.clip_low": 2}}, r"clip_low=2"),
+        ({"set": [("gae.lam", 2)]}, r"edit\(set=\[.*\]\) does not say where; expected set=\{'gae.lam': 0.9\}\."),
         ({"set": {"repeat.m": 2}}, r"edit\(set={'repeat.m': ...}\) names no parameter; repeat has n\."),
         ({"set": {"repeat.n": 2}, "replace": {"repeat": Repeat(3)}}, r"edit replaces 'repeat' and sets 'repeat.n'"),
         ({"set": {"repeat.n": 0}}, r"n=0"),
@@ -241,7 +292,7 @@ def test_two_inputs_that_fit_are_one_too_many() -> None:
         "mix cannot be dropped, since penalty.token_level_scores reads mix.token_level_scores and wants "
         "score[batch response] float32: of the inputs of mix exactly one would have to fit, and these do: "
         "first.token_level_scores, second.token_level_scores; say what it shall read: "
-        "wire={'penalty.token_level_scores': 'node.column'}."
+        "wire={'penalty.token_level_scores': 'node.column'}, or drop penalty too."
     )
     wired = graph.edit(drop=["mix"], wire={"penalty.token_level_scores": "second.token_level_scores"})
     assert "first" not in wired
@@ -256,7 +307,7 @@ def test_what_nobody_reads_any_more_need_not_be_bypassed() -> None:
             return Updated(0)
 
     watched = PPO.edit(insert={"twice": After("value", Clipped()), "look": After("value", Look())})
-    assert watched.sinks == ("sync", "update_critic", "look")
+    assert watched.sinks == ("sync", "update_critic", "mismatch", "look")
     gone = watched.edit(drop=["value", "look", "update_critic"], replace={"gae": GroupAdvantage()})
     assert {"value", "twice", "look"}.isdisjoint(gone.nodes)
 
@@ -321,11 +372,70 @@ def test_ports_that_others_settle_are_settled_whatever_their_order() -> None:
     assert wires(graph, "grouped")["uid"] == "repeat.uid", "batch.uid has other rows"
 
 
+def test_what_is_inserted_may_read_beside_its_anchor() -> None:
+    """old_log_prob is no ancestor of group_advantage, and the one node that writes what a correction wants."""
+    for graph, anchor in ((PPO, "whiten"), (PPO, "gae"), (grpo(exact), "group_advantage")):
+        corrected = graph.edit(insert={"correction": After(anchor, RolloutCorrection())})
+        assert wires(corrected, "correction") == {
+            "advantages": f"{anchor}.advantages",
+            "old_log_probs": "old_log_prob.old_log_probs",
+            "rollout_log_probs": "generate.rollout_log_probs",
+            "response_mask": "generate.response_mask",
+        }
+    two = grpo(exact).edit(
+        insert={"other": After("generate", OldLogProb(actor=Role("other")))},
+        wire={"mismatch.old_log_probs": "other.old_log_probs"},
+    )
+    with pytest.raises(
+        GraphError,
+        match=r"correction\.old_log_probs wants .* several nodes write one: old_log_prob\.old_log_probs, "
+        r"other\.old_log_probs; say which: wire=\{'correction\.old_log_probs': ",
+    ):
+        two.edit(insert={"correction": After("group_advantage", RolloutCorrection())})
+
+
+def test_what_depends_on_the_anchor_is_not_read_and_neither_is_what_is_dropped() -> None:
+    with pytest.raises(GraphError, match=r"look\.values wants value.*, and no node that it could read writes one"):
+        grpo(exact).edit(insert={"look": After("generate", Looks())})
+    with pytest.raises(GraphError, match=r"look\.advantages wants advantage.* no node that it could read writes one"):
+        PPO.edit(insert={"look": After("reward", LooksAhead())})
+    with pytest.raises(GraphError, match=r"look\.values wants value.* no node that it could read writes one"):
+        PPO.edit(drop=["value", "update_critic"], insert={"look": After("generate", Looks())})
+
+
+class Looks(Operator):
+    """Reads values."""
+
+    def __call__(self, values: c.Values) -> Updated:
+        return Updated(0)
+
+
+class LooksAhead(Operator):
+    """Reads scores, and what comes of them."""
+
+    def __call__(self, token_level_scores: c.TokenLevelScores, advantages: c.Advantages) -> c.TokenLevelScores:
+        return token_level_scores
+
+
+def test_a_replacement_may_read_beside_what_it_replaces() -> None:
+    class Centred(Operator):
+        """Scores less what the critic expected at the first token."""
+
+        def __call__(self, token_level_scores: c.TokenLevelScores, values: c.Values) -> c.TokenLevelScores:
+            return token_level_scores - values[:, :1]
+
+    graph = PPO.edit(insert={"length_penalty": After("reward", LengthPenalty())})
+    assert wires(graph.edit(replace={"length_penalty": Centred()}), "centred") == {
+        "token_level_scores": "reward.token_level_scores",
+        "values": "value.values",
+    }
+
+
 def test_a_sync_that_is_inserted_is_a_sink() -> None:
     without = PPO.edit(replace={"sync": Waits()})
-    assert without.sinks == ("waits", "update_critic")
+    assert without.sinks == ("waits", "update_critic", "mismatch")
     with_sync = without.edit(insert={"sync": After("update_actor", Sync())})
-    assert with_sync.sinks == ("waits", "update_critic", "sync")
+    assert with_sync.sinks == ("waits", "update_critic", "mismatch", "sync")
     assert wires(with_sync, "sync") == {"updated": "update_actor.updated"}
 
 
@@ -448,7 +558,7 @@ def test_wire_is_held_to_types_and_cycles() -> None:
 
 def test_rename() -> None:
     graph = PPO.edit(rename={"gae": "a", "sync": "b", "batch": "data"})
-    assert graph.sinks == ("b", "update_critic")
+    assert graph.sinks == ("b", "update_critic", "mismatch")
     assert graph.inputs == {"data": PromptBatch}
     assert graph["a"].operator.name == "a"
     assert graph.edit(rename={"a": "gae", "b": "sync", "data": "batch"}) == PPO
@@ -528,7 +638,21 @@ def test_the_original_is_untouched_also_by_an_edit_that_fails() -> None:
         ({"insert": {"x": After("gea", GAE())}}, r"edit\(insert=\.\.\.\) names 'gea'"),
         (
             {"replace": {"gae": GAE}},
-            r"edit\(replace=\{'gae': <class .*GAE'>\}\) gives no operator; expected one such as",
+            r"edit\(replace=\{'gae': \.\.\.\}\) gives the class GAE; expected an operator, which has parameters: GAE\(",
+        ),
+        (
+            {"replace": {"gae": "gae_long"}},
+            r"edit\(replace=\{'gae': \.\.\.\}\) gives 'gae_long', which is no operator; expected one, such as GAE\(",
+        ),
+        (
+            {"replace": GAE()},
+            r"edit\(replace=GAE\(.*\)\) does not say where; expected replace=\{'gae': GAE\(lam=0\.9\)\}\.",
+        ),
+        ({"bind": FakeTrainer()}, r"does not say where; expected bind=\{'rollout': TorchRollout\(\)\}\."),
+        ({"rename": "gae"}, r"edit\(rename='gae'\) does not say where; expected rename=\{'gae': 'advantage'\}\."),
+        (
+            {"insert": {"x": After("gae", Whiten)}},
+            r"edit\(insert=\{'x': After\('gae', \.\.\.\)\}\) gives the class Whiten; expected an operator, ",
         ),
         (
             {"insert": {"x": GAE()}},
@@ -536,13 +660,20 @@ def test_the_original_is_untouched_also_by_an_edit_that_fails() -> None:
         ),
         (
             {"replace": {"gae": GAE()}, "drop": ["gae"]},
-            r"edit names 'gae' more than once in replace=, drop= and rename=",
+            r"edit names 'gae' more than once in replace=, set=, drop= and rename=",
         ),
         ({"drop": ["gae", "gae"]}, r"edit names 'gae' more than once"),
         ({"drop": ["batch"]}, r"edit drops the input 'batch'; an input falls away by itself once nothing reads it"),
-        ({"rename": {"gae": "value"}}, r"edit leaves two nodes named 'value'; give one another name: \.named\("),
-        ({"replace": {"gae": Whiten()}}, r"edit leaves two nodes named 'whiten'"),
-        ({"insert": {"gae": After("value", Clipped())}}, r"edit leaves two nodes named 'gae'"),
+        (
+            {"rename": {"gae": "value"}},
+            r"edit leaves two nodes named 'value'; give one another name: rename=\{\.\.\.: 'v",
+        ),
+        ({"replace": {"gae": Whiten()}}, r"edit leaves two nodes named 'whiten'; .* \.named\(\"whiten_2nd\"\)\."),
+        ({"insert": {"gae": After("value", Clipped())}}, r"two nodes named 'gae'; .*: insert=\{'gae_2nd': \.\.\.\}\."),
+        (
+            {"replace": {"gae": GAE()}, "rename": {"gae": "adv"}},
+            r"name it once, and edit the result for the rest\.",
+        ),
         (
             {"rename": {"value": "v"}, "replace": {"gae": GroupAdvantage()}, "drop": ["update_critic"]},
             r"edit\(rename=\.\.\.\) names 'v', which nothing reads in the graph that is left, so it would fall",

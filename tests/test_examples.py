@@ -72,8 +72,8 @@ def test_think_is_a_target_of_the_command_line(
         said.append(capsys.readouterr().out)
     assert said[0].startswith("flowchart") and "score_and_thinking" in said[0]
     assert said[1:] == [
-        "grpo: 9 nodes, every connection fits and no rule is broken.\n",
-        "grpo: 9 nodes, every connection fits, every role is bound and no rule is broken.\n",
+        "grpo: 10 nodes, every connection fits and no rule is broken.\n",
+        "grpo: 10 nodes, every connection fits, every role is bound and no rule is broken.\n",
     ]
 
 

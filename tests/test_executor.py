@@ -29,6 +29,7 @@ from flowrl.operators import (
     Generate,
     GroupAdvantage,
     KLLoss,
+    Mismatch,
     OldLogProb,
     PPOClip,
     RefLogProb,
@@ -37,6 +38,7 @@ from flowrl.operators import (
     Sync,
     UpdateActor,
 )
+from flowrl.operators.correction import Mismatched
 from flowrl.plan import Plan
 from flowrl.proto import DataProto
 from flowrl.records import Receipt
@@ -292,17 +294,18 @@ def test_an_operator_runs_on_the_stack_of_whoever_called_step() -> None:
 
 
 @algorithm
-def grpo_by_hand(batch: PromptBatch, reward_fn: Any, n: int, mini_batch: int) -> Receipt:
+def grpo_by_hand(batch: PromptBatch, reward_fn: Any, n: int, mini_batch: int) -> tuple[Receipt, Mismatched]:
     """GRPO, written out."""
     prompts = Repeat(n)(batch)
     rollout = Generate(max_new_tokens=6)(prompts)
     old = OldLogProb()(rollout)
+    mismatch = Mismatch()(rollout.rollout_log_probs, old, rollout.response_mask)
     ref = RefLogProb()(rollout)
     scores = Reward(reward_fn)(rollout, prompts)
     advantages = GroupAdvantage()(scores, rollout.response_mask, prompts.uid)
     loss = PPOClip(0.2, kl=KLLoss("k3", 0.001))
     updated = UpdateActor(loss, mini_batch=mini_batch)(rollout, old, advantages, ref)
-    return Sync()(updated)
+    return Sync()(updated), mismatch
 
 
 def record_of(batch: DataProto) -> PromptBatch:
@@ -324,10 +327,10 @@ def test_the_same_lines_give_the_same_bits_eagerly_and_in_an_executor(tiny: str,
     with job.eager(seed) as session:
         for batch in map(record_of, drawn):
             if name == "ppo":
-                receipt, critic = ppo.step(batch, digits, max_new_tokens=6, mini_batch=4)
+                receipt, critic, _ = ppo.step(batch, digits, max_new_tokens=6, mini_batch=4)
                 assert critic.version == receipt.version
             else:
-                receipt = grpo_by_hand.step(batch, digits, 4, 4)
+                receipt, _ = grpo_by_hand.step(batch, digits, 4, 4)
             merged = Metrics()
             for metrics in session.metrics.values():
                 merged.merge(metrics)

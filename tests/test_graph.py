@@ -148,10 +148,10 @@ def test_shapes(shape: str) -> None:
 def test_ppo_is_the_graph_of_the_design() -> None:
     graph = ppo(exact)
     assert list(graph.nodes) == [
-        "batch", "repeat", "generate", "old_log_prob", "ref_log_prob", "value", "reward", "kl_shape", "gae", "whiten",
-        "update_critic", "update_actor", "sync",
+        "batch", "repeat", "generate", "old_log_prob", "mismatch", "ref_log_prob", "value", "reward", "kl_shape", "gae",
+        "whiten", "update_critic", "update_actor", "sync",
     ]  # fmt: skip
-    assert graph.sinks == ("sync", "update_critic")
+    assert graph.sinks == ("sync", "update_critic", "mismatch")
     assert graph.back_edges == [("sync", "generate")]
     assert {role: [(u.node, u.mode) for u in uses] for role, uses in graph.roles().items()} == {
         "rollout": [("generate", "reads"), ("sync", "writes")],
@@ -166,8 +166,14 @@ def test_lookup_names_what_there_is() -> None:
     assert "reward" in graph
     assert "value" not in graph
     assert graph["reward"].name == "reward"
-    with pytest.raises(GraphError, match=r"scored has no node 'rewrad'; it has batch, repeat, generate, reward"):
+    with pytest.raises(
+        GraphError, match=r"no node 'rewrad'; it has batch, repeat, generate, reward; did you mean 'reward'\?"
+    ):
         graph["rewrad"]
+    with pytest.raises(
+        GraphError, match=r"scored has no node 'generat' to be a sink; it has .*; did you mean 'generate'"
+    ):
+        graph.subgraph(until="generat")
     with pytest.raises(GraphError, match="has no node 'value'"):
         graph.subgraph(until=["reward", "value"])
     with pytest.raises(GraphError, match="has no node 'value'"):

@@ -326,6 +326,26 @@ def one(new: float, old: float, advantage: float, loss: PPOClip) -> tuple[float,
 
 
 class TestPPOClip:
+    def test_a_ratio_to_the_rollout_has_the_gradient_of_what_the_trainer_expects(self) -> None:
+        """Over every answer of one token, weighed by how often the engine gives it; one to "old" is biased there."""
+        draw = torch.Generator().manual_seed(5)
+        logits, noise, advantage = torch.randn(3, 8, generator=draw, dtype=torch.float64)
+        engine = (logits + 0.3 * noise).log_softmax(-1)
+        policy = logits.clone().requires_grad_()
+        (policy.softmax(-1) * advantage).sum().backward()
+        assert policy.grad is not None
+
+        def gradient(loss: PPOClip, old: Tensor) -> Tensor:
+            x = logits.clone().requires_grad_()
+            batch = PolicyBatch(old[:, None], advantage[:, None], None, torch.ones(8, 1, dtype=torch.bool))
+            value = loss(x.log_softmax(-1)[:, None], None, batch, engine.exp()[:, None].float(), Metrics())
+            return torch.autograd.grad(-value, x)[0]
+
+        unclipped = PPOClip(0.99, 100.0, ratio_to="rollout")
+        torch.testing.assert_close(gradient(unclipped, engine), policy.grad, rtol=1e-5, atol=1e-6)
+        biased = gradient(PPOClip(0.99, 100.0), logits.log_softmax(-1))
+        assert (biased - policy.grad).norm() > 0.05 * policy.grad.norm()
+
     @every_aggregation
     def test_at_ratio_1_the_gradient_is_the_policy_gradient(self, aggregation: Aggregation, norm: float | None) -> None:
         loss = PPOClip(0.2, dual_clip=3.0, aggregation=aggregation, norm=norm)

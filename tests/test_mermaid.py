@@ -244,6 +244,15 @@ class TestDiff:
         assert chart.marks["whiten"] == "changed"
         assert chart.nodes["whiten"][1] == "<b>whiten</b><br/>Double()"
 
+    def test_a_renamed_node_stands_once_and_its_links_are_not_new(self) -> None:
+        after = ppo(score).edit(rename={"gae": "adv"})
+        chart = read(draw_diff(ppo(score).diff(after)))
+        assert sorted(chart.names.values()) == sorted(after.nodes)
+        assert chart.marks["adv"] == "changed"
+        assert chart.nodes["adv"][1] == "<b>adv</b><br/>GAE()<br/>renamed from gae"
+        assert chart.ends() == read(draw(after)).ends()
+        assert not [style for style in chart.styles.values() if "1a7f37" in style or "cf222e" in style]
+
     def test_no_difference_has_no_marks(self) -> None:
         assert set(read(draw_diff(ppo(score).diff(ppo(score)))).marks.values()) == {"role"}
 
@@ -265,7 +274,7 @@ class TestOddNames:
 
     def test_different_names_stay_different(self) -> None:
         renamed = dict(zip(["generate", "reward", "repeat", "sync"], ["end", "end_", "π", "_3c0_"], strict=True))
-        assert len(read(draw(grpo(score).edit(rename=renamed))).nodes) == 9
+        assert len(read(draw(grpo(score).edit(rename=renamed))).nodes) == 10
 
     @pytest.mark.parametrize("text", ODD_TEXTS)
     def test_texts(self, text: str) -> None:

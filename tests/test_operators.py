@@ -290,6 +290,22 @@ def test_the_ratio_is_exactly_one_at_the_first_and_only_step(tiny: str) -> None:
     assert metrics.compute()["actor/pg_clipfrac"] == 0
 
 
+def test_the_ratio_to_the_rollout_by_formula(tiny: str) -> None:
+    """In float64, from what the engine said it sampled with and what the trainer makes of it."""
+    rollout, actor, metrics = answers(8), trainer(tiny), Metrics()
+    mask, draw = rollout.response_mask, torch.Generator().manual_seed(2)
+    new = OldLogProb(actor=actor)(rollout)
+    engine = torch.where(mask, new + 0.3 * torch.randn(mask.shape, generator=draw), 0.0)
+    advantages = torch.randn(mask.shape, generator=draw)
+    UpdateActor(PPOClip(0.2, ratio_to="rollout"), actor=actor)(rollout, engine, advantages, key=KEY, metrics=metrics)
+    ratio, a = (new.double() - engine.double()).exp()[mask], advantages.double()[mask]
+    surrogate = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+    found = metrics.compute()
+    assert found["actor/pg_loss"] == pytest.approx(-float(surrogate.mean()), rel=1e-5)
+    assert found["actor/approx_kl"] == pytest.approx(float((engine - new)[mask].mean()), rel=1e-4)
+    assert 0 < found["actor/pg_clipfrac"] < 1
+
+
 def test_the_ratio_is_one_to_rounding_in_another_micro_batch_layout(tiny: str) -> None:
     rollout, seen = answers(8), []
     old = OldLogProb(actor=trainer(tiny))(rollout)

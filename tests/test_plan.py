@@ -139,7 +139,7 @@ class TestWaves:
             ["repeat"],
             ["generate"],
             ["old_log_prob", "ref_log_prob", "value", "reward"],
-            ["kl_shape"],
+            ["mismatch", "kl_shape"],
             ["gae"],
             ["whiten", "update_critic"],
             ["update_actor"],
@@ -177,7 +177,7 @@ class TestText:
 
 
 GRPO = """\
-grpo: 8 nodes in 6 waves; those of one may run at once
+grpo: 9 nodes in 6 waves; those of one may run at once
 1  repeat           general             row
      from batch: data_source, extra_info, ground_truth, prompt_mask, prompts, raw_prompt, row_id, uid
 2  generate         rollout             row
@@ -189,6 +189,9 @@ grpo: 8 nodes in 6 waves; those of one may run at once
 3  reward           general             row
      from generate: response_mask, response_text
      from repeat: data_source, extra_info, ground_truth, row_id
+4  mismatch         general             batch
+     from generate: response_mask, rollout_log_probs
+     from old_log_prob: old_log_probs
 4  group_advantage  general             group
      from reward: token_level_scores
      from generate: response_mask

@@ -462,7 +462,10 @@ class TestRefused:
         job = jobs("grpo", tiny).edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
         with caplog.at_level(logging.WARNING):
             found = run(job, prompts_file, copy, resume=True)
-        assert "was made with other backends" in caplog.text
+        assert (
+            "was made with other backends (role rollout.model: None -> " in caplog.text
+            and "; role rollout.device: None -> 'cpu'); the run goes on" in caplog.text
+        )
         for ours, theirs in zip(found.metrics, whole("grpo").metrics, strict=True):
             same = {k: v for k, v in theirs.items() if not k.startswith((*TIMES, "sync/"))}
             assert {k: ours[k] for k in same} == same

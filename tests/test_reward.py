@@ -486,6 +486,18 @@ def test_a_script_that_cannot_be_imported_keeps_its_function_and_ends_its_worker
 # ---------------------------------------------------------------------------------------------- definition and graphs
 
 
+def trl_style(prompts: Any, completions: Any, **kwargs: Any) -> Any: ...
+
+
+async def awaited(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    return 1.0
+
+
+class Awaited:
+    async def __call__(self, **columns: Any) -> float:
+        return 1.0
+
+
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
@@ -495,6 +507,10 @@ def test_a_script_that_cannot_be_imported_keeps_its_function_and_ends_its_worker
         ("flowrl.errors:exact", "does not define 'exact'"),
         ("exact", "expected 'package.module:name' or 'path/to/file.py:name'"),
         (lambda solution, answer: 1.0, "cannot be called by keyword with data_source, solution_str"),
+        (trl_style, "the reward function trl_style(prompts"),
+        (awaited, "the reward function awaited is async, so a call of it gives a coroutine and no score"),
+        (functools.partial(awaited, extra_info=None), "is async"),
+        (Awaited(), "is async"),
         (3, "should be callable"),
     ],
 )
@@ -503,8 +519,54 @@ def test_a_function_that_is_not_there_is_refused_where_the_operator_is_made(fn: 
         Reward(fn)
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "def f(prompts, completions, **kw): ...",
+            "f(prompts, completions, **kw) cannot be called by keyword with data_",
+        ),
+        ("def f(data_source, solution_str, ground_truth): ...", "got an unexpected keyword argument 'extra_info'"),
+        ("def f(data_source, /, solution_str, ground_truth, extra_info): ...", "cannot be called by keyword"),
+        (
+            "def f(*, data_source, solution_str, ground_truth, extra_info=2, more): ...",
+            "missing a required argument: 'm",
+        ),
+        ("async def f(data_source, solution_str, ground_truth, extra_info=None): ...", "f is async, so a call of it"),
+        ("async def f(**columns): ...", "run in it what is to be awaited: asyncio.run(...)"),
+    ],
+)
+def test_what_a_file_defines_is_refused_without_running_it(source: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(f"import no_such_package\n{source}\n")
+    with pytest.raises(ParameterError, match=re.escape(said)) as error:
+        score(f"{file}:f")
+    assert f"{file}:f" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(data_source, solution_str, ground_truth, extra_info: Unknown = elsewhere()) -> Nowhere: ...",
+        "def f(**columns): ...",
+        "def f(solution_str, ground_truth, *rest, extra_info={}, data_source): ...",
+        "@adapted\ndef f(prompts, completions): ...",
+        "def f(prompts, completions): ...\nf = adapted(f)",
+        "if fast:\n    from rewards_in_c import f\nelse:\n    def f(prompts, completions): ...",
+        "def f(answer): ...\ndef f(**columns): ...",
+    ],
+)
+def test_what_a_file_leaves_open_is_not_refused(source: str, tmp_path: Path) -> None:
+    """A decorator, or a second meaning of the name: only running it would tell."""
+    file = tmp_path / "rewards.py"
+    file.write_text(f"{source}\n")
+    assert "reward" in score(f"{file}:f")
+
+
 def test_a_missing_name_lists_what_the_file_defines(scores: Callable[[str], str]) -> None:
-    with pytest.raises(ParameterError, match=r"does not define 'exakt'; it defines .*exact, verdict"):
+    with pytest.raises(
+        ParameterError, match=r"does not define 'exakt'; it defines .*exact, verdict.*; did you mean 'exact'\?"
+    ):
         Reward(scores("exakt"))
 
 

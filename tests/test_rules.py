@@ -26,6 +26,7 @@ from flowrl.operators import (
     RefLogProb,
     Repeat,
     Reward,
+    RolloutCorrection,
     Sync,
     UpdateActor,
     UpdateCritic,
@@ -71,6 +72,36 @@ class TestClean:
         greedy = grpo(score, n=1, temperature=0.0)
         assert found(greedy) != []
         assert found(greedy.subgraph(until="reward")) == []
+
+
+class TestCorrectionOnce:  # FR011
+    def test_in_weights_and_in_the_ratio(self) -> None:
+        graph = grpo(score).edit(
+            insert={"correction": After("group_advantage", RolloutCorrection())},
+            set={"update_actor.loss.ratio_to": "rollout"},
+        )
+        assert found(graph) == [("FR011", "update_actor")]
+        message = graph.check()[0].message
+        assert "2 times" in message and "correction, update_actor" in message
+        assert "PPOClip(ratio_to='old')" in message
+        assert found(the_edit(graph, message)) == []
+        assert found(graph.edit(set={"update_actor.loss.ratio_to": "old"})) == []
+        assert found(graph.edit(set={"correction.mode": "reject"})) == []
+
+    def test_two_that_weigh(self) -> None:
+        twice = {
+            "by_token": After("whiten", RolloutCorrection()),
+            "by_row": After("whiten", RolloutCorrection("sequence", "mask")),
+        }
+        graph = ppo(score).edit(insert=twice)
+        assert found(graph) == [("FR011", "update_actor")]
+        assert "ratio_to" not in graph.check()[0].message
+        assert found(the_edit(graph, graph.check()[0].message)) == []
+        assert found(graph.edit(set={"by_row.mode": "reject"})) == []
+
+    def test_a_ratio_to_the_rollout_lets_generation_run_ahead(self) -> None:  # FR006
+        assert found(grpo(score).edit(lag=1)) == [("FR006", "generate")]
+        assert found(grpo(score).edit(lag=1, set={"update_actor.loss.ratio_to": "rollout"})) == []
 
 
 class TestKLOnce:  # FR001

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,14 +13,15 @@ import pytest
 import torch
 
 from flowrl import columns as c
-from flowrl.errors import DefinitionError, GraphError, PortError
+from flowrl.errors import ColumnNotFoundError, DefinitionError, GraphError, PortError
 from flowrl.operator import Operator
 from flowrl.operators import GAE, Generate, OldLogProb, Repeat, Reward, UpdateCritic, Value, Whiten
-from flowrl.records import PromptBatch
+from flowrl.ports import record_tuple
+from flowrl.records import PromptBatch, RolloutBatch, Sequences
 from flowrl.session import Session
 from flowrl.symbols import Edge
 from flowrl.trace import algorithm
-from tests.kernel import LengthPenalty, TwoHeads, exact, scored
+from tests.kernel import LengthPenalty, TwoHeads, answers, exact, scored
 
 
 class Row(NamedTuple):
@@ -278,6 +281,32 @@ def test_records_and_columns_are_not_mixed_up() -> None:
         PortError, match=r"was given a PromptBatch, which lacks input_ids, .*; pass a record that has them"
     ):
         lacking()
+
+
+def test_a_column_that_a_record_lacks_is_named_among_those_that_it_has() -> None:
+    @algorithm
+    def misspelt(batch: PromptBatch) -> Any:
+        rollout = Generate()(batch)
+        assert isinstance(rollout, RolloutBatch) and not hasattr(rollout, "rewards")
+        return Whiten()(rollout.response_maks, rollout.response_mask)  # type: ignore[attr-defined]
+
+    with pytest.raises(
+        AttributeError, match=r"the record RolloutBatch .* no 'response_maks'; it has prompts, "
+    ) as error:
+        misspelt()
+    assert isinstance(error.value, ColumnNotFoundError)
+    assert str(error.value).endswith("policy_version; did you mean 'response_mask'?")
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+def test_an_operator_that_reads_what_its_record_does_not_declare_is_told_so() -> None:
+    class Greedy(Operator):
+        def __call__(self, rollout: Sequences) -> c.ResponseMask:
+            return rollout.response_maks  # type: ignore[attr-defined, no-any-return]
+
+    assert copy.deepcopy(record_tuple(Sequences)(1, 2, 3, 4, 5)) == (1, 2, 3, 4, 5)
+    with pytest.raises(ColumnNotFoundError, match=r"the record Sequences .*; did you mean 'response_mask'\?"):
+        Greedy()(answers())
 
 
 def test_an_update_that_is_not_returned_is_refused() -> None:

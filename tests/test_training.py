@@ -576,6 +576,12 @@ def test_tensorboard_gets_every_number(tiny: str, prompts_file: str, tmp_path: P
     assert set(events.Tags()["scalars"]) == ({*run.metrics[0], *run.validations[0]} - {"step"})
 
 
-def test_prompts_may_be_fewer_than_a_step_wants(tiny: str, tmp_path: Path) -> None:
-    run = train(job_of("grpo", tiny), write_prompts(tmp_path / "few.jsonl", 3), tmp_path / "run", prompts=8, steps=2)
+def test_prompts_may_be_fewer_than_a_step_wants(tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = write_prompts(tmp_path / "few.jsonl", 3)
+    run = train(job_of("grpo", tiny), data, tmp_path / "run", prompts=8, steps=2)
     assert len(run.metrics) == 2
+    [said] = [record.getMessage() for record in caplog.records if record.name == "flowrl.training"]
+    assert said.startswith("the data has 3 prompts and a step takes 8, so every step holds some of them more than once")
+    caplog.clear()
+    train(job_of("grpo", tiny), data, tmp_path / "enough", prompts=3, steps=1)
+    assert not [record for record in caplog.records if record.name == "flowrl.training"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.errors import PortError
+from flowrl.errors import ParameterError, PortError
 from flowrl.operators import (
     GAE,
     Generate,
@@ -144,6 +144,26 @@ def test_an_optional_port_follows_the_parameters() -> None:
         PortError, match=r"update_actor\.ref_log_prob is wired, but .* does not use it; leave it out, or"
     ):
         trace(lambda p: actor(p, PPOClip(), p.ref))
+
+
+def test_the_loss_says_whose_log_probs_its_ratio_is_taken_to() -> None:
+    def actor(p: Parts, loss: PPOClip, old: Any) -> Any:
+        return UpdateActor(loss)(p.rollout, old, GroupAdvantage()(p.scores, p.mask, p.prompts.uid))
+
+    to_rollout = PPOClip(ratio_to="rollout")
+    graph = trace(lambda p: actor(p, to_rollout, p.rollout.rollout_log_probs))
+    assert graph["update_actor"].inputs["old_log_probs"] == ("generate", "rollout_log_probs")
+    with pytest.raises(PortError) as error:
+        trace(lambda p: actor(p, to_rollout, p.old))
+    assert str(error.value) == (
+        "update_actor.old_log_probs wants log-prob of the rollout[batch response] float32, but "
+        "old_log_prob.old_log_probs is log-prob of the old policy[batch response] float32; did you mean "
+        "generate.rollout_log_probs?"
+    )
+    with pytest.raises(PortError, match=r"wants log-prob of the old policy.* but generate\.rollout_log_probs is"):
+        trace(lambda p: actor(p, PPOClip(), p.rollout.rollout_log_probs))
+    with pytest.raises(ParameterError, match="ratio_to='engine'"):
+        PPOClip(ratio_to="engine")  # type: ignore[arg-type]
 
 
 def test_a_score_is_a_reward_without_kl() -> None:

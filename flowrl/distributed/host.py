@@ -19,6 +19,7 @@ import torch.distributed as dist
 from flowrl.columns import ColumnType
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults import Failure, at, named
+from flowrl.distributed.heard import Said, heard
 from flowrl.distributed.place import HostPlan
 from flowrl.distributed.wire import Array, Piece, join, pack, unpack
 from flowrl.engines import Adapted
@@ -58,6 +59,7 @@ class Report:
     """What a node left: pieces of its columns (in the object store), its values, metrics and state.
 
     Args:
+        said: what it warned of.
         tokens: int ``[rows]``, how many tokens each row has, where the node made sequences: what rows are balanced by.
         received: bytes that it fetched.
         started, fetched, ended: Unix seconds: of the call, when its columns were there, and when it was done.
@@ -67,6 +69,7 @@ class Report:
     values: Mapping[str, Any]
     metrics: Metrics
     state: Mapping[str, Any]
+    said: Sequence[Said]
     tokens: Array | None
     received: int
     started: float
@@ -188,12 +191,13 @@ class Host:
         """Run a node."""
         inputs: dict[str, Any] = {}
         try:
-            return self._run(call, inputs)
+            with heard() as said:
+                return self._run(call, inputs, said)
         except Exception as error:
             where = f"{at(call.step)} on {named(self.plan)}"
             return Failure.of(error, failure(call.operator, where, error, inputs))
 
-    def _run(self, call: Call, inputs: dict[str, Any]) -> Report:
+    def _run(self, call: Call, inputs: dict[str, Any], said: Sequence[Said]) -> Report:
         started = time.time()
         received, sizes = self._gather(call, inputs)
         fetched = time.time()
@@ -215,6 +219,7 @@ class Host:
             values,
             session.metrics.get(call.operator.name, Metrics()),
             session.state,
+            said,
             _tokens(columns),
             received,
             started,

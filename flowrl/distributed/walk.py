@@ -17,6 +17,7 @@ from ray.exceptions import ObjectLostError
 
 from flowrl.columns import ColumnType
 from flowrl.distributed.faults import Failure, answer, at, died, named, stuck
+from flowrl.distributed.heard import say
 from flowrl.distributed.host import Call, Report, join_pieces
 from flowrl.distributed.hosts import Hosts, uid_slot
 from flowrl.distributed.place import HostPlan
@@ -246,6 +247,7 @@ class Walk:
         """Enter what all ranks of a node left."""
         node, reports = run.node, run.all
         refuse_unequal(reports, node)
+        say(said for report in reports for said in report.said)
         whole = node.operator.granularity == "batch" or node.operator.changes_rows
         parts = reports[:1] if whole else reports
         made = Made(values=dict(reports[0].values))

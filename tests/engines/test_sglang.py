@@ -31,10 +31,8 @@ from flowrl.backends.sglang import SGLang, SGLangEngine
 from flowrl.backends.torch_trainer import TorchTrainerEngine
 from flowrl.digest import weights_digest
 from flowrl.distributed.place import Colocate
-from flowrl.edit import After
 from flowrl.engines import Rollout, Sampling, Sleeper
 from flowrl.errors import AsleepError, BindError, DataError, ParameterError, SyncError
-from flowrl.operators import Mismatch
 from flowrl.records import Receipt
 from tests.engines.answers import CONTEXT, GREEDY, KEY, by_torch, logits_of, names, ragged, rows, to_score
 from tests.engines.sources import Altered
@@ -415,15 +413,7 @@ class TestOthers:
     ) -> None:
         job = job_of("grpo", tiny).edit(bind={"rollout": SGLang(tiny, **SETTINGS)})
         job = dataclasses.replace(job, place=Colocate(1))
-        insert = {"mismatch": After("old_log_prob", Mismatch())}
-        training = Training(
-            job.edit(insert=insert),
-            PromptData(prompts_file),
-            steps=3,
-            prompts=4,
-            folder=str(tmp_path),
-            save_model=False,
-        )
+        training = Training(job, PromptData(prompts_file), steps=3, prompts=4, folder=str(tmp_path), save_model=False)
         before = of_engines()
         metrics = training.run().metrics
         assert [step["sync/version"] for step in metrics] == [1, 2, 3]

@@ -94,7 +94,7 @@ def test_any_ranks_give_the_bits_of_one_process(
     assert {event["rows"] for event in events if event["what"] == "update"} == {total}
 
 
-def test_traffic_is_what_nodes_read(tiny: str, tmp_path: Path) -> None:
+def test_traffic_is_what_nodes_read(tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One rank each: the bytes that hosts fetched are those of the columns that their nodes read, packed."""
     graph = graph_of("grpo")
     with leaves_nothing() as processes, toy_job(graph, tmp_path / "desk", tiny, place=Colocate(1)).open() as executor:
@@ -127,8 +127,13 @@ def test_traffic_is_what_nodes_read(tiny: str, tmp_path: Path) -> None:
         assert isinstance(caught.value.__cause__, ValueError)
         assert "toys.py" in caught.value.__notes__[0]
         executor.sync()
+        # What a node warns of in its own process is heard here.
+        executor.state.update({"mismatch.seen": {"steps": 10, "largest": 0.0, "alarm": False}})
         again = executor.step(proto(prompt_batch(PROMPTS[:4])), 8)
         assert again.metrics["actor/trained"].compute() == 12
+        [said] = [record for record in caplog.records if record.name.endswith("correction")]
+        assert said.getMessage().startswith("mismatch, step 11: the engine's log-probs differ from the trainer's by")
+        assert executor.state["mismatch.seen"] == {"steps": 11, "largest": 0.0, "alarm": True}
 
 
 def test_independent_nodes_run_at_once(tiny: str, tmp_path: Path) -> None:
