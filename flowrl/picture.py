@@ -55,7 +55,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Picture:
-    """Boxes, links, and the title of every role (with its backend where one is bound, with both where a diff swaps it)."""
+    """Boxes, links, and the title of every role (with its backend where one is bound, both where it is swapped)."""
 
     title: str
     boxes: tuple[Box, ...]

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,15 +32,22 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return desk
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_examples_run(page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(desk, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
+def execute(page: Path, desk: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run the examples of a page in a copy of the desk; returns the names that they define."""
+    shutil.copytree(desk, folder, dirs_exist_ok=True)
+    monkeypatch.chdir(folder)
     source = page.read_text(encoding="utf-8")
-    namespace: dict[str, object] = {"__name__": f"page_{page.stem}"}
+    namespace: dict[str, Any] = {"__name__": f"page_{page.stem}"}
     for block in re.finditer(r"^```python\n(.*?)^```$", source, re.MULTILINE | re.DOTALL):
         lines_before = source[: block.start(1)].count("\n")
         exec(compile("\n" * lines_before + block.group(1), str(page), "exec", dont_inherit=True), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_run(page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute(page, desk, tmp_path, monkeypatch)
+    source = page.read_text(encoding="utf-8")
     for block in re.finditer(r"^```json\n(.*?)^```$", source, re.MULTILINE | re.DOTALL):
         json.loads(block.group(1))
 
@@ -72,9 +80,12 @@ def test_the_table_of_rules_is_complete() -> None:
     assert _table_after("docs/graphs.md", "rules") == "\n".join(rows)
 
 
-def test_the_pictures_in_the_readme_are_the_code_s_own(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(desk)
+def test_the_pictures_in_the_readme_are_the_code_s_own(
+    desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    defined = execute(ROOT / "README.md", desk, tmp_path, monkeypatch)
+    by_torch, by_vllm = defined["job"].graph, defined["faster"].graph
     before, after = ppo("my_reward.py:score"), grpo("my_reward.py:score")
-    assert before.mermaid() in readme
-    assert str(before.diff(after)) in readme
+    for text in (before.mermaid(), before.diff(after), by_torch.diff(by_vllm), by_torch.mermaid(), by_vllm.mermaid()):
+        assert f"\n{text}\n```" in readme

@@ -7,7 +7,11 @@ the mean reward was 0.28 to 0.32 in the first two steps, and 0.91 to 0.95 in the
 from __future__ import annotations
 
 import gc
+import json
+import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +30,7 @@ from flowrl.edit import After
 from flowrl.operators import Mismatch
 from flowrl.training import Run, Training
 
+ROOT = Path(__file__).parents[2]
 STEPS = 14
 LENGTH = 64
 """Tokens of the longest prompt and response, with room to spare."""
@@ -89,16 +94,30 @@ def test_the_demo_learns_to_think_on_every_engine(run: Run, model: Path) -> None
     assert not any(column("rollout/ratio_outside"))
 
 
+@pytest.mark.engines("vllm")
+def test_the_example_trains_by_one(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "think_by_engine.py")]
+    environment = os.environ | {"MODEL": str(model), "STEPS": "1", "ENGINE": "vllm"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    _, trained, _ = map(json.loads, (tmp_path / "runs" / "grpo-001" / "metrics.jsonl").read_text().splitlines())
+    assert trained["sync/version"] == 1 and trained["sync/bytes"] > 0
+
+
 def test_the_swap_changes_the_binding_and_nothing_else(tmp_path: Path) -> None:
     before = demo(tmp_path / "model", tmp_path, tmp_path / "run")
-    jobs = [before.job]
-    for engine in ("torch", "vllm", "sglang"):
-        bound = backend(engine, str(tmp_path / "model"))
-        jobs.append(jobs[-1].edit(bind={"rollout": bound}))
-        old = jobs[-2].graph.bindings["rollout"]
-        assert str(jobs[-2].graph.diff(jobs[-1].graph)) == f"grpo -> grpo\n~ role rollout: {old!r} -> {bound!r}"
-        assert replace(before, job=jobs[-1]).identity() == before.identity()  # data, seed, graph
-        assert {**jobs[-1].graph.bindings, "rollout": None} == {**before.job.graph.bindings, "rollout": None}
+    model = str(tmp_path / "model")
+    shown = {
+        "torch": f"TorchRollout(model={model!r})",
+        "vllm": f"VLLM(model={model!r}, dtype='float32', kv_cache_bytes=67108864, max_model_len=64)",
+        "sglang": f"SGLang(model={model!r}, dtype='float32', cache_tokens=16384, max_model_len=64)",
+    }
+    jobs, was = [before.job], "TorchRollout()"
+    for engine, text in shown.items():
+        jobs.append(jobs[-1].edit(bind={"rollout": backend(engine, model)}))
+        assert str(jobs[-2].graph.diff(jobs[-1].graph)) == f"grpo -> grpo\n~ role rollout: {was} -> {text}"
+        assert replace(before, job=jobs[-1]).identity() == before.identity()  # of data, seed and graph
+        was = text
     back = jobs[-1].edit(bind={"rollout": TorchRollout()})
     assert back.graph.fingerprint() == before.job.graph.fingerprint()
     assert len({job.graph.fingerprint() for job in jobs}) == len(jobs)  # a run's folder tells which engine it had
