@@ -164,6 +164,18 @@ def one_token(temperature: float) -> Sampling:
 
 
 @needs_vllm
+def test_more_prompt_tokens_than_vllm_reads_at_a_time(engine: VLLMEngine, trainer: TorchTrainerEngine) -> None:
+    prompts, mask = ragged(engine, [150] * 40)
+    assert prompts.numel() > engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    sampled = engine.generate(prompts, mask, names(40), Sampling(1.0, 0, 1.0, 8), KEY)
+    ids, attention, positions = assemble(prompts, mask, sampled.responses, sampled.response_mask)
+    expected = trainer.log_probs(Altered.batch(ids, attention, positions, sampled.response_mask, 1.0))
+    assert (sampled.log_probs - expected).abs().max() < 1e-4
+    alone = engine.generate(prompts[-3:], mask[-3:], names(40)[-3:], Sampling(1.0, 0, 1.0, 8), KEY)
+    assert rows(alone) == rows(sampled)[-3:]
+
+
+@needs_vllm
 def test_a_row_is_drawn_from_its_key_alone(engine: VLLMEngine) -> None:
     prompts, mask = ragged(engine, [5, 2, 9, 130, 1, 17, 3, 8])
     sampling = Sampling(1.0, top_k=0, top_p=1.0, max_new_tokens=20)
