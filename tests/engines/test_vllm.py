@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.arrival import weight_shapes
@@ -27,7 +28,7 @@ from flowrl.keys import Key
 from flowrl.records import Receipt
 from flowrl.text import assemble
 from tests.engines.sources import Altered
-from tests.models import EOS, SPECIALS, VOCAB, tiny_folder
+from tests.models import EOS, SPECIALS, VOCAB, char_tokenizer, tiny_config, tiny_folder
 
 needs_vllm = pytest.mark.engines("vllm")
 
@@ -397,6 +398,18 @@ def test_bfloat16_is_near(running: VLLMEngine, trainer: TorchTrainerEngine, fold
     difference = (sampled.log_probs - trainer.log_probs(batch)).abs()[sampled.response_mask]
     assert 1e-4 < difference.mean() < 0.05
     engine.close()
+
+
+@needs_vllm
+def test_a_head_size_that_vllm_lacks_is_named_by_the_first_sync(running: VLLMEngine, tmp_path: Any) -> None:
+    running.close()
+    config = tiny_config("llama")
+    config.head_dim = 16
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    char_tokenizer().save_pretrained(tmp_path)
+    engine = VLLM(tmp_path, **SETTINGS).build(CONTEXT)
+    with pytest.raises(SyncError, match="head_dim=16"):
+        engine.sync(TorchTrainer(tmp_path, device="cpu").build(CONTEXT))
 
 
 @needs_vllm
