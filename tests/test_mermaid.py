@@ -249,6 +249,9 @@ class TestDiff:
         assert chart.marks["whiten"] == "changed"
         assert chart.nodes["whiten"][1] == "<b>whiten</b><br/>Double()"
 
+    def test_no_difference_has_no_marks(self) -> None:
+        assert set(read(draw_diff(ppo(score).diff(ppo(score)))).marks.values()) == {"role"}
+
     def test_a_swap_of_backends_is_all_that_is_drawn_of_it(self) -> None:
         unbound = grpo(score)
         before, after = (unbound.edit(bind={"ref": backend}) for backend in (Frozen("x"), Remote("y")))
@@ -258,9 +261,6 @@ class TestDiff:
         assert set(read(draw_diff(before.diff(after))).marks.values()) == {"role"}
         changed = [(a, b) for a, b in zip(draw(before).splitlines(), draw(after).splitlines(), strict=True) if a != b]
         assert changed == [('    subgraph role-ref["ref: Frozen"]', '    subgraph role-ref["ref: Remote"]')]
-
-    def test_no_difference_has_no_marks(self) -> None:
-        assert set(read(draw_diff(ppo(score).diff(ppo(score)))).marks.values()) == {"role"}
 
 
 ODD_NAMES = ["end", "END", "graph", "subgraph", "class", "style", "click", "default", "o", "x", "_self", "constructor"]

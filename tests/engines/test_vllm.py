@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.arrival import weight_shapes
@@ -28,7 +27,7 @@ from flowrl.keys import Key
 from flowrl.records import Receipt
 from flowrl.text import assemble
 from tests.engines.sources import Altered
-from tests.models import EOS, SPECIALS, VOCAB, char_tokenizer, tiny_config, tiny_folder
+from tests.models import EOS, SPECIALS, VOCAB, tiny_folder
 
 needs_vllm = pytest.mark.engines("vllm")
 
@@ -162,18 +161,6 @@ def test_tokens_are_drawn_by_their_probability(engine: VLLMEngine, trainer: Torc
 
 def one_token(temperature: float) -> Sampling:
     return Sampling(temperature, top_k=0, top_p=1.0, max_new_tokens=1)
-
-
-@needs_vllm
-def test_more_prompt_tokens_than_vllm_reads_at_a_time(engine: VLLMEngine, trainer: TorchTrainerEngine) -> None:
-    prompts, mask = ragged(engine, [150] * 40)
-    assert prompts.numel() > engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
-    sampled = engine.generate(prompts, mask, names(40), Sampling(1.0, 0, 1.0, 8), KEY)
-    ids, attention, positions = assemble(prompts, mask, sampled.responses, sampled.response_mask)
-    expected = trainer.log_probs(Altered.batch(ids, attention, positions, sampled.response_mask, 1.0))
-    assert (sampled.log_probs - expected).abs().max() < 1e-4
-    alone = engine.generate(prompts[-3:], mask[-3:], names(40)[-3:], Sampling(1.0, 0, 1.0, 8), KEY)
-    assert rows(alone) == rows(sampled)[-3:]
 
 
 @needs_vllm
@@ -398,18 +385,6 @@ def test_bfloat16_is_near(running: VLLMEngine, trainer: TorchTrainerEngine, fold
     difference = (sampled.log_probs - trainer.log_probs(batch)).abs()[sampled.response_mask]
     assert 1e-4 < difference.mean() < 0.05
     engine.close()
-
-
-@needs_vllm
-def test_a_head_size_that_vllm_lacks_is_named_by_the_first_sync(running: VLLMEngine, tmp_path: Any) -> None:
-    running.close()
-    config = tiny_config("llama")
-    config.head_dim = 16
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    char_tokenizer().save_pretrained(tmp_path)
-    engine = VLLM(tmp_path, **SETTINGS).build(CONTEXT)
-    with pytest.raises(SyncError, match="head_dim=16"):
-        engine.sync(TorchTrainer(tmp_path, device="cpu").build(CONTEXT))
 
 
 @needs_vllm
