@@ -68,6 +68,7 @@ HOOK := tests/engines/torchvision_on_cpu.py
 
 $(ENGINES_READY): pyproject.toml engines-constraints.txt $(HOOK)
 	@echo 'Setting up $(ENGINES), once: this downloads and installs vLLM and SGLang, some minutes and 4 GB.'
+	@echo 'If pip finds no torch+cpu: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make engines'
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt setuptools
 	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt --no-build-isolation \

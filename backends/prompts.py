@@ -58,6 +58,7 @@ def check_prompts(
     if positions is not None and longest + sampling.max_new_tokens > positions:
         raise DataError(
             f"the longest prompt has {longest} tokens, and {longest} + max_new_tokens={sampling.max_new_tokens} is "
-            f"more than the {positions} tokens that a sequence may have here; lower max_new_tokens, or drop prompts of "
-            f"more than {positions - sampling.max_new_tokens} tokens."
+            f"more than the {positions} tokens that a sequence may have here, by the model or the engine's "
+            f"max_model_len; raise that where the model allows it, lower max_new_tokens, or drop prompts of more than "
+            f"{positions - sampling.max_new_tokens} tokens."
         )

@@ -359,6 +359,8 @@ class VLLMEngine:
             "enable_prefix_caching": spec.prefix_caching,
             "enable_sleep_mode": not cpu,
             "enforce_eager": cpu,  # compiling takes 25 s there
+            # Where a prompt is read in pieces vLLM rewinds the row's generator, which those of a CPU cannot.
+            "enable_chunked_prefill": False if cpu else None,
             "seed": self._seed,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",  # which is none: sampling is as the graph says

@@ -11,7 +11,7 @@ from flowrl.errors import GraphError
 from flowrl.graph import Graph, Node
 from flowrl.ports import accepts
 from flowrl.serial import compact_inputs, encode
-from flowrl.spec import non_default
+from flowrl.spec import Spec, non_default
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Diff:
             for port, (source, target) in change.ports.items():
                 lines.append(f"~ {name} <- {port}: {source or 'unwired'} -> {target or 'unwired'}")
         for role, (old, new) in self.bindings.items():
-            lines.append(f"~ role {role}: {_show(old)} -> {_show(new)}")
+            lines.append(f"~ role {role}: {_backend(old, role)} -> {_backend(new, role)}")
         if self.lag:
             lines.append(f"~ lag of Sync -> Generate: {self.lag[0]} -> {self.lag[1]}")
         if self.sinks:
@@ -185,11 +185,16 @@ def backend_changes(role: str, before: Mapping[str, Any] | None, after: Mapping[
 
 def describe(node: Node) -> str:
     """``GAE(lam=0.9)``: the operator with the parameters that differ from their defaults."""
-    operator = node.operator
-    given = [
-        f"{name}={_show(encode(value, node.name, portable=False))}" for name, value in non_default(operator).items()
-    ]
-    return f"{type(operator).__name__}({', '.join(given)})"
+    return _spec(node.operator, node.name)
+
+
+def _spec(spec: Spec, where: str) -> str:
+    given = [f"{name}={_show(encode(value, where, portable=False))}" for name, value in non_default(spec).items()]
+    return f"{type(spec).__name__}({', '.join(given)})"
+
+
+def _backend(backend: Any, role: str) -> str:
+    return _spec(backend, role) if isinstance(backend, Spec) else repr(backend)
 
 
 def _show(value: Any) -> str:

@@ -55,7 +55,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Picture:
-    """Boxes, links, and the title of every role (with its backend where one is bound)."""
+    """Boxes, links, and the title of every role (with its backend where one is bound, both where it is swapped)."""
 
     title: str
     boxes: tuple[Box, ...]
@@ -90,7 +90,7 @@ def picture(subject: Graph | Diff) -> Picture:
         else Link(k.source, k.target, k.label, k.kind, "removed")
         for key, k in {**old, **new}.items()
     ]
-    return Picture(f"{before.name} -> {after.name}", boxes, tuple(links), _roles(boxes, after, before))
+    return Picture(f"{before.name} -> {after.name}", boxes, tuple(links), _roles(boxes, before, after))
 
 
 def _box(node: Node, details: list[str], mark: Mark = "") -> Box:
@@ -129,11 +129,11 @@ def _role_refs(node: Node) -> list[tuple[str, str]]:
 
 
 def _roles(boxes: tuple[Box, ...], *graphs: Graph) -> dict[str, str]:
-    """Titles of the roles that have a box, in their order."""
+    """Titles of the roles that have a box, in their order, with their backends: ``rollout: TorchRollout → VLLM``."""
     titles = {}
     for role in dict.fromkeys(box.role for box in boxes if box.role):
-        backend = next((g.bindings[role] for g in graphs if role in g.bindings), None)
-        titles[role] = role if backend is None else f"{role}: {type(backend).__name__}"
+        backends = dict.fromkeys(type(g.bindings[role]).__name__ for g in graphs if role in g.bindings)
+        titles[role] = f"{role}: {' → '.join(backends)}" if backends else role
     return titles
 
 

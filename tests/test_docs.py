@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,15 +32,22 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return desk
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_examples_run(page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(desk, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
+def execute(page: Path, desk: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Run the examples of a page in a copy of the desk; returns the names that they define."""
+    shutil.copytree(desk, folder, dirs_exist_ok=True)
+    monkeypatch.chdir(folder)
     source = page.read_text(encoding="utf-8")
-    namespace: dict[str, object] = {"__name__": f"page_{page.stem}"}
+    namespace: dict[str, Any] = {"__name__": f"page_{page.stem}"}
     for block in re.finditer(r"^```python\n(.*?)^```$", source, re.MULTILINE | re.DOTALL):
         lines_before = source[: block.start(1)].count("\n")
         exec(compile("\n" * lines_before + block.group(1), str(page), "exec", dont_inherit=True), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_run(page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute(page, desk, tmp_path, monkeypatch)
+    source = page.read_text(encoding="utf-8")
     for block in re.finditer(r"^```json\n(.*?)^```$", source, re.MULTILINE | re.DOTALL):
         json.loads(block.group(1))
 
@@ -78,3 +86,13 @@ def test_the_pictures_in_the_readme_are_the_code_s_own(desk: Path, monkeypatch: 
     before, after = ppo("my_reward.py:score"), grpo("my_reward.py:score")
     assert before.mermaid() in readme
     assert str(before.diff(after)) in readme
+
+
+def test_the_swap_of_engines_in_the_readme_is_the_code_s_own(
+    desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = ROOT / "README.md"
+    defined = execute(page, desk, tmp_path, monkeypatch)
+    before, after = defined["job"].graph, defined["faster"].graph
+    for text in (before.diff(after), before.mermaid(), after.mermaid()):
+        assert f"\n{text}\n```" in page.read_text(encoding="utf-8")

@@ -77,6 +77,28 @@ def test_think_is_a_target_of_the_command_line(
     ]
 
 
+@pytest.mark.parametrize(("engine", "bound"), [("vllm", "VLLM"), ("sglang", "SGLang")])
+def test_think_by_engine(
+    engine: str,
+    bound: str,
+    tmp_path: Path,
+    tiny: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """That it trains is tested where the engines are: tests/engines/test_swap.py."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL", tiny)
+    monkeypatch.setenv("ENGINE", engine)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # or the example sets it for the tests after this one
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    with pytest.raises(SystemExit) as ended:
+        main(["diff", *(f"{EXAMPLES / name}:training" for name in ("think.py", "think_by_engine.py"))])
+    assert not ended.value.code
+    swap = f"~ role rollout: TorchRollout() -> {bound}(model={tiny!r}, dtype='float32', max_model_len=64)"
+    assert capsys.readouterr().out.split() == ["grpo", "->", "grpo", *swap.split()]  # wherever the lines are wrapped
+
+
 def test_length_penalty(tmp_path: Path) -> None:
     out = execute("length_penalty.py", tmp_path)
     assert "+ length_penalty: LengthPenalty(coef=0.01)  <- reward, generate" in out

@@ -170,11 +170,6 @@ class TestGraph:
         assert "stroke-width:1px" in chart.styles[number]
 
     def test_bound_backends_are_named(self) -> None:
-        class Frozen(Spec):
-            model: str
-
-            def build(self, context: Any) -> Engine: ...
-
         graph = grpo(score).edit(bind={"ref": Frozen("x")})
         assert list(read(draw(graph)).groups) == ["rollout", "actor", "ref: Frozen"]
 
@@ -190,6 +185,16 @@ class Engine:
     """Scores."""
 
     def log_probs(self, batch: Any) -> Any: ...
+
+
+class Frozen(Spec):
+    model: str
+
+    def build(self, context: Any) -> Engine: ...
+
+
+class Remote(Frozen):
+    """Another backend for the same role."""
 
 
 GOLDEN = """
@@ -255,6 +260,16 @@ class TestDiff:
 
     def test_no_difference_has_no_marks(self) -> None:
         assert set(read(draw_diff(ppo(score).diff(ppo(score)))).marks.values()) == {"role"}
+
+    def test_a_swap_of_backends_is_all_that_is_drawn_of_it(self) -> None:
+        unbound = grpo(score)
+        before, after = (unbound.edit(bind={"ref": backend}) for backend in (Frozen("x"), Remote("y")))
+        assert list(read(draw_diff(before.diff(after))).groups) == ["rollout", "actor", "ref: Frozen → Remote"]
+        assert list(read(draw_diff(unbound.diff(after))).groups) == ["rollout", "actor", "ref: Remote"]
+        assert list(read(draw_diff(after.diff(unbound))).groups) == ["rollout", "actor", "ref: Remote"]
+        assert set(read(draw_diff(before.diff(after))).marks.values()) == {"role"}
+        changed = [(a, b) for a, b in zip(draw(before).splitlines(), draw(after).splitlines(), strict=True) if a != b]
+        assert changed == [('    subgraph role-ref["ref: Frozen"]', '    subgraph role-ref["ref: Remote"]')]
 
 
 ODD_NAMES = ["end", "END", "graph", "subgraph", "class", "style", "click", "default", "o", "x", "_self", "constructor"]

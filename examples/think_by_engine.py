@@ -1,0 +1,36 @@
+"""The demo with rollouts by vLLM or SGLang: the job of `think.py` after one edit.
+
+flowrl diff examples/think.py:training examples/think_by_engine.py:training    see that one binding changes
+flowrl run examples/think_by_engine.py:training                                train, by ENGINE=vllm (or sglang)
+
+The engine must be installed: on a CPU `make engines` puts both into `.venv-engines`, whose `bin/flowrl` then runs this.
+"""
+
+import os
+from dataclasses import replace
+
+from think import MODEL
+from think import training as by_torch
+
+from flowrl import Terminal, Training
+from flowrl.backends.sglang import SGLang
+from flowrl.backends.vllm import VLLM
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # else it tells of every sync, and of layers that have no weights
+
+LENGTH = 64  # tokens of a prompt and its answer; an engine makes room for so many, in each of the rows that it samples
+ENGINES = {
+    "vllm": VLLM(MODEL, dtype="float32", max_model_len=LENGTH),
+    "sglang": SGLang(MODEL, dtype="float32", max_model_len=LENGTH),
+}
+
+
+def training() -> Training:
+    """The training of `think.py`, whose weights now cross to the engine after every step."""
+    before = by_torch()
+    engine = ENGINES[os.environ.get("ENGINE", "vllm")]
+    return replace(before, job=before.job.edit(bind={"rollout": engine}))
+
+
+if __name__ == "__main__":
+    training().run([Terminal()])

@@ -1,0 +1,46 @@
+"""`benchmarks/engines.py` measures the engines that are installed, and names the others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "engines.py"
+
+
+def rows() -> dict[str, list[str]]:
+    """The rows of the table that it prints in its quick mode, by their first cell."""
+    done = subprocess.run([sys.executable, str(SCRIPT), "quick"], env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.partition("  ---")[2].splitlines()[1:]
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+    return {row[0]: row[1:] for row in cells}
+
+
+@pytest.mark.skipif(
+    find_spec("vllm") is not None or find_spec("sglang") is not None, reason="an engine is installed here"
+)
+def test_engines_that_are_not_installed_are_named() -> None:
+    found = rows()
+    assert set(found) == {
+        "2 layers of 64, float32, torch",
+        "vllm: not installed (make engines)",
+        "sglang: not installed (make engines)",
+    }
+    assert len(found["2 layers of 64, float32, torch"]) == 7
+
+
+@pytest.mark.engines("vllm", "sglang")
+@pytest.mark.timeout(480)
+def test_all_engines_take_the_same_weights_and_agree_with_the_trainer() -> None:
+    found = {name.rpartition(" ")[2]: [float(cell.replace(",", "")) for cell in row] for name, row in rows().items()}
+    assert set(found) == {"torch", "vllm", "sglang"}
+    megabytes, means, largest = ({row[column] for row in found.values()} for column in (4, 5, 6))
+    assert len(megabytes) == 1
+    assert max(means) < 1e-5 and max(largest) < 1e-4
+    assert all(row[2] > 0 for row in found.values())  # tokens a second

@@ -1,0 +1,45 @@
+"""What vLLM cannot do on a CPU: read a prompt in pieces for a row with a generator of its own, and odd head sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from flowrl.backends import TorchTrainer
+from flowrl.backends.vllm import VLLM
+from flowrl.engines import Sampling
+from flowrl.errors import SyncError
+from tests.engines.answers import CONTEXT, KEY, names, ragged, rows, to_score
+from tests.models import char_tokenizer, tiny_config, tiny_folder
+
+pytestmark = pytest.mark.engines("vllm")
+SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 64 << 20, "max_num_seqs": 64}
+
+
+def test_more_prompt_tokens_than_it_reads_at_a_time(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path)
+    trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
+    engine = VLLM(folder, **SETTINGS).build(CONTEXT)
+    engine.sync(trainer)
+    prompts, mask = ragged(engine, [150] * 40)
+    assert prompts.numel() > engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    sampling = Sampling(1.0, 0, 1.0, 8)
+    sampled = engine.generate(prompts, mask, names(40), sampling, KEY)
+    expected = trainer.log_probs(to_score(prompts, mask, sampled, 1.0))
+    assert (sampled.log_probs - expected).abs().max() < 1e-4
+    alone = engine.generate(prompts[-3:], mask[-3:], names(40)[-3:], sampling, KEY)
+    assert rows(alone) == rows(sampled)[-3:]
+    engine.close()
+
+
+def test_a_head_size_that_it_lacks_is_named_by_the_first_sync(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    config.head_dim = 16
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    char_tokenizer().save_pretrained(tmp_path)
+    engine = VLLM(tmp_path, **SETTINGS).build(CONTEXT)
+    with pytest.raises(SyncError, match="head_dim=16"):
+        engine.sync(TorchTrainer(tmp_path, device="cpu").build(CONTEXT))
