@@ -26,8 +26,6 @@ from flowrl.backends.vllm import VLLM
 from flowrl.demo.model import build
 from flowrl.demo.run import graphs, training
 from flowrl.demo.task import write_dataset
-from flowrl.edit import After
-from flowrl.operators import Mismatch
 from flowrl.training import Run, Training
 
 ROOT = Path(__file__).parents[2]
@@ -49,11 +47,8 @@ def backend(engine: str, model: str) -> Any:
 
 
 def demo(model: Path, data: Path, folder: Path) -> Training:
-    """GRPO as the demo runs it, with the rollout sharing the actor's weights, and held against the actor every step."""
-    graph = graphs()[0]
-    if "mismatch" not in graph:
-        graph = graph.edit(insert={"mismatch": After("old_log_prob", Mismatch())})
-    return replace(training(graph, model, data, folder, STEPS, seed=0), validation=(), save_model=False)
+    """GRPO as the demo runs it, with the rollout sharing the actor's weights."""
+    return replace(training(graphs()[0], model, data, folder, STEPS, seed=0), validation=(), save_model=False)
 
 
 @pytest.fixture(scope="module")
