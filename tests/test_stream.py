@@ -1,14 +1,16 @@
-"""Weights as a stream: real gloo between threads and processes, without Ray; each kind of damage is refused and named."""
+"""Weights as a stream: real gloo between threads and processes, without Ray; whatever damages it is named.
+
+Sides wait for each other longer than a test may take, so a test that ends shows that nobody was left waiting.
+"""
 
 from __future__ import annotations
 
-import os
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,7 +59,7 @@ def meeting() -> Iterator[Callable[..., Ticket]]:
     """Makes tickets to a store of this test's own."""
     stores: list[Any] = []
 
-    def ticket(receivers: int = 1, transport: str = "gloo", timeout: float = 60) -> Ticket:
+    def ticket(receivers: int = 1, transport: str = "gloo", timeout: float = 600) -> Ticket:
         store: Any = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, None, True, timeout=timedelta(seconds=timeout), wait_for_workers=False
         )
@@ -88,7 +90,7 @@ def both(ticket: Ticket, weights: Iterable[tuple[str, Tensor]], **more: Any) -> 
 def test_what_arrives_is_what_was_sent(receivers: int, meeting: Callable[..., Ticket]) -> None:
     """Bit for bit, in order; and each tensor is the receiver's own."""
     weights = weights_of()
-    for _ in range(5):  # that a rank leaves when it is done is no error of the others
+    for _ in range(3):  # that a rank leaves when it is done is no error of the others
         sender, takers = both(meeting(receivers), weights)
         assert sender.result() == sum(tensor.nbytes for _, tensor in weights)
         for taker in takers:
@@ -148,7 +150,7 @@ def test_a_flipped_bit(meeting: Callable[..., Ticket], monkeypatch: pytest.Monke
     monkeypatch.setattr(stream, "Gloo", Damaging)
     sender, takers = both(meeting(2), weights_of())
     for taker in takers:
-        with pytest.raises(SyncError, match="weights of actor at version 3 are damaged: .* is not what was sent"):
+        with pytest.raises(SyncError, match=r"weights of actor at version 3 are damaged: .* is not what was sent"):
             taker.result()
     with pytest.raises(Interrupted, match="the other side of the transfer is gone"):
         sender.result()
@@ -204,14 +206,12 @@ def test_a_sender_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticke
         yield from weights_of()[:5]
         raise ValueError("out of memory")
 
-    started = time.monotonic()
     sender, takers = both(meeting(2), broken())
     with pytest.raises(ValueError, match="out of memory"):
         sender.result()
     for taker in takers:
         with pytest.raises(Interrupted):
             taker.result()
-    assert time.monotonic() - started < 50  # of the 60 s that they would wait for one that is silent
 
 
 def test_a_receiver_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticket]) -> None:
@@ -246,17 +246,15 @@ def test_weights_that_are_not_taken_to_their_end(meeting: Callable[..., Ticket])
 
 def test_whoever_waits_for_others_is_told_that_none_will_come() -> None:
     """By letting go of the store; and whoever comes later finds none."""
-    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False)  # type: ignore[attr-defined]
-    ticket = Ticket("gloo", "127.0.0.1", store.port, 1, 60)
+    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=600), wait_for_workers=False)  # type: ignore[attr-defined]
+    ticket = Ticket("gloo", "127.0.0.1", store.port, 1, 600)
     with ThreadPoolExecutor(1) as pool:
         sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
         while store.num_keys() < 1:  # until it is there
             threading.Event().wait(0.01)
-        started = time.monotonic()
         del store
         with pytest.raises(Interrupted):
             sender.result()
-    assert time.monotonic() - started < 50
 
 
 def test_the_memory_of_a_stream_is_bounded(meeting: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +298,7 @@ OTHER_SIDE = """if True:
     torch.multiprocessing.set_sharing_strategy("file_system")
     stream.shared_device = lambda: torch.device("cpu")
     transport, port, what = sys.argv[1:]
-    ticket = stream.Ticket(transport, "127.0.0.1", int(port), 1, 60)
+    ticket = stream.Ticket(transport, "127.0.0.1", int(port), 1, 600)
     if what == "send":
         print(stream.send(ticket, ORIGIN, weights_of(), BUCKET), flush=True)
     else:
@@ -351,11 +349,9 @@ def test_a_receiver_that_is_killed(transport: str, meeting: Callable[..., Ticket
         assert process.stdout is not None
         sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
         assert any(line == "layer00\n" for line in process.stdout)
-        started = time.monotonic()
         process.send_signal(signal.SIGKILL)
         with pytest.raises(Interrupted):
             sender.result()
-    assert time.monotonic() - started < 50
 
 
 HERE, THERE = "node a", "node b"
