@@ -22,7 +22,8 @@ from flowrl import Colocate, Split
 from flowrl.backends import SGD, TorchRollout, TorchTrainer
 from flowrl.digest import weights_digest
 from flowrl.distributed.cluster import connected
-from flowrl.distributed.export import BUCKET_BYTES, Export
+from flowrl.distributed.export import Export
+from flowrl.distributed.source import BUCKET_BYTES, Origin
 from flowrl.graphs import grpo
 
 SIZES = ((2, 64), (5, 512), (5, 1024))  # layers and width
@@ -37,7 +38,7 @@ def parts(model: str) -> tuple[int, dict[str, float]]:
     elsewhere = [torch.empty_like(tensor) for tensor in weights]
 
     def export() -> Export:
-        return Export.of("actor", trainer.version, trainer.weights(), BUCKET_BYTES)
+        return Export.of(Origin("actor", trainer.version), trainer.weights(), BUCKET_BYTES)
 
     def copy() -> None:
         for target, tensor in zip(elsewhere, weights, strict=True):
