@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
-from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, toy_job
+from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job
 from tests.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("three_nodes")]
@@ -96,14 +94,6 @@ class Crooked(ToyTrainer):
         return engine
 
 
-def killed(desk: Desk, call: str) -> threading.Thread:
-    """SIGKILL whoever makes this call, in the middle of it."""
-    desk.block(call)
-    thread = threading.Thread(target=lambda: os.kill(desk.blocked(call), signal.SIGKILL))
-    thread.start()
-    return thread
-
-
 def test_what_goes_wrong_is_named_and_the_next_sync_works(tiny: str, tmp_path: Path) -> None:
     """Damage of each kind, a side that raises; at last the trainer is killed while it sends."""
     desk = Desk(str(tmp_path))
@@ -136,7 +126,7 @@ def test_what_goes_wrong_is_named_and_the_next_sync_works(tiny: str, tmp_path: P
         spans = [span for span in executor.trace.spans if span.name == "send by sync"]
         assert [(span.place, span.bytes) for span in spans[-1:]] == [("actor rank 0", receipt.bytes)]
 
-        thread = killed(desk, "actor.weights")
+        thread = kill_blocked(desk, "actor.weights")
         with pytest.raises(HostDiedError, match="sync in step 7 lost actor rank 0, whose process died"):
             executor.step(batch(), 7)
         thread.join()
@@ -151,7 +141,7 @@ def test_an_engine_that_dies_or_hangs_while_it_receives(how: str, tiny: str, tmp
         processes += process_ids(executor).values()
         executor.sync()
         if how == "dies":
-            thread = killed(desk, "rollout.sync")
+            thread = kill_blocked(desk, "rollout.sync")
             with pytest.raises(HostDiedError, match="sync in step 0 lost rollout rank 0, whose process died"):
                 executor.step(batch(), 0)
             thread.join()
