@@ -45,10 +45,15 @@ class Trainer(ToyTrainer):
         return super().build(context)
 
 
+class RolloutEngine(ToyRolloutEngine):
+    def close(self) -> None:
+        self.desk.record(self.role, self.rank, "close")
+
+
 class Rollout(ToyRollout):
-    def build(self, context: Any) -> ToyRolloutEngine:
+    def build(self, context: Any) -> RolloutEngine:
         share_the_cpu()
-        return super().build(context)
+        return RolloutEngine("rollout", self, context)
 
 
 def test_handles_turns_and_rebuilding(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +81,7 @@ def test_handles_turns_and_rebuilding(tiny: str, tmp_path: Path, monkeypatch: py
             thread.join()
         remote.append(executor.step(batch, 3))
         processes += process_ids(executor).values()
+    assert desk.events()[-1]["what"] == "close"  # an engine is let end what it has started
     for a, b in zip(local, remote, strict=True):
         receipt, other = a.values["sync"]["receipt"], b.values["sync"]["receipt"]
         assert (receipt.version, receipt.digest, receipt.bytes) == (other.version, other.digest, other.bytes)
