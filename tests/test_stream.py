@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from torch import Tensor
 
 from flowrl.digest import weights_digest
 from flowrl.distributed import stream
+from flowrl.distributed.delivery import Delivery
+from flowrl.distributed.place import HostPlan
 from flowrl.distributed.source import Origin, Source
 from flowrl.distributed.stream import Gloo, Interrupted, Link, Seat, Ticket, choose, send
 from flowrl.engines import Adapted, Trainer
@@ -377,3 +380,16 @@ HERE, THERE = "node a", "node b"
 )
 def test_the_nearest_way(senders: list[Seat], receivers: list[Seat], transport: str) -> None:
     assert choose(senders, receivers) == transport
+
+
+@pytest.mark.parametrize(
+    ("slots", "nodes", "transport"), [((0, 1, 2), "aab", "gloo"), ((0, 1, 1), "abb", "object store")]
+)
+def test_hosts_that_take_turns_do_not_stream(slots: tuple[int, ...], nodes: str, transport: str) -> None:
+    """Two ranks of a trainer, and an engine that may have to wait until one of them sleeps."""
+    trainer = [HostPlan(("actor",), rank, 2, slots[rank]) for rank in range(2)]
+    engine = HostPlan(("rollout",), 0, 1, slots[2])
+    seats = {host: Seat(node, i) for i, (host, node) in enumerate(zip((*trainer, engine), nodes, strict=True))}
+    ranks = {"actor": trainer, "rollout": [engine]}
+    hosts: Any = SimpleNamespace(ranks=ranks.__getitem__, seats=seats, bindings={"rollout": None})
+    assert Delivery(hosts, "actor", "rollout", "sync").transport == transport

@@ -16,6 +16,8 @@ from flowrl.distributed.place import Split
 from flowrl.distributed.stream import Gloo, Link
 from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
+from flowrl.job import Engines
+from flowrl.probe import probe
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job
@@ -43,6 +45,9 @@ def test_a_stream_has_the_bits_of_the_object_store(tiny: str, tmp_path: Path, mo
     with leaves_nothing() as processes, GRAPH.bind(**bindings, place=Split(2, 1)).open(seed=3) as executor:
         processes += process_ids(executor).values()
         assert len({seat.node for seat in executor.hosts.seats.values()}) == 3
+        exported = executor.hosts.ask_role("actor", "test", "export", "actor", "weights", True, 20_000)[0]
+        scored = TorchScorer(tiny, device="cpu").build(Engines({}, seed=0)).log_probs(probe())[0]
+        assert exported.origin.scores == pytest.approx(scored.tolist(), abs=1e-5)
         executor.save(tmp_path / "start")
         for way in ("gloo", "object store"):
             if way != "gloo":
