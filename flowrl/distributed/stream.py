@@ -192,9 +192,7 @@ class Stream:
                 bucket = torch.empty(message["size"], dtype=torch.uint8, device=carrier.device)
             carrier.receive(self._link, bucket[: message["size"]])
             self._link.meet()
-            for (name, _, _, sent), tensor in zip(message["tensors"], _views(message["tensors"], bucket), strict=True):
-                tally.take(name, tensor, sent)
-                yield name, tensor.clone()
+            yield from _taken(message["tensors"], bucket, tally)
 
 
 class Link:
@@ -288,9 +286,10 @@ def _listening(timeout: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        said = str(error).partition("\n")[0].partition(". ")[0]
         raise Interrupted(
-            f"the other side of the transfer is gone, or silent for {timeout:g} s ({str(error).splitlines()[0]}); look "
-            f"for what happened there, and sync again."
+            f"the other side of the transfer is gone, or silent for {timeout:g} s ({said}); look for what happened "
+            f"there, and sync again."
         ) from error
 
 
@@ -407,13 +406,14 @@ def _packed(
         yield entries, nbytes, bucket[:used]
 
 
-def _views(entries: Iterable[Entry], flat: Tensor) -> Iterator[Tensor]:
-    """The tensors of a bucket where they are."""
+def _taken(entries: Iterable[Entry], bucket: Tensor, tally: Tally) -> Iterator[tuple[str, Tensor]]:
+    """Copies of the tensors of a bucket, each once it is entered."""
     used = 0
-    for _, dtype, shape, _ in entries:
-        tensor = _view(flat, used, getattr(torch, dtype), torch.Size(shape))
-        used += (tensor.nbytes // _ALIGNED + 1) * _ALIGNED
-        yield tensor
+    for name, dtype, shape, digest in entries:
+        packed = _view(bucket, used, getattr(torch, dtype), torch.Size(shape))
+        tally.take(name, packed, digest)
+        yield name, packed.clone()
+        used += (packed.nbytes // _ALIGNED + 1) * _ALIGNED
 
 
 def _view(flat: Tensor, start: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
