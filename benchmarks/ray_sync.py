@@ -27,7 +27,7 @@ from flowrl.digest import weights_digest
 from flowrl.distributed import delivery
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.export import Export
-from flowrl.distributed.source import BUCKET_BYTES, Origin
+from flowrl.distributed.source import BUCKET_BYTES, Origin, source_of
 from flowrl.graphs import grpo
 
 SIZES = ((2, 64), (5, 512), (5, 1024))  # layers and width
@@ -49,13 +49,14 @@ def parts(model: str) -> tuple[int, dict[str, float]]:
             target.copy_(tensor)
 
     sent: Any = export()
+    source: Any = source_of(sent.origin, sent)
     cases: dict[str, Callable[[], object]] = {
         "memcpy": copy,
         "gather": lambda: list(trainer.weights()),
         "gather, digest": lambda: weights_digest(trainer.weights()),
         "gather, digest, put": export,
-        "get, check": lambda: list(sent.weights()),
-        "get, check, load": lambda: rollout.sync(sent),
+        "get, check": lambda: list(source.weights()),
+        "get, check, load": lambda: rollout.sync(source),
     }
     taken = medians(cases, seconds=2)
     split = {

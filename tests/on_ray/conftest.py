@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -14,13 +15,18 @@ CPUS = 12
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """One Ray for the session, with more logical CPUs than there are."""
-    head = {"num_cpus": CPUS, "include_dashboard": False, "object_store_memory": 256 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    """One Ray for the session, with more logical CPUs than there are.
+
+    In a folder of its own (whose path must be short), since Ray enters the cluster in the common one, and whoever then
+    starts a Ray would join this.
+    """
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        head = {"num_cpus": CPUS, "include_dashboard": False, "object_store_memory": 256 << 20, "temp_dir": folder}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
