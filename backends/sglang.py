@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -21,14 +21,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flowrl.backends.arrival import Arrival, weight_shapes
-from flowrl.backends.probe import TOKENS, refuse_other_weights
 from flowrl.backends.process import EngineError, EngineProcess
 from flowrl.backends.prompts import check_prompts
 from flowrl.backends.torch_load import Folder, loading
 from flowrl.digest import combine
-from flowrl.engines import BuildContext, Sampled, Sampling, Scorer, Trainer
+from flowrl.engines import BuildContext, Sampled, Sampling, Trainer
 from flowrl.errors import AsleepError, BindError, DataError, ParameterError, SyncError
 from flowrl.keys import Key
+from flowrl.probe import TOKENS, refuse_other_weights
 from flowrl.records import Receipt
 from flowrl.spec import Spec
 from flowrl.text import ChatTokenizer
@@ -78,6 +78,7 @@ class SGLang(Spec):
         engine_args: further arguments of `sglang.Engine`, by name.
     """
 
+    probes: ClassVar[bool] = True  # so trainers in other processes send log-probs of the probe with their weights
     model: Folder
     tensor_parallel: int = Field(default=1, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -250,8 +251,7 @@ class SGLangEngine:
         """Take over the weights of `source`, forget what was computed with the old ones, and probe the result.
 
         The weights cross in buckets; digest and bytes of the receipt are those of the tensors as they came, and the
-        process of SGLang must have received the same, before SGLang casts and fuses them. Weights that come from
-        another process (an export under Ray) come without a trainer to probe against, and are not probed.
+        process of SGLang must have received the same, before SGLang casts and fuses them.
 
         Raises:
             SyncError: weights are missing, unknown or of another shape; SGLang failed to load them; or the probe finds
@@ -285,8 +285,7 @@ class SGLangEngine:
                     f"the weights of version {source.version} have the digest {arrival.digest}, and SGLang's process "
                     f"received {received}; expected the same on both sides: call engine.sync(trainer) again."
                 )
-            if isinstance(source, Scorer):
-                refuse_other_weights("SGLang", log_probs, source, self._tolerance)
+            refuse_other_weights("SGLang", log_probs, source, self._tolerance)
         seconds = time.perf_counter() - start
         self._receipt = Receipt(source.version, received, arrival.nbytes, seconds, transport="pipe")
         return self._receipt

@@ -12,20 +12,20 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from flowrl.backends.arrival import Arrival, weight_shapes
-from flowrl.backends.probe import TOKENS, refuse_other_weights
 from flowrl.backends.process import EngineError
 from flowrl.backends.prompts import check_prompts
 from flowrl.backends.torch_load import Folder
-from flowrl.engines import BuildContext, Sampled, Sampling, Scorer, Trainer
+from flowrl.engines import BuildContext, Sampled, Sampling, Trainer
 from flowrl.errors import AsleepError, BindError, FlowrlError, ParameterError, SyncError
 from flowrl.keys import Key
+from flowrl.probe import TOKENS, refuse_other_weights
 from flowrl.records import Receipt
 from flowrl.spec import Spec
 from flowrl.text import ChatTokenizer
@@ -69,6 +69,7 @@ class VLLM(Spec):
         engine_args: further arguments of `vllm.LLM`, by name.
     """
 
+    probes: ClassVar[bool] = True  # so trainers in other processes send log-probs of the probe with their weights
     model: Folder
     tensor_parallel: int = Field(default=1, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -265,8 +266,7 @@ class VLLMEngine:
                     f"expected weights and an architecture that it can compute with here. The engine is ended; the "
                     f"next engine.sync(trainer) starts it anew."
                 ) from error
-            if isinstance(source, Scorer):  # weights that come from another process come without one
-                refuse_other_weights("vLLM", scores, source, self._tolerance)
+            refuse_other_weights("vLLM", scores, source, self._tolerance)
         seconds = time.perf_counter() - start
         self._receipt = Receipt(source.version, arrival.digest, arrival.nbytes, seconds, self._transport)
         return self._receipt

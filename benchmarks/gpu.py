@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from generate import write_model
 from harness import medians, table
+from harness.streams import Receiver
 from harness.turns import Turn, Turns, finished
 from transformers.utils import logging
 
@@ -174,6 +175,16 @@ def syncs(model: str, device: str) -> list[str]:
     return [size_of(model), *rates, f"{taken['sync'] / taken['copy']:.1f}"]
 
 
+def between_processes(model: str, device: str) -> list[str]:
+    """GB a second of weights that another process on the same device maps, copies and digests: CUDA IPC."""
+    trainer = TorchTrainer(model, SGD(lr=0.1), device=device).build(CONTEXT)
+    size = sum(tensor.nbytes for _, tensor in trainer.weights())
+    receiver = Receiver("cuda ipc", device)
+    taken = medians({"stream": lambda: receiver.send(trainer.weights)}, seconds=2)["stream"]
+    receiver.close()
+    return [size_of(model), f"{size / taken / 1e9:.2f}"]
+
+
 def size_of(model: str) -> str:
     """The model by the size of its weights."""
     return f"{sum(file.stat().st_size for file in Path(model).glob('*.safetensors')) / 1e6:,.0f} MB of weights"
@@ -193,6 +204,9 @@ def main(device: str) -> None:
         table(f"Tokens a second: prompts of {PROMPT} tokens, at most {NEW} new ones", heads, answers)
         heads = ["", "sync, GB/s", "copy, GB/s", "sync / copy, time"]
         table("A sync on one device", heads, [syncs(model, device) for model in dict.fromkeys((small, large))])
+        rows = [between_processes(model, device) for model in dict.fromkeys((small, large))]
+        table("Weights to another process on it, by handles (CUDA IPC)", ["", "GB/s"], rows)
+        print("Left out: NCCL between two processes, which needs two devices.")
 
 
 if __name__ == "__main__":

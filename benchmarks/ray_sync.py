@@ -1,7 +1,9 @@
 """Carrying weights from a trainer to an engine in another process, against copying as many bytes in memory.
 
-The parts are taken in one process, on the code that the two processes run; the last row is the whole of it between
-them. The copy goes into memory that has been written before, the object store's and the receiver's is fresh each time.
+The parts are taken in one process, on the code that the two processes run; the last rows are the whole of it between
+them, by the object store and by a stream (gloo, which is for other nodes, and handles to shared memory, which stand for
+CUDA IPC here). The copy goes into memory that has been written before, the object store's and the receiver's is fresh
+each time.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ from typing import Any
 import torch
 from generate import write_model
 from harness import medians, table
+from harness.streams import Receiver
 from transformers.utils import logging
 
 from flowrl import Colocate, Split
 from flowrl.backends import SGD, TorchRollout, TorchTrainer
 from flowrl.digest import weights_digest
+from flowrl.distributed import delivery
 from flowrl.distributed.cluster import connected
-from flowrl.distributed.export import BUCKET_BYTES, Export
+from flowrl.distributed.export import Export
+from flowrl.distributed.source import BUCKET_BYTES, Origin, source_of
 from flowrl.graphs import grpo
 
 SIZES = ((2, 64), (5, 512), (5, 1024))  # layers and width
@@ -37,20 +42,21 @@ def parts(model: str) -> tuple[int, dict[str, float]]:
     elsewhere = [torch.empty_like(tensor) for tensor in weights]
 
     def export() -> Export:
-        return Export.of("actor", trainer.version, trainer.weights(), BUCKET_BYTES)
+        return Export.of(Origin("actor", trainer.version), trainer.weights(), BUCKET_BYTES)
 
     def copy() -> None:
         for target, tensor in zip(elsewhere, weights, strict=True):
             target.copy_(tensor)
 
     sent: Any = export()
+    source: Any = source_of(sent.origin, sent)
     cases: dict[str, Callable[[], object]] = {
         "memcpy": copy,
         "gather": lambda: list(trainer.weights()),
         "gather, digest": lambda: weights_digest(trainer.weights()),
         "gather, digest, put": export,
-        "get, check": lambda: list(sent.weights()),
-        "get, check, load": lambda: rollout.sync(sent),
+        "get, check": lambda: list(source.weights()),
+        "get, check, load": lambda: rollout.sync(source),
     }
     taken = medians(cases, seconds=2)
     split = {
@@ -62,15 +68,24 @@ def parts(model: str) -> tuple[int, dict[str, float]]:
         "load them, digest what the engine holds": taken["get, check, load"] - taken["get, check"],
         "all of it in one process": taken["gather, digest, put"] + taken["get, check, load"],
     }
+    for name, transport in {"gloo": "gloo", "handles to shared memory": "cuda ipc"}.items():
+        receiver = Receiver(transport, "cpu")
+        stream = medians({"stream": lambda receiver=receiver: receiver.send(trainer.weights)}, seconds=2)["stream"]
+        split[f"gather, digest, stream by {name}, check"] = stream
+        receiver.close()
     return sent.nbytes, split
 
 
-def between_processes(model: str) -> float:
-    """Seconds of a sync of two live processes."""
+def between_processes(model: str) -> dict[str, float]:
+    """Seconds of a sync of two live processes, by transport."""
     graph = grpo("flowrl.demo.verifier:compute_score", kl_coef=0.0)
     engines = {"actor": TorchTrainer(model, SGD(lr=0.1)), "rollout": TorchRollout(model)}
     with graph.bind(**engines, place=Split(train=1, rollout=1)).open() as executor:
-        return medians({"sync": executor.sync}, seconds=1)["sync"]
+        taken = {}
+        for transport in ("object store", "gloo"):
+            delivery.choose = lambda *seats, transport=transport: transport
+            taken[f"all of it between two processes, by {transport}"] = medians({"": executor.sync}, seconds=1)[""]
+        return taken
 
 
 if __name__ == "__main__":
@@ -83,7 +98,7 @@ if __name__ == "__main__":
         for layers, width in SIZES:
             model = write_model(Path(base) / str(width), layers, width)
             size, taken = parts(model)
-            taken["all of it between two processes"] = between_processes(model)
+            taken |= between_processes(model)
             heads += [f"{size / 2**20:.1f} MiB, ms", "× memcpy"]
             for part, seconds in taken.items():
                 ratio = seconds / taken["memcpy of the same bytes"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowrl.columns import ColumnType
 from flowrl.errors import FlowrlError, GraphError, NodeError
-from flowrl.graph import Node
+from flowrl.graph import Graph, Node
 from flowrl.metrics import Metrics
 from flowrl.operator import Operator
 from flowrl.plan import Plan
@@ -190,14 +190,7 @@ class LocalExecutor:
     def _feed(self, batch: DataProto) -> Outputs:
         outputs: Outputs = {}
         for name in self.plan.graph.inputs:
-            columns = self.plan.graph[name].operator.signature.outputs
-            if missing := [column for column in columns if column not in batch]:
-                raise GraphError(
-                    f"the input {name!r} of {self.plan.graph.name} wants the columns {', '.join(columns)}, and the "
-                    f"batch lacks {', '.join(missing)}; pass a batch that has them, such as "
-                    f"PromptData(...).load(...).next(n)."
-                )
-            outputs[name] = (batch.select(*columns), {})
+            outputs[name] = (batch.select(*columns_of_input(self.plan.graph, name, batch)), {})
         return outputs
 
     def _run(self, node: Node, outputs: Outputs, step: int) -> tuple[DataProto, Mapping[str, Any]]:
@@ -212,6 +205,22 @@ class LocalExecutor:
         types = node.operator.signature.outputs
         batched = {name: value for name, value in written.items() if isinstance(types[name], ColumnType)}
         return DataProto(batched), {name: value for name, value in written.items() if name not in batched}
+
+
+def columns_of_input(graph: Graph, name: str, batch: DataProto) -> dict[str, ColumnType]:
+    """The columns of an input of a graph, all of which `batch` has.
+
+    Raises:
+        GraphError: it lacks some.
+    """
+    outputs = graph[name].operator.signature.outputs
+    columns = {column: wanted for column, wanted in outputs.items() if isinstance(wanted, ColumnType)}
+    if missing := [column for column in columns if column not in batch]:
+        raise GraphError(
+            f"the input {name!r} of {graph.name} wants the columns {', '.join(columns)}, and the batch lacks "
+            f"{', '.join(missing)}; pass a batch that has them, such as PromptData(...).load(...).next(n)."
+        )
+    return columns
 
 
 def _reads(node: Node) -> list[str]:

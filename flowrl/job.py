@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,7 +99,8 @@ class Job:
         """
         self.refuse_unready()
         if self.place is None:
-            yield LocalExecutor(Plan(self.graph), Session(self.build(seed), seed))
+            with Engines(self.graph.bindings, seed).live() as engines:
+                yield LocalExecutor(Plan(self.graph), Session(engines, seed))
             return
         from flowrl.distributed.executor import open_ray  # the only way to Ray
 
@@ -110,13 +111,15 @@ class Job:
     def eager(self, seed: int = 0) -> Iterator[Session]:
         """Operators that are called inside the block run on this job's live engines, which are in sync at its start.
 
-        The engines are in this process, wherever the job's place is, so that a debugger sees them.
+        The engines are in this process, wherever the job's place is, so that a debugger sees them; they end with the
+        block.
         """
         replace(self, place=None).refuse_unready()
-        session = Session(self.build(seed), seed)
-        LocalExecutor(Plan(self.graph), session).sync()
-        with session.active():
-            yield session
+        with Engines(self.graph.bindings, seed).live() as engines:
+            session = Session(engines, seed)
+            LocalExecutor(Plan(self.graph), session).sync()
+            with session.active():
+                yield session
 
 
 class Engines:
@@ -160,3 +163,19 @@ class Engines:
     def all(self) -> dict[str, Any]:
         """Every engine, in the order of the bindings."""
         return {role: self.engine(role) for role in self.bindings}
+
+    @contextmanager
+    def live(self) -> Iterator[dict[str, Any]]:
+        """Every engine; those that have a `close` are closed at the end of the block, also where others fail to."""
+        try:
+            yield self.all()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the engines that were built, the last one first, those that have something to end by a `close`."""
+        with ExitStack() as stack:
+            for engine in self._built.values():
+                if hasattr(engine, "close"):
+                    stack.callback(engine.close)
+            self._built = {}

@@ -6,7 +6,7 @@ have reported, which a mean of means does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,42 +53,44 @@ class Metrics(Mapping[str, Metric]):
 
     An operator that reports numbers takes ``metrics: Metrics = INJECTED``; the executor hands in a fresh collector for
     every call. Reporting a key twice merges the two parts.
+
+    What an operator reports itself is about the rows that it was given. What it merges in is an engine's: of several
+    ranks that are given the same rows, each reports its own part (`parts`).
     """
 
-    def __init__(self, metrics: Mapping[str, Metric] | None = None) -> None:
+    def __init__(self, metrics: Mapping[str, Metric] | None = None, parts: Mapping[str, Metric] | None = None) -> None:
         self._metrics: dict[str, Metric] = dict(metrics or {})
+        self._parts: dict[str, Metric] = dict(parts or {})
 
     def mean(self, key: str, numerator: Number, denominator: Number = 1.0) -> None:
         """Report ``numerator / denominator``; parts merge as sum of numerators over sum of denominators."""
-        self._add(key, Metric("mean", float(numerator), float(denominator)))
+        _add(self._metrics, key, Metric("mean", float(numerator), float(denominator)))
 
     def sum(self, key: str, value: Number) -> None:
         """Report a number whose parts add up."""
-        self._add(key, Metric("sum", float(value)))
+        _add(self._metrics, key, Metric("sum", float(value)))
 
     def min(self, key: str, value: Number) -> None:
         """Report a number of whose parts the smallest counts."""
-        self._add(key, Metric("min", float(value)))
+        _add(self._metrics, key, Metric("min", float(value)))
 
     def max(self, key: str, value: Number) -> None:
         """Report a number of whose parts the largest counts."""
-        self._add(key, Metric("max", float(value)))
+        _add(self._metrics, key, Metric("max", float(value)))
 
     def merge(self, other: Mapping[str, Metric]) -> None:
         """Merge the parts of `other` into this collector."""
         for key, metric in other.items():
-            self._add(key, metric)
+            _add(self._metrics, key, metric)
+            _add(self._parts, key, metric)
+
+    def parts(self) -> Mapping[str, Metric]:
+        """What was merged in, and nothing else."""
+        return self._parts
 
     def compute(self) -> dict[str, float]:
         """Every key with its number, in the order of first report."""
         return {key: metric.compute() for key, metric in self._metrics.items()}
-
-    def _add(self, key: str, metric: Metric) -> None:
-        known = self._metrics.get(key)
-        try:
-            self._metrics[key] = metric if known is None else known.merge(metric)
-        except ParameterError as error:
-            raise ParameterError(f"{key!r}: {error}") from None
 
     def __getitem__(self, key: str) -> Metric:
         return self._metrics[key]
@@ -103,4 +105,26 @@ class Metrics(Mapping[str, Metric]):
         return f"Metrics({self.compute()})"
 
     def __reduce__(self) -> Any:
-        return Metrics, (self._metrics,)
+        return Metrics, (self._metrics, self._parts)
+
+
+def of_ranks(reports: Sequence[Metrics], whole: bool) -> Metrics:
+    """The metrics of a node that several ranks ran.
+
+    Args:
+        reports: of each rank, at least one.
+        whole: each rank was given all rows, so that what the operator reported itself is the same on all of them; else
+            each was given rows of its own.
+    """
+    merged = Metrics(reports[0])
+    for report in reports[1:]:
+        merged.merge(report.parts() if whole else report)
+    return merged
+
+
+def _add(metrics: dict[str, Metric], key: str, metric: Metric) -> None:
+    known = metrics.get(key)
+    try:
+        metrics[key] = metric if known is None else known.merge(metric)
+    except ParameterError as error:
+        raise ParameterError(f"{key!r}: {error}") from None

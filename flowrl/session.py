@@ -54,7 +54,10 @@ class Session:
 
     def report(self, node: str, metrics: Metrics) -> None:
         """Keep what a node reported in this step."""
-        self.metrics.setdefault(node, Metrics()).merge(metrics)
+        if node in self.metrics:
+            self.metrics[node].merge(metrics)
+        else:
+            self.metrics[node] = metrics
 
     def begin_step(self, step: int) -> None:
         """Go to `step`: keys change, metrics start empty."""

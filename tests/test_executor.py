@@ -9,7 +9,7 @@ import threading
 import traceback
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -475,3 +475,78 @@ def test_a_job_is_edited_as_its_graph_and_keeps_its_engines(tiny: str) -> None:
     assert other.graph.bindings["rollout"] == TorchRollout(tiny)
     assert job.graph.bindings["rollout"] == TorchRollout()
     assert set(job.build()) == {"actor", "ref", "rollout"}
+
+
+class Closing:
+    """A live engine that has something to end."""
+
+    def __init__(self, name: str, closed: list[str]) -> None:
+        self.name, self.closed = name, closed
+
+    def close(self) -> None:
+        self.closed.append(self.name)
+        if self.name == "c":
+            raise OSError("c does not end")
+
+
+@pytest.mark.parametrize("fault", [None, "in the block", "while they are built", "while they are closed"])
+def test_engines_are_closed(fault: str | None) -> None:
+    """At the end of the block, the last one first; also where it ends by an error, or does not begin."""
+    closed: list[str] = []
+
+    class Spec:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def build(self, context: BuildContext) -> Any:
+            if self.name == "d":
+                raise ValueError("d does not start")
+            return object() if self.name == "plain" else Closing(self.name, closed)
+
+    names = ["a", "plain", "b", *{"while they are built": "d", "while they are closed": "c"}.get(fault or "", "")]
+    engines = Engines({name: Spec(name) for name in names}, seed=0)
+    try:
+        with engines.live() as live:
+            assert list(live) == names and not closed
+            if fault == "in the block":
+                raise ValueError("raised in the block")
+    except (OSError, ValueError) as error:
+        said = str(error)
+    else:
+        said = "nothing"
+    assert (
+        said
+        == {
+            None: "nothing",
+            "in the block": "raised in the block",
+            "while they are built": "d does not start",
+            "while they are closed": "c does not end",
+        }[fault]
+    )
+    assert closed == [name for name in reversed(names) if name in "abc"]
+
+
+class ClosingRolloutEngine(TorchRolloutEngine):
+    closed: ClassVar[list[str]] = []
+
+    def close(self) -> None:
+        self.closed.append(self.tokenizer.folder)
+
+
+class ClosingRollout(TorchRollout):
+    def build(self, context: BuildContext) -> ClosingRolloutEngine:
+        engine = super().build(context)
+        engine.__class__ = ClosingRolloutEngine
+        return engine  # type: ignore[return-value]
+
+
+def test_a_job_closes_its_engines(tiny: str) -> None:
+    """Whichever way it is opened."""
+    closed = ClosingRolloutEngine.closed
+    job = job_of("grpo", tiny).edit(bind={"rollout": ClosingRollout(tiny, device="cpu")})
+    with job.open(), pytest.raises(NodeError), job.open() as executor:
+        executor.step(PROMPTS, 0)  # which holds no receipt yet
+    assert closed == [tiny, tiny]
+    with job.eager():
+        assert len(closed) == 2
+    assert closed == [tiny] * 3

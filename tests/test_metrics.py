@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.errors import ParameterError
-from flowrl.metrics import Metric, Metrics
+from flowrl.metrics import Metric, Metrics, of_ranks
 
 parts = st.lists(st.lists(st.integers(-1000, 1000), max_size=5), min_size=1, max_size=6)
 
@@ -87,3 +87,22 @@ def test_is_a_mapping_that_travels() -> None:
     other = copy.deepcopy(metrics)
     other.sum("sum", 1)
     assert metrics.compute()["sum"] == 9.0
+
+
+def test_what_every_rank_reports_whole_counts_once() -> None:
+    """Two ranks of a node that are given the same rows: the operator's own numbers are the same on both, an engine's
+    are parts. Of a node whose ranks have rows of their own, all are parts. So it is after a journey."""
+    reports = []
+    for rank in range(2):
+        engine, own = Metrics(), Metrics()
+        engine.sum("actor/rows", 3 + rank)
+        engine.max("actor/longest", 10 * rank)
+        own.sum("sync/bytes", 100)
+        own.mean("kl/ref", 6.0, 3)
+        own.merge(engine)
+        reports.append(pickle.loads(pickle.dumps(own)))
+    whole, parts = of_ranks(reports, whole=True), of_ranks(reports, whole=False)
+    assert whole.compute() == {"sync/bytes": 100, "kl/ref": 2.0, "actor/rows": 7, "actor/longest": 10}
+    assert whole["kl/ref"].weight == 3
+    assert parts.compute() == whole.compute() | {"sync/bytes": 200}
+    assert reports[0].compute()["actor/rows"] == 3

@@ -55,7 +55,8 @@ def connected(place: Place) -> Iterator[None]:
             raise _no_cluster(place.address, str(error).splitlines()[0]) from error
     else:
         cpus = max(os.cpu_count() or 1, place.slots)  # slots are logical, so that there can be more than CPUs
-        ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=_store_bytes(), **quiet)
+        # "local", since Ray would join whatever runs on this machine, where none is named
+        ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=_store_bytes(), **quiet)
     try:
         yield
     finally:

@@ -1,28 +1,25 @@
-"""Weights on their way from a trainer to engines in other processes of the node, through the object store."""
+"""Weights on their way to engines in other processes of the machine, through Ray's object store."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 import torch
 from torch import Tensor
 
 from flowrl.digest import combine, tensor_digest
-from flowrl.errors import SyncError
-from flowrl.records import Receipt
-
-BUCKET_BYTES = 256 << 20
-"""Weights leave a trainer in buckets of at most this size (a larger tensor is a bucket of its own)."""
+from flowrl.distributed.source import Origin, Source, Tally, source_of
 
 Bucket = list[tuple[str, str, tuple[int, ...], Any]]  # name, dtype, shape, bytes
 
 
 @dataclass(frozen=True)
 class Export:
-    """Weights of one version: what stands in for a trainer where they are received.
+    """Weights in the object store.
 
     Beside the weights themselves there is at most one bucket in the memory of the trainer's process (for weights on
     a GPU: of the CPU's memory; where they are sharded, what gathering them takes comes on top, see the backend), one
@@ -30,20 +27,18 @@ class Export:
     process, besides what its engine keeps.
 
     Args:
-        role: of the trainer.
-        version: of its weights.
+        origin: whose weights they are.
         digests: the `tensor_digest` of each tensor as it was sent.
         nbytes: of all tensors.
         buckets: references to lists of tensors.
     """
 
-    role: str
-    version: int
+    origin: Origin
     digests: Mapping[str, str]
     nbytes: int
     buckets: tuple[Any, ...]
 
-    transport = "object store"
+    transport: ClassVar[str] = "object store"
 
     @property
     def digest(self) -> str:
@@ -51,14 +46,8 @@ class Export:
         return combine(self.digests)
 
     @staticmethod
-    def of(
-        role: str,
-        version: int,
-        weights: Iterable[tuple[str, Tensor]],
-        bucket_bytes: int,
-        adapter_of: str | None = None,
-    ) -> Export:
-        """Put weights into the object store, bucket by bucket; with `adapter_of` they are an adapter's alone."""
+    def of(origin: Origin, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Export:
+        """Put weights into the object store, bucket by bucket."""
         buckets: list[Any] = []
         bucket: Bucket = []
         digests: dict[str, str] = {}
@@ -74,58 +63,20 @@ class Export:
             size, total = size + raw.nbytes, total + raw.nbytes
         if bucket:
             buckets.append(ray.put(bucket))
-        if adapter_of is not None:
-            return AdapterExport(role, version, digests, total, tuple(buckets), adapter_of)
-        return Export(role, version, digests, total, tuple(buckets))
+        return Export(origin, digests, total, tuple(buckets))
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights as they were sent.
+    def open(self, rank: int) -> AbstractContextManager[Source]:
+        """The weights for a rank of the engine, which may take them within the block."""
+        return nullcontext(source_of(self.origin, self))
 
-        Raises:
-            SyncError: a tensor is not what was sent, was not sent at all, or has not arrived.
-        """
-        due = dict(self.digests)
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights as they were sent; see `flowrl.distributed.source.Cargo`."""
+        tally = Tally(self.origin)
         for reference in self.buckets:
             for name, dtype, shape, raw in ray.get(reference):
                 tensor = (
                     torch.from_numpy(raw.copy()).view(getattr(torch, dtype)).reshape(shape)
                 )  # the store is read-only
-                sent = due.pop(name, None)
-                if sent != tensor_digest(name, tensor):
-                    what = "was not sent, or twice" if sent is None else "is not what was sent"
-                    raise SyncError(f"{self._named()} are damaged: {name} {what}; sync again.")
+                tally.take(name, tensor, self.digests.get(name))
                 yield name, tensor
-        if due:
-            raise SyncError(f"{self._named()} are not whole: {', '.join(sorted(due)[:5])} did not arrive; sync again.")
-
-    def check(self, receipt: Receipt) -> Receipt:
-        """The receipt of an engine that took these weights over, with the transport that they came by.
-
-        Raises:
-            SyncError: it is for other weights.
-        """
-        if (receipt.version, receipt.digest) != (self.version, self.digest):
-            raise SyncError(
-                f"{self._named()} have the digest {self.digest}, and the receipt is for version {receipt.version} with "
-                f"{receipt.digest}; expected the same on both sides: the engine must digest what it received, and "
-                f"sync again."
-            )
-        return receipt._replace(transport=self.transport)
-
-    def _named(self) -> str:
-        return f"the weights of {self.role} at version {self.version}"
-
-
-@dataclass(frozen=True)
-class AdapterExport(Export):
-    """The weights of an adapter alone; see `flowrl.engines.Adapted`.
-
-    Args:
-        adapter_of: what the adapter is added to, and how.
-    """
-
-    adapter_of: str
-
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapter as it was sent; raises as `weights` does."""
-        return self.weights()
+        tally.finish(self.digests)

@@ -6,7 +6,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -15,12 +16,15 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from flowrl.columns import ColumnType
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults import Failure, at, named
 from flowrl.distributed.heard import Said, heard
 from flowrl.distributed.place import HostPlan
+from flowrl.distributed.source import Origin
+from flowrl.distributed.stream import Seat, Ticket, send
 from flowrl.distributed.wire import Array, Piece, join, pack, unpack
 from flowrl.engines import Adapted
 from flowrl.errors import SyncError
@@ -28,6 +32,7 @@ from flowrl.executor import failure
 from flowrl.job import Engines
 from flowrl.metrics import Metrics
 from flowrl.operator import Operator
+from flowrl.probe import probe
 from flowrl.records import Receipt
 from flowrl.session import Session
 
@@ -42,7 +47,7 @@ class Call:
         state: the node's state cells.
         inputs: per slot its pieces, or its value.
         rows: which rows to run on; None for all.
-        exports: trainers that live elsewhere, by role.
+        sources: where the weights of trainers that live elsewhere are had, by role.
     """
 
     operator: Operator
@@ -51,7 +56,7 @@ class Call:
     state: Mapping[str, Any]
     inputs: Mapping[str, Any]
     rows: Array | None
-    exports: Mapping[str, Export] = field(default_factory=dict)
+    sources: Mapping[str, Export | Ticket] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,15 @@ class Report:
     ended: float
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What a host sent: bytes, and when it started and ended, in Unix seconds."""
+
+    nbytes: int
+    started: float
+    ended: float
+
+
 class Host:
     """The process of one `HostPlan`; without a plan it is the general host, for nodes that use no role.
 
@@ -92,10 +106,13 @@ class Host:
         sys.path += [entry for entry in path if entry not in sys.path]
         self.plan, self.seed = plan, seed
         self.engines: dict[str, Any] = {}
+        self._built: Engines | None = None
 
-    def node_id(self) -> str:
-        """Of the machine, as Ray knows it."""
-        return str(ray.get_runtime_context().get_node_id())
+    def seat(self) -> Seat:
+        """Where this process is, as Ray knows it."""
+        context = ray.get_runtime_context()
+        devices = context.get_accelerator_ids().get("GPU", []) if torch.cuda.is_available() else []
+        return Seat(str(context.get_node_id()), os.getpid(), tuple(map(str, devices)))
 
     def pid(self) -> int:
         """Of this process."""
@@ -125,7 +142,13 @@ class Host:
                 world_size=self.plan.ranks,
                 timeout=timedelta(seconds=timeout),
             )
-        self.engines = Engines(bindings, self.seed, self.plan.rank, self.plan.ranks).all()
+        self._built = Engines(bindings, self.seed, self.plan.rank, self.plan.ranks)
+        self.engines = self._built.all()
+
+    def close(self) -> None:
+        """End the engines."""
+        if self._built is not None:
+            self._built.close()
 
     def version(self, role: str) -> int:
         """The version of a trainer's weights."""
@@ -147,18 +170,52 @@ class Host:
             if hasattr(engine, "wake"):
                 engine.wake()
 
-    def export(self, role: str, part: str, bucket_bytes: int) -> Export | None:
+    def export(self, role: str, part: str, probes: bool, bucket_bytes: int) -> Export | None:
         """The weights of a trainer; every rank must be called, since gathering them is collective, and rank 0 answers.
 
         Args:
             role: of the trainer.
             part: ``"weights"``, or ``"adapter_weights"`` for an engine that holds the rest already.
+            probes: whether that engine is probed.
             bucket_bytes: see `Export`.
 
         Raises:
             SyncError: an adapter is wanted, and the trainer has none.
         """
         assert self.plan is not None
+        origin, tensors = self._leaving(role, part, probes)
+        if self.plan.rank == 0:
+            return Export.of(origin, tensors, bucket_bytes)
+        for _ in tensors:
+            pass
+        return None
+
+    def send(self, role: str, part: str, probes: bool, bucket_bytes: int, ticket: Ticket, what: str) -> Sent | Failure:
+        """Carry the weights of a trainer to the hosts that hold `ticket` too; otherwise as `export`.
+
+        Args:
+            role, part, probes: see `export`.
+            bucket_bytes: see `flowrl.distributed.stream`.
+            ticket: where the others are met.
+            what: for, which is said where it fails.
+        """
+        assert self.plan is not None
+        started, nbytes = time.time(), 0
+        try:
+            origin, tensors = self._leaving(role, part, probes)
+            try:
+                if self.plan.rank == 0:
+                    nbytes = send(ticket, origin, tensors, bucket_bytes)
+            finally:
+                for _ in tensors:  # to the end whatever happens, since gathering them is collective
+                    pass
+        except Exception as error:
+            message = f"{what} failed on {named(self.plan)}, which sends: {type(error).__name__}: {error}"
+            return Failure.of(error, message)
+        return Sent(nbytes, started, time.time())
+
+    def _leaving(self, role: str, part: str, probes: bool) -> tuple[Origin, Iterator[tuple[str, Tensor]]]:
+        """What is known of a trainer's weights, and these themselves."""
         engine = self.engines[role]
         adapter_of = None
         if part == "adapter_weights":
@@ -168,12 +225,8 @@ class Host:
                     f"same lora=LoRA(...), or neither."
                 )
             adapter_of = engine.adapter_of
-        tensors = getattr(engine, part)()
-        if self.plan.rank == 0:
-            return Export.of(role, engine.version, tensors, bucket_bytes, adapter_of)
-        for _ in tensors:
-            pass
-        return None
+        scores = tuple(engine.log_probs(probe())[0].tolist()) if probes else None
+        return Origin(role, engine.version, adapter_of, scores), getattr(engine, part)()
 
     def save_pretrained(self, role: str, folder: str) -> None:
         """Write a Hugging Face folder."""
@@ -201,10 +254,15 @@ class Host:
         started = time.time()
         received, sizes = self._gather(call, inputs)
         fetched = time.time()
-        session = Session({**self.engines, **call.exports}, call.seed, call.state)
-        session.begin_step(call.step or 0)
-        with session.active():
-            written = call.operator.signature.unpack(call.operator.run(inputs))
+        with ExitStack() as stack:
+            rank = 0 if self.plan is None else self.plan.rank
+            sources = {role: stack.enter_context(sent.open(rank)) for role, sent in call.sources.items()}
+            session = Session({**self.engines, **sources}, call.seed, call.state)
+            session.begin_step(call.step or 0)
+            with session.active():
+                written = call.operator.signature.unpack(call.operator.run(inputs))
+            for source in sources.values():
+                written = {n: source.check(v) if isinstance(v, Receipt) else v for n, v in written.items()}
         types = call.operator.signature.outputs
         columns = {name: value for name, value in written.items() if isinstance(types[name], ColumnType)}
         for name, column in columns.items():
@@ -212,8 +270,6 @@ class Host:
             assert isinstance(wanted, ColumnType)
             sizes |= dict(zip(wanted.axes, column.shape, strict=True))
         values = {name: value for name, value in written.items() if name not in columns}
-        for export in call.exports.values():
-            values = {n: export.check(v) if isinstance(v, Receipt) else v for n, v in values.items()}
         return Report(
             {name: _put(column, call, sizes) for name, column in columns.items()},
             values,

@@ -6,18 +6,18 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import ray
 from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from flowrl.distributed import export
-from flowrl.distributed.export import Export
+from flowrl.distributed.delivery import Delivery
 from flowrl.distributed.faults import answer
 from flowrl.distributed.host import Host
 from flowrl.distributed.place import HostPlan, Place
+from flowrl.distributed.stream import Seat
 from flowrl.engines import Rollout
 from flowrl.errors import BindError, GraphError
 from flowrl.graph import Node
@@ -26,7 +26,7 @@ from flowrl.tracing import Trace
 
 _RESERVE_SECONDS = 120
 _LOAD_SECONDS = 600  # that engines have at least; nodes have the place's deadline alone
-_GRACE_SECONDS = 10  # for Ray to notice that a process is gone
+GRACE_SECONDS = 10  # for Ray to notice that a process is gone
 _GENERAL_AT_ONCE = 8
 
 
@@ -50,6 +50,7 @@ class Hosts:
         self._kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
         self._group = self._reserve()
         self.actors: dict[HostPlan, Any] = {}
+        self.seats: dict[HostPlan, Seat] = {}
         self.start_general()
 
     def _reserve(self) -> PlacementGroup:
@@ -103,7 +104,8 @@ class Hosts:
         for roles in dict.fromkeys(plan.roles for plan in plans):
             ranks = [plan for plan in plans if plan.roles == roles]
             loading, patience = f"loading {'+'.join(roles)}", max(self.place.deadline, _LOAD_SECONDS)
-            machines = self.ask(ranks, loading, "node_id", patience=patience)
+            self.seats |= zip(ranks, self.ask(ranks, loading, "seat", patience=patience), strict=True)
+            machines = [self.seats[rank].node for rank in ranks]
             address = None
             if len(ranks) > 1:
                 address = self.ask(ranks[:1], loading, "meeting_point", len(set(machines)) == 1)[0]
@@ -144,7 +146,7 @@ class Hosts:
         """
         pings = {(self.general if plan is None else self.actors[plan]).pid.remote(): plan for plan in among}
         gone: list[HostPlan | None] = []
-        until = time.monotonic() + _GRACE_SECONDS
+        until = time.monotonic() + GRACE_SECONDS
         while pings and not gone:
             answered, _ = ray.wait(list(pings), timeout=max(0.0, until - time.monotonic()))
             if not answered:
@@ -186,10 +188,17 @@ class Hosts:
                 del self._awake[plan.slot]
 
     def close(self) -> None:
-        """End all processes at once, and the reservation with them."""
+        """End all processes, and the reservation with them; engines that have a `close` get some seconds for it."""
+        if ending := [actor.close.remote() for plan, actor in self.actors.items() if self._closes(plan)]:
+            ray.wait(ending, num_returns=len(ending), timeout=GRACE_SECONDS)
         self._kill(self.plans)
         ray.kill(self.general)
         remove_placement_group(self._group)
+
+    def _closes(self, plan: HostPlan) -> bool:
+        """Whether an engine of a host has a `close`, by the annotations that jobs are checked by."""
+        builds = (type(self.bindings[role]).build for role in plan.roles)
+        return any(hasattr(get_type_hints(build)["return"], "close") for build in builds)
 
     # ---- turns
 
@@ -197,12 +206,14 @@ class Hosts:
         """Whether any of these shares its slot with another host, so that they take turns."""
         return any(sum(other.slot == plan.slot for other in self.plans) > 1 for plan in plans)
 
-    def take_turns(self, plans: Sequence[HostPlan], what: str) -> None:
-        """Wake these hosts, after putting to sleep whoever is awake on their slots; they are idle."""
+    def take_turns(self, plans: Sequence[HostPlan], what: str, beside: Sequence[HostPlan] = ()) -> None:
+        """Wake these hosts, after putting to sleep whoever is awake on their slots, but for those `beside` them; they
+        are idle."""
         if not self._crowded(plans):
             return
         coming = [plan for plan in plans if self._awake.get(plan.slot) != plan]
-        self._sleep([self._awake[plan.slot] for plan in coming if plan.slot in self._awake], what)
+        present = [self._awake[plan.slot] for plan in coming if plan.slot in self._awake]
+        self._sleep([plan for plan in present if plan not in beside], what)
         if coming:
             with self.trace.span("wake", "driver", "wait"):
                 self.ask(coming, f"{what}, waking,", "wake")
@@ -216,6 +227,11 @@ class Hosts:
         for plan in plans:
             del self._awake[plan.slot]
 
+    def clear(self, plans: Sequence[HostPlan], what: str) -> None:
+        """Put to sleep those of these hosts whose slots others have taken beside them."""
+        if displaced := [plan for plan in plans if plan not in self._awake.values()]:
+            self.ask(displaced, f"{what}, putting to sleep,", "sleep")
+
     # ---- nodes
 
     def of(self, node: Node) -> list[HostPlan | None]:
@@ -224,20 +240,11 @@ class Hosts:
         roles = [*roles_of(node, "writes"), *roles_of(node, "reads")]
         return [*self.ranks(roles[0])] if roles else [None]
 
-    def exports(self, node: Node, what: str) -> dict[str, Export]:
-        """Weights of the trainer that a sync reads and that does not live where it runs."""
+    def delivery(self, node: Node, what: str) -> Delivery | None:
+        """Of the weights that a node carries, if it is a sync."""
         if not is_sync(node):
-            return {}
-        role = roles_of(node, "reads")[0]
-        if all(host is not None and role in host.roles for host in self.of(node)):
-            return {}
-        started = time.time()
-        receiver = self.bindings[roles_of(node, "writes")[0]]
-        part = getattr(receiver, "receives", "weights")
-        sent = self.ask_role(role, f"{what}, exporting {role},", "export", role, part, export.BUCKET_BYTES)[0]
-        assert isinstance(sent, Export)
-        self.trace.add(f"export {role}", "driver", started, time.time(), sent.nbytes, "transfer")
-        return {role: sent}
+            return None
+        return Delivery(self, roles_of(node, "reads")[0], roles_of(node, "writes")[0], what)
 
 
 def _path() -> list[str]:

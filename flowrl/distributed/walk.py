@@ -16,17 +16,19 @@ import ray
 from ray.exceptions import ObjectLostError
 
 from flowrl.columns import ColumnType
+from flowrl.distributed.delivery import Delivery
 from flowrl.distributed.faults import Failure, answer, at, died, named, stuck
 from flowrl.distributed.heard import say
-from flowrl.distributed.host import Call, Report, join_pieces
-from flowrl.distributed.hosts import Hosts, uid_slot
+from flowrl.distributed.host import Call, Report, Sent, join_pieces
+from flowrl.distributed.hosts import GRACE_SECONDS, Hosts, uid_slot
 from flowrl.distributed.place import HostPlan
 from flowrl.distributed.shards import shard
+from flowrl.distributed.stream import Interrupted
 from flowrl.distributed.wire import Array, Piece, pack
-from flowrl.errors import GraphError, SyncError
-from flowrl.executor import StepResult, merge_metrics
+from flowrl.errors import SyncError
+from flowrl.executor import StepResult, columns_of_input, merge_metrics
 from flowrl.graph import Node
-from flowrl.metrics import Metrics
+from flowrl.metrics import Metrics, of_ranks
 from flowrl.plan import Plan
 from flowrl.proto import DataProto
 from flowrl.records import Receipt
@@ -51,18 +53,21 @@ class Made:
 
 @dataclass
 class Running:
-    """A node that runs now: its hosts (None is the general one) by the reference of their answer, and what they "
-    "left."""
+    """A node that runs now: its hosts (None is the general one) by the reference of their answer, and what they left.
+
+    Those of a sync may be the trainer's too, while it sends its weights.
+    """
 
     node: Node
     hosts: dict[Any, HostPlan | None]
     since: float
-    reports: dict[Any, Report] = field(default_factory=dict)
+    delivery: Delivery | None
+    reports: dict[Any, Report | Sent] = field(default_factory=dict)
 
     @property
     def all(self) -> list[Report]:
         """The reports in order of rank; complete only when the node is."""
-        return [self.reports[ref] for ref in self.hosts]
+        return [report for ref in self.hosts if isinstance(report := self.reports[ref], Report)]
 
 
 class Walk:
@@ -130,15 +135,19 @@ class Walk:
             inputs: by slot, the pieces of a column or a value.
         """
         hosts, what = self.hosts.of(node), self._what(node)
-        exports = self.hosts.exports(node, what)
-        self.hosts.take_turns([host for host in hosts if host is not None], what)
+        delivery = self.hosts.delivery(node, what)
+        sources = delivery.prepare() if delivery else {}
+        beside = delivery.beside if delivery else []
+        self.hosts.take_turns([host for host in hosts if host is not None], what, beside)
         state = {name: value for name, value in self.state.items() if name.startswith(f"{node.name}.")}
         refs: dict[Any, HostPlan | None] = {}
         for host, rows in zip(hosts, self._shares(node, inputs, len(hosts)), strict=True):
-            call = Call(node.operator, self.step, self.seed, state, inputs, rows, exports)
+            call = Call(node.operator, self.step, self.seed, state, inputs, rows, sources)
             actor = self.hosts.general if host is None else self.hosts.actors[host]
             refs[actor.run.remote(call)] = host
-        return Running(node, refs, time.monotonic())
+        if delivery:
+            refs |= delivery.start()
+        return Running(node, refs, time.monotonic(), delivery)
 
     def settle(self, run: Running) -> list[Report]:
         """Wait for one node to be complete."""
@@ -158,16 +167,9 @@ class Walk:
     def _feed(self, batch: DataProto) -> None:
         """Put the columns of the inputs into the object store."""
         for name in self.plan.graph.inputs:
-            columns = self.plan.graph[name].operator.signature.outputs
-            if missing := [column for column in columns if column not in batch]:
-                raise GraphError(
-                    f"the input {name!r} of {self.plan.graph.name} wants the columns {', '.join(columns)}, and the "
-                    f"batch lacks {', '.join(missing)}; pass a batch that has them, such as "
-                    f"PromptData(...).load(...).next(n)."
-                )
+            columns = columns_of_input(self.plan.graph, name, batch)
             made, sizes = Made(), dict[str, int]()
             for column, wanted in columns.items():
-                assert isinstance(wanted, ColumnType)
                 sizes |= dict(zip(wanted.axes, batch[column].shape, strict=True))
             response = sizes.get("response", 0)
             prompt = sizes.get("prompt", sizes.get("sequence", response) - response)
@@ -209,6 +211,15 @@ class Walk:
         Raises:
             HostDiedError, NodeError: naming node, role, rank and step.
         """
+        try:
+            return self._completed(running)
+        except BaseException:
+            for run in running.values():
+                if run.delivery:
+                    run.delivery.close()  # so that no host waits for one that will not come
+            raise
+
+    def _completed(self, running: dict[Any, Running]) -> list[Running]:
         place = self.hosts.place
         first = min(running.values(), key=lambda run: run.since)
         left = first.since + place.deadline - time.monotonic()
@@ -220,17 +231,42 @@ class Walk:
         for ref in answered:
             run = running.pop(ref)
             host = run.hosts[ref]
-            report: Report | Failure = answer(ref, host, self._what(run.node), place)
+            report: Report | Sent | Failure = answer(ref, host, self._what(run.node), place)
             if isinstance(report, Failure):
+                report, host = self._cause(report, run, host)
                 raise self._blame(report, run.node, host, run.hosts.values())
             run.reports[ref] = report
             trace, name = self.hosts.trace, run.node.name
-            trace.add(name, named(host), report.started, report.ended, report.received)
-            trace.add("fetch", named(host), report.started, report.fetched, kind="transfer")
-            self.traffic.hosts += report.received
+            if isinstance(report, Sent):
+                trace.add(f"send by {name}", named(host), report.started, report.ended, report.nbytes, "transfer")
+            else:
+                trace.add(name, named(host), report.started, report.ended, report.received)
+                trace.add("fetch", named(host), report.started, report.fetched, kind="transfer")
+                self.traffic.hosts += report.received
             if len(run.reports) == len(run.hosts):
+                if run.delivery:
+                    run.delivery.finish()
                 complete.append(run)
         return complete
+
+    def _cause(self, failure: Failure, run: Running, host: HostPlan | None) -> tuple[Failure, HostPlan | None]:
+        """Where one side of a transfer says no more than that the other is gone: what that one says.
+
+        Raises:
+            HostDiedError, NodeError: it died, or is silent.
+        """
+        if not isinstance(failure.cause, Interrupted):
+            return failure, host
+        for ref, other in run.hosts.items():
+            if ref in run.reports or other == host:
+                continue
+            left = run.since + self.hosts.place.deadline - time.monotonic()
+            if not ray.wait([ref], timeout=max(0.0, min(GRACE_SECONDS, left)))[0]:
+                raise stuck(other, self._what(run.node), self.hosts.place, time.monotonic() - run.since)
+            report: Report | Sent | Failure = answer(ref, other, self._what(run.node), self.hosts.place)
+            if isinstance(report, Failure) and not isinstance(report.cause, Interrupted):
+                return report, other
+        return failure, host
 
     def _blame(
         self, failure: Failure, node: Node, host: HostPlan | None, peers: Iterable[HostPlan | None]
@@ -265,9 +301,7 @@ class Walk:
             self._tokens[axis][rows] = tokens
         self._made[node.name] = made
         self._seconds[node.name] = max(r.ended for r in reports) - min(r.started for r in reports)
-        self._metrics[node.name] = Metrics()
-        for report in reports:
-            self._metrics[node.name].merge(report.metrics)
+        self._metrics[node.name] = of_ranks([report.metrics for report in reports], whole)
         self.state |= reports[0].state
 
     def _columns(self, name: str, made: Made) -> DataProto:

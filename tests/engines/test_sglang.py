@@ -252,13 +252,6 @@ class TestSync:
         assert stale != expected
         assert rows(engine.generate(prompts, mask, names(4), GREEDY, KEY)) == expected
 
-    def test_weights_from_another_process_are_not_probed(self, engine: SGLangEngine, other: TorchTrainerEngine) -> None:
-        class Export:
-            version = 3
-            weights = other.weights
-
-        assert engine.sync(Export()).version == 3  # type: ignore[arg-type]
-
     def test_an_engine_that_keeps_old_weights_is_found_by_the_probe(
         self, engine: SGLangEngine, other: TorchTrainerEngine, trainer: TorchTrainerEngine
     ) -> None:

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, remove_placement_group
+
+CPUS = 12
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    """One Ray for the session, with more logical CPUs than there are."""
-    ray.init(num_cpus=12, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+def cluster() -> Iterator[Cluster]:
+    """One Ray for the session, with more logical CPUs than there are.
+
+    In a folder of its own (whose path must be short), since Ray enters the cluster in the common one, and whoever then
+    starts a Ray would join this.
+    """
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        head = {"num_cpus": CPUS, "include_dashboard": False, "object_store_memory": 256 << 20, "temp_dir": folder}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def three_nodes(cluster: Cluster) -> Iterator[None]:
+    """Three nodes on this machine with one free CPU each, so that every slot is on a node of its own."""
+    taken = placement_group([{"CPU": CPUS - 1}], strategy="STRICT_PACK")
+    assert taken.wait(60)
+    nodes = [cluster.add_node(num_cpus=1, object_store_memory=128 << 20) for _ in range(2)]
+    cluster.wait_for_nodes()
     yield
-    ray.shutdown()
+    for node in nodes:
+        cluster.remove_node(node)
+    remove_placement_group(taken)

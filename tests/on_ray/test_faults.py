@@ -19,7 +19,7 @@ from flowrl.errors import NodeError
 from flowrl.graphs import grpo, ppo
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
-from tests.on_ray.toys import Desk, toy_job
+from tests.on_ray.toys import Desk, kill_blocked, toy_job
 from tests.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -62,14 +62,6 @@ def kill_at(executor: Any, node: str, role: str | None) -> Callable[[str], None]
             assert ends(pid)
 
     return on_node
-
-
-def kill_blocked(desk: Desk, call: str) -> threading.Thread:
-    """SIGKILL whoever makes this call, in the middle of it."""
-    desk.block(call)
-    thread = threading.Thread(target=lambda: os.kill(desk.blocked(call), signal.SIGKILL))
-    thread.start()
-    return thread
 
 
 def uninterrupted(folder: Path, tiny: str, steps: int, graph: Any = GRAPH) -> tuple[list[dict[str, float]], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import Tensor
 from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.torch_trainer import TorchTrainerEngine
 from flowrl.digest import weights_digest
-from flowrl.distributed import export
+from flowrl.distributed import export, source
 from flowrl.distributed.export import Export
 from flowrl.distributed.host import Report
 from flowrl.distributed.place import Colocate
+from flowrl.distributed.source import Origin
 from flowrl.distributed.walk import refuse_unequal
 from flowrl.engines import BuildContext
 from flowrl.errors import NodeError, SyncError
@@ -56,7 +58,7 @@ class Crooked(TorchTrainer):
 def damaged(sent: Export, what: str) -> Export:
     """An export with something wrong."""
     buckets = [[(*entry[:3], entry[3].copy()) for entry in ray.get(bucket)] for bucket in sent.buckets]
-    version = sent.version
+    origin = sent.origin
     match what:
         case "flip":
             buckets[-1][-1][3][5] ^= 1
@@ -67,20 +69,20 @@ def damaged(sent: Export, what: str) -> Export:
         case "twice":
             buckets.append(buckets[0][:1])
         case "stale":
-            version -= 1
+            origin = replace(origin, version=origin.version - 1)
         case "shape":
             name, dtype, shape, raw = buckets[0][0]
             buckets[0][0] = (name, dtype, (shape[0] * shape[1],), raw)
         case _:
             return sent
-    return Export(sent.role, version, sent.digests, sent.nbytes, tuple(ray.put(bucket) for bucket in buckets))
+    return Export(origin, sent.digests, sent.nbytes, tuple(ray.put(bucket) for bucket in buckets))
 
 
 def test_what_arrives_is_what_was_sent_or_is_refused(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one slot, so that a sync wakes the engine; in small buckets; with each kind of damage."""
-    monkeypatch.setattr(export, "BUCKET_BYTES", BUCKET)
+    monkeypatch.setattr(source, "BUCKET_BYTES", BUCKET)
     mischief = tmp_path / "mischief"
     graph = job_of("grpo", tiny, n=2).edit(bind={"rollout": TorchRollout(tiny, device="cpu")}).graph
     actor = graph.bindings["actor"]
@@ -98,7 +100,7 @@ def test_what_arrives_is_what_was_sent_or_is_refused(
         spans = [span for span in executor.trace.spans if span.name == "export actor"]
         assert [span.bytes for span in spans] == [receipt.bytes]  # that of the first sync is no part of a step
 
-        sent = executor.hosts.ask_role("actor", "test", "export", "actor", "weights", BUCKET)[0]
+        sent = executor.hosts.ask_role("actor", "test", "export", "actor", "weights", False, BUCKET)[0]
         sizes = [[raw.nbytes for *_, raw in ray.get(bucket)] for bucket in sent.buckets]
         assert len(sizes) > 5
         assert all(sum(bucket) <= BUCKET or len(bucket) == 1 for bucket in sizes)
@@ -154,18 +156,19 @@ def test_the_memory_of_an_export_is_bounded() -> None:
             del tensor
             made.append(sum(alive.values()))
 
-    sent = Export.of("actor", 3, weights(), BUCKET)
+    sent = Export.of(Origin("actor", 3), weights(), BUCKET)
     assert sent.nbytes == 40 * BUCKET // 5
     assert max(made) <= BUCKET + BUCKET // 5
     assert len(sent.buckets) == 8
-    arrived = dict(sent.weights())
+    with sent.open(0) as taken:
+        arrived = dict(taken.weights())
     assert weights_digest(arrived.items()) == sent.digest
     assert all(torch.equal(tensor, torch.full_like(tensor, float(name[1:]))) for name, tensor in arrived.items())
     with pytest.raises(
         SyncError, match=r"actor at version 3 have the digest \w+, and the receipt is for version 3 with other"
     ):
-        sent.check(Receipt(3, "other", 0, 0.0, "copy"))
-    assert sent.check(Receipt(3, sent.digest, 0, 0.0, "copy")).transport == "object store"
+        taken.check(Receipt(3, "other", 0, 0.0, "copy"))
+    assert taken.check(Receipt(3, sent.digest, 0, 0.0, "copy")).transport == "object store"
 
 
 def test_ranks_of_an_engine_that_received_different_weights() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -98,6 +99,14 @@ class Desk:
                 del waiting[pipe]
         for pipe in pipes:  # each has opened all of its own before it wrote to me
             os.close(pipe)
+
+
+def kill_blocked(desk: Desk, call: str) -> threading.Thread:
+    """SIGKILL whoever makes this call, in the middle of it."""
+    desk.block(call)
+    thread = threading.Thread(target=lambda: os.kill(desk.blocked(call), signal.SIGKILL))
+    thread.start()
+    return thread
 
 
 class Toy(Spec):

@@ -1,0 +1,89 @@
+"""Trainer and engine that share a device: the engine maps the trainer's memory, so both are awake, and then one sleeps.
+
+The device is the CPU here, whose memory is handed over as a GPU's would be: by handles.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl.distributed import delivery, stream
+from flowrl.distributed.place import Colocate
+from flowrl.graphs import grpo
+from tests.jobs import prompt_batch, proto
+from tests.on_ray.leftovers import leaves_nothing, process_ids
+from tests.on_ray.toys import (
+    Desk,
+    ToyRollout,
+    ToyRolloutEngine,
+    ToyTrainer,
+    ToyTrainerEngine,
+    kill_blocked,
+    toy_job,
+)
+from tests.rewards import digits
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+PROMPTS = [[11, 12], [13], [14, 15, 16]]
+GRAPH = grpo(digits, n=2, max_new_tokens=4)
+
+
+def share_the_cpu() -> None:
+    """In the process of a role, which ends with the job."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    stream.shared_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+
+
+class Trainer(ToyTrainer):
+    def build(self, context: Any) -> ToyTrainerEngine:
+        share_the_cpu()
+        return super().build(context)
+
+
+class RolloutEngine(ToyRolloutEngine):
+    def close(self) -> None:
+        self.desk.record(self.role, self.rank, "close")
+
+
+class Rollout(ToyRollout):
+    def build(self, context: Any) -> RolloutEngine:
+        share_the_cpu()
+        return RolloutEngine("rollout", self, context)
+
+
+def test_handles_turns_and_rebuilding(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of one process; also where a side is killed in the middle of a sync and rebuilt."""
+    monkeypatch.setattr(delivery, "choose", lambda *seats: "cuda ipc")
+    batch, here, there = proto(prompt_batch(PROMPTS)), tmp_path / "local", tmp_path / "ray"
+    with toy_job(GRAPH, here, tiny).open(seed=5) as executor:
+        executor.sync()
+        local = [executor.step(batch, step) for step in range(4)]
+    desk = Desk(str(there))
+    specs = {"actor": Trainer(str(there), tiny), "rollout": Rollout(str(there), tiny)}
+    job = toy_job(GRAPH, there, tiny, place=Colocate(1, restart="role")).edit(bind=specs)
+    with leaves_nothing() as processes, job.open(seed=5) as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        remote = [executor.step(batch, 0)]
+        turns = [f"{e['role']}.{e['what']}" for e in desk.events() if e["what"] in ("sleep", "wake", "sync", "weights")]
+        last = len(turns) - 1 - turns[::-1].index("rollout.sync")
+        assert {*turns[last - 2 : last + 2]} == {"rollout.wake", "actor.weights", "rollout.sync", "actor.sleep"}
+        assert turns[last - 2] == "rollout.wake"
+        assert "actor.sleep" in turns[last + 1 : last + 3]
+        for step, call in enumerate(("actor.weights", "rollout.sync"), 1):
+            thread = kill_blocked(desk, call)
+            remote.append(executor.step(batch, step))
+            thread.join()
+        remote.append(executor.step(batch, 3))
+        processes += process_ids(executor).values()
+    assert desk.events()[-1]["what"] == "close"  # an engine is let end what it has started
+    for a, b in zip(local, remote, strict=True):
+        receipt, other = a.values["sync"]["receipt"], b.values["sync"]["receipt"]
+        assert (receipt.version, receipt.digest, receipt.bytes) == (other.version, other.digest, other.bytes)
+        assert (receipt.transport, other.transport) == ("copy", "cuda ipc")
+        assert a.metrics.compute() == b.metrics.compute()
