@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -56,6 +56,8 @@ class VLLM(Spec):
     Args:
         model: a Hugging Face folder.
         tensor_parallel: devices that share the weights; more than one means worker processes of vLLM's.
+        ranks: engines like this, each in a process and on devices of its own, that share the rows out among them; more
+            than one needs a place.
         dtype: of weights and arithmetic; ``"auto"`` is the folder's, but bfloat16 where that is float32.
         memory_fraction: of the device's memory, for weights and KV cache together; None is vLLM's default.
         kv_cache_bytes: of the KV cache; None is what `memory_fraction` leaves, or on a CPU without either, 1 GiB.
@@ -69,8 +71,11 @@ class VLLM(Spec):
         engine_args: further arguments of `vllm.LLM`, by name.
     """
 
+    collective: ClassVar[bool] = False  # and a default group of ours would be taken by vLLM for its own
+
     model: Folder
     tensor_parallel: int = Field(default=1, ge=1)
+    ranks: int = Field(default=1, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     memory_fraction: float | None = Field(default=None, gt=0, le=1)
     kv_cache_bytes: int | None = Field(default=None, ge=1)
@@ -90,6 +95,11 @@ class VLLM(Spec):
                     f"engine_args={{{name!r}: ...}} would change what the rollout's tokens and log-probs mean; it is "
                     f"not open to choice, so leave it out."
                 )
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Devices that one engine computes on."""
+        return self.tensor_parallel
 
     def build(self, context: BuildContext) -> VLLMEngine:
         """Start the engine; it holds no receipt yet.
@@ -368,6 +378,7 @@ class VLLMEngine:
 
             from flowrl.backends import vllm_worker
 
+            arguments["distributed_executor_backend"] = "mp"  # within a placement group of Ray's it would start actors
             arguments["worker_extension_cls"] = f"{vllm_worker.__name__}.Extension"
             arguments["weight_transfer_config"] = WeightTransferConfig(backend=vllm_worker.BACKEND)
         if spec.memory_fraction is not None:

@@ -81,7 +81,12 @@ class Job:
         lines = [str(plan), f"processes of {type(self.place).__name__}; those of one slot take turns:"]
         hosts = lay_out(self.graph, self.place)
         for slot in range(self.place.slots):
-            lines.append(f"  slot {slot}: {', '.join(host.name for host in hosts if host.slot == slot) or 'free'}")
+            lines.append(f"  slot {slot}: {', '.join(host.name for host in hosts if slot in host.slots) or 'free'}")
+        lines += [
+            f"  {host.name} is one process over the slots {', '.join(map(str, host.slots))}"
+            for host in hosts
+            if len(host.slots) > 1
+        ]
         if any(home(node) is None for node in plan.order):
             lines.append("  no slot: general")
         return "\n".join(lines)
