@@ -12,12 +12,14 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from flowrl.backends import keeper
 from flowrl.backends.arrival import Arrival, weight_shapes
 from flowrl.backends.probe import TOKENS, refuse_other_weights
 from flowrl.backends.process import EngineError
@@ -395,15 +397,18 @@ class VLLMEngine:
                 f"kv_cache_bytes), and engine_args that it does not know."
             ) from error
         shared_memory: set[str] = set()
-        self._end = weakref.finalize(self, _end, llm.llm_engine.engine_core, shared_memory)
+        keepers: list[int] = []
+        self._end = weakref.finalize(self, _end, llm.llm_engine.engine_core, shared_memory, keepers)
         if spec.tensor_parallel > 1:
             shared_memory.update(*llm.collective_rpc("flowrl_shared_memory"))
+            keepers.append(keeper.keep(Path(vllm_worker.SHARED_MEMORY, name) for name in shared_memory))
             self._sender = vllm_worker.Sender(llm)
         return llm
 
 
-def _end(core: Any, shared_memory: set[str]) -> None:
-    """End vLLM's processes, and remove the shared memory that its workers leave behind."""
+def _end(core: Any, shared_memory: set[str], keepers: list[int]) -> None:
+    """End vLLM's processes, and remove the shared memory that its workers leave behind, which is nobody's then to
+    keep."""
     core.shutdown()
     gc.collect()  # vLLM's objects are in cycles, and hold memory
     for name in shared_memory:
@@ -413,6 +418,8 @@ def _end(core: Any, shared_memory: set[str]) -> None:
             continue
         left.close()
         left.unlink()
+    for life in keepers:
+        os.close(life)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch import Tensor
 from flowrl.backends import TorchTrainer
 from flowrl.backends.arrival import Arrival, weight_shapes
 from flowrl.backends.frames import read_frame, write_frame
-from flowrl.backends.keeper import members, shared_memory
+from flowrl.backends.keeper import keep, members, shared_memory
 from flowrl.backends.process import EngineError, EngineProcess
 from flowrl.digest import weights_digest
 from flowrl.errors import SyncError
@@ -128,6 +128,33 @@ class TestProcess:
         eventually(lambda: not Path(folder).exists())
         assert not Path("/dev/shm", told["memory"]).exists()
         eventually(lambda: state(told["child"]) in (None, "Z"))
+
+    def test_shared_memory_is_kept_for_who_is_killed_with_all_its_children(self) -> None:
+        """As Ray kills an actor: nobody is left who would remove it."""
+        code = (
+            "import os, signal; from pathlib import Path; from multiprocessing.shared_memory import SharedMemory;"
+            "from flowrl.backends.keeper import keep;"
+            "memory = SharedMemory(create=True, size=64);"
+            "life = keep([Path('/dev/shm', memory.name)]);"
+            "print(memory.name, flush=True);"
+            "from multiprocessing.resource_tracker import _resource_tracker;"
+            "os.kill(_resource_tracker._pid, signal.SIGKILL); os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        eventually(lambda: not Path("/dev/shm", done.stdout.strip()).exists())
+
+    def test_a_keeper_is_nobody_s_child(self) -> None:
+        """So that who ends a process with its children leaves it alone; it ends with its descriptor."""
+        descriptor, name = tempfile.mkstemp(dir="/dev/shm")
+        os.close(descriptor)
+        life = keep([Path(name)])
+        children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+        of_mine = [Path(f"/proc/{pid}/cmdline") for path in children for pid in path.read_text().split()]
+        assert not [path for path in of_mine if b"keeper" in path.read_bytes()]
+        assert Path(name).exists()
+        os.close(life)
+        eventually(lambda: not Path(name).exists())
 
     @staticmethod
     def refuse_leftovers(process: EngineProcess, told: dict[str, object]) -> None:

@@ -22,6 +22,7 @@ from flowrl.errors import BindError, GraphError
 from flowrl.graphs import grpo
 from flowrl.job import Job
 from tests.jobs import job_of
+from tests.on_ray.leftovers import family
 from tests.on_ray.toys import Blind, Both, Desk, toy_job
 from tests.rewards import digits
 
@@ -65,14 +66,8 @@ def script(code: str, *arguments: str, **environment: str) -> str:
 
 def listening(root: int) -> set[str]:
     """The addresses at which a process and all that it has started accept connections, as the kernel writes them."""
-    stats = {path.parent.name: path for path in Path("/proc").glob("[0-9]*/stat")}
-    parents, family, sockets = {}, {str(root)}, set()
-    for process, path in stats.items():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            parents[process] = path.read_text().rpartition(")")[2].split()[1]
-    while more := {process for process, parent in parents.items() if parent in family} - family:
-        family |= more
-    for process in family:
+    sockets = set()
+    for process in family(root):
         with suppress(FileNotFoundError, ProcessLookupError):
             for descriptor in Path(f"/proc/{process}/fd").iterdir():
                 sockets.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
