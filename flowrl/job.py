@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flowrl.distributed.place import Place, lay_out, ranks_of
+from flowrl.distributed.place import Place, lay_out, ranks_of, slots_per_rank
 from flowrl.engines import Backend
 from flowrl.errors import BindError, GraphError
 from flowrl.executor import Executor, LocalExecutor
@@ -62,10 +62,11 @@ class Job:
         if self.place is not None:
             lay_out(self.graph, self.place)
         elif many:
-            ranks = ranks_of(self.graph.bindings[many[0]])
+            backend = self.graph.bindings[many[0]]
+            ranks = ranks_of(backend)
             raise BindError(
                 f"the role {many[0]!r} wants {ranks} ranks, which one process cannot be; say where they run: "
-                f"graph.bind(..., place=Colocate(gpus={ranks}))."
+                f"graph.bind(..., place=Colocate(gpus={ranks * slots_per_rank(backend)}))."
             )
 
     def plan(self) -> str:

@@ -20,11 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowrl.backends import TorchTrainer
+from flowrl.backends import TorchTrainer, sglang
 from flowrl.backends.arrival import Arrival, weight_shapes
 from flowrl.backends.frames import read_frame, write_frame
 from flowrl.backends.keeper import keep, members, shared_memory
 from flowrl.backends.process import EngineError, EngineProcess
+from flowrl.backends.sglang import SGLang
 from flowrl.digest import weights_digest
 from flowrl.errors import SyncError
 from flowrl.job import Engines
@@ -207,3 +208,10 @@ def test_other_weights_are_refused(sent: list[tuple[str, tuple[int, ...]]], word
     arrival = Arrival({"a": torch.Size((2, 3)), "b": torch.Size((4,))}, "folder")
     with pytest.raises(SyncError, match=rf"weights of version 4 are not those of 'folder': {words}"):
         list(arrival.pass_on(source))  # type: ignore[arg-type]
+
+
+def test_ranks_of_sglang_draw_from_generators_of_their_own(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it draws all rows from one; with one seed, two ranks would give the rows of a group the same answers."""
+    monkeypatch.setattr(sglang, "SGLangEngine", lambda spec, tokenizer, seed: seed)
+    for spec, seeds in ((SGLang(tiny, ranks=3), [7, 8, 9]), (SGLang(tiny, ranks=3, seed=20), [20, 21, 22])):
+        assert [spec.build(Engines({}, 7, rank, 3)) for rank in range(3)] == seeds

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.backends import TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends.sglang import SGLang
+from flowrl.backends.vllm import VLLM
 from flowrl.distributed.place import Colocate, HostPlan, Place, Split, lay_out
 from flowrl.distributed.slots import by_machine, refuse_torn
 from flowrl.errors import BindError, ParameterError
@@ -327,3 +329,33 @@ def test_the_memory_that_torch_backends_state_is_held_against_the_place() -> Non
     lay_out(graph, Colocate(1, memory=40.0))
     with pytest.raises(BindError, match=r"slot 0 .* has 24 GiB, and its roles state actor\[0\] 30, ref\[0\] 10"):
         lay_out(graph, Colocate(1, memory=24.0))
+
+
+class TestEngines:
+    """What the backends that generate state."""
+
+    @pytest.mark.parametrize("engine", [VLLM, SGLang])
+    def test_each_rank_has_devices_of_its_own(self, engine: Any) -> None:
+        rollout = engine("model", tensor_parallel=2, ranks=2)
+        trainer = TorchTrainer("model", ranks=4)
+        job = grpo(exact).bind(actor=trainer, ref=TorchScorer("model"), rollout=rollout, place=Colocate(4))
+        job.refuse_unready()
+        hosts = [host for host in lay_out(job.graph, Colocate(4)) if host.roles == ("rollout",)]
+        assert [(host.name, host.slots) for host in hosts] == [("rollout[0]", (0, 1)), ("rollout[1]", (2, 3))]
+
+    @pytest.mark.parametrize("engine", [VLLM, SGLang])
+    def test_without_a_place_there_is_one(self, engine: Any) -> None:
+        job = grpo(exact).bind(
+            actor=TorchTrainer("model"), ref=TorchScorer("model"), rollout=engine("model", tensor_parallel=2)
+        )
+        job.refuse_unready()
+        with pytest.raises(
+            BindError, match=r"'rollout' wants 2 ranks, which one process cannot be.*Colocate\(gpus=6\)"
+        ):
+            job.edit(bind={"rollout": engine("model", tensor_parallel=3, ranks=2)}).refuse_unready()
+
+    def test_who_wants_a_group_of_torch(self) -> None:
+        """vLLM and SGLang start groups of their own, and a default group of ours would be in their way."""
+        for backend in (VLLM("model", ranks=2), SGLang("model", ranks=2), TorchRollout("model", ranks=2)):
+            assert not backend.collective
+        assert not hasattr(TorchTrainer("model", ranks=2), "collective")
