@@ -57,8 +57,9 @@ def connected(place: Place) -> Iterator[None]:
             raise _no_cluster(place.address, str(error).splitlines()[0]) from error
     else:
         cpus = max(os.cpu_count() or 1, place.slots)  # slots are logical, so that there can be more than CPUs
-        with _on_loopback():
-            ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=_store_bytes(), **quiet)
+        store = _store_bytes()
+        with _on_loopback():  # without an address Ray would join whatever cluster of others this machine has
+            ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=store, **quiet)
     try:
         yield
     finally:

@@ -39,7 +39,7 @@ DEADLINE = 180
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """One Ray for all of them."""
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
     yield
     ray.shutdown()
 
@@ -81,6 +81,9 @@ def refuse_other_answers(executor: Any, folder: str, scratch: Path, ranks: int) 
     expected = by_torch(TorchTrainer(str(scratch)).build(CONTEXT), folder, answers["prompts"], mask, sampling)
     pairs = zip(answers["responses"], answers["response_mask"], strict=True)
     assert [ids[counts].tolist() for ids, counts in pairs] == expected
+    single = executor.fork(Plan(greedy.edit(set={"repeat.n": 1})), 0)  # so that there are fewer rows than ranks
+    alone = single.step(proto(prompt_batch(PROMPTS[:1])), 1, keep=("generate",)).columns["generate"]
+    assert alone["responses"].tolist() == expected[:1]
     at_work = {span.place for span in executor.trace.spans if span.name == "generate"}
     assert at_work == {f"rollout rank {rank}" for rank in range(ranks)}
     return step

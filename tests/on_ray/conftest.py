@@ -11,6 +11,6 @@ import ray
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """One Ray for the session, with more logical CPUs than there are."""
-    ray.init(num_cpus=12, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    ray.init("local", num_cpus=12, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
     yield
     ray.shutdown()

@@ -77,7 +77,10 @@ def listening(root: int) -> set[str]:
 
 
 def test_what_is_started_is_shut_down(tiny: str, tmp_path: Path) -> None:
-    """Quietly, and once more in the same process; meanwhile it listens on the loopback alone."""
+    """Quietly, and once more in the same process; meanwhile it listens on the loopback alone.
+
+    It is a cluster of our own, even where others have said which one to join.
+    """
     said = script(
         """
         import os, sys
@@ -93,6 +96,7 @@ def test_what_is_started_is_shut_down(tiny: str, tmp_path: Path) -> None:
         """,
         str(tmp_path / "desk"),
         tiny,
+        RAY_ADDRESS=nothing_there(),
     )
     lines = [line for line in said.splitlines() if "Loading weights" not in line]
     loopback = "0100007F"
@@ -110,7 +114,8 @@ def head(token: dict[str, str]) -> Iterator[str]:
     """A cluster of another process, by its address; it has GPUs as far as Ray knows."""
     source = """if True:
         import ray, sys
-        ray.init(num_cpus=3, num_gpus=3, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+        quiet = {"include_dashboard": False, "log_to_driver": False}
+        ray.init("local", num_cpus=3, num_gpus=3, object_store_memory=100 << 20, **quiet)
         print("at", ray.get_runtime_context().gcs_address, flush=True)
         sys.stdin.read()
     """
