@@ -62,6 +62,6 @@ def leaves_nothing() -> Iterator[list[int]]:
     yield processes
     assert all(ends(pid) for pid in processes), "a process is left"
     left = shared_memory() - before
-    assert not left
+    assert not left, f"shared memory is left: {left}"
     states = {group["state"] for group in placement_group_table().values()}
     assert states <= {"REMOVED"}, "a placement group is left"
