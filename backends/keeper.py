@@ -1,7 +1,8 @@
-"""The keeper of a group of processes: it outlives them, and the process that started them, to clean up after both.
+"""The keeper of an engine's processes: it outlives them, and the process that started them, to clean up after both.
 
-It is a process of its own, started by the group itself: whoever kills the process that started the group (Ray, say) may
-kill that one's children too. It imports nothing but the standard library, so that it costs next to nothing.
+It is a process of its own and nobody's child: whoever kills the process that holds an engine (Ray, say) may kill that
+one's children too, and with them whoever else would have cleaned up. It imports nothing but the standard library, so
+that it costs next to nothing.
 """
 
 from __future__ import annotations
@@ -10,17 +11,46 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 NOTE = "shared-memory.txt"
-"""In the folder of a group: the shared memory that it had when it was last looked at, a path a line."""
+"""In the folder of an engine: the shared memory that it had when it was last looked at, a path a line."""
 
 
-def main(life: int, group: int, folder: str) -> None:
-    """Wait until the other end of a pipe is closed; then end a group and remove its folder."""
+def start(life: int, folder: Path, group: int | None = None) -> None:
+    """Start a keeper.
+
+    Args:
+        life: the end of a pipe that is read; when all of the other end are closed, the keeper does its work.
+        folder: of the engine, which is removed then, after the shared memory that is noted in it.
+        group: of processes, to be ended first.
+    """
+    arguments = [str(life), str(folder), *([] if group is None else [str(group)])]
+    command = [sys.executable, "-I", __file__, *arguments]
+    subprocess.run(command, pass_fds=(life,), start_new_session=True, stdin=subprocess.DEVNULL, check=True)
+
+
+def keep(segments: Iterable[Path]) -> int:
+    """Start a keeper that removes shared memory when this process ends, or closes the descriptor that is returned."""
+    folder = Path(tempfile.mkdtemp(prefix="flowrl-keeper-"))
+    note(segments, folder)
+    theirs, life = os.pipe()
+    start(theirs, folder)
+    os.close(theirs)
+    return life
+
+
+def main(life: int, folder: Path, group: int | None) -> None:
+    """Wait until the other end of a pipe is closed; then clean up."""
     os.read(life, 1)
-    end_group(group, Path(folder))
+    if group is None:
+        remove(noted(folder))
+    else:
+        end_group(group, folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -32,19 +62,28 @@ def end_group(group: int, folder: Path) -> None:
 
     Args:
         group: its number.
-        folder: where `note_shared_memory` may have noted some, whose processes may have died since.
+        folder: where some may be noted, whose processes may have died since.
     """
-    note = folder / NOTE
-    noted = {Path(line) for line in note.read_text().splitlines()} if note.exists() else set()
-    for segment in noted | shared_memory(group):
-        segment.unlink(missing_ok=True)
+    remove(noted(folder) | shared_memory(group))
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
-def note_shared_memory(group: int, folder: Path) -> None:
-    """Write down, while there is somebody to look at, what shared memory a group has."""
-    (folder / NOTE).write_text("\n".join(map(str, shared_memory(group))))
+def note(segments: Iterable[Path], folder: Path) -> None:
+    """Write down what shared memory there is, while there is somebody who knows."""
+    (folder / NOTE).write_text("\n".join(map(str, segments)))
+
+
+def noted(folder: Path) -> set[Path]:
+    """What was written down last."""
+    path = folder / NOTE
+    return {Path(line) for line in path.read_text().splitlines()} if path.exists() else set()
+
+
+def remove(segments: Iterable[Path]) -> None:
+    """Remove shared memory, as far as it is still there."""
+    for segment in segments:
+        segment.unlink(missing_ok=True)
 
 
 def shared_memory(group: int) -> set[Path]:
@@ -71,4 +110,5 @@ def members(group: int) -> list[Path]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    if os.fork() == 0:  # the parent of what goes on is gone at once
+        main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None)

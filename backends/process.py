@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import flowrl
 from flowrl.backends import keeper
 from flowrl.backends.frames import read_frame, write_frame
-from flowrl.backends.keeper import end_group, members, note_shared_memory
+from flowrl.backends.keeper import end_group, members, shared_memory
 from flowrl.errors import FlowrlError
 
 GRACE = 20.0
@@ -104,7 +104,7 @@ class EngineProcess:
             reply, _ = read_frame(self._replies)
         except (EOFError, ValueError):
             raise self._died(f"during {call}") from None
-        note_shared_memory(self.pid, self._log.parent)
+        keeper.note(shared_memory(self.pid), self._log.parent)
         if "error" in reply:
             raise EngineError(f"{self.name} failed in {call}: {reply['error']}; {self._last_words()}")
         return reply
@@ -148,8 +148,7 @@ def _end(
 
 def run(main: str, requests: int, replies: int, life: int) -> None:
     """What the process runs: `main`, with a keeper beside it."""
-    command = [sys.executable, "-I", keeper.__file__, str(life), str(os.getpid()), os.environ["TMPDIR"]]
-    subprocess.Popen(command, pass_fds=(life,), start_new_session=True, stdin=subprocess.DEVNULL)
+    keeper.start(life, Path(os.environ["TMPDIR"]), os.getpid())
     os.close(life)
     for descriptor in (requests, replies):
         os.set_inheritable(descriptor, False)

@@ -65,6 +65,8 @@ class SGLang(Spec):
     Args:
         model: a Hugging Face folder.
         tensor_parallel: devices that share the weights.
+        ranks: engines like this, each in a process and on devices of its own, that share the rows out among them; more
+            than one needs a place.
         dtype: of weights and arithmetic; ``"auto"`` is the folder's, but bfloat16 where that is float32.
         memory_fraction: of the device's memory, for weights and KV cache together; None is SGLang's default.
         cache_tokens: that the KV cache has room for; None is what `memory_fraction` leaves, or on a CPU without either,
@@ -72,15 +74,19 @@ class SGLang(Spec):
         max_model_len: tokens that prompt and response may have together; None is the model's own limit.
         max_num_seqs: rows that are sampled at a time.
         prefix_caching: compute what prompts have in common once.
-        seed: of the generator that SGLang draws from; None is the run's. See `SGLangEngine.generate`.
+        seed: of the generator that SGLang draws from, and that plus its rank of each further engine; None is the run's.
+            See `SGLangEngine.generate`.
         tolerance: nats a token by which the engine's log-probs may differ from the trainer's after a sync, on the mean;
             None is 1e-3 in float32 and 0.1 otherwise.
         engine_args: further arguments of `sglang.Engine`, by name.
     """
 
     probes: ClassVar[bool] = True  # so trainers in other processes send log-probs of the probe with their weights
+    collective: ClassVar[bool] = False
+
     model: Folder
     tensor_parallel: int = Field(default=1, ge=1)
+    ranks: int = Field(default=1, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     memory_fraction: float | None = Field(default=None, gt=0, le=1)
     cache_tokens: int | None = Field(default=None, ge=1)
@@ -101,6 +107,11 @@ class SGLang(Spec):
                     f"choice, so leave it out."
                 )
 
+    @property
+    def slots_per_rank(self) -> int:
+        """Devices that one engine computes on."""
+        return self.tensor_parallel
+
     def build(self, context: BuildContext) -> SGLangEngine:
         """Start the engine; it holds no receipt yet.
 
@@ -108,7 +119,9 @@ class SGLang(Spec):
             BindError: SGLang is not installed, or does not start with this folder and these arguments.
             DataError: the folder has no tokeniser.
         """
-        return SGLangEngine(self, ChatTokenizer(self.model), context.seed if self.seed is None else self.seed)
+        seed = context.seed if self.seed is None else self.seed
+        # with one seed, ranks would give the rows of a group the same answers
+        return SGLangEngine(self, ChatTokenizer(self.model), seed + context.rank)
 
 
 class SGLangEngine:

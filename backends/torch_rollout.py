@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -46,6 +46,8 @@ class TorchRollout(Spec):
             adapter alone. Without, a model of its own gets all weights, the adapter merged into them; a shared one has
             the actor's adapter anyway.
     """
+
+    collective: ClassVar[bool] = False
 
     model: Folder | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

@@ -12,12 +12,14 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from flowrl.backends import keeper
 from flowrl.backends.arrival import Arrival, weight_shapes
 from flowrl.backends.process import EngineError
 from flowrl.backends.prompts import check_prompts
@@ -56,6 +58,8 @@ class VLLM(Spec):
     Args:
         model: a Hugging Face folder.
         tensor_parallel: devices that share the weights; more than one means worker processes of vLLM's.
+        ranks: engines like this, each in a process and on devices of its own, that share the rows out among them; more
+            than one needs a place.
         dtype: of weights and arithmetic; ``"auto"`` is the folder's, but bfloat16 where that is float32.
         memory_fraction: of the device's memory, for weights and KV cache together; None is vLLM's default.
         kv_cache_bytes: of the KV cache; None is what `memory_fraction` leaves, or on a CPU without either, 1 GiB.
@@ -70,8 +74,11 @@ class VLLM(Spec):
     """
 
     probes: ClassVar[bool] = True  # so trainers in other processes send log-probs of the probe with their weights
+    collective: ClassVar[bool] = False  # and a default group of ours would be taken by vLLM for its own
+
     model: Folder
     tensor_parallel: int = Field(default=1, ge=1)
+    ranks: int = Field(default=1, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     memory_fraction: float | None = Field(default=None, gt=0, le=1)
     kv_cache_bytes: int | None = Field(default=None, ge=1)
@@ -91,6 +98,11 @@ class VLLM(Spec):
                     f"engine_args={{{name!r}: ...}} would change what the rollout's tokens and log-probs mean; it is "
                     f"not open to choice, so leave it out."
                 )
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Devices that one engine computes on."""
+        return self.tensor_parallel
 
     def build(self, context: BuildContext) -> VLLMEngine:
         """Start the engine; it holds no receipt yet.
@@ -370,6 +382,7 @@ class VLLMEngine:
 
             from flowrl.backends import vllm_worker
 
+            arguments["distributed_executor_backend"] = "mp"  # within a placement group of Ray's it would start actors
             arguments["worker_extension_cls"] = f"{vllm_worker.__name__}.Extension"
             arguments["weight_transfer_config"] = WeightTransferConfig(backend=vllm_worker.BACKEND)
         if spec.memory_fraction is not None:
@@ -386,15 +399,18 @@ class VLLMEngine:
                 f"kv_cache_bytes), and engine_args that it does not know."
             ) from error
         shared_memory: set[str] = set()
-        self._end = weakref.finalize(self, _end, llm.llm_engine.engine_core, shared_memory)
+        keepers: list[int] = []
+        self._end = weakref.finalize(self, _end, llm.llm_engine.engine_core, shared_memory, keepers)
         if spec.tensor_parallel > 1:
             shared_memory.update(*llm.collective_rpc("flowrl_shared_memory"))
+            keepers.append(keeper.keep(Path(vllm_worker.SHARED_MEMORY, name) for name in shared_memory))
             self._sender = vllm_worker.Sender(llm)
         return llm
 
 
-def _end(core: Any, shared_memory: set[str]) -> None:
-    """End vLLM's processes, and remove the shared memory that its workers leave behind."""
+def _end(core: Any, shared_memory: set[str], keepers: list[int]) -> None:
+    """End vLLM's processes, and remove the shared memory that its workers leave behind, which is nobody's then to
+    keep."""
     core.shutdown()
     gc.collect()  # vLLM's objects are in cycles, and hold memory
     for name in shared_memory:
@@ -404,6 +420,8 @@ def _end(core: Any, shared_memory: set[str]) -> None:
             continue
         left.close()
         left.unlink()
+    for life in keepers:
+        os.close(life)
 
 
 @contextmanager

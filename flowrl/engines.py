@@ -239,7 +239,7 @@ class BuildContext(Protocol):
     @property
     def world_size(self) -> int:
         """How many processes build this engine together; if several, they are the default group of
-        `torch.distributed`, which the caller has initialised."""
+        `torch.distributed`, which the caller has initialised, unless the backend says ``collective = False``."""
         ...
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flowrl.distributed.place import Place, lay_out, ranks_of
+from flowrl.distributed.place import Place, lay_out, ranks_of, slots_per_rank
 from flowrl.engines import Backend
 from flowrl.errors import BindError, GraphError
 from flowrl.executor import Executor, LocalExecutor
@@ -62,10 +62,11 @@ class Job:
         if self.place is not None:
             lay_out(self.graph, self.place)
         elif many:
-            ranks = ranks_of(self.graph.bindings[many[0]])
+            backend = self.graph.bindings[many[0]]
+            ranks = ranks_of(backend)
             raise BindError(
                 f"the role {many[0]!r} wants {ranks} ranks, which one process cannot be; say where they run: "
-                f"graph.bind(..., place=Colocate(gpus={ranks}))."
+                f"graph.bind(..., place=Colocate(gpus={ranks * slots_per_rank(backend)}))."
             )
 
     def plan(self) -> str:
@@ -81,7 +82,12 @@ class Job:
         lines = [str(plan), f"processes of {type(self.place).__name__}; those of one slot take turns:"]
         hosts = lay_out(self.graph, self.place)
         for slot in range(self.place.slots):
-            lines.append(f"  slot {slot}: {', '.join(host.name for host in hosts if host.slot == slot) or 'free'}")
+            lines.append(f"  slot {slot}: {', '.join(host.name for host in hosts if slot in host.slots) or 'free'}")
+        lines += [
+            f"  {host.name} is one process over the slots {', '.join(map(str, host.slots))}"
+            for host in hosts
+            if len(host.slots) > 1
+        ]
         if any(home(node) is None for node in plan.order):
             lines.append("  no slot: general")
         return "\n".join(lines)

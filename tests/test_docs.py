@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 import flowrl.operators
+from flowrl import Colocate
+from flowrl.backends import TorchScorer, TorchTrainer
+from flowrl.backends.vllm import VLLM
 from flowrl.demo.task import write_dataset
 from flowrl.graphs import grpo, ppo
 from flowrl.operator import Operator
@@ -78,6 +81,18 @@ def test_the_table_of_rules_is_complete() -> None:
     rows = ["| rule | reason | learned from |", "|---|---|---|"]
     rows += [f"| {rule.id} | {rule.reason} | {rule.source} |" for rule in RULES]
     assert _table_after("docs/graphs.md", "rules") == "\n".join(rows)
+
+
+def test_the_plan_in_the_docs_is_the_code_s_own(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk)
+    job = grpo("my_reward.py:score").bind(
+        actor=TorchTrainer("model", ranks=4),
+        ref=TorchScorer("model"),
+        rollout=VLLM("model", tensor_parallel=2, ranks=2),
+        place=Colocate(gpus=4),
+    )
+    _, heading, processes = job.plan().partition("processes of")
+    assert f"```text\n{heading}{processes}\n```" in (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
 
 
 def test_the_pictures_in_the_readme_are_the_code_s_own(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowrl.backends import TorchTrainer
+from flowrl.backends import TorchTrainer, sglang
 from flowrl.backends.arrival import Arrival, weight_shapes
 from flowrl.backends.frames import read_frame, write_frame
-from flowrl.backends.keeper import members, shared_memory
+from flowrl.backends.keeper import keep, members, shared_memory
 from flowrl.backends.process import EngineError, EngineProcess
+from flowrl.backends.sglang import SGLang
 from flowrl.digest import weights_digest
 from flowrl.errors import SyncError
 from flowrl.job import Engines
@@ -129,6 +130,33 @@ class TestProcess:
         assert not Path("/dev/shm", told["memory"]).exists()
         eventually(lambda: state(told["child"]) in (None, "Z"))
 
+    def test_shared_memory_is_kept_for_who_is_killed_with_all_its_children(self) -> None:
+        """As Ray kills an actor: nobody is left who would remove it."""
+        code = (
+            "import os, signal; from pathlib import Path; from multiprocessing.shared_memory import SharedMemory;"
+            "from flowrl.backends.keeper import keep;"
+            "memory = SharedMemory(create=True, size=64);"
+            "life = keep([Path('/dev/shm', memory.name)]);"
+            "print(memory.name, flush=True);"
+            "from multiprocessing.resource_tracker import _resource_tracker;"
+            "os.kill(_resource_tracker._pid, signal.SIGKILL); os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        eventually(lambda: not Path("/dev/shm", done.stdout.strip()).exists())
+
+    def test_a_keeper_is_nobody_s_child(self) -> None:
+        """So that who ends a process with its children leaves it alone; it ends with its descriptor."""
+        descriptor, name = tempfile.mkstemp(dir="/dev/shm")
+        os.close(descriptor)
+        life = keep([Path(name)])
+        children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+        of_mine = [Path(f"/proc/{pid}/cmdline") for path in children for pid in path.read_text().split()]
+        assert not [path for path in of_mine if b"keeper" in path.read_bytes()]
+        assert Path(name).exists()
+        os.close(life)
+        eventually(lambda: not Path(name).exists())
+
     @staticmethod
     def refuse_leftovers(process: EngineProcess, told: dict[str, object]) -> None:
         assert not members(process.pid)
@@ -180,3 +208,10 @@ def test_other_weights_are_refused(sent: list[tuple[str, tuple[int, ...]]], word
     arrival = Arrival({"a": torch.Size((2, 3)), "b": torch.Size((4,))}, "folder")
     with pytest.raises(SyncError, match=rf"weights of version 4 are not those of 'folder': {words}"):
         list(arrival.pass_on(source))  # type: ignore[arg-type]
+
+
+def test_ranks_of_sglang_draw_from_generators_of_their_own(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it draws all rows from one; with one seed, two ranks would give the rows of a group the same answers."""
+    monkeypatch.setattr(sglang, "SGLangEngine", lambda spec, tokenizer, seed: seed)
+    for spec, seeds in ((SGLang(tiny, ranks=3), [7, 8, 9]), (SGLang(tiny, ranks=3, seed=20), [20, 21, 22])):
+        assert [spec.build(Engines({}, 7, rank, 3)) for rank in range(3)] == seeds

@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.backends import TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends.sglang import SGLang
+from flowrl.backends.vllm import VLLM
 from flowrl.distributed.place import Colocate, HostPlan, Place, Split, lay_out
+from flowrl.distributed.slots import by_machine, refuse_torn
 from flowrl.errors import BindError, ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
@@ -22,6 +25,7 @@ class Trainer(Spec):
     """Backends that say where they want to be, and must not be built."""
 
     ranks: int = 1
+    slots_per_rank: int = 1
     memory: float | None = None
     shares: str | None = None
 
@@ -55,7 +59,13 @@ def bound(**backends: Any) -> Graph:
 
 
 def slots(hosts: list[HostPlan]) -> dict[str, int]:
-    return {host.name: host.slot for host in hosts}
+    """Of hosts of one slot each."""
+    assert all(len(host.slots) == 1 for host in hosts)
+    return {host.name: host.slots[0] for host in hosts}
+
+
+def spans(hosts: list[HostPlan]) -> dict[str, tuple[int, ...]]:
+    return {host.name: host.slots for host in hosts}
 
 
 class TestSpecs:
@@ -127,9 +137,9 @@ class TestColocate:
         for roles in {host.roles for host in hosts}:
             mine = [host for host in hosts if host.roles == roles]
             assert [host.rank for host in mine] == list(range(mine[0].ranks))
-            assert len({host.slot for host in mine}) == len(mine)
+            assert len({host.slots for host in mine}) == len(mine)
         load = Counter({slot: 0 for slot in range(gpus)})
-        load.update(host.slot for host in hosts)
+        load.update(slot for host in hosts for slot in host.slots)
         assert max(load.values()) - min(load.values()) <= 1
 
 
@@ -168,7 +178,7 @@ class TestSharing:
 
     def test_with_a_trainer_there_is_no_split(self) -> None:
         hosts = lay_out(bound(rollout=Rollout(shares="actor")), Split(1, 1))
-        assert {host.slot for host in hosts} == {0}
+        assert {host.slots for host in hosts} == {(0,)}
 
     @pytest.mark.parametrize(
         ("rollout", "said"),
@@ -189,6 +199,95 @@ class TestSharing:
         graph = bound(actor=Trainer(shares="ref"), ref=Trainer(shares="actor"))
         with pytest.raises(BindError, match="circle: actor -> ref -> actor"):
             lay_out(graph, Colocate())
+
+
+class TestSeveralSlotsARank:
+    """As tensor parallel engines want them."""
+
+    def test_as_in_the_design(self) -> None:
+        graph = grpo(exact).bind(actor=Trainer(ranks=4), ref=Trainer(), rollout=Rollout(slots_per_rank=2)).graph
+        assert spans(lay_out(graph, Colocate(4))) == {
+            "actor[0]": (0,), "actor[1]": (1,), "actor[2]": (2,), "actor[3]": (3,),
+            "ref[0]": (0,), "rollout[0]": (2, 3),
+        }  # fmt: skip
+
+    def test_ranks_of_several_slots(self) -> None:
+        hosts = lay_out(bound(rollout=Rollout(ranks=2, slots_per_rank=2)), Split(3, 5))
+        assert [host.slots for host in hosts if "rollout" in host.roles] == [(3, 4), (5, 6)]
+        assert [(host.rank, host.ranks) for host in hosts if "rollout" in host.roles] == [(0, 2), (1, 2)]
+
+    def test_a_process_that_roles_share_has_what_the_greediest_wants(self) -> None:
+        hosts = lay_out(bound(rollout=Rollout(shares="actor", slots_per_rank=2)), Colocate(2))
+        assert spans(hosts)["actor+rollout[0]"] == (0, 1)
+
+    @pytest.mark.parametrize(("ranks", "each", "gpus"), [(1, 2, 1), (2, 2, 3), (1, 3, 2)])
+    def test_more_than_there_are(self, ranks: int, each: int, gpus: int) -> None:
+        said = rf"'rollout' wants {ranks} ranks of {each} slots each, and .* has {gpus} slot\(s\).*tensor_parallel"
+        with pytest.raises(BindError, match=said):
+            lay_out(bound(rollout=Rollout(ranks=ranks, slots_per_rank=each)), Colocate(gpus))
+
+    @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(9, 11))
+    def test_ranks_of_a_role_have_slots_of_their_own(self, ranks: int, each: int, others: int, gpus: int) -> None:
+        hosts = lay_out(
+            bound(actor=Trainer(ranks=others), rollout=Rollout(ranks=ranks, slots_per_rank=each)), Colocate(gpus)
+        )
+        mine = [host for host in hosts if host.roles == ("rollout",)]
+        taken = [slot for host in mine for slot in host.slots]
+        assert len(taken) == len(set(taken)) == ranks * each
+        assert set(taken) <= set(range(gpus))
+        assert all(host.slots == tuple(range(host.slots[0], host.slots[0] + each)) for host in mine)
+
+    def test_who_meets_whom(self) -> None:
+        hosts = {host.name: host for host in lay_out(bound(rollout=Rollout(slots_per_rank=2)), Colocate(3))}
+        assert spans(list(hosts.values())) == {
+            "actor[0]": (0,), "ref[0]": (1,), "critic[0]": (2,), "rollout[0]": (0, 1),
+        }  # fmt: skip
+        rollout = hosts["rollout[0]"]
+        assert [name for name, host in hosts.items() if host.meets(rollout)] == ["actor[0]", "ref[0]"]
+        assert [name for name, host in hosts.items() if rollout.meets(host)] == ["actor[0]", "ref[0]"]
+
+    def test_memory_is_a_slot_s(self) -> None:
+        graph = bound(rollout=Rollout(slots_per_rank=2, memory=40))
+        lay_out(graph, Colocate(2, memory=40))
+        with pytest.raises(BindError, match=r"slot 0 .* has 30 GiB, and its roles state rollout\[0\] 40 GiB"):
+            lay_out(graph, Colocate(2, memory=30))
+
+    def test_the_plan_shows_it(self) -> None:
+        job = ppo(exact).bind(
+            actor=Trainer(), ref=Trainer(), critic=Critic(), rollout=Rollout(slots_per_rank=2), place=Split(1, 3)
+        )
+        lines = job.plan().splitlines()
+        assert lines[lines.index("processes of Split; those of one slot take turns:") + 1 :] == [
+            "  slot 0: actor[0], ref[0], critic[0]",
+            "  slot 1: rollout[0]",
+            "  slot 2: rollout[0]",
+            "  slot 3: free",
+            "  rollout[0] is one process over the slots 1, 2",
+            "  no slot: general",
+        ]
+
+
+class TestMachines:
+    """Which bundles of a placement group the slots are."""
+
+    def test_neighbours_are_on_one_machine(self) -> None:
+        assert by_machine(["a", "a", "a"]) == [0, 1, 2]
+        assert by_machine(["b", "a", "b", "a", "c", "b"]) == [0, 2, 5, 1, 3, 4]
+
+    def test_a_process_is_on_one(self) -> None:
+        hosts = lay_out(bound(rollout=Rollout(ranks=2, slots_per_rank=2)), Colocate(4))
+        refuse_torn(hosts, ["a", "a", "b", "b"], Colocate(4))
+        said = r"rollout\[1\] is one process over the slots 2, 3, and these are on 2 machines.*a multiple of 2 free"
+        with pytest.raises(BindError, match=said):
+            refuse_torn(hosts, ["a", "a", "a", "b"], Colocate(4))
+
+    def test_what_is_rebuilt_from_files_is_on_one(self) -> None:
+        place = Colocate(2, restart="role")
+        hosts = lay_out(bound(), place)
+        refuse_torn(hosts, ["a", "a"], place)
+        refuse_torn(hosts, ["a", "b"], Colocate(2))
+        with pytest.raises(BindError, match=r"Colocate wants 2 slot.* with restart='role', and they are on 2 machines"):
+            refuse_torn(hosts, ["a", "b"], place)
 
 
 class TestMemory:
@@ -230,3 +329,33 @@ def test_the_memory_that_torch_backends_state_is_held_against_the_place() -> Non
     lay_out(graph, Colocate(1, memory=40.0))
     with pytest.raises(BindError, match=r"slot 0 .* has 24 GiB, and its roles state actor\[0\] 30, ref\[0\] 10"):
         lay_out(graph, Colocate(1, memory=24.0))
+
+
+class TestEngines:
+    """What the backends that generate state."""
+
+    @pytest.mark.parametrize("engine", [VLLM, SGLang])
+    def test_each_rank_has_devices_of_its_own(self, engine: Any) -> None:
+        rollout = engine("model", tensor_parallel=2, ranks=2)
+        trainer = TorchTrainer("model", ranks=4)
+        job = grpo(exact).bind(actor=trainer, ref=TorchScorer("model"), rollout=rollout, place=Colocate(4))
+        job.refuse_unready()
+        hosts = [host for host in lay_out(job.graph, Colocate(4)) if host.roles == ("rollout",)]
+        assert [(host.name, host.slots) for host in hosts] == [("rollout[0]", (0, 1)), ("rollout[1]", (2, 3))]
+
+    @pytest.mark.parametrize("engine", [VLLM, SGLang])
+    def test_without_a_place_there_is_one(self, engine: Any) -> None:
+        job = grpo(exact).bind(
+            actor=TorchTrainer("model"), ref=TorchScorer("model"), rollout=engine("model", tensor_parallel=2)
+        )
+        job.refuse_unready()
+        with pytest.raises(
+            BindError, match=r"'rollout' wants 2 ranks, which one process cannot be.*Colocate\(gpus=6\)"
+        ):
+            job.edit(bind={"rollout": engine("model", tensor_parallel=3, ranks=2)}).refuse_unready()
+
+    def test_who_wants_a_group_of_torch(self) -> None:
+        """vLLM and SGLang start groups of their own, and a default group of ours would be in their way."""
+        for backend in (VLLM("model", ranks=2), SGLang("model", ranks=2), TorchRollout("model", ranks=2)):
+            assert not backend.collective
+        assert not hasattr(TorchTrainer("model", ranks=2), "collective")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from flowrl.distributed.place import Place
 from flowrl.errors import BindError
@@ -25,7 +26,8 @@ def connected(place: Place) -> Iterator[None]:
     """Ray within the block: what this process is connected to already, else joined at the place's address, else
     started here.
 
-    What was started here is shut down at the end, what was joined is left, what was connected stays so.
+    What was started here listens on the loopback alone, and is shut down at the end; what was joined is left, what was
+    connected stays so.
 
     Raises:
         BindError: nothing answers at the address, or this process is connected to another cluster.
@@ -55,12 +57,28 @@ def connected(place: Place) -> Iterator[None]:
             raise _no_cluster(place.address, str(error).splitlines()[0]) from error
     else:
         cpus = max(os.cpu_count() or 1, place.slots)  # slots are logical, so that there can be more than CPUs
-        # "local", since Ray would join whatever runs on this machine, where none is named
-        ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=_store_bytes(), **quiet)
+        store = _store_bytes()
+        with _on_loopback():  # without an address Ray would join whatever cluster of others this machine has
+            ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=store, **quiet)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """What Ray starts within the block listens on the loopback alone, as it does by itself on macOS and Windows.
+
+    On Linux it listens on all interfaces, whatever `ray.init` is told of its address, unless the environment has
+    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 when Ray is first imported, which may be long before this.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _parsed(address: str) -> tuple[str, int]:

@@ -45,7 +45,7 @@ class Delivery:
         seats = hosts.seats
         self.transport = choose([seats[host] for host in self._senders], [seats[host] for host in self._receivers])
         # While one side of a stream works, the other is awake, which two hosts of a slot have no room for.
-        shared = {host.slot for host in self._senders} & {host.slot for host in self._receivers}
+        shared = any(sender.meets(receiver) for sender in self._senders for receiver in self._receivers)
         if shared and self.transport in ("gloo", "nccl"):
             self.transport = "object store"
 

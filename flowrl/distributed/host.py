@@ -95,12 +95,15 @@ class Host:
     """The process of one `HostPlan`; without a plan it is the general host, for nodes that use no role.
 
     Args:
-        plan: roles, rank and slot.
+        plan: roles, rank and slots.
         seed: of the run.
         path: where the driver imports from: whoever uses a class of their own in a graph has it there.
+        gpus: which the process is to see, if not the one that Ray shows it.
     """
 
-    def __init__(self, plan: HostPlan | None, seed: int, path: Sequence[str]) -> None:
+    def __init__(self, plan: HostPlan | None, seed: int, path: Sequence[str], gpus: str | None = None) -> None:
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # before anything asks for a device; Ray has set it before this
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as with threads: there are several processes, and few cores
         torch.set_num_threads(1)
         sys.path += [entry for entry in path if entry not in sys.path]

@@ -1,4 +1,4 @@
-"""`Hosts`: the processes of a job, on the slots of a placement group, and whose turn it is on each slot."""
+"""`Hosts`: the processes of a job, on the slots of a place, and whose turn it is on each slot."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any, get_type_hints
 
 import ray
 from ray.exceptions import RayActorError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flowrl.distributed.delivery import Delivery
 from flowrl.distributed.faults import answer
 from flowrl.distributed.host import Host
 from flowrl.distributed.place import HostPlan, Place
+from flowrl.distributed.slots import Slots
 from flowrl.distributed.stream import Seat
 from flowrl.engines import Rollout
 from flowrl.errors import BindError, GraphError
@@ -24,7 +23,6 @@ from flowrl.graph import Node
 from flowrl.plan import Plan
 from flowrl.tracing import Trace
 
-_RESERVE_SECONDS = 120
 _LOAD_SECONDS = 600  # that engines have at least; nodes have the place's deadline alone
 GRACE_SECONDS = 10  # for Ray to notice that a process is gone
 _GENERAL_AT_ONCE = 8
@@ -40,46 +38,17 @@ class Hosts:
         seed: of the run.
 
     Raises:
-        BindError: the cluster is too small, or its slots are taken.
+        BindError: see `Slots`.
     """
 
     def __init__(self, plans: list[HostPlan], bindings: Mapping[str, Any], place: Place, seed: int) -> None:
         self.plans, self.bindings, self.place, self.seed = plans, bindings, place, seed
         self.trace = Trace()  # of the executor that steps now
-        self._awake: dict[int, HostPlan] = {}
-        self._kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
-        self._group = self._reserve()
+        self._awake: set[HostPlan] = set()
+        self._slots = Slots(place, plans)
         self.actors: dict[HostPlan, Any] = {}
         self.seats: dict[HostPlan, Seat] = {}
         self.start_general()
-
-    def _reserve(self) -> PlacementGroup:
-        have = ray.cluster_resources().get(self._kind, 0)
-        slots, asked = self.place.slots, f"{type(self.place).__name__} wants {self.place.slots} slot(s)"
-        if have < slots:
-            raise BindError(
-                f"{asked}, and the Ray cluster has {have:g} {self._kind}(s); expected at least one for each slot: "
-                f"ask for fewer slots, or join a larger cluster by address=."
-            )
-        group: PlacementGroup = placement_group(
-            [{"CPU": 1.0} | {self._kind: 1.0} for _ in range(slots)], strategy="PACK"
-        )
-        if not group.wait(_RESERVE_SECONDS):
-            remove_placement_group(group)
-            free = ray.available_resources().get(self._kind, 0)
-            raise BindError(
-                f"{asked}, and of {have:g} {self._kind}(s) of the Ray cluster {free:g} were free within "
-                f"{_RESERVE_SECONDS} s; end what runs there, or ask for fewer slots."
-            )
-        nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
-        if len(nodes) > 1 and self.place.restart == "role":
-            remove_placement_group(group)
-            raise BindError(
-                f"{asked} with restart='role', and they are on {len(nodes)} machines; weights to go back to are "
-                f"kept in files of one machine: use Training(checkpoint_every=...) in a shared folder, and "
-                f"restart='never'."
-            )
-        return group
 
     # ---- processes
 
@@ -96,20 +65,17 @@ class Hosts:
             BindError and what else the backends raise.
         """
         for plan in plans:
-            share = int(1e4 / sum(other.slot == plan.slot for other in self.plans)) / 1e4  # Ray counts in 1/10000
-            resources = {"num_cpus": share} | ({"num_gpus": share} if self._kind == "GPU" else {})
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=plan.slot)
-            actor = ray.remote(Host).options(scheduling_strategy=strategy, **resources)
-            self.actors[plan] = actor.remote(plan, self.seed, _path())
+            actor = ray.remote(Host).options(**self._slots.options(plan))
+            self.actors[plan] = actor.remote(plan, self.seed, _path(), self._slots.gpus(plan))
         for roles in dict.fromkeys(plan.roles for plan in plans):
             ranks = [plan for plan in plans if plan.roles == roles]
             loading, patience = f"loading {'+'.join(roles)}", max(self.place.deadline, _LOAD_SECONDS)
             self.seats |= zip(ranks, self.ask(ranks, loading, "seat", patience=patience), strict=True)
             machines = [self.seats[rank].node for rank in ranks]
-            address = None
-            if len(ranks) > 1:
-                address = self.ask(ranks[:1], loading, "meeting_point", len(set(machines)) == 1)[0]
             bindings = {role: self.bindings[role] for role in roles}
+            address = None
+            if len(ranks) > 1 and any(getattr(backend, "collective", True) for backend in bindings.values()):
+                address = self.ask(ranks[:1], loading, "meeting_point", len(set(machines)) == 1)[0]
             self.ask(ranks, loading, "build", bindings, address, self.place.deadline, patience=patience)
             if self._crowded(ranks):
                 self.ask(ranks, loading, "sleep")
@@ -172,8 +138,7 @@ class Hosts:
             self._kill([plan for lost in gone if lost is not None for plan in self.ranks(lost.roles[0])])
             gone = self.dead([None, *self.actors])
         absent = [plan for plan in self.plans if plan not in self.actors]
-        slots = {plan.slot for plan in absent}
-        self._sleep([plan for slot, plan in self._awake.items() if slot in slots], "rebuilding")
+        self._sleep(self._in_the_way_of(absent), "rebuilding")
         try:
             self.start(absent)
         except BaseException:
@@ -184,8 +149,7 @@ class Hosts:
         for plan in plans:
             if (actor := self.actors.pop(plan, None)) is not None:
                 ray.kill(actor)
-            if self._awake.get(plan.slot) == plan:
-                del self._awake[plan.slot]
+            self._awake.discard(plan)
 
     def close(self) -> None:
         """End all processes, and the reservation with them; engines that have a `close` get some seconds for it."""
@@ -193,7 +157,7 @@ class Hosts:
             ray.wait(ending, num_returns=len(ending), timeout=GRACE_SECONDS)
         self._kill(self.plans)
         ray.kill(self.general)
-        remove_placement_group(self._group)
+        self._slots.release()
 
     def _closes(self, plan: HostPlan) -> bool:
         """Whether an engine of a host has a `close`, by the annotations that jobs are checked by."""
@@ -203,34 +167,36 @@ class Hosts:
     # ---- turns
 
     def _crowded(self, plans: Iterable[HostPlan]) -> bool:
-        """Whether any of these shares its slot with another host, so that they take turns."""
-        return any(sum(other.slot == plan.slot for other in self.plans) > 1 for plan in plans)
+        """Whether any of these shares a slot with another host, so that they take turns."""
+        return any(plan.meets(other) for plan in plans for other in self.plans)
+
+    def _in_the_way_of(self, plans: Iterable[HostPlan]) -> list[HostPlan]:
+        """Who is awake on a slot of these."""
+        coming = list(plans)
+        return [awake for awake in self.plans if awake in self._awake and any(awake.meets(plan) for plan in coming)]
 
     def take_turns(self, plans: Sequence[HostPlan], what: str, beside: Sequence[HostPlan] = ()) -> None:
-        """Wake these hosts, after putting to sleep whoever is awake on their slots, but for those `beside` them; they
-        are idle."""
+        """Wake these hosts, on all of their slots, after putting to sleep whoever is awake on one of these, but for those
+        `beside` them; they are idle."""
         if not self._crowded(plans):
             return
-        coming = [plan for plan in plans if self._awake.get(plan.slot) != plan]
-        present = [self._awake[plan.slot] for plan in coming if plan.slot in self._awake]
-        self._sleep([plan for plan in present if plan not in beside], what)
+        coming = [plan for plan in plans if plan not in self._awake]
+        self._sleep([plan for plan in self._in_the_way_of(coming) if plan not in beside], what)
         if coming:
             with self.trace.span("wake", "driver", "wait"):
                 self.ask(coming, f"{what}, waking,", "wake")
-        self._awake |= {plan.slot: plan for plan in coming}
+        self._awake.update(coming)
 
     def _sleep(self, plans: list[HostPlan], what: str) -> None:
         if not plans:
             return
         with self.trace.span("sleep", "driver", "wait"):
             self.ask(plans, f"{what}, putting to sleep,", "sleep")
-        for plan in plans:
-            del self._awake[plan.slot]
+        self._awake.difference_update(plans)
 
     def clear(self, plans: Sequence[HostPlan], what: str) -> None:
         """Put to sleep those of these hosts whose slots others have taken beside them."""
-        if displaced := [plan for plan in plans if plan not in self._awake.values()]:
-            self.ask(displaced, f"{what}, putting to sleep,", "sleep")
+        self._sleep([plan for plan in plans if any(plan.meets(other) for other in self._awake)], what)
 
     # ---- nodes
 

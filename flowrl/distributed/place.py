@@ -79,16 +79,21 @@ class Split(Place):
 
 @dataclass(frozen=True)
 class HostPlan:
-    """One process to be: its roles (those that share weights live together), its rank among equals, and its slot."""
+    """One process to be: its roles (those that share weights live together), its rank among equals, and its slots,
+    which are on one machine."""
 
     roles: tuple[str, ...]
     rank: int
     ranks: int
-    slot: int
+    slots: tuple[int, ...]
 
     @property
     def name(self) -> str:
         return f"{'+'.join(self.roles)}[{self.rank}]"
+
+    def meets(self, other: HostPlan) -> bool:
+        """Whether both want the same slot, so that they take turns; with itself a host does not."""
+        return self != other and not set(self.slots).isdisjoint(other.slots)
 
 
 def ranks_of(backend: Any) -> int:
@@ -96,15 +101,23 @@ def ranks_of(backend: Any) -> int:
     return int(getattr(backend, "ranks", 1))
 
 
-def lay_out(graph: Graph, place: Place) -> list[HostPlan]:
-    """Every host of a bound graph, with its slot: ranks go to the slots that have the fewest yet.
+def slots_per_rank(backend: Any) -> int:
+    """How many slots one rank of a backend computes on."""
+    return int(getattr(backend, "slots_per_rank", 1))
 
-    A backend says by its attributes what it takes: `ranks`; `memory`, GiB a rank, while the role has its turn; and
-    `shares`, the role whose weights it uses in the same process.
+
+def lay_out(graph: Graph, place: Place) -> list[HostPlan]:
+    """Every host of a bound graph, with its slots: ranks go to the slots that have the fewest hosts yet. A rank of
+    several slots takes neighbours, the first of them a multiple of as many from where the role's slots begin.
+
+    A backend says by its attributes what it takes: `ranks`; `slots_per_rank`, over which one process computes;
+    `memory`, GiB of a slot, while the role has its turn; `shares`, the role whose weights it uses in the same process;
+    and `collective`, false if its ranks have no dealings with each other and want no group of `torch.distributed`.
+    Each may be left out.
 
     Raises:
-        BindError: more ranks than slots, roles that share weights with one that is not bound or with unequal ranks, or
-            a role that does not fit into a slot's memory by the size that it states.
+        BindError: more ranks than there are slots for, roles that share weights with one that is not bound or with
+            unequal ranks, or a role that does not fit into a slot's memory by the size that it states.
     """
     bindings = graph.bindings
     groups: dict[str, list[str]] = {}
@@ -115,11 +128,13 @@ def lay_out(graph: Graph, place: Place) -> list[HostPlan]:
     for owner, roles in groups.items():
         generates = any(use.protocol is Rollout for use in graph.roles()[owner])
         allowed = place.slots_of(owner, generates)
-        ranks = ranks_of(bindings[owner])
-        if ranks > len(allowed):
+        ranks, each = ranks_of(bindings[owner]), max(slots_per_rank(bindings[role]) for role in roles)
+        if ranks * each > len(allowed):
+            wide = f" of {each} slots each" if each > 1 else ""
+            narrower = ", or fewer slots a rank (tensor_parallel)" if each > 1 else ""
             raise BindError(
-                f"the role {owner!r} wants {ranks} ranks, and {_shown(place)} has {len(allowed)} slot(s) for it; "
-                f"expected at most one rank a slot: give the place more slots, or {owner} fewer ranks."
+                f"the role {owner!r} wants {ranks} ranks{wide}, and {_shown(place)} has {len(allowed)} slot(s) for it; "
+                f"expected at most one rank a slot: give the place more slots, or {owner} fewer ranks{narrower}."
             )
         if odd := next((role for role in roles if ranks_of(bindings[role]) not in (1, ranks)), None):
             raise BindError(
@@ -127,10 +142,12 @@ def lay_out(graph: Graph, place: Place) -> list[HostPlan]:
                 f"has {ranks}; expected as many, or 1, which follows {owner}: bind {odd} without ranks."
             )
         together = tuple(sorted(roles, key=lambda role: role != owner))
-        chosen = sorted(allowed, key=load.__getitem__)[:ranks]
-        for rank, slot in enumerate(sorted(chosen)):
-            load[slot] += 1
-            hosts.append(HostPlan(together, rank, ranks, slot))
+        spans = [tuple(allowed[i : i + each]) for i in range(0, len(allowed) - each + 1, each)]
+        chosen = sorted(spans, key=lambda span: sum(load[slot] for slot in span))[:ranks]
+        for rank, span in enumerate(sorted(chosen)):
+            hosts.append(HostPlan(together, rank, ranks, span))
+            for slot in span:
+                load[slot] += 1
     _refuse_too_large(bindings, hosts, place)
     return hosts
 
@@ -160,7 +177,7 @@ def _refuse_too_large(bindings: Mapping[str, Any], hosts: list[HostPlan], place:
         sizes = {
             host.name: sum(getattr(bindings[role], "memory", None) or 0.0 for role in host.roles)
             for host in hosts
-            if host.slot == slot
+            if slot in host.slots
         }
         if sizes and max(sizes.values()) > place.memory:
             named = ", ".join(f"{name} {size:g}" for name, size in sizes.items() if size)

@@ -103,7 +103,8 @@ class Walk:
         running: dict[Any, Running] = {}
         done: set[str] = set(self.plan.graph.inputs)
         while waiting or running:
-            busy = {h.slot for run in running.values() for h in run.hosts.values() if h is not None}
+            at_work = [host for run in running.values() for host in run.hosts.values() if host is not None]
+            busy = {slot for host in at_work for slot in host.slots}
             for node in list(waiting):
                 slots = self._slots(node)
                 if set(self.plan.network.predecessors(node.name)) <= done and not slots & busy:
@@ -162,7 +163,7 @@ class Walk:
     def _slots(self, node: Node) -> set[int]:
         """The slots that a node occupies: of all its roles, since a sync keeps the trainer too."""
         roles = {getattr(node.operator, field).name for field in node.operator.role_uses}
-        return {plan.slot for plan in self.hosts.plans if roles & set(plan.roles)}
+        return {slot for plan in self.hosts.plans if roles & set(plan.roles) for slot in plan.slots}
 
     def _feed(self, batch: DataProto) -> None:
         """Put the columns of the inputs into the object store."""

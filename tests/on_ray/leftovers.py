@@ -33,6 +33,18 @@ def ends(pid: int, seconds: float = 20) -> bool:
         os.close(watch)
 
 
+def family(pid: int) -> set[int]:
+    """A process and all that it has started, and these, and so on."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
 def shared_memory() -> set[str]:
     """Segments in shared memory that no process maps; Ray's own store is Ray's, and semaphores are no memory."""
     mapped = ""
@@ -50,6 +62,6 @@ def leaves_nothing() -> Iterator[list[int]]:
     yield processes
     assert all(ends(pid) for pid in processes), "a process is left"
     left = shared_memory() - before
-    assert not left
+    assert not left, f"shared memory is left: {left}"
     states = {group["state"] for name, group in placement_group_table().items() if name not in known}
     assert states <= {"REMOVED"}, "a placement group is left"

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from flowrl.errors import BindError, GraphError
 from flowrl.graphs import grpo
 from flowrl.job import Job
 from tests.jobs import job_of
+from tests.on_ray.leftovers import family
 from tests.on_ray.toys import Blind, Both, Desk, toy_job
 from tests.rewards import digits
 
@@ -31,16 +33,19 @@ JOB = """
     from flowrl.distributed.place import Colocate
     from flowrl.graphs import grpo
     from tests.jobs import prompt_batch, proto
-    from tests.on_ray.toys import toy_job
+    from tests.on_ray.toys import Desk, ToyRollout, toy_job
     from tests.rewards import digits
     import ray
 
     def step(desk, folder, **place):
-        job = toy_job(grpo(digits, n=2, max_new_tokens=4), Path(desk), folder, place=Colocate(1, **place))
+        run(toy_job(grpo(digits, n=2, max_new_tokens=4), Path(desk), folder, place=Colocate(1, **place)))
+
+    def run(job):
         with job.open() as executor:
             executor.sync()
             result = executor.step(proto(prompt_batch([[11, 12], [13]])), 0)
             print("trained", result.metrics["actor/trained"].compute())
+            return executor.hosts.plans
 """
 
 
@@ -59,23 +64,43 @@ def script(code: str, *arguments: str, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
+def listening(root: int) -> set[str]:
+    """The addresses at which a process and all that it has started accept connections, as the kernel writes them."""
+    sockets = set()
+    for process in family(root):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for descriptor in Path(f"/proc/{process}/fd").iterdir():
+                sockets.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    listens = "0A"
+    return {line[1].partition(":")[0] for line in lines if line[3] == listens and line[9] in sockets}
+
+
 def test_what_is_started_is_shut_down(tiny: str, tmp_path: Path) -> None:
-    """Quietly, and once more in the same process."""
+    """Quietly, and once more in the same process; meanwhile it listens on the loopback alone.
+
+    It is a cluster of our own, even where others have said which one to join.
+    """
     said = script(
         """
-        import sys
+        import os, sys
         from flowrl.distributed.cluster import connected
+        from tests.on_ray.test_cluster import listening
         with connected(Colocate(1)):
-            print("slots", ray.cluster_resources()["CPU"] >= 1)
+            print("CPUs", ray.cluster_resources()["CPU"] >= 1)
+            ray.get(ray.remote(lambda: "a process of Ray's").remote())
+            print("at", *sorted(listening(os.getpid())))
         assert not ray.is_initialized()
         step(sys.argv[1], sys.argv[2])
         assert not ray.is_initialized()
         """,
         str(tmp_path / "desk"),
         tiny,
+        RAY_ADDRESS=nothing_there(),
     )
     lines = [line for line in said.splitlines() if "Loading weights" not in line]
-    assert lines == ["slots True", "trained 4.0"]
+    loopback = "0100007F"
+    assert lines == ["CPUs True", f"at 0000000000000000FFFF0000{loopback} {loopback}", "trained 4.0"]
 
 
 @pytest.fixture
@@ -86,10 +111,11 @@ def token() -> dict[str, str]:
 
 @pytest.fixture
 def head(token: dict[str, str]) -> Iterator[str]:
-    """A cluster of another process, by its address."""
+    """A cluster of another process, by its address; it has GPUs as far as Ray knows."""
     source = """if True:
         import ray, sys
-        ray.init(num_cpus=3, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+        quiet = {"include_dashboard": False, "log_to_driver": False}
+        ray.init("local", num_cpus=3, num_gpus=3, object_store_memory=100 << 20, **quiet)
         print("at", ray.get_runtime_context().gcs_address, flush=True)
         sys.stdin.read()
     """
@@ -101,7 +127,10 @@ def head(token: dict[str, str]) -> Iterator[str]:
 
 
 def test_what_is_joined_is_left_running(head: str, token: dict[str, str], tiny: str, tmp_path: Path) -> None:
-    """Refused are too small a cluster, another address than the one connected to, and a wrong token."""
+    """Refused are too small a cluster, another address than the one connected to, and a wrong token.
+
+    An engine over several slots sees the GPUs of all, an engine over one that of its own.
+    """
     said = script(
         """
         import sys
@@ -115,7 +144,12 @@ def test_what_is_joined_is_left_running(head: str, token: dict[str, str], tiny: 
         except BindError as error:
             print(error)
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-        step(desk, folder)
+        wide = ToyRollout(desk=desk, folder=folder, slots_per_rank=2)
+        job = toy_job(grpo(digits, n=2, max_new_tokens=4), Path(desk), folder, place=Colocate(3))
+        plans = run(job.edit(bind={"rollout": wide}))
+        sees = {event["role"]: event["gpus"] for event in Desk(desk).events() if event["what"] == "build"}
+        for plan in plans:
+            print("slots", *plan.slots, "see", sees[plan.roles[0]])
         assert ray.is_initialized()
         try:
             step(desk, folder, address="127.0.0.1:1")
@@ -129,7 +163,14 @@ def test_what_is_joined_is_left_running(head: str, token: dict[str, str], tiny: 
     )
     assert said.count("trained 4.0") == 2
     assert "opened" not in said
-    assert "Colocate wants 7 slot(s), and the Ray cluster has 3 CPU(s)" in said
+    assert "Colocate wants 7 slot(s), and the Ray cluster has 3 GPU(s)" in said
+    seen = [line.split()[1:] for line in said.splitlines() if line.startswith("slots ")]
+    assert sorted(len(words) for words in seen) == [3, 3, 4]
+    gpu = {slots[0]: gpus for *slots, _, gpus in seen if len(slots) == 1}
+    [[slots, gpus]] = [[slots, gpus.split(",")] for *slots, _, gpus in seen if len(slots) == 2]
+    for slot, number in zip(slots, gpus, strict=True):
+        assert gpu.setdefault(slot, number) == number
+    assert len(gpu) == len(set(gpu.values())), "each slot has a GPU of its own"
     refused = script(
         """
         import sys

@@ -143,7 +143,7 @@ def test_independent_nodes_run_at_once(tiny: str, tmp_path: Path) -> None:
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         run(executor, 3, 2)
-        assert len({plan.slot for plan in executor.hosts.plans}) == 4
+        assert len({plan.slots for plan in executor.hosts.plans}) == 4
     # Updates of actor and critic do not wait for each other either; nobody had to sleep.
     assert not [event for event in Desk(str(desk)).events() if event["what"] in ("sleep", "wake")]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flowrl import columns as c
@@ -115,13 +116,15 @@ class Toy(Spec):
     Args:
         desk: folder of the `Desk`.
         folder: of a tokeniser.
-        ranks, memory: as places read them.
+        ranks, slots_per_rank, memory, collective: as places and hosts read them.
     """
 
     desk: str
     folder: str = ""
     ranks: int = 1
+    slots_per_rank: int = 1
     memory: float | None = None
+    collective: bool = True
 
 
 class ToyEngine:
@@ -132,7 +135,8 @@ class ToyEngine:
         self.rank, self.ranks = context.rank, context.world_size
         self.asleep = False
         self.w = torch.tensor([0.5, 0.25, 1.0], dtype=torch.float64)
-        self.desk.record(role, self.rank, "build")
+        gpus, grouped = os.environ.get("CUDA_VISIBLE_DEVICES"), dist.is_initialized()
+        self.desk.record(role, self.rank, "build", gpus=gpus, grouped=grouped)
 
     def _enter(self, method: str, **more: Any) -> None:
         self.desk.record(self.role, self.rank, method, **more)

@@ -1,0 +1,180 @@
+"""Real engines in processes of Ray's: several of one kind, or one over several slots, by turns with the actor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from flowrl import Colocate
+from flowrl.backends import SGD, TorchTrainer
+from flowrl.backends.sglang import SGLang
+from flowrl.backends.torch_trainer import TorchTrainerEngine
+from flowrl.backends.vllm import VLLM
+from flowrl.digest import weights_digest
+from flowrl.distributed.faults import HostDiedError
+from flowrl.engines import Sampling
+from flowrl.errors import NodeError
+from flowrl.job import Job
+from flowrl.plan import Plan
+from tests.engines.answers import CONTEXT, by_torch
+from tests.jobs import job_of, prompt_batch, proto
+from tests.models import tiny_folder
+from tests.on_ray.leftovers import ends, family, leaves_nothing, process_ids
+
+pytestmark = [pytest.mark.timeout(480), pytest.mark.usefixtures("cluster")]
+
+PROMPTS = [[9, 20, 33, 41], [12], [7, 8, 9], [30, 31], [5, 6, 7, 8, 9, 10]]
+TOKENS = 12
+DEADLINE = 180
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """One Ray for all of them."""
+    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_folder(tmp_path_factory.mktemp("on-ray"), "qwen2")
+
+
+def job_with(folder: str, rollout: Any, place: Colocate | None = None, ranks: int = 1) -> Job:
+    job = job_of("grpo", folder, optimizer=SGD(lr=0.5), trainer={"ranks": ranks}, n=2, max_new_tokens=TOKENS)
+    return replace(job, place=place).edit(bind={"rollout": rollout})
+
+
+def all_processes(executor: Any) -> set[int]:
+    """Those of the job, with what engines have started."""
+    return {process for host in process_ids(executor).values() for process in family(host)}
+
+
+def refuse_other_answers(executor: Any, folder: str, scratch: Path, ranks: int) -> Any:
+    """Train a step, which is returned; then hold greedy answers against those of torch with the actor's weights."""
+    batch = proto(prompt_batch(PROMPTS))
+    executor.sync()
+    step = executor.step(batch, 0, keep=("generate",))
+    assert {int(version) for version in step.columns["generate"]["policy_version"]} == {0}
+    executor.save_pretrained("actor", str(scratch))
+    receipt = step.values["sync"]["receipt"]
+    held = load_file(scratch / "model.safetensors")
+    assert (receipt.version, receipt.digest) == (1, weights_digest(held.items()))
+    assert step.metrics["sync/bytes"].compute() == sum(tensor.nbytes for tensor in held.values())
+
+    greedy = executor.plan.graph.subgraph("generate").edit(set={"generate.temperature": 0.0}, name="greedy")
+    fork = executor.fork(Plan(greedy), 0)
+    answers = fork.step(batch, 1, keep=("generate",)).columns["generate"]
+    assert torch.equal(answers["prompts"], batch["prompts"].repeat_interleave(2, 0))  # all rows, in their order
+    assert {int(version) for version in answers["policy_version"]} == {1}
+    mask = batch["prompt_mask"].repeat_interleave(2, 0)
+    sampling = Sampling(temperature=0.0, top_k=0, top_p=1.0, max_new_tokens=TOKENS)
+    expected = by_torch(TorchTrainer(str(scratch)).build(CONTEXT), folder, answers["prompts"], mask, sampling)
+    pairs = zip(answers["responses"], answers["response_mask"], strict=True)
+    assert [ids[counts].tolist() for ids, counts in pairs] == expected
+    single = executor.fork(Plan(greedy.edit(set={"repeat.n": 1})), 0)  # so that there are fewer rows than ranks
+    alone = single.step(proto(prompt_batch(PROMPTS[:1])), 1, keep=("generate",)).columns["generate"]
+    assert alone["responses"].tolist() == expected[:1]
+    at_work = {span.place for span in executor.trace.spans if span.name == "generate"}
+    assert at_work == {f"rollout rank {rank}" for rank in range(ranks)}
+    return step
+
+
+def refuse_other_death(executor: Any, rank: int) -> None:
+    """Kill a rank as it is about to generate: it is named, in time."""
+    [pid] = [
+        pid for host, pid in process_ids(executor).items() if host in executor.hosts.ranks("rollout")[rank : rank + 1]
+    ]
+
+    def on_node(node: str) -> None:
+        if node == "generate":
+            os.kill(pid, signal.SIGKILL)
+            assert ends(pid)
+
+    started = time.monotonic()
+    with pytest.raises(HostDiedError, match=f"generate in step 2.* lost rollout rank {rank}, whose process died"):
+        executor.step(proto(prompt_batch(PROMPTS)), 2, on_node=on_node)
+    assert time.monotonic() - started < DEADLINE
+
+
+def tried(job: Job, folder: str, scratch: Path, ranks: int, dies: int) -> Any:
+    """All of the above; what the first step left."""
+    with leaves_nothing() as processes, job.open() as executor:
+        processes += all_processes(executor)
+        step = refuse_other_answers(executor, folder, scratch, ranks)
+        processes += all_processes(executor)
+        refuse_other_death(executor, dies)
+    return step
+
+
+@pytest.mark.engines("vllm", "ray")
+def test_two_of_vllm(folder: str, tmp_path: Path) -> None:
+    """They draw what one does in this process, whoever gets a row."""
+    one = VLLM(folder, dtype="float32", kv_cache_bytes=64 << 20)
+    place = Colocate(gpus=2, deadline=DEADLINE)
+    there = tried(job_with(folder, replace(one, ranks=2), place), folder, tmp_path / "actor", ranks=2, dies=1)
+    with job_with(folder, one).open() as executor:
+        executor.sync()
+        here = executor.step(proto(prompt_batch(PROMPTS)), 0, keep=("generate",))
+    for column in ("responses", "response_mask"):
+        assert torch.equal(here.columns["generate"][column], there.columns["generate"][column])
+    assert here.metrics["reward/mean"].compute() == there.metrics["reward/mean"].compute()
+    expected = pytest.approx(here.metrics["actor/grad_norm"].compute(), rel=1e-3)
+    assert there.metrics["actor/grad_norm"].compute() == expected
+
+
+@pytest.mark.engines("vllm", "ray")
+def test_vllm_over_two_slots(folder: str, tmp_path: Path) -> None:
+    """Where an actor of two ranks is too."""
+    rollout = VLLM(folder, tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20)
+    job = job_with(folder, rollout, Colocate(gpus=2, deadline=DEADLINE), ranks=2)
+    tried(job, folder, tmp_path / "actor", ranks=1, dies=0)
+
+
+@pytest.mark.engines("sglang", "ray")
+def test_two_of_sglang(folder: str, tmp_path: Path) -> None:
+    rollout = SGLang(folder, ranks=2, dtype="float32", max_model_len=64, max_num_seqs=8, cache_tokens=4096)
+    job = job_with(folder, rollout, Colocate(gpus=2, deadline=DEADLINE))
+    tried(job, folder, tmp_path / "actor", ranks=2, dies=1)
+
+
+class Crooked(TorchTrainer):
+    """Where the file `mischief` is, it sends other weights than it scores by; their digest is in order."""
+
+    mischief: str = ""
+
+    def build(self, context: Any) -> TorchTrainerEngine:
+        engine, mischief = super().build(context), Path(self.mischief)
+        honest = engine.weights
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in honest():
+                yield name, tensor * 1.5 if mischief.exists() and "layers.0.mlp" in name else tensor
+
+        engine.weights = weights  # type: ignore[method-assign]
+        return engine
+
+
+@pytest.mark.engines("vllm", "ray")
+def test_other_weights_than_the_trainer_scores_by_are_refused(folder: str, tmp_path: Path) -> None:
+    mischief = tmp_path / "mischief"
+    job = job_with(folder, VLLM(folder, dtype="float32", kv_cache_bytes=64 << 20), Colocate(gpus=1)).edit(
+        bind={"actor": Crooked(folder, SGD(lr=0.05), device="cpu", mischief=str(mischief))}
+    )
+    with job.open() as executor:
+        executor.sync()
+        mischief.touch()
+        with pytest.raises(NodeError, match=r"on rollout rank 0: SyncError: .*score the same 15 tokens differently"):
+            executor.sync()

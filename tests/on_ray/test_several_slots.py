@@ -1,0 +1,99 @@
+"""Engines over several slots each: whose turn it is, what each process is given, and deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.distributed.place import Colocate, HostPlan
+from flowrl.graphs import grpo
+from flowrl.job import Job
+from tests.jobs import prompt_batch, proto
+from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
+from tests.on_ray.toys import Desk, ToyRollout, toy_job
+from tests.rewards import digits
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+GRAPH = grpo(digits, n=2, max_new_tokens=6)
+PROMPTS = [[11, 12], [13], [14, 15, 16, 17, 18]]
+STEPS = 4
+
+
+def job_at(desk: Path, tiny: str, place: Colocate) -> Job:
+    """An actor of three ranks and a rollout of two, each over two slots and without a group."""
+    desk.mkdir()
+    rollout = ToyRollout(desk=str(desk), folder=tiny, ranks=2, slots_per_rank=2, collective=False)
+    return replace(toy_job(GRAPH, desk, tiny, {"actor": 3}), place=place).edit(bind={"rollout": rollout})
+
+
+def run(executor: Any, on_step: Any = lambda step: lambda node: None) -> list[dict[str, float]]:
+    """The metrics of some steps, but for how often weights were received."""
+    executor.sync()
+    found = []
+    for step in range(STEPS):
+        result = executor.step(proto(prompt_batch(PROMPTS)), step, on_node=on_step(step))
+        found.append({key: value for key, value in result.metrics.compute().items() if key != "sync/bytes"})
+    return [*found, {"digest": result.values["sync"]["receipt"].digest}]
+
+
+def refuse_two_at_once(events: list[dict[str, Any]], plans: list[HostPlan]) -> None:
+    """On each slot at most one process is awake, at any time."""
+    of = {(role, plan.rank): plan for plan in plans for role in plan.roles}
+    awake: dict[tuple[str, int], HostPlan] = {}
+    for event in events:
+        who = event["role"], event["rank"]
+        if event["what"] in ("sleep", "dead"):
+            awake.pop(who, None)
+        elif event["what"] in ("build", "wake"):
+            others = [other for other in awake if of[who].meets(awake[other])]
+            assert not others, f"{event} while {others} are awake"
+            awake[who] = of[who]
+
+
+def test_they_take_turns_and_are_rebuilt(tiny: str, tmp_path: Path) -> None:
+    """One rank of two dies, and a rank of another role, whose slot one of them has too."""
+    with toy_job(GRAPH, tmp_path / "local", tiny).open(seed=5) as executor:
+        expected = run(executor)
+    job = job_at(tmp_path / "ray", tiny, Colocate(4, restart="role"))
+    desk = Desk(str(tmp_path / "ray"))
+    with leaves_nothing() as processes, job.open(seed=5) as executor:
+        plans = executor.hosts.plans
+        slots = {plan.name: plan.slots for plan in plans}
+        assert slots == {
+            "actor[0]": (0,), "actor[1]": (1,), "actor[2]": (2,), "ref[0]": (3,),
+            "rollout[0]": (0, 1), "rollout[1]": (2, 3),
+        }  # fmt: skip
+
+        def kill_once(step: int) -> Any:
+            due = {1: ("generate", "rollout[1]"), 2: ("update_actor", "actor[0]")}.get(step)
+
+            def on_node(node: str) -> None:
+                nonlocal due
+                if due is None or node != due[0]:
+                    return
+                ids = {plan.name: pid for plan, pid in process_ids(executor).items() if plan is not None}
+                processes.extend(ids.values())
+                os.kill(ids[due[1]], signal.SIGKILL)
+                assert ends(ids[due[1]])
+                role = due[1].partition("[")[0]
+                for plan in executor.hosts.ranks(role):  # which all end with it
+                    desk.record(role, plan.rank, "dead")
+                due = None
+
+            return on_node
+
+        assert run(executor, kill_once) == expected
+        processes += process_ids(executor).values()
+    events = desk.events()
+    refuse_two_at_once(events, plans)
+    made = [event["rows"] for event in events if event["what"] == "generate"]
+    assert len(made) >= 2 * STEPS
+    assert all(rows == len(PROMPTS) for rows in made), "rows are halved over two ranks"
+    grouped = {event["role"]: event["grouped"] for event in events if event["what"] == "build"}
+    assert grouped == {"actor": True, "ref": False, "rollout": False}
