@@ -176,8 +176,8 @@ class Hosts:
         return [awake for awake in self.plans if awake in self._awake and any(awake.meets(plan) for plan in coming)]
 
     def take_turns(self, plans: Sequence[HostPlan], what: str, beside: Sequence[HostPlan] = ()) -> None:
-        """Wake these hosts, on all of their slots, after putting to sleep whoever is awake on one of these, but for those
-        `beside` them; they are idle."""
+        """Wake these hosts, on all of their slots, after putting to sleep whoever is awake on one of these, but for
+        those `beside` them; they are idle."""
         if not self._crowded(plans):
             return
         coming = [plan for plan in plans if plan not in self._awake]
