@@ -19,14 +19,10 @@ import flowrl
 from flowrl.backends import keeper
 from flowrl.backends.frames import read_frame, write_frame
 from flowrl.backends.keeper import end_group, members, note_shared_memory
-from flowrl.errors import FlowrlError
+from flowrl.errors import EngineError
 
 GRACE = 20.0
 """Seconds that we wait for processes to end that are ending."""
-
-
-class EngineError(FlowrlError, RuntimeError):
-    """The process of an engine died, or answered with an error."""
 
 
 class EngineProcess:

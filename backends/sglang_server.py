@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import load
 
+from flowrl.backends.ending import Watch
 from flowrl.backends.frames import read_frame, write_frame
 from flowrl.digest import tensor_digest
+from flowrl.text import ChatTokenizer
 
 
 class Server:
@@ -28,6 +31,7 @@ class Server:
         import sglang
 
         self.engine = sglang.Engine(**arguments)
+        self.tokenizer = ChatTokenizer(arguments["model_path"])
         self.digests: dict[str, str] = {}
 
     def describe(self, body: bytes) -> dict[str, Any]:
@@ -42,12 +46,21 @@ class Server:
         }
 
     def generate(
-        self, body: bytes, prompts: list[list[int]], sampling: list[dict[str, Any]], support: bool
+        self,
+        body: bytes,
+        prompts: list[list[int]],
+        seeds: list[int],
+        sampling: dict[str, Any],
+        stop: list[str],
+        support: bool,
     ) -> dict[str, Any]:
-        """Sample; with `support`, log-probs are of the distribution that top-k and top-p leave."""
-        outputs = self._generate(prompts, sampling, return_sampling_mask=support)
+        """Sample; with `support`, log-probs are of the distribution that top-k and top-p leave.
+
+        A response with a string out of `stop` is ended soon after, not at once.
+        """
+        each = [sampling | {"sampling_seed": seed} for seed in seeds]
         rows = []
-        for output in outputs:
+        for output in self._generate(prompts, each, stop, return_sampling_mask=support):
             meta = output["meta_info"]
             sampled = [log_prob for log_prob, _, _ in meta["output_token_logprobs"]]
             rows.append(
@@ -65,16 +78,34 @@ class Server:
         (output,) = self._generate([tokens], [{"max_new_tokens": 1, "temperature": 1.0}], logprob_start_len=0)
         return {"log_probs": [log_prob for log_prob, _, _ in output["meta_info"]["input_token_logprobs"][1:]]}
 
-    def _generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]], **how: Any) -> list[dict[str, Any]]:
+    def _generate(
+        self, prompts: list[list[int]], sampling: list[dict[str, Any]], stop: Sequence[str] = (), **how: Any
+    ) -> list[dict[str, Any]]:
         """Like `sglang.Engine.generate`, which has not all that its requests can carry."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        async def run() -> Any:
-            request = GenerateReqInput(input_ids=prompts, sampling_params=sampling, return_logprob=True, **how)
-            return await anext(aiter(self.engine.tokenizer_manager.generate_request(request, None)))
+        manager = self.engine.tokenizer_manager
+        request = GenerateReqInput(
+            input_ids=prompts, sampling_params=sampling, return_logprob=True, stream=bool(stop), **how
+        )
 
-        outputs: list[dict[str, Any]] = self.engine.loop.run_until_complete(run())
-        return outputs
+        async def run() -> list[dict[str, Any]]:
+            if not stop:
+                outputs: list[dict[str, Any]] = await anext(aiter(manager.generate_request(request, None)))
+                return outputs
+            last: dict[int, dict[str, Any]] = {}
+            watches = [Watch(self.tokenizer, stop) for _ in prompts]
+            seen = [0] * len(prompts)
+            async for output in manager.generate_request(request, None):
+                row, ids = output["index"], output["output_ids"]
+                if any(watches[row].completes(token) for token in ids[seen[row] :]):
+                    manager.abort_request(output["meta_info"]["id"])
+                seen[row] = len(ids)
+                last[row] = output
+            return [last[row] for row in range(len(prompts))]
+
+        answers: list[dict[str, Any]] = self.engine.loop.run_until_complete(run())
+        return answers
 
     def begin(self, body: bytes) -> None:
         """Weights are about to come."""

@@ -389,7 +389,7 @@ def test_prompts_that_the_model_cannot_take(engine: TorchRolloutEngine) -> None:
     outside = prompts.clone()
     outside[0, 0] = VOCAB
     refused(outside, mask, rf"to {VOCAB}, but the model's vocabulary is 0 to {VOCAB - 1}")
-    refused(prompts, mask, r"5 \+ max_new_tokens=252 .* the model's 256 pos", replace(SAMPLED, max_new_tokens=252))
+    refused(prompts, mask, r"5 \+ max_new_tokens=252 .* the 256 tokens that", replace(SAMPLED, max_new_tokens=252))
     # Padding counts neither as length nor as vocabulary.
     padded = torch.nn.functional.pad(prompts, (200, 0), value=10**6), torch.nn.functional.pad(mask, (200, 0))
     same = engine.generate(prompts, mask, names(2), replace(GREEDY, max_new_tokens=100), KEY)
