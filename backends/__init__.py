@@ -1,5 +1,5 @@
-"""Engines that hold weights: PyTorch in this process, over any Hugging Face causal LM folder, and vLLM and SGLang, which
-are not imported before one is built."""
+"""Engines that hold weights: PyTorch in this process, over any Hugging Face causal LM folder; vLLM; and SGLang. The
+latter two are not imported before one is built."""
 
 if __name__ != "flowrl.backends":
     raise ImportError(f"this package was imported as {__name__!r}; its one name is flowrl.backends: import that.")

@@ -14,11 +14,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.backends.arrival import Arrival, weight_shapes
+from flowrl.backends.arrival import Arrival, weight_shapes, weights_for
 from flowrl.backends.ending import Ending
 from flowrl.backends.probe import refuse_other_weights
 from flowrl.backends.prompts import check_prompts
-from flowrl.backends.torch_load import Folder, loading
+from flowrl.backends.torch_load import Folder, load_causal_lm, loading
+from flowrl.backends.torch_lora import LoRA, require_peft
+from flowrl.digest import named_weights, weights_digest
 from flowrl.engines import Sampled, Sampling, Scorer, Trainer
 from flowrl.errors import AsleepError, EngineError, ParameterError, SyncError
 from flowrl.keys import Key
@@ -40,6 +42,8 @@ class EngineSpec(Spec):
         prefix_caching: compute what prompts have in common once.
         tolerance: nats a token by which the engine's log-probs may differ from the trainer's after a sync, on the mean;
             None is 1e-3 in float32 and 0.1 otherwise.
+        lora: that of an actor which trains an adapter beside the weights of this very folder: sync then sends the
+            adapter alone. Without, the engine gets all weights, the adapter merged into them.
         engine_args: further arguments of the engine, by name.
     """
 
@@ -56,7 +60,13 @@ class EngineSpec(Spec):
     max_num_seqs: int = Field(default=256, ge=1)
     prefix_caching: bool = True
     tolerance: float | None = Field(default=None, gt=0)
+    lora: LoRA | None = None
     engine_args: Mapping[str, Any] = Field(default_factory=dict)
+
+    @property
+    def receives(self) -> Literal["weights", "adapter_weights"]:
+        """The method of a trainer whose tensors `sync` reads."""
+        return "weights" if self.lora is None else "adapter_weights"
 
     def __post_init__(self) -> None:
         for name in self.engine_args:
@@ -106,8 +116,12 @@ class RolloutEngine(ABC):
         self._folder, self._tolerance = spec.model, spec.tolerance
         self._receipt: Receipt | None = None
         self._asleep = False
+        self._adapter_of: str | None = None
+        if spec.lora is not None:
+            require_peft()
+            self._adapter_of = spec.lora.over(weights_digest(named_weights(load_causal_lm(spec.model))))
         with loading(spec.model):
-            self._shapes = weight_shapes(spec.model)
+            self._shapes = weight_shapes(spec.model, spec.lora)
 
     @property
     def receipt(self) -> Receipt | None:
@@ -194,12 +208,14 @@ class RolloutEngine(ABC):
     def sync(self, source: Trainer) -> Receipt:
         """Take over the weights of `source`, forget what was computed with the old ones, and probe the result.
 
-        Digest and bytes of the receipt are those of the tensors as they came, before the engine casts and packs them.
+        Digest and bytes of the receipt are those of the tensors as they came, before the engine casts and packs them;
+        with `lora` they are those of the adapter.
         Weights that come from another process (an export under Ray) come without a trainer to probe against, and are
         not probed.
 
         Raises:
-            SyncError: weights are missing, unknown or of another shape; the engine failed to load them; or the probe
+            SyncError: weights are missing, unknown or of another shape; `source` has no adapter over the same weights
+                as this engine, which takes that alone; the engine failed to load them; or the probe
                 finds other log-probs than the trainer's. There is no receipt then.
             BindError: the engine had been ended by an error before, and does not start again.
             AsleepError: the engine sleeps.
@@ -207,12 +223,13 @@ class RolloutEngine(ABC):
         self._require_awake("sync")
         self._receipt = None
         start = time.perf_counter()
+        weights = weights_for(self._adapter_of, source)
         if not self._lives:
             self._start()
         arrival = Arrival(self._shapes, self._folder)
         with self._at_stake():
             try:
-                transport = self._take(arrival.pass_on(source), source.version, arrival)
+                transport = self._take(arrival.pass_on(weights, source.version), source.version, arrival)
                 log_probs, exact = self._score()
             except SyncError:
                 raise

@@ -24,6 +24,7 @@ from flowrl.backends.engine import Answer, EngineSpec, RolloutEngine
 from flowrl.backends.probe import TOKENS
 from flowrl.backends.process import EngineProcess
 from flowrl.backends.torch_load import loading
+from flowrl.backends.torch_lora import adapted_modules, adapter_config
 from flowrl.digest import combine
 from flowrl.engines import BuildContext, Sampling
 from flowrl.errors import BindError, DataError, EngineError, ParameterError, SyncError
@@ -43,8 +44,8 @@ class SGLang(EngineSpec):
     """A rollout engine that holds weights of its own, which `sync` fills.
 
     Args:
-        model, tensor_parallel, dtype, memory_fraction, max_model_len, max_num_seqs, prefix_caching, tolerance: as of
-            `flowrl.backends.engine.EngineSpec`.
+        model, tensor_parallel, dtype, memory_fraction, max_model_len, max_num_seqs, prefix_caching, tolerance, lora:
+            as of `flowrl.backends.engine.EngineSpec`.
         engine_args: further arguments of `sglang.Engine`, by name.
         cache_tokens: that the KV cache has room for; None is what `memory_fraction` leaves, or on a CPU without either,
             65,536, or one sequence of full length.
@@ -61,6 +62,10 @@ class SGLang(EngineSpec):
         "max_running_requests": "max_num_seqs",
         "disable_radix_cache": "prefix_caching",
         "random_seed": "seed",
+        "enable_lora": "lora",
+        "max_lora_rank": "lora",
+        "lora_target_modules": "lora",
+        "max_loras_per_batch": "lora",
     }
     fixed: ClassVar[Sequence[str]] = ("skip_tokenizer_init", "json_model_override_args", "tokenizer_path")
 
@@ -140,10 +145,15 @@ class SGLangEngine(RolloutEngine):
         return [Answer(row["ids"], row["log_probs"], row["versions"], str(row["ended"])) for row in rows]
 
     def _take(self, weights: Iterator[tuple[str, Tensor]], version: int, arrival: Arrival) -> str:
-        self._ask("begin")
-        for bucket in _buckets(weights):
-            self._ask("take", save(bucket))
-        received = combine(self._ask("end", version=str(version))["digests"])
+        if self._spec.lora is None:
+            self._ask("begin")
+            for bucket in _buckets(weights):
+                self._ask("take", save(bucket))
+            received = combine(self._ask("end", version=str(version))["digests"])
+        else:
+            adapter = {name: tensor.cpu().contiguous() for name, tensor in weights}
+            config = adapter_config(adapter, self._spec.lora)
+            received = combine(self._ask("adapt", save(adapter), config=config, version=str(version))["digests"])
         if received != arrival.digest:
             raise SyncError(
                 f"the weights of version {version} have the digest {arrival.digest}, and SGLang's process received "
@@ -174,6 +184,13 @@ class SGLangEngine(RolloutEngine):
             )
         folder = tempfile.TemporaryDirectory(prefix="flowrl-sglang-")
         arguments = _arguments(self._spec, self._longest, self._seed, _plain_model(self._spec.model, folder.name))
+        if self._spec.lora is not None:
+            arguments |= {
+                "enable_lora": True,
+                "max_lora_rank": self._spec.lora.r,
+                "lora_target_modules": adapted_modules(self._shapes),
+                "max_loras_per_batch": 1,
+            }
         # EOS is a stop token like others, unless it is ignored.
         arguments["json_model_override_args"] = json.dumps({"eos_token_id": None})
         process = EngineProcess(self.name, "flowrl.backends.sglang_server:main", _environment(self._spec), folder)
@@ -248,6 +265,7 @@ def _arguments(spec: SGLang, longest: int, seed: int, model: str) -> dict[str, A
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "disable_cuda_graph": True,
+            "lora_backend": "torch_native",
         }
     else:
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}

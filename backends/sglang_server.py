@@ -33,6 +33,7 @@ class Server:
         self.engine = sglang.Engine(**arguments)
         self.tokenizer = ChatTokenizer(arguments["model_path"])
         self.digests: dict[str, str] = {}
+        self.adapter: list[str] = []  # its name, once there is one
 
     def describe(self, body: bytes) -> dict[str, Any]:
         """What the engine made of its arguments."""
@@ -88,6 +89,8 @@ class Server:
         request = GenerateReqInput(
             input_ids=prompts, sampling_params=sampling, return_logprob=True, stream=bool(stop), **how
         )
+        if self.adapter:
+            request.lora_path = self.adapter * len(prompts)
 
         async def run() -> list[dict[str, Any]]:
             if not stop:
@@ -119,10 +122,26 @@ class Server:
         _require(self.engine.update_weights_from_tensor(list(tensors.items()), flush_cache=False))
 
     def end(self, body: bytes, version: str) -> dict[str, Any]:
-        """All weights have come; what was computed with older ones is forgotten."""
+        """All weights have come."""
+        _require(self.engine.end_weight_update())
+        return self._forget(version)
+
+    def adapt(self, body: bytes, config: dict[str, Any], version: str) -> dict[str, Any]:
+        """Put another adapter, as safetensors, in the place of the one before."""
+        tensors = load(body)
+        self.digests = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
+        while self.adapter:
+            gone = self.engine.unload_lora_adapter(self.adapter.pop())
+            _require((gone.success, gone.error_message))
+        come = self.engine.load_lora_adapter_from_tensors("policy", tensors, config)
+        _require((come.success, come.error_message))
+        self.adapter = ["policy"]
+        return self._forget(version)
+
+    def _forget(self, version: str) -> dict[str, Any]:
+        """Let go of what was computed with older weights, and bear a version; the digests of what came."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
-        _require(self.engine.end_weight_update())
         flushed = self.engine.flush_cache()
         _require((flushed.success, "the radix cache was not flushed"))
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)

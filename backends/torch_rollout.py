@@ -17,6 +17,7 @@ from torch import LongTensor, Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel
 
+from flowrl.backends.arrival import weights_for
 from flowrl.backends.ending import Ending
 from flowrl.backends.prompts import check_prompts
 from flowrl.backends.torch_load import Folder, load_causal_lm
@@ -24,7 +25,7 @@ from flowrl.backends.torch_lora import Adapter, LoRA, require_peft
 from flowrl.backends.torch_mesh import device_of
 from flowrl.backends.torch_sleep import Residence, Resident
 from flowrl.digest import combine, named_weights, tensor_digest, weights_digest
-from flowrl.engines import Adapted, BuildContext, Sampled, Sampling, Trainer
+from flowrl.engines import BuildContext, Sampled, Sampling, Trainer
 from flowrl.errors import BindError, DataError, SyncError
 from flowrl.keys import Key
 from flowrl.records import Receipt
@@ -188,7 +189,7 @@ class TorchRolloutEngine(Resident):
         due: dict[str, str] = {}
         received: dict[str, Tensor] = {}
         size = 0
-        for name, tensor in self._sent(source):
+        for name, tensor in weights_for(self._adapter_of, source):
             if name not in held:
                 faults.append(f"{name} is unexpected")
             elif held[name].shape != tensor.shape:
@@ -217,19 +218,6 @@ class TorchRolloutEngine(Resident):
     def _held(self) -> dict[str, Tensor]:
         """The weights that `sync` fills, by the names under which they come."""
         return dict(named_weights(self.model)) if self._adapter is None else self._adapter.weights()
-
-    def _sent(self, source: Trainer) -> Iterator[tuple[str, Tensor]]:
-        """The weights that `source` has for this engine."""
-        if self._adapter is None:
-            return source.weights()
-        if not isinstance(source, Adapted) or source.adapter_of != self._adapter_of:
-            found = f"one over {source.adapter_of}" if isinstance(source, Adapted) else "none"
-            raise SyncError(
-                f"this engine takes an adapter over {self._adapter_of}, and {type(source).__name__} at version "
-                f"{source.version} has {found}; expected the same: bind actor=TorchTrainer(model, lora=...) and "
-                f"rollout=TorchRollout(model, lora=...) with one folder and one LoRA, or the rollout without lora."
-            )
-        return source.adapter_weights()
 
     def _load(self, received: dict[str, Tensor]) -> None:
         """Put weights, which are complete and in the engine's dtype, where the model keeps them."""

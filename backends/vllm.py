@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from flowrl.backends.arrival import Arrival
 from flowrl.backends.ending import Ending
 from flowrl.backends.engine import Answer, EngineSpec, RolloutEngine
 from flowrl.backends.probe import TOKENS
+from flowrl.backends.torch_lora import LoRA, save_adapter
 from flowrl.engines import BuildContext, Sampling
 from flowrl.errors import BindError, EngineError, SyncError
 from flowrl.text import ChatTokenizer
@@ -28,13 +30,16 @@ from flowrl.text import ChatTokenizer
 CPU_CACHE_BYTES = 1 << 30
 """vLLM would take nearly all memory of the machine for its KV cache, which on a CPU others need too."""
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes room for; adapters of others take that of the next."""
+
 
 class VLLM(EngineSpec):
     """A rollout engine that holds weights of its own, which `sync` fills.
 
     Args:
-        model, tensor_parallel, dtype, memory_fraction, max_model_len, max_num_seqs, prefix_caching, tolerance: as of
-            `flowrl.backends.engine.EngineSpec`. With `tensor_parallel` there are worker processes of vLLM's.
+        model, tensor_parallel, dtype, memory_fraction, max_model_len, max_num_seqs, prefix_caching, tolerance, lora:
+            as of `flowrl.backends.engine.EngineSpec`. With `tensor_parallel` there are worker processes of vLLM's.
         engine_args: further arguments of `vllm.LLM`, by name.
         kv_cache_bytes: of the KV cache; None is what `memory_fraction` leaves, or on a CPU without either, 1 GiB.
         sleep_level: 1 keeps the weights in CPU memory while the engine sleeps, 2 drops them, so that a sync must come
@@ -51,6 +56,9 @@ class VLLM(EngineSpec):
         "max_num_seqs": "max_num_seqs",
         "enable_prefix_caching": "prefix_caching",
         "enable_sleep_mode": "sleep_level",
+        "enable_lora": "lora",
+        "max_lora_rank": "lora",
+        "max_loras": "lora",
     }
     fixed: ClassVar[Sequence[str]] = ("logprobs_mode", "generation_config")
 
@@ -85,6 +93,7 @@ class VLLMEngine(RolloutEngine):
         super().__init__(spec, tokenizer, seed)
         self._spec = spec
         self._sender: Any = None  # to workers, where there are several
+        self._adapter: Any = None  # a request to use it, once there is one
         self._end: weakref.finalize[..., VLLMEngine]
         self._llm: Any = None
         self._start()
@@ -117,7 +126,8 @@ class VLLMEngine(RolloutEngine):
         prompts = [{"prompt_token_ids": ids} for ids in requests]
         each = [SamplingParams(**settings, seed=seed) for seed in seeds]
         try:
-            outputs = [output.outputs[0] for output in self._llm.generate(prompts, each, use_tqdm=False)]
+            answers = self._llm.generate(prompts, each, use_tqdm=False, lora_request=self._adapter)
+            outputs = [answer.outputs[0] for answer in answers]
         except Exception as error:
             raise EngineError(
                 f"vLLM failed while it answered {len(requests)} prompts ({type(error).__name__}: {error}); expected "
@@ -127,32 +137,46 @@ class VLLMEngine(RolloutEngine):
         return [_answer(output) for output in outputs]
 
     def _take(self, weights: Iterator[tuple[str, Tensor]], version: int, arrival: Arrival) -> str:
-        self._load(weights, arrival)
+        transport = self._load(weights, arrival) if self._spec.lora is None else self._adapt(weights, self._spec.lora)
         if not self._llm.reset_prefix_cache():
             raise SyncError(
                 "vLLM kept its prefix cache, which was computed with older weights; expected no request to be "
                 "under way during a sync. The next engine.sync(trainer) starts the engine anew."
             )
         self._llm.update_weight_version(str(version))
-        return "in process" if self._sender is None else "gloo"
+        return transport
 
-    def _load(self, weights: Iterator[tuple[str, Tensor]], arrival: Arrival) -> None:
+    def _adapt(self, weights: Iterator[tuple[str, Tensor]], lora: LoRA) -> str:
+        """Put another adapter in the place of the one before."""
+        from vllm.lora.request import LoRARequest
+
+        with tempfile.TemporaryDirectory(prefix="flowrl-lora-") as folder:
+            save_adapter(folder, dict(weights), lora)
+            self._llm.llm_engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
+        self._adapter = LoRARequest("policy", 1, folder)  # by its number: the folder is read no more
+        return "file"
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]], arrival: Arrival) -> str:
         if self._sender is None:
             from flowrl.backends.vllm_worker import pack_tied_heads
 
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             self._llm.apply_model(pack_tied_heads)
-        elif (received := self._sender.send(weights)) != {arrival.digest}:
+            return "in process"
+        if (received := self._sender.send(weights)) != {arrival.digest}:
             raise SyncError(
                 f"weights with the digest {arrival.digest} were sent to vLLM's workers, and what they received has "
                 f"{', '.join(sorted(received))}; expected the same in every worker. Sync again: the engine starts anew."
             )
+        return "gloo"
 
     def _score(self) -> tuple[list[float], bool]:
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
-        (output,) = self._llm.generate([{"prompt_token_ids": list(TOKENS)}], parameters, use_tqdm=False)
+        (output,) = self._llm.generate(
+            [{"prompt_token_ids": list(TOKENS)}], parameters, use_tqdm=False, lora_request=self._adapter
+        )
         pairs = zip(TOKENS[1:], output.prompt_logprobs[1:], strict=True)
         return [position[token].logprob for token, position in pairs], self._llm.model_config.dtype == torch.float32
 
@@ -165,7 +189,7 @@ class VLLMEngine(RolloutEngine):
         self._llm.wake_up()
 
     def _stop(self) -> None:
-        self._llm = self._sender = None
+        self._llm = self._sender = self._adapter = None
         self._end()
 
     def _start(self) -> None:
@@ -200,6 +224,9 @@ class VLLMEngine(RolloutEngine):
 
             arguments["worker_extension_cls"] = f"{vllm_worker.__name__}.Extension"
             arguments["weight_transfer_config"] = WeightTransferConfig(backend=vllm_worker.BACKEND)
+        if spec.lora is not None:
+            rank = next((held for held in LORA_RANKS if held >= spec.lora.r), spec.lora.r)
+            arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
         if spec.memory_fraction is not None:
             arguments["gpu_memory_utilization"] = spec.memory_fraction
         elif cpu and spec.kv_cache_bytes is None:

@@ -17,11 +17,13 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from flowrl.backends import LoRA, TorchRollout, TorchTrainer
 from flowrl.backends.torch_rollout import TorchRolloutEngine, next_token
+from flowrl.backends.torch_trainer import TorchTrainerEngine
 from flowrl.digest import named_weights, tensor_digest, weights_digest
 from flowrl.engines import Rollout, Sampled, Sampling
 from flowrl.errors import AsleepError, BindError, DataError, ParameterError, SyncError
 from flowrl.keys import Key
 from flowrl.text import assemble
+from tests.engines.answers import CONTEXT, AnswerTests
 from tests.models import EOS, PAD, VOCAB, char_tokenizer, tiny_folder
 
 KINDS = ["llama", "qwen2", "gpt2", "gemma2"]
@@ -59,6 +61,16 @@ class Context:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     path = tmp_path_factory.mktemp("models")
     return {kind: tiny_folder(path, kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def folder(folders: dict[str, str]) -> str:
+    return folders["llama"]
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: str) -> TorchTrainerEngine:
+    return TorchTrainer(folder, device="cpu").build(CONTEXT)
 
 
 @pytest.fixture
@@ -100,6 +112,19 @@ def full_log_probs(model: Any, prompts: Tensor, mask: Tensor, sampled: Sampled, 
 
 def as_lists(sampled: Sampled) -> list[list[int]]:
     return [row[mask].tolist() for row, mask in zip(sampled.responses, sampled.response_mask, strict=True)]
+
+
+# What every rollout engine must do
+
+
+class TestAnswers(AnswerTests):
+    """On PyTorch."""
+
+    @pytest.fixture
+    def engine(self, folder: str, trainer: TorchTrainerEngine) -> TorchRolloutEngine:
+        engine = TorchRollout(folder, device="cpu").build(CONTEXT)
+        engine.sync(trainer)
+        return engine
 
 
 # Agreement with transformers

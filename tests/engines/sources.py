@@ -39,6 +39,14 @@ class Altered:
     def log_probs(self, batch: Any) -> Tensor:
         return self._trainer.log_probs(batch)
 
+    # These are here since a Protocol need not look for them through __getattr__.
+    @property
+    def adapter_of(self) -> str:
+        return str(self._trainer.adapter_of)  # type: ignore[attr-defined]
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._trainer.adapter_weights()  # type: ignore[attr-defined]
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         weights = list(self._trainer.weights())
         for i, (name, tensor) in enumerate(weights):
@@ -57,8 +65,3 @@ class Altered:
                     raise ConnectionError("the link broke")
                 case unknown:
                     raise ValueError(f"no fault {unknown!r}")
-
-    @staticmethod
-    def batch(ids: Tensor, attention: Tensor, positions: Tensor, mask: Tensor, temperature: float) -> Batch:
-        """Sequences as `log_probs` reads them, all at one temperature."""
-        return Batch(ids, attention, positions, mask, torch.full((len(ids),), temperature))

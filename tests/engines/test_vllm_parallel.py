@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from flowrl.backends import TorchRollout, TorchTrainer
-from flowrl.backends.process import EngineError
+from flowrl.backends import VLLM, TorchRollout, TorchTrainer
 from flowrl.backends.torch_trainer import TorchTrainerEngine
-from flowrl.backends.vllm import VLLM, VLLMEngine
+from flowrl.backends.vllm import VLLMEngine
 from flowrl.digest import weights_digest
 from flowrl.engines import Sampled, Sampling
-from flowrl.errors import SyncError
+from flowrl.errors import EngineError, SyncError
 from flowrl.job import Engines
 from flowrl.keys import Key
 from tests.engines.sources import Altered
