@@ -232,7 +232,7 @@ class TestProcess:
         assert not any(path.exists() for path in segments)
         with pytest.raises(SyncError, match="no receipt"):
             engine.generate(prompts, mask, names(64), GREEDY, KEY)
-        engine.sync(trainer)
+        assert engine.sync(trainer).digest == weights_digest(trainer.weights())
         answers = rows(engine.generate(prompts[:2], mask[:2], names(2), GREEDY, KEY))
         assert answers == by_torch(trainer, folder, prompts[:2], mask[:2])
 
@@ -332,9 +332,11 @@ class TestOthers:
 @pytest.fixture(scope="module")
 def adapted(running: SGLangEngine, folder: str) -> Iterator[SGLangEngine]:
     running.close()
-    engine = SGLang(folder, lora=ADAPTER, **SETTINGS).build(CONTEXT)
-    yield engine
-    engine.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).with_name("unpinned")), prepend=os.pathsep)
+        engine = SGLang(folder, lora=ADAPTER, **SETTINGS).build(CONTEXT)
+        yield engine
+        engine.close()
 
 
 @pytest.mark.engines("sglang", "peft")

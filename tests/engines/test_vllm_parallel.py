@@ -115,18 +115,31 @@ def test_an_update_that_fails_is_mended_by_the_next(
     assert rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY)) == by_torch(trainer, folder)
 
 
-def test_a_worker_that_was_killed_is_named_and_replaced(
-    engine: VLLMEngine, trainer: TorchTrainerEngine, folder: str
+def test_a_worker_killed_while_it_generates_is_named_and_replaced(
+    engine: VLLMEngine, trainer: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.sync(trainer)
-    os.kill(min(children()), signal.SIGKILL)
+    segments = {name for names in engine._llm.collective_rpc("flowrl_shared_memory") for name in names}
+    assert any(Path("/dev/shm", name).exists() for name in segments)
+    step, steps = engine._llm.llm_engine.step, 0
+
+    def killing() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 5:  # some tokens are there
+            os.kill(min(children()), signal.SIGKILL)
+        return step()
+
+    monkeypatch.setattr(engine._llm.llm_engine, "step", killing)
     started = time.monotonic()
     with pytest.raises(EngineError, match="vLLM failed while it answered 3 prompts"):
         engine.generate(*prompts(engine), NAMES, GREEDY, KEY)
     assert time.monotonic() - started < 60
+    assert steps == 5
     assert engine.receipt is None
     assert not children()
-    engine.sync(trainer)
+    assert not any(Path("/dev/shm", name).exists() for name in segments)
+    assert engine.sync(trainer).digest == weights_digest(trainer.weights())
     assert rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY)) == by_torch(trainer, folder)
 
 
