@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 NOTE = "shared-memory.txt"
-"""In the folder of a group: the shared memory that it had when it was last looked at, a path a line."""
+"""In the folder of a group: the shared memory that it had when it was looked at, a path a line."""
 
 
 def main(life: int, group: int, folder: str) -> None:
@@ -34,17 +34,23 @@ def end_group(group: int, folder: Path) -> None:
         group: its number.
         folder: where `note_shared_memory` may have noted some, whose processes may have died since.
     """
-    note = folder / NOTE
-    noted = {Path(line) for line in note.read_text().splitlines()} if note.exists() else set()
-    for segment in noted | shared_memory(group):
+    for segment in _noted(folder) | shared_memory(group):
         segment.unlink(missing_ok=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
 def note_shared_memory(group: int, folder: Path) -> None:
-    """Write down, while there is somebody to look at, what shared memory a group has."""
-    (folder / NOTE).write_text("\n".join(map(str, shared_memory(group))))
+    """Write down, while there is somebody to look at, what shared memory a group has, besides what it had before."""
+    known = _noted(folder)
+    if new := shared_memory(group) - known:
+        (folder / NOTE).write_text("\n".join(map(str, known | new)))
+
+
+def _noted(folder: Path) -> set[Path]:
+    """What has been written down."""
+    note = folder / NOTE
+    return {Path(line) for line in note.read_text().splitlines()} if note.exists() else set()
 
 
 def shared_memory(group: int) -> set[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -23,6 +24,9 @@ from flowrl.errors import EngineError
 
 GRACE = 20.0
 """Seconds that we wait for processes to end that are ending."""
+
+PATIENCE = 0.5
+"""Seconds between looks at the shared memory of a group that is at work."""
 
 
 class EngineProcess:
@@ -97,6 +101,8 @@ class EngineProcess:
             EngineError: as `ask`.
         """
         try:
+            while not select.select([self._replies], [], [], PATIENCE)[0]:
+                note_shared_memory(self.pid, self._log.parent)  # it may die before it replies
             reply, _ = read_frame(self._replies)
         except (EOFError, ValueError):
             raise self._died(f"during {call}") from None

@@ -21,6 +21,7 @@ from torch import Tensor
 from flowrl.backends.arrival import Arrival
 from flowrl.backends.ending import Ending
 from flowrl.backends.engine import Answer, EngineSpec, RolloutEngine
+from flowrl.backends.handles import can_share, handles
 from flowrl.backends.probe import TOKENS
 from flowrl.backends.process import EngineProcess
 from flowrl.backends.torch_load import loading
@@ -145,10 +146,15 @@ class SGLangEngine(RolloutEngine):
         return [Answer(row["ids"], row["log_probs"], row["versions"], str(row["ended"])) for row in rows]
 
     def _take(self, weights: Iterator[tuple[str, Tensor]], version: int, arrival: Arrival) -> str:
+        transport = "pipe"
         if self._spec.lora is None:
             self._ask("begin")
             for bucket in _buckets(weights):
-                self._ask("take", save(bucket))
+                if can_share(bucket.values()):
+                    transport = "cuda ipc"
+                    self._ask("open", handles(bucket))
+                else:
+                    self._ask("take", save({name: tensor.cpu().contiguous() for name, tensor in bucket.items()}))
             received = combine(self._ask("end", version=str(version))["digests"])
         else:
             adapter = {name: tensor.cpu().contiguous() for name, tensor in weights}
@@ -159,7 +165,7 @@ class SGLangEngine(RolloutEngine):
                 f"the weights of version {version} have the digest {arrival.digest}, and SGLang's process received "
                 f"{received}; expected the same on both sides: call engine.sync(trainer) again."
             )
-        return "pipe"
+        return transport
 
     def _score(self) -> tuple[list[float], bool]:
         return self._ask("score", tokens=list(TOKENS))["log_probs"], self._about["dtype"] == "float32"
@@ -300,14 +306,14 @@ def _plain_model(model: str, folder: str) -> str:
 
 
 def _buckets(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Weights in CPU memory, some at a time."""
+    """Weights, some at a time."""
     bucket: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
         if bucket and size + tensor.nbytes > BUCKET_BYTES:
             yield bucket
             bucket, size = {}, 0
-        bucket[name] = tensor.cpu().contiguous()
+        bucket[name] = tensor
         size += tensor.nbytes
     if bucket:
         yield bucket

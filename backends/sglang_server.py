@@ -13,9 +13,11 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import load
+from torch import Tensor
 
 from flowrl.backends.ending import Watch
 from flowrl.backends.frames import read_frame, write_frame
+from flowrl.backends.handles import opened
 from flowrl.digest import tensor_digest
 from flowrl.text import ChatTokenizer
 
@@ -117,7 +119,13 @@ class Server:
 
     def take(self, body: bytes) -> None:
         """Some weights, as safetensors."""
-        tensors = load(body)
+        self._update(load(body))
+
+    def open(self, body: bytes) -> None:
+        """Some weights, as handles; SGLang hands on handles of its own, which memory of another process has not."""
+        self._update({name: tensor.clone() for name, tensor in opened(body).items()})
+
+    def _update(self, tensors: dict[str, Tensor]) -> None:
         self.digests |= {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
         _require(self.engine.update_weights_from_tensor(list(tensors.items()), flush_cache=False))
 

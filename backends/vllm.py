@@ -163,12 +163,13 @@ class VLLMEngine(RolloutEngine):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             self._llm.apply_model(pack_tied_heads)
             return "in process"
-        if (received := self._sender.send(weights)) != {arrival.digest}:
+        received, transport = self._sender.send(weights)
+        if received != {arrival.digest}:
             raise SyncError(
                 f"weights with the digest {arrival.digest} were sent to vLLM's workers, and what they received has "
                 f"{', '.join(sorted(received))}; expected the same in every worker. Sync again: the engine starts anew."
             )
-        return "gloo"
+        return str(transport)
 
     def _score(self) -> tuple[list[float], bool]:
         from vllm import SamplingParams

@@ -96,6 +96,15 @@ class TestProcess:
         process.close()
         self.refuse_leftovers(process, told)
 
+    def test_what_it_makes_before_it_dies_in_a_request_is_removed(self, process: EngineProcess) -> None:
+        """As an engine that dies while it starts."""
+        with pytest.raises(EngineError, match="process of Toy exited with 3 during grow") as caught:
+            process.ask("grow")
+        name = str(caught.value).split()[-1]
+        assert Path("/dev/shm", name).exists()
+        process.close()
+        assert not Path("/dev/shm", name).exists()
+
     def test_closed_it_leaves_nothing(self, process: EngineProcess) -> None:
         told = process.ask("echo")
         assert shared_memory(process.pid) == {Path("/dev/shm", told["memory"])}

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.multiprocessing
 from torch import Tensor
 
 from flowrl.backends.torch_trainer import TorchTrainerEngine
+
+
+@contextmanager
+def shared_by_name() -> Iterator[None]:
+    """Processes that are not related open CPU tensors by the names of files, and not by descriptors."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
 
 
 class Batch(NamedTuple):

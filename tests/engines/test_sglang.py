@@ -49,6 +49,7 @@ from tests.engines.answers import (
     rows,
     to_score,
 )
+from tests.engines.sources import shared_by_name
 from tests.jobs import job_of
 from tests.models import EOS, tiny_folder
 from tests.rewards import asked_for
@@ -165,6 +166,18 @@ class TestSync(SyncTests):
     ) -> None:
         monkeypatch.setattr("flowrl.backends.sglang.BUCKET_BYTES", 20_000)
         assert engine.sync(other).digest == weights_digest(other.weights())
+        prompts, mask = ragged(engine, [4, 9, 1])
+        answers = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+        assert answers == by_torch(other, folder, prompts, mask)
+
+    def test_its_process_opens_what_is_shared_with_it(
+        self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As tensors of a GPU are; here by shared memory."""
+        monkeypatch.setattr("flowrl.backends.sglang.can_share", lambda tensors: True)
+        with shared_by_name():
+            receipt = engine.sync(other)
+        assert (receipt.digest, receipt.transport) == (weights_digest(other.weights()), "cuda ipc")
         prompts, mask = ragged(engine, [4, 9, 1])
         answers = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
         assert answers == by_torch(other, folder, prompts, mask)
