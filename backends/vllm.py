@@ -24,7 +24,7 @@ from flowrl.backends.engine import Answer, EngineSpec, RolloutEngine
 from flowrl.backends.probe import TOKENS
 from flowrl.backends.torch_lora import LoRA, save_adapter
 from flowrl.engines import BuildContext, Sampling
-from flowrl.errors import BindError, EngineError, SyncError
+from flowrl.errors import BindError, EngineError, ParameterError, SyncError
 from flowrl.text import ChatTokenizer
 
 CPU_CACHE_BYTES = 1 << 30
@@ -65,6 +65,14 @@ class VLLM(EngineSpec):
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     sleep_level: Literal[1, 2] = 1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora is not None and self.sleep_level == 2:
+            raise ParameterError(
+                "with lora=... a sync brings the adapter alone, and sleep_level=2 drops the weights that it is added "
+                "to; set sleep_level=1, or drop lora"
+            )
+
     def build(self, context: BuildContext) -> VLLMEngine:
         """Start the engine; it holds no receipt yet.
 
@@ -78,8 +86,8 @@ class VLLM(EngineSpec):
 class VLLMEngine(RolloutEngine):
     """A live `VLLM`; see `RolloutEngine` for what it does.
 
-    With one device the weights pass through one tensor at a time, within this process; with more they are broadcast to
-    vLLM's workers.
+    With one device the weights pass through one tensor at a time, within this process; with more they go to vLLM's
+    workers; see `flowrl.backends.vllm_worker`. An adapter goes through a temporary folder.
 
     Args:
         spec: what to start.

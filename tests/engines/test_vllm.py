@@ -227,6 +227,11 @@ def test_arguments_that_flowrl_sets_are_refused(name: str, words: str) -> None:
         VLLM("somewhere", engine_args={name: 1})
 
 
+def test_weights_that_an_adapter_is_added_to_are_not_dropped() -> None:
+    with pytest.raises(ParameterError, match="sleep_level=2 drops the weights"):
+        VLLM("somewhere", lora=ADAPTER, sleep_level=2)
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma2"])
 def test_the_weights_that_are_due_are_those_that_a_trainer_sends(tmp_path: Any, kind: str) -> None:
     folder = tiny_folder(tmp_path, kind)
