@@ -1,10 +1,11 @@
-"""Tensors that another process opens by their handles, on a CPU: by shared memory."""
+"""Tensors that another process opens by their handles: by CUDA IPC, or on a CPU by shared memory."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from flowrl.backends.handles import can_share, handles, opened
@@ -18,14 +19,16 @@ from flowrl.digest import weights_digest
 
 tensors = opened(sys.stdin.buffer.read())
 digest = weights_digest(tensors.items())
-tensors["b"].fill_(7)
+assert tensors["b"].fill_(7).tolist() == [7] * 5
 print(digest)
 """
 
 
-def test_another_process_opens_the_very_memory() -> None:
-    base = torch.arange(24, dtype=torch.float32).view(4, 6)
-    tensors = {"a": base[1:3, ::2], "b": torch.ones(5, dtype=torch.bfloat16)}
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_another_process_opens_the_very_memory(device: str) -> None:
+    base = torch.arange(24, dtype=torch.float32, device=device).view(4, 6)
+    tensors = {"a": base[1:3, ::2], "b": torch.ones(5, dtype=torch.bfloat16, device=device)}
+    assert can_share(tensors.values()) == (device == "cuda")
     digest = weights_digest(tensors.items())
     with shared_by_name():
         data = handles(tensors)
@@ -40,7 +43,3 @@ def test_what_is_opened_here_is_the_same_memory() -> None:
     with shared_by_name():
         opened(handles({"a": tensor}))["a"].fill_(2)
     assert tensor.tolist() == [2] * 3
-
-
-def test_tensors_in_cpu_memory_have_no_handles_of_a_gpu() -> None:
-    assert not can_share([torch.zeros(2)])
