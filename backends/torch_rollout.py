@@ -17,12 +17,15 @@ from torch import LongTensor, Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache, PreTrainedModel
 
+from flowrl.backends.arrival import weights_for
+from flowrl.backends.ending import Ending
+from flowrl.backends.prompts import check_prompts
 from flowrl.backends.torch_load import Folder, load_causal_lm
 from flowrl.backends.torch_lora import Adapter, LoRA, require_peft
 from flowrl.backends.torch_mesh import device_of
 from flowrl.backends.torch_sleep import Residence, Resident
 from flowrl.digest import combine, named_weights, tensor_digest, weights_digest
-from flowrl.engines import Adapted, BuildContext, Sampled, Sampling, Trainer
+from flowrl.engines import BuildContext, Sampled, Sampling, Trainer
 from flowrl.errors import BindError, DataError, SyncError
 from flowrl.keys import Key
 from flowrl.records import Receipt
@@ -188,7 +191,7 @@ class TorchRolloutEngine(Resident):
         due: dict[str, str] = {}
         received: dict[str, Tensor] = {}
         size = 0
-        for name, tensor in self._sent(source):
+        for name, tensor in weights_for(self._adapter_of, source):
             if name not in held:
                 faults.append(f"{name} is unexpected")
             elif held[name].shape != tensor.shape:
@@ -218,19 +221,6 @@ class TorchRolloutEngine(Resident):
         """The weights that `sync` fills, by the names under which they come."""
         return dict(named_weights(self.model)) if self._adapter is None else self._adapter.weights()
 
-    def _sent(self, source: Trainer) -> Iterator[tuple[str, Tensor]]:
-        """The weights that `source` has for this engine."""
-        if self._adapter is None:
-            return source.weights()
-        if not isinstance(source, Adapted) or source.adapter_of != self._adapter_of:
-            found = f"one over {source.adapter_of}" if isinstance(source, Adapted) else "none"
-            raise SyncError(
-                f"this engine takes an adapter over {self._adapter_of}, and {type(source).__name__} at version "
-                f"{source.version} has {found}; expected the same: bind actor=TorchTrainer(model, lora=...) and "
-                f"rollout=TorchRollout(model, lora=...) with one folder and one LoRA, or the rollout without lora."
-            )
-        return source.adapter_weights()
-
     def _load(self, received: dict[str, Tensor]) -> None:
         """Put weights, which are complete and in the engine's dtype, where the model keeps them."""
         slots = self.model.state_dict() if self._adapter is None else self._held()
@@ -248,10 +238,11 @@ class TorchRolloutEngine(Resident):
     ) -> Sampled:
         """Sample one response per row, by `next_token`.
 
-        A response ends with EOS or a stop token, which is part of it, or after `sampling.max_new_tokens`. Row ``i``
-        uses ``key.uniforms(row_ids)[i]`` and nothing of the other rows, so it gets the same tokens in any order and
-        any batch, but for rounding: kernels that sum in another order for another batch size move probabilities by
-        about 1e-7, and so may move a draw that falls within that of the edge between two tokens.
+        A response ends with EOS, a stop token, or the token that completes a stop string, which is part of it, or after
+        `sampling.max_new_tokens`. Row ``i`` uses ``key.uniforms(row_ids)[i]`` and nothing of the other rows, so it gets
+        the same tokens in any order and any batch, but for rounding: kernels that sum in another order for another
+        batch size move probabilities by about 1e-7, and so may move a draw that falls within that of the edge between
+        two tokens.
 
         Args:
             prompts: int64 ``[batch prompt]``, padded on the left.
@@ -272,7 +263,15 @@ class TorchRolloutEngine(Resident):
             if isinstance(engine, Resident):
                 engine.residence.require_awake("generate")
         self._check_receipt()
-        self._check_prompts(prompts, prompt_mask, row_ids, sampling)
+        check_prompts(
+            prompts,
+            prompt_mask,
+            row_ids,
+            sampling,
+            vocabulary=cast(Any, self.model.get_input_embeddings()).num_embeddings,
+            positions=getattr(self.model.config.get_text_config(), "max_position_embeddings", None),
+            folder=self.tokenizer.folder,
+        )
         rows, device = len(prompts), self.model.device
         sampled = Sampled(
             torch.full((rows, sampling.max_new_tokens), self.tokenizer.pad_id, device=device),
@@ -291,7 +290,9 @@ class TorchRolloutEngine(Resident):
     def _fill(self, prompts: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling, sampled: Sampled) -> None:
         """Sample the responses of some rows into `sampled`; rows that end leave the batch."""
         rows, width = prompts.shape
-        stops = torch.tensor([self.tokenizer.eos_id, *sampling.stop_token_ids], device=prompts.device)
+        ending = Ending(self.tokenizer, sampling)
+        stops = torch.tensor(ending.token_ids, dtype=torch.int64, device=prompts.device)
+        watches = [ending.watch() for _ in range(rows)] if ending.stop else []
         cache = DynamicCache(config=self.model.config)
         first, copies = unique_rows(prompts.masked_fill(~mask, -1))
         ids = prompts.masked_fill(~mask, 0)  # padding may hold anything, ids that the vocabulary lacks included
@@ -306,7 +307,11 @@ class TorchRolloutEngine(Resident):
             sampled.responses[live, t] = tokens
             sampled.response_mask[live, t] = True
             sampled.log_probs[live, t] = log_probs
-            on = (~torch.isin(tokens, stops)).nonzero().squeeze(1)
+            ended = torch.isin(tokens, stops)
+            if watches:
+                pairs = zip(live.tolist(), tokens.tolist(), strict=True)
+                ended |= torch.tensor([watches[row].completes(token) for row, token in pairs], device=ended.device)
+            on = (~ended).nonzero().squeeze(1)
             if len(on) == 0 or t + 1 == sampling.max_new_tokens:
                 return
             if len(on) < len(live):
@@ -337,36 +342,6 @@ class TorchRolloutEngine(Resident):
                 f"the weights that this rollout engine shares are at version {self._shares.version}, but its receipt "
                 f"is of version {self._receipt.version}, so its rows would bear the wrong version; call "
                 f"engine.sync(trainer) after each update (in a graph: end the step with Sync()(actor))."
-            )
-
-    def _check_prompts(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling) -> None:
-        if prompts.ndim != 2 or mask.shape != prompts.shape or mask.dtype != torch.bool or len(row_ids) != len(prompts):
-            raise DataError(
-                f"prompts are {tuple(prompts.shape)} with a {mask.dtype} mask {tuple(mask.shape)} and {len(row_ids)} "
-                f"row ids; expected two [batch prompt] tensors, the mask a bool, and one id per row."
-            )
-        if len(prompts) == 0:
-            return
-        holes = (~mask[:, -1]) | (mask[:, :-1] & ~mask[:, 1:]).any(1)
-        if holes.any():
-            raise DataError(
-                f"prompt {int(holes.nonzero()[0])} is empty, padded on the right, or has a hole in its mask; expected "
-                f"tokens padded on the left, as tokenizer.pad_left(rows) makes them."
-            )
-        vocabulary = cast(Any, self.model.get_input_embeddings()).num_embeddings
-        tokens = prompts[mask]
-        if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
-            raise DataError(
-                f"prompts hold token ids from {int(tokens.min())} to {int(tokens.max())}, but the model's "
-                f"vocabulary is 0 to {vocabulary - 1}; make prompts with its own tokeniser ({self.tokenizer.folder!r})."
-            )
-        longest = int(mask.sum(1).max())
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and longest + sampling.max_new_tokens > limit:
-            raise DataError(
-                f"the longest prompt has {longest} tokens, and {longest} + max_new_tokens={sampling.max_new_tokens} is "
-                f"more than the model's {limit} positions; lower max_new_tokens, or drop prompts of more than "
-                f"{limit - sampling.max_new_tokens} tokens."
             )
 
 

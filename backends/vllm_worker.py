@@ -1,8 +1,8 @@
-"""How weights reach the worker processes of a tensor-parallel vLLM: by broadcast, through its weight-transfer API.
+"""How weights reach the worker processes of a tensor-parallel vLLM: through its weight-transfer API.
 
-vLLM imports this module in each of its workers. Tensors go through CPU memory (gloo), so that it is of no matter where
-trainer and workers have them: NCCL cannot join two processes that share one GPU, and a CPU has neither NCCL nor CUDA
-IPC. Each worker takes what is its share of a tensor.
+vLLM imports this module in each of its workers. They open tensors on GPUs where they are (CUDA IPC), and others go
+through CPU memory (gloo): NCCL cannot join two processes that share one GPU, and a CPU has neither. Each worker takes
+what is its share of a tensor.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from flowrl.backends.handles import can_share, handles, opened
 from flowrl.digest import combine, tensor_digest
 
 BACKEND = "flowrl"
@@ -42,11 +43,12 @@ class Meeting(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What the next broadcasts carry, in order: names, names of dtypes, shapes."""
+    """Some tensors: handles of them, or what the next broadcasts carry, in order: names, names of dtypes, shapes."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
+    handles: bytes
 
 
 class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
@@ -73,9 +75,13 @@ class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
 
     def receive_weights(self, update_info: Bucket) -> None:
         """Receive the tensors of a bucket one by one, and take this worker's share of each."""
+        shared = opened(update_info.handles) if update_info.handles else None
         for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            _broadcast(self._group, tensor)
+            if shared is None:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+                _broadcast(self._group, tensor)
+            else:
+                tensor = shared[name]
             self.digests[name] = tensor_digest(name, tensor)
             self.model.load_weights([(name, tensor)])
 
@@ -135,22 +141,26 @@ class Sender:
             self._group = _join(store, 0, world)
             joined.result()
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Carry weights to every worker; returns the digests that the workers took of what came."""
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], str]:
+        """Carry weights to every worker; returns the digests that the workers took of what came, and the transport."""
         self._llm.start_weight_update()
+        transport = "gloo"
         with ThreadPoolExecutor(1) as pool:
             for bucket in _buckets(weights):
+                shared = can_share([tensor for _, tensor in bucket])
+                transport = "cuda ipc" if shared else "gloo"
                 info = Bucket(
                     [name for name, _ in bucket],
                     [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
                     [list(tensor.shape) for _, tensor in bucket],
+                    handles(dict(bucket)) if shared else b"",
                 )
                 received = pool.submit(self._llm.update_weights, {"update_info": asdict(info)})
-                for _, tensor in bucket:
+                for _, tensor in [] if shared else bucket:
                     _broadcast(self._group, tensor.cpu().contiguous())
                 received.result()
         self._llm.finish_weight_update()
-        return set(self._llm.collective_rpc("flowrl_digest"))
+        return set(self._llm.collective_rpc("flowrl_digest")), transport
 
 
 def _join(store: Any, rank: int, world_size: int) -> Any:

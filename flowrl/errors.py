@@ -85,5 +85,9 @@ class AsleepError(FlowrlError, RuntimeError):
     """An engine was asked to compute while it sleeps."""
 
 
+class EngineError(FlowrlError, RuntimeError):
+    """An engine that runs code of others (vLLM, SGLang) died, or failed; the next sync starts it anew."""
+
+
 class RankError(FlowrlError, RuntimeError):
     """Another rank of the same engine failed, so this one cannot go on."""

@@ -7,7 +7,8 @@ again need not give the same ids.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -73,6 +74,11 @@ class ChatTokenizer:
         """The number of tokens, added ones included (a model may have more embeddings than that, never fewer)."""
         return len(self._tokenizer)
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of the tokens that have no text."""
+        return frozenset(self._tokenizer.all_special_ids)
+
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids of a conversation by the chat template, up to where the assistant is to go on.
 
@@ -113,6 +119,11 @@ class ChatTokenizer:
         kept = [int(i) for i in ids if i != self.pad_id]
         if kept and (kept[-1] == self.eos_id or kept[-1] in stop_token_ids):
             kept.pop()
+        return self.text(kept)
+
+    def text(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, without that of special tokens."""
+        kept = [int(i) for i in ids]
         return cast(str, self._tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def pad_left(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

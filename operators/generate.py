@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import Annotated, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +42,10 @@ class Generate(Operator):
         top_p: keep the smallest set of tokens that reaches this probability; 1 keeps all.
         max_new_tokens: a response is at most so long.
         stop_token_ids: tokens that end a response, besides the tokeniser's EOS.
+        stop: strings that end a response, once its text contains one. The response ends with the token that completes
+            the string, and all of that token is part of it, so that the text may go on past the string. Special tokens
+            are no text; they go into `stop_token_ids`.
+        ignore_eos: EOS does not end a response; stop tokens and strings still do.
         rollout: the engine.
 
     Raises:
@@ -54,6 +58,8 @@ class Generate(Operator):
     top_p: float = Field(default=1.0, gt=0, le=1)
     max_new_tokens: int = Field(default=1024, ge=1)
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    ignore_eos: bool = False
     rollout: Reads[Rollout] = Role("rollout")
 
     @property
@@ -69,7 +75,15 @@ class Generate(Operator):
                 "the rollout engine has no receipt for its weights, so nobody knows which policy would answer; "
                 "expected a sync first: Sync()(updated), or `with job.eager():`, which syncs at its start."
             )
-        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, self.stop_token_ids)
+        sampling = Sampling(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.max_new_tokens,
+            self.stop_token_ids,
+            self.stop,
+            self.ignore_eos,
+        )
         sampled = engine.generate(prompts.prompts, prompts.prompt_mask, list(prompts.row_id), sampling, key)
         input_ids, attention_mask, position_ids = assemble(
             prompts.prompts, prompts.prompt_mask, sampled.responses, sampled.response_mask

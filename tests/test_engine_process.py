@@ -18,16 +18,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from flowrl.backends import TorchTrainer, sglang
 from flowrl.backends.arrival import Arrival, weight_shapes
 from flowrl.backends.frames import read_frame, write_frame
 from flowrl.backends.keeper import keep, members, shared_memory
-from flowrl.backends.process import EngineError, EngineProcess
+from flowrl.backends.process import EngineProcess
 from flowrl.backends.sglang import SGLang
 from flowrl.digest import weights_digest
-from flowrl.errors import SyncError
+from flowrl.errors import EngineError, SyncError
 from flowrl.job import Engines
 from tests.models import tiny_folder
 
@@ -97,6 +96,15 @@ class TestProcess:
         assert str(told["child"]) in {path.name for path in members(process.pid)}  # an orphan, until it is closed
         process.close()
         self.refuse_leftovers(process, told)
+
+    def test_what_it_makes_before_it_dies_in_a_request_is_removed(self, process: EngineProcess) -> None:
+        """As an engine that dies while it starts."""
+        with pytest.raises(EngineError, match="process of Toy exited with 3 during grow") as caught:
+            process.ask("grow")
+        name = str(caught.value).split()[-1]
+        assert Path("/dev/shm", name).exists()
+        process.close()
+        assert not Path("/dev/shm", name).exists()
 
     def test_closed_it_leaves_nothing(self, process: EngineProcess) -> None:
         told = process.ask("echo")
@@ -170,18 +178,6 @@ class TestProcess:
         assert os.environ.get("COLOUR") is None
 
 
-class Source:
-    """A trainer that sends what it is told to."""
-
-    version = 4
-
-    def __init__(self, sent: list[tuple[str, Tensor]]) -> None:
-        self.sent = sent
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.sent
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma2"])
 def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, kind)
@@ -189,7 +185,7 @@ def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> 
     sent = {name: tensor.shape for name, tensor in trainer.weights()}
     assert weight_shapes(folder) == sent
     arrival = Arrival(sent, folder)
-    assert [name for name, _ in arrival.pass_on(trainer)] == list(sent)
+    assert [name for name, _ in arrival.pass_on(trainer.weights(), 0)] == list(sent)
     assert arrival.digest == weights_digest(trainer.weights())
     assert arrival.nbytes == sum(tensor.nbytes for _, tensor in trainer.weights())
 
@@ -204,10 +200,10 @@ def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> 
     ],
 )
 def test_other_weights_are_refused(sent: list[tuple[str, tuple[int, ...]]], words: str) -> None:
-    source = Source([(name, torch.zeros(shape)) for name, shape in sent])
+    weights = [(name, torch.zeros(shape)) for name, shape in sent]
     arrival = Arrival({"a": torch.Size((2, 3)), "b": torch.Size((4,))}, "folder")
     with pytest.raises(SyncError, match=rf"weights of version 4 are not those of 'folder': {words}"):
-        list(arrival.pass_on(source))  # type: ignore[arg-type]
+        list(arrival.pass_on(weights, 4))
 
 
 def test_ranks_of_sglang_draw_from_generators_of_their_own(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

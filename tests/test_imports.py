@@ -137,6 +137,10 @@ def test_flowrl_and_its_graphs_load_neither_engines_nor_transformers() -> None:
     assert loaded_by(*graphs).isdisjoint({"ray", "vllm", "sglang", "transformers"})
 
 
+def test_backends_load_no_engine_before_one_is_built() -> None:
+    assert loaded_by("flowrl.backends").isdisjoint({"ray", "vllm", "sglang", "peft"})
+
+
 def test_no_module_of_the_kernel_loads_an_optional_package() -> None:
     # Ray is for jobs that have a place: nothing but flowrl.distributed imports it, and only where such a job is opened.
     light = {"flowrl.distributed", *(f"flowrl.distributed.{name}" for name in ("place", "shards", "wire"))}

@@ -17,11 +17,13 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from flowrl.backends import LoRA, TorchRollout, TorchTrainer
 from flowrl.backends.torch_rollout import TorchRolloutEngine, next_token
+from flowrl.backends.torch_trainer import TorchTrainerEngine
 from flowrl.digest import named_weights, tensor_digest, weights_digest
 from flowrl.engines import Rollout, Sampled, Sampling
 from flowrl.errors import AsleepError, BindError, DataError, ParameterError, SyncError
 from flowrl.keys import Key
 from flowrl.text import assemble
+from tests.engines.answers import CONTEXT, AnswerTests
 from tests.models import EOS, PAD, VOCAB, char_tokenizer, tiny_folder
 
 KINDS = ["llama", "qwen2", "gpt2", "gemma2"]
@@ -59,6 +61,16 @@ class Context:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     path = tmp_path_factory.mktemp("models")
     return {kind: tiny_folder(path, kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def folder(folders: dict[str, str]) -> str:
+    return folders["llama"]
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: str) -> TorchTrainerEngine:
+    return TorchTrainer(folder, device="cpu").build(CONTEXT)
 
 
 @pytest.fixture
@@ -100,6 +112,19 @@ def full_log_probs(model: Any, prompts: Tensor, mask: Tensor, sampled: Sampled, 
 
 def as_lists(sampled: Sampled) -> list[list[int]]:
     return [row[mask].tolist() for row, mask in zip(sampled.responses, sampled.response_mask, strict=True)]
+
+
+# What every rollout engine must do
+
+
+class TestAnswers(AnswerTests):
+    """On PyTorch."""
+
+    @pytest.fixture
+    def engine(self, folder: str, trainer: TorchTrainerEngine) -> TorchRolloutEngine:
+        engine = TorchRollout(folder, device="cpu").build(CONTEXT)
+        engine.sync(trainer)
+        return engine
 
 
 # Agreement with transformers
@@ -389,7 +414,7 @@ def test_prompts_that_the_model_cannot_take(engine: TorchRolloutEngine) -> None:
     outside = prompts.clone()
     outside[0, 0] = VOCAB
     refused(outside, mask, rf"to {VOCAB}, but the model's vocabulary is 0 to {VOCAB - 1}")
-    refused(prompts, mask, r"5 \+ max_new_tokens=252 .* the model's 256 pos", replace(SAMPLED, max_new_tokens=252))
+    refused(prompts, mask, r"5 \+ max_new_tokens=252 .* the 256 tokens that", replace(SAMPLED, max_new_tokens=252))
     # Padding counts neither as length nor as vocabulary.
     padded = torch.nn.functional.pad(prompts, (200, 0), value=10**6), torch.nn.functional.pad(mask, (200, 0))
     same = engine.generate(prompts, mask, names(2), replace(GREEDY, max_new_tokens=100), KEY)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 from flowrl.backends.frames import read_frame, write_frame
+from flowrl.backends.keeper import NOTE
 
 
 def main(requests: int, replies: int) -> None:
@@ -26,6 +29,14 @@ def main(requests: int, replies: int) -> None:
                 case "fail":
                     write_frame(outgoing, {"error": "ValueError: no"})
                 case "die":
+                    os._exit(3)
+                case "grow":  # and die, once it is noted
+                    more = SharedMemory(create=True, size=4096)
+                    resource_tracker.unregister(more._name, "shared_memory")  # type: ignore[attr-defined]
+                    print(more.name, flush=True)
+                    note = Path(os.environ["TMPDIR"], NOTE)
+                    while not note.exists() or more.name not in note.read_text():
+                        time.sleep(0.01)
                     os._exit(3)
                 case "half":
                     outgoing.write(b"\0" * 7)

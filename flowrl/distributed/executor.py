@@ -16,6 +16,7 @@ from flowrl.distributed.faults import HostDiedError
 from flowrl.distributed.hosts import Hosts, refuse_unplaceable, roles_of
 from flowrl.distributed.place import Place, lay_out
 from flowrl.distributed.walk import Traffic, Walk, refuse_unequal
+from flowrl.errors import EngineError, NodeError
 from flowrl.executor import StepResult
 from flowrl.graph import Graph
 from flowrl.plan import Plan
@@ -95,22 +96,24 @@ class Weights:
 
     def protect(self, act: Callable[[], T]) -> T:
         """Do something; where a process dies in it, rebuild the role, take all roles back to what was kept, and do
-        it again.
+        it again. An engine that ended itself (`EngineError`) is started anew by the sync that comes with that.
 
         Raises:
-            HostDiedError: the place says ``restart="never"``, or it happened too often.
+            NodeError: the place says ``restart="never"``, or it happened too often.
         """
-        lost: HostDiedError | None = None
+        lost: NodeError | None = None
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 if lost is not None and self._kept is not None:
-                    self.hosts.rebuild(lost.host)
+                    if isinstance(lost, HostDiedError):
+                        self.hosts.rebuild(lost.host)
                     self.load(self._kept)
                 return act()
-            except HostDiedError as error:
-                if self._kept is None or attempt == _ATTEMPTS:
+            except NodeError as error:
+                mends = isinstance(error, HostDiedError) or isinstance(error.__cause__, EngineError)
+                if not mends or self._kept is None or attempt == _ATTEMPTS:
                     raise
-                logger.warning("%s It is rebuilt, and that is done again.", error)
+                logger.warning("%s\nWhat was lost is rebuilt and synced, and that is done again.", error)
                 lost = error
         raise AssertionError("unreachable")
 

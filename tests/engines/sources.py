@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.multiprocessing
 from torch import Tensor
 
 from flowrl.backends.torch_trainer import TorchTrainerEngine
+
+
+@contextmanager
+def shared_by_name() -> Iterator[None]:
+    """Processes that are not related open CPU tensors by the names of files, and not by descriptors."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
 
 
 class Batch(NamedTuple):
@@ -39,6 +52,14 @@ class Altered:
     def log_probs(self, batch: Any) -> Tensor:
         return self._trainer.log_probs(batch)
 
+    # These are here since a Protocol need not look for them through __getattr__.
+    @property
+    def adapter_of(self) -> str:
+        return str(self._trainer.adapter_of)  # type: ignore[attr-defined]
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._trainer.adapter_weights()  # type: ignore[attr-defined]
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         weights = list(self._trainer.weights())
         for i, (name, tensor) in enumerate(weights):
@@ -57,8 +78,3 @@ class Altered:
                     raise ConnectionError("the link broke")
                 case unknown:
                     raise ValueError(f"no fault {unknown!r}")
-
-    @staticmethod
-    def batch(ids: Tensor, attention: Tensor, positions: Tensor, mask: Tensor, temperature: float) -> Batch:
-        """Sequences as `log_probs` reads them, all at one temperature."""
-        return Batch(ids, attention, positions, mask, torch.full((len(ids),), temperature))

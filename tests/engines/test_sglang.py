@@ -5,7 +5,6 @@ The engine is shared; a test that ends it leaves it to the next sync to start it
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import os
@@ -15,29 +14,42 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
 
 from flowrl import PromptData, Training
-from flowrl.backends import AdamW, TorchTrainer
+from flowrl.backends import AdamW, SGLang, TorchTrainer
+from flowrl.backends.ending import Ending
 from flowrl.backends.keeper import members, shared_memory
-from flowrl.backends.process import EngineError, EngineProcess
-from flowrl.backends.sglang import SGLang, SGLangEngine
+from flowrl.backends.process import EngineProcess
+from flowrl.backends.sglang import SGLangEngine
 from flowrl.backends.torch_trainer import TorchTrainerEngine
 from flowrl.digest import weights_digest
 from flowrl.distributed.place import Colocate
-from flowrl.engines import Rollout, Sampling, Sleeper
-from flowrl.errors import AsleepError, BindError, DataError, ParameterError, SyncError
-from flowrl.records import Receipt
-from tests.engines.answers import CONTEXT, GREEDY, KEY, by_torch, logits_of, names, ragged, rows, to_score
-from tests.engines.sources import Altered
+from flowrl.engines import Sampling
+from flowrl.errors import BindError, DataError, EngineError, ParameterError, SyncError
+from tests.engines.answers import (
+    ADAPTER,
+    CONTEXT,
+    GREEDY,
+    KEY,
+    AdapterTests,
+    AnswerTests,
+    SyncTests,
+    by_torch,
+    names,
+    ragged,
+    rows,
+    to_score,
+)
+from tests.engines.sources import shared_by_name
 from tests.jobs import job_of
-from tests.models import EOS, VOCAB, tiny_folder
+from tests.models import EOS, tiny_folder
 from tests.rewards import asked_for
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 64}
@@ -110,96 +122,21 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.engines("sglang")
 @pytest.mark.timeout(600)
-class TestTokens:
-    def test_it_is_a_rollout_that_sleeps(self, engine: SGLangEngine) -> None:
-        assert isinstance(engine, Rollout)
-        assert isinstance(engine, Sleeper)
+class TestAnswers(AnswerTests):
+    """On SGLang."""
 
-    def test_greedy_tokens_are_those_of_transformers(
-        self, engine: SGLangEngine, trainer: TorchTrainerEngine, folder: str
-    ) -> None:
-        prompts, mask = ragged(engine, [1, 7, 3, 40, 12, 130])
-        answers = rows(engine.generate(prompts, mask, names(6), GREEDY, KEY))
-        assert answers == by_torch(trainer, folder, prompts, mask)
+    nucleus_of_whole = True
 
-    @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.4])
-    def test_log_probs_are_those_of_the_trainer(
-        self, engine: SGLangEngine, trainer: TorchTrainerEngine, temperature: float
-    ) -> None:
-        prompts, mask = ragged(engine, [3, 1, 25, 131, 9, 2, 60, 4])
-        sampled = engine.generate(prompts, mask, names(8), Sampling(temperature, 0, 1.0, 40), KEY)
-        expected = trainer.log_probs(to_score(prompts, mask, sampled, temperature or 1.0))
-        assert sampled.log_probs.dtype == torch.float32
-        assert (sampled.log_probs - expected).abs().max() < 1e-4
-        assert not sampled.log_probs[~sampled.response_mask].any()
-
-    @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.7), (12, 0.8), (1, 1.0)])
-    def test_log_probs_are_of_the_truncated_distribution(
-        self, engine: SGLangEngine, trainer: TorchTrainerEngine, top_k: int, top_p: float
-    ) -> None:
-        prompts, mask = ragged(engine, [3, 1, 9, 14])
-        sampled = engine.generate(prompts, mask, names(4), Sampling(0.9, top_k, top_p, 24), KEY)
-        for ids, kept, response, log_probs in zip(prompts, mask, rows(sampled), sampled.log_probs, strict=True):
-            for t, logits in enumerate(logits_of(trainer.model, ids[kept].tolist(), response)):
-                probabilities, order = (logits / 0.9).softmax(-1).sort(descending=True)
-                within = probabilities.cumsum(-1) - probabilities < top_p  # what came before has not reached it
-                within &= torch.arange(VOCAB) < (top_k or VOCAB)
-                nucleus = dict(zip(order[within].tolist(), probabilities[within].tolist(), strict=True))
-                expected = np.log(nucleus[response[t]] / sum(nucleus.values()))
-                assert log_probs[t].item() == pytest.approx(expected, abs=1e-4)
-
-    def test_tokens_are_drawn_by_their_probability(self, engine: SGLangEngine, trainer: TorchTrainerEngine) -> None:
-        prompts, mask = ragged(engine, [6])
-        count = 2000
-        once = Sampling(1.0, 0, 1.0, max_new_tokens=1)
-        sampled = engine.generate(prompts.repeat(count, 1), mask.repeat(count, 1), names(count), once, KEY)
-        expected = logits_of(trainer.model, prompts[0].tolist(), [0])[0].softmax(-1)
-        seen = torch.bincount(sampled.responses[:, 0], minlength=VOCAB) / count
-        deviation = (seen - expected).abs() / (expected * (1 - expected) / count).sqrt()
-        assert deviation[expected > 0.01].max() < 4.5
-
-    def test_padding_never_reaches_the_model(self, engine: SGLangEngine) -> None:
-        prompts, mask = ragged(engine, [4, 2, 6])
-        expected = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
-        wide = torch.cat([torch.full((3, 5), 10**9), prompts.masked_fill(~mask, -1)], dim=1)
-        wide_mask = torch.cat([torch.zeros(3, 5, dtype=torch.bool), mask], 1)
-        assert rows(engine.generate(wide, wide_mask, names(3), GREEDY, KEY)) == expected
-
-    def test_a_response_ends_with_eos_or_a_stop_token_and_nothing_else(self, engine: SGLangEngine) -> None:
-        prompts, mask = ragged(engine, [3] * 64)
-        stop = 20  # and not 10 to 29, as the folder's generation config says
-        sampling = Sampling(1.5, 0, 1.0, max_new_tokens=60, stop_token_ids=(stop,))
-        answers = rows(engine.generate(prompts, mask, names(64), sampling, KEY))
-        ends = {row[-1] for row in answers if len(row) < 60}
-        assert ends == {EOS, stop}
-        assert all({EOS, stop}.isdisjoint(row[:-1]) for row in answers)
-        assert {token for row in answers for token in row[:-1]} >= {11, 15, 25}
-
-    def test_a_sequence_may_be_as_long_as_the_model_allows(
-        self, engine: SGLangEngine, trainer: TorchTrainerEngine, folder: str
-    ) -> None:
-        prompts, mask = ragged(engine, [200])
-        whole = Sampling(0.0, 0, 1.0, max_new_tokens=56)
-        answers = rows(engine.generate(prompts, mask, names(1), whole, KEY))
-        assert answers == by_torch(trainer, folder, prompts, mask, whole)
-
-    def test_no_rows_are_answered_by_none(self, engine: SGLangEngine) -> None:
-        none = torch.zeros(0, 3, dtype=torch.int64)
-        assert [column.shape for column in engine.generate(none, none.bool(), [], GREEDY, KEY)] == [(0, 0)] * 3
-
-    def test_what_it_cannot_take_is_refused_and_leaves_it_well(self, engine: SGLangEngine) -> None:
-        prompts, mask = ragged(engine, [4, 4])
-        expected = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
-        long, long_mask = ragged(engine, [240])
-        faults = [
-            (long, long_mask, "more than the 256 tokens"),
-            (prompts.index_fill(1, torch.tensor([3]), VOCAB), mask, "vocabulary"),
-            (prompts, mask.flip(1).index_fill(1, torch.tensor([3]), False), "padded on the left"),
-        ]
-        for ids, kept, words in faults:
-            with pytest.raises(DataError, match=words):
-                engine.generate(ids, kept, names(len(ids)), GREEDY, KEY)
-        assert rows(engine.generate(prompts, mask, names(2), GREEDY, KEY)) == expected
+    def test_it_stops_early_at_a_stop_string(self, engine: SGLangEngine) -> None:
+        prompts, mask = ragged(engine, [4, 7])
+        requests = [ids[kept].tolist() for ids, kept in zip(prompts, mask, strict=True)]
+        sampling = Sampling(0.0, 0, 1.0, 200, ignore_eos=True)
+        long = rows(engine.generate(prompts, mask, names(2), sampling, KEY))
+        sampling = replace(sampling, stop=(engine.tokenizer.text(long[0])[5:8],))
+        settings = engine._settings(sampling, Ending(engine.tokenizer, sampling))
+        lengths = [len(answer.ids) for answer in engine._answer(requests, settings, [1, 2])]
+        assert 8 <= lengths[0] < 100
+        assert lengths[1] == len(long[1]) or sampling.stop[0] in engine.tokenizer.text(long[1])
 
     def test_a_nucleus_that_cannot_be_renormalised_is_refused(
         self, engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
@@ -213,26 +150,32 @@ class TestTokens:
 
 @pytest.mark.engines("sglang")
 @pytest.mark.timeout(600)
-class TestSync:
-    def test_it_brings_the_new_weights_and_a_receipt(
-        self, engine: SGLangEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, folder: str
-    ) -> None:
-        prompts, mask = ragged(engine, [4, 9, 1])
-        old = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
-        receipt = engine.sync(Altered(other, version=7))  # type: ignore[arg-type]
-        assert receipt == engine.receipt
-        size = sum(tensor.nbytes for _, tensor in other.weights())
-        assert receipt._replace(seconds=0) == Receipt(7, weights_digest(other.weights()), size, 0, "pipe")
-        new = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
-        assert new == by_torch(other, folder, prompts, mask) != old
-        engine.sync(trainer)
-        assert rows(engine.generate(prompts, mask, names(3), GREEDY, KEY)) == old
+class TestSync(SyncTests):
+    """On SGLang."""
+
+    transport = "pipe"
+
+    def bear(self, engine: SGLangEngine, version: str) -> None:
+        engine._ask("begin")
+        engine._ask("end", version=version)
 
     def test_in_many_buckets(
         self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("flowrl.backends.sglang.BUCKET_BYTES", 20_000)
         assert engine.sync(other).digest == weights_digest(other.weights())
+        prompts, mask = ragged(engine, [4, 9, 1])
+        answers = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
+        assert answers == by_torch(other, folder, prompts, mask)
+
+    def test_its_process_opens_what_is_shared_with_it(
+        self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As tensors of a GPU are; here by shared memory."""
+        monkeypatch.setattr("flowrl.backends.sglang.can_share", lambda tensors: True)
+        with shared_by_name():
+            receipt = engine.sync(other)
+        assert (receipt.digest, receipt.transport) == (weights_digest(other.weights()), "cuda ipc")
         prompts, mask = ragged(engine, [4, 9, 1])
         answers = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
         assert answers == by_torch(other, folder, prompts, mask)
@@ -252,17 +195,6 @@ class TestSync:
         assert stale != expected
         assert rows(engine.generate(prompts, mask, names(4), GREEDY, KEY)) == expected
 
-    def test_an_engine_that_keeps_old_weights_is_found_by_the_probe(
-        self, engine: SGLangEngine, other: TorchTrainerEngine, trainer: TorchTrainerEngine
-    ) -> None:
-        class Swapped(Altered):  # it sends one set of weights and scores by another
-            def weights(self) -> Any:
-                return trainer.weights()
-
-        with pytest.raises(SyncError, match="SGLang and the trainer score the same 15 tokens differently"):
-            engine.sync(Swapped(other))  # type: ignore[arg-type]
-        assert engine.receipt is None
-
     def test_what_is_damaged_on_the_way_is_found_by_the_digest(
         self, engine: SGLangEngine, trainer: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -280,32 +212,10 @@ class TestSync:
         answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
         assert answers == by_torch(trainer, folder, prompts, mask)
 
-    def test_a_source_that_fails_half_way_leaves_no_receipt(
-        self, engine: SGLangEngine, trainer: TorchTrainerEngine
-    ) -> None:
-        with pytest.raises(SyncError, match="the link broke"):
-            engine.sync(Altered(trainer, fault="raises"))  # type: ignore[arg-type]
-        assert engine.receipt is None
-
 
 @pytest.mark.engines("sglang")
 @pytest.mark.timeout(600)
 class TestProcess:
-    def test_asleep_it_computes_nothing_and_awake_it_goes_on(
-        self, engine: SGLangEngine, trainer: TorchTrainerEngine
-    ) -> None:
-        prompts, mask = ragged(engine, [4, 2])
-        before = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
-        engine.sleep()
-        engine.sleep()
-        with pytest.raises(AsleepError, match="generate"):
-            engine.generate(prompts, mask, names(2), GREEDY, KEY)
-        with pytest.raises(AsleepError, match="sync"):
-            engine.sync(trainer)
-        engine.wake()
-        engine.wake()
-        assert rows(engine.generate(prompts, mask, names(2), GREEDY, KEY)) == before
-
     @pytest.mark.parametrize("victim", ["the process", "its scheduler"])
     def test_killed_while_it_generates_it_is_named_and_the_next_sync_mends_it(
         self,
@@ -333,7 +243,7 @@ class TestProcess:
         assert not any(path.exists() for path in segments)
         with pytest.raises(SyncError, match="no receipt"):
             engine.generate(prompts, mask, names(64), GREEDY, KEY)
-        engine.sync(trainer)
+        assert engine.sync(trainer).digest == weights_digest(trainer.weights())
         answers = rows(engine.generate(prompts[:2], mask[:2], names(2), GREEDY, KEY))
         assert answers == by_torch(trainer, folder, prompts[:2], mask[:2])
 
@@ -405,7 +315,7 @@ class TestOthers:
         self, tiny: str, prompts_file: str, tmp_path: Path
     ) -> None:
         job = job_of("grpo", tiny).edit(bind={"rollout": SGLang(tiny, **SETTINGS)})
-        job = dataclasses.replace(job, place=Colocate(1))
+        job = replace(job, place=Colocate(1))
         training = Training(job, PromptData(prompts_file), steps=3, prompts=4, folder=str(tmp_path), save_model=False)
         before = of_engines()
         metrics = training.run().metrics
@@ -420,6 +330,22 @@ class TestOthers:
     def test_a_start_that_fails_says_why(self, folder: str, settings: dict[str, Any], words: str) -> None:
         with pytest.raises(BindError, match=words):
             SGLang(folder, **SETTINGS | settings).build(CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def adapted(running: SGLangEngine, folder: str) -> Iterator[SGLangEngine]:
+    running.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).with_name("unpinned")), prepend=os.pathsep)
+        engine = SGLang(folder, lora=ADAPTER, **SETTINGS).build(CONTEXT)
+        yield engine
+        engine.close()
+
+
+@pytest.mark.engines("sglang", "peft")
+@pytest.mark.timeout(600)
+class TestAdapters(AdapterTests):
+    """On SGLang."""
 
 
 class TestWithoutTheEngine:

@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 
-from flowrl.backends import TorchRollout, TorchTrainer
-from flowrl.backends.process import EngineError
+from flowrl.backends import VLLM, TorchRollout, TorchTrainer
 from flowrl.backends.torch_trainer import TorchTrainerEngine
-from flowrl.backends.vllm import VLLM, VLLMEngine
+from flowrl.backends.vllm import VLLMEngine
 from flowrl.digest import weights_digest
 from flowrl.engines import Sampled, Sampling
-from flowrl.errors import SyncError
+from flowrl.errors import EngineError, SyncError
 from flowrl.job import Engines
 from flowrl.keys import Key
-from tests.engines.sources import Altered
+from tests.engines.sources import Altered, shared_by_name
 from tests.models import tiny_folder
 
 pytestmark = pytest.mark.engines("vllm")
@@ -50,15 +49,17 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> TorchTrainerEngine:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: str) -> Iterator[VLLMEngine]:
-    before = shared_memory()
+def engine(folder: str, trainer: TorchTrainerEngine) -> Iterator[VLLMEngine]:
     engine = VLLM(folder, tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20).build(CONTEXT)
-    workers = children()
-    assert len(workers) >= 2
     yield engine
+    engine.sync(trainer)  # which starts it, if a test has ended it
+    workers = children()
+    segments = shared_memory(workers)
+    assert len(workers) == 2
+    assert segments
     engine.close()
-    assert not children() & workers
-    assert shared_memory() <= before, shared_memory()
+    assert not children()
+    assert not any(segment.exists() for segment in segments)
 
 
 def children(of: int | None = None) -> set[int]:
@@ -75,9 +76,10 @@ def children(of: int | None = None) -> set[int]:
     return found
 
 
-def shared_memory() -> set[str]:
-    """What vLLM has in shared memory."""
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("vllm", "psm"))}
+def shared_memory(processes: set[int]) -> set[Path]:
+    """The shared memory that processes have mapped."""
+    lines = [line for number in processes for line in Path(f"/proc/{number}/maps").read_text().splitlines()]
+    return {path for line in lines if (path := Path("/", line.partition(" /")[2])).parent == Path("/dev/shm")}
 
 
 def prompts(engine: Any) -> Any:
@@ -105,6 +107,17 @@ def test_weights_reach_both_workers(
         assert answers == by_torch(source, folder)
 
 
+def test_workers_open_what_is_shared_with_them(
+    engine: VLLMEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tensors of a GPU are; here by shared memory."""
+    monkeypatch.setattr("flowrl.backends.vllm_worker.can_share", lambda tensors: True)
+    with shared_by_name():
+        receipt = engine.sync(other)
+    assert (receipt.digest, receipt.transport) == (weights_digest(other.weights()), "cuda ipc")
+    assert rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY)) == by_torch(other, folder)
+
+
 def test_an_update_that_fails_is_mended_by_the_next(
     engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, folder: str
 ) -> None:
@@ -116,18 +129,31 @@ def test_an_update_that_fails_is_mended_by_the_next(
     assert rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY)) == by_torch(trainer, folder)
 
 
-def test_a_worker_that_was_killed_is_named_and_replaced(
-    engine: VLLMEngine, trainer: TorchTrainerEngine, folder: str
+def test_a_worker_killed_while_it_generates_is_named_and_replaced(
+    engine: VLLMEngine, trainer: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.sync(trainer)
-    os.kill(min(children()), signal.SIGKILL)
+    segments = shared_memory(children())
+    assert any(segment.exists() for segment in segments)
+    step, steps = engine._llm.llm_engine.step, 0
+
+    def killing() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 5:  # some tokens are there
+            os.kill(min(children()), signal.SIGKILL)
+        return step()
+
+    monkeypatch.setattr(engine._llm.llm_engine, "step", killing)
     started = time.monotonic()
     with pytest.raises(EngineError, match="vLLM failed while it answered 3 prompts"):
         engine.generate(*prompts(engine), NAMES, GREEDY, KEY)
     assert time.monotonic() - started < 60
+    assert steps == 5
     assert engine.receipt is None
     assert not children()
-    engine.sync(trainer)
+    assert not any(segment.exists() for segment in segments)
+    assert engine.sync(trainer).digest == weights_digest(trainer.weights())
     assert rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY)) == by_torch(trainer, folder)
 
 
@@ -144,7 +170,6 @@ if __name__ == "__main__":  # vLLM's workers import this file
 
 
 def test_nothing_outlives_the_process_that_started_it(folder: str, tmp_path: Path) -> None:
-    before = shared_memory()
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
     with subprocess.Popen(
@@ -154,12 +179,13 @@ def test_nothing_outlives_the_process_that_started_it(folder: str, tmp_path: Pat
         assert any(line.strip() == "ready" for line in owner.stdout)
         workers = children(owner.pid)
         assert len(workers) == 2
+        segments = shared_memory(workers)
         owner.kill()
     deadline = time.monotonic() + 60
-    while (alive(workers) or not shared_memory() <= before) and time.monotonic() < deadline:
+    while (alive(workers) or any(segment.exists() for segment in segments)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive(workers)
-    assert shared_memory() <= before
+    assert not any(segment.exists() for segment in segments)
 
 
 def alive(processes: set[int]) -> set[int]:

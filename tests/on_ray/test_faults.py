@@ -15,7 +15,7 @@ import pytest
 
 from flowrl.distributed.faults import HostDiedError
 from flowrl.distributed.place import Colocate, Place, Split
-from flowrl.errors import NodeError
+from flowrl.errors import EngineError, NodeError
 from flowrl.graphs import grpo, ppo
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
@@ -179,6 +179,31 @@ def test_what_hangs_is_named_within_the_deadline(call: str, place: Place, said: 
                 executor.step(batch(), 0)
             assert time.monotonic() - started < 8 + 30  # the deadline of one node, and the nodes before it
             thread.join()
+
+
+def test_an_engine_that_ended_is_synced_and_the_step_repeated(
+    tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the process that it lives in, which goes on; by default the error is the run's end."""
+    caplog.set_level(logging.WARNING, "flowrl")
+    graph = grpo(digits, n=2, max_new_tokens=4)
+    metrics, digest = uninterrupted(tmp_path / "local", tiny, 3, graph)
+    desk = Desk(str(tmp_path / "desk"))
+    with toy_job(graph, tmp_path / "desk", tiny, place=Colocate(1, restart="role")).open(seed=5) as executor:
+        executor.sync()
+        found = []
+        for step in range(3):
+            if step == 1:
+                desk.fail("rollout.generate", EngineError)
+            found.append(executor.step(batch(), step))
+        [said] = [record.getMessage() for record in caplog.records]
+        assert said.startswith("generate failed in step 1 on rollout rank 0: EngineError")
+        assert sum(event["what"] == "build" for event in desk.events()) == 3
+        desk.fail("rollout.generate")
+        with pytest.raises(NodeError, match=r"rollout\.generate was told to fail"):
+            executor.step(batch(), 3)
+    assert [one.metrics.compute() for one in found] == metrics
+    assert found[-1].values["sync"]["receipt"].digest == digest
 
 
 def test_one_rank_of_several_dies(tiny: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from flowrl import columns as c
 from flowrl.digest import weights_digest
 from flowrl.engines import Sampled, Scorer
-from flowrl.errors import SyncError
+from flowrl.errors import EngineError, SyncError
 from flowrl.job import Job
 from flowrl.metrics import Metrics
 from flowrl.operator import Granularity, Operator
@@ -57,9 +57,9 @@ class Desk:
         """Wait until a call blocks; returns its process id."""
         return int((self.folder / f"{call}.block").read_text())
 
-    def fail(self, call: str) -> None:
+    def fail(self, call: str, error: type[Exception] = ValueError) -> None:
         """The next `call` raises."""
-        (self.folder / f"{call}.fail").touch()
+        (self.folder / f"{call}.fail").write_text(error.__name__)
 
     def meet(self, calls: Sequence[str]) -> None:
         """From now on, each of these calls waits until all of them have begun."""
@@ -72,8 +72,9 @@ class Desk:
         """What an engine does at the start of a call."""
         call = f"{role}.{method}"
         if (fault := self.folder / f"{call}.fail").exists():
+            error = {"ValueError": ValueError, "EngineError": EngineError}[fault.read_text()]
             fault.unlink()
-            raise ValueError(f"{call} was told to fail")
+            raise error(f"{call} was told to fail")
         if (fifo := self.folder / f"{call}.block").exists():
             writer = os.open(fifo, os.O_WRONLY)  # until somebody reads
             fifo.unlink()
@@ -235,7 +236,12 @@ class ToyRolloutEngine(ToyEngine):
     def generate(
         self, prompts: Tensor, prompt_mask: Tensor, row_ids: Sequence[str], sampling: Any, key: Any
     ) -> Sampled:
-        self._enter("generate", rows=len(prompts), width=prompts.shape[1])
+        try:
+            self._enter("generate", rows=len(prompts), width=prompts.shape[1])
+        except EngineError:
+            self.receipt = None  # until the next sync
+            raise
+        assert self.receipt is not None
         draws = key.uniforms(row_ids, sampling.max_new_tokens + 1)
         lengths = 1 + (draws[:, 0] * sampling.max_new_tokens).long()
         width = int(lengths.max()) if len(lengths) else 0
