@@ -387,8 +387,8 @@ def test_the_nearest_way(senders: list[Seat], receivers: list[Seat], transport: 
 )
 def test_hosts_that_take_turns_do_not_stream(slots: tuple[int, ...], nodes: str, transport: str) -> None:
     """Two ranks of a trainer, and an engine that may have to wait until one of them sleeps."""
-    trainer = [HostPlan(("actor",), rank, 2, slots[rank]) for rank in range(2)]
-    engine = HostPlan(("rollout",), 0, 1, slots[2])
+    trainer = [HostPlan(("actor",), rank, 2, (slots[rank],)) for rank in range(2)]
+    engine = HostPlan(("rollout",), 0, 1, (slots[2],))
     seats = {host: Seat(node, i) for i, (host, node) in enumerate(zip((*trainer, engine), nodes, strict=True))}
     ranks = {"actor": trainer, "rollout": [engine]}
     hosts: Any = SimpleNamespace(ranks=ranks.__getitem__, seats=seats, bindings={"rollout": None})

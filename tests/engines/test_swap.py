@@ -104,8 +104,8 @@ def test_the_swap_changes_the_binding_and_nothing_else(tmp_path: Path) -> None:
     model = str(tmp_path / "model")
     shown = {
         "torch": f"TorchRollout(model={model!r})",
-        "vllm": f"VLLM(model={model!r}, dtype='float32', kv_cache_bytes=67108864, max_model_len=64)",
-        "sglang": f"SGLang(model={model!r}, dtype='float32', cache_tokens=16384, max_model_len=64)",
+        "vllm": f"VLLM(model={model!r}, dtype='float32', max_model_len=64, kv_cache_bytes=67108864)",
+        "sglang": f"SGLang(model={model!r}, dtype='float32', max_model_len=64, cache_tokens=16384)",
     }
     jobs, was = [before.job], "TorchRollout()"
     for engine, text in shown.items():
