@@ -23,7 +23,7 @@ from flowrl.digest import named_weights, weights_digest
 from flowrl.engines import Sampled, Sampling, Trainer
 from flowrl.errors import AsleepError, EngineError, ParameterError, SyncError
 from flowrl.keys import Key
-from flowrl.probe import refuse_other_weights
+from flowrl.probe import TOKENS, refuse_other_weights
 from flowrl.records import Receipt
 from flowrl.spec import Spec
 from flowrl.text import ChatTokenizer
@@ -39,7 +39,8 @@ class EngineSpec(Spec):
             than one needs a place.
         dtype: of weights and arithmetic; ``"auto"`` is the folder's, but bfloat16 where that is float32.
         memory_fraction: of the device's memory, for weights and KV cache together; None is the engine's own default.
-        max_model_len: tokens that prompt and response may have together; None is the model's own limit.
+        max_model_len: tokens that prompt and response may have together, 17 at least, since the probe takes
+            these; None is the model's own limit.
         max_num_seqs: rows that are sampled at a time.
         prefix_caching: compute what prompts have in common once.
         tolerance: nats a token by which the engine's log-probs may differ from the trainer's after a sync, on the mean;
@@ -61,7 +62,7 @@ class EngineSpec(Spec):
     ranks: int = Field(default=1, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     memory_fraction: float | None = Field(default=None, gt=0, le=1)
-    max_model_len: int | None = Field(default=None, ge=1)
+    max_model_len: int | None = Field(default=None, ge=len(TOKENS) + 1)
     max_num_seqs: int = Field(default=256, ge=1)
     prefix_caching: bool = True
     tolerance: float | None = Field(default=None, gt=0)
@@ -82,7 +83,7 @@ class EngineSpec(Spec):
         for name in self.engine_args:
             if name in self.reserved:
                 field = self.reserved[name]
-                raise ParameterError(f"engine_args={{{name!r}: ...}} is a field of its own; set {field}=...")
+                raise ParameterError(f"engine_args={{{name!r}: ...}} is a field of its own; set the field {field}")
             if name in self.fixed:
                 raise ParameterError(
                     f"engine_args={{{name!r}: ...}} would change what the rollout's tokens and log-probs mean; it is "

@@ -107,8 +107,7 @@ class SGLangEngine(RolloutEngine):
     def __init__(self, spec: SGLang, tokenizer: ChatTokenizer, seed: int) -> None:
         super().__init__(spec, tokenizer, seed)
         self._spec = spec
-        with loading(spec.model):
-            self._longest = _longest(spec)
+        self._longest = _longest(spec)
         self._process: EngineProcess | None = None
         self._about: dict[str, Any] = {}  # what the engine says about itself
         self._start()
@@ -189,7 +188,7 @@ class SGLangEngine(RolloutEngine):
         if importlib.util.find_spec("sglang") is None:
             raise BindError(
                 f"SGLang({self._spec.model!r}) needs SGLang, which is not installed here; install it: pip install "
-                f"'flowrl[sglang]' for a GPU, or `make engines` for a CPU."
+                f"'flowrl[sglang]' for a GPU; for a CPU `make engines`, and run it by .venv-engines/bin/python."
             )
         folder = tempfile.TemporaryDirectory(prefix="flowrl-sglang-")
         arguments = _arguments(self._spec, self._longest, self._seed, _plain_model(self._spec.model, folder.name))
@@ -211,8 +210,8 @@ class SGLangEngine(RolloutEngine):
             if not isinstance(error, EngineError):
                 raise
             raise BindError(
-                f"SGLang does not start with {self._spec!r}: {error}\nCommon causes are an architecture that it lacks, "
-                f"too little memory (memory_fraction, cache_tokens), and engine_args that it does not know."
+                f"SGLang does not start with {self._spec.model!r}: {error}\nCommon causes are an architecture that it "
+                f"lacks, too little memory (memory_fraction, cache_tokens), and engine_args that it does not know."
             ) from error
         if about["cached_tokens"] < self._longest + SPARE:
             process.close()
@@ -224,16 +223,18 @@ class SGLangEngine(RolloutEngine):
 
 
 def _longest(spec: SGLang) -> int:
-    """Tokens that a sequence may have."""
+    """Tokens that a sequence may have; where positions are scaled, as many as the spec says."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(spec.model, local_files_only=True).get_text_config()
+    with loading(spec.model):
+        config = AutoConfig.from_pretrained(spec.model, local_files_only=True).get_text_config()
     limit: int | None = getattr(config, "max_position_embeddings", None)
+    scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
     longest = spec.max_model_len or limit
-    if longest is None or (limit is not None and longest > limit):
+    if longest is None or (limit is not None and longest > limit and not scaled):
         raise ParameterError(
-            f"max_model_len={spec.max_model_len} with a model of {limit or 'no known number of'} positions; set "
-            f"max_model_len to no more than it has"
+            f"SGLang({spec.model!r}, max_model_len={spec.max_model_len}), and the model has "
+            f"{limit or 'no known number of'} positions; set max_model_len to no more than it has."
         )
     return longest
 

@@ -211,7 +211,7 @@ class VLLMEngine(RolloutEngine):
         except ImportError as error:
             raise BindError(
                 f"VLLM({spec.model!r}) needs vLLM, which does not import here ({error}); install it: pip install "
-                f"'flowrl[vllm]' for a GPU, or `make engines` for a CPU."
+                f"'flowrl[vllm]' for a GPU; for a CPU `make engines`, and run it by .venv-engines/bin/python."
             ) from error
         cpu = current_platform.is_cpu()
         arguments: dict[str, Any] = {
@@ -250,9 +250,10 @@ class VLLMEngine(RolloutEngine):
                 llm = vllm.LLM(**arguments | dict(spec.engine_args))
         except Exception as error:
             raise BindError(
-                f"vLLM does not start with {spec!r} ({type(error).__name__}: {error}); what it printed above says "
-                f"more. Common causes are an architecture that it lacks, too little memory (memory_fraction, "
-                f"kv_cache_bytes), and engine_args that it does not know."
+                f"vLLM does not start with {spec.model!r} ({type(error).__name__}: {error}); what it printed above "
+                f"says more. Common causes are an architecture that it lacks, too little memory (memory_fraction, "
+                f"kv_cache_bytes), a max_model_len that the model has no positions for, and engine_args that it "
+                f"does not know."
             ) from error
         shared_memory: set[str] = set()
         keepers: list[int] = []

@@ -73,7 +73,7 @@ def _on_loopback() -> Iterator[None]:
     On Linux it listens on all interfaces, whatever `ray.init` is told of its address, unless the environment has
     RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 when Ray is first imported, which may be long before this.
     """
-    before = ray_constants.ENABLE_RAY_CLUSTER
+    before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", True)  # a name of Ray's own, which may go
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield

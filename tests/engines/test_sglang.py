@@ -355,7 +355,7 @@ class TestWithoutTheEngine:
             SGLang(folder).build(CONTEXT)
 
     def test_it_refuses_more_positions_than_the_model_has(self, folder: str) -> None:
-        with pytest.raises(BindError, match="max_model_len=300 with a model of 256 positions"):
+        with pytest.raises(ParameterError, match=r"max_model_len=300\), and the model has 256 positions"):
             SGLang(folder, max_model_len=300).build(CONTEXT)
 
     @pytest.mark.parametrize("name", ["tp_size", "context_length", "skip_tokenizer_init"])
