@@ -5,6 +5,7 @@ Sides wait for each other longer than a test may take, so a test that ends shows
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -67,7 +68,7 @@ def meeting() -> Iterator[Callable[..., Ticket]]:
             "127.0.0.1", 0, None, True, timeout=timedelta(seconds=timeout), wait_for_workers=False
         )
         stores.append(store)
-        return Ticket(transport, "127.0.0.1", store.port, receivers, timeout)
+        return Ticket(transport, "127.0.0.1", store.port, (0,) * receivers, timeout)
 
     yield ticket
 
@@ -83,8 +84,8 @@ def received(ticket: Ticket, rank: int = 0, take: Callable[[Source], Any] = lamb
 
 def both(ticket: Ticket, weights: Iterable[tuple[str, Tensor]], **more: Any) -> tuple[Future[int], list[Future[Any]]]:
     """A sender and all receivers, to their ends."""
-    with ThreadPoolExecutor(1 + ticket.receivers) as pool:
-        takers = [pool.submit(received, ticket, rank, **more) for rank in range(ticket.receivers)]
+    with ThreadPoolExecutor(1 + len(ticket.senders)) as pool:
+        takers = [pool.submit(received, ticket, rank, **more) for rank, _ in enumerate(ticket.senders)]
         sender = pool.submit(send, ticket, ORIGIN, weights, BUCKET)
     return sender, takers
 
@@ -250,7 +251,7 @@ def test_weights_that_are_not_taken_to_their_end(meeting: Callable[..., Ticket])
 def test_whoever_waits_for_others_is_told_that_none_will_come() -> None:
     """By letting go of the store; and whoever comes later finds none."""
     store: Any = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=600), wait_for_workers=False)  # type: ignore[attr-defined]
-    ticket = Ticket("gloo", "127.0.0.1", store.port, 1, 600)
+    ticket = Ticket("gloo", "127.0.0.1", store.port, (0,), 600)
     with ThreadPoolExecutor(1) as pool:
         sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
         while store.num_keys() < 1:  # until it is there
@@ -301,7 +302,7 @@ OTHER_SIDE = """if True:
     torch.multiprocessing.set_sharing_strategy("file_system")
     stream.shared_device = lambda: torch.device("cpu")
     transport, port, what = sys.argv[1:]
-    ticket = stream.Ticket(transport, "127.0.0.1", int(port), 1, 600)
+    ticket = stream.Ticket(transport, "127.0.0.1", int(port), (0,), 600)
     if what == "send":
         print(stream.send(ticket, ORIGIN, weights_of(), BUCKET), flush=True)
     else:
@@ -374,12 +375,33 @@ HERE, THERE = "node a", "node b"
         ([Seat(HERE, 1, ("0",)), Seat(HERE, 2, ("1",))], [Seat(HERE, 3, ("2",)), Seat(HERE, 4, ("3",))], "nccl"),
         ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2, ("0",)), Seat(HERE, 3, ("1",))], "object store"),
         ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2, ("0",)), Seat(THERE, 3, ("0",))], "gloo"),
+        ([Seat(HERE, 1, ("0",)), Seat(HERE, 2)], [Seat(HERE, 3, ("0",)), Seat(HERE, 4)], "object store"),
         ([Seat(HERE, 1, ("0",))], [Seat(THERE, 2)], "gloo"),
         ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2)], "object store"),
     ],
 )
 def test_the_nearest_way(senders: list[Seat], receivers: list[Seat], transport: str) -> None:
-    assert choose(senders, receivers) == transport
+    assert choose(senders, receivers) == (transport, (0,) * len(receivers))
+
+
+def test_ranks_of_the_trainer_send_to_those_beside_them() -> None:
+    """On GPUs that several ranks of both sides share, here and on another node, in whatever order."""
+    trainer = [Seat(HERE, 1, ("0",)), Seat(HERE, 2, ("1",)), Seat(THERE, 1, ("0",)), Seat(THERE, 2, ("1",))]
+    replicas = [Seat(THERE, 3, ("1",)), Seat(HERE, 3, ("0",)), Seat(THERE, 4, ("0",)), Seat(HERE, 4, ("1",))]
+    assert choose(trainer, replicas) == ("cuda ipc", (3, 0, 2, 1))
+    parallel = [Seat(HERE, 3, ("0", "1")), Seat(THERE, 3, ("0", "1"))]  # each takes them on its first GPU
+    assert choose(trainer, parallel) == ("cuda ipc", (0, 2))
+    assert choose(trainer[:1], parallel) == ("gloo", (0, 0))
+
+
+def test_each_sender_has_receivers_of_its_own(meeting: Callable[..., Ticket]) -> None:
+    ticket = dataclasses.replace(meeting(), senders=(2, 0, 2))
+    weights = weights_of()
+    with ThreadPoolExecutor(5) as pool:
+        takers = [pool.submit(received, ticket, rank) for rank, _ in enumerate(ticket.senders)]
+        senders = [pool.submit(send, ticket, ORIGIN, weights, BUCKET, rank) for rank in (0, 2)]
+    assert {sender.result() for sender in senders} == {sum(tensor.nbytes for _, tensor in weights)}
+    assert {weights_digest(taker.result()[0].items()) for taker in takers} == {weights_digest(weights)}
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,9 @@ class Delivery:
         backend = hosts.bindings[engine]
         self._wanted = (getattr(backend, "receives", "weights"), getattr(backend, "probes", False))
         seats = hosts.seats
-        self.transport = choose([seats[host] for host in self._senders], [seats[host] for host in self._receivers])
+        self.transport, self._by = choose(
+            [seats[host] for host in self._senders], [seats[host] for host in self._receivers]
+        )
         # While one side of a stream works, the other is awake, which two hosts of a slot have no room for.
         shared = any(sender.meets(receiver) for sender in self._senders for receiver in self._receivers)
         if shared and self.transport in ("gloo", "nccl"):
@@ -69,7 +71,7 @@ class Delivery:
         seconds = _PATIENT * hosts.place.deadline
         address = ray.util.get_node_ip_address()
         self._store = c10d.TCPStore(address, 0, None, True, timeout=timedelta(seconds=seconds), wait_for_workers=False)
-        self._ticket = Ticket(self.transport, address, self._store.port, len(self._receivers), seconds)
+        self._ticket = Ticket(self.transport, address, self._store.port, self._by, seconds)
         return {self._role: self._ticket}
 
     def start(self) -> dict[Any, HostPlan]:

@@ -107,15 +107,16 @@ class Host:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as with threads: there are several processes, and few cores
         torch.set_num_threads(1)
         sys.path += [entry for entry in path if entry not in sys.path]
-        self.plan, self.seed = plan, seed
+        self.plan, self.seed, self._gpus = plan, seed, gpus
         self.engines: dict[str, Any] = {}
         self._built: Engines | None = None
 
     def seat(self) -> Seat:
         """Where this process is, as Ray knows it."""
         context = ray.get_runtime_context()
-        devices = context.get_accelerator_ids().get("GPU", []) if torch.cuda.is_available() else []
-        return Seat(str(context.get_node_id()), os.getpid(), tuple(map(str, devices)))
+        seen = context.get_accelerator_ids().get("GPU", []) if self._gpus is None else self._gpus.split(",")
+        devices = tuple(map(str, seen)) if torch.cuda.is_available() else ()
+        return Seat(str(context.get_node_id()), os.getpid(), devices)
 
     def pid(self) -> int:
         """Of this process."""
@@ -207,8 +208,8 @@ class Host:
         try:
             origin, tensors = self._leaving(role, part, probes)
             try:
-                if self.plan.rank == 0:
-                    nbytes = send(ticket, origin, tensors, bucket_bytes)
+                if self.plan.rank in ticket.senders:
+                    nbytes = send(ticket, origin, tensors, bucket_bytes, self.plan.rank)
             finally:
                 for _ in tensors:  # to the end whatever happens, since gathering them is collective
                     pass

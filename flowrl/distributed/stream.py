@@ -1,6 +1,7 @@
 """Weights on their way to engines in other processes, bucket by bucket, while both sides work.
 
-Rank 0 of the trainer sends, all ranks of the engine receive. They are a group of their own (gloo), which carries the
+Rank 0 of the trainer sends, all ranks of the engine receive; or, where each rank of the engine shares a GPU with one of
+the trainer, that one sends to it. Who sends and who receives from it are a group of their own (gloo), which carries the
 head of every bucket: names, dtypes, shapes and digests. Its bytes go by a *carrier*: in the same group, by NCCL, or as
 a handle to memory that both processes can map. A side that gives up leaves the group; the others notice at once, and
 raise `Interrupted`. Either side holds one bucket and one tensor, besides what trainer and engine keep; the next bucket
@@ -57,27 +58,32 @@ class Seat:
     devices: tuple[str, ...] = ()
 
 
-def choose(senders: Sequence[Seat], receivers: Sequence[Seat]) -> str:
+def choose(senders: Sequence[Seat], receivers: Sequence[Seat]) -> tuple[str, tuple[int, ...]]:
     """The nearest way from a trainer to an engine.
 
     Args:
-        senders: of the ranks of the trainer, of which the first sends.
+        senders: of the ranks of the trainer.
         receivers: of the ranks of the engine.
 
     Returns:
-        ``"in process"``: every rank of the engine lives with one of the trainer. ``"cuda ipc"``: all share one GPU.
-        ``"nccl"``: each has GPUs of its own. Else ``"object store"`` on one machine and ``"gloo"`` across.
+        the transport, and by rank of the engine the rank of the trainer that sends to it. ``"in process"``: every rank
+        of the engine lives with one of the trainer. ``"cuda ipc"``: every one's first GPU is that of a rank of the
+        trainer, which sends to it. ``"nccl"``: each has GPUs of its own. Else ``"object store"`` on one machine and
+        ``"gloo"`` across. But for CUDA IPC rank 0 sends.
     """
+    first = (0,) * len(receivers)
     if set(receivers) <= set(senders):
-        return "in process"
+        return "in process", first
+    at = {(seat.node, seat.devices): rank for rank, seat in enumerate(senders) if seat.devices}
+    beside = tuple(at[place] for seat in receivers if (place := (seat.node, seat.devices[:1])) in at)
+    if len(beside) == len(receivers):
+        return "cuda ipc", beside
     seats = [senders[0], *receivers]
-    on_gpus = all(seat.devices for seat in seats)
-    if on_gpus and len({(seat.node, seat.devices) for seat in seats}) == 1:
-        return "cuda ipc"
     devices = [(seat.node, device) for seat in seats for device in seat.devices]
-    if on_gpus and len(set(devices)) == len(devices):  # NCCL refuses two ranks on one device
-        return "nccl"
-    return "object store" if len({seat.node for seat in seats}) == 1 else "gloo"
+    # NCCL refuses two ranks on one device.
+    if all(seat.devices for seat in seats) and len(set(devices)) == len(devices):
+        return "nccl", first
+    return ("object store" if len({seat.node for seat in seats}) == 1 else "gloo"), first
 
 
 # ---- the group
@@ -90,14 +96,14 @@ class Ticket:
     Args:
         transport: ``"gloo"``, ``"nccl"`` or ``"cuda ipc"``.
         host, port: of a TCPStore. Whoever holds it can end the wait of those who have come: by letting go of it.
-        receivers: how many there are.
+        senders: by rank of the engine, the rank of the trainer that sends to it.
         timeout: seconds that a side waits for the other.
     """
 
     transport: str
     host: str
     port: int
-    receivers: int
+    senders: tuple[int, ...]
     timeout: float
 
     @contextmanager
@@ -107,13 +113,16 @@ class Ticket:
         Raises:
             Interrupted: nobody sends.
         """
-        with Link.joined(self, 1 + rank) as link:
+        sender = self.senders[rank]
+        with Link.joined(self, sender, 1 + self.senders[:rank].count(sender)) as link:
             origin = Origin(**link.hear())
             yield source_of(origin, Stream(link, origin))
 
 
-def send(ticket: Ticket, origin: Origin, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
-    """Carry weights to all receivers, which have checked them all when this returns.
+def send(
+    ticket: Ticket, origin: Origin, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, sender: int = 0
+) -> int:
+    """Carry weights to all receivers of a rank of the trainer, which have checked them all when this returns.
 
     Returns:
         the bytes of all tensors.
@@ -121,7 +130,7 @@ def send(ticket: Ticket, origin: Origin, weights: Iterable[tuple[str, Tensor]], 
     Raises:
         Interrupted: a receiver is gone, or silent.
     """
-    with Link.joined(ticket, 0) as link:
+    with Link.joined(ticket, sender, 0) as link:
         link.tell(asdict(origin))
         digests: dict[str, str] = {}
         total = 0
@@ -196,17 +205,18 @@ class Stream:
 
 
 class Link:
-    """A rank in the group of one transfer.
+    """A rank in the group of one sender.
 
     Args:
         ticket: where the group meets.
-        rank: 0 sends.
+        sender: its rank in the trainer.
+        rank: in the group; 0 sends.
     """
 
     carrier: Carrier
     """Of the bytes of the buckets."""
 
-    def __init__(self, ticket: Ticket, rank: int) -> None:
+    def __init__(self, ticket: Ticket, sender: int, rank: int) -> None:
         self.transport, self._timeout = ticket.transport, ticket.timeout
         patience = timedelta(seconds=ticket.timeout)
         with _listening(ticket.timeout):
@@ -216,24 +226,24 @@ class Link:
             options = c10d.ProcessGroupGloo._Options()
             options._timeout = patience
             options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_address_towards(ticket.host))]
-            meeting = c10d.PrefixStore("gloo", self._store)
-            self._group = c10d.ProcessGroupGloo(meeting, rank, 1 + ticket.receivers, options)
+            meeting = c10d.PrefixStore(f"gloo {sender}", self._store)
+            self._group = c10d.ProcessGroupGloo(meeting, rank, 1 + ticket.senders.count(sender), options)
 
     @staticmethod
     @contextmanager
-    def joined(ticket: Ticket, rank: int) -> Iterator[Link]:
+    def joined(ticket: Ticket, sender: int, rank: int) -> Iterator[Link]:
         """Within the block this rank is in the group; after it, others that still wait for it are told.
 
         Raises:
             Interrupted: the others do not come.
         """
-        link = Link(ticket, rank)
+        link = Link(ticket, sender, rank)
         try:
             match ticket.transport:
                 case "gloo":
                     link.carrier = Gloo()
                 case "nccl":
-                    link.carrier = NCCL(link._store, rank, 1 + ticket.receivers, timedelta(seconds=ticket.timeout))
+                    link.carrier = NCCL(link._store, rank, 1 + len(ticket.senders), timedelta(seconds=ticket.timeout))
                 case _:
                     link.carrier = Handles(shared_device())
             yield link

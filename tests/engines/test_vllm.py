@@ -220,7 +220,11 @@ def test_without_vllm_it_says_how_to_get_it(folder: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("dtype", "set the field dtype"), ("max_num_seqs", "set the field max_num_seqs"), ("logprobs_mode", "leave it out")],
+    [
+        ("dtype", "set the field dtype"),
+        ("max_num_seqs", "set the field max_num_seqs"),
+        ("logprobs_mode", "leave it out"),
+    ],
 )
 def test_arguments_that_flowrl_sets_are_refused(name: str, words: str) -> None:
     with pytest.raises(ParameterError, match=words):

@@ -1,4 +1,4 @@
-"""Trainer and engine that share a device: the engine maps the trainer's memory, so both are awake, and then one sleeps.
+"""Trainer and engine that share devices: the engine maps the trainer's memory, so both are awake, and then one sleeps.
 
 The device is the CPU here, whose memory is handed over as a GPU's would be: by handles.
 """
@@ -58,7 +58,7 @@ class Rollout(ToyRollout):
 
 def test_handles_turns_and_rebuilding(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of one process; also where a side is killed in the middle of a sync and rebuilt."""
-    monkeypatch.setattr(delivery, "choose", lambda *seats: "cuda ipc")
+    monkeypatch.setattr(delivery, "choose", lambda senders, receivers: ("cuda ipc", (0,)))
     batch, here, there = proto(prompt_batch(PROMPTS)), tmp_path / "local", tmp_path / "ray"
     with toy_job(GRAPH, here, tiny).open(seed=5) as executor:
         executor.sync()
@@ -87,3 +87,21 @@ def test_handles_turns_and_rebuilding(tiny: str, tmp_path: Path, monkeypatch: py
         assert (receipt.version, receipt.digest, receipt.bytes) == (other.version, other.digest, other.bytes)
         assert (receipt.transport, other.transport) == ("copy", "cuda ipc")
         assert a.metrics.compute() == b.metrics.compute()
+
+
+def test_each_rank_sends_to_the_one_beside_it(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two, on two devices: all ranks of the engine receive, each from another rank of the trainer."""
+    monkeypatch.setattr(delivery, "choose", lambda senders, receivers: ("cuda ipc", (1, 0)))
+    desk = Desk(str(tmp_path))
+    specs = {"actor": Trainer(str(tmp_path), tiny, ranks=2), "rollout": Rollout(str(tmp_path), tiny, ranks=2)}
+    job = toy_job(GRAPH, tmp_path, tiny, place=Colocate(2)).edit(bind=specs)
+    with leaves_nothing() as processes, job.open(seed=5) as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        step = executor.step(proto(prompt_batch(PROMPTS)), 0)
+        sent = [span for span in executor.trace.spans if span.name == "send by sync"]
+    assert step.values["sync"]["receipt"].transport == "cuda ipc"
+    assert step.values["sync"]["receipt"].version == 1
+    assert sorted(event["rank"] for event in desk.events() if event["what"] == "sync") == [0, 0, 1, 1]
+    assert {span.place for span in sent} == {"actor rank 0", "actor rank 1"}
+    assert len({span.bytes for span in sent}) == 1 and sent[0].bytes > 0
