@@ -323,13 +323,6 @@ class SyncTests:
         answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
         assert answers == by_torch(trainer, folder, prompts, mask)
 
-    def test_weights_from_another_process_are_not_probed(self, engine: Any, other: Any) -> None:
-        class Export:
-            version = 3
-            weights = other.weights
-
-        assert engine.sync(Export()).version == 3
-
     def test_an_engine_that_keeps_old_weights_is_found_by_the_probe(
         self, engine: Any, other: Any, trainer: Any
     ) -> None:

@@ -31,6 +31,7 @@ HOME = {
     "repeat": None,
     "generate": "rollout",
     "old_log_prob": "actor",
+    "mismatch": None,
     "ref_log_prob": "ref",
     "value": "critic",
     "reward": None,
@@ -89,7 +90,8 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
             found.append(executor.step(batch(), len(found), on_node=kill_at(executor, node, role)))
             [said] = [record.getMessage() for record in caplog.records]
             host = "the general host" if role is None else f"{role} rank 0"
-            assert said.startswith(f"{node} in step {len(found) - 1}")
+            named = said.removesuffix(said[said.index(f" in step {len(found) - 1}") :])
+            assert named == node or role is HOME.get(named) is None  # several at once are on the general host
             assert f"lost {host}, whose process died" in said
         for call in calls:
             caplog.clear()

@@ -177,7 +177,7 @@ def test_ranks_of_an_engine_that_received_different_weights() -> None:
 
     def report(digest: str, seconds: float) -> Report:
         receipt = Receipt(3, digest, 10, seconds, "object store")
-        return Report({}, {"receipt": receipt}, Metrics(), {}, None, 0, 0.0, 0.0, 0.0)
+        return Report({}, {"receipt": receipt}, Metrics(), {}, [], None, 0, 0.0, 0.0, 0.0)
 
     refuse_unequal([report("a", 0.1), report("a", 0.2)], sync)
     with pytest.raises(SyncError, match=r"sync: the ranks of the engine received different weights: .*'a'.*'b'"):
