@@ -317,9 +317,8 @@ class _Loop:
             trace.spans[:0] = self.before.spans
             trace.save(self.folder.path / "trace.json")
         if self.training.save_model:
-            for role, uses in self.training.job.graph.roles().items():
-                if any((use.protocol, use.mode) == (Trainer, "writes") for use in uses):
-                    self.executor.save_pretrained(role, str(self.folder.path / role))
+            for role in self._policies():
+                self.executor.save_pretrained(role, str(self.folder.path / role))
         engines = self.executor.session.engines if isinstance(self.executor, LocalExecutor) else {}
         return Run(self.folder.path, self.metrics, self.validated, engines)
 
@@ -348,7 +347,18 @@ class _Loop:
             "bindings": self.training._bindings(),
         }
         self.folder.flush()
-        self.checkpoints.save(step, state, self.executor.save)
+        self.checkpoints.save(step, state, self._write)
+
+    def _write(self, checkpoint: Path) -> None:
+        """All that the trained roles need to go on; and policies as Hugging Face folders, for others to load."""
+        self.executor.save(checkpoint)
+        for role in self._policies():
+            self.executor.save_pretrained(role, str(checkpoint / role / "huggingface"))
+
+    def _policies(self) -> list[str]:
+        """The roles whose language model is trained."""
+        roles = self.training.job.graph.roles().items()
+        return [role for role, uses in roles if any((use.protocol, use.mode) == (Trainer, "writes") for use in uses)]
 
     def _trace(self) -> Trace:
         """All spans of this start; those of a validation under its name."""

@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowrl import INJECTED, Colocate, Metrics, Operator, PromptData, State, TensorBoard, Training, Validation
 from flowrl import columns as c
 from flowrl.backends import SGD, AdamW, TorchRollout
 from flowrl.backends.optim import Cosine
 from flowrl.checkpoint import MANIFEST
+from flowrl.digest import weights_digest
 from flowrl.edit import After
 from flowrl.errors import DataError, NodeError, ParameterError
 from flowrl.executor import LocalExecutor
@@ -303,6 +305,17 @@ class TestCheckpoints:
     def test_none_are_written_unless_asked_for(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         run(jobs("grpo", tiny), prompts_file, tmp_path, checkpoint_every=None, steps=1)
         assert not (tmp_path / "checkpoints").exists()
+
+    def test_a_policy_can_be_loaded_from_one_by_others(
+        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
+    ) -> None:
+        """Also from the middle of a run: it is the model of a run that ends there."""
+        ended = run(jobs("grpo", tiny), prompts_file, tmp_path, steps=2).engines["actor"]
+        folders = (whole("grpo").folder / f"checkpoints/step-{step:06}/actor/huggingface" for step in (2, 6))
+        for folder, engine in zip(folders, (ended, whole("grpo").engines["actor"]), strict=True):
+            model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+            AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            assert weights_digest(model.named_parameters()) == weights_digest(engine.weights())
 
     def test_checkpoints_change_nothing(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
         assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, checkpoint_every=None), whole("ppo"))
