@@ -1,4 +1,5 @@
-"""`benchmarks/engines.py` measures the engines that are installed, and names the others."""
+"""`benchmarks/engines.py` measures the engines that are installed, and names the others; `benchmarks/gpu_engines.py`
+runs."""
 
 from __future__ import annotations
 
@@ -44,3 +45,13 @@ def test_all_engines_take_the_same_weights_and_agree_with_the_trainer() -> None:
     assert len(megabytes) == 1
     assert max(means) < 1e-5 and max(largest) < 1e-4
     assert all(row[2] > 0 for row in found.values())  # tokens a second
+
+
+@pytest.mark.engines("vllm", "sglang")
+@pytest.mark.timeout(480)
+def test_what_is_for_a_gpu_runs() -> None:
+    script = str(SCRIPT.with_name("gpu_engines.py"))
+    done = subprocess.run([sys.executable, script, "cpu"], env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.strip().startswith(("vllm:", "sglang:"))]
+    assert len(lines) == 13 and all(" yes " in line for line in lines)
