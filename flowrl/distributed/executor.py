@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flowrl.distributed.cluster import connected
-from flowrl.distributed.faults import HostDiedError
+from flowrl.distributed.faults import HostDiedError, chain
 from flowrl.distributed.hosts import Hosts, refuse_unplaceable, roles_of
 from flowrl.distributed.place import Place, lay_out
 from flowrl.distributed.walk import Traffic, Walk, refuse_unequal
@@ -110,7 +110,7 @@ class Weights:
                     self.load(self._kept)
                 return act()
             except NodeError as error:
-                mends = isinstance(error, HostDiedError) or isinstance(error.__cause__, EngineError)
+                mends = isinstance(error, HostDiedError) or any(isinstance(one, EngineError) for one in chain(error))
                 if not mends or self._kept is None or attempt == _ATTEMPTS:
                     raise
                 logger.warning("%s\nWhat was lost is rebuilt and synced, and that is done again.", error)

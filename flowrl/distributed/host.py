@@ -188,11 +188,11 @@ class Host:
         """
         assert self.plan is not None
         origin, tensors = self._leaving(role, part, probes)
-        if self.plan.rank == 0:
-            return Export.of(origin, tensors, bucket_bytes)
-        for _ in tensors:
-            pass
-        return None
+        try:
+            return Export.of(origin, tensors, bucket_bytes) if self.plan.rank == 0 else None
+        finally:
+            for _ in tensors:  # to the end whatever happens, since gathering them is collective
+                pass
 
     def send(self, role: str, part: str, probes: bool, bucket_bytes: int, ticket: Ticket, what: str) -> Sent | Failure:
         """Carry the weights of a trainer to the hosts that hold `ticket` too; otherwise as `export`.

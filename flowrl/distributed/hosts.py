@@ -12,13 +12,13 @@ import ray
 from ray.exceptions import RayActorError
 
 from flowrl.distributed.delivery import Delivery
-from flowrl.distributed.faults import answer
+from flowrl.distributed.faults import HostDiedError, answer, died, stuck
 from flowrl.distributed.host import Host
 from flowrl.distributed.place import HostPlan, Place
 from flowrl.distributed.slots import Slots
 from flowrl.distributed.stream import Seat
 from flowrl.engines import Rollout
-from flowrl.errors import BindError, GraphError
+from flowrl.errors import BindError, FlowrlError, GraphError, NodeError
 from flowrl.graph import Node
 from flowrl.plan import Plan
 from flowrl.tracing import Trace
@@ -76,14 +76,19 @@ class Hosts:
             address = None
             if len(ranks) > 1 and any(getattr(backend, "collective", True) for backend in bindings.values()):
                 address = self.ask(ranks[:1], loading, "meeting_point", len(set(machines)) == 1)[0]
-            self.ask(ranks, loading, "build", bindings, address, self.place.deadline, patience=patience)
+            try:
+                self.ask(ranks, loading, "build", bindings, address, self.place.deadline, patience=patience)
+            except NodeError as error:
+                if isinstance(error, HostDiedError) or not isinstance(error.__cause__, FlowrlError):
+                    raise
+                raise error.__cause__ from None  # what a backend says of its own binding, as it is said without Ray
             if self._crowded(ranks):
                 self.ask(ranks, loading, "sleep")
 
     def ask(
         self, plans: Iterable[HostPlan], what: str, method: str, *arguments: Any, patience: float | None = None
     ) -> list[Any]:
-        """Call a method of these hosts, all at once.
+        """Call a method of these hosts, all at once; the first that fails ends it, since others may wait for that one.
 
         Args:
             what: for, which is said where one fails.
@@ -91,10 +96,26 @@ class Hosts:
             patience: seconds that they have; the place's deadline if None.
 
         Raises:
-            see `answer`.
+            HostDiedError: one died, also where that is only noticed by another that failed for it.
+            NodeError: see `answer`.
         """
-        asked = [(getattr(self.actors[plan], method).remote(*arguments), plan) for plan in plans]
-        return [answer(ref, plan, what, self.place, patience) for ref, plan in asked]
+        asked = {getattr(self.actors[plan], method).remote(*arguments): plan for plan in plans}
+        seconds = self.place.deadline if patience is None else patience
+        until, answers, waiting = time.monotonic() + seconds, dict[Any, Any](), list(asked)
+        while waiting:
+            answered, waiting = ray.wait(waiting, timeout=max(0.0, until - time.monotonic()))
+            if not answered:
+                raise stuck(asked[waiting[0]], what, self.place, seconds)
+            for ref in answered:
+                try:
+                    answers[ref] = answer(ref, asked[ref], what, self.place, patience)
+                except HostDiedError:
+                    raise
+                except NodeError as error:
+                    if dead := self.dead([plan for plan in asked.values() if plan != asked[ref]]):
+                        raise died(dead[0], what, self.place, str(error).partition("\n")[0]) from error
+                    raise
+        return [answers[ref] for ref in asked]
 
     def ranks(self, role: str) -> list[HostPlan]:
         """The hosts of a role, in order of their rank."""
@@ -183,9 +204,9 @@ class Hosts:
         coming = [plan for plan in plans if plan not in self._awake]
         self._sleep([plan for plan in self._in_the_way_of(coming) if plan not in beside], what)
         if coming:
+            self._awake.update(coming)  # before it is known, since one that fails in it may hold memory all the same
             with self.trace.span("wake", "driver", "wait"):
                 self.ask(coming, f"{what}, waking,", "wake")
-        self._awake.update(coming)
 
     def _sleep(self, plans: list[HostPlan], what: str) -> None:
         if not plans:

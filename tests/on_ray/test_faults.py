@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import threading
 import time
@@ -12,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from ray.exceptions import ObjectLostError
 
-from flowrl.distributed.faults import HostDiedError
+from flowrl.distributed.faults import Failure, HostDiedError, chain
 from flowrl.distributed.place import Colocate, Place, Split
-from flowrl.errors import EngineError, NodeError
+from flowrl.errors import BindError, EngineError, NodeError, SyncError
 from flowrl.graphs import grpo, ppo
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
-from tests.on_ray.toys import Desk, kill_blocked, toy_job
+from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job
 from tests.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -230,3 +233,95 @@ def test_one_rank_of_several_dies(tiny: str, tmp_path: Path) -> None:
         processes += process_ids(executor).values()
     assert [one.metrics.compute() for one in found] == metrics
     assert found[-1].values["sync"]["receipt"].digest == digest
+
+
+class TogetherEngine(ToyTrainerEngine):
+    """Its ranks wait for each other as sharded ones do; rank 1 dies in a call of which the desk has a file."""
+
+    def _enter(self, method: str, **more: Any) -> None:
+        super()._enter(method, **more)
+        if method in ("weights", "save_checkpoint", "load_checkpoint"):
+            due = self.desk.folder / f"{method}.die"
+            if self.rank == 1 and due.exists():
+                due.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
+
+
+class Together(ToyTrainer):
+    def build(self, context: Any) -> TogetherEngine:
+        if (due := Path(self.desk) / "build.die").exists() and context.rank == 1:
+            due.unlink()
+            raise BindError("this rank was told to refuse")
+        return TogetherEngine("actor", self, context)
+
+
+@pytest.mark.timeout(900)
+def test_a_rank_that_dies_in_a_collective_call_is_the_one_that_is_blamed(
+    tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 fails for it, often before its death is known: in an export, while saving, and while loading."""
+    caplog.set_level(logging.WARNING, "flowrl")
+    graph = grpo(digits, n=2, max_new_tokens=4)
+    metrics, digest = uninterrupted(tmp_path / "local", tiny, 4, graph)
+    desk = tmp_path / "desk"
+    job = toy_job(graph, desk, tiny, place=Colocate(2, restart="role"))
+    job = job.edit(bind={"actor": Together(desk=str(desk), folder=tiny, ranks=2)})
+    with leaves_nothing() as processes, job.open(seed=5) as executor:
+        executor.sync()
+        found = [executor.step(batch(), 0)]
+        for calls in (["weights"], ["save_checkpoint"], ["weights", "load_checkpoint"]):
+            caplog.clear()
+            for call in calls:
+                (desk / f"{call}.die").touch()
+            found.append(executor.step(batch(), len(found)))
+            said = [record.getMessage() for record in caplog.records]
+            assert len(said) == len(calls)
+            assert all("lost actor rank 1, whose process died" in one for one in said)
+        processes += process_ids(executor).values()
+        (desk / "weights.die").touch()
+        (desk / "build.die").touch()  # no death, so it is told as it would be without Ray
+        with pytest.raises(BindError, match="this rank was told to refuse"):
+            executor.step(batch(), 4)
+    assert [one.metrics.compute() for one in found] == metrics
+    assert found[-1].values["sync"]["receipt"].digest == digest
+
+
+@pytest.mark.parametrize("call", ["rollout.wake", "rollout.sleep"])
+def test_an_engine_that_ends_itself_in_its_turn_is_named_and_mended(
+    call: str, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "flowrl")
+    graph = grpo(digits, n=2, max_new_tokens=4)
+    metrics, _ = uninterrupted(tmp_path / "local", tiny, 2, graph)
+    desk = Desk(str(tmp_path / "desk"))
+    job = toy_job(graph, tmp_path / "desk", tiny, place=Colocate(1, restart="role"))
+    with leaves_nothing() as processes, job.open(seed=5) as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        found = [executor.step(batch(), 0)]
+        desk.fail(call, EngineError)
+        found.append(executor.step(batch(), 1))
+        [said] = [record.getMessage() for record in caplog.records]
+        turn = "waking" if call == "rollout.wake" else "putting to sleep"
+        assert f" in step 1, {turn}, failed on rollout rank 0: EngineError: {call} was told to fail" in said
+        desk.fail(call)
+        with pytest.raises(NodeError, match=f"in step 2, {turn}, failed on rollout rank 0: ValueError") as caught:
+            executor.step(batch(), 2)
+        assert isinstance(caught.value.__cause__, ValueError)
+    assert [one.metrics.compute() for one in found] == metrics
+
+
+def test_a_failure_keeps_all_its_causes_but_those_that_cannot_travel() -> None:
+    class Local(Exception):
+        """Pickle does not find it."""
+
+    outer = SyncError("not synced")
+    outer.__cause__ = Local()
+    outer.__cause__.__cause__ = EngineError("ended itself")
+    travelled = pickle.loads(pickle.dumps(Failure.of(outer, "sync failed")))
+    told = [(type(error), str(error)) for error in chain(travelled.error())]
+    assert told == [(NodeError, "sync failed"), (SyncError, "not synced"), (EngineError, "ended itself")]
+    assert not travelled.lost
+    outer.__cause__.__cause__ = ObjectLostError("ab" * 28, "somebody", "somewhere")
+    assert Failure.of(outer, "sync failed").lost
