@@ -45,6 +45,7 @@ class Hosts:
         self.plans, self.bindings, self.place, self.seed = plans, bindings, place, seed
         self.trace = Trace()  # of the executor that steps now
         self._awake: set[HostPlan] = set()
+        self.forgetful: set[HostPlan] = set()  # whose engines have lost their weights in their sleep, until a sync
         self._slots = Slots(place, plans)
         self.actors: dict[HostPlan, Any] = {}
         self.seats: dict[HostPlan, Seat] = {}
@@ -55,7 +56,7 @@ class Hosts:
     def start_general(self) -> None:
         """Start the process for nodes that use no role; it runs several at once."""
         options = {"num_cpus": 0, "max_concurrency": _GENERAL_AT_ONCE}
-        self.general: Any = ray.remote(Host).options(**options).remote(None, self.seed, _path())
+        self.general: Any = ray.remote(Host).options(**options).remote(None, self.seed, _path(), os.getcwd())
 
     def start(self, plans: list[HostPlan]) -> None:
         """Start processes for `plans` and load their engines; those of one slot one after another, so that they fit.
@@ -66,7 +67,7 @@ class Hosts:
         """
         for plan in plans:
             actor = ray.remote(Host).options(**self._slots.options(plan))
-            self.actors[plan] = actor.remote(plan, self.seed, _path(), self._slots.gpus(plan))
+            self.actors[plan] = actor.remote(plan, self.seed, _path(), os.getcwd(), self._slots.gpus(plan))
         for roles in dict.fromkeys(plan.roles for plan in plans):
             ranks = [plan for plan in plans if plan.roles == roles]
             loading, patience = f"loading {'+'.join(roles)}", max(self.place.deadline, _LOAD_SECONDS)
@@ -171,6 +172,7 @@ class Hosts:
             if (actor := self.actors.pop(plan, None)) is not None:
                 ray.kill(actor)
             self._awake.discard(plan)
+            self.forgetful.discard(plan)  # a new one is synced before it does anything
 
     def close(self) -> None:
         """End all processes, and the reservation with them; engines that have a `close` get some seconds for it."""
@@ -211,9 +213,13 @@ class Hosts:
     def _sleep(self, plans: list[HostPlan], what: str) -> None:
         if not plans:
             return
+        self.forgetful |= {plan for plan in plans if self._forgets(plan)}
         with self.trace.span("sleep", "driver", "wait"):
             self.ask(plans, f"{what}, putting to sleep,", "sleep")
         self._awake.difference_update(plans)
+
+    def _forgets(self, plan: HostPlan) -> bool:
+        return any(getattr(self.bindings[role], "forgets", False) for role in plan.roles)
 
     def clear(self, plans: Sequence[HostPlan], what: str) -> None:
         """Put to sleep those of these hosts whose slots others have taken beside them."""
@@ -254,7 +260,8 @@ def refuse_unplaceable(plan: Plan, hosts: list[HostPlan]) -> None:
 
     Raises:
         BindError: a node uses roles of several processes, and is no sync.
-        GraphError: a node goes to ranks by whole groups, and does not read which group a row is of.
+        GraphError: a node goes to ranks by rows or groups, and keeps state, of which each rank would have its own; or
+            it wants whole groups, and does not read which group a row is of.
     """
     for node in plan.order:
         roles = [*roles_of(node, "writes"), *roles_of(node, "reads")]
@@ -266,6 +273,13 @@ def refuse_unplaceable(plan: Plan, hosts: list[HostPlan]) -> None:
                 f"nodes, with a column between."
             )
         ranks = max((host.ranks for host in hosts if roles and roles[0] in host.roles), default=1)
+        by_batch = node.operator.granularity == "batch" or node.operator.changes_rows
+        if node.operator.states and ranks > 1 and not by_batch:
+            raise GraphError(
+                f"{node.name} keeps {', '.join(node.operator.states)} over steps, and its role {roles[0]!r} has "
+                f"{ranks} ranks, each of which would go on from the rows that it sees; give it granularity 'batch', "
+                f"or bind {roles[0]} with one rank."
+            )
         if node.operator.granularity == "group" and ranks > 1 and uid_slot(node) is None:
             raise GraphError(
                 f"{node.name} wants whole groups, and its role {roles[0]!r} has {ranks} ranks, but it does not read "

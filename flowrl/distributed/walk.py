@@ -20,7 +20,7 @@ from flowrl.distributed.delivery import Delivery
 from flowrl.distributed.faults import Failure, answer, at, died, named, stuck
 from flowrl.distributed.heard import say
 from flowrl.distributed.host import Call, Report, Sent, join_pieces
-from flowrl.distributed.hosts import GRACE_SECONDS, Hosts, uid_slot
+from flowrl.distributed.hosts import GRACE_SECONDS, Hosts, is_sync, uid_slot
 from flowrl.distributed.place import HostPlan
 from flowrl.distributed.shards import shard
 from flowrl.distributed.stream import Interrupted
@@ -245,6 +245,8 @@ class Walk:
                 trace.add("fetch", named(host), report.started, report.fetched, kind="transfer")
                 self.traffic.hosts += report.received
             if len(run.reports) == len(run.hosts):
+                if is_sync(run.node):
+                    self.hosts.forgetful.difference_update(run.hosts.values())
                 if run.delivery:
                     run.delivery.finish()
                 complete.append(run)

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch.distributed as dist
 from ray.exceptions import ObjectLostError
 
-from flowrl.distributed.faults import Failure, HostDiedError, chain
+from flowrl.distributed.faults import Failure, HostDiedError, answer, chain
 from flowrl.distributed.place import Colocate, Place, Split
 from flowrl.errors import BindError, EngineError, NodeError, SyncError
 from flowrl.graphs import grpo, ppo
@@ -75,6 +76,7 @@ def uninterrupted(folder: Path, tiny: str, steps: int, graph: Any = GRAPH) -> tu
     return [result.metrics.compute() for result in results], results[-1].values["sync"]["receipt"].digest
 
 
+@pytest.mark.timeout(900)
 def test_every_role_is_rebuilt_and_no_row_trained_twice(
     tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,7 +140,7 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
 )
 def test_a_death_is_named_and_leaves_nothing(call: str, said: str, tiny: str, tmp_path: Path) -> None:
     desk = Desk(str(tmp_path / "desk"))
-    job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Colocate(1, deadline=60))
+    job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Colocate(1, deadline=120))
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         executor.sync()
@@ -152,7 +154,7 @@ def test_a_death_is_named_and_leaves_nothing(call: str, said: str, tiny: str, tm
 
 def test_the_death_of_the_general_host_is_named(tiny: str, tmp_path: Path) -> None:
     """Also where it is only noticed by who reads what it has written."""
-    job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Split(1, 1, deadline=60))
+    job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Split(1, 1, deadline=120))
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         executor.sync()
@@ -162,11 +164,12 @@ def test_the_death_of_the_general_host_is_named(tiny: str, tmp_path: Path) -> No
             executor.step(batch(), 1)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("call", "place", "said"),
     [
-        ("actor.update", Colocate(1, deadline=8), "update_actor in step 0 is stuck on actor rank 0"),
-        ("rollout.wake", Colocate(1, deadline=8), "sync in step 0, waking, is stuck on rollout rank 0"),
+        ("actor.update", Colocate(1, deadline=30), "update_actor in step 0 is stuck on actor rank 0"),
+        ("rollout.wake", Colocate(1, deadline=30), "sync in step 0, waking, is stuck on rollout rank 0"),
     ],
 )
 def test_what_hangs_is_named_within_the_deadline(call: str, place: Place, said: str, tiny: str, tmp_path: Path) -> None:
@@ -180,9 +183,9 @@ def test_what_hangs_is_named_within_the_deadline(call: str, place: Place, said: 
             thread = threading.Thread(target=desk.blocked, args=(call,))
             thread.start()
             started = time.monotonic()
-            with pytest.raises(NodeError, match=f"{said}: nothing was heard for 8 s"):
+            with pytest.raises(NodeError, match=f"{said}: nothing was heard for 30 s"):
                 executor.step(batch(), 0)
-            assert time.monotonic() - started < 8 + 30  # the deadline of one node, and the nodes before it
+            assert time.monotonic() - started < 30 + 150  # the deadline of one node, and the nodes before it
             thread.join()
 
 
@@ -211,6 +214,7 @@ def test_an_engine_that_ended_is_synced_and_the_step_repeated(
     assert found[-1].values["sync"]["receipt"].digest == digest
 
 
+@pytest.mark.timeout(900)
 def test_one_rank_of_several_dies(tiny: str, tmp_path: Path) -> None:
     """The others end too, and are rebuilt with it."""
     graph = grpo(digits, n=2, max_new_tokens=4)
@@ -325,3 +329,18 @@ def test_a_failure_keeps_all_its_causes_but_those_that_cannot_travel() -> None:
     assert not travelled.lost
     outer.__cause__.__cause__ = ObjectLostError("ab" * 28, "somebody", "somewhere")
     assert Failure.of(outer, "sync failed").lost
+
+
+def test_a_process_that_cannot_start_is_not_taken_for_a_death() -> None:
+    class Broken:
+        def __init__(self) -> None:
+            raise ImportError("no module of that name on this machine")
+
+        def pid(self) -> int:
+            return os.getpid()
+
+    actor: Any = ray.remote(Broken).options(num_cpus=0).remote()
+    with pytest.raises(NodeError, match=r"(?s)loading actor could not start .*no module of that name") as caught:
+        answer(actor.pid.remote(), None, "loading actor", Colocate(1))
+    assert not isinstance(caught.value, HostDiedError)
+    assert "out-of-memory" not in str(caught.value)
