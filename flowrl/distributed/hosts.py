@@ -143,8 +143,9 @@ class Hosts:
                 plan = pings.pop(ref)
                 try:
                     ray.get(ref)
-                except RayActorError:
-                    gone.append(plan)
+                except RayActorError as error:
+                    if not error.actor_init_failed:  # it never was there, for a reason of its own
+                        gone.append(plan)
         return gone
 
     def rebuild(self, host: HostPlan | None) -> None:
