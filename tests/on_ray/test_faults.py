@@ -55,6 +55,11 @@ def process_of(executor: Any, role: str | None, rank: int = 0) -> int:
     return process_ids(executor)[plan]
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What flowrl has said; Ray says, some time later, what nobody has asked for."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("flowrl.")]
+
+
 def kill_at(executor: Any, node: str, role: str | None) -> Callable[[str], None]:
     """SIGKILL the process of a role as a node starts, once; by then the process is gone."""
     armed = [True]
@@ -93,7 +98,7 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
         for node, role in HOME.items():
             caplog.clear()
             found.append(executor.step(batch(), len(found), on_node=kill_at(executor, node, role)))
-            [said] = [record.getMessage() for record in caplog.records]
+            [said] = warnings_of(caplog)
             host = "the general host" if role is None else f"{role} rank 0"
             named = said.removesuffix(said[said.index(f" in step {len(found) - 1}") :])
             assert named == node or role is HOME.get(named) is None  # several at once are on the general host
@@ -103,7 +108,7 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
             thread = kill_blocked(desk, call)
             found.append(executor.step(batch(), len(found)))
             thread.join()
-            [said] = [record.getMessage() for record in caplog.records]
+            [said] = warnings_of(caplog)
             assert f"in step {len(found) - 1}" in said
             assert f"lost {call.partition('.')[0]} rank 0" in said
         os.kill(pid := process_of(executor, "actor"), signal.SIGKILL)  # between steps
@@ -204,7 +209,7 @@ def test_an_engine_that_ended_is_synced_and_the_step_repeated(
             if step == 1:
                 desk.fail("rollout.generate", EngineError)
             found.append(executor.step(batch(), step))
-        [said] = [record.getMessage() for record in caplog.records]
+        [said] = warnings_of(caplog)
         assert said.startswith("generate failed in step 1 on rollout rank 0: EngineError")
         assert sum(event["what"] == "build" for event in desk.events()) == 3
         desk.fail("rollout.generate")
@@ -279,7 +284,7 @@ def test_a_rank_that_dies_in_a_collective_call_is_the_one_that_is_blamed(
             for call in calls:
                 (desk / f"{call}.die").touch()
             found.append(executor.step(batch(), len(found)))
-            said = [record.getMessage() for record in caplog.records]
+            said = warnings_of(caplog)
             assert len(said) == len(calls)
             assert all("lost actor rank 1, whose process died" in one for one in said)
         processes += process_ids(executor).values()
@@ -306,7 +311,7 @@ def test_an_engine_that_ends_itself_in_its_turn_is_named_and_mended(
         found = [executor.step(batch(), 0)]
         desk.fail(call, EngineError)
         found.append(executor.step(batch(), 1))
-        [said] = [record.getMessage() for record in caplog.records]
+        [said] = warnings_of(caplog)
         turn = "waking" if call == "rollout.wake" else "putting to sleep"
         assert f" in step 1, {turn}, failed on rollout rank 0: EngineError: {call} was told to fail" in said
         desk.fail(call)
