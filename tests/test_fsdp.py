@@ -39,6 +39,8 @@ from tests.fsdp_cases import (
 )
 from tests.models import VOCAB, char_tokenizer, tiny_folder
 
+pytestmark = pytest.mark.timeout(900)  # whichever test comes first waits for all that the ranks do
+
 KINDS = ["llama", "qwen2", "gpt2", "gemma2"]
 
 
@@ -87,7 +89,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
                 subprocess.Popen(command, cwd=root, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
             )
     try:
-        codes = [process.wait(timeout=200) for process in processes]
+        codes = [process.wait(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()

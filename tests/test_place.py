@@ -276,18 +276,20 @@ class TestMachines:
 
     def test_a_process_is_on_one(self) -> None:
         hosts = lay_out(bound(rollout=Rollout(ranks=2, slots_per_rank=2)), Colocate(4))
-        refuse_torn(hosts, ["a", "a", "b", "b"], Colocate(4))
+        refuse_torn(hosts, ["a", "a", "b", "b"], Colocate(4), "c")
         said = r"rollout\[1\] is one process over the slots 2, 3, and these are on 2 machines.*a multiple of 2 free"
         with pytest.raises(BindError, match=said):
-            refuse_torn(hosts, ["a", "a", "a", "b"], Colocate(4))
+            refuse_torn(hosts, ["a", "a", "a", "b"], Colocate(4), "a")
 
     def test_what_is_rebuilt_from_files_is_on_one(self) -> None:
         place = Colocate(2, restart="role")
         hosts = lay_out(bound(), place)
-        refuse_torn(hosts, ["a", "a"], place)
-        refuse_torn(hosts, ["a", "b"], Colocate(2))
-        with pytest.raises(BindError, match=r"Colocate wants 2 slot.* with restart='role', and they are on 2 machines"):
-            refuse_torn(hosts, ["a", "b"], place)
+        refuse_torn(hosts, ["a", "a"], place, "a")
+        refuse_torn(hosts, ["a", "b"], Colocate(2), "a")
+        said = r"Colocate wants 2 slot.* with restart='role', and they are on 2 machines, this one counted"
+        for machines, here in ((["a", "b"], "a"), (["a", "a"], "b")):
+            with pytest.raises(BindError, match=said):
+                refuse_torn(hosts, machines, place, here)
 
 
 class TestMemory:

@@ -50,6 +50,20 @@ class Delivery:
         shared = any(sender.meets(receiver) for sender in self._senders for receiver in self._receivers)
         if shared and self.transport in ("gloo", "nccl"):
             self.transport = "object store"
+        if self.transport == "cuda ipc" and not self._fit_together():
+            self.transport = "object store"
+
+    def _fit_together(self) -> bool:
+        """Whether a trainer and an engine of one slot have room beside each other, by the sizes that they state."""
+        room, bindings = self._hosts.place.memory, self._hosts.bindings
+        if room is None:
+            return True
+        size = {
+            host: sum(getattr(bindings[role], "memory", None) or 0.0 for role in host.roles)
+            for host in [*self._senders, *self._receivers]
+        }
+        pairs = [(a, b) for a in self._senders for b in self._receivers if a.meets(b)]
+        return all(size[a] + size[b] <= room for a, b in pairs)
 
     @property
     def beside(self) -> list[HostPlan]:

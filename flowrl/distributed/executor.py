@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flowrl.distributed.cluster import connected
-from flowrl.distributed.faults import HostDiedError
+from flowrl.distributed.faults import HostDiedError, chain, named
 from flowrl.distributed.hosts import Hosts, refuse_unplaceable, roles_of
 from flowrl.distributed.place import Place, lay_out
 from flowrl.distributed.walk import Traffic, Walk, refuse_unequal
-from flowrl.errors import EngineError, NodeError
+from flowrl.errors import DataError, EngineError, NodeError
 from flowrl.executor import StepResult
 from flowrl.graph import Graph
 from flowrl.plan import Plan
@@ -76,13 +76,30 @@ class Weights:
     def save(self, folder: Path) -> None:
         """Write the state of every trained role into a folder of its own."""
         for role in self.plan.graph.trained:
-            self.hosts.ask_role(role, f"saving {role}", "save_checkpoint", role, str(folder / role))
+            self.hosts.ask_role(role, f"saving {role}", "save_checkpoint", role, str(folder.absolute() / role))
 
     def load(self, folder: Path) -> None:
         """Take every trained role back to what `save` wrote, and sync."""
         for role in self.plan.graph.trained:
-            self.hosts.ask_role(role, f"loading {role}", "load_checkpoint", role, str(folder / role))
+            self.hosts.ask_role(role, f"loading {role}", "load_checkpoint", role, str(folder.absolute() / role))
         self.sync()
+
+    def refuse_elsewhere(self, folder: Path) -> None:
+        """Refuse a folder that the trained roles' processes would not share with the driver.
+
+        Raises:
+            DataError: one is on a machine that has no such folder, or another of that name.
+        """
+        for role in self.plan.graph.trained:
+            ranks = self.hosts.ranks(role)
+            with tempfile.NamedTemporaryFile(dir=folder.absolute()) as probe:
+                seen = self.hosts.ask(ranks, f"saving {role}", "sees", probe.name)
+            if not all(seen):
+                raise DataError(
+                    f"{named(ranks[seen.index(False)])} is on a machine that does not share {folder.absolute()} with "
+                    f"this one, so a checkpoint there would lack its part; give the run a folder that all machines "
+                    f"of the cluster share by the same path: Training(folder=...)."
+                )
 
     def keep(self) -> None:
         """Where roles are to be restarted: this is what to go back to."""
@@ -110,7 +127,7 @@ class Weights:
                     self.load(self._kept)
                 return act()
             except NodeError as error:
-                mends = isinstance(error, HostDiedError) or isinstance(error.__cause__, EngineError)
+                mends = isinstance(error, HostDiedError) or any(isinstance(one, EngineError) for one in chain(error))
                 if not mends or self._kept is None or attempt == _ATTEMPTS:
                     raise
                 logger.warning("%s\nWhat was lost is rebuilt and synced, and that is done again.", error)
@@ -174,6 +191,8 @@ class RayExecutor:
 
         def walk() -> StepResult:
             self.hosts.trace = self.trace
+            if self.hosts.forgetful:
+                self._weights.sync()
             one = Walk(self.plan, self.hosts, step, self.seed, self.state)
             result = one.run(batch, keep, on_node)
             if self.plan.graph.trained:
@@ -184,9 +203,15 @@ class RayExecutor:
         return self._weights.protect(walk)
 
     def save(self, folder: Path) -> None:
-        """Write the state of every trained role into a folder of its own."""
+        """Write the state of every trained role into a folder of its own.
+
+        Raises:
+            DataError: see `Weights.refuse_elsewhere`.
+        """
 
         def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._weights.refuse_elsewhere(folder)
             for role in self.plan.graph.trained:  # what a role that died has left half written
                 shutil.rmtree(folder / role, ignore_errors=True)
             self._weights.save(folder)
@@ -200,4 +225,5 @@ class RayExecutor:
 
     def save_pretrained(self, role: str, folder: str) -> None:
         """Write the weights of a role's engine as a Hugging Face folder."""
-        self._weights.protect(lambda: self.hosts.ask_role(role, f"writing {role}", "save_pretrained", role, folder))
+        path = str(Path(folder).absolute())
+        self._weights.protect(lambda: self.hosts.ask_role(role, f"writing {role}", "save_pretrained", role, path))

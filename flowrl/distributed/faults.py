@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
 from flowrl.distributed.place import HostPlan, Place
-from flowrl.errors import FlowrlError, NodeError
+from flowrl.errors import NodeError
 
 
 class HostDiedError(NodeError):
@@ -28,32 +29,47 @@ class Failure:
 
     Args:
         message: of the `NodeError`.
-        cause: the exception, where it survives pickling.
+        causes: the exception, and what it was raised from, and so on; those that survive pickling.
         traceback: where it was raised, on its host.
-        lost: a column that the node reads is gone, as it is with the process that wrote it.
+        lost: something that the node reads is gone, as it is with the process that wrote it.
     """
 
     message: str
-    cause: Exception | None
+    causes: tuple[BaseException, ...]
     traceback: str
     lost: bool
 
     @staticmethod
     def of(error: Exception, message: str) -> Failure:
         """What is left of `error` for another process."""
-        try:
-            portable: Exception | None = pickle.loads(pickle.dumps(error))
-        except Exception:  # whatever a class of its own may do; its text is in the message
-            portable = None
+        causes = tuple(copy for one in chain(error) if (copy := _portable(one)) is not None)
         trace = "".join(traceback.format_exception(error))
-        return Failure(message, portable, trace, isinstance(error, ObjectLostError))
+        return Failure(message, causes, trace, any(isinstance(one, ObjectLostError) for one in chain(error)))
 
     def error(self) -> NodeError:
-        """The error to raise, with its cause and the traceback of its host."""
+        """The error to raise, with its causes and the traceback of its host."""
         error = NodeError(self.message)
-        error.__cause__ = self.cause
+        outer: BaseException = error
+        for cause in self.causes:
+            outer.__cause__ = outer = cause
         error.add_note(f"On the host:\n{self.traceback}")
         return error
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, what it was raised from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _portable(error: BaseException) -> BaseException | None:
+    """`error` as another process gets it, without its cause; None where it does not survive pickling."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a class of its own may do; its text is in the message
+        return None
+    return copy if isinstance(copy, BaseException) else None
 
 
 def named(host: HostPlan | None) -> str:
@@ -78,20 +94,21 @@ def answer(ref: Any, host: HostPlan | None, what: str, place: Place, patience: f
 
     Raises:
         HostDiedError: the process died.
-        NodeError: it did not answer in time, or raised; what flowrl itself raised (`FlowrlError`) is raised as it is.
+        NodeError: it could not be started, did not answer in time, or raised, which is the cause then.
     """
     seconds = place.deadline if patience is None else patience
     try:
         return ray.get(ref, timeout=seconds)
     except RayActorError as error:
+        if error.actor_init_failed:  # no death that a new process would mend
+            raise NodeError(f"{what} could not start {named(host)}: {str(error).strip()}") from error
         raise died(host, what, place, str(error).strip().splitlines()[0].rstrip(".")) from error
     except GetTimeoutError as error:
         raise stuck(host, what, place, seconds) from error
     except RayTaskError as error:
         cause = error.cause
-        if isinstance(cause, FlowrlError):
-            raise cause from error
-        raise NodeError(f"{what} failed on {named(host)}: {type(cause).__name__}: {cause}") from error
+        cause.add_note(f"On the host:\n{error}")
+        raise NodeError(f"{what} failed on {named(host)}: {type(cause).__name__}: {cause}") from cause
 
 
 def died(host: HostPlan | None, what: str, place: Place, reason: str) -> HostDiedError:

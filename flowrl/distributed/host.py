@@ -98,14 +98,20 @@ class Host:
         plan: roles, rank and slots.
         seed: of the run.
         path: where the driver imports from: whoever uses a class of their own in a graph has it there.
+        folder: the driver's working directory, which is this process's too where there is one of that name: a worker
+            of a cluster that was joined has that of ``ray start``.
         gpus: which the process is to see, if not the one that Ray shows it.
     """
 
-    def __init__(self, plan: HostPlan | None, seed: int, path: Sequence[str], gpus: str | None = None) -> None:
+    def __init__(
+        self, plan: HostPlan | None, seed: int, path: Sequence[str], folder: str, gpus: str | None = None
+    ) -> None:
         if gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # before anything asks for a device; Ray has set it before this
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as with threads: there are several processes, and few cores
         torch.set_num_threads(1)
+        if os.path.isdir(folder):
+            os.chdir(folder)
         sys.path += [entry for entry in path if entry not in sys.path]
         self.plan, self.seed, self._gpus = plan, seed, gpus
         self.engines: dict[str, Any] = {}
@@ -117,6 +123,10 @@ class Host:
         seen = context.get_accelerator_ids().get("GPU", []) if self._gpus is None else self._gpus.split(",")
         devices = tuple(map(str, seen)) if torch.cuda.is_available() else ()
         return Seat(str(context.get_node_id()), os.getpid(), devices)
+
+    def sees(self, file: str) -> bool:
+        """Whether this machine has a file."""
+        return os.path.exists(file)
 
     def pid(self) -> int:
         """Of this process."""
@@ -188,11 +198,11 @@ class Host:
         """
         assert self.plan is not None
         origin, tensors = self._leaving(role, part, probes)
-        if self.plan.rank == 0:
-            return Export.of(origin, tensors, bucket_bytes)
-        for _ in tensors:
-            pass
-        return None
+        try:
+            return Export.of(origin, tensors, bucket_bytes) if self.plan.rank == 0 else None
+        finally:
+            for _ in tensors:  # to the end whatever happens, since gathering them is collective
+                pass
 
     def send(self, role: str, part: str, probes: bool, bucket_bytes: int, ticket: Ticket, what: str) -> Sent | Failure:
         """Carry the weights of a trainer to the hosts that hold `ticket` too; otherwise as `export`.

@@ -12,13 +12,13 @@ import ray
 from ray.exceptions import RayActorError
 
 from flowrl.distributed.delivery import Delivery
-from flowrl.distributed.faults import answer
+from flowrl.distributed.faults import HostDiedError, answer, died, stuck
 from flowrl.distributed.host import Host
 from flowrl.distributed.place import HostPlan, Place
 from flowrl.distributed.slots import Slots
 from flowrl.distributed.stream import Seat
 from flowrl.engines import Rollout
-from flowrl.errors import BindError, GraphError
+from flowrl.errors import BindError, FlowrlError, GraphError, NodeError
 from flowrl.graph import Node
 from flowrl.plan import Plan
 from flowrl.tracing import Trace
@@ -45,6 +45,7 @@ class Hosts:
         self.plans, self.bindings, self.place, self.seed = plans, bindings, place, seed
         self.trace = Trace()  # of the executor that steps now
         self._awake: set[HostPlan] = set()
+        self.forgetful: set[HostPlan] = set()  # whose engines have lost their weights in their sleep, until a sync
         self._slots = Slots(place, plans)
         self.actors: dict[HostPlan, Any] = {}
         self.seats: dict[HostPlan, Seat] = {}
@@ -55,7 +56,7 @@ class Hosts:
     def start_general(self) -> None:
         """Start the process for nodes that use no role; it runs several at once."""
         options = {"num_cpus": 0, "max_concurrency": _GENERAL_AT_ONCE}
-        self.general: Any = ray.remote(Host).options(**options).remote(None, self.seed, _path())
+        self.general: Any = ray.remote(Host).options(**options).remote(None, self.seed, _path(), os.getcwd())
 
     def start(self, plans: list[HostPlan]) -> None:
         """Start processes for `plans` and load their engines; those of one slot one after another, so that they fit.
@@ -66,7 +67,7 @@ class Hosts:
         """
         for plan in plans:
             actor = ray.remote(Host).options(**self._slots.options(plan))
-            self.actors[plan] = actor.remote(plan, self.seed, _path(), self._slots.gpus(plan))
+            self.actors[plan] = actor.remote(plan, self.seed, _path(), os.getcwd(), self._slots.gpus(plan))
         for roles in dict.fromkeys(plan.roles for plan in plans):
             ranks = [plan for plan in plans if plan.roles == roles]
             loading, patience = f"loading {'+'.join(roles)}", max(self.place.deadline, _LOAD_SECONDS)
@@ -76,14 +77,19 @@ class Hosts:
             address = None
             if len(ranks) > 1 and any(getattr(backend, "collective", True) for backend in bindings.values()):
                 address = self.ask(ranks[:1], loading, "meeting_point", len(set(machines)) == 1)[0]
-            self.ask(ranks, loading, "build", bindings, address, self.place.deadline, patience=patience)
+            try:
+                self.ask(ranks, loading, "build", bindings, address, self.place.deadline, patience=patience)
+            except NodeError as error:
+                if isinstance(error, HostDiedError) or not isinstance(error.__cause__, FlowrlError):
+                    raise
+                raise error.__cause__ from None  # what a backend says of its own binding, as it is said without Ray
             if self._crowded(ranks):
                 self.ask(ranks, loading, "sleep")
 
     def ask(
         self, plans: Iterable[HostPlan], what: str, method: str, *arguments: Any, patience: float | None = None
     ) -> list[Any]:
-        """Call a method of these hosts, all at once.
+        """Call a method of these hosts, all at once; the first that fails ends it, since others may wait for that one.
 
         Args:
             what: for, which is said where one fails.
@@ -91,10 +97,26 @@ class Hosts:
             patience: seconds that they have; the place's deadline if None.
 
         Raises:
-            see `answer`.
+            HostDiedError: one died, also where that is only noticed by another that failed for it.
+            NodeError: see `answer`.
         """
-        asked = [(getattr(self.actors[plan], method).remote(*arguments), plan) for plan in plans]
-        return [answer(ref, plan, what, self.place, patience) for ref, plan in asked]
+        asked = {getattr(self.actors[plan], method).remote(*arguments): plan for plan in plans}
+        seconds = self.place.deadline if patience is None else patience
+        until, answers, waiting = time.monotonic() + seconds, dict[Any, Any](), list(asked)
+        while waiting:
+            answered, waiting = ray.wait(waiting, timeout=max(0.0, until - time.monotonic()))
+            if not answered:
+                raise stuck(asked[waiting[0]], what, self.place, seconds)
+            for ref in answered:
+                try:
+                    answers[ref] = answer(ref, asked[ref], what, self.place, patience)
+                except HostDiedError:
+                    raise
+                except NodeError as error:
+                    if dead := self.dead([plan for plan in asked.values() if plan != asked[ref]]):
+                        raise died(dead[0], what, self.place, str(error).partition("\n")[0]) from error
+                    raise
+        return [answers[ref] for ref in asked]
 
     def ranks(self, role: str) -> list[HostPlan]:
         """The hosts of a role, in order of their rank."""
@@ -121,8 +143,9 @@ class Hosts:
                 plan = pings.pop(ref)
                 try:
                     ray.get(ref)
-                except RayActorError:
-                    gone.append(plan)
+                except RayActorError as error:
+                    if not error.actor_init_failed:  # it never was there, for a reason of its own
+                        gone.append(plan)
         return gone
 
     def rebuild(self, host: HostPlan | None) -> None:
@@ -150,6 +173,7 @@ class Hosts:
             if (actor := self.actors.pop(plan, None)) is not None:
                 ray.kill(actor)
             self._awake.discard(plan)
+            self.forgetful.discard(plan)  # a new one is synced before it does anything
 
     def close(self) -> None:
         """End all processes, and the reservation with them; engines that have a `close` get some seconds for it."""
@@ -183,16 +207,20 @@ class Hosts:
         coming = [plan for plan in plans if plan not in self._awake]
         self._sleep([plan for plan in self._in_the_way_of(coming) if plan not in beside], what)
         if coming:
+            self._awake.update(coming)  # before it is known, since one that fails in it may hold memory all the same
             with self.trace.span("wake", "driver", "wait"):
                 self.ask(coming, f"{what}, waking,", "wake")
-        self._awake.update(coming)
 
     def _sleep(self, plans: list[HostPlan], what: str) -> None:
         if not plans:
             return
+        self.forgetful |= {plan for plan in plans if self._forgets(plan)}
         with self.trace.span("sleep", "driver", "wait"):
             self.ask(plans, f"{what}, putting to sleep,", "sleep")
         self._awake.difference_update(plans)
+
+    def _forgets(self, plan: HostPlan) -> bool:
+        return any(getattr(self.bindings[role], "forgets", False) for role in plan.roles)
 
     def clear(self, plans: Sequence[HostPlan], what: str) -> None:
         """Put to sleep those of these hosts whose slots others have taken beside them."""
@@ -233,7 +261,8 @@ def refuse_unplaceable(plan: Plan, hosts: list[HostPlan]) -> None:
 
     Raises:
         BindError: a node uses roles of several processes, and is no sync.
-        GraphError: a node goes to ranks by whole groups, and does not read which group a row is of.
+        GraphError: a node goes to ranks by rows or groups, and keeps state, of which each rank would have its own; or
+            it wants whole groups, and does not read which group a row is of.
     """
     for node in plan.order:
         roles = [*roles_of(node, "writes"), *roles_of(node, "reads")]
@@ -245,6 +274,13 @@ def refuse_unplaceable(plan: Plan, hosts: list[HostPlan]) -> None:
                 f"nodes, with a column between."
             )
         ranks = max((host.ranks for host in hosts if roles and roles[0] in host.roles), default=1)
+        by_batch = node.operator.granularity == "batch" or node.operator.changes_rows
+        if node.operator.states and ranks > 1 and not by_batch:
+            raise GraphError(
+                f"{node.name} keeps {', '.join(node.operator.states)} over steps, and its role {roles[0]!r} has "
+                f"{ranks} ranks, each of which would go on from the rows that it sees; give it granularity 'batch', "
+                f"or bind {roles[0]} with one rank."
+            )
         if node.operator.granularity == "group" and ranks > 1 and uid_slot(node) is None:
             raise GraphError(
                 f"{node.name} wants whole groups, and its role {roles[0]!r} has {ranks} ranks, but it does not read "

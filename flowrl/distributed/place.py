@@ -112,8 +112,8 @@ def lay_out(graph: Graph, place: Place) -> list[HostPlan]:
 
     A backend says by its attributes what it takes: `ranks`; `slots_per_rank`, over which one process computes;
     `memory`, GiB of a slot, while the role has its turn; `shares`, the role whose weights it uses in the same process;
-    and `collective`, false if its ranks have no dealings with each other and want no group of `torch.distributed`.
-    Each may be left out.
+    `collective`, false if its ranks have no dealings with each other and want no group of `torch.distributed`; and
+    `forgets`, true if its engine loses its weights when it is put to sleep. Each may be left out.
 
     Raises:
         BindError: more ranks than there are slots for, roles that share weights with one that is not bound or with

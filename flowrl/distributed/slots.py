@@ -35,7 +35,8 @@ class Slots:
             table = placement_group_table(self._group)["bundles_to_node_id"]
             machines = [str(table[bundle]) for bundle in range(place.slots)]
             self._bundles = by_machine(machines)
-            refuse_torn(plans, [machines[bundle] for bundle in self._bundles], place)
+            here = ray.get_runtime_context().get_node_id()
+            refuse_torn(plans, [machines[bundle] for bundle in self._bundles], place, here)
             wide = self._kind == "GPU" and any(len(plan.slots) > 1 for plan in plans)
             self._gpus = self._look() if wide else []
         except BaseException:
@@ -43,22 +44,23 @@ class Slots:
             raise
 
     def _reserve(self, place: Place) -> PlacementGroup:
-        have = ray.cluster_resources().get(self._kind, 0)
-        asked = _asked(place)
-        if have < place.slots:
-            raise BindError(
-                f"{asked}, and the Ray cluster has {have:g} {self._kind}(s); expected at least one for each slot: "
-                f"ask for fewer slots, or join a larger cluster by address=."
-            )
+        asked, kinds = _asked(place), dict.fromkeys([self._kind, "CPU"])
+        for kind in kinds:
+            if (have := ray.cluster_resources().get(kind, 0)) < place.slots:
+                raise BindError(
+                    f"{asked}, and the Ray cluster has {have:g} {kind}(s); expected at least one for each slot: "
+                    f"ask for fewer slots, or join a larger cluster by address=."
+                )
         group: PlacementGroup = placement_group(
             [{"CPU": 1.0} | {self._kind: 1.0} for _ in range(place.slots)], strategy="PACK"
         )
         if not group.wait(_RESERVE_SECONDS):
             remove_placement_group(group)
-            free = ray.available_resources().get(self._kind, 0)
+            all_of, free = ray.cluster_resources(), ray.available_resources()
+            found = " and ".join(f"of {all_of.get(kind, 0):g} {kind}(s) {free.get(kind, 0):g}" for kind in kinds)
             raise BindError(
-                f"{asked}, and of {have:g} {self._kind}(s) of the Ray cluster {free:g} were free within "
-                f"{_RESERVE_SECONDS} s; end what runs there, or ask for fewer slots."
+                f"{asked}, and {found} of the Ray cluster were free within {_RESERVE_SECONDS} s, a slot's on one "
+                f"machine; end what runs there, or ask for fewer slots."
             )
         return group
 
@@ -106,16 +108,17 @@ def by_machine(machines: Sequence[str]) -> list[int]:
     return sorted(range(len(machines)), key=lambda bundle: machines.index(machines[bundle]))
 
 
-def refuse_torn(plans: Sequence[HostPlan], machines: Sequence[str], place: Place) -> None:
+def refuse_torn(plans: Sequence[HostPlan], machines: Sequence[str], place: Place, here: str) -> None:
     """Refuse what must be on one machine and is not.
 
     Args:
         plans: the hosts.
         machines: of each slot.
         place: what was asked for.
+        here: the driver's machine.
 
     Raises:
-        BindError: a host's slots are on several machines, or all are not on one and the place says
+        BindError: a host's slots are on several machines, or not all are on the driver's and the place says
             ``restart="role"``.
     """
     for plan in plans:
@@ -126,10 +129,10 @@ def refuse_torn(plans: Sequence[HostPlan], machines: Sequence[str], place: Place
                 f"ask for slots of machines that each have a multiple of {many} free, or bind it with fewer slots a "
                 f"rank (tensor_parallel)."
             )
-    if (count := len(set(machines))) > 1 and place.restart == "role":
+    if (count := len({*machines, here})) > 1 and place.restart == "role":
         raise BindError(
-            f"{_asked(place)} with restart='role', and they are on {count} machines; weights to go back to are "
-            f"kept in files of one machine: use Training(checkpoint_every=...) in a shared folder, and "
+            f"{_asked(place)} with restart='role', and they are on {count} machines, this one counted; weights to go "
+            f"back to are kept in files of this machine: use Training(checkpoint_every=...) in a shared folder, and "
             f"restart='never'."
         )
 

@@ -20,7 +20,7 @@ from flowrl.distributed.delivery import Delivery
 from flowrl.distributed.faults import Failure, answer, at, died, named, stuck
 from flowrl.distributed.heard import say
 from flowrl.distributed.host import Call, Report, Sent, join_pieces
-from flowrl.distributed.hosts import GRACE_SECONDS, Hosts, uid_slot
+from flowrl.distributed.hosts import GRACE_SECONDS, Hosts, is_sync, uid_slot
 from flowrl.distributed.place import HostPlan
 from flowrl.distributed.shards import shard
 from flowrl.distributed.stream import Interrupted
@@ -245,6 +245,8 @@ class Walk:
                 trace.add("fetch", named(host), report.started, report.fetched, kind="transfer")
                 self.traffic.hosts += report.received
             if len(run.reports) == len(run.hosts):
+                if is_sync(run.node):
+                    self.hosts.forgetful.difference_update(run.hosts.values())
                 if run.delivery:
                     run.delivery.finish()
                 complete.append(run)
@@ -256,7 +258,7 @@ class Walk:
         Raises:
             HostDiedError, NodeError: it died, or is silent.
         """
-        if not isinstance(failure.cause, Interrupted):
+        if not _interrupted(failure):
             return failure, host
         for ref, other in run.hosts.items():
             if ref in run.reports or other == host:
@@ -265,7 +267,7 @@ class Walk:
             if not ray.wait([ref], timeout=max(0.0, min(GRACE_SECONDS, left)))[0]:
                 raise stuck(other, self._what(run.node), self.hosts.place, time.monotonic() - run.since)
             report: Report | Sent | Failure = answer(ref, other, self._what(run.node), self.hosts.place)
-            if isinstance(report, Failure) and not isinstance(report.cause, Interrupted):
+            if isinstance(report, Failure) and not _interrupted(report):
                 return report, other
         return failure, host
 
@@ -322,6 +324,11 @@ class Walk:
         except ObjectLostError as error:
             failure = Failure.of(error, f"{self._what(node)}: the column {wanted.name} is lost: {error}")
             raise self._blame(failure, node, None, []) from error
+
+
+def _interrupted(failure: Failure) -> bool:
+    """Whether it comes of another side that is gone."""
+    return any(isinstance(cause, Interrupted) for cause in failure.causes)
 
 
 def refuse_unequal(reports: Sequence[Report], node: Node) -> None:

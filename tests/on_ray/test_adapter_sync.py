@@ -7,7 +7,7 @@ import pytest
 from flowrl.backends import SGD, LoRA, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.distributed.executor import open_ray
 from flowrl.distributed.place import Colocate
-from flowrl.errors import SyncError
+from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
 from flowrl.job import Job
 from flowrl.proto import DataProto
@@ -41,5 +41,7 @@ def test_an_engine_that_wants_an_adapter_refuses_whole_weights(tiny: str) -> Non
         actor=TorchTrainer(tiny, SGD(lr=0.05)), ref=TorchScorer(tiny), rollout=TorchRollout(tiny, lora=LoRA(r=4))
     )
     said = r"takes an adapter alone, and actor trains all weights; give both"
-    with open_ray(job.graph, Colocate(1), 0) as executor, pytest.raises(SyncError, match=said):
+    where = r"sync between steps, exporting actor, failed on actor rank 0: SyncError: .*"
+    with open_ray(job.graph, Colocate(1), 0) as executor, pytest.raises(NodeError, match=where + said) as caught:
         executor.sync()
+    assert isinstance(caught.value.__cause__, SyncError)

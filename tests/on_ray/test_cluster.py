@@ -18,12 +18,13 @@ import ray
 
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.place import Colocate, Place, Split
+from flowrl.distributed.slots import Slots
 from flowrl.errors import BindError, GraphError
 from flowrl.graphs import grpo
 from flowrl.job import Job
 from tests.jobs import job_of
 from tests.on_ray.leftovers import family
-from tests.on_ray.toys import Blind, Both, Desk, toy_job
+from tests.on_ray.toys import Blind, Both, Counting, Desk, toy_job
 from tests.rewards import digits
 
 pytestmark = pytest.mark.ray
@@ -57,7 +58,7 @@ def script(code: str, *arguments: str, **environment: str) -> str:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -76,6 +77,7 @@ def listening(root: int) -> set[str]:
     return {line[1].partition(":")[0] for line in lines if line[3] == listens and line[9] in sockets}
 
 
+@pytest.mark.timeout(600)
 def test_what_is_started_is_shut_down(tiny: str, tmp_path: Path) -> None:
     """Quietly, and once more in the same process; meanwhile it listens on the loopback alone.
 
@@ -126,6 +128,7 @@ def head(token: dict[str, str]) -> Iterator[str]:
         process.communicate()
 
 
+@pytest.mark.timeout(900)
 def test_what_is_joined_is_left_running(head: str, token: dict[str, str], tiny: str, tmp_path: Path) -> None:
     """Refused are too small a cluster, another address than the one connected to, and a wrong token.
 
@@ -214,7 +217,7 @@ def test_an_address_that_does_not_answer(mute: bool, tiny: str) -> None:
         started = time.monotonic()
         with pytest.raises(BindError, match=f"no Ray cluster answers at '{address}'.*ray start --head"), job.open():
             raise AssertionError("opened")
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 100  # Ray itself would wait for minutes
 
 
 @pytest.mark.parametrize("address", ["nowhere", "host:port", "ray://host:1"])
@@ -261,7 +264,7 @@ def test_ranks_that_have_no_place(
 
 
 def test_nodes_that_no_process_could_run(tiny: str, tmp_path: Path) -> None:
-    """Roles that live apart; groups that nobody can tell."""
+    """Roles that live apart; groups that nobody can tell; state that ranks would each have of their own."""
     graph = grpo(digits, n=2)
     apart = toy_job(graph.edit(replace={"ref_log_prob": Both()}), tmp_path, tiny, place=Colocate(1))
     said = "both uses the roles 'judge', 'ref', and 'ref' lives in another process than 'judge'"
@@ -270,6 +273,15 @@ def test_nodes_that_no_process_could_run(tiny: str, tmp_path: Path) -> None:
     blind = toy_job(graph.edit(replace={"ref_log_prob": Blind()}), tmp_path, tiny, {"ref": 2}, Colocate(2))
     with pytest.raises(GraphError, match=r"blind wants whole groups, and its role 'ref' has 2 ranks"), blind.open():
         raise AssertionError("opened")
+    counting = toy_job(graph.edit(replace={"ref_log_prob": Counting()}), tmp_path, tiny, {"ref": 2}, Colocate(2))
+    with pytest.raises(GraphError, match=r"counting keeps rows over .* 'ref' has 2 ranks"), counting.open():
+        raise AssertionError("opened")
+
+
+def test_slots_want_a_cpu_each_beside_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 4.0, "CPU": 2.0})
+    with pytest.raises(BindError, match=r"Colocate wants 3 slot\(s\), and the Ray cluster has 2 CPU\(s\)"):
+        Slots(Colocate(3), [])
 
 
 def test_a_role_that_is_not_bound(tiny: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import threading
 import time
@@ -12,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+import torch.distributed as dist
+from ray.exceptions import ObjectLostError
 
-from flowrl.distributed.faults import HostDiedError
+from flowrl.distributed.faults import Failure, HostDiedError, answer, chain
 from flowrl.distributed.place import Colocate, Place, Split
-from flowrl.errors import EngineError, NodeError
+from flowrl.errors import BindError, EngineError, NodeError, SyncError
 from flowrl.graphs import grpo, ppo
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
-from tests.on_ray.toys import Desk, kill_blocked, toy_job
+from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job
 from tests.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -51,6 +55,11 @@ def process_of(executor: Any, role: str | None, rank: int = 0) -> int:
     return process_ids(executor)[plan]
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What flowrl has said; Ray says, some time later, what nobody has asked for."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("flowrl.")]
+
+
 def kill_at(executor: Any, node: str, role: str | None) -> Callable[[str], None]:
     """SIGKILL the process of a role as a node starts, once; by then the process is gone."""
     armed = [True]
@@ -72,6 +81,7 @@ def uninterrupted(folder: Path, tiny: str, steps: int, graph: Any = GRAPH) -> tu
     return [result.metrics.compute() for result in results], results[-1].values["sync"]["receipt"].digest
 
 
+@pytest.mark.timeout(900)
 def test_every_role_is_rebuilt_and_no_row_trained_twice(
     tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -88,7 +98,7 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
         for node, role in HOME.items():
             caplog.clear()
             found.append(executor.step(batch(), len(found), on_node=kill_at(executor, node, role)))
-            [said] = [record.getMessage() for record in caplog.records]
+            [said] = warnings_of(caplog)
             host = "the general host" if role is None else f"{role} rank 0"
             named = said.removesuffix(said[said.index(f" in step {len(found) - 1}") :])
             assert named == node or role is HOME.get(named) is None  # several at once are on the general host
@@ -98,7 +108,7 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
             thread = kill_blocked(desk, call)
             found.append(executor.step(batch(), len(found)))
             thread.join()
-            [said] = [record.getMessage() for record in caplog.records]
+            [said] = warnings_of(caplog)
             assert f"in step {len(found) - 1}" in said
             assert f"lost {call.partition('.')[0]} rank 0" in said
         os.kill(pid := process_of(executor, "actor"), signal.SIGKILL)  # between steps
@@ -135,7 +145,7 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
 )
 def test_a_death_is_named_and_leaves_nothing(call: str, said: str, tiny: str, tmp_path: Path) -> None:
     desk = Desk(str(tmp_path / "desk"))
-    job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Colocate(1, deadline=60))
+    job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Colocate(1, deadline=120))
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         executor.sync()
@@ -149,7 +159,7 @@ def test_a_death_is_named_and_leaves_nothing(call: str, said: str, tiny: str, tm
 
 def test_the_death_of_the_general_host_is_named(tiny: str, tmp_path: Path) -> None:
     """Also where it is only noticed by who reads what it has written."""
-    job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Split(1, 1, deadline=60))
+    job = toy_job(grpo(digits, n=2, max_new_tokens=4), tmp_path / "desk", tiny, place=Split(1, 1, deadline=120))
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         executor.sync()
@@ -159,11 +169,12 @@ def test_the_death_of_the_general_host_is_named(tiny: str, tmp_path: Path) -> No
             executor.step(batch(), 1)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("call", "place", "said"),
     [
-        ("actor.update", Colocate(1, deadline=8), "update_actor in step 0 is stuck on actor rank 0"),
-        ("rollout.wake", Colocate(1, deadline=8), "sync in step 0, waking, is stuck on rollout rank 0"),
+        ("actor.update", Colocate(1, deadline=30), "update_actor in step 0 is stuck on actor rank 0"),
+        ("rollout.wake", Colocate(1, deadline=30), "sync in step 0, waking, is stuck on rollout rank 0"),
     ],
 )
 def test_what_hangs_is_named_within_the_deadline(call: str, place: Place, said: str, tiny: str, tmp_path: Path) -> None:
@@ -177,9 +188,9 @@ def test_what_hangs_is_named_within_the_deadline(call: str, place: Place, said: 
             thread = threading.Thread(target=desk.blocked, args=(call,))
             thread.start()
             started = time.monotonic()
-            with pytest.raises(NodeError, match=f"{said}: nothing was heard for 8 s"):
+            with pytest.raises(NodeError, match=f"{said}: nothing was heard for 30 s"):
                 executor.step(batch(), 0)
-            assert time.monotonic() - started < 8 + 30  # the deadline of one node, and the nodes before it
+            assert time.monotonic() - started < 30 + 150  # the deadline of one node, and the nodes before it
             thread.join()
 
 
@@ -198,7 +209,7 @@ def test_an_engine_that_ended_is_synced_and_the_step_repeated(
             if step == 1:
                 desk.fail("rollout.generate", EngineError)
             found.append(executor.step(batch(), step))
-        [said] = [record.getMessage() for record in caplog.records]
+        [said] = warnings_of(caplog)
         assert said.startswith("generate failed in step 1 on rollout rank 0: EngineError")
         assert sum(event["what"] == "build" for event in desk.events()) == 3
         desk.fail("rollout.generate")
@@ -208,6 +219,7 @@ def test_an_engine_that_ended_is_synced_and_the_step_repeated(
     assert found[-1].values["sync"]["receipt"].digest == digest
 
 
+@pytest.mark.timeout(900)
 def test_one_rank_of_several_dies(tiny: str, tmp_path: Path) -> None:
     """The others end too, and are rebuilt with it."""
     graph = grpo(digits, n=2, max_new_tokens=4)
@@ -230,3 +242,110 @@ def test_one_rank_of_several_dies(tiny: str, tmp_path: Path) -> None:
         processes += process_ids(executor).values()
     assert [one.metrics.compute() for one in found] == metrics
     assert found[-1].values["sync"]["receipt"].digest == digest
+
+
+class TogetherEngine(ToyTrainerEngine):
+    """Its ranks wait for each other as sharded ones do; rank 1 dies in a call of which the desk has a file."""
+
+    def _enter(self, method: str, **more: Any) -> None:
+        super()._enter(method, **more)
+        if method in ("weights", "save_checkpoint", "load_checkpoint"):
+            due = self.desk.folder / f"{method}.die"
+            if self.rank == 1 and due.exists():
+                due.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.barrier()
+
+
+class Together(ToyTrainer):
+    def build(self, context: Any) -> TogetherEngine:
+        if (due := Path(self.desk) / "build.die").exists() and context.rank == 1:
+            due.unlink()
+            raise BindError("this rank was told to refuse")
+        return TogetherEngine("actor", self, context)
+
+
+@pytest.mark.timeout(900)
+def test_a_rank_that_dies_in_a_collective_call_is_the_one_that_is_blamed(
+    tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 fails for it, often before its death is known: in an export, while saving, and while loading."""
+    caplog.set_level(logging.WARNING, "flowrl")
+    graph = grpo(digits, n=2, max_new_tokens=4)
+    metrics, digest = uninterrupted(tmp_path / "local", tiny, 4, graph)
+    desk = tmp_path / "desk"
+    job = toy_job(graph, desk, tiny, place=Colocate(2, restart="role"))
+    job = job.edit(bind={"actor": Together(desk=str(desk), folder=tiny, ranks=2)})
+    with leaves_nothing() as processes, job.open(seed=5) as executor:
+        executor.sync()
+        found = [executor.step(batch(), 0)]
+        for calls in (["weights"], ["save_checkpoint"], ["weights", "load_checkpoint"]):
+            caplog.clear()
+            for call in calls:
+                (desk / f"{call}.die").touch()
+            found.append(executor.step(batch(), len(found)))
+            said = warnings_of(caplog)
+            assert len(said) == len(calls)
+            assert all("lost actor rank 1, whose process died" in one for one in said)
+        processes += process_ids(executor).values()
+        (desk / "weights.die").touch()
+        (desk / "build.die").touch()  # no death, so it is told as it would be without Ray
+        with pytest.raises(BindError, match="this rank was told to refuse"):
+            executor.step(batch(), 4)
+    assert [one.metrics.compute() for one in found] == metrics
+    assert found[-1].values["sync"]["receipt"].digest == digest
+
+
+@pytest.mark.parametrize("call", ["rollout.wake", "rollout.sleep"])
+def test_an_engine_that_ends_itself_in_its_turn_is_named_and_mended(
+    call: str, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "flowrl")
+    graph = grpo(digits, n=2, max_new_tokens=4)
+    metrics, _ = uninterrupted(tmp_path / "local", tiny, 2, graph)
+    desk = Desk(str(tmp_path / "desk"))
+    job = toy_job(graph, tmp_path / "desk", tiny, place=Colocate(1, restart="role"))
+    with leaves_nothing() as processes, job.open(seed=5) as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        found = [executor.step(batch(), 0)]
+        desk.fail(call, EngineError)
+        found.append(executor.step(batch(), 1))
+        [said] = warnings_of(caplog)
+        turn = "waking" if call == "rollout.wake" else "putting to sleep"
+        assert f" in step 1, {turn}, failed on rollout rank 0: EngineError: {call} was told to fail" in said
+        desk.fail(call)
+        with pytest.raises(NodeError, match=f"in step 2, {turn}, failed on rollout rank 0: ValueError") as caught:
+            executor.step(batch(), 2)
+        assert isinstance(caught.value.__cause__, ValueError)
+    assert [one.metrics.compute() for one in found] == metrics
+
+
+def test_a_failure_keeps_all_its_causes_but_those_that_cannot_travel() -> None:
+    class Local(Exception):
+        """Pickle does not find it."""
+
+    outer = SyncError("not synced")
+    outer.__cause__ = Local()
+    outer.__cause__.__cause__ = EngineError("ended itself")
+    travelled = pickle.loads(pickle.dumps(Failure.of(outer, "sync failed")))
+    told = [(type(error), str(error)) for error in chain(travelled.error())]
+    assert told == [(NodeError, "sync failed"), (SyncError, "not synced"), (EngineError, "ended itself")]
+    assert not travelled.lost
+    outer.__cause__.__cause__ = ObjectLostError("ab" * 28, "somebody", "somewhere")
+    assert Failure.of(outer, "sync failed").lost
+
+
+def test_a_process_that_cannot_start_is_not_taken_for_a_death() -> None:
+    class Broken:
+        def __init__(self) -> None:
+            raise ImportError("no module of that name on this machine")
+
+        def pid(self) -> int:
+            return os.getpid()
+
+    actor: Any = ray.remote(Broken).options(num_cpus=0).remote()
+    with pytest.raises(NodeError, match=r"(?s)loading actor could not start .*no module of that name") as caught:
+        answer(actor.pid.remote(), None, "loading actor", Colocate(1))
+    assert not isinstance(caught.value, HostDiedError)
+    assert "out-of-memory" not in str(caught.value)

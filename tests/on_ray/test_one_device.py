@@ -6,18 +6,21 @@ The device is the CPU here, whose memory is handed over as a GPU's would be: by 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from flowrl.distributed import delivery, stream
-from flowrl.distributed.place import Colocate
+from flowrl.distributed.place import Colocate, HostPlan
+from flowrl.distributed.stream import Seat
 from flowrl.graphs import grpo
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import (
     Desk,
+    Toy,
     ToyRollout,
     ToyRolloutEngine,
     ToyTrainer,
@@ -56,6 +59,7 @@ class Rollout(ToyRollout):
         return RolloutEngine("rollout", self, context)
 
 
+@pytest.mark.timeout(900)
 def test_handles_turns_and_rebuilding(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of one process; also where a side is killed in the middle of a sync and rebuilt."""
     monkeypatch.setattr(delivery, "choose", lambda senders, receivers: ("cuda ipc", (0,)))
@@ -105,3 +109,19 @@ def test_each_rank_sends_to_the_one_beside_it(tiny: str, tmp_path: Path, monkeyp
     assert sorted(event["rank"] for event in desk.events() if event["what"] == "sync") == [0, 0, 1, 1]
     assert {span.place for span in sent} == {"actor rank 0", "actor rank 1"}
     assert len({span.bytes for span in sent}) == 1 and sent[0].bytes > 0
+
+
+@pytest.mark.parametrize(("memory", "transport"), [(None, "cuda ipc"), (24.0, "cuda ipc"), (23.0, "object store")])
+def test_both_are_awake_only_where_they_fit_together(memory: float | None, transport: str) -> None:
+    """By the sizes that they state; a scorer in the trainer's process counts too."""
+    actor, rollout = HostPlan(("actor", "ref"), 0, 1, (0,)), HostPlan(("rollout",), 0, 1, (0,))
+    sizes = {"actor": 8.0, "ref": 4.0, "rollout": 12.0}
+    hosts: Any = SimpleNamespace(
+        ranks=lambda role: [actor] if role == "actor" else [rollout],
+        bindings={role: Toy(desk="", memory=size) for role, size in sizes.items()},
+        seats={actor: Seat("here", 1, ("0",)), rollout: Seat("here", 2, ("0",))},
+        place=Colocate(1, memory=memory),
+    )
+    chosen = delivery.Delivery(hosts, "actor", "rollout", "sync")
+    assert chosen.transport == transport
+    assert chosen.beside == ([actor] if transport == "cuda ipc" else [])

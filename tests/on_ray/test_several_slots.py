@@ -56,6 +56,7 @@ def refuse_two_at_once(events: list[dict[str, Any]], plans: list[HostPlan]) -> N
             awake[who] = of[who]
 
 
+@pytest.mark.timeout(900)
 def test_they_take_turns_and_are_rebuilt(tiny: str, tmp_path: Path) -> None:
     """One rank of two dies, and a rank of another role, whose slot one of them has too."""
     with toy_job(GRAPH, tmp_path / "local", tiny).open(seed=5) as executor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from flowrl.job import Job
 from flowrl.proto import DataProto
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
-from tests.on_ray.toys import Desk, GroupScore, toy_job
+from tests.on_ray.toys import Desk, GroupScore, ToyRollout, ToyTrainer, ToyTrainerEngine, toy_job
 from tests.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -203,3 +204,62 @@ def test_an_error_of_one_rank_is_its_own(tiny: str, tmp_path: Path) -> None:
         with pytest.raises(NodeError) as caught:
             executor.step(proto(prompt_batch(PROMPTS[:2]))[:0], 1)
         assert isinstance(caught.value.__cause__, DataError)
+
+
+@pytest.mark.parametrize("restart", ["never", "role"])
+def test_an_engine_that_forgets_asleep_is_synced_before_it_generates(restart: Any, tiny: str, tmp_path: Path) -> None:
+    """On one slot with a trainer, which takes its turn for a save after a step, or for what a restart goes back to."""
+    graph = graph_of("grpo")
+    with toy_job(graph, tmp_path / "local", tiny).open(seed=3) as executor:
+        local = run(executor, 3, 3)
+    desk = tmp_path / "desk"
+    job = toy_job(graph, desk, tiny, place=Colocate(1, restart=restart))
+    job = job.edit(bind={"rollout": ToyRollout(desk=str(desk), folder=tiny, forgets=True)})
+    with leaves_nothing() as processes, job.open(seed=3) as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        remote = []
+        for step in range(3):
+            remote.append(executor.step(proto(prompt_batch(PROMPTS[:3])), step))
+            executor.save(tmp_path / f"saved-{step}")
+    refuse_difference(local, remote)
+    if restart == "never":  # the sync of a step is good for the next, unless a save has come between
+        assert sum(event["what"] == "sync" for event in Desk(str(desk)).events()) == 1 + 3 + 2
+
+
+def test_paths_are_those_of_the_driver(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes work in its folder, whichever one Ray was started in."""
+    monkeypatch.chdir(tmp_path)
+    job = toy_job(graph_of("grpo"), Path("desk"), tiny, {"actor": 2}, Colocate(2))
+    with leaves_nothing() as processes, job.open() as executor:
+        processes += process_ids(executor).values()
+        run(executor, 2, 1)
+        executor.save(Path("saved"))
+        executor.load(Path("saved"))
+        executor.save_pretrained("actor", "trained")
+    assert {event["role"] for event in Desk(str(tmp_path / "desk")).events()} == {"actor", "ref", "rollout"}
+    assert (tmp_path / "saved" / "actor" / "state.pt").exists()
+    assert (tmp_path / "trained" / "weights.pt").exists()
+
+
+class Elsewhere(ToyTrainer):
+    """Its rank 1 is as if it were on a machine with other files."""
+
+    def build(self, context: Any) -> ToyTrainerEngine:
+        if context.rank == 1:
+            exists = os.path.exists
+            os.path.exists = lambda path: "saved" not in str(path) and exists(path)  # in this process alone
+        return super().build(context)
+
+
+def test_a_folder_that_a_rank_does_not_share_gets_no_checkpoint(tiny: str, tmp_path: Path) -> None:
+    desk = tmp_path / "desk"
+    job = toy_job(graph_of("grpo"), desk, tiny, place=Colocate(2))
+    job = job.edit(bind={"actor": Elsewhere(desk=str(desk), folder=tiny, ranks=2)})
+    with leaves_nothing() as processes, job.open() as executor:
+        processes += process_ids(executor).values()
+        run(executor, 2, 1)
+        with pytest.raises(DataError, match=r"actor rank 1 is on a machine that does not share .*saved"):
+            executor.save(tmp_path / "saved")
+    assert not [*(tmp_path / "saved").rglob("*")]
+    assert all(event["what"] != "save_checkpoint" for event in Desk(str(desk)).events())

@@ -25,7 +25,7 @@ from flowrl.engines import Sampled, Scorer
 from flowrl.errors import EngineError, SyncError
 from flowrl.job import Job
 from flowrl.metrics import Metrics
-from flowrl.operator import Granularity, Operator
+from flowrl.operator import Granularity, Operator, State
 from flowrl.records import Receipt, Sequences
 from flowrl.roles import Reads, Role
 from flowrl.spec import Spec
@@ -117,7 +117,7 @@ class Toy(Spec):
     Args:
         desk: folder of the `Desk`.
         folder: of a tokeniser.
-        ranks, slots_per_rank, memory, collective: as places and hosts read them.
+        ranks, slots_per_rank, memory, collective, forgets: as places and hosts read them.
     """
 
     desk: str
@@ -126,6 +126,7 @@ class Toy(Spec):
     slots_per_rank: int = 1
     memory: float | None = None
     collective: bool = True
+    forgets: bool = False
 
 
 class ToyEngine:
@@ -250,6 +251,11 @@ class ToyRolloutEngine(ToyEngine):
         tokens = 10 + ((draws[:, 1 : width + 1] * 37 + shift * 11) % 60).long()
         return Sampled(tokens * mask, mask, torch.where(mask, -draws[:, 1 : width + 1], 0.0).float())
 
+    def sleep(self) -> None:
+        super().sleep()
+        if self.spec.forgets:
+            self.receipt, self.w = None, torch.full_like(self.w, torch.nan)
+
     def sync(self, source: Any) -> Receipt:
         self._enter("sync")
         self.receipt = None
@@ -301,6 +307,18 @@ class Blind(GroupScore):
     """Wants whole groups, and does not read which group a row is of."""
 
     def __call__(self, rollout: Sequences) -> c.RefLogProbs:
+        return self.ref.log_probs(rollout)
+
+
+class Counting(Operator):
+    """Keeps state, which ranks of its role that see rows of their own could not share."""
+
+    granularity: ClassVar[Granularity] = "row"
+    ref: Reads[Scorer] = Role("ref")
+    rows = State(lambda self: 0)
+
+    def __call__(self, rollout: Sequences) -> c.RefLogProbs:
+        self.rows.value += len(rollout.input_ids)
         return self.ref.log_probs(rollout)
 
 
