@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -228,6 +228,7 @@ class RolloutEngine(ABC):
                 finds other log-probs than the trainer's. There is no receipt then.
             BindError: the engine had been ended by an error before, and does not start again.
             AsleepError: the engine sleeps.
+            EngineError: a process of the engine died, or answered with an error.
         """
         self._require_awake("sync")
         self._receipt = None
@@ -240,7 +241,7 @@ class RolloutEngine(ABC):
             try:
                 transport = self._take(arrival.pass_on(weights, source.version), source.version, arrival)
                 log_probs, exact = self._score()
-            except SyncError:
+            except (SyncError, EngineError):
                 raise
             except Exception as error:
                 raise SyncError(
@@ -280,14 +281,9 @@ class RolloutEngine(ABC):
                 f"call engine.wake() first."
             )
 
-    @contextmanager
-    def _at_stake(self) -> Iterator[None]:
+    def _at_stake(self) -> AbstractContextManager[None]:
         """Whatever is raised within leaves requests or half of some weights in the engine, so it is ended."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
+        return ending_on_error(self.close)
 
     @property
     @abstractmethod
@@ -329,6 +325,19 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _resume(self) -> None:
         """Take it again."""
+
+
+@contextmanager
+def ending_on_error(end: Callable[[], object]) -> Iterator[None]:
+    """Whatever is raised within, `end` is called; should that fail too, its error is a note of the first one."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            end()
+        except Exception as another:
+            error.add_note(f"Ending it failed too ({type(another).__name__}: {another}).")
+        raise
 
 
 def _packed(rows: Sequence[tuple[Sequence[int], Sequence[float]]], pad: int) -> Sampled:
