@@ -270,9 +270,11 @@ class VLLMEngine(RolloutEngine):
                 llm = vllm.LLM(**arguments | dict(spec.engine_args))
             shared_memory: set[str] = set()
             keepers: list[int] = []
-            self._end = weakref.finalize(self, _end, llm.llm_engine.engine_core, shared_memory, keepers)
+            workers: list[Any] = []
+            self._end = weakref.finalize(self, _end, llm.llm_engine.engine_core, workers, shared_memory, keepers)
             if spec.tensor_parallel > 1:
                 with ending_on_error(self._end):
+                    workers.extend(worker.proc for worker in llm.llm_engine.model_executor.workers)
                     shared_memory.update(*llm.collective_rpc("flowrl_shared_memory"))
                     keepers.append(keeper.keep(Path(vllm_worker.SHARED_MEMORY, name) for name in shared_memory))
                     self._sender = vllm_worker.Sender(llm)
@@ -297,13 +299,16 @@ def _answer(output: Any) -> Answer:
     )
 
 
-def _end(core: Any, shared_memory: set[str], keepers: list[int]) -> None:
+def _end(core: Any, workers: list[Any], shared_memory: set[str], keepers: list[int]) -> None:
     """End vLLM's processes, and remove the shared memory that its workers leave behind, which is nobody's then to
     keep."""
     try:
         core.shutdown()
         gc.collect()  # vLLM's objects are in cycles, and hold memory
     finally:
+        for worker in workers:  # where one has died, vLLM ends the others in a thread of its own, and does not wait
+            worker.kill()
+            worker.join()
         for life in keepers:
             os.close(life)
         for name in shared_memory:

@@ -116,6 +116,7 @@ class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
         A worker that cannot take one receives the others all the same: those that can wait for it in each broadcast,
         and the sender is to hear its error and not theirs.
         """
+        assert self._link is not None, "it has left, or never joined"
         shared = opened(update_info.handles) if update_info.handles else None
         fault: Exception | None = None
         for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):

@@ -17,9 +17,11 @@ from flowrl.backends import VLLM, TorchTrainer
 from flowrl.backends.arrival import weight_shapes
 from flowrl.backends.torch_trainer import TorchTrainerEngine
 from flowrl.backends.vllm import VLLMEngine
+from flowrl.digest import weights_digest
 from flowrl.engines import Sampling
 from flowrl.errors import BindError, ParameterError, SyncError
 from flowrl.keys import Key
+from flowrl.probe import probe
 from tests.engines.answers import (
     ADAPTER,
     CONTEXT,
@@ -117,6 +119,32 @@ def test_what_was_computed_with_old_weights_is_forgotten(
     engine.sync(other)
     answers = rows(engine.generate(prompts, mask, names(4), GREEDY, KEY))
     assert (answers == by_torch(other, folder, prompts, mask)) == forgets
+
+
+@needs_vllm
+def test_a_small_update_that_is_not_delivered_is_refused(
+    engine: VLLMEngine, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is within the tolerance; the digest is in order, and what vLLM says of it is as well."""
+    trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
+    engine.sync(trainer)
+    before = trainer.log_probs(probe())
+    with torch.no_grad():
+        for _, tensor in trainer.weights():
+            tensor.mul_(1 + 1e-4)
+    assert 1e-5 < (trainer.log_probs(probe()) - before).abs().mean() < 1e-3
+    rpc = engine._llm.collective_rpc
+
+    def idle(method: Any, **how: Any) -> Any:
+        if method == "reload_weights":
+            return list(how["kwargs"]["weights_iterator"])
+        return rpc(method, **how)
+
+    with monkeypatch.context() as patch, pytest.raises(SyncError, match="vLLM scores 15 tokens exactly as it did"):
+        patch.setattr(engine._llm, "collective_rpc", idle)
+        engine.sync(trainer)
+    assert engine.receipt is None
+    assert engine.sync(trainer).digest == weights_digest(trainer.weights())
 
 
 @needs_vllm
