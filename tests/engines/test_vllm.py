@@ -224,6 +224,19 @@ def test_a_start_that_fails_says_why(running: VLLMEngine, folder: str, settings:
         VLLM(folder, **SETTINGS | settings).build(CONTEXT)
 
 
+@needs_vllm
+def test_beside_a_process_group_of_others_it_is_refused(running: VLLMEngine, folder: str) -> None:
+    """It would end that with its own: of a trainer that offloads, say, which has to live on."""
+    running.close()
+    trainer = TorchTrainer(folder, device="cpu", offload=True).build(CONTEXT)
+    try:
+        with pytest.raises(BindError, match=r"torch.distributed is initialised already.*place=Colocate\(1\)"):
+            VLLM(folder, **SETTINGS).build(CONTEXT)
+        assert torch.isfinite(trainer.log_probs(probe())).all()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def adapted(running: VLLMEngine, folder: str) -> Iterator[VLLMEngine]:
     running.close()
@@ -252,11 +265,19 @@ def test_without_vllm_it_says_how_to_get_it(folder: str, monkeypatch: pytest.Mon
         ("dtype", "set the field dtype"),
         ("max_num_seqs", "set the field max_num_seqs"),
         ("logprobs_mode", "leave it out"),
+        ("worker_extension_cls", "leave it out"),
+        ("weight_transfer_config", "leave it out"),
+        ("distributed_executor_backend", "leave it out"),
     ],
 )
 def test_arguments_that_flowrl_sets_are_refused(name: str, words: str) -> None:
     with pytest.raises(ParameterError, match=words):
         VLLM("somewhere", engine_args={name: 1})
+
+
+def test_the_deeper_sleep_forgets() -> None:
+    assert VLLM("somewhere", sleep_level=2).forgets
+    assert not VLLM("somewhere").forgets
 
 
 def test_weights_that_an_adapter_is_added_to_are_not_dropped() -> None:
