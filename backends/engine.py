@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from flowrl.digest import named_weights, weights_digest
 from flowrl.engines import Sampled, Sampling, Trainer
 from flowrl.errors import AsleepError, EngineError, ParameterError, SyncError
 from flowrl.keys import Key
-from flowrl.probe import TOKENS, refuse_other_weights
+from flowrl.probe import TOKENS, Scores, refuse_old_weights, refuse_other_weights
 from flowrl.records import Receipt
 from flowrl.spec import Spec
 from flowrl.text import ChatTokenizer
@@ -126,6 +126,7 @@ class RolloutEngine(ABC):
         self._tokenizer, self._seed = tokenizer, seed
         self._folder, self._tolerance = spec.model, spec.tolerance
         self._receipt: Receipt | None = None
+        self._scores: Scores | None = None  # of the probe, when the engine's last changed
         self._asleep = False
         self._adapter_of: str | None = None
         if spec.lora is not None:
@@ -225,9 +226,10 @@ class RolloutEngine(ABC):
         Raises:
             SyncError: weights are missing, unknown or of another shape; `source` has no adapter over the same weights
                 as this engine, which takes that alone; the engine failed to load them; or the probe
-                finds other log-probs than the trainer's. There is no receipt then.
+                finds other log-probs than the trainer's, or those of older weights. There is no receipt then.
             BindError: the engine had been ended by an error before, and does not start again.
             AsleepError: the engine sleeps.
+            EngineError: a process of the engine died, or answered with an error.
         """
         self._require_awake("sync")
         self._receipt = None
@@ -240,7 +242,7 @@ class RolloutEngine(ABC):
             try:
                 transport = self._take(arrival.pass_on(weights, source.version), source.version, arrival)
                 log_probs, exact = self._score()
-            except SyncError:
+            except (SyncError, EngineError):
                 raise
             except Exception as error:
                 raise SyncError(
@@ -248,7 +250,11 @@ class RolloutEngine(ABC):
                     f"{error}); expected weights and an architecture that it can compute with here. The engine is "
                     f"ended; the next engine.sync(trainer) starts it anew."
                 ) from error
-            refuse_other_weights(self.name, log_probs, source, self._tolerance or (1e-3 if exact else 0.1))
+            tolerance = self._tolerance or (1e-3 if exact else 0.1)
+            scores = refuse_other_weights(self.name, log_probs, source, tolerance)
+            # Weights in float32 show any update; in bfloat16 one that moves scores by less may round away.
+            resolution = max(1e-5, tolerance / 100) if exact else max(0.02, tolerance / 5)
+            self._scores = refuse_old_weights(self.name, scores, self._scores, resolution)
         seconds = time.perf_counter() - start
         self._receipt = Receipt(source.version, arrival.digest, arrival.nbytes, seconds, transport)
         return self._receipt
@@ -280,14 +286,9 @@ class RolloutEngine(ABC):
                 f"call engine.wake() first."
             )
 
-    @contextmanager
-    def _at_stake(self) -> Iterator[None]:
+    def _at_stake(self) -> AbstractContextManager[None]:
         """Whatever is raised within leaves requests or half of some weights in the engine, so it is ended."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
+        return ending_on_error(self.close)
 
     @property
     @abstractmethod
@@ -329,6 +330,19 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _resume(self) -> None:
         """Take it again."""
+
+
+@contextmanager
+def ending_on_error(end: Callable[[], object]) -> Iterator[None]:
+    """Whatever is raised within, `end` is called; should that fail too, its error is a note of the first one."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            end()
+        except Exception as another:
+            error.add_note(f"Ending it failed too ({type(another).__name__}: {another}).")
+        raise
 
 
 def _packed(rows: Sequence[tuple[Sequence[int], Sequence[float]]], pad: int) -> Sampled:

@@ -60,20 +60,28 @@ def end_group(group: int, folder: Path) -> None:
     Nobody is asked to end by himself: the engines' own ways of ending kill the process that tracks their shared memory
     before it has cleaned up, and wait for requests that nobody wants any more.
 
+    What they have mapped is only there to be read while they live, so they are stopped first: what one would make
+    between the look and the kill would be left.
+
     Args:
         group: its number.
         folder: where some may be noted, whose processes may have died since.
     """
-    remove(noted(folder) | shared_memory(group))
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGSTOP)
+    segments = shared_memory(group)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
+    remove(noted(folder) | segments)
 
 
 def note(segments: Iterable[Path], folder: Path) -> None:
     """Write down what shared memory there is, besides what was there before, while there is somebody who knows."""
     known = noted(folder)
     if new := set(segments) - known:
-        (folder / NOTE).write_text("\n".join(map(str, known | new)))
+        fresh = folder / f"{NOTE}.new"
+        fresh.write_text("\n".join(map(str, known | new)))
+        fresh.replace(folder / NOTE)  # so that whoever is killed while it writes leaves the old one
 
 
 def noted(folder: Path) -> set[Path]:

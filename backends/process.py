@@ -100,11 +100,13 @@ class EngineProcess:
         Raises:
             EngineError: as `ask`.
         """
+        incoming = select.poll()  # and not select.select, which takes no descriptors past 1,023
+        incoming.register(self._replies, select.POLLIN)
+        while not incoming.poll(1000 * PATIENCE):
+            note(shared_memory(self.pid), self._log.parent)  # it may die before it replies
         try:
-            while not select.select([self._replies], [], [], PATIENCE)[0]:
-                note(shared_memory(self.pid), self._log.parent)  # it may die before it replies
             reply, _ = read_frame(self._replies)
-        except (EOFError, ValueError):
+        except EOFError:
             raise self._died(f"during {call}") from None
         note(shared_memory(self.pid), self._log.parent)
         if "error" in reply:

@@ -10,19 +10,20 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 
 from flowrl.backends import keeper
 from flowrl.backends.arrival import Arrival
 from flowrl.backends.ending import Ending
-from flowrl.backends.engine import Answer, EngineSpec, RolloutEngine
+from flowrl.backends.engine import Answer, EngineSpec, RolloutEngine, ending_on_error
 from flowrl.backends.torch_lora import LoRA, save_adapter
 from flowrl.engines import BuildContext, Sampling
 from flowrl.errors import BindError, EngineError, ParameterError, SyncError
@@ -62,7 +63,13 @@ class VLLM(EngineSpec):
         "max_lora_rank": "lora",
         "max_loras": "lora",
     }
-    fixed: ClassVar[Sequence[str]] = ("logprobs_mode", "generation_config")
+    fixed: ClassVar[Sequence[str]] = (
+        "logprobs_mode",
+        "generation_config",
+        "worker_extension_cls",
+        "weight_transfer_config",
+        "distributed_executor_backend",
+    )
 
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     sleep_level: Literal[1, 2] = 1
@@ -74,6 +81,11 @@ class VLLM(EngineSpec):
                 "with lora=... a sync brings the adapter alone, and sleep_level=2 drops the weights that it is added "
                 "to; set sleep_level=1, or drop lora"
             )
+
+    @property
+    def forgets(self) -> bool:
+        """Whether an engine that has slept has no weights, so that a sync must come first."""
+        return self.sleep_level == 2
 
     def build(self, context: BuildContext) -> VLLMEngine:
         """Start the engine; it holds no receipt yet.
@@ -207,12 +219,20 @@ class VLLMEngine(RolloutEngine):
         spec = self._spec
         try:
             import vllm
+            from vllm.distributed import parallel_state
             from vllm.platforms import current_platform
         except ImportError as error:
             raise BindError(
                 f"VLLM({spec.model!r}) needs vLLM, which does not import here ({error}); install it: pip install "
                 f"'flowrl[vllm]' for a GPU; for a CPU `make engines`, and run it by .venv-engines/bin/python."
             ) from error
+        if dist.is_initialized() and parallel_state._WORLD is None:  # so it is not another vLLM's
+            raise BindError(
+                f"VLLM({spec.model!r}) is built in a process where torch.distributed is initialised already, with "
+                f"{dist.get_world_size()} ranks: by a TorchTrainer that offloads or has ranks, or by the caller. vLLM "
+                f"would take that process group for its own, and end it when it ends; expected a process where vLLM "
+                f"is alone. Give the job a place, where each role has its own: place=Colocate(1)."
+            )
         cpu = current_platform.is_cpu()
         arguments: dict[str, Any] = {
             "model": spec.model,
@@ -222,7 +242,7 @@ class VLLMEngine(RolloutEngine):
             "max_model_len": spec.max_model_len,
             "max_num_seqs": spec.max_num_seqs,
             "enable_prefix_caching": spec.prefix_caching,
-            "enable_sleep_mode": not cpu,
+            "enable_sleep_mode": current_platform.is_sleep_mode_available(),
             "enforce_eager": cpu,  # compiling takes 25 s there
             # Where a prompt is read in pieces vLLM rewinds the row's generator, which those of a CPU cannot.
             "enable_chunked_prefill": False if cpu else None,
@@ -248,6 +268,16 @@ class VLLMEngine(RolloutEngine):
         try:
             with _environment(spec.tensor_parallel):
                 llm = vllm.LLM(**arguments | dict(spec.engine_args))
+            shared_memory: set[str] = set()
+            keepers: list[int] = []
+            workers: list[Any] = []
+            self._end = weakref.finalize(self, _end, llm.llm_engine.engine_core, workers, shared_memory, keepers)
+            if spec.tensor_parallel > 1:
+                with ending_on_error(self._end):
+                    workers.extend(worker.proc for worker in llm.llm_engine.model_executor.workers)
+                    shared_memory.update(*llm.collective_rpc("flowrl_shared_memory"))
+                    keepers.append(keeper.keep(Path(vllm_worker.SHARED_MEMORY, name) for name in shared_memory))
+                    self._sender = vllm_worker.Sender(llm)
         except Exception as error:
             raise BindError(
                 f"vLLM does not start with {spec.model!r} ({type(error).__name__}: {error}); what it printed above "
@@ -255,13 +285,6 @@ class VLLMEngine(RolloutEngine):
                 f"kv_cache_bytes), a max_model_len that the model has no positions for, and engine_args that it "
                 f"does not know."
             ) from error
-        shared_memory: set[str] = set()
-        keepers: list[int] = []
-        self._end = weakref.finalize(self, _end, llm.llm_engine.engine_core, shared_memory, keepers)
-        if spec.tensor_parallel > 1:
-            shared_memory.update(*llm.collective_rpc("flowrl_shared_memory"))
-            keepers.append(keeper.keep(Path(vllm_worker.SHARED_MEMORY, name) for name in shared_memory))
-            self._sender = vllm_worker.Sender(llm)
         self._llm = llm
 
 
@@ -276,20 +299,23 @@ def _answer(output: Any) -> Answer:
     )
 
 
-def _end(core: Any, shared_memory: set[str], keepers: list[int]) -> None:
+def _end(core: Any, workers: list[Any], shared_memory: set[str], keepers: list[int]) -> None:
     """End vLLM's processes, and remove the shared memory that its workers leave behind, which is nobody's then to
     keep."""
-    core.shutdown()
-    gc.collect()  # vLLM's objects are in cycles, and hold memory
-    for name in shared_memory:
-        try:
-            left = SharedMemory(name)
-        except FileNotFoundError:
-            continue
-        left.close()
-        left.unlink()
-    for life in keepers:
-        os.close(life)
+    try:
+        core.shutdown()
+        gc.collect()  # vLLM's objects are in cycles, and hold memory
+    finally:
+        for worker in workers:  # where one has died, vLLM ends the others in a thread of its own, and does not wait
+            worker.kill()
+            worker.join()
+        for life in keepers:
+            os.close(life)
+        for name in shared_memory:
+            with suppress(FileNotFoundError):
+                left = SharedMemory(name)
+                left.close()
+                left.unlink()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ what is its share of a tensor.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -51,16 +52,48 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     handles: bytes
 
 
+class Link:
+    """A gloo group of the sender (rank 0) and the workers, apart from whatever groups these processes have.
+
+    Args:
+        store: where they meet.
+        rank: which one this is.
+        world_size: how many they are.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=ADDRESS)]
+        options._timeout = PATIENCE
+        self._group = c10d.ProcessGroupGloo(c10d.PrefixStore("weights", store), rank, world_size, options)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send `tensor` from rank 0; the others receive into theirs.
+
+        Raises:
+            RuntimeError: another has left, or died, or makes us wait for too long.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        self._group.broadcast([tensor], options).wait()
+
+    def leave(self) -> None:
+        """Close all connections, so that the others wait no longer. gloo does it when nobody holds the group, which
+        is why nobody else may, not even the traceback of an error."""
+        self._group = None
+
+
 class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
     """The end of one worker."""
 
     init_info_cls = Meeting
     update_info_cls = Bucket
+    _link: Link | None = None
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
         """Join the sender, which waits for all workers."""
         store = c10d.TCPStore(ADDRESS, init_info.port, init_info.world_size, is_master=False, timeout=PATIENCE)
-        self._group = _join(store, 1 + self.parallel_config.rank, init_info.world_size)
+        self._link = Link(store, 1 + self.parallel_config.rank, init_info.world_size)
 
     def start_weight_update(self) -> None:
         """Let vLLM take weights in the layout of a checkpoint again, layer by layer."""
@@ -69,21 +102,37 @@ class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive a bucket. What vLLM does besides, to wait for its device, raises where there is only a CPU."""
-        self.receive_weights(self.parse_update_info(update_info))
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+        except BaseException:
+            self.shutdown()  # so that nobody waits for this worker
+            raise
 
     def receive_weights(self, update_info: Bucket) -> None:
-        """Receive the tensors of a bucket one by one, and take this worker's share of each."""
+        """Receive the tensors of a bucket one by one, and take this worker's share of each.
+
+        A worker that cannot take one receives the others all the same: those that can wait for it in each broadcast,
+        and the sender is to hear its error and not theirs.
+        """
+        assert self._link is not None, "it has left, or never joined"
         shared = opened(update_info.handles) if update_info.handles else None
+        fault: Exception | None = None
         for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
             if shared is None:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-                _broadcast(self._group, tensor)
+                self._link.broadcast(tensor)
             else:
                 tensor = shared[name]
-            self.digests[name] = tensor_digest(name, tensor)
-            self.model.load_weights([(name, tensor)])
+            if fault is None:
+                try:
+                    self.digests[name] = tensor_digest(name, tensor)
+                    self.model.load_weights([(name, tensor)])
+                except Exception as error:
+                    fault = error
+        if fault is not None:
+            raise fault
 
     def finish_weight_update(self) -> None:
         """Let vLLM pack what has come as its kernels want it."""
@@ -91,8 +140,9 @@ class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
         pack_tied_heads(self.model)
 
     def shutdown(self) -> None:
-        """Leave the group."""
-        self._group = None
+        """Leave the sender."""
+        if self._link is not None:
+            self._link.leave()
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
@@ -135,14 +185,29 @@ class Sender:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         world = 1 + llm.get_world_size()
-        store = c10d.TCPStore(ADDRESS, 0, world, is_master=True, timeout=PATIENCE, wait_for_workers=False)
+        # Its socket is ours, since a store would listen on all interfaces.
+        listener = socket.create_server((ADDRESS, 0))
+        port = listener.getsockname()[1]
+        store = c10d.TCPStore(
+            ADDRESS,
+            port,
+            world,
+            is_master=True,
+            timeout=PATIENCE,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(llm.init_weight_transfer_engine, {"init_info": asdict(Meeting(store.port, world))})
-            self._group = _join(store, 0, world)
+            joined = pool.submit(llm.init_weight_transfer_engine, {"init_info": asdict(Meeting(port, world))})
+            self._link = Link(store, 0, world)
             joined.result()
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], str]:
-        """Carry weights to every worker; returns the digests that the workers took of what came, and the transport."""
+        """Carry weights to every worker; returns the digests that the workers took of what came, and the transport.
+
+        Raises:
+            RuntimeError: a worker failed, with its reason.
+        """
         self._llm.start_weight_update()
         transport = "gloo"
         with ThreadPoolExecutor(1) as pool:
@@ -156,23 +221,16 @@ class Sender:
                     handles(dict(bucket)) if shared else b"",
                 )
                 received = pool.submit(self._llm.update_weights, {"update_info": asdict(info)})
-                for _, tensor in [] if shared else bucket:
-                    _broadcast(self._group, tensor.cpu().contiguous())
+                try:
+                    for _, tensor in [] if shared else bucket:
+                        self._link.broadcast(tensor.cpu().contiguous())
+                except Exception:
+                    self._link.leave()  # so that no worker waits for what comes no more
+                    received.result()  # which raises what happened to the workers
+                    raise
                 received.result()
         self._llm.finish_weight_update()
         return set(self._llm.collective_rpc("flowrl_digest")), transport
-
-
-def _join(store: Any, rank: int, world_size: int) -> Any:
-    """A gloo group apart from whatever groups this process has."""
-    return c10d.ProcessGroupGloo(c10d.PrefixStore("weights", store), rank, world_size, PATIENCE)
-
-
-def _broadcast(group: Any, tensor: Tensor) -> None:
-    """Send `tensor` from rank 0; the others receive into theirs."""
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    group.broadcast([tensor], options).wait()
 
 
 def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

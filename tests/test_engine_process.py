@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -112,6 +113,23 @@ class TestProcess:
         process.close()
         process.close()
         self.refuse_leftovers(process, told)
+
+    def test_it_answers_where_many_files_are_open(self, process: EngineProcess) -> None:
+        """Its pipe may have any number; select.select takes none past 1,023."""
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        number = 1500
+        if limits[1] != resource.RLIM_INFINITY and limits[1] <= number:
+            pytest.skip(f"needs file descriptors past 1,023, and {limits[1]} are allowed")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], number + 1), limits[1]))
+        low = process._replies.fileno()
+        try:
+            with open(os.dup2(low, number), "rb") as replies:
+                process._replies = replies
+                assert process.ask("echo", n=1)["n"] == 1
+                with pytest.raises(EngineError, match="exited with 3 during die"):
+                    process.ask("die")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
     def test_it_ends_with_whoever_holds_it(self) -> None:
         folder = tempfile.TemporaryDirectory(prefix="flowrl-test-")

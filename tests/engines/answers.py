@@ -131,7 +131,7 @@ class AnswerTests:
         expected = logits_of(trainer.model, prompts[0].tolist(), [0])[0].softmax(-1)
         seen = torch.bincount(sampled.responses[:, 0], minlength=VOCAB) / count
         deviation = (seen - expected).abs() / (expected * (1 - expected) / count).sqrt()
-        assert deviation[expected > 0.01].max() < 4.5
+        assert deviation[expected > 0.01].max() < 6
 
     def test_padding_never_reaches_the_model(self, engine: Rollout) -> None:
         prompts, mask = ragged(engine, [4, 2, 6])

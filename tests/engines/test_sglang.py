@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,23 +102,36 @@ def scheduler_of(engine: SGLangEngine) -> int:
     return int(found[0].name)
 
 
-def of_engines() -> set[str]:
-    """Processes, shared memory and folders of engines that are there now."""
-    lines = subprocess.run(
-        ["ps", "-eo", "stat,pid,args"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    live = [line.split(maxsplit=2) for line in lines if not line.startswith("Z")]
-    processes = {f"process {pid}" for _, pid, args in live if "sglang" in args}
-    memory = {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("sglang")}
-    return processes | memory | {path.name for path in Path(tempfile.gettempdir()).glob("flowrl-sglang-*")}
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], set[str]]:
+    """What engines that were started by this test have left: processes of theirs, known by a variable that all of them
+    inherit, and shared memory and folders that belong to no process any more. Others may run engines meanwhile."""
+    monkeypatch.setenv("FLOWRL_TEST", str(tmp_path))
+
+    def found() -> set[str]:
+        processes, environments, mapped = set(), b"", b""
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended, or is not ours to look at
+                environment = (process / "environ").read_bytes()
+                environments += environment
+                mapped += (process / "maps").read_bytes()
+                if str(tmp_path).encode() in environment and b"sglang" in (process / "cmdline").read_bytes():
+                    processes.add(f"process {process.name}")
+        memory = {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("sglang")}
+        folders = {path.name for path in Path(tempfile.gettempdir()).glob("flowrl-sglang-*")}
+        owned = environments + mapped
+        return processes | {name for name in memory | folders if name.encode() not in owned}
+
+    before = found()
+    return lambda: found() - before
 
 
 def eventually(condition: Callable[[], bool]) -> None:
     """Another process will see to it, soon."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.1)
 
 
 @pytest.mark.engines("sglang")
@@ -247,6 +261,15 @@ class TestProcess:
         answers = rows(engine.generate(prompts[:2], mask[:2], names(2), GREEDY, KEY))
         assert answers == by_torch(trainer, folder, prompts[:2], mask[:2])
 
+    def test_killed_while_it_takes_over_weights_it_is_no_fault_of_these(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine
+    ) -> None:
+        os.kill(process_of(engine).pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="the process of SGLang was killed by SIGKILL"):
+            engine.sync(trainer)
+        assert engine.receipt is None
+        assert engine.sync(trainer).digest == weights_digest(trainer.weights())
+
     def test_it_ends_with_the_process_that_started_it(self, folder: str) -> None:
         """Which is killed, and so can end nothing by itself."""
         code = (
@@ -312,24 +335,26 @@ class TestOthers:
         assert sum(rewards[-5:]) / 5 > 0.8
 
     def test_on_ray_it_takes_turns_with_the_trainer_and_ends_with_the_job(
-        self, tiny: str, prompts_file: str, tmp_path: Path
+        self, tiny: str, prompts_file: str, tmp_path: Path, left: Callable[[], set[str]]
     ) -> None:
         job = job_of("grpo", tiny).edit(bind={"rollout": SGLang(tiny, **SETTINGS)})
         job = replace(job, place=Colocate(1))
         training = Training(job, PromptData(prompts_file), steps=3, prompts=4, folder=str(tmp_path), save_model=False)
-        before = of_engines()
         metrics = training.run().metrics
         assert [step["sync/version"] for step in metrics] == [1, 2, 3]
         assert all(step["rollout/logp_diff_max"] < 1e-4 for step in metrics)
-        eventually(lambda: of_engines() <= before)
+        eventually(lambda: not left())
 
     @pytest.mark.parametrize(
         ("settings", "words"),
         [({"engine_args": {"no_such_argument": 1}}, "no_such_argument"), ({"cache_tokens": 100}, "room for")],
     )
-    def test_a_start_that_fails_says_why(self, folder: str, settings: dict[str, Any], words: str) -> None:
+    def test_a_start_that_fails_says_why_and_leaves_nothing(
+        self, folder: str, settings: dict[str, Any], words: str, left: Callable[[], set[str]]
+    ) -> None:
         with pytest.raises(BindError, match=words):
             SGLang(folder, **SETTINGS | settings).build(CONTEXT)
+        eventually(lambda: not left())
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,11 @@ from flowrl.backends import VLLM, TorchTrainer
 from flowrl.backends.arrival import weight_shapes
 from flowrl.backends.torch_trainer import TorchTrainerEngine
 from flowrl.backends.vllm import VLLMEngine
+from flowrl.digest import weights_digest
 from flowrl.engines import Sampling
 from flowrl.errors import BindError, ParameterError, SyncError
 from flowrl.keys import Key
+from flowrl.probe import probe
 from tests.engines.answers import (
     ADAPTER,
     CONTEXT,
@@ -120,6 +122,32 @@ def test_what_was_computed_with_old_weights_is_forgotten(
 
 
 @needs_vllm
+def test_a_small_update_that_is_not_delivered_is_refused(
+    engine: VLLMEngine, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is within the tolerance; the digest is in order, and what vLLM says of it is as well."""
+    trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
+    engine.sync(trainer)
+    before = trainer.log_probs(probe())
+    with torch.no_grad():
+        for _, tensor in trainer.weights():
+            tensor.mul_(1 + 1e-4)
+    assert 1e-5 < (trainer.log_probs(probe()) - before).abs().mean() < 1e-3
+    rpc = engine._llm.collective_rpc
+
+    def idle(method: Any, **how: Any) -> Any:
+        if method == "reload_weights":
+            return list(how["kwargs"]["weights_iterator"])
+        return rpc(method, **how)
+
+    with monkeypatch.context() as patch, pytest.raises(SyncError, match="vLLM scores 15 tokens exactly as it did"):
+        patch.setattr(engine._llm, "collective_rpc", idle)
+        engine.sync(trainer)
+    assert engine.receipt is None
+    assert engine.sync(trainer).digest == weights_digest(trainer.weights())
+
+
+@needs_vllm
 def test_an_engine_that_was_interrupted_starts_anew(
     engine: VLLMEngine, trainer: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +224,19 @@ def test_a_start_that_fails_says_why(running: VLLMEngine, folder: str, settings:
         VLLM(folder, **SETTINGS | settings).build(CONTEXT)
 
 
+@needs_vllm
+def test_beside_a_process_group_of_others_it_is_refused(running: VLLMEngine, folder: str) -> None:
+    """It would end that with its own: of a trainer that offloads, say, which has to live on."""
+    running.close()
+    trainer = TorchTrainer(folder, device="cpu", offload=True).build(CONTEXT)
+    try:
+        with pytest.raises(BindError, match=r"torch.distributed is initialised already.*place=Colocate\(1\)"):
+            VLLM(folder, **SETTINGS).build(CONTEXT)
+        assert torch.isfinite(trainer.log_probs(probe())).all()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def adapted(running: VLLMEngine, folder: str) -> Iterator[VLLMEngine]:
     running.close()
@@ -224,11 +265,19 @@ def test_without_vllm_it_says_how_to_get_it(folder: str, monkeypatch: pytest.Mon
         ("dtype", "set the field dtype"),
         ("max_num_seqs", "set the field max_num_seqs"),
         ("logprobs_mode", "leave it out"),
+        ("worker_extension_cls", "leave it out"),
+        ("weight_transfer_config", "leave it out"),
+        ("distributed_executor_backend", "leave it out"),
     ],
 )
 def test_arguments_that_flowrl_sets_are_refused(name: str, words: str) -> None:
     with pytest.raises(ParameterError, match=words):
         VLLM("somewhere", engine_args={name: 1})
+
+
+def test_the_deeper_sleep_forgets() -> None:
+    assert VLLM("somewhere", sleep_level=2).forgets
+    assert not VLLM("somewhere").forgets
 
 
 def test_weights_that_an_adapter_is_added_to_are_not_dropped() -> None:

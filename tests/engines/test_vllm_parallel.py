@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,13 +19,13 @@ from flowrl.backends.torch_trainer import TorchTrainerEngine
 from flowrl.backends.vllm import VLLMEngine
 from flowrl.digest import weights_digest
 from flowrl.engines import Sampled, Sampling
-from flowrl.errors import EngineError, SyncError
+from flowrl.errors import BindError, EngineError, SyncError
 from flowrl.job import Engines
 from flowrl.keys import Key
 from tests.engines.sources import Altered, shared_by_name
 from tests.models import tiny_folder
 
-pytestmark = pytest.mark.engines("vllm")
+pytestmark = [pytest.mark.engines("vllm"), pytest.mark.timeout(480)]
 
 CONTEXT = Engines({}, seed=0)
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, max_new_tokens=24)
@@ -157,6 +158,72 @@ def test_a_worker_killed_while_it_generates_is_named_and_replaced(
     assert rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY)) == by_torch(trainer, folder)
 
 
+def on_worker(engine: VLLMEngine, act: str) -> None:
+    """Let the worker of rank 1 fail, or die, at the third tensor that it is to load."""
+
+    def plant(worker: Any) -> None:
+        model, loaded = worker.weight_transfer_engine.model, 0
+        load_weights = model.load_weights
+
+        def failing(weights: Any) -> Any:
+            nonlocal loaded
+            loaded += 1
+            if loaded == 3:
+                if act == "die":
+                    os._exit(7)
+                raise ValueError("planted")
+            return load_weights(weights)
+
+        if worker.rank == 1:
+            model.load_weights = failing
+
+    engine._llm.collective_rpc(plant)
+
+
+@pytest.mark.parametrize(("act", "words"), [("fail", "error 'planted'"), ("die", "")])
+def test_one_worker_that_fails_in_an_update_is_not_waited_for(
+    engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, folder: str, act: str, words: str
+) -> None:
+    engine.sync(trainer)
+    on_worker(engine, act)
+    started = time.monotonic()
+    with pytest.raises(SyncError, match=f"vLLM failed with the weights of version 1 .*{words}"):
+        engine.sync(Altered(other))
+    assert time.monotonic() - started < 100  # and not until gloo has lost its patience, 120 s
+    assert engine.receipt is None
+    assert not children()
+    engine.sync(other)
+    assert rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY)) == by_torch(other, folder)
+
+
+def test_a_start_that_fails_late_leaves_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the workers are there; here vLLM does not even end without an error."""
+    before = children()
+    segments: set[Path] = set()
+
+    class Failing:
+        def __init__(self, llm: Any) -> None:
+            segments.update(shared_memory(children() - before))
+            core = llm.llm_engine.engine_core
+            shutdown = core.shutdown
+
+            def failing() -> None:
+                shutdown()
+                raise OSError("no end")
+
+            core.shutdown = failing
+            raise ConnectionError("no meeting")
+
+    monkeypatch.setattr("flowrl.backends.vllm_worker.Sender", Failing)
+    with pytest.raises(BindError, match=r"vLLM does not start with .*ConnectionError: no meeting") as caught:
+        VLLM(folder, tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20).build(CONTEXT)
+    assert caught.value.__cause__ is not None
+    assert caught.value.__cause__.__notes__ == ["Ending it failed too (OSError: no end)."]
+    assert segments
+    assert children() == before
+    assert not any(segment.exists() for segment in segments)
+
+
 OWNER = """
 import sys, time
 from flowrl.backends.vllm import VLLM
@@ -189,4 +256,10 @@ def test_nothing_outlives_the_process_that_started_it(folder: str, tmp_path: Pat
 
 
 def alive(processes: set[int]) -> set[int]:
-    return {number for number in processes if Path(f"/proc/{number}").exists()}
+    """Those that are not dead: a zombie is, which nobody has waited for."""
+    found = set()
+    for number in processes:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.add(number)
+    return found
