@@ -23,7 +23,7 @@ from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job
 from tests.rewards import digits
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("three_nodes")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("three_nodes")]
 
 PROMPTS = [[11, 12], [13], [14, 15, 16]]
 GRAPH = grpo(digits, n=2, max_new_tokens=4)
