@@ -51,7 +51,7 @@ def test_a_stream_has_the_bits_of_the_object_store(tiny: str, tmp_path: Path, mo
         executor.save(tmp_path / "start")
         for way in ("gloo", "object store"):
             if way != "gloo":
-                monkeypatch.setattr(delivery, "choose", lambda *seats: "object store")
+                monkeypatch.setattr(delivery, "choose", lambda *seats: ("object store", (0,)))
             executor.load(tmp_path / "start")
             results = [executor.step(batch(), step) for step in range(2)]
             receipts = [result.values["sync"]["receipt"] for result in results]
