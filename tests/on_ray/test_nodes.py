@@ -23,7 +23,7 @@ from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job
 from tests.rewards import digits
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("three_nodes")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("three_nodes")]
 
 PROMPTS = [[11, 12], [13], [14, 15, 16]]
 GRAPH = grpo(digits, n=2, max_new_tokens=4)
@@ -51,7 +51,7 @@ def test_a_stream_has_the_bits_of_the_object_store(tiny: str, tmp_path: Path, mo
         executor.save(tmp_path / "start")
         for way in ("gloo", "object store"):
             if way != "gloo":
-                monkeypatch.setattr(delivery, "choose", lambda *seats: "object store")
+                monkeypatch.setattr(delivery, "choose", lambda *seats: ("object store", (0,)))
             executor.load(tmp_path / "start")
             results = [executor.step(batch(), step) for step in range(2)]
             receipts = [result.values["sync"]["receipt"] for result in results]

@@ -25,7 +25,7 @@ from flowrl.job import Job
 from tests.jobs import job_of, prompt_batch, proto
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 
 PROMPTS = [[11, 12], [13], [14, 15, 16, 17, 18]]
 

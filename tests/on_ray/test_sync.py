@@ -33,7 +33,7 @@ from tests.jobs import job_of, prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.rewards import digits
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 
 BUCKET = 20_000
 
