@@ -13,8 +13,7 @@ from think import MODEL
 from think import training as by_torch
 
 from flowrl import Terminal, Training
-from flowrl.backends.sglang import SGLang
-from flowrl.backends.vllm import VLLM
+from flowrl.backends import VLLM, SGLang
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # else it tells of every sync, and of layers that have no weights
 
