@@ -6,8 +6,11 @@ The engine is shared; a test that ends it leaves it to the next sync to start it
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,17 +227,29 @@ def test_a_start_that_fails_says_why(running: VLLMEngine, folder: str, settings:
         VLLM(folder, **SETTINGS | settings).build(CONTEXT)
 
 
-@needs_vllm
-def test_beside_a_process_group_of_others_it_is_refused(running: VLLMEngine, folder: str) -> None:
-    """It would end that with its own: of a trainer that offloads, say, which has to live on."""
-    running.close()
-    trainer = TorchTrainer(folder, device="cpu", offload=True).build(CONTEXT)
+BESIDE = """if True:
+    import sys, torch
+    from flowrl.backends import VLLM, TorchTrainer
+    from flowrl.errors import BindError
+    from flowrl.probe import probe
+    from tests.engines.answers import CONTEXT
+    trainer = TorchTrainer(sys.argv[1], device="cpu", offload=True).build(CONTEXT)
     try:
-        with pytest.raises(BindError, match=r"torch.distributed is initialised already.*place=Colocate\(1\)"):
-            VLLM(folder, **SETTINGS).build(CONTEXT)
-        assert torch.isfinite(trainer.log_probs(probe())).all()
-    finally:
-        torch.distributed.destroy_process_group()
+        VLLM(sys.argv[1]).build(CONTEXT)
+    except BindError as error:
+        print(error)
+    assert torch.isfinite(trainer.log_probs(probe())).all()
+"""
+
+
+@needs_vllm
+def test_beside_a_process_group_of_others_it_is_refused(folder: str) -> None:
+    """It would end that with its own: of a trainer that offloads, say, which has to live on. In a process of its own,
+    since here other vLLM have been before."""
+    command, root = [sys.executable, "-c", BESIDE, folder], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "torch.distributed is initialised already" in done.stdout and "place=Colocate(1)" in done.stdout
 
 
 @pytest.fixture(scope="module")
