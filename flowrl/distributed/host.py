@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -197,12 +197,8 @@ class Host:
             SyncError: an adapter is wanted, and the trainer has none.
         """
         assert self.plan is not None
-        origin, tensors = self._leaving(role, part, probes)
-        try:
+        with self._leaving(role, part, probes) as (origin, tensors):
             return Export.of(origin, tensors, bucket_bytes) if self.plan.rank == 0 else None
-        finally:
-            for _ in tensors:  # to the end whatever happens, since gathering them is collective
-                pass
 
     def send(self, role: str, part: str, probes: bool, bucket_bytes: int, ticket: Ticket, what: str) -> Sent | Failure:
         """Carry the weights of a trainer to the hosts that hold `ticket` too; otherwise as `export`.
@@ -216,20 +212,18 @@ class Host:
         assert self.plan is not None
         started, nbytes = time.time(), 0
         try:
-            origin, tensors = self._leaving(role, part, probes)
-            try:
+            with self._leaving(role, part, probes) as (origin, tensors):
                 if self.plan.rank in ticket.senders:
                     nbytes = send(ticket, origin, tensors, bucket_bytes, self.plan.rank)
-            finally:
-                for _ in tensors:  # to the end whatever happens, since gathering them is collective
-                    pass
         except Exception as error:
             message = f"{what} failed on {named(self.plan)}, which sends: {type(error).__name__}: {error}"
             return Failure.of(error, message)
         return Sent(nbytes, started, time.time())
 
-    def _leaving(self, role: str, part: str, probes: bool) -> tuple[Origin, Iterator[tuple[str, Tensor]]]:
-        """What is known of a trainer's weights, and these themselves."""
+    @contextmanager
+    def _leaving(self, role: str, part: str, probes: bool) -> Iterator[tuple[Origin, Iterator[tuple[str, Tensor]]]]:
+        """What is known of a trainer's weights, and these themselves; gathering them is collective, so whatever happens
+        in the block they are gone through to their end."""
         engine = self.engines[role]
         adapter_of = None
         if part == "adapter_weights":
@@ -240,7 +234,12 @@ class Host:
                 )
             adapter_of = engine.adapter_of
         scores = tuple(engine.log_probs(probe())[0].tolist()) if probes else None
-        return Origin(role, engine.version, adapter_of, scores), getattr(engine, part)()
+        tensors = getattr(engine, part)()
+        try:
+            yield Origin(role, engine.version, adapter_of, scores), tensors
+        finally:
+            for _ in tensors:
+                pass
 
     def save_pretrained(self, role: str, folder: str) -> None:
         """Write a Hugging Face folder."""
