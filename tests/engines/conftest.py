@@ -14,6 +14,11 @@ from importlib.util import find_spec
 
 import pytest
 
+from flowrl.backends import TorchTrainer
+from flowrl.backends.torch_trainer import TorchTrainerEngine
+from tests.engines.answers import CONTEXT
+from tests.models import tiny_folder
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("engines"):
@@ -26,3 +31,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("engines"):  # engines import much that warns, which is theirs to mend
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: str) -> TorchTrainerEngine:
+    """Of the `folder` of the tests' file."""
+    return TorchTrainer(folder, device="cpu").build(CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> TorchTrainerEngine:
+    """A trainer of the same architecture with other weights."""
+    return TorchTrainer(tiny_folder(tmp_path_factory.mktemp("other"), seed=1), device="cpu").build(CONTEXT)

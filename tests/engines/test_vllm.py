@@ -53,17 +53,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def trainer(folder: str) -> TorchTrainerEngine:
-    return TorchTrainer(folder, device="cpu").build(CONTEXT)
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> TorchTrainerEngine:
-    """A trainer of the same architecture with other weights."""
-    return TorchTrainer(tiny_folder(tmp_path_factory.mktemp("other"), seed=1), device="cpu").build(CONTEXT)
-
-
-@pytest.fixture(scope="module")
 def running(folder: str) -> Iterator[VLLMEngine]:
     engine = VLLM(folder, **SETTINGS).build(CONTEXT)
     yield engine

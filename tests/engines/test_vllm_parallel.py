@@ -39,11 +39,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def trainer(folder: str) -> TorchTrainerEngine:
-    return TorchTrainer(folder, device="cpu").build(CONTEXT)
-
-
-@pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> TorchTrainerEngine:
     other = tiny_folder(tmp_path_factory.mktemp("other"), "qwen2", seed=1)
     return TorchTrainer(other, device="cpu").build(CONTEXT)
