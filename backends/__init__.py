@@ -4,13 +4,13 @@ latter two are not imported before one is built."""
 if __name__ != "flowrl.backends":
     raise ImportError(f"this package was imported as {__name__!r}; its one name is flowrl.backends: import that.")
 
-from flowrl.backends.optim import SGD, AdamW, Constant, Cosine, Linear
-from flowrl.backends.sglang import SGLang
-from flowrl.backends.torch_critic import TorchCritic
-from flowrl.backends.torch_lora import LoRA
-from flowrl.backends.torch_rollout import TorchRollout
-from flowrl.backends.torch_trainer import TorchScorer, TorchTrainer
-from flowrl.backends.vllm import VLLM
+from flowrl.backends.sglang.engine import SGLang
+from flowrl.backends.torch.critic import TorchCritic
+from flowrl.backends.torch.lora import LoRA
+from flowrl.backends.torch.optim import SGD, AdamW, Constant, Cosine, Linear
+from flowrl.backends.torch.rollout import TorchRollout
+from flowrl.backends.torch.trainer import TorchScorer, TorchTrainer
+from flowrl.backends.vllm.engine import VLLM
 
 __all__ = [
     "SGD",

@@ -31,10 +31,10 @@ from transformers.utils import logging
 
 from flowrl import Key
 from flowrl.backends import SGD, TorchRollout, TorchTrainer
-from flowrl.backends.sglang import SGLang
-from flowrl.backends.vllm import VLLM
-from flowrl.engines import Sampled, Sampling
-from flowrl.text import assemble
+from flowrl.backends.sglang.engine import SGLang
+from flowrl.backends.vllm.engine import VLLM
+from flowrl.core.protocols import Sampled, Sampling
+from flowrl.data.tokenizer import assemble
 
 SHARPER = 6.0  # random weights as they are drawn find all tokens about as likely, which is too easy to agree on
 CONTEXT: Any = SimpleNamespace(seed=0, rank=0, world_size=1)

@@ -17,8 +17,8 @@ from transformers.utils import logging
 
 from flowrl import Key
 from flowrl.backends import TorchRollout, TorchTrainer
+from flowrl.core.protocols import Sampling
 from flowrl.demo.model import make_tokenizer
-from flowrl.engines import Sampling
 from flowrl.graphs import grpo
 
 ROWS, PROMPT, NEW = 32, 128, 48  # rows, tokens of a prompt, tokens of a response at most

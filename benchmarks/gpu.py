@@ -26,13 +26,13 @@ from transformers.utils import logging
 
 from flowrl import Colocate, Key, PromptData
 from flowrl.backends import SGD, AdamW, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.core.plan import Plan
+from flowrl.core.protocols import Sampling
+from flowrl.core.session import Session
 from flowrl.demo.task import write_dataset
-from flowrl.engines import Sampling
-from flowrl.executor import LocalExecutor
 from flowrl.graphs import ppo
-from flowrl.job import Job
-from flowrl.plan import Plan
-from flowrl.session import Session
+from flowrl.run.job import Job
+from flowrl.run.local import LocalExecutor
 
 ROOT = Path(__file__).parents[1]
 ROWS, STEPS = 64, 3

@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from flowrl import Key
 from flowrl.backends import SGD, VLLM, LoRA, SGLang, TorchTrainer
-from flowrl.engines import Sampling
+from flowrl.core.protocols import Sampling
 
 ROOM = 0.3  # of the device for an engine, so that the trainer has room beside it
 ADAPTER = LoRA(r=8, alpha=16)

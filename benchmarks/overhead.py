@@ -10,15 +10,15 @@ from harness import medians, table
 
 from flowrl import DataProto, Graph, Operator, algorithm
 from flowrl.columns import OldLogProbs, RefLogProbs, ResponseMask, TokenLevelScores, Values
+from flowrl.core.plan import Plan
+from flowrl.core.session import Session
 from flowrl.demo.verifier import compute_score
-from flowrl.executor import LocalExecutor
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, KLShape, Whiten
 from flowrl.operators.advantage import GAEOutput, gae, whiten
 from flowrl.operators.kl import kl_penalty, kl_shape
 from flowrl.operators.masked import masked_sum
-from flowrl.plan import Plan
-from flowrl.session import Session
+from flowrl.run.local import LocalExecutor
 
 NODES = 32
 

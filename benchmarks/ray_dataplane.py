@@ -26,12 +26,13 @@ from tensordict import TensorDict
 
 from flowrl import Colocate
 from flowrl.columns import ColumnType
+from flowrl.core.graph import Node
+from flowrl.core.plan import Plan, home
+from flowrl.core.symbols import Edge
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.wire import pack, unpack
-from flowrl.graph import Graph, Node
+from flowrl.graph import Graph
 from flowrl.graphs import ppo
-from flowrl.plan import Plan, home
-from flowrl.symbols import Edge
 
 Columns = dict[str, Any]
 SIZES = {"demo": (256, 16, 28), "64 MB": (970, 256, 1024)}  # rows, widths of prompt and response

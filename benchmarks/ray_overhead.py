@@ -23,16 +23,16 @@ from transformers.utils import logging
 
 from flowrl import Colocate, DataProto
 from flowrl.backends import TorchRollout
+from flowrl.core.plan import Plan
+from flowrl.core.session import Session
 from flowrl.demo.model import build
 from flowrl.demo.run import graphs, training
 from flowrl.demo.task import write_dataset
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.wire import pack, unpack
-from flowrl.executor import LocalExecutor
-from flowrl.plan import Plan
-from flowrl.session import Session
-from flowrl.tracing import critical_path
-from flowrl.training import Training
+from flowrl.run.local import LocalExecutor
+from flowrl.run.timeline import critical_path
+from flowrl.run.training import Training
 
 STEPS = 6
 WARM_START = 60  # steps of the demo's warm start: enough for answers that end

@@ -23,12 +23,12 @@ from transformers.utils import logging
 
 from flowrl import Colocate, Split
 from flowrl.backends import SGD, TorchRollout, TorchTrainer
-from flowrl.digest import weights_digest
 from flowrl.distributed import delivery
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.export import Export
-from flowrl.distributed.source import BUCKET_BYTES, Origin, source_of
 from flowrl.graphs import grpo
+from flowrl.sync.digest import weights_digest
+from flowrl.sync.source import BUCKET_BYTES, Origin, source_of
 
 SIZES = ((2, 64), (5, 512), (5, 1024))  # layers and width
 

@@ -10,24 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flowrl.columns import Column
-    from flowrl.data import PromptData
+    from flowrl.core.edit import After
+    from flowrl.core.graph_io import save
+    from flowrl.core.operator import Operator, State
+    from flowrl.core.ports import INJECTED
+    from flowrl.core.roles import Reads, Role, Writes
+    from flowrl.data.dataproto import DataProto
+    from flowrl.data.keys import Key
+    from flowrl.data.metrics import Metrics
+    from flowrl.data.prompts import PromptData
     from flowrl.distributed.place import Colocate, Split
-    from flowrl.edit import After
     from flowrl.errors import FlowrlError
-    from flowrl.graph import Graph
-    from flowrl.job import Job
-    from flowrl.keys import Key
-    from flowrl.metrics import Metrics
-    from flowrl.operator import Operator, State
-    from flowrl.ports import INJECTED
-    from flowrl.proto import DataProto
+    from flowrl.graph import Graph, algorithm, load
     from flowrl.records import PromptBatch, RolloutBatch
-    from flowrl.report import TensorBoard, Terminal
-    from flowrl.roles import Reads, Role, Writes
-    from flowrl.serial import load, save
-    from flowrl.trace import algorithm
-    from flowrl.training import Training
-    from flowrl.validation import Validation
+    from flowrl.run.job import Job
+    from flowrl.run.report import TensorBoard, Terminal
+    from flowrl.run.training import Training
+    from flowrl.run.validation import Validation
 
 __version__ = "0.1.0"
 
@@ -64,29 +63,29 @@ _MODULES = {
     "Column": "columns",
     "Colocate": "distributed.place",
     "Split": "distributed.place",
-    "PromptData": "data",
-    "After": "edit",
+    "PromptData": "data.prompts",
+    "After": "core.edit",
     "FlowrlError": "errors",
     "Graph": "graph",
-    "Job": "job",
-    "Key": "keys",
-    "Metrics": "metrics",
-    "Operator": "operator",
-    "State": "operator",
-    "INJECTED": "ports",
-    "DataProto": "proto",
+    "Job": "run.job",
+    "Key": "data.keys",
+    "Metrics": "data.metrics",
+    "Operator": "core.operator",
+    "State": "core.operator",
+    "INJECTED": "core.ports",
+    "DataProto": "data.dataproto",
     "PromptBatch": "records",
     "RolloutBatch": "records",
-    "TensorBoard": "report",
-    "Terminal": "report",
-    "Reads": "roles",
-    "Role": "roles",
-    "Writes": "roles",
-    "load": "serial",
-    "save": "serial",
-    "algorithm": "trace",
-    "Training": "training",
-    "Validation": "validation",
+    "TensorBoard": "run.report",
+    "Terminal": "run.report",
+    "Reads": "core.roles",
+    "Role": "core.roles",
+    "Writes": "core.roles",
+    "load": "graph",
+    "save": "core.graph_io",
+    "algorithm": "graph",
+    "Training": "run.training",
+    "Validation": "run.validation",
 }
 
 

@@ -125,9 +125,9 @@ def check(
     ] = None,
 ) -> None:
     """Tell all that keeps a graph, job or training from being run; exits with 1 where something does."""
-    from flowrl.job import Job
-    from flowrl.plan import Plan
-    from flowrl.training import Training
+    from flowrl.core.plan import Plan
+    from flowrl.run.job import Job
+    from flowrl.run.training import Training
 
     found = _load(target)
     graph = _graph(found, target)
@@ -151,9 +151,9 @@ def check(
 @app.command()
 def plan(target: Target) -> None:
     """Print how a graph would run: which nodes at once, where, and what each of them reads."""
-    from flowrl.job import Job
-    from flowrl.plan import Plan
-    from flowrl.training import Training
+    from flowrl.core.plan import Plan
+    from flowrl.run.job import Job
+    from flowrl.run.training import Training
 
     found = _load(target)
     job = found.job if isinstance(found, Training) else found
@@ -189,8 +189,8 @@ def run(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard in the run's folder.")] = False,
 ) -> None:
     """Train: TARGET names a Training, or a function that makes one."""
-    from flowrl.report import TensorBoard, Terminal
-    from flowrl.training import Training
+    from flowrl.run.report import TensorBoard, Terminal
+    from flowrl.run.training import Training
 
     training = _load(target)
     if not isinstance(training, Training):
@@ -216,7 +216,7 @@ def operators() -> None:
     """List the installed operators: what each reads and writes."""
     from rich.table import Table
 
-    from flowrl import installed
+    from flowrl.core import entry_points as installed
 
     table = Table()
     for heading in ("operator", "reads", "writes", "from"):
@@ -251,9 +251,9 @@ def _load(target: str) -> Any:
         GraphError: a graph file that cannot be read, or a function that wants arguments.
         ParameterError: a name that is not there, or a file that raises as it is imported.
     """
-    from flowrl.functions import load_object
-    from flowrl.serial import load
-    from flowrl.trace import Algorithm
+    from flowrl.core.algorithm import Algorithm
+    from flowrl.core.references import load_object
+    from flowrl.graph import load
 
     if target.endswith((".yaml", ".yml", ".json")):
         return load(target)
@@ -305,8 +305,8 @@ def _graph(found: Any, target: str) -> Any:
         GraphError: it has none.
     """
     from flowrl.graph import Graph
-    from flowrl.job import Job
-    from flowrl.training import Training
+    from flowrl.run.job import Job
+    from flowrl.run.training import Training
 
     graph = found.job if isinstance(found, Training) else found
     graph = graph.graph if isinstance(graph, Job) else graph
@@ -329,17 +329,17 @@ def _writer(to: Path, endings: Sequence[str]) -> Callable[[Any, str], None]:
 
     def text(drawn: Any, title: str) -> str:
         if to.suffix == ".html":
-            from flowrl.html import page
+            from flowrl.draw.html import page
 
             return page(drawn)
         if to.suffix == ".svg":
-            from flowrl.svg import svg
+            from flowrl.draw.svg import svg
 
             return svg(drawn)
         return f"# {title}\n\n```mermaid\n{drawn.mermaid()}\n```\n"
 
     def write(drawn: Any, title: str) -> None:
-        from flowrl.serial import save
+        from flowrl.core.graph_io import save
 
         try:
             to.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flowrl.graph import algorithm
 from flowrl.operators import (
     GAE,
     Generate,
@@ -23,7 +24,6 @@ from flowrl.operators import (
 )
 from flowrl.operators.correction import Mismatched
 from flowrl.records import CriticUpdated, PromptBatch, Receipt
-from flowrl.trace import algorithm
 
 
 @algorithm

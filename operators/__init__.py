@@ -10,7 +10,7 @@ from flowrl.operators.kl import AdaptiveKL, KLShape
 from flowrl.operators.log_prob import OldLogProb, RefLogProb
 from flowrl.operators.losses import KLLoss, PPOClip, ValueClip
 from flowrl.operators.repeat import Repeat
-from flowrl.operators.reward import Reward
+from flowrl.operators.reward.operator import Reward
 from flowrl.operators.sync import Sync
 from flowrl.operators.update import UpdateActor, UpdateCritic
 from flowrl.operators.value import Value

@@ -14,8 +14,8 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl.columns import Advantages, ResponseMask, Returns, TokenLevelRewards, Uid, Values
+from flowrl.core.operator import Granularity, Operator
 from flowrl.errors import DataError
-from flowrl.operator import Granularity, Operator
 from flowrl.operators.masked import select, select_rewards
 
 

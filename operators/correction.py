@@ -22,12 +22,12 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl.columns import Advantages, OldLogProbs, ResponseMask, RolloutLogProbs
+from flowrl.core.operator import Granularity, Operator, State
+from flowrl.core.ports import INJECTED
+from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError
-from flowrl.metrics import Metrics
-from flowrl.operator import Granularity, Operator, State
 from flowrl.operators.kl import MAX_EXPONENT, kl_penalty
 from flowrl.operators.masked import select
-from flowrl.ports import INJECTED
 
 logger = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ import torch
 from pydantic import Field
 
 from flowrl import columns as c
-from flowrl.engines import Rollout, Sampling
+from flowrl.core.operator import Granularity, Operator
+from flowrl.core.ports import INJECTED
+from flowrl.core.protocols import Rollout, Sampling
+from flowrl.core.roles import Reads, Role
+from flowrl.data.keys import Key
+from flowrl.data.metrics import Metrics
+from flowrl.data.tokenizer import assemble
 from flowrl.errors import SyncError
-from flowrl.keys import Key
-from flowrl.metrics import Metrics
-from flowrl.operator import Granularity, Operator
-from flowrl.ports import INJECTED
 from flowrl.records import RolloutBatch
-from flowrl.roles import Reads, Role
-from flowrl.text import assemble
 
 
 class Prompted(Protocol):

@@ -18,11 +18,11 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl.columns import OldLogProbs, RefLogProbs, ResponseMask, TokenLevelRewards, TokenLevelScores
+from flowrl.core.operator import Operator, State
+from flowrl.core.ports import INJECTED
+from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError
-from flowrl.metrics import Metrics
-from flowrl.operator import Operator, State
 from flowrl.operators.masked import masked_sum, select, select_rewards
-from flowrl.ports import INJECTED
 from flowrl.spec import Spec
 
 Estimator = Literal["k1", "k2", "k3", "abs"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from flowrl import columns as c
-from flowrl.engines import Scorer
-from flowrl.operator import Granularity, Operator
+from flowrl.core.operator import Granularity, Operator
+from flowrl.core.protocols import Scorer
+from flowrl.core.roles import Reads, Role
 from flowrl.records import Sequences
-from flowrl.roles import Reads, Role
 
 
 class OldLogProb(Operator):

@@ -17,8 +17,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError
-from flowrl.metrics import Metrics
 from flowrl.operators.kl import MAX_EXPONENT, Estimator, kl_penalty
 from flowrl.operators.masked import masked_sum, select
 from flowrl.spec import Spec

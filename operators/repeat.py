@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from flowrl.operator import Granularity, Operator
+from flowrl.core.operator import Granularity, Operator
 from flowrl.records import PromptBatch
 
 

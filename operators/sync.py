@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from flowrl.engines import Rollout, Trainer
+from flowrl.core.operator import Granularity, Operator
+from flowrl.core.ports import INJECTED
+from flowrl.core.protocols import Rollout, Trainer
+from flowrl.core.roles import Reads, Role, Writes
+from flowrl.data.metrics import Metrics
 from flowrl.errors import SyncError
-from flowrl.metrics import Metrics
-from flowrl.operator import Granularity, Operator
-from flowrl.ports import INJECTED
 from flowrl.records import Receipt, Updated
-from flowrl.roles import Reads, Role, Writes
 
 
 class Sync(Operator):

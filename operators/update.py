@@ -10,15 +10,15 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl import columns as c
-from flowrl.engines import Critic, MiniBatch, Trainer
+from flowrl.core.operator import Granularity, Operator
+from flowrl.core.ports import INJECTED, Signature
+from flowrl.core.protocols import Critic, MiniBatch, Trainer
+from flowrl.core.roles import Role, Writes
+from flowrl.data.keys import Key
+from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, StalePolicyError
-from flowrl.keys import Key
-from flowrl.metrics import Metrics
-from flowrl.operator import Granularity, Operator
 from flowrl.operators.losses import PPOClip, ValueClip
-from flowrl.ports import INJECTED, Signature
 from flowrl.records import CriticUpdated, Tokens, Updated, VersionedSequences
-from flowrl.roles import Role, Writes
 
 
 class PolicyBatch(NamedTuple):

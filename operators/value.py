@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from flowrl import columns as c
-from flowrl.engines import Critic
-from flowrl.operator import Granularity, Operator
+from flowrl.core.operator import Granularity, Operator
+from flowrl.core.protocols import Critic
+from flowrl.core.roles import Reads, Role
 from flowrl.records import Tokens
-from flowrl.roles import Reads, Role
 
 
 class Value(Operator):

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from flowrl.backends import SGD, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.data.dataproto import DataProto
+from flowrl.data.tokenizer import assemble
 from flowrl.graphs import grpo, ppo
-from flowrl.job import Job
-from flowrl.proto import DataProto
 from flowrl.records import PromptBatch, RolloutBatch
-from flowrl.text import assemble
+from flowrl.run.job import Job
 from tests.rewards import digits
 
 Rows = Sequence[Sequence[int]]

@@ -11,11 +11,11 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl import columns as c
-from flowrl.operator import Operator
+from flowrl.core.operator import Operator
+from flowrl.graph import algorithm
 from flowrl.operators import Generate, Repeat, Reward
 from flowrl.records import PromptBatch, Receipt, RolloutBatch
 from flowrl.spec import Spec
-from flowrl.trace import algorithm
 
 
 def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:

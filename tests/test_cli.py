@@ -16,9 +16,9 @@ import pytest
 import flowrl
 from flowrl import Graph, load
 from flowrl.cli import main
+from flowrl.core.plan import Plan
+from flowrl.core.references import load_object
 from flowrl.errors import DefinitionError, ParameterError
-from flowrl.functions import load_object
-from flowrl.plan import Plan
 
 GRAPHS = """
     from flowrl import Colocate, Split

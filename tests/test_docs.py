@@ -13,11 +13,11 @@ import pytest
 import flowrl.operators
 from flowrl import Colocate
 from flowrl.backends import TorchScorer, TorchTrainer
-from flowrl.backends.vllm import VLLM
+from flowrl.backends.vllm.engine import VLLM
+from flowrl.core.operator import Operator
+from flowrl.core.rules import RULES
 from flowrl.demo.task import write_dataset
 from flowrl.graphs import grpo, ppo
-from flowrl.operator import Operator
-from flowrl.rules import RULES
 from tests.models import tiny_folder
 
 ROOT = Path(__file__).parent.parent

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from flowrl.cli import main
-from flowrl.functions import load_object
+from flowrl.core.references import load_object
+from flowrl.data.metrics import Metrics
 from flowrl.graphs import grpo
-from flowrl.metrics import Metrics
 from flowrl.operators import Reward
 from tests.jobs import column
 

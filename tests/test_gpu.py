@@ -26,19 +26,19 @@ from flowrl.backends import (
     TorchRollout,
     TorchScorer,
     TorchTrainer,
-    torch_critic,
-    torch_trainer,
 )
-from flowrl.backends.torch_mesh import Sharded
-from flowrl.engines import MiniBatch, Sampling
-from flowrl.executor import LocalExecutor
+from flowrl.backends.torch import critic as torch_critic
+from flowrl.backends.torch import trainer as torch_trainer
+from flowrl.backends.torch.mesh import Sharded
+from flowrl.core.plan import Plan
+from flowrl.core.protocols import MiniBatch, Sampling
+from flowrl.core.session import Session
 from flowrl.graphs import grpo, ppo
-from flowrl.job import Job
 from flowrl.operators.losses import KLLoss, PPOClip, ValueClip
 from flowrl.operators.update import PolicyBatch, ValueBatch
-from flowrl.plan import Plan
-from flowrl.session import Session
-from tests.fsdp_cases import Ranks, weights
+from flowrl.run.job import Job
+from flowrl.run.local import LocalExecutor
+from tests.backends.torch.fsdp_cases import Ranks, weights
 from tests.jobs import prompt_batch, proto
 from tests.models import VOCAB, ragged, tiny_folder
 from tests.rewards import digits

@@ -16,10 +16,10 @@ import torch
 from flowrl import INJECTED, Key, Operator, PromptData, Training
 from flowrl import columns as c
 from flowrl.backends import AdamW, TorchRollout
-from flowrl.edit import After
-from flowrl.job import Job
-from flowrl.operators.reward import place_scores
-from flowrl.training import Run
+from flowrl.core.edit import After
+from flowrl.operators.reward.operator import place_scores
+from flowrl.run.job import Job
+from flowrl.run.training import Run
 from tests.jobs import job_of
 from tests.rewards import asked_for
 

@@ -15,17 +15,17 @@ import torch
 
 from flowrl import Key, PromptData
 from flowrl.backends import SGD, TorchRollout, TorchTrainer
-from flowrl.backends.torch_rollout import TorchRolloutEngine
-from flowrl.digest import weights_digest
-from flowrl.engines import BuildContext, Trainer
+from flowrl.backends.torch.rollout import TorchRolloutEngine
+from flowrl.core.plan import Plan
+from flowrl.core.protocols import BuildContext, Trainer
+from flowrl.core.session import Session
+from flowrl.data.dataproto import DataProto
 from flowrl.errors import NodeError, StalePolicyError, SyncError
-from flowrl.executor import LocalExecutor
-from flowrl.job import Job
 from flowrl.operators import Generate, Sync, UpdateActor
-from flowrl.plan import Plan
-from flowrl.proto import DataProto
 from flowrl.records import Receipt, Updated
-from flowrl.session import Session
+from flowrl.run.job import Job
+from flowrl.run.local import LocalExecutor
+from flowrl.sync.digest import weights_digest
 from tests.jobs import job_of, prompt_batch, proto, rollout_batch, weights_of
 
 CONTEXT: Any = SimpleNamespace(seed=0)

@@ -97,7 +97,7 @@ def test_every_module_imports_from_an_unpacked_wheel_elsewhere(built: dict[str, 
         wheel.extractall(site)
     modules = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in expected_modules()]
     if importlib.util.find_spec("vllm") is None:  # it extends a class of vLLM's, and only vLLM's workers import it
-        modules.remove("flowrl.backends.vllm_worker")
+        modules.remove("flowrl.backends.vllm.worker")
     code = (
         "import importlib, sys\n"
         "for name in sys.argv[2:]:\n"

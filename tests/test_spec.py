@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import Field
 
+from flowrl.core.roles import Role
 from flowrl.errors import DefinitionError, FlowrlError, ParameterError
-from flowrl.roles import Role
 from flowrl.spec import Spec, non_default, parameters
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ParameterError, PortError
+from flowrl.graph import algorithm
 from flowrl.operators import (
     GAE,
     Generate,
@@ -26,7 +27,6 @@ from flowrl.operators import (
     Whiten,
 )
 from flowrl.records import PromptBatch
-from flowrl.trace import algorithm
 from tests.kernel import LengthPenalty, exact
 
 

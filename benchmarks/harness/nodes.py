@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flowrl import Operator, algorithm
 from flowrl.columns import TokenLevelScores
-from flowrl.engines import BuildContext, Scorer
+from flowrl.core.protocols import BuildContext, Scorer
+from flowrl.core.roles import Reads, Role
 from flowrl.records import Sequences
-from flowrl.roles import Reads, Role
 from flowrl.spec import Spec
 
 NODES = 32

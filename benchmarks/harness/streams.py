@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from flowrl.distributed import stream
-from flowrl.distributed.source import BUCKET_BYTES, Origin
+from flowrl.sync import stream
+from flowrl.sync.source import BUCKET_BYTES, Origin
 
 PATIENCE = 120.0  # seconds
 
@@ -39,7 +39,7 @@ class Receiver:
     """A process that receives weights and drops them; with it, how long `send` takes until they are all checked.
 
     Args:
-        transport: of `flowrl.distributed.stream.Ticket`.
+        transport: of `flowrl.sync.stream.Ticket`.
         device: where handles point to.
     """
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from flowrl.executor import LocalExecutor
+from flowrl.run.local import LocalExecutor
 
 
 class Turn(NamedTuple):

@@ -21,9 +21,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from flowrl.data.keys import Key
 from flowrl.demo import task
 from flowrl.demo.verifier import END_THINK, THINK
-from flowrl.keys import Key
 
 SPECIAL = ("<|pad|>", "<|unk|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 WORDS = (THINK, END_THINK)

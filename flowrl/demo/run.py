@@ -15,16 +15,16 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from flowrl.backends import AdamW, Constant, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.data import PromptData
+from flowrl.data.prompts import PromptData
 from flowrl.demo.model import STEPS, build
 from flowrl.demo.task import write_dataset
 from flowrl.demo.verifier import score_and_thinking
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
-from flowrl.report import Terminal
-from flowrl.training import Run, Training
-from flowrl.validation import Validation
+from flowrl.run.report import Terminal
+from flowrl.run.training import Run, Training
+from flowrl.run.validation import Validation
 
 ROWS = 256
 GROUP = 8

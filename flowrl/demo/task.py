@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from flowrl.data.keys import Key
 from flowrl.demo.verifier import END_THINK, THINK
-from flowrl.keys import Key
 
 DATA_SOURCE = "addition"
 HELDOUT = 500

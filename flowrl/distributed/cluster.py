@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
-from flowrl.distributed.place import Place
+from flowrl.distributed.ray_place import RayPlace
 from flowrl.errors import BindError
 
 _ANSWER_SECONDS = 5
@@ -22,7 +22,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 
 
 
 @contextlib.contextmanager
-def connected(place: Place) -> Iterator[None]:
+def connected(place: RayPlace) -> Iterator[None]:
     """Ray within the block: what this process is connected to already, else joined at the place's address, else
     started here.
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch.distributed as dist
 
-from flowrl.distributed import source
 from flowrl.distributed.export import Export
-from flowrl.distributed.place import HostPlan
-from flowrl.distributed.stream import Ticket, choose
-
-if TYPE_CHECKING:
-    from flowrl.distributed.hosts import Hosts
+from flowrl.distributed.hosts import Hosts
+from flowrl.run.place import ProcessSpec
+from flowrl.sync import source
+from flowrl.sync.stream import Ticket, choose
 
 c10d: Any = dist  # whose annotations hide the stores that it documents
 _PATIENT = 0.8  # of the deadline, so that a side that waits says so before nobody answers
@@ -66,7 +64,7 @@ class Delivery:
         return all(size[a] + size[b] <= room for a, b in pairs)
 
     @property
-    def beside(self) -> list[HostPlan]:
+    def beside(self) -> list[ProcessSpec]:
         """Hosts that must stay awake beside the receivers, on the same device."""
         return self._senders if self.transport == "cuda ipc" else []
 
@@ -88,7 +86,7 @@ class Delivery:
         self._ticket = Ticket(self.transport, address, self._store.port, self._by, seconds)
         return {self._role: self._ticket}
 
-    def start(self) -> dict[Any, HostPlan]:
+    def start(self) -> dict[Any, ProcessSpec]:
         """Let the trainer send, if it is to; its hosts by the references of their answers."""
         if self._store is None:
             return {}

@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flowrl.core.graph import Graph
+from flowrl.core.plan import Plan
+from flowrl.data.dataproto import DataProto
+from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.faults import HostDiedError, chain, named
 from flowrl.distributed.hosts import Hosts, refuse_unplaceable, roles_of
-from flowrl.distributed.place import Place, lay_out
+from flowrl.distributed.ray_place import RayPlace
 from flowrl.distributed.walk import Traffic, Walk, refuse_unequal
 from flowrl.errors import DataError, EngineError, NodeError
-from flowrl.executor import StepResult
-from flowrl.graph import Graph
-from flowrl.plan import Plan
-from flowrl.proto import DataProto
 from flowrl.records import Updated
-from flowrl.text import ChatTokenizer
-from flowrl.tracing import Trace
+from flowrl.run.local import StepResult
+from flowrl.run.place import lay_out
+from flowrl.run.timeline import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ _ATTEMPTS = 3
 
 
 @contextlib.contextmanager
-def open_ray(graph: Graph, place: Place, seed: int) -> Iterator[RayExecutor]:
+def open_ray(graph: Graph, place: RayPlace, seed: int) -> Iterator[RayExecutor]:
     """A `RayExecutor` with all engines loaded; its processes end with the block, whatever happens in it.
 
     Raises:

@@ -11,8 +11,8 @@ import ray
 import torch
 from torch import Tensor
 
-from flowrl.digest import combine, tensor_digest
-from flowrl.distributed.source import Origin, Source, Tally, source_of
+from flowrl.sync.digest import combine, tensor_digest
+from flowrl.sync.source import Origin, Source, Tally, source_of
 
 Bucket = list[tuple[str, str, tuple[int, ...], Any]]  # name, dtype, shape, bytes
 
@@ -70,7 +70,7 @@ class Export:
         return nullcontext(source_of(self.origin, self))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights as they were sent; see `flowrl.distributed.source.Cargo`."""
+        """The weights as they were sent; see `flowrl.sync.source.Cargo`."""
         tally = Tally(self.origin)
         for reference in self.buckets:
             for name, dtype, shape, raw in ray.get(reference):

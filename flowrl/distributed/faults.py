@@ -11,14 +11,15 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
-from flowrl.distributed.place import HostPlan, Place
+from flowrl.distributed.ray_place import RayPlace
 from flowrl.errors import NodeError
+from flowrl.run.place import ProcessSpec
 
 
 class HostDiedError(NodeError):
     """The process of a rank ended; `host` says whose it was (None is the general one)."""
 
-    def __init__(self, message: str, host: HostPlan | None = None) -> None:
+    def __init__(self, message: str, host: ProcessSpec | None = None) -> None:
         super().__init__(message)
         self.host = host
 
@@ -72,7 +73,7 @@ def _portable(error: BaseException) -> BaseException | None:
     return copy if isinstance(copy, BaseException) else None
 
 
-def named(host: HostPlan | None) -> str:
+def named(host: ProcessSpec | None) -> str:
     """How messages and traces call a host."""
     return "the general host" if host is None else f"{'+'.join(host.roles)} rank {host.rank}"
 
@@ -82,7 +83,7 @@ def at(step: int | None) -> str:
     return "between steps" if step is None else f"in step {step}"
 
 
-def answer(ref: Any, host: HostPlan | None, what: str, place: Place, patience: float | None = None) -> Any:
+def answer(ref: Any, host: ProcessSpec | None, what: str, place: RayPlace, patience: float | None = None) -> Any:
     """What a host answered.
 
     Args:
@@ -111,7 +112,7 @@ def answer(ref: Any, host: HostPlan | None, what: str, place: Place, patience: f
         raise NodeError(f"{what} failed on {named(host)}: {type(cause).__name__}: {cause}") from cause
 
 
-def died(host: HostPlan | None, what: str, place: Place, reason: str) -> HostDiedError:
+def died(host: ProcessSpec | None, what: str, place: RayPlace, reason: str) -> HostDiedError:
     """The error of a process that is gone."""
     mend = "" if place.restart == "role" else f", or let it be rebuilt: {type(place).__name__}(restart='role')"
     return HostDiedError(
@@ -120,7 +121,7 @@ def died(host: HostPlan | None, what: str, place: Place, reason: str) -> HostDie
     )
 
 
-def stuck(host: HostPlan | None, what: str, place: Place, seconds: float) -> NodeError:
+def stuck(host: ProcessSpec | None, what: str, place: RayPlace, seconds: float) -> NodeError:
     """The error of a process of which nothing is heard."""
     return NodeError(
         f"{what} is stuck on {named(host)}: nothing was heard for {seconds:g} s; find out what it waits for, "

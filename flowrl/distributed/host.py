@@ -19,22 +19,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowrl.columns import ColumnType
+from flowrl.core.operator import Operator
+from flowrl.core.protocols import Adapted
+from flowrl.core.session import Session
+from flowrl.data.metrics import Metrics
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults import Failure, at, named
-from flowrl.distributed.heard import Said, heard
-from flowrl.distributed.place import HostPlan
-from flowrl.distributed.source import Origin
-from flowrl.distributed.stream import Seat, Ticket, send
 from flowrl.distributed.wire import Array, Piece, join, pack, unpack
-from flowrl.engines import Adapted
+from flowrl.distributed.worker_logs import Said, heard
 from flowrl.errors import SyncError
-from flowrl.executor import failure
-from flowrl.job import Engines
-from flowrl.metrics import Metrics
-from flowrl.operator import Operator
-from flowrl.probe import probe
 from flowrl.records import Receipt
-from flowrl.session import Session
+from flowrl.run.build import EngineBuilder
+from flowrl.run.local import failure
+from flowrl.run.place import ProcessSpec
+from flowrl.sync.probe import probe
+from flowrl.sync.source import Origin
+from flowrl.sync.stream import Seat, Ticket, send
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Sent:
 
 
 class Host:
-    """The process of one `HostPlan`; without a plan it is the general host, for nodes that use no role.
+    """The process of one `ProcessSpec`; without a plan it is the general host, for nodes that use no role.
 
     Args:
         plan: roles, rank and slots.
@@ -104,7 +104,7 @@ class Host:
     """
 
     def __init__(
-        self, plan: HostPlan | None, seed: int, path: Sequence[str], folder: str, gpus: str | None = None
+        self, plan: ProcessSpec | None, seed: int, path: Sequence[str], folder: str, gpus: str | None = None
     ) -> None:
         if gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # before anything asks for a device; Ray has set it before this
@@ -115,7 +115,7 @@ class Host:
         sys.path += [entry for entry in path if entry not in sys.path]
         self.plan, self.seed, self._gpus = plan, seed, gpus
         self.engines: dict[str, Any] = {}
-        self._built: Engines | None = None
+        self._built: EngineBuilder | None = None
 
     def seat(self) -> Seat:
         """Where this process is, as Ray knows it."""
@@ -156,7 +156,7 @@ class Host:
                 world_size=self.plan.ranks,
                 timeout=timedelta(seconds=timeout),
             )
-        self._built = Engines(bindings, self.seed, self.plan.rank, self.plan.ranks)
+        self._built = EngineBuilder(bindings, self.seed, self.plan.rank, self.plan.ranks)
         self.engines = self._built.all()
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class Host:
 
         Args:
             role, part, probes: see `export`.
-            bucket_bytes: see `flowrl.distributed.stream`.
+            bucket_bytes: see `flowrl.sync.stream`.
             ticket: where the others are met.
             what: for, which is said where it fails.
         """

@@ -11,17 +11,17 @@ from typing import Any, get_type_hints
 import ray
 from ray.exceptions import RayActorError
 
-from flowrl.distributed.delivery import Delivery
+from flowrl.core.graph import Node
+from flowrl.core.plan import Plan
+from flowrl.core.protocols import Rollout
 from flowrl.distributed.faults import HostDiedError, answer, died, stuck
 from flowrl.distributed.host import Host
-from flowrl.distributed.place import HostPlan, Place
+from flowrl.distributed.ray_place import RayPlace
 from flowrl.distributed.slots import Slots
-from flowrl.distributed.stream import Seat
-from flowrl.engines import Rollout
 from flowrl.errors import BindError, FlowrlError, GraphError, NodeError
-from flowrl.graph import Node
-from flowrl.plan import Plan
-from flowrl.tracing import Trace
+from flowrl.run.place import ProcessSpec
+from flowrl.run.timeline import Trace
+from flowrl.sync.stream import Seat
 
 _LOAD_SECONDS = 600  # that engines have at least; nodes have the place's deadline alone
 GRACE_SECONDS = 10  # for Ray to notice that a process is gone
@@ -41,14 +41,14 @@ class Hosts:
         BindError: see `Slots`.
     """
 
-    def __init__(self, plans: list[HostPlan], bindings: Mapping[str, Any], place: Place, seed: int) -> None:
+    def __init__(self, plans: list[ProcessSpec], bindings: Mapping[str, Any], place: RayPlace, seed: int) -> None:
         self.plans, self.bindings, self.place, self.seed = plans, bindings, place, seed
         self.trace = Trace()  # of the executor that steps now
-        self._awake: set[HostPlan] = set()
-        self.forgetful: set[HostPlan] = set()  # whose engines have lost their weights in their sleep, until a sync
+        self._awake: set[ProcessSpec] = set()
+        self.forgetful: set[ProcessSpec] = set()  # whose engines have lost their weights in their sleep, until a sync
         self._slots = Slots(place, plans)
-        self.actors: dict[HostPlan, Any] = {}
-        self.seats: dict[HostPlan, Seat] = {}
+        self.actors: dict[ProcessSpec, Any] = {}
+        self.seats: dict[ProcessSpec, Seat] = {}
         self.start_general()
 
     # ---- processes
@@ -58,7 +58,7 @@ class Hosts:
         options = {"num_cpus": 0, "max_concurrency": _GENERAL_AT_ONCE}
         self.general: Any = ray.remote(Host).options(**options).remote(None, self.seed, _path(), os.getcwd())
 
-    def start(self, plans: list[HostPlan]) -> None:
+    def start(self, plans: list[ProcessSpec]) -> None:
         """Start processes for `plans` and load their engines; those of one slot one after another, so that they fit.
 
         Raises:
@@ -87,7 +87,7 @@ class Hosts:
                 self.ask(ranks, loading, "sleep")
 
     def ask(
-        self, plans: Iterable[HostPlan], what: str, method: str, *arguments: Any, patience: float | None = None
+        self, plans: Iterable[ProcessSpec], what: str, method: str, *arguments: Any, patience: float | None = None
     ) -> list[Any]:
         """Call a method of these hosts, all at once; the first that fails ends it, since others may wait for that one.
 
@@ -118,7 +118,7 @@ class Hosts:
                     raise
         return [answers[ref] for ref in asked]
 
-    def ranks(self, role: str) -> list[HostPlan]:
+    def ranks(self, role: str) -> list[ProcessSpec]:
         """The hosts of a role, in order of their rank."""
         return [plan for plan in self.plans if role in plan.roles]
 
@@ -127,13 +127,13 @@ class Hosts:
         self.take_turns(self.ranks(role), what)
         return self.ask(self.ranks(role), what, method, *arguments)
 
-    def dead(self, among: Iterable[HostPlan | None]) -> list[HostPlan | None]:
+    def dead(self, among: Iterable[ProcessSpec | None]) -> list[ProcessSpec | None]:
         """Those hosts whose process is gone, if there are any, at least one of them; None is the general host.
 
         A host that is busy does not answer, and counts as alive after some seconds.
         """
         pings = {(self.general if plan is None else self.actors[plan]).pid.remote(): plan for plan in among}
-        gone: list[HostPlan | None] = []
+        gone: list[ProcessSpec | None] = []
         until = time.monotonic() + GRACE_SECONDS
         while pings and not gone:
             answered, _ = ray.wait(list(pings), timeout=max(0.0, until - time.monotonic()))
@@ -148,7 +148,7 @@ class Hosts:
                         gone.append(plan)
         return gone
 
-    def rebuild(self, host: HostPlan | None) -> None:
+    def rebuild(self, host: ProcessSpec | None) -> None:
         """New processes for `host`, of which it is known that it died, and for whatever else has died.
 
         A role gets all its ranks anew, since the others wait for the dead one.
@@ -168,7 +168,7 @@ class Hosts:
             self._kill(absent)  # so that none of them counts as built
             raise
 
-    def _kill(self, plans: Iterable[HostPlan]) -> None:
+    def _kill(self, plans: Iterable[ProcessSpec]) -> None:
         for plan in plans:
             if (actor := self.actors.pop(plan, None)) is not None:
                 ray.kill(actor)
@@ -183,23 +183,23 @@ class Hosts:
         ray.kill(self.general)
         self._slots.release()
 
-    def _closes(self, plan: HostPlan) -> bool:
+    def _closes(self, plan: ProcessSpec) -> bool:
         """Whether an engine of a host has a `close`, by the annotations that jobs are checked by."""
         builds = (type(self.bindings[role]).build for role in plan.roles)
         return any(hasattr(get_type_hints(build)["return"], "close") for build in builds)
 
     # ---- turns
 
-    def _crowded(self, plans: Iterable[HostPlan]) -> bool:
+    def _crowded(self, plans: Iterable[ProcessSpec]) -> bool:
         """Whether any of these shares a slot with another host, so that they take turns."""
         return any(plan.meets(other) for plan in plans for other in self.plans)
 
-    def _in_the_way_of(self, plans: Iterable[HostPlan]) -> list[HostPlan]:
+    def _in_the_way_of(self, plans: Iterable[ProcessSpec]) -> list[ProcessSpec]:
         """Who is awake on a slot of these."""
         coming = list(plans)
         return [awake for awake in self.plans if awake in self._awake and any(awake.meets(plan) for plan in coming)]
 
-    def take_turns(self, plans: Sequence[HostPlan], what: str, beside: Sequence[HostPlan] = ()) -> None:
+    def take_turns(self, plans: Sequence[ProcessSpec], what: str, beside: Sequence[ProcessSpec] = ()) -> None:
         """Wake these hosts, on all of their slots, after putting to sleep whoever is awake on one of these, but for
         those `beside` them; they are idle."""
         if not self._crowded(plans):
@@ -211,7 +211,7 @@ class Hosts:
             with self.trace.span("wake", "driver", "wait"):
                 self.ask(coming, f"{what}, waking,", "wake")
 
-    def _sleep(self, plans: list[HostPlan], what: str) -> None:
+    def _sleep(self, plans: list[ProcessSpec], what: str) -> None:
         if not plans:
             return
         self.forgetful |= {plan for plan in plans if self._forgets(plan)}
@@ -219,26 +219,20 @@ class Hosts:
             self.ask(plans, f"{what}, putting to sleep,", "sleep")
         self._awake.difference_update(plans)
 
-    def _forgets(self, plan: HostPlan) -> bool:
+    def _forgets(self, plan: ProcessSpec) -> bool:
         return any(getattr(self.bindings[role], "forgets", False) for role in plan.roles)
 
-    def clear(self, plans: Sequence[HostPlan], what: str) -> None:
+    def clear(self, plans: Sequence[ProcessSpec], what: str) -> None:
         """Put to sleep those of these hosts whose slots others have taken beside them."""
         self._sleep([plan for plan in plans if any(plan.meets(other) for other in self._awake)], what)
 
     # ---- nodes
 
-    def of(self, node: Node) -> list[HostPlan | None]:
+    def of(self, node: Node) -> list[ProcessSpec | None]:
         """Where a node runs: on every rank of the role that it writes, else of the one it reads, else on the general
         host."""
         roles = [*roles_of(node, "writes"), *roles_of(node, "reads")]
         return [*self.ranks(roles[0])] if roles else [None]
-
-    def delivery(self, node: Node, what: str) -> Delivery | None:
-        """Of the weights that a node carries, if it is a sync."""
-        if not is_sync(node):
-            return None
-        return Delivery(self, roles_of(node, "reads")[0], roles_of(node, "writes")[0], what)
 
 
 def _path() -> list[str]:
@@ -256,7 +250,7 @@ def roles_of(node: Node, mode: str) -> list[str]:
     return [str(getattr(node.operator, field).name) for field, use in uses if use.mode == mode]
 
 
-def refuse_unplaceable(plan: Plan, hosts: list[HostPlan]) -> None:
+def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
     """Refuse nodes that no process could run.
 
     Raises:

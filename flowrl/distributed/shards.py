@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from flowrl.core.operator import Granularity
 from flowrl.distributed.wire import Array
-from flowrl.operator import Granularity
 
 
 def shard(

@@ -10,8 +10,9 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from flowrl.distributed.place import HostPlan, Place
+from flowrl.distributed.ray_place import RayPlace
 from flowrl.errors import BindError
+from flowrl.run.place import ProcessSpec
 
 _RESERVE_SECONDS = 120
 
@@ -27,7 +28,7 @@ class Slots:
         BindError: the cluster is too small, its slots are taken, or they are on more machines than can be.
     """
 
-    def __init__(self, place: Place, plans: Sequence[HostPlan]) -> None:
+    def __init__(self, place: RayPlace, plans: Sequence[ProcessSpec]) -> None:
         self._plans = plans
         self._kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
         self._group = self._reserve(place)
@@ -43,7 +44,7 @@ class Slots:
             self.release()
             raise
 
-    def _reserve(self, place: Place) -> PlacementGroup:
+    def _reserve(self, place: RayPlace) -> PlacementGroup:
         asked, kinds = _asked(place), dict.fromkeys([self._kind, "CPU"])
         for kind in kinds:
             if (have := ray.cluster_resources().get(kind, 0)) < place.slots:
@@ -83,13 +84,13 @@ class Slots:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         }
 
-    def options(self, plan: HostPlan) -> dict[str, Any]:
+    def options(self, plan: ProcessSpec) -> dict[str, Any]:
         """What Ray is to know of a host's process: it runs in the bundle of its first slot, with a fair share of it."""
         sharing = sum(plan.slots[0] in other.slots for other in self._plans)
         share = int(1e4 / sharing) / 1e4  # Ray counts in 1/10000
         return {"num_cpus": share} | ({"num_gpus": share} if self._kind == "GPU" else {}) | self._at(plan.slots[0])
 
-    def gpus(self, plan: HostPlan) -> str | None:
+    def gpus(self, plan: ProcessSpec) -> str | None:
         """The GPUs of a host of several slots, as CUDA_VISIBLE_DEVICES names them; None is as Ray sets it, which shows
         a process that of its one bundle."""
         return ",".join(self._gpus[slot] for slot in plan.slots) if self._gpus and len(plan.slots) > 1 else None
@@ -108,7 +109,7 @@ def by_machine(machines: Sequence[str]) -> list[int]:
     return sorted(range(len(machines)), key=lambda bundle: machines.index(machines[bundle]))
 
 
-def refuse_torn(plans: Sequence[HostPlan], machines: Sequence[str], place: Place, here: str) -> None:
+def refuse_torn(plans: Sequence[ProcessSpec], machines: Sequence[str], place: RayPlace, here: str) -> None:
     """Refuse what must be on one machine and is not.
 
     Args:
@@ -137,7 +138,7 @@ def refuse_torn(plans: Sequence[HostPlan], machines: Sequence[str], place: Place
         )
 
 
-def _asked(place: Place) -> str:
+def _asked(place: RayPlace) -> str:
     return f"{type(place).__name__} wants {place.slots} slot(s)"
 
 

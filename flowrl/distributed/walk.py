@@ -16,22 +16,22 @@ import ray
 from ray.exceptions import ObjectLostError
 
 from flowrl.columns import ColumnType
+from flowrl.core.graph import Node
+from flowrl.core.plan import Plan
+from flowrl.data.dataproto import DataProto
+from flowrl.data.metrics import Metrics, of_ranks
 from flowrl.distributed.delivery import Delivery
 from flowrl.distributed.faults import Failure, answer, at, died, named, stuck
-from flowrl.distributed.heard import say
 from flowrl.distributed.host import Call, Report, Sent, join_pieces
-from flowrl.distributed.hosts import GRACE_SECONDS, Hosts, is_sync, uid_slot
-from flowrl.distributed.place import HostPlan
+from flowrl.distributed.hosts import GRACE_SECONDS, Hosts, is_sync, roles_of, uid_slot
 from flowrl.distributed.shards import shard
-from flowrl.distributed.stream import Interrupted
 from flowrl.distributed.wire import Array, Piece, pack
+from flowrl.distributed.worker_logs import say
 from flowrl.errors import SyncError
-from flowrl.executor import StepResult, columns_of_input, merge_metrics
-from flowrl.graph import Node
-from flowrl.metrics import Metrics, of_ranks
-from flowrl.plan import Plan
-from flowrl.proto import DataProto
 from flowrl.records import Receipt
+from flowrl.run.local import StepResult, columns_of_input, merge_metrics
+from flowrl.run.place import ProcessSpec
+from flowrl.sync.stream import Interrupted
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Running:
     """
 
     node: Node
-    hosts: dict[Any, HostPlan | None]
+    hosts: dict[Any, ProcessSpec | None]
     since: float
     delivery: Delivery | None
     reports: dict[Any, Report | Sent] = field(default_factory=dict)
@@ -136,12 +136,12 @@ class Walk:
             inputs: by slot, the pieces of a column or a value.
         """
         hosts, what = self.hosts.of(node), self._what(node)
-        delivery = self.hosts.delivery(node, what)
+        delivery = self._delivery(node, what)
         sources = delivery.prepare() if delivery else {}
         beside = delivery.beside if delivery else []
         self.hosts.take_turns([host for host in hosts if host is not None], what, beside)
         state = {name: value for name, value in self.state.items() if name.startswith(f"{node.name}.")}
-        refs: dict[Any, HostPlan | None] = {}
+        refs: dict[Any, ProcessSpec | None] = {}
         for host, rows in zip(hosts, self._shares(node, inputs, len(hosts)), strict=True):
             call = Call(node.operator, self.step, self.seed, state, inputs, rows, sources)
             actor = self.hosts.general if host is None else self.hosts.actors[host]
@@ -149,6 +149,12 @@ class Walk:
         if delivery:
             refs |= delivery.start()
         return Running(node, refs, time.monotonic(), delivery)
+
+    def _delivery(self, node: Node, what: str) -> Delivery | None:
+        """Of the weights that a node carries, if it is a sync."""
+        if not is_sync(node):
+            return None
+        return Delivery(self.hosts, roles_of(node, "reads")[0], roles_of(node, "writes")[0], what)
 
     def settle(self, run: Running) -> list[Report]:
         """Wait for one node to be complete."""
@@ -252,7 +258,7 @@ class Walk:
                 complete.append(run)
         return complete
 
-    def _cause(self, failure: Failure, run: Running, host: HostPlan | None) -> tuple[Failure, HostPlan | None]:
+    def _cause(self, failure: Failure, run: Running, host: ProcessSpec | None) -> tuple[Failure, ProcessSpec | None]:
         """Where one side of a transfer says no more than that the other is gone: what that one says.
 
         Raises:
@@ -272,7 +278,7 @@ class Walk:
         return failure, host
 
     def _blame(
-        self, failure: Failure, node: Node, host: HostPlan | None, peers: Iterable[HostPlan | None]
+        self, failure: Failure, node: Node, host: ProcessSpec | None, peers: Iterable[ProcessSpec | None]
     ) -> Exception:
         """A node that raised may have done so since another process died: a peer, or one that wrote what it reads."""
         suspects = [None, *self.hosts.actors] if failure.lost else [peer for peer in peers if peer != host]

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from flowrl.backends import LoRA, TorchRollout, TorchTrainer
-from flowrl.backends.torch_trainer import LoRATrainerEngine, TorchTrainerEngine
-from flowrl.digest import weights_digest
-from flowrl.engines import Rollout, Sampled, Sampling, Sleeper
+from flowrl.backends.torch.trainer import LoRATrainerEngine, TorchTrainerEngine
+from flowrl.core.protocols import Rollout, Sampled, Sampling, Sleeper
+from flowrl.data.keys import Key
+from flowrl.data.tokenizer import assemble
 from flowrl.errors import AsleepError, DataError, SyncError
-from flowrl.job import Engines
-from flowrl.keys import Key
 from flowrl.records import Receipt
-from flowrl.text import assemble
+from flowrl.run.build import EngineBuilder
+from flowrl.sync.digest import weights_digest
 from tests.engines.sources import Altered, Batch
 from tests.models import EOS, SPECIALS, VOCAB
 
-CONTEXT = Engines({}, seed=0)
+CONTEXT = EngineBuilder({}, seed=0)
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, max_new_tokens=24)
 KEY = Key.of(3)
 ADAPTER = LoRA(r=6, alpha=12.0)

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from flowrl import Colocate
 from flowrl.backends import SGD, TorchTrainer
-from flowrl.backends.sglang import SGLang
-from flowrl.backends.torch_trainer import TorchTrainerEngine
-from flowrl.backends.vllm import VLLM
-from flowrl.digest import weights_digest
+from flowrl.backends.sglang.engine import SGLang
+from flowrl.backends.torch.trainer import TorchTrainerEngine
+from flowrl.backends.vllm.engine import VLLM
+from flowrl.core.plan import Plan
+from flowrl.core.protocols import Sampling
 from flowrl.distributed.faults import HostDiedError
-from flowrl.engines import Sampling
 from flowrl.errors import NodeError
-from flowrl.job import Job
-from flowrl.plan import Plan
+from flowrl.run.job import Job
+from flowrl.sync.digest import weights_digest
 from tests.engines.answers import CONTEXT, by_torch
 from tests.jobs import job_of, prompt_batch, proto
 from tests.models import tiny_folder

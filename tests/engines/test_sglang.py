@@ -25,15 +25,15 @@ from safetensors.torch import load, save
 
 from flowrl import PromptData, Training
 from flowrl.backends import AdamW, SGLang, TorchTrainer
-from flowrl.backends.ending import Ending
-from flowrl.backends.keeper import members, shared_memory
-from flowrl.backends.process import EngineProcess
-from flowrl.backends.sglang import SGLangEngine
-from flowrl.backends.torch_trainer import TorchTrainerEngine
-from flowrl.digest import weights_digest
+from flowrl.backends.hosted.ending import Ending
+from flowrl.backends.hosted.keeper import members, shared_memory
+from flowrl.backends.hosted.process import EngineProcess
+from flowrl.backends.sglang.engine import SGLangEngine
+from flowrl.backends.torch.trainer import TorchTrainerEngine
+from flowrl.core.protocols import Sampling
 from flowrl.distributed.place import Colocate
-from flowrl.engines import Sampling
 from flowrl.errors import BindError, DataError, EngineError, ParameterError, SyncError
+from flowrl.sync.digest import weights_digest
 from tests.engines.answers import (
     ADAPTER,
     CONTEXT,
@@ -165,7 +165,7 @@ class TestSync(SyncTests):
     def test_in_many_buckets(
         self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("flowrl.backends.sglang.BUCKET_BYTES", 20_000)
+        monkeypatch.setattr("flowrl.backends.sglang.engine.BUCKET_BYTES", 20_000)
         assert engine.sync(other).digest == weights_digest(other.weights())
         prompts, mask = ragged(engine, [4, 9, 1])
         answers = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
@@ -175,7 +175,7 @@ class TestSync(SyncTests):
         self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As tensors of a GPU are; here by shared memory."""
-        monkeypatch.setattr("flowrl.backends.sglang.can_share", lambda tensors: True)
+        monkeypatch.setattr("flowrl.backends.sglang.engine.can_share", lambda tensors: True)
         with shared_by_name():
             receipt = engine.sync(other)
         assert (receipt.digest, receipt.transport) == (weights_digest(other.weights()), "cuda ipc")
@@ -205,7 +205,7 @@ class TestSync(SyncTests):
             return save({name: tensor * (1 + 1e-7) for name, tensor in load(save(bucket)).items()})
 
         with monkeypatch.context() as patch, pytest.raises(SyncError, match="have the digest"):
-            patch.setattr("flowrl.backends.sglang.save", damaged)
+            patch.setattr("flowrl.backends.sglang.engine.save", damaged)
             engine.sync(trainer)
         assert engine.receipt is None
         prompts, mask = ragged(engine, [4, 9])
@@ -262,9 +262,10 @@ class TestProcess:
     def test_it_ends_with_the_process_that_started_it(self, folder: str) -> None:
         """Which is killed, and so can end nothing by itself."""
         code = (
-            "import os, signal, sys; from flowrl.backends.sglang import SGLang; from flowrl.job import Engines;"
-            "from flowrl.backends.keeper import shared_memory;"
-            "engine = SGLang(sys.argv[1], max_num_seqs=4).build(Engines({}, seed=0)); pid = engine._process.pid;"
+            "import os, signal, sys; from flowrl.backends.sglang.engine import SGLang;"
+            "from flowrl.run.build import EngineBuilder;"
+            "from flowrl.backends.hosted.keeper import shared_memory;"
+            "engine = SGLang(sys.argv[1], max_num_seqs=4).build(EngineBuilder({}, seed=0)); pid = engine._process.pid;"
             "print(pid, *shared_memory(pid), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
         )
         done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)

@@ -21,12 +21,12 @@ import pytest
 from safetensors.torch import load_file
 
 from flowrl.backends import TorchRollout
-from flowrl.backends.sglang import SGLang
-from flowrl.backends.vllm import VLLM
+from flowrl.backends.sglang.engine import SGLang
+from flowrl.backends.vllm.engine import VLLM
 from flowrl.demo.model import build
 from flowrl.demo.run import graphs, training
 from flowrl.demo.task import write_dataset
-from flowrl.training import Run, Training
+from flowrl.run.training import Run, Training
 
 ROOT = Path(__file__).parents[2]
 STEPS = 14

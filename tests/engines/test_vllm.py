@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from flowrl.backends import VLLM, TorchTrainer
-from flowrl.backends.arrival import weight_shapes
-from flowrl.backends.torch_trainer import TorchTrainerEngine
-from flowrl.backends.vllm import VLLMEngine
-from flowrl.digest import weights_digest
-from flowrl.engines import Sampling
+from flowrl.backends.hosted.arrival import weight_shapes
+from flowrl.backends.torch.trainer import TorchTrainerEngine
+from flowrl.backends.vllm.engine import VLLMEngine
+from flowrl.core.protocols import Sampling
+from flowrl.data.keys import Key
 from flowrl.errors import BindError, ParameterError, SyncError
-from flowrl.keys import Key
-from flowrl.probe import probe
+from flowrl.sync.digest import weights_digest
+from flowrl.sync.probe import probe
 from tests.engines.answers import (
     ADAPTER,
     CONTEXT,
@@ -220,7 +220,7 @@ BESIDE = """if True:
     import sys, torch
     from flowrl.backends import VLLM, TorchTrainer
     from flowrl.errors import BindError
-    from flowrl.probe import probe
+    from flowrl.sync.probe import probe
     from tests.engines.answers import CONTEXT
     trainer = TorchTrainer(sys.argv[1], device="cpu", offload=True).build(CONTEXT)
     try:

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from flowrl.backends import TorchTrainer
-from flowrl.backends.vllm import VLLM
-from flowrl.engines import Sampling
+from flowrl.backends.vllm.engine import VLLM
+from flowrl.core.protocols import Sampling
 from flowrl.errors import SyncError
 from tests.engines.answers import CONTEXT, KEY, names, ragged, rows, to_score
 from tests.models import char_tokenizer, tiny_config, tiny_folder

@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 
 from flowrl.backends import VLLM, TorchRollout, TorchTrainer
-from flowrl.backends.torch_trainer import TorchTrainerEngine
-from flowrl.backends.vllm import VLLMEngine
-from flowrl.digest import weights_digest
-from flowrl.engines import Sampled, Sampling
+from flowrl.backends.torch.trainer import TorchTrainerEngine
+from flowrl.backends.vllm.engine import VLLMEngine
+from flowrl.core.protocols import Sampled, Sampling
+from flowrl.data.keys import Key
 from flowrl.errors import BindError, EngineError, SyncError
-from flowrl.job import Engines
-from flowrl.keys import Key
+from flowrl.run.build import EngineBuilder
+from flowrl.sync.digest import weights_digest
 from tests.engines.sources import Altered, shared_by_name
 from tests.models import tiny_folder
 
 pytestmark = [pytest.mark.engines("vllm"), pytest.mark.timeout(480)]
 
-CONTEXT = Engines({}, seed=0)
+CONTEXT = EngineBuilder({}, seed=0)
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, max_new_tokens=24)
 KEY = Key.of(3)
 NAMES = ["a", "b", "c"]
@@ -107,7 +107,7 @@ def test_workers_open_what_is_shared_with_them(
     engine: VLLMEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As tensors of a GPU are; here by shared memory."""
-    monkeypatch.setattr("flowrl.backends.vllm_worker.can_share", lambda tensors: True)
+    monkeypatch.setattr("flowrl.backends.vllm.worker.can_share", lambda tensors: True)
     with shared_by_name():
         receipt = engine.sync(other)
     assert (receipt.digest, receipt.transport) == (weights_digest(other.weights()), "cuda ipc")
@@ -209,7 +209,7 @@ def test_a_start_that_fails_late_leaves_nothing(folder: str, monkeypatch: pytest
             core.shutdown = failing
             raise ConnectionError("no meeting")
 
-    monkeypatch.setattr("flowrl.backends.vllm_worker.Sender", Failing)
+    monkeypatch.setattr("flowrl.backends.vllm.worker.Sender", Failing)
     with pytest.raises(BindError, match=r"vLLM does not start with .*ConnectionError: no meeting") as caught:
         VLLM(folder, tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20).build(CONTEXT)
     assert caught.value.__cause__ is not None
@@ -221,11 +221,12 @@ def test_a_start_that_fails_late_leaves_nothing(folder: str, monkeypatch: pytest
 
 OWNER = """
 import sys, time
-from flowrl.backends.vllm import VLLM
-from flowrl.job import Engines
+from flowrl.backends.vllm.engine import VLLM
+from flowrl.run.build import EngineBuilder
 
 if __name__ == "__main__":  # vLLM's workers import this file
-    engine = VLLM(sys.argv[1], tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20).build(Engines({}, seed=0))
+    spec = VLLM(sys.argv[1], tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20)
+    engine = spec.build(EngineBuilder({}, seed=0))
     print("ready", flush=True)
     time.sleep(200)
 """

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from flowrl.backends import SGD, LoRA, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.data.dataproto import DataProto
 from flowrl.distributed.executor import open_ray
 from flowrl.distributed.place import Colocate
 from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
-from flowrl.job import Job
-from flowrl.proto import DataProto
+from flowrl.run.job import Job
 from tests.jobs import prompt_batch
 from tests.rewards import digits
 

@@ -17,11 +17,12 @@ import pytest
 import ray
 
 from flowrl.distributed.cluster import connected
-from flowrl.distributed.place import Colocate, Place, Split
+from flowrl.distributed.place import Colocate, Split
 from flowrl.distributed.slots import Slots
 from flowrl.errors import BindError, GraphError
 from flowrl.graphs import grpo
-from flowrl.job import Job
+from flowrl.run.job import Job
+from flowrl.run.place import Place
 from tests.jobs import job_of
 from tests.on_ray.leftovers import family
 from tests.on_ray.toys import Blind, Both, Counting, Desk, toy_job

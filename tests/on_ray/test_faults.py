@@ -18,9 +18,10 @@ import torch.distributed as dist
 from ray.exceptions import ObjectLostError
 
 from flowrl.distributed.faults import Failure, HostDiedError, answer, chain
-from flowrl.distributed.place import Colocate, Place, Split
+from flowrl.distributed.place import Colocate, Split
 from flowrl.errors import BindError, EngineError, NodeError, SyncError
 from flowrl.graphs import grpo, ppo
+from flowrl.run.place import Place
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job

@@ -10,14 +10,15 @@ import pytest
 from torch import Tensor
 
 from flowrl.backends import SGD, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.distributed import delivery, source, stream
+from flowrl.distributed import delivery
 from flowrl.distributed.faults import HostDiedError
 from flowrl.distributed.place import Split
-from flowrl.distributed.stream import Gloo, Link
 from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
-from flowrl.job import Engines
-from flowrl.probe import probe
+from flowrl.run.build import EngineBuilder
+from flowrl.sync import source, stream
+from flowrl.sync.probe import probe
+from flowrl.sync.stream import Gloo, Link
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job
@@ -46,7 +47,7 @@ def test_a_stream_has_the_bits_of_the_object_store(tiny: str, tmp_path: Path, mo
         processes += process_ids(executor).values()
         assert len({seat.node for seat in executor.hosts.seats.values()}) == 3
         exported = executor.hosts.ask_role("actor", "test", "export", "actor", "weights", True, 20_000)[0]
-        scored = TorchScorer(tiny, device="cpu").build(Engines({}, seed=0)).log_probs(probe())[0]
+        scored = TorchScorer(tiny, device="cpu").build(EngineBuilder({}, seed=0)).log_probs(probe())[0]
         assert exported.origin.scores == pytest.approx(scored.tolist(), abs=1e-5)
         executor.save(tmp_path / "start")
         for way in ("gloo", "object store"):

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.distributed import delivery, stream
-from flowrl.distributed.place import Colocate, HostPlan
-from flowrl.distributed.stream import Seat
+from flowrl.distributed import delivery
+from flowrl.distributed.place import Colocate
 from flowrl.graphs import grpo
+from flowrl.run.place import ProcessSpec
+from flowrl.sync import stream
+from flowrl.sync.stream import Seat
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import (
@@ -114,7 +116,7 @@ def test_each_rank_sends_to_the_one_beside_it(tiny: str, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(("memory", "transport"), [(None, "cuda ipc"), (24.0, "cuda ipc"), (23.0, "object store")])
 def test_both_are_awake_only_where_they_fit_together(memory: float | None, transport: str) -> None:
     """By the sizes that they state; a scorer in the trainer's process counts too."""
-    actor, rollout = HostPlan(("actor", "ref"), 0, 1, (0,)), HostPlan(("rollout",), 0, 1, (0,))
+    actor, rollout = ProcessSpec(("actor", "ref"), 0, 1, (0,)), ProcessSpec(("rollout",), 0, 1, (0,))
     sizes = {"actor": 8.0, "ref": 4.0, "rollout": 12.0}
     hosts: Any = SimpleNamespace(
         ranks=lambda role: [actor] if role == "actor" else [rollout],

@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 
 from flowrl import PromptData, Training, Validation
 from flowrl.backends import SGD, AdamW, TorchRollout, TorchTrainer
-from flowrl.backends.torch_trainer import TorchTrainerEngine
-from flowrl.digest import weights_digest
-from flowrl.distributed.place import Colocate, Place, Split
-from flowrl.engines import BuildContext
-from flowrl.job import Job
+from flowrl.backends.torch.trainer import TorchTrainerEngine
+from flowrl.core.protocols import BuildContext
+from flowrl.distributed.place import Colocate, Split
+from flowrl.run.job import Job
+from flowrl.run.place import Place
+from flowrl.sync.digest import weights_digest
 from tests.jobs import job_of, prompt_batch, proto
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
 

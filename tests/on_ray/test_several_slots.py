@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from flowrl.distributed.place import Colocate, HostPlan
+from flowrl.distributed.place import Colocate
 from flowrl.graphs import grpo
-from flowrl.job import Job
+from flowrl.run.job import Job
+from flowrl.run.place import ProcessSpec
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyRollout, toy_job
@@ -42,10 +43,10 @@ def run(executor: Any, on_step: Any = lambda step: lambda node: None) -> list[di
     return [*found, {"digest": result.values["sync"]["receipt"].digest}]
 
 
-def refuse_two_at_once(events: list[dict[str, Any]], plans: list[HostPlan]) -> None:
+def refuse_two_at_once(events: list[dict[str, Any]], plans: list[ProcessSpec]) -> None:
     """On each slot at most one process is awake, at any time."""
     of = {(role, plan.rank): plan for plan in plans for role in plan.roles}
-    awake: dict[tuple[str, int], HostPlan] = {}
+    awake: dict[tuple[str, int], ProcessSpec] = {}
     for event in events:
         who = event["role"], event["rank"]
         if event["what"] in ("sleep", "dead"):

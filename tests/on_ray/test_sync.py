@@ -15,20 +15,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl.backends import TorchRollout, TorchTrainer
-from flowrl.backends.torch_trainer import TorchTrainerEngine
-from flowrl.digest import weights_digest
-from flowrl.distributed import export, source
+from flowrl.backends.torch.trainer import TorchTrainerEngine
+from flowrl.core.protocols import BuildContext
+from flowrl.data.metrics import Metrics
+from flowrl.distributed import export
 from flowrl.distributed.export import Export
 from flowrl.distributed.host import Report
 from flowrl.distributed.place import Colocate
-from flowrl.distributed.source import Origin
 from flowrl.distributed.walk import refuse_unequal
-from flowrl.engines import BuildContext
 from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
-from flowrl.job import Job
-from flowrl.metrics import Metrics
 from flowrl.records import Receipt
+from flowrl.run.job import Job
+from flowrl.sync import source
+from flowrl.sync.digest import weights_digest
+from flowrl.sync.source import Origin
 from tests.jobs import job_of, prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.rewards import digits

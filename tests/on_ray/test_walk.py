@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from flowrl.data.dataproto import DataProto
 from flowrl.distributed.place import Colocate, Split
 from flowrl.distributed.wire import pack
 from flowrl.errors import DataError, GraphError, NodeError
 from flowrl.graphs import grpo, ppo
-from flowrl.job import Job
-from flowrl.proto import DataProto
+from flowrl.run.job import Job
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, GroupScore, ToyRollout, ToyTrainer, ToyTrainerEngine, toy_job

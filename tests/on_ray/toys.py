@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowrl import columns as c
-from flowrl.digest import weights_digest
-from flowrl.engines import Sampled, Scorer
+from flowrl.core.operator import Granularity, Operator, State
+from flowrl.core.protocols import Sampled, Scorer
+from flowrl.core.roles import Reads, Role
+from flowrl.data.metrics import Metrics
+from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import EngineError, SyncError
-from flowrl.job import Job
-from flowrl.metrics import Metrics
-from flowrl.operator import Granularity, Operator, State
 from flowrl.records import Receipt, Sequences
-from flowrl.roles import Reads, Role
+from flowrl.run.job import Job
 from flowrl.spec import Spec
-from flowrl.text import ChatTokenizer
+from flowrl.sync.digest import weights_digest
 
 
 class Desk:

@@ -1,0 +1,1 @@
+"""What the engines share that run code of others (vLLM, SGLang)."""

@@ -1,0 +1,360 @@
+"""What the rollout engines share that run code of others (vLLM, SGLang): they hold weights of their own, are filled by
+a sync, and are ended by a fault, which the next sync mends.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from flowrl.backends.hosted.arrival import Arrival, weight_shapes, weights_for
+from flowrl.backends.hosted.ending import Ending
+from flowrl.backends.hosted.prompts import check_prompts
+from flowrl.backends.torch.load import Folder, load_causal_lm, loading
+from flowrl.backends.torch.lora import LoRA, require_peft
+from flowrl.core.protocols import Sampled, Sampling, Trainer
+from flowrl.data.keys import Key
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.errors import AsleepError, EngineError, ParameterError, SyncError
+from flowrl.records import Receipt
+from flowrl.spec import Spec
+from flowrl.sync.digest import named_weights, weights_digest
+from flowrl.sync.probe import TOKENS, Scores, refuse_old_weights, refuse_other_weights
+
+
+class EngineSpec(Spec):
+    """What is set alike for each of these engines.
+
+    Args:
+        model: a Hugging Face folder.
+        tensor_parallel: devices that share the weights.
+        ranks: engines like this, each in a process and on devices of its own, that share the rows out among them; more
+            than one needs a place.
+        dtype: of weights and arithmetic; ``"auto"`` is the folder's, but bfloat16 where that is float32.
+        memory_fraction: of the device's memory, for weights and KV cache together; None is the engine's own default.
+        max_model_len: tokens that prompt and response may have together, 17 at least, since the probe takes
+            these; None is the model's own limit.
+        max_num_seqs: rows that are sampled at a time.
+        prefix_caching: compute what prompts have in common once.
+        tolerance: nats a token by which the engine's log-probs may differ from the trainer's after a sync, on the mean;
+            None is 1e-3 in float32 and 0.1 otherwise.
+        lora: that of an actor which trains an adapter beside the weights of this very folder: sync then sends the
+            adapter alone. Without, the engine gets all weights, the adapter merged into them.
+        engine_args: further arguments of the engine, by name.
+    """
+
+    reserved: ClassVar[Mapping[str, str]]
+    """Engine arguments that are fields here."""
+    fixed: ClassVar[Sequence[str]]
+    """Engine arguments that what the columns of a rollout mean depends on."""
+    probes: ClassVar[bool] = True  # so trainers in other processes send log-probs of the probe with their weights
+    collective: ClassVar[bool] = False  # ranks need no group, and vLLM would take a default one of ours for its own
+
+    model: Folder
+    tensor_parallel: int = Field(default=1, ge=1)
+    ranks: int = Field(default=1, ge=1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    memory_fraction: float | None = Field(default=None, gt=0, le=1)
+    max_model_len: int | None = Field(default=None, ge=len(TOKENS) + 1)
+    max_num_seqs: int = Field(default=256, ge=1)
+    prefix_caching: bool = True
+    tolerance: float | None = Field(default=None, gt=0)
+    lora: LoRA | None = None
+    engine_args: Mapping[str, Any] = Field(default_factory=dict)
+
+    @property
+    def slots_per_rank(self) -> int:
+        """Devices that one engine computes on."""
+        return self.tensor_parallel
+
+    @property
+    def receives(self) -> Literal["weights", "adapter_weights"]:
+        """The method of a trainer whose tensors `sync` reads."""
+        return "weights" if self.lora is None else "adapter_weights"
+
+    def __post_init__(self) -> None:
+        for name in self.engine_args:
+            if name in self.reserved:
+                field = self.reserved[name]
+                raise ParameterError(f"engine_args={{{name!r}: ...}} is a field of its own; set the field {field}")
+            if name in self.fixed:
+                raise ParameterError(
+                    f"engine_args={{{name!r}: ...}} would change what the rollout's tokens and log-probs mean; it is "
+                    f"not open to choice, so leave it out."
+                )
+
+
+class Answer(NamedTuple):
+    """One response as an engine gave it.
+
+    Args:
+        ids: its tokens.
+        log_probs: one a token.
+        versions: of the weights that they came from, as the engine says.
+        ended: by what, in the engine's words; ``"stop"`` is by a rule that it was given.
+    """
+
+    ids: Sequence[int]
+    log_probs: Sequence[float]
+    versions: Iterable[str]
+    ended: str
+
+
+class RolloutEngine(ABC):
+    """A live engine; what is abstract is the engine's own.
+
+    An error while it generates or takes over weights leaves the engine in no known state, so it is ended, and the next
+    sync starts it anew.
+
+    Args:
+        spec: what to start.
+        tokenizer: of its folder.
+        seed: handed to the engine.
+    """
+
+    name: ClassVar[str]
+    """As errors call it."""
+
+    def __init__(self, spec: EngineSpec, tokenizer: ChatTokenizer, seed: int) -> None:
+        self._tokenizer, self._seed = tokenizer, seed
+        self._folder, self._tolerance = spec.model, spec.tolerance
+        self._receipt: Receipt | None = None
+        self._scores: Scores | None = None  # of the probe, when the engine's last changed
+        self._asleep = False
+        self._adapter_of: str | None = None
+        if spec.lora is not None:
+            require_peft()
+            self._adapter_of = spec.lora.over(weights_digest(named_weights(load_causal_lm(spec.model))))
+        with loading(spec.model):
+            self._shapes = weight_shapes(spec.model, spec.lora)
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """The receipt of the last sync; None before the first one and after an error."""
+        return self._receipt
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        return self._tokenizer
+
+    def generate(
+        self, prompts: Tensor, prompt_mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key
+    ) -> Sampled:
+        """Sample one response per row.
+
+        A response ends with EOS, a stop token, or the token that completes a stop string, which is part of it, or after
+        `sampling.max_new_tokens`. Row ``i`` has a seed of its own, from ``key.derive(row_ids[i])``. Log-probs are of
+        the distribution that was drawn from: after temperature, top-k and top-p, renormalised; at temperature 0, of
+        temperature 1.
+
+        Args:
+            prompts: int64 ``[batch prompt]``, padded on the left; padding does not reach the engine.
+            prompt_mask: bool ``[batch prompt]``.
+            row_ids: one per row.
+            sampling: how tokens are drawn.
+            key: where the seeds come from.
+
+        Returns:
+            responses, mask and log-probs ``[batch response]``, as wide as the longest response, on the prompts' device.
+
+        Raises:
+            SyncError: the engine holds no receipt, or says that tokens came from weights of another version.
+            DataError: prompts that the model cannot take (shapes, padding, vocabulary, length), or a `sampling` that
+                the engine cannot do.
+            AsleepError: the engine sleeps.
+            EngineError: the engine or one of its processes failed.
+        """
+        self._require_awake("generate")
+        if self._receipt is None:
+            raise SyncError(
+                "this rollout engine holds no receipt, so nobody knows which version of the policy it would sample "
+                "from; call engine.sync(trainer) first (in a graph: end the step with Sync()(actor))."
+            )
+        vocabulary, positions = self._limits()
+        check_prompts(
+            prompts,
+            prompt_mask,
+            row_ids,
+            sampling,
+            vocabulary=vocabulary,
+            positions=positions,
+            folder=self.tokenizer.folder,
+        )
+        ending = Ending(self.tokenizer, sampling)
+        settings = self._settings(sampling, ending)
+        requests = [ids[mask].tolist() for ids, mask in zip(prompts, prompt_mask, strict=True)]
+        seeds = [key.derive(row).bits & (2**63 - 1) for row in row_ids]
+        rows: list[tuple[Sequence[int], Sequence[float]]] = []
+        if requests:
+            with self._at_stake():
+                answers = self._answer(requests, settings, seeds)
+                rows = [self._checked(answer, ending, sampling.max_new_tokens) for answer in answers]
+        sampled = _packed(rows, self.tokenizer.pad_id)
+        return Sampled(*(column.to(prompts.device) for column in sampled))
+
+    def _checked(self, answer: Answer, ending: Ending, max_new_tokens: int) -> tuple[Sequence[int], Sequence[float]]:
+        """The tokens and log-probs of a response, up to where it ends."""
+        assert self._receipt is not None
+        if set(answer.versions) - {str(self._receipt.version)}:
+            raise SyncError(
+                f"{self.name} says that it sampled from weights of version {', '.join(sorted(answer.versions))}, and "
+                f"this engine's receipt is for version {self._receipt.version}; expected one version: let nobody but "
+                f"engine.sync update its weights."
+            )
+        length = ending.length(answer.ids)
+        if length is None and len(answer.ids) < max_new_tokens and answer.ended != "stop":
+            raise EngineError(
+                f"{self.name} ended a response after {len(answer.ids)} tokens ({answer.ended}); expected EOS, a stop "
+                f"token, a stop string or max_new_tokens={max_new_tokens}. Call engine.sync(trainer), which starts it "
+                f"anew, and give its KV cache more room (memory_fraction, or the size of the cache)."
+            )
+        return answer.ids[:length], answer.log_probs[:length]
+
+    def sync(self, source: Trainer) -> Receipt:
+        """Take over the weights of `source`, forget what was computed with the old ones, and probe the result.
+
+        Digest and bytes of the receipt are those of the tensors as they came, before the engine casts and packs them;
+        with `lora` they are those of the adapter.
+
+        Raises:
+            SyncError: weights are missing, unknown or of another shape; `source` has no adapter over the same weights
+                as this engine, which takes that alone; the engine failed to load them; or the probe
+                finds other log-probs than the trainer's, or those of older weights. There is no receipt then.
+            BindError: the engine had been ended by an error before, and does not start again.
+            AsleepError: the engine sleeps.
+            EngineError: a process of the engine died, or answered with an error.
+        """
+        self._require_awake("sync")
+        self._receipt = None
+        start = time.perf_counter()
+        weights = weights_for(self._adapter_of, source)
+        if not self._lives:
+            self._start()
+        arrival = Arrival(self._shapes, self._folder)
+        with self._at_stake():
+            try:
+                transport = self._take(arrival.pass_on(weights, source.version), source.version, arrival)
+                log_probs, exact = self._score()
+            except (SyncError, EngineError):
+                raise
+            except Exception as error:
+                raise SyncError(
+                    f"{self.name} failed with the weights of version {source.version} ({type(error).__name__}: "
+                    f"{error}); expected weights and an architecture that it can compute with here. The engine is "
+                    f"ended; the next engine.sync(trainer) starts it anew."
+                ) from error
+            tolerance = self._tolerance or (1e-3 if exact else 0.1)
+            scores = refuse_other_weights(self.name, log_probs, source, tolerance)
+            # Weights in float32 show any update; in bfloat16 one that moves scores by less may round away.
+            resolution = max(1e-5, tolerance / 100) if exact else max(0.02, tolerance / 5)
+            self._scores = refuse_old_weights(self.name, scores, self._scores, resolution)
+        seconds = time.perf_counter() - start
+        self._receipt = Receipt(source.version, arrival.digest, arrival.nbytes, seconds, transport)
+        return self._receipt
+
+    def sleep(self) -> None:
+        """Give the device's memory back; twice is as good as once."""
+        if not self._asleep and self._lives:
+            with self._at_stake():
+                self._release()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Take the memory back; twice is as good as once."""
+        if self._asleep and self._lives:
+            with self._at_stake():
+                self._resume()
+        self._asleep = False
+
+    def close(self) -> None:
+        """End the engine with all its processes; twice is as good as once."""
+        self._receipt = None
+        if self._lives:
+            self._stop()
+
+    def _require_awake(self, what: str) -> None:
+        if self._asleep:
+            raise AsleepError(
+                f"{what} was called while {self.name} sleeps, its memory given back; expected an engine that is awake: "
+                f"call engine.wake() first."
+            )
+
+    def _at_stake(self) -> AbstractContextManager[None]:
+        """Whatever is raised within leaves requests or half of some weights in the engine, so it is ended."""
+        return ending_on_error(self.close)
+
+    @property
+    @abstractmethod
+    def _lives(self) -> bool:
+        """Whether it was started, and not ended since."""
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start it; raises `BindError`."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """End it, with all its processes."""
+
+    @abstractmethod
+    def _limits(self) -> tuple[int, int]:
+        """How many tokens there are, and how many a sequence may have."""
+
+    @abstractmethod
+    def _settings(self, sampling: Sampling, ending: Ending) -> Any:
+        """`sampling` in the engine's words; raises `DataError`."""
+
+    @abstractmethod
+    def _answer(self, requests: list[list[int]], settings: Any, seeds: list[int]) -> list[Answer]:
+        """Answer prompts, in order; raises `EngineError`."""
+
+    @abstractmethod
+    def _take(self, weights: Iterator[tuple[str, Tensor]], version: int, arrival: Arrival) -> str:
+        """Take weights over under a version, and forget what was computed with others; the transport."""
+
+    @abstractmethod
+    def _score(self) -> tuple[list[float], bool]:
+        """Log-probs of the probe's tokens but the first, and whether they are computed in float32."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give the device's memory back."""
+
+    @abstractmethod
+    def _resume(self) -> None:
+        """Take it again."""
+
+
+@contextmanager
+def ending_on_error(end: Callable[[], object]) -> Iterator[None]:
+    """Whatever is raised within, `end` is called; should that fail too, its error is a note of the first one."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            end()
+        except Exception as another:
+            error.add_note(f"Ending it failed too ({type(another).__name__}: {another}).")
+        raise
+
+
+def _packed(rows: Sequence[tuple[Sequence[int], Sequence[float]]], pad: int) -> Sampled:
+    """Responses of unequal length as columns, padded on the right."""
+    width = max((len(ids) for ids, _ in rows), default=0)
+    sampled = Sampled(
+        torch.full((len(rows), width), pad),
+        torch.zeros(len(rows), width, dtype=torch.bool),
+        torch.zeros(len(rows), width),
+    )
+    for i, (ids, log_probs) in enumerate(rows):
+        sampled.responses[i, : len(ids)] = torch.tensor(ids)
+        sampled.response_mask[i, : len(ids)] = True
+        sampled.log_probs[i, : len(ids)] = torch.tensor(log_probs)
+    return sampled

@@ -1,0 +1,160 @@
+"""An engine in a process of its own: started, spoken to, and ended with everything that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from flowrl import errors
+from flowrl.backends.hosted import keeper
+from flowrl.backends.hosted.frames import read_frame, write_frame
+from flowrl.backends.hosted.keeper import end_group, members, note, shared_memory
+from flowrl.errors import EngineError
+
+GRACE = 20.0
+"""Seconds that we wait for processes to end that are ending."""
+
+PATIENCE = 0.5
+"""Seconds between looks at the shared memory of a group that is at work."""
+
+
+class EngineProcess:
+    """A Python process that answers frames, and the group of all processes that it starts.
+
+    It lives in a session of its own, writes its files into a folder of its own, and is ended, with the group and the
+    folder, by `close`, with this object, and with this process, however that ends.
+
+    Args:
+        name: for errors.
+        main: what it runs, ``"package.module:function"``; called with two file descriptors: requests to read, and
+            replies to write.
+        environment: variables besides those of this process; None removes one.
+        folder: where its temporary files go; removed at the end.
+    """
+
+    def __init__(
+        self, name: str, main: str, environment: Mapping[str, str | None], folder: tempfile.TemporaryDirectory[str]
+    ) -> None:
+        self.name = name
+        code = "import sys; from flowrl.backends.hosted.process import run; run(sys.argv[1], *map(int, sys.argv[2:]))"
+        here = str(Path(errors.__file__).parents[1])
+        path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+        changed = {"PYTHONPATH": path, "TMPDIR": folder.name, **environment}
+        self._log = Path(folder.name) / "output.txt"
+        (theirs_in, requests), (replies, theirs_out), (theirs_life, life) = os.pipe(), os.pipe(), os.pipe()
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code, main, str(theirs_in), str(theirs_out), str(theirs_life)],
+                env={key: v for key, v in {**os.environ, **changed}.items() if v is not None},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs_in, theirs_out, theirs_life),
+                start_new_session=True,
+            )
+        for descriptor in (theirs_in, theirs_out, theirs_life):
+            os.close(descriptor)
+        self._requests: BinaryIO = open(requests, "wb")  # noqa: SIM115
+        self._replies: BinaryIO = open(replies, "rb")  # noqa: SIM115
+        self._end = weakref.finalize(self, _end, self._process, self._requests, self._replies, life, folder)
+
+    @property
+    def pid(self) -> int:
+        """Of the process, and of its group."""
+        return self._process.pid
+
+    def send(self, message: Mapping[str, Any], body: bytes = b"") -> None:
+        """Send a frame that has no reply.
+
+        Raises:
+            EngineError: the process has died.
+        """
+        try:
+            write_frame(self._requests, message, body)
+        except (BrokenPipeError, ValueError):
+            raise self._died("before it was asked") from None
+
+    def ask(self, call: str, body: bytes = b"", **message: Any) -> dict[str, Any]:
+        """Send a request and wait for its reply.
+
+        Raises:
+            EngineError: the process has died, or replies with an error.
+        """
+        self.send({"call": call, **message}, body)
+        return self.reply(call)
+
+    def reply(self, call: str) -> dict[str, Any]:
+        """The next reply; `call` is what it answers.
+
+        Raises:
+            EngineError: as `ask`.
+        """
+        incoming = select.poll()  # and not select.select, which takes no descriptors past 1,023
+        incoming.register(self._replies, select.POLLIN)
+        while not incoming.poll(1000 * PATIENCE):
+            note(shared_memory(self.pid), self._log.parent)  # it may die before it replies
+        try:
+            reply, _ = read_frame(self._replies)
+        except EOFError:
+            raise self._died(f"during {call}") from None
+        note(shared_memory(self.pid), self._log.parent)
+        if "error" in reply:
+            raise EngineError(f"{self.name} failed in {call}: {reply['error']}; {self._last_words()}")
+        return reply
+
+    def close(self) -> None:
+        """End the process and its group; twice is as good as once."""
+        self._end()
+
+    def _died(self, when: str) -> EngineError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE)
+        code = self._process.returncode
+        how = "is no more" if code is None else f"exited with {code}" if code >= 0 else signal.Signals(-code).name
+        how = f"was killed by {how}" if code is not None and code < 0 else how
+        return EngineError(f"the process of {self.name} {how} {when}; {self._last_words()}")
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()[-20:]
+        return "\n".join(["the last lines of its output are:", *(f"    {line}" for line in lines or ["(none)"])])
+
+
+def _end(
+    process: subprocess.Popen[bytes],
+    requests: BinaryIO,
+    replies: BinaryIO,
+    life: int,
+    folder: tempfile.TemporaryDirectory[str],
+) -> None:
+    """End a group of processes, and wait until nothing of it is left."""
+    end_group(process.pid, Path(folder.name))
+    process.wait()
+    for stream in (requests, replies):
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()
+    deadline = time.monotonic() + GRACE
+    while members(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    folder.cleanup()
+    os.close(life)  # the keeper has nothing left to do
+
+
+def run(main: str, requests: int, replies: int, life: int) -> None:
+    """What the process runs: `main`, with a keeper beside it."""
+    keeper.start(life, Path(os.environ["TMPDIR"]), os.getpid())
+    os.close(life)
+    for descriptor in (requests, replies):
+        os.set_inheritable(descriptor, False)
+    module, _, function = main.partition(":")
+    getattr(importlib.import_module(module), function)(requests, replies)

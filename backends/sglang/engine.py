@@ -1,0 +1,323 @@
+"""`SGLang`: rollouts by SGLang, in a process of its own, since a fault in its scheduler kills the process it is in.
+
+Token ids go in and token ids come out: SGLang loads no tokeniser, and where a response ends is said by ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from safetensors.torch import save
+from torch import Tensor
+
+from flowrl.backends.hosted.arrival import Arrival
+from flowrl.backends.hosted.base import Answer, EngineSpec, RolloutEngine
+from flowrl.backends.hosted.ending import Ending
+from flowrl.backends.hosted.handles import can_share, handles
+from flowrl.backends.hosted.process import EngineProcess
+from flowrl.backends.torch.load import loading
+from flowrl.backends.torch.lora import adapted_modules, adapter_config
+from flowrl.core.protocols import BuildContext, Sampling
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.errors import BindError, DataError, EngineError, ParameterError, SyncError
+from flowrl.sync.digest import combine
+from flowrl.sync.probe import TOKENS
+
+BUCKET_BYTES = 256 << 20
+"""Weights cross to SGLang's process in buckets of about this size (a larger tensor is a bucket of its own)."""
+
+SPARE = 2
+"""Tokens of a sequence that SGLang keeps for itself: it cuts a response two tokens short of its context length."""
+
+CPU_CACHE_TOKENS = 1 << 16
+"""SGLang would take nearly all memory of the machine for its KV cache, which on a CPU others need too."""
+
+
+class SGLang(EngineSpec):
+    """A rollout engine that holds weights of its own, which `sync` fills.
+
+    Args:
+        model, tensor_parallel, ranks, dtype, memory_fraction, max_model_len, max_num_seqs, prefix_caching, tolerance,
+            lora: as of `flowrl.backends.hosted.base.EngineSpec`.
+        engine_args: further arguments of `sglang.Engine`, by name.
+        cache_tokens: that the KV cache has room for; None is what `memory_fraction` leaves, or on a CPU without either,
+            65,536, or one sequence of full length.
+        seed: of the generator that SGLang draws from, and that plus its rank of each further engine; None is the run's.
+            See `SGLangEngine`.
+    """
+
+    reserved: ClassVar[Mapping[str, str]] = {
+        "model_path": "model",
+        "tp_size": "tensor_parallel",
+        "dtype": "dtype",
+        "mem_fraction_static": "memory_fraction",
+        "max_total_tokens": "cache_tokens",
+        "context_length": "max_model_len",
+        "max_running_requests": "max_num_seqs",
+        "disable_radix_cache": "prefix_caching",
+        "random_seed": "seed",
+        "enable_lora": "lora",
+        "max_lora_rank": "lora",
+        "lora_target_modules": "lora",
+        "max_loras_per_batch": "lora",
+    }
+    fixed: ClassVar[Sequence[str]] = ("skip_tokenizer_init", "json_model_override_args", "tokenizer_path")
+
+    cache_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+
+    def build(self, context: BuildContext) -> SGLangEngine:
+        """Start the engine; it holds no receipt yet.
+
+        Raises:
+            BindError: SGLang is not installed, or does not start with this folder and these arguments.
+            DataError: the folder has no tokeniser.
+        """
+        seed = context.seed if self.seed is None else self.seed
+        # with one seed, ranks would give the rows of a group the same answers
+        return SGLangEngine(self, ChatTokenizer(self.model), seed + context.rank)
+
+
+class SGLangEngine(RolloutEngine):
+    """A live `SGLang`; see `RolloutEngine` for what it does.
+
+    SGLang heeds the seeds of rows with ``engine_args={"enable_deterministic_inference": True}`` on a GPU. Without that
+    it draws for all rows from one generator, in whatever order it schedules them, so the same call need not give the
+    same tokens. It takes top-p of the distribution before top-k, not of what top-k leaves, and can renormalise over a
+    limited number of tokens only; a `Sampling` that may leave more is a `DataError`.
+
+    The weights cross to its process in buckets, and it must have received what was sent.
+
+    Args:
+        spec: what to start.
+        tokenizer: of its folder.
+        seed: of the generator that it draws from.
+    """
+
+    name = "SGLang"
+
+    def __init__(self, spec: SGLang, tokenizer: ChatTokenizer, seed: int) -> None:
+        super().__init__(spec, tokenizer, seed)
+        self._spec = spec
+        self._longest = _longest(spec)
+        self._process: EngineProcess | None = None
+        self._about: dict[str, Any] = {}  # what the engine says about itself
+        self._start()
+
+    @property
+    def _lives(self) -> bool:
+        return self._process is not None
+
+    def _ask(self, call: str, body: bytes = b"", **message: Any) -> dict[str, Any]:
+        assert self._process is not None
+        return self._process.ask(call, body, **message)
+
+    def _limits(self) -> tuple[int, int]:
+        return self._about["vocabulary"], self._longest
+
+    def _settings(self, sampling: Sampling, ending: Ending) -> dict[str, Any]:
+        """What the process is asked, but for prompts and seeds."""
+        settings = {
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_new_tokens,
+            "stop_token_ids": ending.token_ids,
+        }
+        request = {"sampling": settings, "stop": sampling.stop, "support": False}
+        if sampling.temperature == 0 or (sampling.top_k == 0 and sampling.top_p == 1):
+            return request
+        top_k = min(sampling.top_k or self._about["vocabulary"], self._about["vocabulary"])
+        if top_k > self._about["support"]:
+            raise DataError(
+                f"top_k={sampling.top_k}, top_p={sampling.top_p} may leave any of {top_k} tokens, and SGLang "
+                f"renormalises log-probs over {self._about['support']} at most; set a smaller top_k, such as "
+                f"Generate(top_k={self._about['support']}), or allow for more: "
+                f"engine_args={{'sampling_mask_max_tokens': {top_k}}}."
+            )
+        return request | {"sampling": settings | {"top_k": top_k, "top_p": sampling.top_p}, "support": True}
+
+    def _answer(self, requests: list[list[int]], settings: dict[str, Any], seeds: list[int]) -> list[Answer]:
+        rows = self._ask("generate", prompts=requests, seeds=seeds, **settings)["rows"]
+        return [Answer(row["ids"], row["log_probs"], row["versions"], str(row["ended"])) for row in rows]
+
+    def _take(self, weights: Iterator[tuple[str, Tensor]], version: int, arrival: Arrival) -> str:
+        transport = "pipe"
+        if self._spec.lora is None:
+            self._ask("begin")
+            for bucket in _buckets(weights):
+                if can_share(bucket.values()):
+                    transport = "cuda ipc"
+                    self._ask("open", handles(bucket))
+                else:
+                    self._ask("take", save({name: tensor.cpu().contiguous() for name, tensor in bucket.items()}))
+            received = combine(self._ask("end", version=str(version))["digests"])
+        else:
+            adapter = {name: tensor.cpu().contiguous() for name, tensor in weights}
+            config = adapter_config(adapter, self._spec.lora)
+            received = combine(self._ask("adapt", save(adapter), config=config, version=str(version))["digests"])
+        if received != arrival.digest:
+            raise SyncError(
+                f"the weights of version {version} have the digest {arrival.digest}, and SGLang's process received "
+                f"{received}; expected the same on both sides: call engine.sync(trainer) again."
+            )
+        return transport
+
+    def _score(self) -> tuple[list[float], bool]:
+        return self._ask("score", tokens=list(TOKENS))["log_probs"], self._about["dtype"] == "float32"
+
+    def _release(self) -> None:
+        """The weights wait in CPU memory."""
+        self._ask("sleep")
+
+    def _resume(self) -> None:
+        self._ask("wake")
+
+    def _stop(self) -> None:
+        assert self._process is not None
+        process, self._process = self._process, None
+        process.close()
+
+    def _start(self) -> None:
+        if importlib.util.find_spec("sglang") is None:
+            raise BindError(
+                f"SGLang({self._spec.model!r}) needs SGLang, which is not installed here; install it: pip install "
+                f"'flowrl[sglang]' for a GPU; for a CPU `make engines`, and run it by .venv-engines/bin/python."
+            )
+        folder = tempfile.TemporaryDirectory(prefix="flowrl-sglang-")
+        arguments = _arguments(self._spec, self._longest, self._seed, _plain_model(self._spec.model, folder.name))
+        if self._spec.lora is not None:
+            arguments |= {
+                "enable_lora": True,
+                "max_lora_rank": self._spec.lora.r,
+                "lora_target_modules": adapted_modules(self._shapes),
+                "max_loras_per_batch": 1,
+            }
+        # EOS is a stop token like others, unless it is ignored.
+        arguments["json_model_override_args"] = json.dumps({"eos_token_id": None})
+        process = EngineProcess(self.name, "flowrl.backends.sglang.server:main", _environment(self._spec), folder)
+        try:
+            process.send(arguments)
+            about = process.reply("its start")
+        except BaseException as error:
+            process.close()
+            if not isinstance(error, EngineError):
+                raise
+            raise BindError(
+                f"SGLang does not start with {self._spec.model!r}: {error}\nCommon causes are an architecture that it "
+                f"lacks, too little memory (memory_fraction, cache_tokens), and engine_args that it does not know."
+            ) from error
+        if about["cached_tokens"] < self._longest + SPARE:
+            process.close()
+            raise BindError(
+                f"SGLang's KV cache has room for {about['cached_tokens']} tokens, and one sequence may have "
+                f"{self._longest}; lower max_model_len, or give it more memory (memory_fraction, cache_tokens)."
+            )
+        self._process, self._about = process, about
+
+
+def _longest(spec: SGLang) -> int:
+    """Tokens that a sequence may have; where positions are scaled, as many as the spec says."""
+    from transformers import AutoConfig
+
+    with loading(spec.model):
+        config = AutoConfig.from_pretrained(spec.model, local_files_only=True).get_text_config()
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    scaled = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
+    longest = spec.max_model_len or limit
+    if longest is None or (limit is not None and longest > limit and not scaled):
+        raise ParameterError(
+            f"SGLang({spec.model!r}, max_model_len={spec.max_model_len}), and the model has "
+            f"{limit or 'no known number of'} positions; set max_model_len to no more than it has."
+        )
+    return longest
+
+
+def _dtype(spec: SGLang) -> str:
+    """SGLang itself would make float16 out of float32, where others make bfloat16."""
+    from transformers import AutoConfig
+
+    stored = AutoConfig.from_pretrained(spec.model, local_files_only=True).dtype
+    return "bfloat16" if spec.dtype == "auto" and stored == torch.float32 else spec.dtype
+
+
+def _arguments(spec: SGLang, longest: int, seed: int, model: str) -> dict[str, Any]:
+    """What `sglang.Engine` is called with."""
+    cpu = not torch.cuda.is_available()
+    arguments: dict[str, Any] = {
+        "model_path": model,
+        "skip_tokenizer_init": True,
+        "tp_size": spec.tensor_parallel,
+        "dtype": _dtype(spec),
+        "context_length": longest + SPARE,
+        "max_running_requests": spec.max_num_seqs,
+        "disable_radix_cache": not spec.prefix_caching,
+        "random_seed": seed,
+        "sleep_on_idle": True,  # its scheduler would spin otherwise, on cores that the trainer needs
+        "skip_server_warmup": True,
+        "log_level": "error",
+    }
+    if spec.memory_fraction is not None:
+        arguments["mem_fraction_static"] = spec.memory_fraction
+    if spec.cache_tokens is not None:
+        arguments["max_total_tokens"] = spec.cache_tokens
+    elif cpu and spec.memory_fraction is None:
+        arguments["max_total_tokens"] = max(CPU_CACHE_TOKENS, longest + SPARE)
+    if cpu:  # generic torch kernels: those for CPUs are in a package that is not to be had
+        arguments |= {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "sampling_backend": "pytorch",
+            "disable_cuda_graph": True,
+            "lora_backend": "torch_native",
+        }
+    else:
+        arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    return arguments | dict(spec.engine_args)
+
+
+def _environment(spec: SGLang) -> dict[str, str | None]:
+    """Variables of SGLang's process."""
+    environment: dict[str, str | None] = {
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for `SPARE`, where no token ever stands
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",  # there are many, and the last lines of its output are what an error shows
+    }
+    if not torch.cuda.is_available():
+        # More threads than one make it slower by orders of magnitude; the other variable asks for the missing kernels.
+        environment |= {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": None}
+        if spec.tensor_parallel > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            bound = [str(cores[rank % len(cores)]) for rank in range(spec.tensor_parallel)]
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
+    return environment
+
+
+def _plain_model(model: str, folder: str) -> str:
+    """A view of a model's folder without its generation config, which names further tokens that end a response."""
+    view = Path(folder) / "model"
+    view.mkdir()
+    for entry in Path(model).resolve().iterdir():
+        if entry.name != "generation_config.json":
+            (view / entry.name).symlink_to(entry)
+    return str(view)
+
+
+def _buckets(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Weights, some at a time."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if bucket and size + tensor.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,1 @@
+"""Engines in plain PyTorch, over any Hugging Face causal LM."""

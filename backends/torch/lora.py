@@ -1,0 +1,206 @@
+"""`LoRA`: adapters beside the linear layers of a causal LM whose own weights stay (Hu et al. 2021, arXiv:2106.09685).
+
+A layer ``y = W x + b`` becomes ``y = W x + b + (alpha / r) B A x`` with ``A`` of ``[r, in]`` and ``B`` of ``[out, r]``
+(section 4.1), by the layers of PEFT. ``A`` is drawn as `torch.nn.Linear` draws its weights and ``B`` is zero, so a
+fresh adapter changes nothing. PEFT is imported where an adapter is made, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from flowrl.data.keys import Key
+from flowrl.errors import BindError
+from flowrl.spec import Spec
+
+PREFIX = "base_model.model."
+"""What PEFT writes before the names of adapter weights in a file."""
+
+
+class LoRA(Spec):
+    """Low-rank adapters; there is no dropout, because log-probs that are recomputed must be those that the update sees.
+
+    Args:
+        r: the rank.
+        alpha: the adapter's output is scaled by ``alpha / r``.
+        targets: names of linear layers, as ``("q_proj", "v_proj")``, each of all layers that end in it; or all but the
+            LM head.
+    """
+
+    r: int = Field(default=8, ge=1)
+    alpha: float = Field(default=16.0, gt=0)
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+
+    @model_validator(mode="after")
+    def _names_some(self) -> Self:
+        if not self.targets:
+            raise ValueError('targets=() adapts no layer; name some, or "all-linear"')
+        return self
+
+    def over(self, digest: str) -> str:
+        """What an adapter of these settings is added to, and how, given the digest of the weights that stay."""
+        return f"base weights {digest}, scaled by {self.alpha / self.r}"
+
+
+def require_peft() -> None:
+    """Refuse to go on without PEFT.
+
+    Raises:
+        BindError: it is not installed.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise BindError("LoRA(...) makes its adapters by PEFT, which is not installed: pip install 'flowrl[lora]'.")
+
+
+class Adapter:
+    """The adapter of a causal LM, put into it here: the LM stays the object that it was, and its weights are frozen.
+
+    The adapter's own weights are on the meta device until `fill`, or until others give them storage.
+
+    Args:
+        lm: whole or on the meta device, and not sharded yet.
+        lora: the settings.
+        folder: where the LM came from.
+
+    Raises:
+        BindError: a target is no linear layer of the LM, or one that cannot be adapted.
+    """
+
+    def __init__(self, lm: PreTrainedModel, lora: LoRA, folder: str) -> None:
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
+
+        targets = _targets(lm, lora, folder)
+        config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=targets)  # type: ignore[arg-type]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # PEFT finds for each layer what it must be
+            inject_adapter_in_model(config, lm, low_cpu_mem_usage=True)
+        self._layers: dict[str, Any] = {n: layer for n, layer in lm.named_modules() if isinstance(layer, LoraLayer)}
+        if sorted(self._layers) != sorted(targets):
+            raise BindError(
+                f"PEFT adapts other layers of {type(lm).__name__} in {folder!r} than it was told to: "
+                f"{', '.join(sorted(self._layers.keys() ^ set(targets))[:3])}; choose other LoRA(targets=...)."
+            )
+        self._lm, self._scaling = lm, lora.alpha / lora.r
+        mine = {id(parameter) for parameter in self._parameters().values()}
+        for parameter in lm.parameters():
+            parameter.requires_grad_(id(parameter) in mine)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """The adapter's weights under the names that they have in the LM."""
+        return {
+            f"{name}.{part}.default.weight": getattr(layer, part)["default"].weight
+            for name, layer in self._layers.items()
+            for part in ("lora_A", "lora_B")
+        }
+
+    def fresh(self, seed: int) -> dict[str, Tensor]:
+        """Whole float32 weights to start from, by their names in the LM; each depends on its name and `seed` only."""
+        drawn = {}
+        for name, parameter in self._parameters().items():
+            drawn[name] = torch.zeros(parameter.shape)
+            if ".lora_A." in name:
+                generator = Key.of(seed).derive("lora", name).generator()
+                nn.init.kaiming_uniform_(drawn[name], a=math.sqrt(5), generator=generator)
+        return drawn
+
+    def fill(self, seed: int) -> None:
+        """Give the adapter `fresh` weights, on the CPU."""
+        self._lm.load_state_dict(self.fresh(seed), strict=False, assign=True)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The live weights, sharded as they are, under the names that PEFT writes, sorted."""
+        named = {PREFIX + name.replace(".default.", "."): p.detach() for name, p in self._parameters().items()}
+        return dict(sorted(named.items()))
+
+    def merge(self, base: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Weights of the LM under its own names, as they come, ``W + (alpha / r) B A`` where there is an adapter.
+
+        Args:
+            base: the weights that stay, whole.
+            adapter: what `weights` gives, whole.
+        """
+        for name, weight in base:
+            layer = name.removesuffix(".weight")
+            if name.endswith(".weight") and layer in self._layers:
+                a, b = (adapter[f"{PREFIX}{layer}.{part}.weight"] for part in ("lora_A", "lora_B"))
+                product = self._scaling * (b @ a)
+                weight = weight + (product.T if isinstance(self._layers[layer].get_base_layer(), Conv1D) else product)
+            yield name, weight
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The LM computes without the adapter within."""
+        try:
+            for layer in self._layers.values():
+                layer.enable_adapters(False)
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.enable_adapters(True)
+
+
+def adapted_modules(names: Iterable[str]) -> list[str]:
+    """The names of the layers, as ``q_proj``, that the weights of an adapter are beside."""
+    return sorted({name.split(".")[-3] for name in names})
+
+
+def adapter_config(names: Iterable[str], lora: LoRA) -> dict[str, Any]:
+    """What PEFT writes beside the weights of an adapter: what they are added to, and how."""
+    return {
+        "peft_type": "LORA",
+        "r": lora.r,
+        "lora_alpha": lora.alpha,
+        "target_modules": adapted_modules(names),
+        "bias": "none",
+    }
+
+
+def save_adapter(folder: str, weights: Mapping[str, Tensor], lora: LoRA) -> None:
+    """Write an adapter as PEFT does.
+
+    Args:
+        folder: an empty one.
+        weights: what `Adapter.weights` gives, whole.
+        lora: the settings.
+    """
+    Path(folder, "adapter_config.json").write_text(json.dumps(adapter_config(weights, lora)))
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
+    save_file(tensors, Path(folder, "adapter_model.safetensors"))
+
+
+def base_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a model without its adapter, under the names that it has without one; tensors are live."""
+    state = model.state_dict(keep_vars=True)
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
+
+
+def _targets(lm: PreTrainedModel, lora: LoRA, folder: str) -> list[str]:
+    """The full names of the layers that are to be adapted."""
+    head = lm.get_output_embeddings()
+    linear = [n for n, m in lm.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    if lora.targets == "all-linear":
+        return linear
+    found = {target: [n for n in linear if n == target or n.endswith(f".{target}")] for target in lora.targets}
+    if missing := [target for target, names in found.items() if not names]:
+        there = sorted({name.rpartition(".")[2] for name in linear})
+        raise BindError(
+            f"LoRA(targets=...) names {', '.join(map(repr, missing))}, and {type(lm).__name__} in {folder!r} has no "
+            f"linear layer of that name that can be adapted (its embeddings and its LM head cannot); there are "
+            f'{", ".join(there)}: name some of these, or "all-linear".'
+        )
+    return sorted({name for names in found.values() for name in names})

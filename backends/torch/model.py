@@ -1,0 +1,432 @@
+"""A Hugging Face causal LM that scores sequences: micro-batches, and log-probs a chunk of tokens at a time.
+
+Weights are float32 whatever `dtype` says: with ``bfloat16`` the arithmetic runs under `torch.autocast` over float32
+master weights, in trainers and scorers alike, so that an actor and a reference made from one folder agree bit for bit
+until the actor is trained, and small updates are not rounded away. Dropout is off at all times, because log-probs that
+are recomputed must be those that the update sees.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from flowrl.backends.torch.load import load_causal_lm, quiet
+from flowrl.backends.torch.lora import Adapter, LoRA
+from flowrl.backends.torch.mesh import Mesh, Whole
+from flowrl.backends.torch.shards import BUCKET_BYTES, gathered_weights, load_sharded, save_gathered
+from flowrl.errors import BindError, DataError
+from flowrl.records import Sequences, Tokens
+from flowrl.sync.digest import named_weights, weights_digest
+
+Dtype = Literal["float32", "bfloat16"]
+Rows = TypeVar("Rows", bound=NamedTuple)
+T = TypeVar("T")
+
+
+Entropy = Literal["none", "value", "gradient"]
+
+
+class TokenInputs(NamedTuple):
+    """The columns that a model runs over."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    response_mask: Tensor
+
+    @classmethod
+    def of(cls, batch: Tokens) -> TokenInputs:
+        """Just these columns of `batch`.
+
+        Raises:
+            DataError: a response token counts that the model cannot predict.
+        """
+        check_tokens(batch)
+        return cls(*(getattr(batch, name) for name in cls._fields))
+
+
+class SequenceInputs(NamedTuple):
+    """The columns that log-probs are computed from."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    response_mask: Tensor
+    temperature: Tensor
+
+    @classmethod
+    def of(cls, batch: Sequences) -> SequenceInputs:
+        """Just these columns of `batch`.
+
+        Raises:
+            DataError: a response token counts that the model cannot predict, or a temperature is not positive.
+        """
+        check_sequences(batch)
+        return cls(*(getattr(batch, name) for name in cls._fields))
+
+    @classmethod
+    def idle(cls, device: torch.device) -> SequenceInputs:
+        """A row of two tokens, none of which counts: for a rank that has no rows left while others compute."""
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        no_token = torch.zeros(1, 1, dtype=torch.bool, device=device)
+        positions = torch.arange(2, device=device)[None]
+        return cls(ids, torch.ones_like(ids), positions, no_token, torch.ones(1, device=device))
+
+
+def check_tokens(batch: Tokens) -> None:
+    """Refuse a response token under the mask that is not attended, or that has no attended token before it."""
+    before = batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1
+    if before < 0:
+        raise DataError(
+            f"input_ids {tuple(batch.input_ids.shape)} leave no room for a prompt before response_mask "
+            f"{tuple(batch.response_mask.shape)}; the first response token needs a token that predicts it, so give "
+            f"each sequence a prompt of at least one token."
+        )
+    attended = batch.attention_mask[:, before:].bool()
+    bad = (batch.response_mask.bool() & ~(attended[:, 1:] & attended[:, :-1])).nonzero()
+    if len(bad):
+        row, token = bad[0].tolist()
+        raise DataError(
+            f"row {row} counts response token {token}, but attention_mask hides that token or the one before it; "
+            f"expected left-padded prompts followed by right-padded responses, all real tokens attended. Rebuild "
+            f"attention_mask as the prompt's mask and the response's side by side."
+        )
+
+
+def check_sequences(batch: Sequences) -> None:
+    """`check_tokens`, and refuse temperatures that no log-prob can be taken at."""
+    check_tokens(batch)
+    bad = (~(batch.temperature > 0)).nonzero().flatten().tolist()
+    if bad:
+        raise DataError(
+            f"temperature is {float(batch.temperature[bad[0]])} in row {bad[0]} ({len(bad)} rows are not positive); "
+            f"log-probs are those of logits / temperature, and greedy samples have none. Sample rows that are scored "
+            f"or trained on with Generate(temperature=1.0), and keep temperature 0 for validation."
+        )
+
+
+def take(batch: Rows, rows: Tensor | slice, device: torch.device | None = None) -> Rows:
+    """`rows` of every column of a record, moved to `device`; columns that are None stay None."""
+
+    def pick(column: Any) -> Any:
+        if isinstance(column, Tensor):
+            picked = column[rows.to(column.device) if isinstance(rows, Tensor) else rows]
+            return picked if device is None else picked.to(device)
+        if isinstance(column, np.ndarray):
+            return column[rows.cpu().numpy() if isinstance(rows, Tensor) else rows]
+        return column
+
+    return batch._make(pick(column) for column in batch)
+
+
+def micro_batches(attention_mask: Tensor, max_tokens: int) -> list[slice]:
+    """Cut rows, in order, into runs whose padded size (rows by width, less common padding) is at most `max_tokens`.
+
+    A row that alone exceeds the budget is a run of its own. The cut depends on the mask and the budget only.
+    """
+    runs: list[slice] = []
+    start = left = right = 0
+    for row, (first, last) in enumerate(zip(*(ends.tolist() for ends in _ends(attention_mask)), strict=True)):
+        left, right = min(left, first), max(right, last)
+        if row > start and (row + 1 - start) * (right - left) > max_tokens:
+            runs.append(slice(start, row))
+            start = row
+        if row == start:
+            left, right = first, last
+    if len(attention_mask):
+        runs.append(slice(start, len(attention_mask)))
+    return runs
+
+
+def score_rows(mesh: Mesh, inputs: Rows, max_tokens: int, score: Callable[[Rows], Tensor]) -> Tensor:
+    """What `score` gives for each micro-batch of this rank's rows, put together: float32 ``[batch response]``.
+
+    Ranks may have different numbers of rows, or none; all run equally many forward passes.
+    """
+    columns: Any = inputs
+    out = torch.zeros(columns.response_mask.shape, device=columns.response_mask.device)
+    runs = micro_batches(columns.attention_mask, max_tokens)
+    idle_runs = mesh.most(len(runs)) - len(runs)
+    for rows in runs:
+        out[rows] = score(take(inputs, rows, mesh.device)).to(out.device)
+    idle: Any = SequenceInputs.idle(mesh.device)
+    for _ in range(idle_runs):
+        score(idle)
+    return out
+
+
+def _ends(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """First attended column of each row and one past the last; ``(width, 0)`` for a row that attends to nothing."""
+    width, mask = attention_mask.shape[1], attention_mask.bool()
+    columns = torch.arange(width, device=mask.device)
+    return columns.where(mask, width).amin(1), (columns + 1).where(mask, 0).amax(1)
+
+
+class TorchModel:
+    """A causal LM, its device and its arithmetic; see the module's text for dtypes and dropout.
+
+    Args:
+        folder: a Hugging Face folder of a causal LM, with its tokeniser.
+        dtype: what the model computes in; log-softmax, entropy and all outputs are float32 in either case.
+        mesh: where its weights are.
+        gradient_checkpointing: recompute each layer in the backward pass.
+        with_head: False drops the LM head (a critic needs none; its folder may lack one).
+        lora: the adapter that is put beside its weights, which are frozen then.
+        seed: of a fresh adapter.
+
+    Raises:
+        BindError: the folder does not hold a whole causal LM, or the model cannot do what is asked.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        dtype: Dtype,
+        mesh: Mesh,
+        gradient_checkpointing: bool,
+        with_head: bool = True,
+        lora: LoRA | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.mesh, self.device = mesh, mesh.device
+        self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
+        if isinstance(mesh, Whole):
+            lm = load_causal_lm(folder, with_head)
+            self.adapter = None if lora is None else Adapter(lm, lora, folder)
+            if self.adapter is not None:
+                self.adapter.fill(seed)
+            cast(nn.Module, lm).to(self.device)
+        else:
+            lm, self.forward, self.adapter = load_sharded(mesh, folder, with_head, lora, seed)
+        lm.eval()
+        self.module: PreTrainedModel = lm if with_head else cast(PreTrainedModel, lm.base_model)
+        """All weights."""
+        if isinstance(mesh, Whole):
+            self.forward = mesh.forward(self.module)
+        if "attention_mask" not in inspect.signature(lm.forward).parameters:
+            raise BindError(
+                f"{type(lm).__name__} in {folder!r} takes no attention_mask, so it cannot tell padding from tokens; "
+                f"bind a model that does."
+            )
+        if gradient_checkpointing:
+            self._probe(_prepare_checkpointing, self.module, folder)
+        self._run, self._output, self._head = lm.base_model, "last_hidden_state", cast(nn.Module, nn.Identity())
+        if with_head and self._probe(_has_plain_head, lm):
+            self._head = cast(nn.Module, lm.get_output_embeddings())
+        elif with_head:  # the logits are not those of the head alone: take them from the model
+            self._run, self._output = lm, "logits"
+        self._arguments = frozenset(inspect.signature(self._run.forward).parameters)
+        self.adapter_of: str | None = None
+        """What the adapter is added to, and how; see `Adapted`."""
+        if lora is not None:
+            self.adapter_of = lora.over(weights_digest(gathered_weights(mesh, self.module, BUCKET_BYTES)))
+
+    @contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """The autocast region that the model computes in."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
+            yield
+
+    @torch.no_grad()
+    def _probe(self, ask: Callable[..., T], *args: Any) -> T:
+        """What `ask` finds when it runs the model over a short sequence: tokens ``[1 4]`` of any vocabulary."""
+        embedding = cast(nn.Embedding, self.module.get_input_embeddings())
+        ids = torch.arange(4, device=self.device)[None] % embedding.num_embeddings
+        probe = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        with self.arithmetic():
+            return self.forward(ask, probe, *args)
+
+    def width(self) -> int:
+        """The size of what `states` gives; models whose body projects its output have another than ``hidden_size``."""
+        return self._probe(lambda probe: int(getattr(self._run(**probe), self._output).shape[-1]))
+
+    def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """The weights under the names that `save_pretrained` writes, sorted, tied ones once; see `Sharded.full`.
+
+        The tensors are the live ones where they are whole in this process, except that what has an adapter is a copy
+        with the adapter merged into it. Of a model that stores several of them fused (experts), ranks gather all
+        weights at once, because only the whole can be taken apart.
+        """
+        if isinstance(self.mesh, Whole) and self.adapter is None:
+            yield from named_weights(self.module)
+        else:
+            yield from gathered_weights(self.mesh, self.module, bucket_bytes, self.adapter)
+
+    def adapter_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's weights under the names that PEFT writes, sorted; see `Sharded.full`."""
+        assert self.adapter is not None
+        return self.mesh.full(self.adapter.weights().items(), bucket_bytes)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """The model computes without its adapter within."""
+        assert self.adapter is not None
+        with self.adapter.off():
+            yield
+
+    def save_pretrained(self, folder: str, bucket_bytes: int) -> None:
+        """Write weights (float32, the adapter merged) and configuration as a Hugging Face folder; of several ranks,
+        rank 0 does."""
+        if isinstance(self.mesh, Whole) and self.adapter is None:
+            with quiet():
+                self.module.save_pretrained(folder)
+        else:
+            save_gathered(self.mesh, self.module, folder, bucket_bytes, self.adapter)
+
+    def states(self, batch: Tokens) -> Tensor:
+        """What the model says just before each response token under the mask: ``[tokens, width]``, row by row.
+
+        It is the last hidden state (or the logits, where these are not those of the head alone) at sequence position
+        ``sequence - response - 1 + t`` for response token ``t``.
+        """
+        with self.arithmetic():
+            return self.forward(self._states, batch)
+
+    def _states(self, batch: Tokens) -> Tensor:
+        first, last = _ends(batch.attention_mask)
+        left, right = int(first.min()), int(last.max())
+        if right <= left:  # nothing is attended; one column of padding keeps the shapes
+            left, right = 0, 1
+        mask = batch.attention_mask[:, left:right].bool()
+        # Padding may hold anything, ids that the vocabulary lacks included.
+        inputs: dict[str, Any] = {
+            "input_ids": batch.input_ids[:, left:right].masked_fill(~mask, 0),
+            "attention_mask": mask.long(),
+            "position_ids": batch.position_ids[:, left:right].masked_fill(~mask, 0),
+            "use_cache": False,
+            # From the position before the first response token on.
+            "logits_to_keep": (keep := max(1, right - (batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1))),
+        }
+        self._run.train(self._checkpoints and torch.is_grad_enabled())
+        # Not all models know position_ids (ALiBi) or logits_to_keep (and a base never does).
+        output = self._run(**{name: value for name, value in inputs.items() if name in self._arguments})
+        self._run.eval()
+        states = cast(Tensor, getattr(output, self._output))
+        rows, tokens = batch.response_mask.nonzero(as_tuple=True)
+        return states[rows, tokens + (states.shape[1] - keep)]
+
+    def log_probs(self, batch: Sequences, chunk: int, entropy: Entropy) -> tuple[Tensor, Tensor | None]:
+        """Log-probs of the response tokens at each row's temperature, and the entropy of what they were drawn from.
+
+        Of the ``[tokens, vocabulary]`` matrix only `chunk` rows exist at a time, in the forward and the backward pass.
+
+        Args:
+            batch: what was sampled.
+            chunk: tokens whose logits exist at a time.
+            entropy: ``"none"``, its ``"value"`` alone, or its value with the ``"gradient"``.
+
+        Returns:
+            float32 ``[batch response]`` twice (None where no entropy is wanted), 0 off the mask.
+        """
+        return self.forward(self._log_probs, batch, chunk, _SCORES[entropy])
+
+    def _log_probs(
+        self, batch: Sequences, chunk: int, score: Callable[..., tuple[Tensor, ...]]
+    ) -> tuple[Tensor, Tensor | None]:
+        rows, tokens = batch.response_mask.nonzero(as_tuple=True)
+        targets = batch.input_ids[rows, tokens + (batch.input_ids.shape[1] - batch.response_mask.shape[1])]
+        with self.arithmetic():
+            columns = (self._states(batch), targets, batch.temperature[rows])
+            pieces = zip(*(column.split(chunk) for column in columns), strict=True)
+            if torch.is_grad_enabled():  # keep no chunk for the backward pass; compute it again there
+                again = partial(checkpoint, score, self._head, use_reentrant=False, preserve_rng_state=False)
+                parts = [again(*piece) for piece in pieces]
+            else:
+                parts = [score(self._head, *piece) for piece in pieces]
+        scored = [scatter(torch.cat(part), batch.response_mask) for part in zip(*parts, strict=True)]
+        return scored[0], scored[1] if len(scored) == 2 else None
+
+
+def _score(head: nn.Module, states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    return (_log_softmax(head, states, temperature).gather(1, targets[:, None]).squeeze(1),)
+
+
+def _score_with_gradient(head: nn.Module, states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    log_p = _log_softmax(head, states, temperature)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+
+
+def _score_with_value(head: nn.Module, states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    log_p = _log_softmax(head, states, temperature)
+    seen = log_p.detach()
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(seen.exp() * seen).sum(1)
+
+
+_SCORES: dict[Entropy, Callable[..., tuple[Tensor, ...]]] = {
+    "none": _score,
+    "value": _score_with_value,
+    "gradient": _score_with_gradient,
+}
+
+
+def _log_softmax(head: nn.Module, states: Tensor, temperature: Tensor) -> Tensor:
+    return torch.log_softmax(head(states).float() / temperature[:, None].float(), dim=1)
+
+
+def scatter(values: Tensor, mask: Tensor) -> Tensor:
+    """Put one value per true element of `mask`, in row-major order, into zeros of its shape (float32)."""
+    return torch.zeros(mask.shape, device=values.device).masked_scatter(mask, values.float())
+
+
+def _has_plain_head(probe: Mapping[str, Any], lm: PreTrainedModel) -> bool:
+    """Whether ``lm(x).logits`` is ``head(base(x).last_hidden_state)``, with no soft-capping, scaling or the like after.
+
+    The head is made to give logits from a wide range, so that a cap shows even where the model's own logits are small.
+    """
+    head, base = lm.get_output_embeddings(), lm.base_model
+    if head is None or base is lm:
+        return False
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def widen(module: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+        seen.append((args[0], torch.linspace(-100, 100, logits.numel(), device=logits.device).view_as(logits)))
+        return seen[-1][1]
+
+    handle = head.register_forward_hook(widen)
+    try:
+        logits = lm(**probe).logits
+    finally:
+        handle.remove()
+    states = getattr(base(**probe), "last_hidden_state", None)
+    return (
+        len(seen) == 1
+        and states is not None
+        and torch.allclose(seen[0][0], states, rtol=1e-5, atol=1e-5)
+        and torch.equal(seen[0][1], logits)
+    )
+
+
+def _prepare_checkpointing(probe: Mapping[str, Any], lm: PreTrainedModel, folder: str) -> None:
+    """Recompute layers in the backward pass. Transformers does so in training mode only, so make that mode as
+    evaluation is: what is random in it is set to 0."""
+    if not lm.supports_gradient_checkpointing:
+        raise BindError(
+            f"{type(lm).__name__} in {folder!r} does not support gradient checkpointing; bind it with "
+            f"gradient_checkpointing=False."
+        )
+    calm = lm(**probe)[0]
+    lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    for module in lm.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(module, name, 0.0)
+    lm.train()
+    trained = lm(**probe)[0]
+    lm.eval()
+    if not torch.allclose(trained, calm, rtol=1e-4, atol=1e-5):
+        raise BindError(
+            f"{type(lm).__name__} in {folder!r} computes something else in training mode than in evaluation, although "
+            f"dropout is off, so its log-probs could not be recomputed; bind it with gradient_checkpointing=False."
+        )

@@ -1,0 +1,188 @@
+"""A causal LM in shards: loading it straight into them, and its weights by name.
+
+The model is laid out without storage and sharded; each rank then reads, tensor by tensor, the rows that it keeps, so no
+rank ever holds the whole model. Buffers that no file holds (rotary frequencies) are made as `from_pretrained` makes
+them. Folders whose tensors are not those of the model one for one (experts that are stored apart, other names,
+quantised or pickled weights) are loaded by `from_pretrained` into the CPU memory of every rank, and then sharded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from flowrl.backends.torch.load import load_causal_lm, loading, quiet
+from flowrl.backends.torch.lora import Adapter, LoRA, base_state
+from flowrl.backends.torch.mesh import Forward, Mesh, Sharded
+
+BUCKET_BYTES = 256 << 20
+"""Weights are gathered in buckets of at most this size, unless said otherwise."""
+
+
+def load_sharded(
+    mesh: Sharded, folder: str, with_head: bool, lora: LoRA | None, seed: int
+) -> tuple[PreTrainedModel, Forward, Adapter | None]:
+    """The causal LM of a Hugging Face folder in float32, sharded over `mesh`, and what its weights can be had under.
+
+    Without the head, only the model below it (``lm.base_model``) is sharded and loaded. An adapter is put in before.
+
+    Raises:
+        BindError: as `load_causal_lm` and `Adapter`.
+    """
+    with mesh.together(f"loading {folder!r}"), ExitStack() as files:
+        with loading(folder):
+            lm = _without_storage(folder)
+            sources = None if lm is None else _sources(lm, with_head, _stored(folder, files))
+        if lm is None or sources is None:
+            lm = load_causal_lm(folder, with_head)
+        adapter = None if lora is None else Adapter(lm, lora, folder)
+        if adapter is not None and sources is None:
+            adapter.fill(seed)
+        wanted = _wanted(lm, with_head)
+        blocks = [module for module in wanted.modules() if type(module).__name__ in (lm._no_split_modules or ())]
+        forward = mesh.forward(wanted, blocks)
+        if sources is not None:
+            _allocate(forward.root, mesh.storage)
+            with loading(folder):
+                _read(base_state(lm), sources, mesh)
+                if adapter is not None:
+                    _read(lm.state_dict(keep_vars=True), adapter.fresh(seed), mesh)
+    return lm, forward, adapter
+
+
+def _wanted(lm: PreTrainedModel, with_head: bool) -> PreTrainedModel:
+    return lm if with_head else cast(PreTrainedModel, lm.base_model)
+
+
+def _without_storage(folder: str) -> PreTrainedModel | None:
+    """The model with parameters on the meta device and buffers made, or None where buffers are not made that way."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    with torch.device("meta"):
+        lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for module in lm.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            unmade = float("nan") if buffer.is_floating_point() else 0
+            setattr(module, name, torch.full_like(buffer, unmade, device="cpu"))
+    lm.initialize_weights()
+    stored = lm.state_dict()
+    if any(buffer.isnan().any() for name, buffer in lm.named_buffers() if name not in stored):
+        return None
+    if os.path.isfile(os.path.join(folder, "generation_config.json")):
+        lm.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return lm
+
+
+def _stored(folder: str, files: ExitStack) -> dict[str, Any]:
+    """What the safetensors of `folder` hold: lazy slices by name, for as long as `files` is open."""
+    index = os.path.join(folder, "model.safetensors.index.json")
+    if os.path.isfile(index):
+        with open(index, encoding="utf-8") as lines:
+            names = sorted(set(json.load(lines)["weight_map"].values()))
+    else:
+        names = [name for name in ("model.safetensors",) if os.path.isfile(os.path.join(folder, name))]
+    stored: dict[str, Any] = {}
+    for name in names:
+        file = files.enter_context(safe_open(os.path.join(folder, name), framework="pt"))
+        stored |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+    return stored
+
+
+def _sources(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Where each weight that is wanted is stored, tied ones once; None where not all are stored as they are in `lm`."""
+    state, wanted = (model.state_dict(keep_vars=True) for model in (lm, _wanted(lm, with_head)))
+    names: dict[int, list[str]] = {id(tensor): [] for tensor in wanted.values()}
+    for name, tensor in (*state.items(), *wanted.items()):  # a critic's folder may name them from the body down
+        if id(tensor) in names:
+            names[id(tensor)].append(name)
+    sources = {}
+    for tied in names.values():
+        source = next((stored[name] for name in tied if name in stored), None)
+        if source is None or tuple(source.get_shape()) != tuple(state[tied[0]].shape):
+            return None
+        sources[tied[0]] = source
+    return sources
+
+
+def _allocate(root: nn.Module, storage: torch.device) -> None:
+    """Give storage to the shards of `root`, whose buffers stay as they are."""
+    buffers = [(module, *named) for module in root.modules() for named in module.named_buffers(recurse=False)]
+    root.to_empty(device=storage)
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer)
+
+
+@torch.no_grad()
+def _read(state: Mapping[str, Tensor], sources: Mapping[str, Any], mesh: Sharded) -> None:
+    for name, source in sources.items():
+        tensor = state[name]
+        if isinstance(tensor, DTensor):
+            first, last = mesh.rows(tensor.shape[0])
+            if first < last:
+                tensor.to_local().copy_(source[first:last])
+        else:
+            tensor.copy_(source[:])
+
+
+def gathered_weights(
+    mesh: Mesh, model: PreTrainedModel, bucket_bytes: int, adapter: Adapter | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model as `flowrl.sync.digest.named_weights` gives those of a whole one; a collective.
+
+    They are gathered in buckets (`Sharded.full`). A model that stores several weights fused (experts) is gathered as a
+    whole first, because only whole weights can be taken apart. With an adapter, it is gathered first and kept, and
+    merged into the weights as they pass; without, a model that has one gives the weights below it.
+    """
+    named = _untied(model)
+    blank = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named.items()}
+    apart = revert_weight_conversion(model, blank)
+    if apart.keys() == blank.keys() and all(apart[name] is blank[name] for name in blank):
+        yield from _merged(mesh, dict(sorted(named.items())), bucket_bytes, adapter)
+    else:
+        yield from sorted(revert_weight_conversion(model, dict(_merged(mesh, named, bucket_bytes, adapter))).items())
+
+
+def save_gathered(
+    mesh: Mesh, model: PreTrainedModel, folder: str, bucket_bytes: int, adapter: Adapter | None = None
+) -> None:
+    """`PreTrainedModel.save_pretrained` of what `gathered_weights` gives; a collective.
+
+    Rank 0 writes, and holds all weights in CPU memory meanwhile.
+    """
+    first = mesh.rank == 0
+    gathered = _merged(mesh, _untied(model), bucket_bytes, adapter)
+    weights = {name: tensor.cpu() for name, tensor in gathered if first}
+    with mesh.together("save_pretrained"):
+        if first:
+            with quiet():
+                model.save_pretrained(folder, state_dict=weights)
+
+
+def _merged(
+    mesh: Mesh, named: Mapping[str, Tensor], bucket_bytes: int, adapter: Adapter | None
+) -> Iterator[tuple[str, Tensor]]:
+    base = mesh.full(named.items(), bucket_bytes)
+    return base if adapter is None else adapter.merge(base, dict(mesh.full(adapter.weights().items(), bucket_bytes)))
+
+
+def _untied(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights but the adapter's, sharded as they are, under the names of the state dict; tied ones once."""
+    state = base_state(model)
+    # Tied weights are found by their storage, which shards do not show: let others with storage stand for them.
+    stand_ins: dict[int, Tensor] = {}
+    names = remove_tied_weights_from_state_dict(
+        {name: stand_ins.setdefault(id(tensor), torch.empty(1)) for name, tensor in state.items()}, model
+    )
+    return {name: state[name].detach() for name in names}

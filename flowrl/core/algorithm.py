@@ -1,0 +1,153 @@
+"""`Algorithm`: an ordinary function of a batch that is also a graph."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from flowrl.core import session as sessions
+from flowrl.core.graph import Graph, Input, Node
+from flowrl.core.inference import infer
+from flowrl.core.operator import Operator
+from flowrl.core.symbols import Edge, EdgeType, Symbol
+from flowrl.data.record_types import hints_of, record_columns, with_clear_attribute_errors
+from flowrl.errors import DefinitionError, GraphError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+GraphT = TypeVar("GraphT", bound=Graph)
+
+
+class Tracer:
+    """Records the nodes of one graph."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.types: dict[Edge, EdgeType] = {}
+
+    def input(self, name: str, record: type) -> Any:
+        """A node for an input of the algorithm; returns the record of its symbols."""
+        return self._add(Node(name, Input(record), {}))
+
+    def record(self, operator: Operator, inputs: Mapping[str, Any]) -> Any:
+        """A node for a call of `operator`; returns its symbol, or the record of its symbols."""
+        edges: dict[str, Edge] = {}
+        for slot, value in inputs.items():
+            if not isinstance(value, Symbol):
+                raise GraphError(
+                    f"{operator.name}.{slot} was given a {type(value).__name__} while the graph is recorded; expected "
+                    f"an output of another operator: constants belong into the parameters of "
+                    f"{type(operator).__name__}(...)."
+                )
+            if value._tracer is not self:
+                raise GraphError(
+                    f"{operator.name}.{slot} was given {value!r}, which belongs to another graph; expected an output "
+                    f"of an operator that this algorithm itself calls."
+                )
+            edges[slot] = value._edge
+        return self._add(Node(operator.name, operator, edges))
+
+    def _add(self, node: Node) -> Any:
+        if node.name in self.nodes:
+            raise GraphError(
+                f"two nodes are named {node.name!r}; names must differ, so give one a name of its own: "
+                f'{type(node.operator).__name__}(...).named("{node.name}_2nd").'
+            )
+        types = infer(node.name, node.operator, {s: (e, self.types[e]) for s, e in node.inputs.items()}, self.types)
+        self.nodes[node.name] = node
+        symbols = {}
+        for output, typed in types.items():
+            edge = Edge(node.name, output)
+            self.types[edge] = typed
+            symbols[output] = Symbol(self, edge, typed)
+        record = node.operator.signature.output_record
+        return with_clear_attribute_errors(record)(**symbols) if record is not None else next(iter(symbols.values()))
+
+
+class Algorithm(Generic[P, R, GraphT]):
+    """A function of one or more batches, as an algorithm: called, it is traced into a `Graph`; `step` runs it as it is.
+
+    The leading parameters that are annotated with a record (``batch: PromptBatch``) are the graph's inputs and are left
+    out of the call: ``ppo(exact_match, n=1)`` is a graph, ``ppo.step(batch, exact_match, n=1)`` computes.
+    """
+
+    def __init__(self, function: Callable[P, R], localns: Mapping[str, Any], kind: type[GraphT]) -> None:
+        self.function, self.kind = function, kind
+        functools.update_wrapper(self, function)
+        where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: the algorithm {function.__name__}"
+        try:
+            hints = hints_of(function, localns)
+        except DefinitionError as error:
+            raise DefinitionError(f"{where}: {error}") from error
+        parameters = list(inspect.signature(function).parameters.values())
+        self.inputs: dict[str, type] = {}
+        for p in parameters:
+            hint = hints.get(p.name)
+            if not (isinstance(hint, type) and record_columns(hint)):
+                break
+            self.inputs[p.name] = hint
+        if not self.inputs:
+            raise DefinitionError(
+                f"{where} has no input; annotate its first parameter with a record, such as `batch: PromptBatch`."
+            )
+        self.parameters = inspect.Signature([p for p in parameters if p.name not in self.inputs])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> GraphT:
+        """Trace the function into a graph.
+
+        Raises:
+            PortError, GraphError: what was connected does not fit, named with both ends.
+        """
+        name = self.function.__name__
+        try:
+            bound = self.parameters.bind(*args, **kwargs)
+        except TypeError as error:
+            raise GraphError(
+                f"{name}(...) cannot be traced: {error}. It takes {name}{self.parameters}; its inputs "
+                f"({', '.join(self.inputs)}) are left out here."
+            ) from None
+        tracer = Tracer()
+        inputs = {input: tracer.input(input, record) for input, record in self.inputs.items()}
+        result = self.function(*inputs.values(), *bound.args, **bound.kwargs)
+        sinks = tuple(dict.fromkeys(symbol._edge.node for symbol in _symbols(result, name)))
+        if not sinks:
+            raise GraphError(
+                f"{name} returns no output of an operator, so its graph is empty; return what it should compute."
+            )
+        graph = self.kind.build(name, tracer.nodes, sinks)
+        for node in tracer.nodes.values():
+            if node.name not in graph and any(use.mode == "writes" for use in node.operator.role_uses.values()):
+                raise GraphError(
+                    f"{name} calls {node.name}, which writes weights, but neither returns what it gives nor passes it "
+                    f"on, so it would never run; return it too: `return ..., {node.name}`, or take the call out."
+                )
+        return graph
+
+    def step(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the lines now, on tensors; inside ``with job.eager():`` roles are the job's engines.
+
+        Every call is one step: afterwards the session's step has grown by one, and `session.metrics` holds what this
+        one reported.
+        """
+        session = sessions.current()
+        if session is not None:
+            session.begin_step(session.step)
+        result = self.function(*args, **kwargs)
+        if session is not None:
+            session.step += 1
+        return result
+
+    def __repr__(self) -> str:
+        return f"<algorithm {self.function.__name__}{self.parameters}>"
+
+
+def _symbols(result: Any, name: str) -> list[Symbol]:
+    if isinstance(result, Symbol):
+        return [result]
+    if isinstance(result, tuple | list):
+        return [symbol for item in result for symbol in _symbols(item, name)]
+    if result is None:
+        return []
+    raise GraphError(f"{name} returns a {type(result).__name__}; expected outputs of operators only.")

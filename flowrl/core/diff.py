@@ -1,0 +1,210 @@
+"""`Graph.diff`: what changes from one graph to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flowrl.core.graph import Graph, Node
+from flowrl.core.graph_io import compact_inputs, encode
+from flowrl.data.record_types import accepts
+from flowrl.errors import GraphError
+from flowrl.spec import Spec, non_default
+
+
+@dataclass(frozen=True)
+class NodeChange:
+    """What changed in a node that both graphs have: ``(before, after)`` by parameter and by port; None is absent."""
+
+    parameters: Mapping[str, tuple[Any, Any]]
+    ports: Mapping[str, tuple[str | None, str | None]]
+
+
+@dataclass(frozen=True)
+class Diff:
+    """What changes from `before` to `after`: text by ``str()``, and falsy where nothing does.
+
+    `pruned` are nodes that fell away because nothing reads them any more; `removed` are the others that are gone:
+    sinks, those whose readers live on, and those whose outputs an added node writes in their stead. `renamed` are those
+    that differ in nothing but their name, old name to new; they are neither added nor removed.
+    """
+
+    before: Graph
+    after: Graph
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    pruned: tuple[str, ...]
+    changed: Mapping[str, NodeChange]
+    bindings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    lag: tuple[int, int] | None = None
+    sinks: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        nodes = self.added or self.removed or self.pruned or self.changed or self.renamed
+        return bool(nodes or self.bindings or self.lag or self.sinks)
+
+    def __str__(self) -> str:
+        lines = [f"{self.before.name} -> {self.after.name}" + ("" if self else ": no difference")]
+        for name in self.added:
+            sources = ", ".join(self.after[name].sources)
+            lines.append(f"+ {name}: {describe(self.after[name])}" + (f"  <- {sources}" if sources else ""))
+        for name in self.removed:
+            lines.append(f"- {name}: {describe(self.before[name])}")
+        for name in self.pruned:
+            lines.append(f"- {name}: {describe(self.before[name])}  (nothing reads it any more)")
+        for old_name, new_name in self.renamed.items():
+            lines.append(f"~ {old_name} -> {new_name} (renamed)")
+        for name, change in self.changed.items():
+            for parameter, (old, new) in change.parameters.items():
+                lines.append(f"~ {name}.{parameter}: {_show(old)} -> {_show(new)}")
+            for port, (source, target) in change.ports.items():
+                lines.append(f"~ {name} <- {port}: {source or 'unwired'} -> {target or 'unwired'}")
+        for role, (old, new) in self.bindings.items():
+            lines.append(f"~ role {role}: {_backend(old, role)} -> {_backend(new, role)}")
+        if self.lag:
+            lines.append(f"~ lag of Sync -> Generate: {self.lag[0]} -> {self.lag[1]}")
+        if self.sinks:
+            lines.append(f"~ sinks: {', '.join(self.sinks[0])} -> {', '.join(self.sinks[1])}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+DiffT = TypeVar("DiffT", bound=Diff)
+
+
+def diff(kind: type[DiffT], before: Graph, after: Graph) -> DiffT:
+    """What changes, as a `Diff` of this class.
+
+    Nodes are matched by name, and a node whose operator class changed counts as changed.
+    A node whose name is gone is matched with one of a new name where type, parameters and wiring are the same.
+
+    Raises:
+        GraphError: one of the two is no graph.
+    """
+    given: tuple[object, ...] = (before, after)
+    for graph in given:
+        if not isinstance(graph, Graph):
+            what = f"flowrl.load({str(graph)!r})" if isinstance(graph, str | Path) else "graph.diff(other.graph)"
+            raise GraphError(f"a {type(graph).__name__} is no graph; expected a Graph: {what}.")
+    renamed = _renamed(before, after)
+    gone = [name for name in before.nodes if name not in after and name not in renamed]
+    added = [name for name in after.nodes if name not in before and name not in renamed.values()]
+    written = [t for name in added for t in after[name].operator.signature.outputs.values()]
+    pruned = [
+        name
+        for name in gone
+        if name not in before.sinks
+        and set(before.network.successors(name)) <= set(gone)
+        and not any(accepts(t, w) for t in before[name].operator.signature.outputs.values() for w in written)
+    ]
+    changed = {}
+    for name, node in after.nodes.items():
+        if name in before and (change := _node_change(before[name], node, renamed)):
+            changed[name] = change
+    roles = sorted({*before.bindings, *after.bindings})
+    bindings = {
+        r: (before.bindings.get(r), after.bindings.get(r))
+        for r in roles
+        if before.bindings.get(r) != after.bindings.get(r)
+    }
+    moved = {renamed.get(s, s) for s in before.sinks if s not in gone} != set(after.sinks).difference(added)
+    return kind(
+        before,
+        after,
+        tuple(added),
+        tuple(name for name in gone if name not in pruned),
+        tuple(pruned),
+        changed,
+        bindings,
+        (before.lag, after.lag) if before.lag != after.lag else None,
+        (before.sinks, after.sinks) if moved else None,
+        renamed,
+    )
+
+
+def _renamed(before: Graph, after: Graph) -> dict[str, str]:
+    """The nodes that `after` has under another name, and otherwise as `before` has them; old name to new."""
+    renamed: dict[str, str] = {}
+    for node in after.nodes.values():  # in topological order: what its sources are called now is known by then
+        gone = [old for name, old in before.nodes.items() if name not in after and name not in renamed]
+        same = [old.name for old in gone if node.name not in before and not _node_change(old, node, renamed)]
+        if same:
+            renamed[same[0]] = node.name
+    return renamed
+
+
+def _node_change(old: Node, new: Node, renamed: Mapping[str, str]) -> NodeChange | None:
+    """What changed, but for the names of what is `renamed`."""
+    inputs = {slot: edge._replace(node=renamed.get(edge.node, edge.node)) for slot, edge in old.inputs.items()}
+    old = Node(old.name, old.operator, inputs)
+    before, after = _parameters(old), _parameters(new)
+    if before["operator"] != after["operator"] and _short(before["operator"]) != _short(after["operator"]):
+        before["operator"], after["operator"] = _short(before["operator"]), _short(after["operator"])
+    changes, ports = _changes(before, after), _changes(compact_inputs(old), compact_inputs(new))
+    return NodeChange(changes, ports) if changes or ports else None
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs, by key; None is absent."""
+    return {k: (before.get(k), after.get(k)) for k in {**before, **after} if before.get(k) != after.get(k)}
+
+
+def _parameters(node: Node) -> dict[str, Any]:
+    encoded = encode(node.operator, node.name, portable=False)
+    return {"operator": encoded["$type"], **_flat(encoded)}
+
+
+def _flat(encoded: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters flattened one level down, so that ``loss.kl`` shows as such and not as two whole losses."""
+    flat: dict[str, Any] = {}
+    for name, value in encoded.items():
+        if isinstance(value, dict) and "$type" in value:
+            flat |= {f"{name}.{k}" if k != "$type" else name: v for k, v in value.items()}
+        elif name != "$type":
+            flat[name] = value
+    return flat
+
+
+def backend_changes(role: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[str]:
+    """What changes from one backend of a role to another, as `encode` writes them: ``role actor.optimizer.lr: ...``."""
+    if before is None or after is None or before["$type"] != after["$type"]:
+        return [f"role {role}: {_show(before)} -> {_show(after)}"]
+    changes = _changes(_flat(before), _flat(after)).items()
+    return [f"role {role}.{name}: {_show(old)} -> {_show(new)}" for name, (old, new) in changes]
+
+
+def describe(node: Node) -> str:
+    """``GAE(lam=0.9)``: the operator with the parameters that differ from their defaults."""
+    return _spec(node.operator, node.name)
+
+
+def _spec(spec: Spec, where: str) -> str:
+    given = [f"{name}={_show(encode(value, where, portable=False))}" for name, value in non_default(spec).items()]
+    return f"{type(spec).__name__}({', '.join(given)})"
+
+
+def _backend(backend: Any, role: str) -> str:
+    return _spec(backend, role) if isinstance(backend, Spec) else repr(backend)
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Mapping) and "$type" in value:
+        inner = ", ".join(f"{k}={_show(v)}" for k, v in value.items() if k != "$type" and v is not None)
+        return f"{_short(value['$type'])}({inner})"
+    if isinstance(value, Mapping) and "$role" in value:
+        return f"role {value['$role']}"
+    if isinstance(value, Mapping) and ("$function" in value or "$named" in value):
+        return str(value.get("$function", value.get("$named")))
+    if isinstance(value, Mapping) and "$class" in value:
+        return _short(value["$class"])
+    return repr(value)
+
+
+def _short(path: str) -> str:
+    """``flowrl.operators.advantage:GAE`` -> ``GAE``."""
+    return path.rpartition(":")[2].rpartition(".")[2]

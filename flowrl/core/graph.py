@@ -1,0 +1,246 @@
+"""Graphs as data: immutable nodes, and what can be asked of them. `flowrl.Graph` adds the verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Self
+
+import networkx as nx
+
+from flowrl.core.inference import infer
+from flowrl.core.operator import Operator
+from flowrl.core.ports import Signature
+from flowrl.core.protocols import Rollout, refuse_unfit
+from flowrl.core.roles import RoleRef
+from flowrl.core.symbols import Edge, EdgeType
+from flowrl.data.record_types import record_columns
+from flowrl.errors import BindError, GraphError, offer
+
+
+class Input(Operator):
+    """The node of an algorithm's input: it computes nothing, its outputs are the columns of `record`."""
+
+    record: type
+
+    @property
+    def signature(self) -> Signature:
+        return Signature({}, {}, record_columns(self.record), self.record)
+
+    def __repr__(self) -> str:
+        return f"Input({self.record.__name__})"
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operator in its place: where each slot of its ports comes from."""
+
+    name: str
+    operator: Operator
+    inputs: Mapping[str, Edge]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
+
+    @property
+    def sources(self) -> list[str]:
+        """The nodes it reads from, without repetition."""
+        return list(dict.fromkeys(edge.node for edge in self.inputs.values()))
+
+    @property
+    def is_input(self) -> bool:
+        return isinstance(self.operator, Input)
+
+
+class Use(NamedTuple):
+    """One node's use of a role."""
+
+    node: str
+    mode: Literal["reads", "writes"]
+    protocol: type
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A dataflow graph: exactly what its sinks reach.
+
+    Args:
+        name: the algorithm's name.
+        nodes: by name, in topological order.
+        sinks: the nodes that the graph is run for.
+        lag: how many versions generation may run ahead, on the back-edge from `Sync` to `Generate`; 0 is on-policy.
+        bindings: backends by role, as far as they are bound.
+    """
+
+    name: str
+    nodes: Mapping[str, Node]
+    sinks: tuple[str, ...]
+    lag: int = 0
+    bindings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def build(
+        cls,
+        name: str,
+        nodes: Mapping[str, Node],
+        sinks: Sequence[str],
+        lag: int = 0,
+        bindings: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """A graph of those of `nodes` that `sinks` reach, checked.
+
+        Raises:
+            GraphError: no sink, an edge from nowhere, a cycle (which is named), or a lag without a back-edge.
+            PortError: a connection that does not fit.
+        """
+        data: nx.DiGraph[str] = nx.DiGraph()
+        for position, node in enumerate(nodes.values()):
+            data.add_node(node.name, position=position)
+        for node in nodes.values():
+            for slot, edge in node.inputs.items():
+                if edge.node not in nodes or edge.output not in nodes[edge.node].operator.signature.outputs:
+                    raise GraphError(
+                        f"{node.name}.{slot} comes from {edge}, which {name} does not have; it has the nodes "
+                        f"{', '.join(nodes)}."
+                    )
+                data.add_edge(edge.node, node.name)
+        if not sinks:
+            raise GraphError(f"{name} has no sink, so nothing would be computed; name the nodes that it is run for.")
+        if unknown := [sink for sink in sinks if sink not in nodes]:
+            raise GraphError(f"{name} has no node {unknown[0]!r} to be a sink; {offer(unknown[0], nodes)}")
+        reached = set(sinks).union(*(nx.ancestors(data, sink) for sink in sinks))
+        data = data.subgraph(reached)
+        try:
+            order = list(nx.lexicographical_topological_sort(data, key=lambda n: data.nodes[n]["position"]))
+        except nx.NetworkXUnfeasible:
+            cycle = [edge[0] for edge in nx.find_cycle(data)]
+            raise GraphError(
+                f"the nodes {' -> '.join([*cycle, cycle[0]])} form a cycle; within a step a graph is acyclic, and the "
+                f"one edge across steps is Sync -> Generate, which is implied."
+            ) from None
+        graph = cls(
+            name,
+            MappingProxyType({n: nodes[n] for n in order}),
+            tuple(dict.fromkeys(sinks)),
+            lag,
+            MappingProxyType(dict(bindings or {})),
+        )
+        _ = graph.types  # every connection is checked here
+        if isinstance(lag, bool) or not isinstance(lag, int) or lag < 0:
+            raise GraphError(
+                f"{name} has lag={lag!r}; expected how many versions generation may run ahead: 0, 1, 2, ..."
+            )
+        if lag and not graph.back_edges:
+            raise GraphError(
+                f"lag={lag} belongs to the back-edge Sync -> Generate, which {name} does not have; add a Sync, or "
+                "edit(lag=0)."
+            )
+        return graph
+
+    @cached_property
+    def types(self) -> Mapping[Edge, EdgeType]:
+        """The type of every output."""
+        types: dict[Edge, EdgeType] = {}
+        for node in self.nodes.values():
+            inputs = {slot: (edge, types[edge]) for slot, edge in node.inputs.items()}
+            for output, typed in infer(node.name, node.operator, inputs, types).items():
+                types[Edge(node.name, output)] = typed
+        return MappingProxyType(types)
+
+    def __getitem__(self, name: str) -> Node:
+        if name not in self.nodes:
+            raise GraphError(f"the graph {self.name} has no node {name!r}; {offer(name, self.nodes)}")
+        return self.nodes[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.nodes
+
+    @property
+    def inputs(self) -> dict[str, type]:
+        """Record class of every input."""
+        return {n.name: n.operator.record for n in self.nodes.values() if isinstance(n.operator, Input)}
+
+    @cached_property
+    def network(self) -> nx.DiGraph[str]:
+        """The data edges as a networkx graph: nodes bear ``operator``, edges ``slots`` (slot to `Edge`)."""
+        network: nx.DiGraph[str] = nx.DiGraph(name=self.name)
+        for node in self.nodes.values():
+            network.add_node(node.name, operator=node.operator)
+            for source in node.sources:
+                network.add_edge(source, node.name, slots={s: e for s, e in node.inputs.items() if e.node == source})
+        nx.freeze(network)
+        return network
+
+    @property
+    def back_edges(self) -> list[tuple[str, str]]:
+        """The edges across steps: from each node that writes an engine's weights to each that generates with them."""
+        engines = [(role, uses) for role, uses in self.roles().items() if any(u.protocol is Rollout for u in uses)]
+        return [
+            (writer.node, reader.node)
+            for _, uses in engines
+            for writer in uses if writer.mode == "writes"
+            for reader in uses if reader.mode == "reads"
+        ]  # fmt: skip
+
+    @property
+    def generators(self) -> list[str]:
+        """The roles that generate."""
+        return [r for r, uses in self.roles().items() if any(u.protocol is Rollout and u.mode == "reads" for u in uses)]
+
+    @property
+    def trained(self) -> list[str]:
+        """The roles whose weights are trained."""
+        return [
+            r for r, uses in self.roles().items() if any(u.protocol is not Rollout and u.mode == "writes" for u in uses)
+        ]
+
+    def bound(self, bindings: Mapping[str, Any]) -> Self:
+        """The same graph with exactly these backends.
+
+        Raises:
+            BindError: a role that the graph does not have, or a backend that cannot serve what the graph asks of it.
+        """
+        roles = self.roles()
+        for role, backend in bindings.items():
+            if role not in roles:
+                raise BindError(f"{self.name} has no role {role!r} to bind; {offer(role, roles)}")
+            for use in roles[role]:
+                refuse_unfit(role, backend, use.node, use.protocol)
+        return replace(self, bindings=MappingProxyType(dict(bindings)))
+
+    def ancestors(self, name: str) -> set[str]:
+        """The nodes that `name` depends on by data."""
+        return set(nx.ancestors(self.network, self[name].name))
+
+    def descendants(self, name: str) -> set[str]:
+        """The nodes that depend on `name` by data."""
+        return set(nx.descendants(self.network, self[name].name))
+
+    def roles(self) -> dict[str, list[Use]]:
+        """Who uses which role, and how."""
+        roles: dict[str, list[Use]] = {}
+        for node in self.nodes.values():
+            for field_name, use in node.operator.role_uses.items():
+                ref = getattr(node.operator, field_name)
+                if isinstance(ref, RoleRef):
+                    roles.setdefault(ref.name, []).append(Use(node.name, use.mode, use.protocol))
+        return roles
+
+    def subgraph(self, until: str | Iterable[str]) -> Self:
+        """The part that computes `until` (a node, or several), for validation or for looking at.
+
+        Bindings of roles that it does not use, and the lag of a back-edge that it does not have, fall away.
+        """
+        part = self.build(self.name, self.nodes, (until,) if isinstance(until, str) else tuple(until))
+        bindings = {role: backend for role, backend in self.bindings.items() if role in part.roles()}
+        return replace(part, lag=self.lag if part.back_edges else 0, bindings=MappingProxyType(bindings))
+
+    def __repr__(self) -> str:
+        lines = [f"{self.name}: {len(self.nodes)} nodes -> {', '.join(self.sinks)}"]
+        for node in self.nodes.values():
+            lines.append(
+                f"  {node.name:<16} {node.operator!r}" + (f"  <- {', '.join(node.sources)}" if node.sources else "")
+            )
+        return "\n".join(lines)

@@ -1,0 +1,137 @@
+"""`Plan`: a graph in the order in which it runs.
+
+Data edges do not say when weights may change, so the plan adds *state edges*: whoever reads a role's weights as they
+are at the start of the step comes before whoever writes them. Executors only walk a plan.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from functools import cached_property
+
+import networkx as nx
+
+from flowrl.core.graph import Graph, Node
+from flowrl.core.protocols import Rollout
+from flowrl.core.roles import RoleRef
+from flowrl.errors import GraphError
+
+
+@dataclass(frozen=True)
+class StateEdge:
+    """`before` reads the weights of `role` and must do so before `after` writes them."""
+
+    before: str
+    after: str
+    role: str
+
+
+def state_edges(graph: Graph) -> list[StateEdge]:
+    """The state edges of a graph: from every reader of a role's weights to every writer that it does not depend on."""
+    edges = []
+    for role, uses in graph.roles().items():
+        for writer in (use.node for use in uses if use.mode == "writes"):
+            downstream = nx.descendants(graph.network, writer)
+            for reader in (use.node for use in uses if use.mode == "reads"):
+                if reader != writer and reader not in downstream:
+                    edges.append(StateEdge(reader, writer, role))
+    return edges
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A graph with its state edges, ready to be walked."""
+
+    graph: Graph
+
+    @cached_property
+    def state_edges(self) -> list[StateEdge]:
+        """See `state_edges`."""
+        return state_edges(self.graph)
+
+    @cached_property
+    def network(self) -> nx.DiGraph[str]:
+        """Data and state edges together.
+
+        Raises:
+            GraphError: together they form a cycle, so no order keeps all weights as their readers expect them.
+        """
+        network: nx.DiGraph[str] = nx.DiGraph(self.graph.network)
+        network.add_edges_from((edge.before, edge.after) for edge in self.state_edges)
+        if not nx.is_directed_acyclic_graph(network):
+            cycle = [a for a, _ in nx.find_cycle(network)]
+            raise GraphError(
+                f"no order keeps weights as their readers expect them: {' -> '.join([*cycle, cycle[0]])} is a cycle of "
+                f"data and of reads before writes; let the reader depend on what the writer returns, or give it a role "
+                f"of its own."
+            )
+        return network
+
+    @cached_property
+    def order(self) -> list[Node]:
+        """The nodes in one fixed order that keeps every edge; inputs are left out."""
+        position = {name: i for i, name in enumerate(self.graph.nodes)}
+        names = nx.lexicographical_topological_sort(self.network, key=position.__getitem__)
+        return [self.graph[name] for name in names if not self.graph[name].is_input]
+
+    @cached_property
+    def waves(self) -> list[list[Node]]:
+        """The nodes by how many must run before them, one after another; those of a wave do not wait for each other."""
+        inputs = self.graph.inputs
+        generations = nx.topological_generations(self.network)
+        found = [{name for name in generation if name not in inputs} for generation in generations]
+        return [[node for node in self.order if node.name in wave] for wave in found if wave]
+
+    @cached_property
+    def last_reader(self) -> dict[str, str]:
+        """For each node whose outputs are read: the node after which nobody needs them any more."""
+        last: dict[str, str] = {}
+        for node in self.order:
+            for source in node.sources:
+                last[source] = node.name
+        return last
+
+    @cached_property
+    def syncs(self) -> list[Node]:
+        """The nodes that carry weights to an engine that generates."""
+        return [
+            n
+            for n in self.order
+            if any(u.protocol is Rollout and u.mode == "writes" for u in n.operator.role_uses.values())
+        ]
+
+    def __str__(self) -> str:
+        """The plan for people: waves, where each node runs, what rows it may be split by, and just what it reads."""
+        lines = [f"{self.graph.name}: {len(self.order)} nodes in {len(self.waves)} waves; those of one may run at once"]
+        numbered = [(str(number), node) for number, wave in enumerate(self.waves, start=1) for node in wave]
+        rows = [(number, node.name, _where(node), node.operator.granularity) for number, node in numbered]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        indent = " " * (widths[0] + 4)
+        for row, (_, node) in zip(rows, numbered, strict=True):
+            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            for source in node.sources:
+                read = sorted({edge.output for edge in node.inputs.values() if edge.node == source})
+                text = f"from {source}: {', '.join(read)}"
+                lines += textwrap.wrap(text, 120, initial_indent=indent, subsequent_indent=f"{indent}  ")
+        if self.state_edges:
+            lines.append("weights are read before they are written:")
+            lines += [f"  {edge.role}: {edge.before} before {edge.after}" for edge in self.state_edges]
+        return "\n".join(lines)
+
+
+def home(node: Node) -> str | None:
+    """The role in whose process a node runs: the one that it writes, else the one that it reads; None without any."""
+    return next(iter(_roles(node)), None)
+
+
+def _roles(node: Node) -> list[str]:
+    """The roles of a node, those that it writes first."""
+    uses = sorted(node.operator.role_uses.items(), key=lambda item: item[1].mode != "writes")
+    found = (getattr(node.operator, field) for field, _ in uses)
+    return [ref.name for ref in found if isinstance(ref, RoleRef)]
+
+
+def _where(node: Node) -> str:
+    roles = _roles(node)
+    return " with ".join(roles) or "general"

@@ -1,0 +1,162 @@
+"""Ports: what an operator reads and writes, taken from the annotations of its `__call__`.
+
+A port wants one column, a record of columns, or a batchless value such as `Updated`. A record port is flattened into
+*slots* (``rollout.input_ids``), so that an edge always carries exactly one column or value and a plan knows just which
+columns a node reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Union, get_args, get_origin
+
+from flowrl import columns
+from flowrl.data.keys import Key
+from flowrl.data.metrics import Metrics
+from flowrl.data.record_types import SlotType, hints_of, located, record_columns, record_tuple, value_type
+from flowrl.errors import DefinitionError
+
+INJECTED: Any = None
+"""Default of a parameter that the executor fills in: ``key: Key = INJECTED`` or ``metrics: Metrics = INJECTED``."""
+
+INJECTABLE: tuple[type, ...] = (Key, Metrics)
+
+
+@dataclass(frozen=True)
+class Port:
+    """One parameter of an operator.
+
+    Args:
+        name: the parameter's name.
+        slots: slot name to type; a port of one column or value has one slot, named as the port.
+        record: the record class, where the port takes a record.
+        optional: declared ``X | None``.
+    """
+
+    name: str
+    slots: Mapping[str, SlotType]
+    record: type | None = None
+    optional: bool = False
+
+    def pack(self, values: Mapping[str, Any]) -> Any:
+        """What the operator is called with, given the values of the slots; None for an optional port without any."""
+        if any(slot not in values for slot in self.slots):
+            return None
+        if self.record is None:
+            return values[self.name]
+        fields = {slot.partition(".")[2]: values[slot] for slot in self.slots}
+        return record_tuple(self.record)(**fields)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All ports of an operator class, the parameters that the executor injects, and the outputs."""
+
+    ports: Mapping[str, Port]
+    injected: Mapping[str, type]
+    outputs: Mapping[str, SlotType]
+    output_record: type | None = None
+
+    @cached_property
+    def slots(self) -> Mapping[str, SlotType]:
+        """Every input slot of every port."""
+        return {slot: t for port in self.ports.values() for slot, t in port.slots.items()}
+
+    def retyped(self, name: str, annotation: Any) -> Signature:
+        """The same ports, but that the one named so wants what `annotation` says."""
+        slots, record = _slots(name, annotation, {})
+        return replace(self, ports={**self.ports, name: replace(self.ports[name], slots=slots, record=record)})
+
+    def unpack(self, result: Any) -> dict[str, Any]:
+        """What the operator returned, by output name."""
+        if self.output_record is None:
+            return {name: result for name in self.outputs}
+        return {name: getattr(result, name) for name in self.outputs}
+
+
+def _slots(name: str, annotation: Any, localns: Mapping[str, Any]) -> tuple[dict[str, SlotType], type | None]:
+    """Slots of one annotation, and the record class where it is a record."""
+    column = columns.parse(annotation)
+    if column is not None:
+        return {name: columns.register(column)}, None
+    if isinstance(annotation, type) and (fields := record_columns(annotation, localns)):
+        return {f"{name}.{field}": t for field, t in fields.items()}, annotation
+    return {name: value_type(annotation)}, None
+
+
+def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) -> Signature:
+    """Read the ports of a `__call__`.
+
+    Args:
+        call: the function.
+        where: ``file:line: Class`` for messages.
+        localns: names that annotations may use besides the module's.
+
+    Raises:
+        DefinitionError: a parameter or the return value lacks an annotation, or has one that is no port.
+    """
+    with located(f"{where}.__call__"):
+        hints = hints_of(call, localns)
+    ports: dict[str, Port] = {}
+    injected: dict[str, type] = {}
+    parameters = list(inspect.signature(call).parameters.values())[1:]
+    for p in parameters:
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
+            raise DefinitionError(
+                f"{where}.__call__ takes {str(p).partition(':')[0]} as {p.kind.description}; ports are fixed and bear "
+                f"names, so declare each one as an ordinary parameter."
+            )
+        if p.name not in hints:
+            raise DefinitionError(
+                f"{where}.__call__ has the parameter {p.name!r} without an annotation; annotate it with a column "
+                f"(flowrl.columns), a record (flowrl.records) or a class of value."
+            )
+        annotation, optional = _strip_none(hints[p.name])
+        if annotation in INJECTABLE:
+            injected[p.name] = annotation
+            continue
+        with located(f"{where}.__call__({p.name})"):
+            slots, record = _slots(p.name, annotation, localns)
+        if optional and p.default is p.empty:
+            raise DefinitionError(f"{where}.__call__({p.name}) is optional; give it the default None.")
+        ports[p.name] = Port(p.name, slots, record, optional)
+    if "return" not in hints or hints["return"] is type(None):
+        raise DefinitionError(
+            f"{where}.__call__ has no return annotation; say which column, record or value it returns."
+        )
+    returned = hints["return"]
+    with located(f"{where}.__call__, return value"):
+        if (column := columns.parse(returned)) is not None:
+            return Signature(ports, injected, {column.name: columns.register(column)})
+        if isinstance(returned, type) and (fields := record_columns(returned, localns)):
+            if not issubclass(returned, tuple):
+                raise DefinitionError(
+                    f"the Protocol {returned.__name__} can only be read; expected a NamedTuple of its columns."
+                )
+            return Signature(ports, injected, fields, returned)
+        value = value_type(returned)
+        return Signature(ports, injected, {snake_case(value.cls.__name__): value})
+
+
+def _strip_none(annotation: Any) -> tuple[Any, bool]:
+    if get_origin(annotation) in (Union, types.UnionType):
+        rest = [a for a in get_args(annotation) if a is not type(None)]
+        if len(rest) == 1 and len(rest) < len(get_args(annotation)):
+            return rest[0], True
+    return annotation, False
+
+
+def snake_case(name: str) -> str:
+    """``UpdateActor`` -> ``update_actor``, ``GAE`` -> ``gae``, ``KLShape`` -> ``kl_shape``."""
+    out = []
+    for i, ch in enumerate(name):
+        follows_lower = i > 0 and not name[i - 1].isupper()
+        starts_word = i > 0 and i + 1 < len(name) and name[i - 1].isupper() and name[i + 1].islower()
+        if ch.isupper() and (follows_lower or starts_word) and i > 0:
+            out.append("_")
+        out.append(ch.lower())
+    return "".join(out)

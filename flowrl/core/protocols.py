@@ -1,0 +1,297 @@
+"""What a live engine must do: the Protocols through which operators reach weights.
+
+A *backend* is a frozen spec (``TorchTrainer(model, ...)``); its `build` returns the live engine. Operators know engines
+only by these Protocols, so that one engine can stand in for another.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from flowrl.data.keys import Key
+from flowrl.data.metrics import Metrics
+from flowrl.errors import BindError
+from flowrl.records import Receipt, Sequences, Tokens
+
+if TYPE_CHECKING:
+    from flowrl.data.tokenizer import ChatTokenizer
+
+Batch = TypeVar("Batch", bound=NamedTuple)
+Batch_contra = TypeVar("Batch_contra", bound=NamedTuple, contravariant=True)
+
+
+class MiniBatch(NamedTuple):
+    """The rows of one optimiser step, and the weight of each of their tokens in the loss.
+
+    Args:
+        rows: int64 ``[rows]``, indices into the batch of the step.
+        weights: float32 ``[rows response]``; the loss of the mini-batch is ``(weights * per_token_loss).sum()``, so
+            neither micro-batches nor ranks change it: every one sums its own rows.
+    """
+
+    rows: Tensor
+    weights: Tensor
+
+
+class Loss(Protocol[Batch_contra]):
+    """A per-token loss, given what the model says now: log-probs with their entropy, or values."""
+
+    @property
+    def wants_entropy(self) -> bool: ...
+
+    def __call__(
+        self, output: Tensor, entropy: Tensor | None, batch: Batch_contra, weights: Tensor, metrics: Metrics
+    ) -> Tensor:
+        """The scalar loss of some rows of a mini-batch: ``(weights * per_token_loss).sum()``.
+
+        Args:
+            output: float32 ``[rows response]``: log-probs (`Trainer`) or values (`Critic`) under the weights as they
+                are.
+            entropy: float32 ``[rows response]`` of the next-token distribution, with a gradient only where
+                `wants_entropy`; None for values.
+            batch: the columns of these rows.
+            weights: float32 ``[rows response]``.
+            metrics: where the loss reports its numbers; parts of a mini-batch merge.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Args:
+        temperature: 0 is greedy.
+        top_k: keep the `top_k` most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches `top_p`; 1 keeps all.
+        max_new_tokens: at most so many tokens a row.
+        stop_token_ids: tokens that end a row, besides the tokeniser's EOS; the stop token is part of the response.
+        stop: strings that end a row, once its text (special tokens skipped) contains one. The response ends with the
+            token that completes the string: all of that token is part of it, and so the text may go on past the string.
+        ignore_eos: EOS does not end a row; stop tokens and strings still do.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+class Sampled(NamedTuple):
+    """What an engine sampled: right-padded ``[rows response]`` tokens (int64), mask (bool), log-probs (float32)."""
+
+    responses: Tensor
+    response_mask: Tensor
+    log_probs: Tensor
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Weights of a causal LM that can score tokens."""
+
+    def log_probs(self, batch: Sequences) -> Tensor:
+        """Log-probs of the response tokens at each row's temperature: float32 ``[batch response]``, 0 off the mask."""
+        ...
+
+
+@runtime_checkable
+class Trainer(Scorer, Protocol):
+    """A scorer whose weights are trained."""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights: how many `update` calls they have seen."""
+        ...
+
+    def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], loss: Loss[Batch]) -> Metrics:
+        """One optimiser step per mini-batch, in order; then `version` grows by one."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under their Hugging Face names, sorted, tied ones once."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on: weights, optimiser, schedule, version."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write weights, configuration and tokeniser as a Hugging Face folder."""
+        ...
+
+
+@runtime_checkable
+class Critic(Protocol):
+    """Weights of a value function over tokens."""
+
+    @property
+    def version(self) -> int: ...
+
+    def values(self, batch: Tokens) -> Tensor:
+        """The value before each response token: float32 ``[batch response]``, 0 off the mask."""
+        ...
+
+    def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], loss: Loss[Batch]) -> Metrics:
+        """One optimiser step per mini-batch, in order; then `version` grows by one."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Rollout(Protocol):
+    """An engine that samples responses. It starts without a receipt and must not generate until it has one."""
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """The receipt of the last sync, or None."""
+        ...
+
+    @property
+    def tokenizer(self) -> ChatTokenizer: ...
+
+    def generate(
+        self, prompts: Tensor, prompt_mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key
+    ) -> Sampled:
+        """Sample one response per row; row ``i`` draws from ``key.uniforms(row_ids)``, or from a seed out of it.
+
+        Raises:
+            SyncError: the engine holds no receipt.
+        """
+        ...
+
+    def sync(self, source: Trainer) -> Receipt:
+        """Take over the weights of `source`; the receipt bears `source.version`.
+
+        Raises:
+            SyncError: what was received is not what was sent.
+        """
+        ...
+
+
+@runtime_checkable
+class Adapted(Protocol):
+    """A trainer that trains an adapter beside weights that stay; an engine that holds these needs the adapter alone."""
+
+    @property
+    def adapter_of(self) -> str:
+        """What the adapter is added to, and how: the digest of the weights that stay, and the scaling. It must be equal
+        on both sides of a sync."""
+        ...
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's weights under the names that PEFT writes, sorted."""
+        ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can give its device to others between its turns."""
+
+    def sleep(self) -> None:
+        """Release the device; the engine computes nothing until `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Take the device back."""
+        ...
+
+
+@runtime_checkable
+class Checkpointed(Protocol):
+    """An engine that writes what it needs to go on, and goes on from it; of several ranks, each writes its part."""
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write into a new folder."""
+        ...
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Go on from what was written.
+
+        Raises:
+            DataError: it is of another model or optimiser, or damaged.
+        """
+        ...
+
+
+class BuildContext(Protocol):
+    """What a backend may ask for while it is built."""
+
+    def engine(self, role: str) -> Any:
+        """The live engine of another role (built first)."""
+        ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def rank(self) -> int:
+        """Which of the processes that build this engine together this one is."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many processes build this engine together; if several, they are the default group of
+        `torch.distributed`, which the caller has initialised, unless the backend says ``collective = False``."""
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A frozen spec of an engine: what to load and where; nothing is loaded before `build`."""
+
+    def build(self, context: BuildContext) -> Any:
+        """The live engine."""
+        ...
+
+
+def refuse_unfit(role: str, backend: Any, node: str, protocol: type) -> None:
+    """Refuse a backend whose engine is not what `node` asks of `role`, before anything is loaded.
+
+    Raises:
+        BindError: naming the members that the engine lacks.
+    """
+    if not isinstance(backend, Backend):
+        raise BindError(
+            f"the role {role!r} is bound to {backend!r}, which is no backend (it has no build(context)); bind a spec "
+            f"such as TorchTrainer(model)."
+        )
+    try:
+        engine = typing.get_type_hints(type(backend).build).get("return")
+    except NameError as error:
+        raise BindError(
+            f"the annotations of {type(backend).__name__}.build cannot be resolved ({error}); import what they name at "
+            f"the top of its module, and not under TYPE_CHECKING."
+        ) from error
+    if not isinstance(engine, type):
+        raise BindError(
+            f"{type(backend).__name__}.build returns {engine!r} by its annotation; annotate the class of its live "
+            f"engine."
+        )
+    # Attributes that are only assigned in __init__ can be declared by an annotation in the class.
+    declared = {name for base in engine.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", {}))}
+    missing = sorted(_members(protocol) - declared)
+    if missing:
+        raise BindError(
+            f"the role {role!r} is bound to {type(backend).__name__}, but {node} needs a {protocol.__name__} there, "
+            f"and {engine.__name__} declares no {', '.join(missing)}; bind {role}= to a backend that is a "
+            f"{protocol.__name__}."
+        )
+
+
+def _members(protocol: type) -> set[str]:
+    """Names of everything that a Protocol class and its Protocol bases declare."""
+    bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False) and base is not Protocol]
+    return {name for base in bases for name in vars(base) if not name.startswith("_")}

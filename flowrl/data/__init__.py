@@ -1,0 +1,1 @@
+"""What flows: `DataProto` and its columns, prompts from files, tokens, keys, metrics."""

@@ -1,0 +1,417 @@
+"""`DataProto`: an immutable record of columns that share one batch axis, what the executor carries between operators.
+
+A column is a torch tensor ``[batch ...]`` or a 1-d NumPy object array ``[batch]``; `meta` is a JSON-able dict. Every
+operation returns a new `DataProto` and leaves its own alone. Columns are not copied where a view will do, so writing
+into a tensor in place is seen by all who share it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowrl.columns import ColumnType
+from flowrl.data import column_math as proto_columns
+from flowrl.data import formats as proto_io
+from flowrl.data.column_math import Columns, Objects, Pad, difference, same, short
+from flowrl.data.keys import Key
+from flowrl.data.record_types import record_columns, record_tuple
+from flowrl.errors import ColumnNotFoundError, DataError
+
+R = TypeVar("R")
+Rows = slice | Sequence[int] | Sequence[bool] | Tensor | np.ndarray
+"""Which rows: a slice, indices, or a bool mask over all rows."""
+
+
+class DataProto:
+    """Columns that share one batch axis, and `meta`.
+
+    Args:
+        columns: name to tensor ``[batch ...]`` or object array ``[batch]``. Columns that flowrl knows
+            (`flowrl.columns`) must have their dtype and axes, and an axis has one width in all of them.
+        meta: JSON-able; copied.
+
+    Raises:
+        DataError: columns of unequal length, of a wrong dtype or shape, or meta that is not JSON-able.
+    """
+
+    __slots__ = ("_axes", "_columns", "_meta", "_rows")
+
+    def __init__(self, columns: Columns, meta: Mapping[str, Any] | None = None) -> None:
+        self._columns = {name: proto_columns.check_column(name, column) for name, column in columns.items()}
+        lengths = {name: len(column) for name, column in self._columns.items()}
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+            raise DataError(
+                f"columns differ in their number of rows: {found}; expected one batch axis: index them alike."
+            )
+        self._rows = next(iter(lengths.values()), 0)
+        self._axes = proto_columns.bind_axes(self._columns)
+        proto_io.check_json(dict(meta or {}), "meta")
+        self._meta = copy.deepcopy(dict(meta or {}))
+
+    # ---- reading
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return self._rows
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    @property
+    def columns(self) -> Columns:
+        """All columns by name, read-only, in the order they came."""
+        return MappingProxyType(self._columns)
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """A copy of the meta dict."""
+        return copy.deepcopy(self._meta)
+
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
+    @overload
+    def __getitem__(self, key: Rows) -> DataProto: ...
+
+    def __getitem__(self, key: str | Rows) -> Any:
+        """``proto["values"]`` is a column; ``proto[2:5]``, ``proto[[0, 3]]`` and ``proto[mask]`` are rows.
+
+        Raises:
+            ColumnNotFoundError: no such column.
+            DataError: an index out of range, a mask of another length, or a single row number.
+        """
+        if isinstance(key, str):
+            self._require(key)
+            return self._columns[key]
+        if isinstance(key, slice) and key.step in (None, 1):
+            return self._with({name: column[key] for name, column in self._columns.items()})
+        index = self._index(key)
+        picked: dict[str, Tensor | Objects] = {}
+        for name, column in self._columns.items():
+            picked[name] = column[index.to(column.device)] if isinstance(column, Tensor) else column[index.numpy()]
+        return self._with(picked)
+
+    # ---- columns
+
+    def with_meta(self, meta: Mapping[str, Any]) -> DataProto:
+        """The same columns with `meta` in place of the old; ``with_meta({**proto.meta, "k": 1})`` adds to it."""
+        return DataProto(self._columns, meta)
+
+    def select(self, *names: str) -> DataProto:
+        """Only these columns, in this order."""
+        self._require(*names)
+        return self._with({name: self._columns[name] for name in names})
+
+    def drop(self, *names: str) -> DataProto:
+        """All columns but these."""
+        self._require(*names)
+        return self._with({name: column for name, column in self._columns.items() if name not in names})
+
+    def rename(self, names: Mapping[str, str]) -> DataProto:
+        """Columns under new names (``{old: new}``), in place; two columns may swap theirs.
+
+        Raises:
+            DataError: two columns would bear one name.
+        """
+        self._require(*names)
+        new = [names.get(name, name) for name in self._columns]
+        twice = sorted({name for name in new if new.count(name) > 1})
+        if twice:
+            raise DataError(
+                f"rename({dict(names)}) gives two columns the name {twice[0]!r}; choose another, or drop one."
+            )
+        return self._with(dict(zip(new, self._columns.values(), strict=True)))
+
+    def union(self, other: DataProto) -> DataProto:
+        """The columns and meta of both; what both have must be equal, bit for bit.
+
+        Raises:
+            DataError: the two differ; names the column and its first such row, or the meta key.
+        """
+        if self._columns and other._columns and len(self) != len(other):
+            raise DataError(
+                f"union of {len(self)} rows with {len(other)}; expected the same rows: index or repeat() one."
+            )
+        for name in (name for name in self._columns if name in other._columns):
+            if found := difference(self._columns[name], other._columns[name]):
+                raise DataError(
+                    f"both sides of union have a column {name!r}, and they differ: {found}; drop({name!r}) or "
+                    f"rename({{{name!r}: ...}}) on one side."
+                )
+        return DataProto({**self._columns, **other._columns}, _merge_meta([self, other], "union"))
+
+    # ---- rows
+
+    @staticmethod
+    def concat(protos: Sequence[DataProto], pad: Mapping[str, Pad] | None = None) -> DataProto:
+        """The rows of all, in order; all have the same columns. Unequal widths are padded with the column's own value.
+
+        A prompt axis is padded on the left, a response axis on the right, and a sequence axis (prompt then response) on
+        the left as its prompt grows and on the right as its response grows.
+
+        Args:
+            pad: ``{name: (value, side)}`` for the second axis of columns that flowrl does not know; `side` is
+                ``"left"``, ``"right"`` or ``"sequence"``.
+
+        Raises:
+            DataError: different columns, dtypes, devices or meta; widths that flowrl cannot pad or cannot tell apart.
+        """
+        if not protos:
+            raise DataError("concat was given no DataProto; expected at least one.")
+        first, pad = protos[0], pad or {}
+        first._require(*pad)
+        for i, proto in enumerate(protos):
+            if odd := sorted(proto._columns.keys() ^ first._columns.keys()):
+                raise DataError(
+                    f"concat wants the same columns in all, but numbers 0 and {i} differ in {odd}; select() them."
+                )
+        for name, value in pad.items():
+            proto_columns.check_pad(name, first._columns[name], value)
+        grown = proto_columns.growth([proto._axes for proto in protos])
+        joined: dict[str, Tensor | Objects] = {}
+        for name in first._columns:
+            parts = [proto._columns[name] for proto in protos]
+            tensors = [part for part in parts if isinstance(part, Tensor)]
+            arrays = [part for part in parts if not isinstance(part, Tensor)]
+            if tensors and arrays:
+                raise DataError(
+                    f"column {name!r} is a tensor in some and an object array in others; convert them first."
+                )
+            if tensors:
+                joined[name] = proto_columns.concat_padded(name, tensors, grown, pad.get(name))
+            else:
+                joined[name] = np.concatenate(arrays)
+        return DataProto(joined, _merge_meta(protos, "concat"))
+
+    def chunk(self, n: int) -> list[DataProto]:
+        """`n` parts as even as possible: the first ``len % n`` have one row more (as `numpy.array_split` does).
+
+        Raises:
+            DataError: `n` is less than 1 or more than the rows.
+        """
+        if not 1 <= n <= len(self):
+            raise DataError(f"chunk({n}) of {len(self)} rows; expected 1 to {len(self)} parts, so that none is empty.")
+        small, larger = divmod(len(self), n)
+        ends = [small * i + min(i, larger) for i in range(n + 1)]
+        return [self[a:b] for a, b in itertools.pairwise(ends)]
+
+    def split(self, size: int) -> list[DataProto]:
+        """Parts of `size` rows; the last may be smaller."""
+        if size < 1:
+            raise DataError(f"split({size}): the size of a part must be at least 1.")
+        return [self[a : a + size] for a in range(0, max(len(self), 1), size)]
+
+    def repeat(self, n: int, interleave: bool = True) -> DataProto:
+        """Every row `n` times: ``a a b b`` interleaved (the rows of a group stay together), else ``a b a b``."""
+        if n < 1:
+            raise DataError(f"repeat({n}): expected at least 1.")
+        rows = torch.arange(len(self))
+        return self[rows.repeat_interleave(n) if interleave else rows.repeat(n)]
+
+    def reorder(self, index: Sequence[int] | Tensor | np.ndarray) -> DataProto:
+        """The rows in another order.
+
+        Raises:
+            DataError: `index` is not a permutation of all rows.
+        """
+        rows = self._index(index)
+        if not torch.equal(rows.sort().values, torch.arange(len(self))):
+            raise DataError(
+                f"reorder wants each of the {len(self)} rows exactly once; proto[index] picks or repeats rows."
+            )
+        return self[rows]
+
+    def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
+        """Rows repeated from the start, in turn, until `divisor` divides the number; and how many (for `unpad`)."""
+        if divisor < 1:
+            raise DataError(f"pad_to_divisor({divisor}): expected at least 1.")
+        extra = -len(self) % divisor
+        return (self[torch.arange(len(self) + extra) % len(self)] if extra else self), extra
+
+    def unpad(self, n: int) -> DataProto:
+        """All rows but the last `n`."""
+        if not 0 <= n <= len(self):
+            raise DataError(f"unpad({n}) of {len(self)} rows; expected the number that pad_to_divisor gave.")
+        return self[: len(self) - n]
+
+    def minibatches(self, size: int, key: Key) -> Iterator[DataProto]:
+        """All rows in an order drawn from `key`, `size` at a time.
+
+        Raises:
+            DataError: `size` does not divide the rows (at the call, not at the first mini-batch).
+        """
+        if size < 1 or len(self) % size:
+            raise DataError(f"mini-batches of {size} do not divide {len(self)} rows; choose a size that does.")
+        order = torch.randperm(len(self), generator=key.generator())
+        return (self[order[a : a + size]] for a in range(0, len(self), size))
+
+    def groups(self) -> dict[str, Tensor]:
+        """The rows of each `uid`, int64 indices, in the order of first appearance.
+
+        Raises:
+            ColumnNotFoundError: there is no `uid`.
+            DataError: a `uid` is not a str.
+        """
+        rows: dict[str, list[int]] = {}
+        for row, uid in enumerate(self["uid"]):
+            if not isinstance(uid, str):
+                raise DataError(f"uid of row {row} is {uid!r}, a {type(uid).__name__}; expected a str.")
+            rows.setdefault(uid, []).append(row)
+        return {uid: torch.tensor(indices) for uid, indices in rows.items()}
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """All tensors on `device`."""
+        return self._with({name: c.to(device) if isinstance(c, Tensor) else c for name, c in self._columns.items()})
+
+    # ---- content
+
+    def equal(self, other: DataProto) -> bool:
+        """The same columns (bit for bit, so NaN equals NaN; objects by type and value) and meta, on any device."""
+        return (
+            self._columns.keys() == other._columns.keys()
+            and all(difference(column, other._columns[name]) is None for name, column in self._columns.items())
+            and same(self._meta, other._meta)
+        )
+
+    def digest(self) -> str:
+        """xxh3-128 over the content, 32 hex digits; order of columns, strides and device do not count.
+
+        Raises:
+            DataError: an object is not JSON-able.
+        """
+        return proto_io.digest(self._columns, self._meta)
+
+    # ---- other forms
+
+    @staticmethod
+    def from_record(record: Any, meta: Mapping[str, Any] | None = None) -> DataProto:
+        """The columns of a record (a NamedTuple such as `flowrl.records.RolloutBatch`) under their column names.
+
+        Raises:
+            DataError: not a record, or one with a field that is not a column.
+        """
+        return DataProto({name: getattr(record, field) for field, name in _record_fields(type(record)).items()}, meta)
+
+    def to_record(self, record: type[R]) -> R:
+        """The columns that `record` (a NamedTuple, or a Protocol of properties) reads, as such a record.
+
+        Raises:
+            ColumnNotFoundError: a column that the record reads is not here.
+        """
+        fields = _record_fields(record)
+        self._require(*fields.values())
+        packed: R = record_tuple(record)(**{field: self._columns[name] for field, name in fields.items()})
+        return packed
+
+    def save(self, folder: str | Path) -> None:
+        """Write a new `folder` at once: safetensors for tensors, JSON for objects and meta, and their digests.
+
+        Raises:
+            DataError: the folder is not empty, or an object is not JSON-able.
+        """
+        proto_io.save(folder, self._columns, self._meta)
+
+    @staticmethod
+    def load(folder: str | Path) -> DataProto:
+        """What `save` wrote, on the CPU.
+
+        Raises:
+            DataError: names the file that is missing or damaged.
+        """
+        return DataProto(*proto_io.load(folder))
+
+    def to_tensordict(self) -> Any:
+        """A `tensordict.TensorDict`: objects as `NonTensorStack`, meta as `NonTensorData`."""
+        return proto_io.to_tensordict(self._columns, self._meta, len(self))
+
+    @staticmethod
+    def from_tensordict(data: Any) -> DataProto:
+        """The reverse of `to_tensordict`; a `NonTensorData` of a known object column's name fills that column."""
+        return DataProto(*proto_io.from_tensordict(data))
+
+    def to_verl(self) -> dict[str, dict[str, Any]]:
+        """``{"batch": ..., "non_tensor_batch": ..., "meta_info": ...}``, known masks as int64."""
+        return proto_io.to_verl(self._columns, self.meta)
+
+    @staticmethod
+    def from_verl(data: Any) -> DataProto:
+        """The reverse of `to_verl`; also takes an object with these three attributes, such as a ``verl.DataProto``."""
+        return DataProto(*proto_io.from_verl(data))
+
+    def __repr__(self) -> str:
+        tensors = [c for c in self._columns.values() if isinstance(c, Tensor)]
+        devices = ", ".join(sorted({str(c.device) for c in tensors})) or "no device"
+        total = proto_columns.size(sum(c.nbytes for c in tensors))
+        head = f"DataProto: {len(self)} rows, {len(self._columns)} columns, {total} of tensors on {devices}"
+        meta = [f"meta: {short(self._meta, 100)}"] if self._meta else []
+        return "\n".join([head, proto_columns.table(self._columns), *meta])
+
+    # ---- helpers
+
+    def _with(self, columns: Columns) -> DataProto:
+        return DataProto(columns, self._meta)
+
+    def _require(self, *names: str) -> None:
+        for name in names:
+            if name not in self._columns:
+                found = ", ".join(self._columns) or "no columns"
+                raise ColumnNotFoundError(f"no column {name!r} in this DataProto; it has {found}.")
+
+    def _index(self, key: Rows) -> Tensor:
+        """`key` as int64 row numbers on the CPU, each in ``[0, rows)``."""
+        if isinstance(key, int):
+            raise DataError(
+                f"proto[{key}] is one row, but a DataProto keeps its batch axis; use proto[{key}:{key + 1}]."
+            )
+        if isinstance(key, slice):
+            return torch.tensor(range(len(self))[key], dtype=torch.int64)
+        index = key.cpu().numpy() if isinstance(key, Tensor) else np.array(key)
+        if index.dtype == bool and index.shape == (len(self),):
+            index = index.nonzero()[0]
+        if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
+            raise DataError(
+                f"an index of {index.dtype} {list(index.shape)} does not pick rows; expected int64 [n] or a bool mask "
+                f"[{len(self)}] (select(...) picks columns)."
+            )
+        index = index.astype(np.int64)
+        wrong = index[(index < -len(self)) | (index >= len(self))]
+        if len(wrong):
+            raise DataError(f"row {wrong[0]} is out of range; this DataProto has {len(self)} rows.")
+        return torch.from_numpy(np.where(index < 0, index + len(self), index))
+
+
+def _record_fields(record: type) -> dict[str, str]:
+    """Field to column name of a record class whose fields are all columns."""
+    names: dict[str, str] = {}
+    for field, slot in record_columns(record).items():
+        if not isinstance(slot, ColumnType):
+            raise DataError(
+                f"{record.__name__}.{field} is {slot}, no column; a DataProto holds records of columns only."
+            )
+        names[field] = slot.name
+    if not names:
+        raise DataError(
+            f"{record.__name__} is no record of columns; expected a NamedTuple or Protocol as in flowrl.records."
+        )
+    return names
+
+
+def _merge_meta(protos: Sequence[DataProto], operation: str) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for proto in protos:
+        for key, value in proto._meta.items():
+            if not same(merged.setdefault(key, value), value):
+                raise DataError(
+                    f"meta[{key!r}] is {short(merged[key], 40)} on one side of {operation} and {short(value, 40)} on "
+                    f"another; settle it by with_meta(...) first."
+                )
+    return merged

@@ -1,0 +1,127 @@
+"""What a record is made of: the column or value type of each field, and the tuple class that carries it."""
+
+from __future__ import annotations
+
+import typing
+from collections import namedtuple
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl import columns
+from flowrl.columns import ColumnType
+from flowrl.errors import ColumnNotFoundError, DefinitionError, offer
+
+
+@dataclass(frozen=True)
+class ValueType:
+    """A batchless value of class `cls`."""
+
+    cls: type
+
+    def __str__(self) -> str:
+        return self.cls.__name__
+
+
+SlotType = ColumnType | ValueType
+
+
+def accepts(wanted: SlotType, found: SlotType) -> bool:
+    """Whether `found` may be wired to a slot of type `wanted` (axis *identity* aside)."""
+    if isinstance(wanted, ColumnType):
+        return isinstance(found, ColumnType) and wanted.accepts(found)
+    return isinstance(found, ValueType) and issubclass(found.cls, wanted.cls)
+
+
+def record_tuple(record: type) -> type:
+    """The NamedTuple class that carries `record`: itself, or for a Protocol one made of its properties."""
+    return record if issubclass(record, tuple) else with_clear_attribute_errors(record)
+
+
+_classes: dict[type, type] = {}
+
+
+def with_clear_attribute_errors(record: type) -> type:
+    """A NamedTuple class that fits `record`, and whose instances name their columns where one is asked for in vain."""
+    if record not in _classes:
+        base = record if issubclass(record, tuple) else namedtuple(record.__name__, list(record_columns(record)))
+        _classes[record] = type(record.__name__, (base,), {"__slots__": (), "__getattr__": _refuse_attribute})
+    return _classes[record]
+
+
+def _refuse_attribute(self: Any, name: str) -> Any:
+    if name.startswith("__"):  # protocol look-ups (copy, numpy, pickle) expect a plain AttributeError
+        raise AttributeError(name)
+    raise ColumnNotFoundError(
+        f"the record {type(self).__name__} has just the columns that its class declares, and no {name!r}; "
+        f"{offer(name, self._fields)}"
+    )
+
+
+def hints_of(target: Any, localns: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The annotations of a function or class, which may use the module's names and `localns`.
+
+    Raises:
+        DefinitionError: one names something that is not defined.
+    """
+    try:
+        return typing.get_type_hints(target, localns=dict(localns or {}), include_extras=True)
+    except (NameError, AttributeError) as error:
+        raise DefinitionError(
+            f"an annotation uses a name that is not defined: {error}; import it, or define the column or record above."
+        ) from error
+
+
+def record_columns(record: type, localns: Mapping[str, Any] | None = None) -> dict[str, SlotType]:
+    """The columns (and batchless values) of a record class by field; empty for a class that is no record.
+
+    A NamedTuple lists its fields; a Protocol lists properties, its bases' first.
+
+    Raises:
+        DefinitionError: a field that is neither a column nor a batchless value.
+    """
+    if issubclass(record, tuple) and hasattr(record, "_fields"):
+        hints = hints_of(record, localns)
+    elif getattr(record, "_is_protocol", False):
+        hints = {}
+        for base in reversed(record.__mro__):
+            for name, member in vars(base).items():
+                if isinstance(member, property) and member.fget is not None:
+                    hints[name] = hints_of(member.fget, localns).get("return")
+    else:
+        return {}
+    found = {name: columns.parse(hint) for name, hint in hints.items()}
+    if not any(found.values()):
+        return {}  # a plain value such as Receipt
+    slots: dict[str, SlotType] = {}
+    for name, column in found.items():
+        if column is None:
+            with located(f"{record.__name__}.{name}"):
+                slots[name] = value_type(hints[name])
+        else:
+            slots[name] = columns.register(column)
+    return slots
+
+
+_NO_VALUES = ("builtins", "torch", "numpy", "jaxtyping", "typing")
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Definition errors of the block say where."""
+    try:
+        yield
+    except DefinitionError as error:
+        raise DefinitionError(f"{where}: {error}") from error
+
+
+def value_type(annotation: Any) -> ValueType:
+    # a bare tensor, array or number says nothing of what it holds
+    if not isinstance(annotation, type) or annotation.__module__.partition(".")[0] in _NO_VALUES:
+        raise DefinitionError(
+            f"the annotation {getattr(annotation, '__name__', annotation)} is neither a column, a record of columns "
+            f"nor a class of value; use a column of flowrl.columns, or define one: "
+            f'Annotated[Float32[Tensor, "batch response"], Column("my_column", "my kind")].'
+        )
+    return ValueType(annotation)

@@ -1,0 +1,24 @@
+"""`RayPlace`: what all places on Ray are told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from flowrl.run.place import Place
+
+
+class RayPlace(Place):
+    """Base of places whose processes are Ray's.
+
+    Args:
+        address: the Ray cluster to join; None starts one on this machine and shuts it down afterwards.
+        memory: see `Place`.
+        deadline: seconds that a node may take before it counts as stuck.
+        restart: ``"role"`` rebuilds a role that died and repeats the step; ``"never"`` raises.
+    """
+
+    address: str | None = Field(default=None, kw_only=True)
+    deadline: float = Field(default=3600.0, gt=0, kw_only=True)
+    restart: Literal["never", "role"] = Field(default="never", kw_only=True)

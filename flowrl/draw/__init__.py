@@ -1,0 +1,1 @@
+"""Pictures of graphs and diffs, made offline: Mermaid, SVG, HTML."""

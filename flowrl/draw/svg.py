@@ -1,0 +1,167 @@
+"""Graphs and diffs as one SVG, drawn here: it needs neither a network nor a browser's scripts.
+
+Boxes bear the colour of their role; those that write weights are hexagons. See `flowrl.draw.picture` for what is
+drawn and `flowrl.draw.layout` for where.
+"""
+
+from __future__ import annotations
+
+from html import escape
+
+from flowrl.core.diff import Diff
+from flowrl.core.graph import Graph
+from flowrl.draw.layout import GAP, Slot, layout, ports
+from flowrl.draw.picture import Box, Link, Mark, Picture, picture
+
+_CHAR, _LINE, _SMALL = 7.3, 16.0, 6.4  # pixels: a character and a line of a box, a character of a label
+_MARGIN, _LEGEND, _HEAD, _NARROWEST = 24.0, 34.0, 8.0, 84.0
+_ROLES = ["#0969da", "#bc4c00", "#1b7c83", "#bf3989", "#6639ba", "#7d4e00"]
+_PLAIN = "#57606a"
+_FILLS = {"added": "#d7f5dd", "removed": "#ffe1e1", "changed": "#fff3c4"}
+_STROKES = {"added": "#1a7f37", "removed": "#cf222e", "changed": "#9a6700"}
+_STROKES |= {"data": "#57606a", "state": "#9aa0a6", "back": "#8250df"}
+_DASHES = {"removed": ' stroke-dasharray="5 3"', "back": ' stroke-dasharray="2 4"'}
+_FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+
+
+def svg(subject: Graph | Diff) -> str:
+    """A graph, or both graphs of a diff in one, as a stand-alone SVG document."""
+    return draw(picture(subject))
+
+
+def draw(drawn: Picture) -> str:
+    """The SVG of a picture."""
+    slots = {box.name: Slot(*_size(box)) for box in drawn.boxes}
+    forward = [link for link in drawn.links if link.kind != "back"]
+    backward = [link for link in drawn.links if link.kind == "back"]
+    routes = layout(slots, forward, _label_width, _MARGIN, _MARGIN + _LEGEND)
+    places = [*slots.values(), *(slot for route in routes for slot in route)]
+    at = ports(slots, narrow=36.0)
+    right = max(slot.x + slot.width / 2 for slot in places)
+    lane = right + GAP + max((_label_width(link.label) / 2 for link in backward), default=0.0)
+    legend, legend_width = _legend(drawn)
+    width = max(2 * lane - right if backward else right, legend_width) + _MARGIN + GAP * len(backward)
+    height = max(slot.bottom for slot in places) + 2 * _MARGIN
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
+            f'height="{height:.0f}" font-family="{_FONT}">',
+            f"<title>{escape(drawn.title)}</title>",
+            f"<defs>{''.join(map(_arrow, sorted({_style(link) for link in drawn.links})))}</defs>",
+            '<rect width="100%" height="100%" fill="#ffffff"/>',
+            *legend,
+            *(_path(link, route, slots, at) for link, route in zip(forward, routes, strict=True)),
+            *(_label(link, *route[-2].centre) for link, route in zip(forward, routes, strict=True)),
+            *(_back_path(link, slots, lane + GAP * i, i) for i, link in enumerate(backward)),
+            *(_box(box, slots[box.name], drawn) for box in drawn.boxes),
+            "</svg>",
+        ]
+    )
+
+
+def _size(box: Box) -> tuple[float, float]:
+    longest = max(map(len, [box.name, *box.lines]))
+    width = _CHAR * longest + (40.0 if box.shape == "writes" else 24.0)
+    return max(width, _NARROWEST), _LINE * (1 + len(box.lines)) + 16.0
+
+
+def _style(link: Link) -> str:
+    return link.mark or link.kind
+
+
+def _arrow(style: str) -> str:
+    return (
+        f'<marker id="arrow-{style}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        f'markerUnits="userSpaceOnUse" orient="auto-start-reverse">'
+        f'<path d="M0 0L8 4L0 8z" fill="{_STROKES[style]}"/></marker>'
+    )
+
+
+def _stroke(link: Link, end: str = "end") -> str:
+    style = _style(link)
+    width = {"state": 0.8, "added": 2.0, "back": 1.8}.get(style, 1.2)
+    dash = _DASHES.get(style, "")
+    return f'fill="none" stroke="{_STROKES[style]}" stroke-width="{width}"{dash} marker-{end}="url(#arrow-{style})"'
+
+
+def _path(link: Link, route: list[Slot], slots: dict[str, Slot], at: dict[tuple[Slot, Slot], float]) -> str:
+    """A curve between rows, straight within them."""
+    first, *between, last = route
+    downward = slots[link.target] is last
+    x, y = at[first, between[0]], first.bottom if downward else first.bottom + _HEAD
+    d = [f"M{x:.1f} {first.centre[1] + first.height / 2:.1f}V{y:.1f}"]
+    for slot in (*between, last):
+        target, top = (at[last, between[-1]], slot.top - _HEAD) if slot is last else (slot.x, slot.top)
+        bend = (y + top) / 2
+        d.append(f"C{x:.1f} {bend:.1f} {target:.1f} {bend:.1f} {target:.1f} {top:.1f}")
+        x, y = target, slot.bottom
+        d.append(f"V{last.centre[1] - last.height / 2 if slot is last else y:.1f}")
+    return f'<path d="{"".join(d)}" {_stroke(link, "end" if downward else "start")}/>'
+
+
+def _back_path(link: Link, slots: dict[str, Slot], lane: float, number: int) -> str:
+    """Below its source, up the lane on the right of everything, and into its target from above."""
+    source, target = slots[link.source], slots[link.target]
+    low, high = source.bottom + 10.0 + 3 * number, target.top - 10.0 - 3 * number
+    x = target.x + target.width / 2 - 10.0
+    d = f"M{source.x:.1f} {source.centre[1] + source.height / 2:.1f}V{low:.1f}H{lane:.1f}V{high:.1f}"
+    d += f"H{x:.1f}V{target.centre[1] - target.height / 2:.1f}"
+    return f'<path d="{d}" {_stroke(link)}/>' + _label(link, lane, (low + high) / 2 + 20.0 * number)
+
+
+def _label_width(text: str) -> float:
+    return _SMALL * len(text) + 4.0
+
+
+def _label(link: Link, x: float, y: float) -> str:
+    width = _label_width(link.label)
+    return (
+        f'<rect x="{x - width / 2:.1f}" y="{y - 8:.1f}" width="{width:.1f}" height="16" fill="#ffffff"/>'
+        f'<text x="{x:.1f}" y="{y + 3.5:.1f}" font-size="10.5" text-anchor="middle" fill="{_STROKES[_style(link)]}">'
+        f"{escape(link.label)}</text>"
+    )
+
+
+def _box(box: Box, slot: Slot, drawn: Picture) -> str:
+    left, right = slot.x - slot.width / 2, slot.x + slot.width / 2
+    middle = slot.centre[1]
+    top, bottom = middle - slot.height / 2, middle + slot.height / 2
+    fill, stroke = _colours(box.mark, box.role, drawn)
+    style = f'{fill} stroke="{stroke}" stroke-width="1.5"{_DASHES.get(box.mark, "")}'
+    if box.shape == "writes":
+        corners = ((left, middle), (left + 12, top), (right - 12, top), (right, middle), (right - 12, bottom))
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (*corners, (left + 12, bottom)))
+        shape = f'<polygon points="{points}" {style}/>'
+    else:
+        radius = slot.height / 2 if box.shape == "input" else 4.0
+        place = f'x="{left:.1f}" y="{top:.1f}" width="{slot.width:.1f}" height="{slot.height:.1f}"'
+        shape = f'<rect {place} rx="{radius}" {style}/>'
+    texts = [
+        f'<text x="{slot.x:.1f}" y="{top + 8 + _LINE * (i + 0.75):.1f}" font-size="12" text-anchor="middle" '
+        f'font-weight="{"normal" if i else "bold"}" fill="#24292f">{escape(line)}</text>'
+        for i, line in enumerate((box.name, *box.lines))
+    ]
+    return f"<g>{shape}{''.join(texts)}</g>"
+
+
+def _colours(mark: Mark, role: str, drawn: Picture) -> tuple[str, str]:
+    """Fill (as attributes) and stroke: the mark's, else a tint of the role's."""
+    if mark:
+        return f'fill="{_FILLS[mark]}"', _STROKES[mark]
+    colour = _ROLES[list(drawn.roles).index(role) % len(_ROLES)] if role else _PLAIN
+    return f'fill="{colour}" fill-opacity="0.08"', colour
+
+
+def _legend(drawn: Picture) -> tuple[list[str], float]:
+    """The colours of roles and marks in one line, and its width."""
+    marks = dict.fromkeys(box.mark for box in drawn.boxes if box.mark)
+    items = [(_colours("", role, drawn), title) for role, title in drawn.roles.items()]
+    items += [(_colours(mark, "", drawn), mark) for mark in marks]
+    parts, x = [], _MARGIN
+    for (fill, stroke), text in items:
+        parts.append(
+            f'<rect x="{x:.1f}" y="14" width="12" height="12" rx="3" {fill} stroke="{stroke}" stroke-width="2"/>'
+            f'<text x="{x + 18:.1f}" y="24" font-size="12" fill="#24292f">{escape(text)}</text>'
+        )
+        x += 18 + _CHAR * len(text) + 22
+    return parts, x

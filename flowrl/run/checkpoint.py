@@ -1,0 +1,161 @@
+"""Checkpoints: folders that are whole or not there, and that say what should be in them.
+
+A checkpoint is written beside its place, closed by a manifest with the xxh3-128 of every file, and moved into its place
+by a rename. One that is damaged is passed over, with a warning, for the one before it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from flowrl.data.formats import check_json
+from flowrl.errors import DataError, ParameterError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of a run, ``<folder>/step-000010`` and so on.
+
+    Args:
+        folder: where they are; one run at a time writes there.
+        keep: how many of the newest are kept; older ones are removed once a newer one is complete.
+
+    Raises:
+        ParameterError: `keep` is less than 1.
+    """
+
+    folder: Path
+    keep: int
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ParameterError(f"Checkpoints(keep={self.keep}) would keep none; expected at least 1.")
+
+    def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
+        """Write the checkpoint after `step`; it takes the place of those after it, which a resumed run has left behind.
+
+        Args:
+            step: steps done.
+            state: what is not in the engines; comes back as it is, with ``"step"``.
+            write: writes the engines into the folder that it is given.
+
+        Raises:
+            DataError: JSON would not give `state` back exactly; nothing is written then.
+        """
+        stated = {**state, "step": step}
+        check_json(stated, "the state of a checkpoint")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._clear()
+        draft, final = self.folder / f".step-{step:06d}.partial", self._path(step)
+        draft.mkdir()
+        write(draft)
+        (draft / STATE).write_text(json.dumps(stated, indent=2), encoding="utf-8")
+        files = {
+            path.relative_to(draft).as_posix(): _digest(path) for path in sorted(draft.rglob("*")) if path.is_file()
+        }
+        manifest = {"files": files, "digest": _seal(files)}
+        (draft / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        for path in [*draft.rglob("*"), draft]:
+            _flush(path)
+        if final.exists():
+            os.replace(final, self.folder / f".{final.name}.replaced")
+        os.replace(draft, final)
+        _flush(self.folder)
+        kept = [other for other in self.steps() if other <= step][-self.keep :]
+        for other in self.steps():
+            if other not in kept:
+                shutil.rmtree(self._path(other))
+        self._clear()
+        return final
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint, whole or not."""
+        names = [path.name for path in self.folder.glob("step-*") if path.is_dir()]
+        return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{6,}", name))
+
+    def latest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint that is whole, and its state; None where there is none at all.
+
+        Raises:
+            DataError: there are checkpoints, and all are damaged.
+        """
+        faults: list[str] = []
+        for step in reversed(self.steps()):
+            path = self._path(step)
+            if fault := find_fault(path):
+                faults.append(fault)
+                continue
+            for fault in faults:
+                logger.warning("%s; going on from %s, which is whole.", fault, path.name)
+            state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+            return path, state
+        if faults:
+            raise DataError(
+                f"no checkpoint in {self.folder} is whole: {'; '.join(faults)}. Put back a copy of one, or move the "
+                f"folder away to start the run anew."
+            )
+        return None
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
+
+    def _clear(self) -> None:
+        """Remove what a save left that was cut off, or has put in another's place."""
+        for leftover in self.folder.glob(".step-*"):
+            shutil.rmtree(leftover)
+
+
+def find_fault(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None; a file that the manifest does not name is no fault."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files: dict[str, str] = manifest["files"]
+        if manifest["digest"] != _seal(files):
+            return f"the checkpoint {path} is damaged: its {MANIFEST} is not what was written"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"the checkpoint {path} has no {MANIFEST} that can be read ({type(error).__name__})"
+    for name, digest in files.items():
+        try:
+            found = _digest(path / name)
+        except OSError as error:
+            return f"the checkpoint {path} is damaged: {name} cannot be read ({type(error).__name__})"
+        if found != digest:
+            return f"the checkpoint {path} is damaged: {name} is not what was written"
+    return None
+
+
+def _seal(files: Mapping[str, str]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """To the disk, so that a crash of the machine cannot leave a renamed folder with empty files."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,129 @@
+"""`Job`: a graph whose roles are bound to backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from flowrl.core.edit import edit
+from flowrl.core.graph import Graph
+from flowrl.core.plan import Plan, home
+from flowrl.core.rules import require
+from flowrl.core.session import Session
+from flowrl.errors import BindError, GraphError
+from flowrl.run.build import EngineBuilder
+from flowrl.run.local import Executor, LocalExecutor
+from flowrl.run.place import Place, lay_out, ranks_of, slots_per_rank
+
+GraphT = TypeVar("GraphT", bound=Graph)
+
+
+@dataclass(frozen=True)
+class Job(Generic[GraphT]):
+    """A bound graph: ``grpo(reward_fn).bind(actor=..., ref=..., rollout=...)``. Nothing is loaded before it runs.
+
+    Args:
+        graph: with its bindings.
+        place: where it runs, on Ray; None is this process.
+    """
+
+    graph: GraphT
+    place: Place | None = None
+
+    def edit(self, **verbs: Any) -> Job[GraphT]:
+        """`Graph.edit` on the job's graph; ``edit(bind={"rollout": ...})`` swaps an engine and nothing else."""
+        return replace(self, graph=edit(self.graph, **verbs))
+
+    def refuse_unready(self, prompts: int | None = None) -> None:
+        """Everything that can be refused before a model loads.
+
+        Args:
+            prompts: prompts a step, where they are known.
+
+        Raises:
+            BindError: a role is not bound.
+            GraphError: a lag, which no executor can run yet, or weights that cannot be kept in order.
+            RuleError: a rule is broken.
+        """
+        unbound = [role for role in self.graph.roles() if role not in self.graph.bindings]
+        if unbound:
+            use = self.graph.roles()[unbound[0]][0]
+            raise BindError(
+                f"{self.graph.name} leaves {', '.join(map(repr, unbound))} unbound ({use.node} needs a "
+                f"{use.protocol.__name__} as {unbound[0]!r}); bind it: job.edit(bind={{{unbound[0]!r}: ...}})."
+            )
+        if self.graph.lag:
+            raise GraphError(
+                f"{self.graph.name} lets generation run {self.graph.lag} version(s) ahead, and no executor can do that "
+                f"yet; run it on-policy: job.edit(lag=0)."
+            )
+        require(self.graph, prompts)
+        _ = Plan(self.graph).order
+        many = [role for role, backend in self.graph.bindings.items() if ranks_of(backend) > 1]
+        if self.place is not None:
+            lay_out(self.graph, self.place)
+        elif many:
+            backend = self.graph.bindings[many[0]]
+            ranks = ranks_of(backend)
+            raise BindError(
+                f"the role {many[0]!r} wants {ranks} ranks, which one process cannot be; say where they run: "
+                f"graph.bind(..., place=Colocate(gpus={ranks * slots_per_rank(backend)}))."
+            )
+
+    def plan(self) -> str:
+        """The plan, and where the place puts the processes of the roles that are bound.
+
+        Raises:
+            GraphError: weights cannot be kept in order.
+            BindError: the place has no room for the roles.
+        """
+        plan = Plan(self.graph)
+        if self.place is None:
+            return f"{plan}\neverything runs in one process"
+        lines = [str(plan), f"processes of {type(self.place).__name__}; those of one slot take turns:"]
+        hosts = lay_out(self.graph, self.place)
+        for slot in range(self.place.slots):
+            lines.append(f"  slot {slot}: {', '.join(host.name for host in hosts if slot in host.slots) or 'free'}")
+        lines += [
+            f"  {host.name} is one process over the slots {', '.join(map(str, host.slots))}"
+            for host in hosts
+            if len(host.slots) > 1
+        ]
+        if any(home(node) is None for node in plan.order):
+            lines.append("  no slot: general")
+        return "\n".join(lines)
+
+    def build(self, seed: int = 0) -> dict[str, Any]:
+        """Load the live engines in this process, by role."""
+        return EngineBuilder(self.graph.bindings, seed).all()
+
+    @contextmanager
+    def open(self, seed: int = 0) -> Iterator[Executor]:
+        """An executor with all engines loaded, in this process or at the job's place; what it starts ends with it.
+
+        Raises:
+            RuleError, BindError, GraphError: before any model is loaded; see `refuse_unready`.
+        """
+        self.refuse_unready()
+        if self.place is None:
+            with EngineBuilder(self.graph.bindings, seed).live() as engines:
+                yield LocalExecutor(Plan(self.graph), Session(engines, seed))
+            return
+        with self.place.open(self.graph, seed) as executor:
+            yield executor
+
+    @contextmanager
+    def eager(self, seed: int = 0) -> Iterator[Session]:
+        """Operators that are called inside the block run on this job's live engines, which are in sync at its start.
+
+        The engines are in this process, wherever the job's place is, so that a debugger sees them; they end with the
+        block.
+        """
+        replace(self, place=None).refuse_unready()
+        with EngineBuilder(self.graph.bindings, seed).live() as engines:
+            session = Session(engines, seed)
+            LocalExecutor(Plan(self.graph), session).sync()
+            with session.active():
+                yield session

@@ -1,0 +1,129 @@
+"""Reporters: where a run's numbers go besides its folder, such as the terminal and TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from flowrl.errors import ParameterError
+from flowrl.run.timeline import Summary
+
+_SHOWN = {"reward/mean": "reward", "kl/ref": "KL", "response_length/mean": "length"}
+
+
+class Reporter(Protocol):
+    """Who is told how a run goes. `end` is called once for every `start` that returned, however the run ends."""
+
+    def start(self, name: str, steps: int, folder: Path, done: int) -> None:
+        """The run begins: the graph's name, the number of steps, the run folder, and the steps done before."""
+        ...
+
+    def node(self, name: str) -> None:
+        """This node, or this validation, runs now."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """So many steps are done; the numbers of the last one."""
+        ...
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What a validation after so many steps found."""
+        ...
+
+    def end(self, summary: Summary | None) -> None:
+        """The run is over: what it spent its time on; None where it has failed, or had no step left to do."""
+        ...
+
+
+class Terminal:
+    """Progress on a terminal: the node that runs now, reward, KL, length, and the time left; at the end where it went.
+
+    Where the output is no terminal, a line is printed about ten times in a run and at every validation.
+
+    Args:
+        console: where to print.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(soft_wrap=True)
+        self.progress: Progress | None = None
+        self.folder: Path | None = None
+
+    def start(self, name: str, steps: int, folder: Path, done: int) -> None:
+        self.name, self.steps, self.folder = name, steps, folder
+        resumed = f", of which {done} are done" if done else ""
+        self.console.print(f"{name}: {steps} steps{resumed}, written to {folder}", highlight=False)
+        if self.console.is_terminal:
+            columns = [
+                TextColumn("{task.description:<16}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+            ]
+            self.progress = Progress(*columns, console=self.console, refresh_per_second=8)
+            self.task = self.progress.add_task(name, total=steps, completed=done, numbers="")
+            self.progress.start()
+
+    def node(self, name: str) -> None:
+        if self.progress is not None:
+            self.progress.update(self.task, description=name)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        numbers = "  ".join(f"{label} {metrics[key]:.3f}" for key, label in _SHOWN.items() if key in metrics)
+        if self.progress is not None:
+            self.progress.update(self.task, completed=step, numbers=numbers)
+        elif step % max(1, self.steps // 10) == 0 or step == self.steps:
+            self.console.print(f"  step {step:>4}/{self.steps}  {numbers}", highlight=False)
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        means = "  ".join(f"{key} {value:.3f}" for key, value in metrics.items() if key.endswith("/mean"))
+        self.console.print(f"  step {step:>4}/{self.steps}  {means}", highlight=False)
+
+    def end(self, summary: Summary | None) -> None:
+        if self.progress is not None:
+            self.progress.update(self.task, description=self.name)
+            self.progress.stop()
+            self.progress = None
+        if summary is not None:
+            self.console.print(summary.table(), soft_wrap=False)
+
+
+class TensorBoard:
+    """Every number to TensorBoard, in the run's own folder; wants ``pip install flowrl[tensorboard]``.
+
+    A run that is resumed hides what was written after the step that it resumes from.
+
+    Raises:
+        ParameterError: TensorBoard is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ParameterError("TensorBoard is not installed; run: pip install 'flowrl[tensorboard]'.") from error
+        self._writer_class: Any = SummaryWriter
+
+    def start(self, name: str, steps: int, folder: Path, done: int) -> None:
+        self.writer = self._writer_class(log_dir=str(folder), purge_step=done + 1 if done else 0)
+
+    def node(self, name: str) -> None:
+        """Nothing to write."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            if key != "step":
+                self.writer.add_scalar(key, value, step)
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.step(step, metrics)
+
+    def end(self, summary: Summary | None) -> None:
+        self.writer.close()

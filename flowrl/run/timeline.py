@@ -1,0 +1,222 @@
+"""Traces: who did what when, as Chrome trace JSON (opens in Perfetto and chrome://tracing), and as a table."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import networkx as nx
+from rich.table import Table
+from rich.text import Text
+
+from flowrl.core.plan import Plan
+from flowrl.data.column_math import size
+
+Kind = Literal["node", "transfer", "wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time: its name, where it was, Unix seconds, bytes that it fetched, and what it was."""
+
+    name: str
+    place: str
+    start: float
+    end: float
+    bytes: int = 0
+    kind: Kind = "node"
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Trace:
+    """The spans of a run."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def add(self, name: str, place: str, start: float, end: float, bytes: int = 0, kind: Kind = "node") -> None:
+        """Enter a span that is over."""
+        self.spans.append(Span(name, place, start, end, bytes, kind))
+
+    @contextmanager
+    def span(self, name: str, place: str, kind: Kind = "node") -> Iterator[None]:
+        """Enter what happens in the block."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.add(name, place, start, time.time(), kind=kind)
+
+    def save(self, path: Path) -> None:
+        """Write the trace in the Chrome trace event format: one process of the picture for every place.
+
+        Spans of one place that overlap are on threads of their own, since viewers draw those of one thread nested.
+        """
+        places = {place: i for i, place in enumerate(dict.fromkeys(span.place for span in self.spans), 1)}
+        begin = min((span.start for span in self.spans), default=0.0)
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "process_name", "pid": pid, "tid": 1, "args": {"name": place}}
+            for place, pid in places.items()
+        ]
+        for span, lane in zip(self.spans, lanes(self.spans), strict=True):
+            # both ends are rounded, and not the duration, so that rounding makes no overlap
+            start, end = (round((t - begin) * 1e6) for t in (span.start, span.end))
+            event = {"ph": "X", "name": span.name, "cat": span.kind, "pid": places[span.place], "tid": lane + 1}
+            events.append({**event, "ts": start, "dur": end - start, "args": {"bytes": span.bytes}})
+        trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begin": begin}}
+        partial = path.with_name(f"{path.name}.partial")  # whole or not at all, since a resumed run adds to it
+        partial.write_text(json.dumps(trace), encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """The trace that `save` wrote, its times rounded to microseconds."""
+        written, trace = json.loads(path.read_text(encoding="utf-8")), cls()
+        begin, events = written["otherData"]["begin"], written["traceEvents"]
+        places = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+        for event in events:
+            if event["ph"] == "X":
+                start, end = (begin + t / 1e6 for t in (event["ts"], event["ts"] + event["dur"]))
+                trace.add(event["name"], places[event["pid"]], start, end, event["args"]["bytes"], event["cat"])
+        return trace
+
+    def summary(self, plan: Plan, steps: Sequence[Mapping[str, float]], makespans: Sequence[float]) -> Summary:
+        """What the run spent its time on.
+
+        Args:
+            plan: what ran.
+            steps: seconds by node, a mapping for every step (`StepResult.seconds`).
+            makespans: seconds that each step took as a whole.
+        """
+        rows = {node.name: [step[node.name] for step in steps if node.name in step] for node in plan.order}
+        for span in self.spans:
+            if span.kind != "node":
+                rows.setdefault(span.name, []).append(span.seconds)
+        fetched: Counter[str] = Counter()
+        for span in self.spans:
+            fetched[span.name] += span.bytes
+        total, n = sum(makespans), max(len(makespans), 1)
+        totals = tuple(
+            Total(name, len(seconds), sum(seconds), sum(seconds) / total if total else 0.0, fetched[name])
+            for name, seconds in rows.items()
+            if seconds
+        )
+        means = {t.name: t.seconds / n for t in totals if t.name in plan.graph}
+        path, length = critical_path(plan.network, means)
+        return Summary(totals, idle(self.spans), tuple(path), length, total / n)
+
+
+@dataclass(frozen=True)
+class Total:
+    """All calls of a node, or all transfers or waits of one name.
+
+    Args:
+        calls: how many.
+        seconds: of all of them.
+        share: of the time of all steps; what runs at once adds up to more than 1.
+        bytes: fetched, by all ranks.
+    """
+
+    name: str
+    calls: int
+    seconds: float
+    share: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run spent its time on.
+
+    Args:
+        totals: nodes in the order of the plan, then transfers and waits.
+        idle: see `idle`.
+        path: the critical path of the mean step.
+        path_seconds: how long it takes: no executor can make the step shorter than that.
+        step_seconds: how long a step took on average.
+    """
+
+    totals: tuple[Total, ...]
+    idle: Mapping[str, float]
+    path: tuple[str, ...]
+    path_seconds: float
+    step_seconds: float
+
+    def table(self) -> Table:
+        """The summary for a terminal; where several processes ran, nodes of the critical path bear a star."""
+        several = len(self.idle) > 1
+        lines = [f"a step takes {self.step_seconds:.3f} s"]
+        if several and self.path_seconds:
+            over = self.step_seconds / self.path_seconds - 1
+            lines = [
+                f"* critical path {self.path_seconds:.3f} s: {' → '.join(self.path)}",
+                f"{lines[0]}, {over:.1%} more than its critical path",
+            ]
+        if self.idle:
+            lines.append("idle: " + ", ".join(f"{place} {share:.0%}" for place, share in self.idle.items()))
+        table = Table(caption=Text("\n".join(lines)), caption_justify="left")
+        table.add_column("node")
+        for heading in ("calls", "seconds", "share", *(["fetched"] if several else [])):
+            table.add_column(heading, justify="right")
+        for t in self.totals:
+            star = " *" if several and t.name in self.path else ""
+            fetched = [size(t.bytes)] if several else []
+            table.add_row(f"{t.name}{star}", str(t.calls), f"{t.seconds:.3f}", f"{t.share:.1%}", *fetched)
+        return table
+
+
+def critical_path(network: nx.DiGraph[str], seconds: Mapping[str, float]) -> tuple[list[str], float]:
+    """The longest chain of nodes that must follow each other, and its seconds.
+
+    Args:
+        network: data and state edges, as `Plan.network`.
+        seconds: by node; a node that is not there (an input) takes none, and is left out of the chain.
+    """
+    finish: dict[str, float] = {}
+    previous: dict[str, str | None] = {}
+    for node in nx.topological_sort(network):
+        last = max(network.predecessors(node), key=finish.__getitem__, default=None)
+        previous[node] = last
+        finish[node] = seconds.get(node, 0.0) + (finish[last] if last is not None else 0.0)
+    end = max(finish, key=finish.__getitem__, default=None)
+    length = finish[end] if end is not None else 0.0
+    path: list[str] = []
+    while end is not None:
+        path.append(end)
+        end = previous[end]
+    return [node for node in reversed(path) if node in seconds], length
+
+
+def idle(spans: Iterable[Span]) -> dict[str, float]:
+    """The share of time, from the first start to the last end anywhere, in which a place did nothing but wait."""
+    spans = sorted(spans, key=lambda span: span.start)
+    if not spans:
+        return {}
+    total = max(span.end for span in spans) - spans[0].start
+    busy = dict.fromkeys((span.place for span in spans), 0.0)
+    until = dict.fromkeys(busy, spans[0].start)
+    for span in spans:
+        if span.kind != "wait":
+            busy[span.place] += max(0.0, span.end - max(span.start, until[span.place]))
+            until[span.place] = max(span.end, until[span.place])
+    return {place: 1.0 - seconds / total if total else 0.0 for place, seconds in busy.items()}
+
+
+def lanes(spans: Sequence[Span]) -> list[int]:
+    """For each span the first lane of its place, counted from 0, that is free when it starts."""
+    lane = [0] * len(spans)
+    ends: dict[str, list[float]] = {}
+    for i in sorted(range(len(spans)), key=lambda i: spans[i].start):
+        taken = ends.setdefault(spans[i].place, [])
+        lane[i] = next((n for n, end in enumerate(taken) if end <= spans[i].start), len(taken))
+        taken[lane[i] : lane[i] + 1] = [spans[i].end]
+    return lane

@@ -1,0 +1,425 @@
+"""`Training`: a job, its data, and how long to run it; what it leaves is a run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import Field, field_validator, model_validator
+
+from flowrl.core.diff import backend_changes
+from flowrl.core.graph import Graph
+from flowrl.core.graph_io import encode, graph_to_dict
+from flowrl.core.plan import Plan
+from flowrl.core.protocols import Trainer
+from flowrl.data.formats import check_json
+from flowrl.data.keys import Key
+from flowrl.data.prompts import PromptData, PromptStream
+from flowrl.errors import BindError, DataError, GraphError
+from flowrl.records import PromptBatch
+from flowrl.run.checkpoint import Checkpoints
+from flowrl.run.job import Job
+from flowrl.run.local import Executor, LocalExecutor, StepResult
+from flowrl.run.report import Reporter
+from flowrl.run.run_folder import RunFolder, jsonable
+from flowrl.run.timeline import Summary, Trace, idle
+from flowrl.run.validation import Validation
+from flowrl.spec import Spec, parameters
+
+logger = logging.getLogger(__name__)
+
+Found = tuple[Path, Mapping[str, Any]]
+"""A checkpoint's folder, and its state."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a finished run left: its folder, the metrics of every step and validation, and the live engines."""
+
+    folder: Path
+    metrics: Sequence[Mapping[str, float]]
+    validations: Sequence[Mapping[str, float]]
+    engines: Mapping[str, Any]
+
+
+class Training(Spec):
+    """A job that is to be trained: ``Training(job, data, steps=100, prompts=32).run()``.
+
+    Args:
+        job: the bound graph.
+        data: prompts to train on.
+        steps: how many steps.
+        prompts: prompts a step; rows are prompts times what the graph repeats them by. Where the data has fewer, a step
+            holds some of them more than once, each time as a group of its own, and a warning says so.
+        seed: root of all randomness: data order, sampling, mini-batches.
+        validation: one or several.
+        folder: where the run is written; None is ``runs/<graph>-<number>``.
+        save_model: write each trained policy to ``<folder>/<role>`` at the end.
+        checkpoint_every: steps between two checkpoints, in ``<folder>/checkpoints``; None writes none.
+        keep: how many checkpoints are kept.
+        resume: go on from the newest whole checkpoint in `folder`; where there is none, start.
+
+    Raises:
+        ParameterError: two validations share a name, under which their numbers are logged; `resume` without `folder`.
+    """
+
+    job: Job[Any]
+    data: PromptData
+    steps: int = Field(ge=1)
+    prompts: int = Field(ge=1)
+    seed: int = 0
+    validation: Validation | tuple[Validation, ...] = ()
+    folder: str | None = None
+    save_model: bool = True
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    keep: int = Field(default=3, ge=1)
+    resume: bool = False
+
+    @field_validator("job", mode="before")
+    @classmethod
+    def _refuse_unbound(cls, job: Any) -> Any:
+        if isinstance(job, Graph):
+            raise ValueError(f"bind it first: graph.bind({', '.join(f'{role}=...' for role in job.roles())})")
+        return job
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _refuse_path(cls, data: Any) -> Any:
+        if isinstance(data, str | Path):
+            raise ValueError(f"expected PromptData({str(data)!r})")
+        return data
+
+    @model_validator(mode="after")
+    def _refuse_unfit(self) -> Self:
+        names = [validation.name for validation in self.validations]
+        if self.resume and self.folder is None:
+            raise ValueError("resume=True, but no folder says which run; name it: Training(..., folder=...)")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two validations are named {twice[0]!r}; give one another: Validation(..., name=...)")
+        return self
+
+    @property
+    def validations(self) -> tuple[Validation, ...]:
+        """`validation` as a tuple."""
+        return (self.validation,) if isinstance(self.validation, Validation) else self.validation
+
+    def refuse_unready(self) -> None:
+        """Everything that can be refused before a model loads.
+
+        Raises:
+            RuleError, BindError, GraphError: what `Job.refuse_unready` refuses; an input that prompts cannot feed; no
+                engine that could tokenise prompts; a validation that does not fit the graph.
+            DataError: a file of prompts is missing; a state that no checkpoint could hold.
+        """
+        self.job.refuse_unready(self.prompts)
+        graph = self.job.graph
+        for name in graph.inputs:
+            if missing := [c for c in graph[name].operator.signature.outputs if c not in PromptBatch._fields]:
+                raise GraphError(
+                    f"the input {name!r} of {graph.name} wants the columns {', '.join(missing)}, which prompts do not "
+                    f"have; Training feeds {', '.join(PromptBatch._fields)}: compute the others in the graph, or walk "
+                    f"it by LocalExecutor(...).step(batch, step)."
+                )
+        if not graph.generators:
+            raise BindError(
+                f"no node of {graph.name} reads a rollout engine, and it is its tokeniser that prompts become tokens "
+                f"by; expected a Generate()(prompts) in the graph."
+            )
+        for validation in self.validations:
+            _ = Plan(validation.graph(graph)).order
+        for data in (self.data, *(validation.data for validation in self.validations)):
+            data.refuse_missing()
+        if self.checkpoint_every is not None:
+            for node in graph.nodes.values():
+                for field, state in node.operator.states.items():
+                    check_json(state.initial(node.operator), f"the state {node.name}.{field}")
+
+    def run(self, reporters: Sequence[Reporter] = ()) -> Run:
+        """Train.
+
+        Raises:
+            RuleError, BindError, GraphError, ParameterError: before any model is loaded; see `refuse_unready`.
+            DataError: before any model is loaded, where data is missing, or a checkpoint cannot be gone on from;
+                otherwise, as everything below, after ``run.json`` was written, which says so.
+            NodeError: a node failed; the run folder holds all that was measured until then.
+        """
+        self.refuse_unready()
+        described = self.describe()  # now: the source of a reward function may be edited while the run goes
+        folder = RunFolder.create(self.folder, self.job.graph.name, self.resume)
+        checkpoints = Checkpoints(folder.path / "checkpoints", self.keep)
+        found = self._found(folder, checkpoints) if self.resume else None
+        folder.describe({"status": "running", **described})
+        try:
+            with self.job.open(self.seed) as executor:
+                run = _Loop(self, executor, folder, checkpoints, reporters).run(found)
+        except BaseException as error:
+            status = "failed" if isinstance(error, Exception) else "interrupted"
+            folder.describe({"status": status, "error": f"{type(error).__name__}: {error}", **described})
+            raise
+        folder.describe({"status": "finished", **described})
+        return run
+
+    def _found(self, folder: RunFolder, checkpoints: Checkpoints) -> Found | None:
+        """The newest whole checkpoint, where there is one; None is to start anew.
+
+        Raises:
+            DataError: it is of another run, or of more steps; or all checkpoints are damaged; or there is none, and the
+                folder holds a run that is finished, or another one.
+        """
+        found = checkpoints.latest()
+        if found is None:
+            self._refuse_to_replace(folder)
+            return None
+        path, state = found
+        made_with, now = state["made_with"], self.identity()
+        if other := [key for key, value in now.items() if made_with[key] != value]:
+            raise DataError(
+                f"{path} is of a run with another {other[0]} ({made_with[other[0]]!r}, and here it is "
+                f"{now[other[0]]!r}); resume with what it was made with, or name another folder."
+            )
+        if state["step"] > self.steps:
+            raise DataError(
+                f"{path} stands after step {state['step']}, and steps={self.steps} ends before; ask for more steps, or "
+                f"remove the later checkpoints to go back."
+            )
+        before, after = state["bindings"], self._bindings()
+        if before != after:
+            roles = sorted({*before, *after})
+            changes = [line for role in roles for line in backend_changes(role, before.get(role), after.get(role))]
+            logger.warning(
+                "%s was made with other backends (%s); the run goes on from its weights, and its numbers need not be "
+                "those of the uninterrupted one.",
+                path,
+                "; ".join(changes),
+            )
+        return found
+
+    def _refuse_to_replace(self, folder: RunFolder) -> None:
+        """Without a checkpoint a run starts anew, over what is there: right only where that is this run, cut off.
+
+        Raises:
+            DataError: it is another run, or finished.
+        """
+        before = folder.before
+        if before is None or folder.failed_at_once:
+            return
+        made_with = before.get("identity", {})
+        other = [key for key, value in jsonable(self.identity()).items() if made_with.get(key) != value]
+        if other or before["status"] == "finished":
+            what = f"a run with another {other[0]}" if other else "a finished run"
+            raise DataError(
+                f"{folder.path} holds {what} and no checkpoint to go on from, so resuming would overwrite it; choose "
+                f"another folder (Training(folder=...), --folder)."
+            )
+        logger.warning("%s holds no checkpoint; the run starts anew.", folder.path)
+
+    def identity(self) -> dict[str, Any]:
+        """What a run must have in common with the one that it resumes: all but backends, place and how long it goes."""
+        return {
+            "graph": self.job.graph.bound({}).fingerprint(),
+            "seed": self.seed,
+            "prompts": self.prompts,
+            "data": {name: value for name, value in parameters(self.data).items() if name != "path"},
+        }
+
+    def _bindings(self) -> dict[str, Any]:
+        """The backends, as JSON-able data."""
+        bound = self.job.graph.bindings
+        return {role: encode(backend, f"bindings.{role}", portable=False) for role, backend in bound.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """What would run, as JSON-able data: graph with backends, data, seed, versions.
+
+        Raises:
+            GraphError: a parameter of an operator or backend is neither a plain value nor a spec.
+        """
+        graph = self.job.graph
+        fields = [field.name for field in dataclasses.fields(self) if field.name != "job"]
+        versions = {name: metadata.version(name) for name in ("flowrl", "torch", "transformers", "numpy")}
+        return {
+            "fingerprint": graph.fingerprint(),
+            "identity": self.identity(),
+            "graph": graph_to_dict(graph, portable=False),
+            "place": encode(self.job.place, "place", portable=False),
+            "training": {name: encode(getattr(self, name), name, portable=False) for name in fields},
+            "versions": {"python": platform.python_version(), **versions},
+            "threads": torch.get_num_threads(),
+        }
+
+
+class _Loop:
+    """The state of a run while it goes."""
+
+    def __init__(
+        self,
+        training: Training,
+        executor: Executor,
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        reporters: Sequence[Reporter],
+    ) -> None:
+        self.training, self.executor, self.folder, self.reporters = training, executor, folder, reporters
+        self.checkpoints = checkpoints
+        graph, tokenizer = training.job.graph, executor.tokenizer()
+        self.stream = training.data.load(tokenizer, training.seed)
+        if len(self.stream) < training.prompts:
+            left_out = f" ({self.stream.dropped} longer ones are left out)" if self.stream.dropped else ""
+            logger.warning(
+                "the data has %d prompts%s and a step takes %d, so every step holds some of them more than once; "
+                "expected at least as many as a step takes: Training(..., prompts=%d), or more data.",
+                len(self.stream),
+                left_out,
+                training.prompts,
+                len(self.stream),
+            )
+        # Validations draw from keys of their own, the same ones every time: curves differ by the policy alone.
+        held_out = Key.of(training.seed).derive("validation").bits
+        self.validations: list[tuple[Validation, Executor, PromptStream]] = []
+        for validation in training.validations:
+            fork = executor.fork(Plan(validation.graph(graph)), held_out)
+            fork.trace = Trace()  # its nodes bear the names of the steps' own
+            self.validations.append((validation, fork, validation.data.load(tokenizer, training.seed)))
+        self.metrics: list[Mapping[str, float]] = []
+        self.validated: list[Mapping[str, float]] = []
+        self.seconds: list[Mapping[str, float]] = []
+        self.makespans: list[float] = []
+        self.summary: Summary | None = None
+        traced = folder.path / "trace.json"
+        self.before = Trace.load(traced) if traced.exists() else Trace()  # the starts that this run resumes
+
+    def run(self, found: Found | None) -> Run:
+        """Go through all steps, or those after the checkpoint that was found."""
+        done = 0 if found is None else int(found[1]["step"])
+        try:
+            with ExitStack() as ends:
+                for reporter in self.reporters:
+                    reporter.start(self.training.job.graph.name, self.training.steps, self.folder.path, done)
+                    ends.callback(lambda reporter: reporter.end(self.summary), reporter)
+                self._begin(found)
+                for step in range(done, self.training.steps):
+                    self._step(step)
+                    self._validate(step + 1)
+                    self._checkpoint(step + 1)
+                if self.makespans:
+                    steps = self.executor.trace.summary(self.executor.plan, self.seconds, self.makespans)
+                    self.summary = dataclasses.replace(steps, idle=idle(self._trace().spans))
+        finally:
+            trace = self._trace()
+            trace.spans[:0] = self.before.spans
+            trace.save(self.folder.path / "trace.json")
+        if self.training.save_model:
+            for role in self._policies():
+                self.executor.save_pretrained(role, str(self.folder.path / role))
+        engines = self.executor.session.engines if isinstance(self.executor, LocalExecutor) else {}
+        return Run(self.folder.path, self.metrics, self.validated, engines)
+
+    def _begin(self, found: Found | None) -> None:
+        """Bring engines, state, data and the lines of the folder to where the run starts."""
+        if found is None:
+            if self.folder.before is not None:
+                self.folder.rewind(-1)  # what an earlier start left that came to no checkpoint
+            self.executor.sync()
+            self._validate(0)
+            return
+        path, state = found
+        self.executor.state.update(state["state"])
+        self.stream.seek(state["data"])
+        self.executor.load(path)
+        self.metrics, self.validated = self.folder.rewind(state["step"])
+
+    def _checkpoint(self, step: int) -> None:
+        every = self.training.checkpoint_every
+        if every is None or (step % every and step != self.training.steps):
+            return
+        state = {
+            "data": self.stream.position,
+            "state": self.executor.state,
+            "made_with": self.training.identity(),
+            "bindings": self.training._bindings(),
+        }
+        self.folder.flush()
+        self.checkpoints.save(step, state, self._write)
+
+    def _write(self, checkpoint: Path) -> None:
+        """All that the trained roles need to go on; and policies as Hugging Face folders, for others to load."""
+        self.executor.save(checkpoint)
+        for role in self._policies():
+            self.executor.save_pretrained(role, str(checkpoint / role / "huggingface"))
+
+    def _policies(self) -> list[str]:
+        """The roles whose language model is trained."""
+        roles = self.training.job.graph.roles().items()
+        return [role for role, uses in roles if any((use.protocol, use.mode) == (Trainer, "writes") for use in uses)]
+
+    def _trace(self) -> Trace:
+        """All spans of this start; those of a validation under its name."""
+        trace = Trace()
+        trace.spans += self.executor.trace.spans
+        for validation, executor, _ in self.validations:
+            trace.spans += [
+                dataclasses.replace(span, name=f"{validation.name}/{span.name}") for span in executor.trace.spans
+            ]
+        return trace
+
+    def _step(self, step: int) -> None:
+        batch = self.stream.next(self.training.prompts)
+        started = time.perf_counter()
+        result = self.executor.step(batch, step, on_node=self._tell_node)
+        seconds = time.perf_counter() - started
+        metrics = {"step": step + 1, **result.metrics.compute(), **_timing(result, seconds)}
+        self.metrics.append(metrics)
+        self.seconds.append(result.seconds)
+        self.makespans.append(seconds)
+        self.folder.append("metrics.jsonl", [metrics])
+        for reporter in self.reporters:
+            reporter.step(step + 1, metrics)
+
+    def _validate(self, step: int) -> None:
+        for validation, executor, stream in self.validations:
+            if step % validation.every and step != self.training.steps:
+                continue
+            self._tell_node(validation.name)
+            executor.state.clear()  # so that a validation does not depend on those before it
+            total: dict[str, Any] = {}
+            predictions: list[dict[str, Any]] = []
+            for batch in stream.batches(validation.batch):
+                result = executor.step(batch, 0, keep=tuple(executor.plan.graph.nodes))
+                predictions += _predictions(result, step, validation.name)
+                for key, metric in result.metrics.items():
+                    total[key] = total[key].merge(metric) if key in total else metric
+            metrics = {"step": step, **{f"{validation.name}/{key}": m.compute() for key, m in total.items()}}
+            self.validated.append(metrics)
+            self.folder.append("metrics.jsonl", [metrics])
+            self.folder.append("predictions.jsonl", predictions)
+            for reporter in self.reporters:
+                reporter.validation(step, metrics)
+
+    def _tell_node(self, name: str) -> None:
+        for reporter in self.reporters:
+            reporter.node(name)
+
+
+def _timing(result: StepResult, seconds: float) -> dict[str, float]:
+    timing = {f"timing/{node}": s for node, s in result.seconds.items()} | {"timing/step": seconds}
+    tokens = result.metrics.get("response_length/total")
+    return timing | ({"throughput/tokens_per_second": tokens.compute() / seconds} if tokens is not None else {})
+
+
+def _predictions(result: StepResult, step: int, name: str) -> list[dict[str, Any]]:
+    """One record a row of a validation: the prompt, the answer, and what it was worth."""
+    columns = {name: column for proto in result.columns.values() for name, column in proto.columns.items()}
+    scores = columns["token_level_scores"].sum(-1).tolist() if "token_level_scores" in columns else None
+    records = []
+    for row, answer in enumerate(columns["response_text"]):
+        record = {"step": step, "validation": name, "uid": columns["uid"][row], "prompt": columns["raw_prompt"][row]}
+        record |= {"response": answer, "ground_truth": columns["ground_truth"][row]}
+        records.append(record | ({"score": scores[row]} if scores is not None else {}))
+    return records

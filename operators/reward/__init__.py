@@ -1,0 +1,1 @@
+"""Rewards by functions of the user's own."""

@@ -1,0 +1,272 @@
+"""`Reward`: a user's function scores each response, many at once, each call with a time limit."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from flowrl.columns import (
+    DataSource,
+    ExtraInfo,
+    GroundTruth,
+    ResponseMask,
+    ResponseText,
+    RowId,
+    TokenLevelScores,
+)
+from flowrl.core import references as functions
+from flowrl.core.operator import Granularity, Operator
+from flowrl.core.ports import INJECTED
+from flowrl.data.metrics import Metrics
+from flowrl.errors import DataError, ParameterError, RewardError
+from flowrl.operators.reward.pool import Outcome, Pool, Source, ThreadWorker, process_pool
+from flowrl.operators.reward.worker import Failed, Scored, digest
+
+logger = logging.getLogger(__name__)
+
+TAKEN = frozenset({"mean", "min", "max", "errors"})
+"""Names under ``reward/`` that a function's own numbers may not bear."""
+
+MAX_SCORE = torch.finfo(torch.float32).max
+
+
+class Scorable(Protocol):
+    """What is scored: the text of each response, and where its tokens are."""
+
+    @property
+    def response_text(self) -> ResponseText: ...
+    @property
+    def response_mask(self) -> ResponseMask: ...
+
+
+class Answerable(Protocol):
+    """What a response is scored against, and which row it is."""
+
+    @property
+    def data_source(self) -> DataSource: ...
+    @property
+    def ground_truth(self) -> GroundTruth: ...
+    @property
+    def extra_info(self) -> ExtraInfo: ...
+    @property
+    def row_id(self) -> RowId: ...
+
+
+def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
+    """Each row's score on its last token *under the mask*, and 0 elsewhere; a row without such a token gets none.
+
+    Args:
+        scores: float ``[batch]``.
+        response_mask: bool ``[batch response]``.
+
+    Returns:
+        float32 ``[batch response]``.
+    """
+    tokens_to_come = response_mask.flip(-1).cumsum(-1).flip(-1)  # this one included
+    last = response_mask & (tokens_to_come == 1)
+    return torch.where(last, scores.float().unsqueeze(-1), 0.0)
+
+
+class Reward(Operator):
+    """Score each response by a function of verl's signature, on the last token under the mask.
+
+    The function is called by keyword, ``fn(data_source=, solution_str=, ground_truth=, extra_info=)``, and returns a
+    finite number, or a dict with one under ``"score"``; further numbers in that dict are logged as ``reward/<key>``
+    (mean over the rows that have it), and entries that are no numbers are left out. It should depend on nothing but its
+    arguments. A row that is masked entirely has no token that could bear a score; the function is not called for it.
+
+    A function that a fresh process can import runs in worker processes, which see the arguments as JSON and import its
+    module by themselves; a hang is ended there whatever it does, also in C code that holds the interpreter's lock. A
+    lambda, closure, `functools.partial` or callable object runs in threads of this process, and so does a function of a
+    running script without ``if __name__ == "__main__":`` (to import it would run the script again). There a call over
+    its limit is left behind in its thread, and one that holds the interpreter's lock cannot be interrupted; but a
+    debugger can step in.
+
+    Args:
+        fn: a function, or where to find one: ``"package.module:name"`` or ``"path/to/file.py:name"``.
+        timeout: seconds that one call may take.
+        on_error: ``"raise"``, or the score of a row whose call raised, hung, died or returned no finite number; such
+            rows are counted in ``reward/errors``, and the first is logged.
+        workers: how many calls run at once; by default one for each CPU, at most 4.
+
+    Reads:
+        rollout: `response_text` and `response_mask`.
+        prompts: `data_source`, `ground_truth`, `extra_info`, `row_id`.
+
+    Returns:
+        `token_level_scores`, float32 ``[batch response]``. Metrics: ``reward/mean, reward/min, reward/max``.
+
+    Raises:
+        ParameterError: where it is made: there is no such function, it is async, or it does not take those arguments.
+        RewardError: a call gave no score, named by row (unless `on_error` says otherwise); a worker cannot import it.
+        DataError: a value cannot be handed to a process as JSON, named by row and column.
+    """
+
+    granularity: ClassVar[Granularity] = "row"
+    references: ClassVar[frozenset[str]] = frozenset({"fn"})
+
+    fn: Callable[..., Any] | str
+    timeout: float = Field(default=10.0, gt=0, le=86400)
+    on_error: Literal["raise"] | Annotated[float, Field(allow_inf_nan=False)] = "raise"
+    workers: int | None = Field(default=None, ge=1)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fn, str):
+            functions.check(self.fn)
+        outline = functions.outline(self.fn) if isinstance(self.fn, str) else self.fn
+        if outline is not None:
+            _check_call(outline, self._function_name)
+        self.__dict__["_source"] = _source(self.fn)
+
+    def __call__(self, rollout: Scorable, prompts: Answerable, metrics: Metrics = INJECTED) -> TokenLevelScores:
+        rows = rollout.response_mask.any(-1).nonzero().flatten().tolist()
+        calls = [self._arguments(rollout, prompts, row) for row in rows]
+        scores = torch.zeros(len(rollout.response_mask), dtype=torch.float32)
+        errors = 0
+        with closing(self._outcomes(calls)) as outcomes:
+            for row, outcome in zip(rows, outcomes, strict=True):
+                scored = _checked(outcome)
+                if isinstance(scored, Failed):
+                    message = self._describe(scored, prompts, row)
+                    if self.on_error == "raise":
+                        raise RewardError(message)
+                    if errors == 0:
+                        logger.warning("%s Its score is on_error=%s.", message, self.on_error)
+                    errors += 1
+                    scored = Scored(float(self.on_error), {})
+                scores[row] = scored.score
+                metrics.mean("reward/mean", scored.score)
+                metrics.min("reward/min", scored.score)
+                metrics.max("reward/max", scored.score)
+                for key, value in scored.extras.items():
+                    metrics.mean(f"reward/{key}", value)
+        if self.on_error != "raise":
+            metrics.sum("reward/errors", errors)
+        return place_scores(scores.to(rollout.response_mask.device), rollout.response_mask)
+
+    @property
+    def _function_name(self) -> str:
+        return self.fn if isinstance(self.fn, str) else getattr(self.fn, "__qualname__", repr(self.fn))
+
+    def _arguments(self, rollout: Scorable, prompts: Answerable, row: int) -> dict[str, Any]:
+        columns = {
+            "data_source": prompts.data_source,
+            "solution_str": rollout.response_text,
+            "ground_truth": prompts.ground_truth,
+            "extra_info": prompts.extra_info,
+        }
+        if self.__dict__["_source"] is None:
+            return {name: column[row] for name, column in columns.items()}
+        arguments = {}
+        for name, column in columns.items():
+            try:
+                arguments[name] = _plain(column[row])
+            except TypeError as error:
+                column_name = "response_text" if name == "solution_str" else name
+                raise DataError(
+                    f"{self.name}: {column_name} of row {prompts.row_id[row]!r} holds {error}, which is not JSON, but "
+                    f"the reward function {self._function_name} runs in other processes that get its arguments as "
+                    f"JSON; keep strings, numbers, booleans, None, lists and dicts with string keys in the data."
+                ) from None
+        return arguments
+
+    def _outcomes(self, calls: Sequence[Mapping[str, Any]]) -> Generator[Outcome, None, None]:
+        workers = self.workers or min(4, os.cpu_count() or 1)
+        if (source := self.__dict__["_source"]) is not None:
+            yield from process_pool(source, workers).results(calls, self.timeout)
+            return
+        fn = functions.resolve(self.fn) if isinstance(self.fn, str) else self.fn
+        pool = Pool(lambda: ThreadWorker(fn), workers)
+        try:
+            yield from pool.results(calls, self.timeout)
+        finally:
+            pool.close()
+
+    def _describe(self, failure: Failed, prompts: Answerable, row: int) -> str:
+        cls = type(self).__name__
+        more_time = f", or give it more time by {cls}(..., timeout=...)" if failure.what.startswith("did not") else ""
+        details = f"\n{failure.traceback}" if failure.traceback else ""
+        return (
+            f"{self.name}: the reward function {self._function_name} {failure.what}, for row {prompts.row_id[row]!r} "
+            f"(data_source {prompts.data_source[row]!r}, number {row} of {len(prompts.row_id)}). Mend the "
+            f"function{more_time}, or choose the score of such rows by {cls}(..., on_error=0.0).{details}"
+        )
+
+
+def _checked(outcome: Outcome) -> Outcome:
+    """What came back, unless it cannot be a score or cannot be logged."""
+    if isinstance(outcome, Failed):
+        return outcome
+    if not abs(outcome.score) <= MAX_SCORE:  # NaN compares false
+        return Failed(f"returned the score {outcome.score}, expected a finite number in the range of float32")
+    if taken := TAKEN & outcome.extras.keys():
+        return Failed(f"returned a number named {min(taken)!r}, but reward/{min(taken)} is logged already; rename it")
+    return outcome
+
+
+def _source(fn: Callable[..., Any] | str) -> Source | None:
+    """Where a worker process finds `fn`; None where it has to run in this one."""
+    ref = fn if isinstance(fn, str) else functions.reference(fn)
+    if ref is None:
+        return None
+    file = functions.source_file(ref)
+    if file is None:
+        return Source(ref, None)
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is not None and os.path.abspath(script) == file and not functions.has_main_guard(file):
+        return None
+    with open(file, "rb") as stream:
+        content = stream.read()
+    module, name = functions.split(ref)
+    return Source(f"{file if module.endswith('.py') else module}:{name}", digest(content))
+
+
+def _check_call(fn: Callable[..., Any], name: str) -> None:
+    """Refuse what cannot be called as a reward function is, or whose calls give no score."""
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
+        raise ParameterError(
+            f"the reward function {name} is async, so a call of it gives a coroutine and no score; define it by `def`, "
+            f"and run in it what is to be awaited: asyncio.run(...)."
+        )
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # compiled code need not have one
+        return
+    try:
+        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={})
+    except TypeError as error:
+        raise ParameterError(
+            f"the reward function {name}{signature} cannot be called by keyword with data_source, solution_str, "
+            f"ground_truth and extra_info ({error}); define it as fn(data_source, solution_str, ground_truth, "
+            f"extra_info=None), or call it from a function of that signature: one response a call, text and not tokens."
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """`value` in JSON's own types, NumPy's numbers and arrays converted.
+
+    Raises:
+        TypeError: naming what has no exact counterpart.
+    """
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, np.generic | np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"a dict with the key {key!r} ({type(key).__name__})")
+        return {key: _plain(item) for key, item in value.items()}
+    raise TypeError(f"a {type(value).__name__}")

@@ -1,0 +1,72 @@
+"""Where a response ends, against the text of every prefix of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from flowrl.backends.hosted.ending import Ending
+from flowrl.core.protocols import Sampling
+from flowrl.data.tokenizer import ChatTokenizer
+
+PIECES = ["ab", "ba", "abba", " a", "<think>", "</s", "é!"]
+SPECIALS = ["<pad>", "<eos>"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    """Byte-level: 2 special tokens, all bytes, and `PIECES`, some of which hold others."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    encoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pieces = [encoder.pre_tokenize_str(piece)[0][0] for piece in PIECES]
+    core = Tokenizer(models.BPE({token: i for i, token in enumerate([*SPECIALS, *alphabet, *pieces])}, []))
+    core.pre_tokenizer, core.decoder = encoder, decoders.ByteLevel()
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return ChatTokenizer(str(folder))
+
+
+def sampling(stop: tuple[str, ...], stop_token_ids: tuple[int, ...] = (), ignore_eos: bool = False) -> Sampling:
+    return Sampling(1.0, 0, 1.0, 64, stop_token_ids, stop, ignore_eos)
+
+
+def ids_of(tokenizer: ChatTokenizer, *tokens: str) -> list[int]:
+    """Each a token as it is written in the vocabulary, or one byte."""
+    vocabulary = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *PIECES]
+    return [vocabulary.index(token) for token in tokens]
+
+
+@given(data=st.data())
+def test_the_first_prefix_whose_text_has_the_string_is_the_response(
+    tokenizer: ChatTokenizer, data: st.DataObject
+) -> None:
+    letters = [*ids_of(tokenizer, "a", "b", "!", "<", "s", "Ã", "©", *PIECES, *SPECIALS), 7, 150]
+    ids = data.draw(st.lists(st.sampled_from(letters), max_size=30))
+    stop = tuple(data.draw(st.lists(st.text("ab! <éskhit>/", min_size=1, max_size=6), max_size=3)))
+    ignore_eos = data.draw(st.booleans())
+    ending = Ending(tokenizer, sampling(stop, tuple(ids_of(tokenizer, "!")), ignore_eos))
+    assert ending.token_ids == [*([] if ignore_eos else [1]), *ids_of(tokenizer, "!")]
+    expected = None
+    for n, token in enumerate(ids, start=1):
+        if token in ending.token_ids or any(string in tokenizer.text(ids[:n]) for string in stop):
+            expected = n
+            break
+    assert ending.length(ids) == expected
+
+
+def test_the_match_may_be_within_a_token_and_across_special_ones(tokenizer: ChatTokenizer) -> None:
+    within = ids_of(tokenizer, "a", "<think>", "b")
+    assert Ending(tokenizer, sampling(("hin",))).length(within) == 2
+    across = ids_of(tokenizer, "a", "<pad>", "<pad>", "<pad>", "ba", "b")
+    assert Ending(tokenizer, sampling(("ab",))).length(across) == 5
+    assert Ending(tokenizer, sampling(("<pad>",))).length(across) is None
+
+
+def test_a_character_of_several_tokens_is_complete_with_the_last(tokenizer: ChatTokenizer) -> None:
+    watch = Ending(tokenizer, sampling(("é",))).watch()
+    first, second = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("é")[0][0]
+    a, b, c = ids_of(tokenizer, "a", first, second)
+    assert [watch.completes(token) for token in (a, b, c)] == [False, False, True]

@@ -1,0 +1,45 @@
+"""Tensors that another process opens by their handles: by CUDA IPC, or on a CPU by shared memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flowrl.backends.hosted.handles import can_share, handles, opened
+from flowrl.sync.digest import weights_digest
+from tests.engines.sources import shared_by_name
+
+OTHER = """
+import sys
+from flowrl.backends.hosted.handles import opened
+from flowrl.sync.digest import weights_digest
+
+tensors = opened(sys.stdin.buffer.read())
+digest = weights_digest(tensors.items())
+assert tensors["b"].fill_(7).tolist() == [7] * 5
+print(digest)
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_another_process_opens_the_very_memory(device: str) -> None:
+    base = torch.arange(24, dtype=torch.float32, device=device).view(4, 6)
+    tensors = {"a": base[1:3, ::2], "b": torch.ones(5, dtype=torch.bfloat16, device=device)}
+    assert can_share(tensors.values()) == (device == "cuda")
+    digest = weights_digest(tensors.items())
+    with shared_by_name():
+        data = handles(tensors)
+        done = subprocess.run([sys.executable, "-c", OTHER], input=data, capture_output=True)
+    assert done.stdout.decode().strip() == digest, done.stderr.decode()
+    assert tensors["b"].tolist() == [7] * 5
+    assert len(data) < 2000
+
+
+def test_what_is_opened_here_is_the_same_memory() -> None:
+    tensor = torch.zeros(3)
+    with shared_by_name():
+        opened(handles({"a": tensor}))["a"].fill_(2)
+    assert tensor.tolist() == [2] * 3

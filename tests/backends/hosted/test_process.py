@@ -1,0 +1,232 @@
+"""A process that is spoken to in frames: what it answers, how it dies, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.backends import TorchTrainer
+from flowrl.backends.hosted.arrival import Arrival, weight_shapes
+from flowrl.backends.hosted.frames import read_frame, write_frame
+from flowrl.backends.hosted.keeper import keep, members, shared_memory
+from flowrl.backends.hosted.process import EngineProcess
+from flowrl.backends.sglang import engine as sglang
+from flowrl.backends.sglang.engine import SGLang
+from flowrl.errors import EngineError, SyncError
+from flowrl.run.build import EngineBuilder
+from flowrl.sync.digest import weights_digest
+from tests.models import tiny_folder
+
+Frames = st.lists(st.tuples(st.dictionaries(st.text(), st.integers() | st.text() | st.floats(-1, 1)), st.binary()))
+
+
+class TestFrames:
+    @given(Frames)
+    def test_come_out_as_they_went_in(self, frames: list[tuple[dict[str, object], bytes]]) -> None:
+        stream = io.BytesIO()
+        for message, body in frames:
+            write_frame(stream, message, body)
+        stream.seek(0)
+        assert [read_frame(stream) for _ in frames] == frames
+        with pytest.raises(EOFError):
+            read_frame(stream)
+
+    @pytest.mark.parametrize("cut", [1, 15, 17, 30])
+    def test_a_frame_that_breaks_off_is_no_frame(self, cut: int) -> None:
+        stream = io.BytesIO()
+        write_frame(stream, {"call": "echo"}, b"0123456789")
+        with pytest.raises(EOFError):
+            read_frame(io.BytesIO(stream.getvalue()[:cut]))
+
+
+@pytest.fixture
+def process() -> Iterator[EngineProcess]:
+    folder = tempfile.TemporaryDirectory(prefix="flowrl-test-")
+    process = EngineProcess("Toy", "tests.backends.hosted.toy_process:main", {"COLOUR": "red"}, folder)
+    yield process
+    process.close()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Another process will see to it, soon."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def state(pid: int) -> str | None:
+    """Of a process, as ps would show it; None for one that is not there."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return None
+
+
+class TestProcess:
+    def test_it_answers(self, process: EngineProcess) -> None:
+        assert process.ask("echo", b"12345", n=1)["size"] == 5
+        assert process.ask("echo", n=[1.5, "é"])["n"] == [1.5, "é"]
+
+    def test_an_error_over_there_is_one_here(self, process: EngineProcess) -> None:
+        with pytest.raises(EngineError, match=r"Toy failed in fail: ValueError: no; .*\n    these are its words"):
+            process.ask("fail")
+        assert process.ask("echo", n=1)["n"] == 1
+
+    @pytest.mark.parametrize(("call", "words"), [("die", "exited with 3"), ("half", "was killed by SIGABRT")])
+    def test_its_death_is_named_and_nothing_is_left(self, process: EngineProcess, call: str, words: str) -> None:
+        told = process.ask("echo")
+        with pytest.raises(EngineError, match=rf"process of Toy {words} during {call}; .*\n    these are its words"):
+            process.ask(call)
+        with pytest.raises(EngineError, match="before it was asked"):
+            process.ask("echo")
+        assert str(told["child"]) in {path.name for path in members(process.pid)}  # an orphan, until it is closed
+        process.close()
+        self.refuse_leftovers(process, told)
+
+    def test_what_it_makes_before_it_dies_in_a_request_is_removed(self, process: EngineProcess) -> None:
+        """As an engine that dies while it starts."""
+        with pytest.raises(EngineError, match="process of Toy exited with 3 during grow") as caught:
+            process.ask("grow")
+        name = str(caught.value).split()[-1]
+        assert Path("/dev/shm", name).exists()
+        process.close()
+        assert not Path("/dev/shm", name).exists()
+
+    def test_closed_it_leaves_nothing(self, process: EngineProcess) -> None:
+        told = process.ask("echo")
+        assert shared_memory(process.pid) == {Path("/dev/shm", told["memory"])}
+        process.close()
+        process.close()
+        self.refuse_leftovers(process, told)
+
+    def test_it_answers_where_many_files_are_open(self, process: EngineProcess) -> None:
+        """Its pipe may have any number; select.select takes none past 1,023."""
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        number = 1500
+        if limits[1] != resource.RLIM_INFINITY and limits[1] <= number:
+            pytest.skip(f"needs file descriptors past 1,023, and {limits[1]} are allowed")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], number + 1), limits[1]))
+        low = process._replies.fileno()
+        try:
+            with open(os.dup2(low, number), "rb") as replies:
+                process._replies = replies
+                assert process.ask("echo", n=1)["n"] == 1
+                with pytest.raises(EngineError, match="exited with 3 during die"):
+                    process.ask("die")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    def test_it_ends_with_whoever_holds_it(self) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="flowrl-test-")
+        process = EngineProcess("Toy", "tests.backends.hosted.toy_process:main", {}, folder)
+        group = process.pid
+        del process
+        gc.collect()
+        assert not members(group)
+        assert not Path(folder.name).exists()
+
+    def test_killed_with_whoever_started_it_its_keeper_cleans_up(self) -> None:
+        """As Ray kills an actor and the processes that this has started."""
+        code = (
+            "import json, os, signal, tempfile; from flowrl.backends.hosted.process import EngineProcess;"
+            "folder = tempfile.TemporaryDirectory(prefix='flowrl-test-');"
+            "process = EngineProcess('Toy', 'tests.backends.hosted.toy_process:main', {}, folder);"
+            "print(json.dumps([process.ask('echo'), folder.name]), flush=True);"
+            "os.kill(process.pid, signal.SIGKILL); os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        told, folder = json.loads(done.stdout)
+        eventually(lambda: not Path(folder).exists())
+        assert not Path("/dev/shm", told["memory"]).exists()
+        eventually(lambda: state(told["child"]) in (None, "Z"))
+
+    def test_shared_memory_is_kept_for_who_is_killed_with_all_its_children(self) -> None:
+        """As Ray kills an actor: nobody is left who would remove it."""
+        code = (
+            "import os, signal; from pathlib import Path; from multiprocessing.shared_memory import SharedMemory;"
+            "from flowrl.backends.hosted.keeper import keep;"
+            "memory = SharedMemory(create=True, size=64);"
+            "life = keep([Path('/dev/shm', memory.name)]);"
+            "print(memory.name, flush=True);"
+            "from multiprocessing.resource_tracker import _resource_tracker;"
+            "os.kill(_resource_tracker._pid, signal.SIGKILL); os.kill(os.getpid(), signal.SIGKILL)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        eventually(lambda: not Path("/dev/shm", done.stdout.strip()).exists())
+
+    def test_a_keeper_is_nobody_s_child(self) -> None:
+        """So that who ends a process with its children leaves it alone; it ends with its descriptor."""
+        descriptor, name = tempfile.mkstemp(dir="/dev/shm")
+        os.close(descriptor)
+        life = keep([Path(name)])
+        children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+        of_mine = [Path(f"/proc/{pid}/cmdline") for path in children for pid in path.read_text().split()]
+        assert not [path for path in of_mine if b"keeper" in path.read_bytes()]
+        assert Path(name).exists()
+        os.close(life)
+        eventually(lambda: not Path(name).exists())
+
+    @staticmethod
+    def refuse_leftovers(process: EngineProcess, told: dict[str, object]) -> None:
+        assert not members(process.pid)
+        assert not Path("/dev/shm", str(told["memory"])).exists()
+        assert not process._log.parent.exists()
+
+    def test_it_has_the_environment_that_it_is_given(self, process: EngineProcess) -> None:
+        process.ask("echo")  # it runs; before that, /proc may know no environment of it
+        variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        assert b"COLOUR=red" in variables
+        assert os.environ.get("COLOUR") is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma2"])
+def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, kind)
+    trainer = TorchTrainer(folder, device="cpu").build(EngineBuilder({}, seed=0))
+    sent = {name: tensor.shape for name, tensor in trainer.weights()}
+    assert weight_shapes(folder) == sent
+    arrival = Arrival(sent, folder)
+    assert [name for name, _ in arrival.pass_on(trainer.weights(), 0)] == list(sent)
+    assert arrival.digest == weights_digest(trainer.weights())
+    assert arrival.nbytes == sum(tensor.nbytes for _, tensor in trainer.weights())
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        ([("a", (2, 3))], r"b did not arrive \(1 in all\)"),
+        ([("a", (2, 3)), ("b", (3,))], r"b has shape \(3,\), and is of shape \(4,\)"),
+        ([("a", (2, 3)), ("c", (3,))], r"c has shape \(3,\), and is not wanted"),
+        ([("a", (2, 3)), ("a", (2, 3))], r"a has shape \(2, 3\), and is not wanted, or twice"),
+    ],
+)
+def test_other_weights_are_refused(sent: list[tuple[str, tuple[int, ...]]], words: str) -> None:
+    weights = [(name, torch.zeros(shape)) for name, shape in sent]
+    arrival = Arrival({"a": torch.Size((2, 3)), "b": torch.Size((4,))}, "folder")
+    with pytest.raises(SyncError, match=rf"weights of version 4 are not those of 'folder': {words}"):
+        list(arrival.pass_on(weights, 4))
+
+
+def test_ranks_of_sglang_draw_from_generators_of_their_own(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it draws all rows from one; with one seed, two ranks would give the rows of a group the same answers."""
+    monkeypatch.setattr(sglang, "SGLangEngine", lambda spec, tokenizer, seed: seed)
+    for spec, seeds in ((SGLang(tiny, ranks=3), [7, 8, 9]), (SGLang(tiny, ranks=3, seed=20), [20, 21, 22])):
+        assert [spec.build(EngineBuilder({}, 7, rank, 3)) for rank in range(3)] == seeds

@@ -1,0 +1,108 @@
+"""Metrics: parts merge into what one process over all rows would have reported."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.data.metrics import Metric, Metrics, of_ranks
+from flowrl.errors import ParameterError
+
+parts = st.lists(st.lists(st.integers(-1000, 1000), max_size=5), min_size=1, max_size=6)
+
+
+def report(values: list[int]) -> Metrics:
+    metrics = Metrics()
+    metrics.mean("mean", sum(values), len(values))
+    metrics.sum("sum", sum(values))
+    if values:
+        metrics.min("min", min(values))
+        metrics.max("max", torch.tensor(float(max(values))))
+    return metrics
+
+
+@given(parts)
+def test_parts_merge_exactly_in_any_grouping(split: list[list[int]]) -> None:
+    values = [v for part in split for v in part]
+    whole = report(values).compute()
+    left, right = Metrics(), Metrics()
+    for part in split:
+        left.merge(report(part))
+    for part in reversed(split):
+        grouped = report(part)
+        grouped.merge(right)
+        right = grouped
+    for merged in (left.compute(), right.compute()):
+        assert merged.keys() == whole.keys()
+        assert all(math.isclose(merged[k], whole[k]) or (math.isnan(merged[k]) and math.isnan(whole[k])) for k in whole)
+    if values:
+        assert whole == {"mean": sum(values) / len(values), "sum": sum(values), "min": min(values), "max": max(values)}
+
+
+def test_a_mean_of_means_is_not_taken() -> None:
+    metrics = Metrics()
+    metrics.mean("loss", 1.0, 1)
+    metrics.mean("loss", torch.tensor(9.0), torch.tensor(9))
+    metrics.mean("plain", 0.25)
+    assert metrics.compute() == {"loss": 1.0, "plain": 0.25}
+    assert metrics["loss"] == Metric("mean", 10.0, 10.0)
+
+
+def test_a_mean_over_nothing_is_nan() -> None:
+    metrics = Metrics()
+    metrics.mean("loss", 0.0, 0)
+    assert math.isnan(metrics.compute()["loss"])
+    metrics.mean("loss", 2.0, 1)
+    assert metrics.compute() == {"loss": 2.0}
+
+
+@pytest.mark.parametrize(("reduction", "values", "expected"), [("min", (3, 1, 2), 1.0), ("max", (1, 3, 2), 3.0)])
+def test_extremes(reduction: str, values: tuple[int, ...], expected: float) -> None:
+    metrics = Metrics()
+    for value in values:
+        getattr(metrics, reduction)("x", value)
+    assert metrics.compute() == {"x": expected}
+
+
+def test_one_key_has_one_reduction() -> None:
+    metrics = Metrics()
+    metrics.sum("x", 1)
+    with pytest.raises(ParameterError, match="'x': a metric reported as sum is also reported as mean; report it"):
+        metrics.mean("x", 1)
+
+
+def test_is_a_mapping_that_travels() -> None:
+    metrics = report([1, 2, 6])
+    assert list(metrics) == ["mean", "sum", "min", "max"]
+    assert len(metrics) == 4
+    assert repr(metrics) == "Metrics({'mean': 3.0, 'sum': 9.0, 'min': 1.0, 'max': 6.0})"
+    for other in (pickle.loads(pickle.dumps(metrics)), copy.deepcopy(metrics)):
+        assert dict(other) == dict(metrics)
+    other = copy.deepcopy(metrics)
+    other.sum("sum", 1)
+    assert metrics.compute()["sum"] == 9.0
+
+
+def test_what_every_rank_reports_whole_counts_once() -> None:
+    """Two ranks of a node that are given the same rows: the operator's own numbers are the same on both, an engine's
+    are parts. Of a node whose ranks have rows of their own, all are parts. So it is after a journey."""
+    reports = []
+    for rank in range(2):
+        engine, own = Metrics(), Metrics()
+        engine.sum("actor/rows", 3 + rank)
+        engine.max("actor/longest", 10 * rank)
+        own.sum("sync/bytes", 100)
+        own.mean("kl/ref", 6.0, 3)
+        own.merge(engine)
+        reports.append(pickle.loads(pickle.dumps(own)))
+    whole, parts = of_ranks(reports, whole=True), of_ranks(reports, whole=False)
+    assert whole.compute() == {"sync/bytes": 100, "kl/ref": 2.0, "actor/rows": 7, "actor/longest": 10}
+    assert whole["kl/ref"].weight == 3
+    assert parts.compute() == whole.compute() | {"sync/bytes": 200}
+    assert reports[0].compute()["actor/rows"] == 3

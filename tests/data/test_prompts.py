@@ -1,0 +1,499 @@
+"""Reading prompts from JSONL and parquet, drawing them in epochs, resuming, and refusing what is not in the format."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import char_tokenizer, tiny_folder
+
+from flowrl.data.dataproto import DataProto
+from flowrl.data.keys import Key
+from flowrl.data.prompts import FilePath, PromptData, PromptStream
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.errors import DataError, ParameterError
+from flowrl.records import PromptBatch
+
+
+class Characters:
+    """Stands in for `ChatTokenizer`: one id per character of all contents; counts what it was asked to tokenise."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        self.calls += 1
+        return [ord(c) for m in messages for c in m["content"]]
+
+    def pad_left(self, rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        width = max(map(len, rows))
+        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
+        return ids, ids != 0
+
+
+def record(i: int, content: str | None = None) -> dict[str, Any]:
+    return {
+        "prompt": [{"role": "system", "content": "add"}, {"role": "user", "content": content or "x" * (i + 1)}],
+        "data_source": f"source-{i % 2}",
+        "reward_model": {"style": "rule", "ground_truth": str(i)},
+        "extra_info": {"index": i, "split": "train"},
+    }
+
+
+def write_jsonl(path: Path, records: Sequence[Any]) -> str:
+    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+    return str(path)
+
+
+def write_parquet(path: Path, records: Sequence[Any]) -> str:
+    pq.write_table(pa.Table.from_pylist(list(records)), path)
+    return str(path)
+
+
+def load(path: FilePath | tuple[FilePath, ...], seed: int = 0, **settings: Any) -> PromptStream:
+    return PromptData(path, **settings).load(Characters(), seed)  # type: ignore[arg-type]
+
+
+def truths(batch: DataProto) -> list[Any]:
+    return list(batch["ground_truth"])
+
+
+def refused(tmp_path: Path, row: Any, good: int = 1) -> str:
+    """The message for a file of `good` good rows and then `row`."""
+    path = write_jsonl(tmp_path / "bad.jsonl", [*map(record, range(good)), row])
+    with pytest.raises(DataError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:{good + 1}: ")
+    assert "\n" not in message
+    return message
+
+
+# ---- batches
+
+
+def test_a_batch_has_the_columns_of_prompt_batch(tmp_path: Path) -> None:
+    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(0, "ab"), record(1, "c")]), shuffle=False)
+    batch = stream.next(2)
+    assert list(batch.columns) == list(PromptBatch._fields)
+    assert batch["prompts"].tolist() == [[*map(ord, "addab")], [0, *map(ord, "addc")]]
+    assert batch["prompts"].dtype == torch.int64
+    assert batch["prompt_mask"].tolist() == [[True] * 5, [False] + [True] * 4]
+    assert list(batch["uid"]) == list(batch["row_id"]) == ["0/0/0", "0/1/0"]
+    assert list(batch["data_source"]) == ["source-0", "source-1"]
+    assert truths(batch) == ["0", "1"]
+    assert list(batch["extra_info"]) == [{"index": 0, "split": "train"}, {"index": 1, "split": "train"}]
+    assert batch["raw_prompt"][1] == [{"role": "system", "content": "add"}, {"role": "user", "content": "c"}]
+    batch.to_record(PromptBatch)
+
+
+def test_a_batch_is_padded_to_its_own_longest(tmp_path: Path) -> None:
+    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(4)]), shuffle=False)
+    assert len(stream) == 4
+    assert [stream.next(2)["prompts"].shape[1] for _ in range(2)] == [5, 7]
+
+
+def test_lists_of_equal_length_stay_one_object_a_row(tmp_path: Path) -> None:
+    rows = [record(i) | {"reward_model": {"ground_truth": [i, i + 1]}} for i in range(3)]
+    batch = load(write_jsonl(tmp_path / "a.jsonl", rows), shuffle=False).all()
+    for name in ("uid", "row_id", "data_source", "ground_truth", "extra_info", "raw_prompt"):
+        assert batch[name].shape == (3,) and batch[name].dtype == np.dtype(object)
+    assert truths(batch) == [[0, 1], [1, 2], [2, 3]]
+
+
+def test_extra_info_is_optional_and_other_columns_are_not_read(tmp_path: Path) -> None:
+    rows = [record(i) | {"ability": "math"} for i in range(2)]
+    del rows[0]["extra_info"]
+    rows[1]["extra_info"] = None
+    assert list(load(write_jsonl(tmp_path / "a.jsonl", rows)).all()["extra_info"]) == [{}, {}]
+
+
+def test_what_a_reader_does_to_a_record_does_not_reach_later_epochs(tmp_path: Path) -> None:
+    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
+    first = stream.next(1)
+    first["extra_info"][0]["index"] = "changed"
+    first["raw_prompt"][0].clear()
+    assert stream.next(1)["extra_info"][0] == {"index": 0, "split": "train"}
+    assert len(stream.next(1)["raw_prompt"][0]) == 2
+
+
+def test_everything_is_tokenised_once(tmp_path: Path) -> None:
+    tokenizer = Characters()
+    stream = PromptData(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(5)])).load(tokenizer, 0)  # type: ignore[arg-type]
+    stream.next(12)
+    stream.all()
+    assert tokenizer.calls == 5
+
+
+# ---- files
+
+
+def test_parquet_and_jsonl_give_the_same_batches(tmp_path: Path) -> None:
+    records = [record(i) for i in range(7)]
+    records[3]["prompt"] = [{"role": "user", "content": "one\u2028line"}]  # a line end to str.splitlines, not to JSONL
+    a = load(write_jsonl(tmp_path / "a.jsonl", records), seed=3)
+    b = load(write_parquet(tmp_path / "a.PARQUET", records), seed=3)
+    for n in (3, 7, 9):
+        assert a.next(n).equal(b.next(n))
+    assert a.all().equal(b.all())
+
+
+def test_a_null_key_of_a_message_is_a_missing_one(tmp_path: Path) -> None:
+    """Parquet gives all messages of a file the same keys, so a key that one message has is null in the others."""
+    records = [record(0), record(1)]
+    records[1]["prompt"][0]["name"] = "sums"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+    a = load(write_jsonl(tmp_path / "a.jsonl", records)).all()
+    b = load(write_parquet(tmp_path / "a.parquet", records)).all()
+    assert a.equal(b)
+    assert b["raw_prompt"][0][0] == {"role": "system", "content": "add"}
+    records[0]["prompt"].append(call)
+    calls = PromptData(write_jsonl(tmp_path / "c.jsonl", records)).load(_NoText(), 0).all()  # type: ignore[arg-type]
+    assert calls["raw_prompt"][0][2] == {"role": "assistant", "tool_calls": [{"type": "function"}]}
+
+
+class _NoText(Characters):
+    def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        return [1] * len(messages)
+
+
+def test_several_files_are_concatenated(tmp_path: Path) -> None:
+    a = write_jsonl(tmp_path / "a.jsonl", [record(0), record(1)])
+    b = write_parquet(tmp_path / "b.parquet", [record(2), record(3)])
+    batch = load((b, a), shuffle=False).next(4)
+    assert truths(batch) == ["2", "3", "0", "1"]
+    assert list(batch["row_id"]) == ["0/0/0", "0/1/0", "0/2/0", "0/3/0"]
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_jsonl(tmp_path / "a.jsonl", [record(0)])
+    assert len(load(os.path.join("~", "a.jsonl"))) == 1
+
+
+def test_a_path_may_be_a_path_object(tmp_path: Path) -> None:
+    a, b = (Path(write_jsonl(tmp_path / f"{name}.jsonl", [record(i)])) for i, name in enumerate("ab"))
+    assert PromptData(a) == PromptData(str(a))
+    assert PromptData(a).path == str(a)
+    assert PromptData((a, str(b))).path == (str(a), str(b))
+    assert truths(load((a, str(b)), shuffle=False).all()) == ["0", "1"]
+    with pytest.raises(ParameterError, match=r"a\.txt' ends in neither"):
+        PromptData(a.with_suffix(".txt"))
+    with pytest.raises(ParameterError, match="path"):
+        PromptData(3)  # type: ignore[arg-type]
+
+
+def test_missing_files_are_found_without_a_tokeniser(tmp_path: Path) -> None:
+    path = Path(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
+    PromptData(path).refuse_missing()
+    with pytest.raises(DataError, match=r"gone\.jsonl' is not a file on this machine .looked in .*mend PromptData"):
+        PromptData((path, path.with_name("gone.jsonl"))).refuse_missing()
+    with pytest.raises(DataError, match="is not a file"):
+        PromptData(tmp_path / "a.jsonl" / "b.jsonl").refuse_missing()
+
+
+def test_more_rows_than_one_parquet_read(tmp_path: Path) -> None:
+    stream = load(write_parquet(tmp_path / "a.parquet", [record(i, "q") for i in range(2500)]), shuffle=False)
+    assert truths(stream.all()) == [str(i) for i in range(2500)]
+
+
+# ---- epochs
+
+
+def test_the_order_is_the_permutation_of_the_epoch_s_key(tmp_path: Path) -> None:
+    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(10)]), seed=5)
+    for epoch in range(3):
+        order = torch.randperm(10, generator=Key.of(5).derive("data", epoch).generator()).tolist()
+        batch = stream.next(10)
+        assert truths(batch) == [str(i) for i in order]
+        assert list(batch["uid"]) == [f"{epoch}/{i}/0" for i in order]
+
+
+def test_seeds_and_epochs_differ(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(20)])
+    a, b = load(path, seed=0), load(path, seed=1)
+    orders = [truths(s.next(20)) for s in (a, a, b, b)]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_without_shuffling_rows_come_in_file_order(tmp_path: Path) -> None:
+    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(3)]), shuffle=False)
+    assert list(stream.next(7)["uid"]) == ["0/0/0", "0/1/0", "0/2/0", "1/0/0", "1/1/0", "1/2/0", "2/0/0"]
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 9),
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    seed=st.integers(0, 99),
+    shuffle=st.booleans(),
+)
+def test_every_epoch_holds_every_row_once(rows: int, sizes: list[int], seed: int, shuffle: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        stream = load(write_jsonl(Path(folder) / "a.jsonl", [record(i) for i in range(rows)]), seed, shuffle=shuffle)
+    uids = []
+    for size in sizes:
+        batch = stream.next(size)
+        assert len(batch) == size
+        assert truths(batch) == [uid.split("/")[1] for uid in batch["uid"]]
+        uids += list(batch["uid"])
+    assert len(set(uids)) == len(uids)
+    epochs = [int(uid.split("/")[0]) for uid in uids]
+    assert epochs == sorted(epochs)
+    full, rest = divmod(len(uids), rows)
+    assert Counter(epochs) == Counter({**{e: rows for e in range(full)}, **({full: rest} if rest else {})})
+    assert stream.position == {"epoch": full, "offset": rest, "rows": rows}
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 9),
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    stop=st.integers(0, 8),
+    seed=st.integers(0, 99),
+    shuffle=st.booleans(),
+)
+def test_a_resumed_stream_gives_the_batches_of_the_uninterrupted_one(
+    rows: int, sizes: list[int], stop: int, seed: int, shuffle: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_jsonl(Path(folder) / "a.jsonl", [record(i) for i in range(rows)])
+        whole, resumed = load(path, seed, shuffle=shuffle), load(path, seed, shuffle=shuffle)
+    for size in sizes[:stop]:
+        whole.next(size)
+    resumed.next(3)  # wherever it was before does not count
+    resumed.seek(json.loads(json.dumps(whole.position)))
+    assert resumed.position == whole.position
+    for size in [*sizes[stop:], rows]:
+        assert resumed.next(size).equal(whole.next(size))
+
+
+def test_seek_refuses_what_is_no_position(tmp_path: Path) -> None:
+    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(3)]))
+    stream.next(1)
+    for wrong in ({"offset": 3}, {"epoch": -1}, {"epoch": 0.0}, {"rows": 4}, {"rows": 2}, {"row": 3}):
+        with pytest.raises(DataError, match=r"seek\(.*3 rows; expected epoch, offset .below the rows. and rows"):
+            stream.seek({"epoch": 0, "offset": 0, "rows": 3} | wrong)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="is no position"):
+        stream.seek({"epoch": 0, "offset": 0})
+    assert stream.position == {"epoch": 0, "offset": 1, "rows": 3}
+
+
+def test_validation_is_every_row_once_in_file_order(tmp_path: Path) -> None:
+    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(5)]))
+    stream.next(2)
+    before = stream.position
+    batches = list(stream.batches(2))
+    assert [len(b) for b in batches] == [2, 2, 1]
+    assert [t for b in batches for t in truths(b)] == truths(stream.all()) == ["0", "1", "2", "3", "4"]
+    assert list(stream.all()["uid"]) == [f"0/{i}/0" for i in range(5)]
+    assert stream.position == before
+
+
+def test_a_batch_has_at_least_one_row(tmp_path: Path) -> None:
+    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
+    with pytest.raises(ParameterError, match=r"next\(0\).*at least 1"):
+        stream.next(0)
+    with pytest.raises(ParameterError, match=r"batches\(-1\).*at least 1"):
+        stream.batches(-1)
+
+
+# ---- over-long prompts: record(i) has 4 + i characters
+
+
+def test_a_prompt_of_just_the_limit_is_kept(tmp_path: Path) -> None:
+    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(4)]), max_prompt_length=7)
+    assert (len(stream), stream.dropped) == (4, 0)
+
+
+def test_over_long_prompts_are_refused(tmp_path: Path) -> None:
+    a = write_jsonl(tmp_path / "a.jsonl", [record(0), record(1)])
+    b = write_jsonl(tmp_path / "b.jsonl", [record(1), record(2), record(6), record(3)])
+    with pytest.raises(DataError) as caught:
+        load((a, b), max_prompt_length=5)
+    message = str(caught.value)
+    assert message.startswith(f"{b}:2: the prompt has 6 tokens, but max_prompt_length is 5")
+    assert "3 of 6 prompts" in message
+    assert "set max_prompt_length=10" in message and 'overlong="drop"' in message
+
+
+def test_over_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
+    rows = [record(5), record(0), record(1), record(7)]
+    stream = load(write_parquet(tmp_path / "a.parquet", rows), max_prompt_length=5, overlong="drop")
+    assert (len(stream), stream.dropped) == (2, 2)
+    assert truths(stream.all()) == ["0", "1"]
+    assert list(stream.all()["uid"]) == ["0/1/0", "0/2/0"]  # places in the file, so they do not hang on the limit
+    assert set(stream.next(4)["uid"]) == {"0/1/0", "0/2/0", "1/1/0", "1/2/0"}
+
+
+def test_dropping_every_prompt_is_refused(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [record(5), record(6)])
+    with pytest.raises(DataError, match=r"a\.parquet row 0.*2 of 2 prompts.*max_prompt_length=10; no prompt would be"):
+        load(path, max_prompt_length=3, overlong="drop")
+
+
+# ---- settings and files that are refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"path": "data.csv"}, r"'data\.csv' ends in neither \.jsonl .* nor \.parquet"),
+        ({"path": ("a.jsonl", "b.json")}, r"'b\.json' ends in neither"),
+        ({"path": "data"}, "ends in neither"),
+        ({"path": ()}, "names no file"),
+        ({"path": ""}, "names no file"),
+        ({"path": "a.jsonl", "max_prompt_length": 0}, "max_prompt_length=0"),
+        ({"path": "a.jsonl", "overlong": "cut"}, "overlong='cut'"),
+    ],
+)
+def test_settings_are_checked_before_anything_is_read(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ParameterError, match=words):
+        PromptData(**settings)
+
+
+def test_nothing_is_read_at_construction_and_equality_is_by_value() -> None:
+    assert PromptData("nowhere.jsonl") == PromptData(path="nowhere.jsonl", shuffle=True)
+
+
+def test_a_missing_file_is_named_before_others_are_read(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["not a record"])
+    with pytest.raises(DataError, match=r"gone\.parquet' is not a file"):
+        load((path, str(tmp_path / "gone.parquet")))
+    with pytest.raises(DataError, match="is not a file"):
+        (tmp_path / "folder.jsonl").mkdir()
+        load(str(tmp_path / "folder.jsonl"))
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    good, empty = write_jsonl(tmp_path / "a.jsonl", [record(0)]), write_jsonl(tmp_path / "b.jsonl", [])
+    with pytest.raises(DataError, match=r"b\.jsonl has no rows"):
+        load((good, empty))
+    pq.write_table(pa.Table.from_pylist([record(0)]).slice(0, 0), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match=r"c\.parquet has no rows"):
+        load(str(tmp_path / "c.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"prompt": [', "not JSON"),
+        (b"\n", "blank"),
+        (b'{"prompt": "\xff"}\n', "not JSON"),
+        (b"{} {}\n", "not JSON"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes, words: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps(record(0)).encode() + b"\n" + line)
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: the line is {words}"):
+        load(str(path))
+
+
+def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
+    path = Path(write_parquet(tmp_path / "a.parquet", [record(i) for i in range(50)]))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as parquet"):
+        load(str(path))
+    path.write_bytes(whole[:4] + bytes(200) + whole[204:])
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as parquet"):
+        load(str(path))
+
+
+# ---- rows that are refused
+
+
+def test_missing_keys_are_named(tmp_path: Path) -> None:
+    message = refused(tmp_path, {"prompt": record(0)["prompt"], "data_source": None})
+    assert "no data_source and no reward_model" in message
+    assert "no prompt and no data_source and no reward_model" in refused(tmp_path, {"question": "1+1"}, good=3)
+    assert "the row is a list" in refused(tmp_path, [1, 2])
+    path = write_parquet(tmp_path / "b.parquet", [record(0), record(1), record(2) | {"data_source": None}])
+    with pytest.raises(DataError, match=r"b\.parquet row 2: the row has no data_source"):
+        load(path)
+    path = write_parquet(tmp_path / "a.parquet", [{"question": "1+1", "data_source": "x"}])
+    with pytest.raises(DataError, match=r"a\.parquet row 0: the row has no prompt and no reward_model"):
+        load(path)
+
+
+@pytest.mark.parametrize("prompt", ["1+1=", {"role": "user", "content": "x"}, []])
+def test_a_prompt_is_a_list_of_messages(tmp_path: Path, prompt: Any) -> None:
+    message = refused(tmp_path, record(0) | {"prompt": prompt})
+    assert f"prompt is {prompt!r}; expected a list of messages" in message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "hello",
+        {"content": "no role"},
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "user", "text": "misspelt"},
+        {"role": "user", "content": [{"type": "text", "text": "a part"}]},
+        {"role": 1, "content": "x"},
+    ],
+)
+def test_a_message_has_role_and_text(tmp_path: Path, message: Any) -> None:
+    found = refused(tmp_path, record(0) | {"prompt": [{"role": "system", "content": "s"}, message]})
+    assert f"message 1 of prompt is {message!r}" in found
+
+
+@pytest.mark.parametrize("reward", [{}, {"style": "rule"}, {"ground_truth": None}, "42", [1]])
+def test_the_ground_truth_must_be_there(tmp_path: Path, reward: Any) -> None:
+    assert '{"ground_truth": ...}' in refused(tmp_path, record(0) | {"reward_model": reward})
+
+
+@pytest.mark.parametrize("truth", ["", 0, False, 1.5, [], {"answer": [1]}])
+def test_a_ground_truth_may_be_anything_but_null(tmp_path: Path, truth: Any) -> None:
+    batch = load(write_jsonl(tmp_path / "a.jsonl", [record(0) | {"reward_model": {"ground_truth": truth}}])).next(1)
+    assert truths(batch) == [truth] and type(truths(batch)[0]) is type(truth)
+
+
+def test_other_columns_of_a_wrong_type(tmp_path: Path) -> None:
+    assert "data_source is 7; expected a str" in refused(tmp_path, record(0) | {"data_source": 7})
+    assert "extra_info is 'x'; expected an object" in refused(tmp_path, record(0) | {"extra_info": "x"})
+    assert "has images" in refused(tmp_path, record(0) | {"images": ["a.png"]})
+    assert len(load(write_jsonl(tmp_path / "a.jsonl", [record(0) | {"images": []}]))) == 1
+
+
+def test_a_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
+    assert "no tokens" in refused(tmp_path, record(0) | {"prompt": [{"role": "user", "content": ""}]})
+
+
+# ---- with a real tokeniser
+
+
+def test_prompts_through_a_real_chat_template(tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(tiny_folder(tmp_path))
+    path = write_jsonl(tmp_path / "a.jsonl", [record(0, "1+1="), record(1, "12+30=")])
+    batch = PromptData(path, max_prompt_length=64, shuffle=False).load(tokenizer, 0).next(2)
+    truth = char_tokenizer()
+    texts = [f"<|system|>add<eos><|user|>{q}<eos><|assistant|>" for q in ("1+1=", "12+30=")]
+    for row, text in enumerate(texts):
+        expected = truth.encode(text, add_special_tokens=False)
+        assert batch["prompts"][row][batch["prompt_mask"][row]].tolist() == expected
+    assert batch["prompt_mask"].tolist()[0] == [False] * 2 + [True] * (batch["prompts"].shape[1] - 2)
+
+
+def test_what_the_template_refuses_is_named_with_its_line(tmp_path: Path) -> None:
+    folder = Path(tmp_path / "tokenizer")
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('only users may speak') if messages[0]['role'] != 'user' }}x"
+    tokenizer.save_pretrained(folder)
+    path = write_jsonl(tmp_path / "a.jsonl", [record(0) | {"prompt": [{"role": "user", "content": "q"}]}, record(1)])
+    with pytest.raises(DataError, match=r"a\.jsonl:2: .*only users may speak"):
+        PromptData(path).load(ChatTokenizer(str(folder)), 0)

@@ -1,0 +1,184 @@
+"""Tokenising, chat templates, padding and gluing: ids by hand, and positions as `model.generate` feeds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from flowrl.data.tokenizer import ChatTokenizer, assemble
+from flowrl.errors import DataError
+from tests.models import CHARACTERS, EOS, PAD, SPECIALS, VOCAB, char_tokenizer, tiny_folder
+
+USER, ASSISTANT = SPECIALS.index("<|user|>"), SPECIALS.index("<|assistant|>")
+
+
+def char_ids(text: str) -> list[int]:
+    return [len(SPECIALS) + CHARACTERS.index(c) for c in text]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer")
+    char_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: str) -> ChatTokenizer:
+    return ChatTokenizer(folder)
+
+
+def test_ids_and_sizes(tokenizer: ChatTokenizer) -> None:
+    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.vocab_size) == (PAD, EOS, VOCAB)
+    assert tokenizer.encode("2+2=4") == char_ids("2+2=4")
+
+
+@given(text=st.text(alphabet=CHARACTERS, max_size=40))
+def test_text_round_trip(tokenizer: ChatTokenizer, text: str) -> None:
+    assert tokenizer.encode(text) == char_ids(text)
+    assert tokenizer.decode(char_ids(text)) == text
+
+
+def test_prompt_ids_follow_the_template_and_end_where_the_assistant_goes_on(tokenizer: ChatTokenizer) -> None:
+    one = [{"role": "user", "content": "1+1="}]
+    assert tokenizer.prompt_ids(one) == [USER, *char_ids("1+1="), EOS, ASSISTANT]
+    three = [*one, {"role": "assistant", "content": "2"}, {"role": "user", "content": "ok"}]
+    assert tokenizer.prompt_ids(three) == [
+        *[USER, *char_ids("1+1="), EOS],
+        *[ASSISTANT, *char_ids("2"), EOS],
+        *[USER, *char_ids("ok"), EOS, ASSISTANT],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([], r"given as \[\]"),
+        ("hello", "given as 'hello'"),
+        ({"role": "user", "content": "hello"}, "given as {'role'"),
+        (["hello"], "message 0 is 'hello'"),
+        ([{"role": "user", "text": "a"}], r"message 0 has the keys \['role', 'text'\]"),
+        ([{"content": "a"}], "role None"),
+        ([{"role": 3, "content": "a"}], "role 3"),
+    ],
+)
+def test_malformed_messages_are_refused(tokenizer: ChatTokenizer, messages: object, found: str) -> None:
+    with pytest.raises(DataError, match=found):
+        tokenizer.prompt_ids(messages)  # type: ignore[arg-type]
+
+
+def test_a_template_that_refuses_is_a_data_error(tmp_path: Path) -> None:
+    core = char_tokenizer()
+    core.chat_template = "{{ raise_exception('only users may speak') }}"
+    core.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="only users may speak"):
+        ChatTokenizer(str(tmp_path)).prompt_ids([{"role": "system", "content": "a"}])
+
+
+def test_without_a_template_messages_are_refused_but_text_is_not(tmp_path: Path) -> None:
+    core = char_tokenizer()
+    core.chat_template = None
+    core.save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(str(tmp_path))
+    with pytest.raises(DataError, match=r"has no chat template.*tokenizer\.chat_template"):
+        tokenizer.prompt_ids([{"role": "user", "content": "a"}])
+    assert tokenizer.encode("a") == char_ids("a")
+
+
+def test_folders_that_hold_no_usable_tokeniser(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not a folder"):
+        ChatTokenizer(str(tmp_path / "nowhere"))
+    with pytest.raises(DataError, match="no tokeniser can be loaded"):
+        ChatTokenizer(str(tmp_path))
+    core = char_tokenizer()
+    core.eos_token = None
+    core.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="has no EOS token"):
+        ChatTokenizer(str(tmp_path))
+
+
+def test_pad_falls_back_to_eos(tmp_path: Path) -> None:
+    core = char_tokenizer()
+    core.pad_token = None
+    core.save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(str(tmp_path))
+    assert tokenizer.pad_id == tokenizer.eos_id == EOS
+    assert tokenizer.decode([*char_ids("ab"), EOS, EOS, EOS]) == "ab"
+
+
+def test_decode_gives_what_a_reward_reads(tokenizer: ChatTokenizer) -> None:
+    assert tokenizer.decode([*char_ids("4"), EOS, PAD, PAD]) == "4"
+    assert tokenizer.decode([ASSISTANT, *char_ids("4"), EOS]) == "4"
+    assert tokenizer.decode([]) == tokenizer.decode([EOS]) == tokenizer.decode([PAD]) == ""
+    newline = char_ids("\n")
+    assert tokenizer.decode(char_ids("a\nb\n"), stop_token_ids=newline) == "a\nb"
+    assert tokenizer.decode(char_ids("a\nb\n")) == "a\nb\n"
+    assert tokenizer.decode(char_ids("a\n\n"), stop_token_ids=newline) == "a\n"
+
+
+def test_ordinary_added_words_are_kept(tmp_path: Path) -> None:
+    core = char_tokenizer()
+    core.add_tokens(["<think>", "</think>"])
+    core.save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(str(tmp_path))
+    assert tokenizer.vocab_size == VOCAB + 2
+    ids = [VOCAB, *char_ids("9+6"), VOCAB + 1, *char_ids("15")]
+    assert tokenizer.encode("<think>9+6</think>15") == ids
+    assert tokenizer.decode([*ids, EOS]) == "<think>9+6</think>15"
+
+
+def test_pad_left(tokenizer: ChatTokenizer) -> None:
+    ids, mask = tokenizer.pad_left([[7], [8, 9, 10], [11, 12]])
+    assert ids.dtype == torch.int64 and mask.dtype == torch.bool
+    assert ids.tolist() == [[PAD, PAD, 7], [8, 9, 10], [PAD, 11, 12]]
+    assert mask.tolist() == [[False, False, True], [True, True, True], [False, True, True]]
+    assert tokenizer.pad_left([])[0].shape == (0, 0)
+    with pytest.raises(DataError, match="prompt 1 of 2 has no tokens"):
+        tokenizer.pad_left([[1], []])
+
+
+def test_assemble_by_hand() -> None:
+    input_ids, attention, position = assemble(
+        prompts=torch.tensor([[PAD, 7, 8], [9, 10, 11]]),
+        prompt_mask=torch.tensor([[False, True, True], [True, True, True]]),
+        responses=torch.tensor([[12, 13], [14, PAD]]),
+        response_present=torch.tensor([[True, True], [True, False]]),
+    )
+    assert input_ids.tolist() == [[PAD, 7, 8, 12, 13], [9, 10, 11, 14, PAD]]
+    assert attention.tolist() == [[False, True, True, True, True], [True, True, True, True, False]]
+    assert position.tolist() == [[0, 0, 1, 2, 3], [0, 1, 2, 3, 3]]
+    assert (input_ids.dtype, attention.dtype, position.dtype) == (torch.int64, torch.bool, torch.int64)
+
+
+def test_positions_are_those_that_generate_feeds(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, "llama")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    fed: list[torch.Tensor] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(kwargs["position_ids"]), with_kwargs=True
+    )
+    prompts, mask = ChatTokenizer(folder).pad_left([[7], [8, 9, 10, 11], [12, 13]])
+    with torch.no_grad():
+        whole = model.generate(
+            prompts, attention_mask=mask.long(), do_sample=False, max_new_tokens=5, min_new_tokens=5, pad_token_id=PAD
+        )
+    responses = whole[:, prompts.shape[1] :]
+    _, attention, position = assemble(prompts, mask, responses, torch.ones_like(responses, dtype=torch.bool))
+    theirs = torch.cat(fed, dim=1)  # the last sampled token is never fed
+    present = attention[:, :-1]
+    assert torch.equal(theirs[present], position[:, :-1][present])
+
+
+def test_responses_are_never_tokenised_again(tokenizer: ChatTokenizer) -> None:
+    """A model may spell out a special token; its text encodes to other ids, so only the sampled ids are kept."""
+    sampled = char_ids("<eos>")
+    assert tokenizer.encode(tokenizer.decode(sampled)) == [EOS]
+    prompts, mask = tokenizer.pad_left([[7]])
+    responses = torch.tensor([sampled])
+    input_ids, _, _ = assemble(prompts, mask, responses, torch.ones_like(responses, dtype=torch.bool))
+    assert input_ids.tolist() == [[7, *sampled]]

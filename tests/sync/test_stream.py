@@ -1,0 +1,417 @@
+"""Weights as a stream: real gloo between threads and processes, without Ray; whatever damages it is named.
+
+Sides wait for each other longer than a test may take, so a test that ends shows that nobody was left waiting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flowrl.core.protocols import Adapted, Trainer
+from flowrl.distributed.delivery import Delivery
+from flowrl.errors import SyncError
+from flowrl.records import Receipt
+from flowrl.run.place import ProcessSpec
+from flowrl.sync import stream
+from flowrl.sync.digest import weights_digest
+from flowrl.sync.probe import TOKENS, probe
+from flowrl.sync.source import Origin, Source
+from flowrl.sync.stream import Gloo, Interrupted, Link, Seat, Ticket, choose, send
+
+BUCKET = 4096
+ORIGIN = Origin("actor", 3)
+Weights = list[tuple[str, Tensor]]
+
+
+def weights_of(seed: int = 0) -> Weights:
+    """Many dtypes and shapes, of no dimension, empty, larger than a bucket, and seen through strides."""
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "large": torch.randn(3 * BUCKET // 4, generator=draw),
+        "strided": torch.randn(20, 30, generator=draw).t(),
+        "half": torch.randn(7, 3, generator=draw).bfloat16(),
+        "mask": torch.rand(11, generator=draw) < 0.5,
+        "nan": torch.tensor([float("nan"), -0.0, float("inf")], dtype=torch.float64),
+        "bytes": torch.randint(0, 255, (13,), generator=draw, dtype=torch.uint8),
+    }
+    layers = {f"layer{i:02}": torch.randn(16, 9, generator=draw) for i in range(20)}
+    return sorted((tensors | layers).items())
+
+
+@pytest.fixture
+def meeting() -> Iterator[Callable[..., Ticket]]:
+    """Makes tickets to a store of this test's own."""
+    stores: list[Any] = []
+
+    def ticket(receivers: int = 1, transport: str = "gloo", timeout: float = 600) -> Ticket:
+        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", 0, None, True, timeout=timedelta(seconds=timeout), wait_for_workers=False
+        )
+        stores.append(store)
+        return Ticket(transport, "127.0.0.1", store.port, (0,) * receivers, timeout)
+
+    yield ticket
+
+
+def received(ticket: Ticket, rank: int = 0, take: Callable[[Source], Any] = lambda source: None) -> tuple[Any, ...]:
+    """What a receiver gets: the weights, its receipt, and what it took of the source before."""
+    with ticket.open(rank) as source:
+        taken = take(source)
+        held = dict(source.weights())
+        receipt = Receipt(source.version, weights_digest(held.items()), 0, 0.0, "copy")
+        return held, source.check(receipt), taken
+
+
+def both(ticket: Ticket, weights: Iterable[tuple[str, Tensor]], **more: Any) -> tuple[Future[int], list[Future[Any]]]:
+    """A sender and all receivers, to their ends."""
+    with ThreadPoolExecutor(1 + len(ticket.senders)) as pool:
+        takers = [pool.submit(received, ticket, rank, **more) for rank, _ in enumerate(ticket.senders)]
+        sender = pool.submit(send, ticket, ORIGIN, weights, BUCKET)
+    return sender, takers
+
+
+@pytest.mark.parametrize("receivers", [1, 3])
+def test_what_arrives_is_what_was_sent(receivers: int, meeting: Callable[..., Ticket]) -> None:
+    """Bit for bit, in order; and each tensor is the receiver's own."""
+    weights = weights_of()
+    for _ in range(3):  # that a rank leaves when it is done is no error of the others
+        sender, takers = both(meeting(receivers), weights)
+        assert sender.result() == sum(tensor.nbytes for _, tensor in weights)
+        for taker in takers:
+            held, receipt, _ = taker.result()
+            assert list(held) == [name for name, _ in weights]
+            assert weights_digest(held.items()) == weights_digest(weights)
+            assert receipt == Receipt(3, weights_digest(weights), 0, 0.0, "gloo")
+            assert all(held[name].equal(tensor) for name, tensor in weights if name != "nan")
+            assert len({tensor.untyped_storage().data_ptr() for tensor in held.values() if tensor.nbytes}) == len(
+                [name for name, tensor in weights if tensor.nbytes]
+            )
+
+
+def test_a_source_stands_in_for_a_trainer(meeting: Callable[..., Ticket]) -> None:
+    """With what an adapter is of, and the trainer's log-probs of the probe."""
+    scores = tuple(-0.5 * i for i in range(1, len(TOKENS)))
+    for adapter_of in (None, "digest x 2"):
+        ticket, origin = meeting(), Origin("actor", 3, adapter_of, scores)
+        with ThreadPoolExecutor(1) as pool:
+            sender = pool.submit(send, ticket, origin, weights_of(), BUCKET)
+            with ticket.open(0) as source:
+                assert isinstance(source, Adapted) == (adapter_of is not None)
+                assert source.log_probs(probe()).tolist() == [list(scores)]
+                assert source.version == 3
+                part = "weights" if adapter_of is None else "adapter_weights"
+                assert getattr(source, "adapter_of", None) == adapter_of
+                assert weights_digest(getattr(source, part)()) == weights_digest(weights_of())
+            sender.result()
+    assert {"version", "weights", "log_probs"} <= set(dir(source)) & set(dir(Trainer))
+    other = probe()._replace(input_ids=probe().input_ids + 1)
+    with pytest.raises(SyncError, match=r"without actor to score tokens; expected .*probe\(\) alone"):
+        source.log_probs(other)
+
+
+class Damaging(Gloo):
+    """A carrier that changes what it carries."""
+
+    def send(self, link: Link, flat: Tensor) -> None:
+        flat = flat.clone()
+        flat[len(flat) // 2] ^= 1
+        super().send(link, flat)
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the heads of buckets on their way."""
+    honest = Link.tell
+
+    def tell(link: Link, message: Any) -> None:
+        message = json.loads(json.dumps(message))
+        change(message)
+        honest(link, message)
+
+    monkeypatch.setattr(Link, "tell", tell)
+
+
+def test_a_flipped_bit(meeting: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "Gloo", Damaging)
+    sender, takers = both(meeting(2), weights_of())
+    for taker in takers:
+        with pytest.raises(SyncError, match=r"weights of actor at version 3 are damaged: .* is not what was sent"):
+            taker.result()
+    with pytest.raises(Interrupted, match="the other side of the transfer is gone"):
+        sender.result()
+
+
+def drop_tensor(message: dict[str, Any]) -> None:
+    if "tensors" in message:  # the last of a bucket, so that the others stay where they are
+        message["tensors"] = [entry for entry in message["tensors"] if entry[0] != "strided"]
+
+
+def mix_versions(message: dict[str, Any]) -> None:
+    if "digests" in message:
+        message["version"] = 2
+
+
+def another_shape(message: dict[str, Any]) -> None:
+    for entry in message.get("tensors", ()):
+        if entry[0] == "half":
+            entry[2].reverse()
+
+
+def another_digest(message: dict[str, Any]) -> None:
+    if "digests" in message:
+        message["digests"]["half"] = message["digests"]["mask"]
+
+
+def twice(message: dict[str, Any]) -> None:
+    for entry in message.get("tensors", ()):
+        entry[0] = entry[0].replace("layer02", "layer01")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (drop_tensor, "are not whole: strided did not arrive"),
+        (mix_versions, "are stale, or mixed with others: a bucket of version 2"),
+        (another_shape, "half is not what was sent"),
+        (another_digest, "half came otherwise than the trainer says at the end"),
+        (twice, "layer01 (was not sent, or twice|is not what was sent)"),
+    ],
+)
+def test_damage_is_named(
+    change: Callable[[dict[str, Any]], None], said: str, meeting: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted(monkeypatch, change)
+    _, [taker] = both(meeting(), weights_of())
+    with pytest.raises(SyncError, match=f"the weights of actor at version 3 .*{said}.*sync again"):
+        taker.result()
+
+
+def test_a_sender_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticket]) -> None:
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield from weights_of()[:5]
+        raise ValueError("out of memory")
+
+    sender, takers = both(meeting(2), broken())
+    with pytest.raises(ValueError, match="out of memory"):
+        sender.result()
+    for taker in takers:
+        with pytest.raises(Interrupted):
+            taker.result()
+
+
+def test_a_receiver_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticket]) -> None:
+    """In the middle, or before it takes any; the one that does not know why says that the other is gone."""
+
+    def refuse(source: Source) -> None:
+        raise ValueError("not mine")
+
+    def stop(source: Source) -> None:
+        next(source.weights())
+        raise ValueError("not mine")
+
+    for take in (refuse, stop):
+        sender, [taker] = both(meeting(), weights_of(), take=take)
+        with pytest.raises(ValueError, match="not mine"):
+            taker.result()
+        with pytest.raises(Interrupted):
+            sender.result()
+
+
+def test_weights_that_are_not_taken_to_their_end(meeting: Callable[..., Ticket]) -> None:
+    ticket = meeting()
+    with ThreadPoolExecutor(1) as pool:
+        sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
+        with ticket.open(0) as source:
+            next(source.weights())
+            with pytest.raises(SyncError, match="at version 3 were not taken to their end"):
+                source.check(Receipt(3, "", 0, 0.0, "copy"))
+    with pytest.raises(Interrupted):
+        sender.result()
+
+
+def test_whoever_waits_for_others_is_told_that_none_will_come() -> None:
+    """By letting go of the store; and whoever comes later finds none."""
+    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=600), wait_for_workers=False)  # type: ignore[attr-defined]
+    ticket = Ticket("gloo", "127.0.0.1", store.port, (0,), 600)
+    with ThreadPoolExecutor(1) as pool:
+        sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
+        while store.num_keys() < 1:  # until it is there
+            threading.Event().wait(0.01)
+        del store
+        with pytest.raises(Interrupted):
+            sender.result()
+
+
+def test_the_memory_of_a_stream_is_bounded(meeting: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On either side at most one bucket, besides the tensor that was handed out last."""
+    buckets: list[int] = []
+    alive: dict[int, int] = {}
+    sent: dict[str, int] = {}
+    empty = torch.empty
+
+    def counted(size: Any, **more: Any) -> Tensor:
+        tensor = empty(size, **more)
+        if more.get("dtype") == torch.uint8 and "device" in more:
+            alive[id(tensor)] = tensor.nbytes
+            weakref.finalize(tensor, alive.pop, id(tensor))
+            buckets.append(sum(alive.values()))
+        return tensor
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for i in range(40):
+            tensor = torch.full((BUCKET // 20,), float(i))
+            sent[f"w{i:02}"] = tensor.nbytes
+            weakref.finalize(tensor.untyped_storage(), sent.pop, f"w{i:02}")
+            yield f"w{i:02}", tensor
+            del tensor
+            assert sum(sent.values()) <= 2 * BUCKET // 5
+
+    monkeypatch.setattr(stream.torch, "empty", counted)
+    sender, [taker] = both(meeting(), weights())
+    assert sender.result() == 40 * 4 * (BUCKET // 20)
+    assert all(
+        torch.equal(tensor, torch.full_like(tensor, float(name[1:]))) for name, tensor in taker.result()[0].items()
+    )
+    assert 0 < max(buckets) <= 2 * BUCKET  # both sides are in this process
+
+
+OTHER_SIDE = """if True:
+    import sys, torch
+    from flowrl.sync.digest import weights_digest
+    from flowrl.sync import stream
+    from tests.sync.test_stream import ORIGIN, BUCKET, weights_of
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    stream.shared_device = lambda: torch.device("cpu")
+    transport, port, what = sys.argv[1:]
+    ticket = stream.Ticket(transport, "127.0.0.1", int(port), (0,), 600)
+    if what == "send":
+        print(stream.send(ticket, ORIGIN, weights_of(), BUCKET), flush=True)
+    else:
+        with ticket.open(0) as source:
+            for name, tensor in source.weights():
+                print(name, flush=True)
+                if name == what:
+                    sys.stdin.read()
+"""
+
+
+def other_side(ticket: Ticket, what: str) -> subprocess.Popen[str]:
+    """A process that sends, or receives and waits for ever at a tensor; its output must be read by lines, since torch's
+    manager of shared memory keeps it open."""
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", OTHER_SIDE, ticket.transport, str(ticket.port), what]
+    return subprocess.Popen(command, text=True, env=environment, **pipes)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Handles to shared memory of the CPU in place of a GPU's."""
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    monkeypatch.setattr(stream, "shared_device", lambda: torch.device("cpu"))
+    yield
+    torch.multiprocessing.set_sharing_strategy(strategy)
+
+
+def test_handles_between_two_processes(meeting: Callable[..., Ticket], on_cpu: None) -> None:
+    """The way of CUDA IPC, with memory of the CPU: a plain process sends, this one maps what it sends."""
+    ticket = meeting(transport="cuda ipc")
+    with other_side(ticket, "send") as process:
+        assert process.stdout is not None
+        held, receipt, _ = received(ticket)
+        assert int(process.stdout.readline()) == sum(tensor.nbytes for _, tensor in weights_of())
+    assert process.returncode == 0
+    assert weights_digest(held.items()) == weights_digest(weights_of()) == receipt.digest
+    assert receipt.transport == "cuda ipc"
+
+
+@pytest.mark.parametrize("transport", ["gloo", "cuda ipc"])
+def test_a_receiver_that_is_killed(transport: str, meeting: Callable[..., Ticket], on_cpu: None) -> None:
+    """In the middle: the sender says so at once."""
+    ticket = meeting(transport=transport)
+    with other_side(ticket, "layer00") as process, ThreadPoolExecutor(1) as pool:
+        assert process.stdout is not None
+        sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
+        assert any(line == "layer00\n" for line in process.stdout)
+        process.send_signal(signal.SIGKILL)
+        with pytest.raises(Interrupted):
+            sender.result()
+
+
+HERE, THERE = "node a", "node b"
+
+
+@pytest.mark.parametrize(
+    ("senders", "receivers", "transport"),
+    [
+        ([Seat(HERE, 1)], [Seat(HERE, 1)], "in process"),
+        ([Seat(HERE, 1), Seat(HERE, 2)], [Seat(HERE, 1), Seat(HERE, 2)], "in process"),
+        ([Seat(HERE, 1)], [Seat(HERE, 2)], "object store"),
+        ([Seat(HERE, 1), Seat(THERE, 2)], [Seat(HERE, 3)], "object store"),  # the first rank sends
+        ([Seat(HERE, 1)], [Seat(THERE, 1)], "gloo"),  # process ids are a node's own
+        ([Seat(HERE, 1)], [Seat(HERE, 2), Seat(THERE, 3)], "gloo"),
+        ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2, ("0",))], "cuda ipc"),
+        ([Seat(HERE, 1, ("0",))], [Seat(THERE, 2, ("0",))], "nccl"),
+        ([Seat(HERE, 1, ("0",)), Seat(HERE, 2, ("1",))], [Seat(HERE, 3, ("2",)), Seat(HERE, 4, ("3",))], "nccl"),
+        ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2, ("0",)), Seat(HERE, 3, ("1",))], "object store"),
+        ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2, ("0",)), Seat(THERE, 3, ("0",))], "gloo"),
+        ([Seat(HERE, 1, ("0",)), Seat(HERE, 2)], [Seat(HERE, 3, ("0",)), Seat(HERE, 4)], "object store"),
+        ([Seat(HERE, 1, ("0",))], [Seat(THERE, 2)], "gloo"),
+        ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2)], "object store"),
+    ],
+)
+def test_the_nearest_way(senders: list[Seat], receivers: list[Seat], transport: str) -> None:
+    assert choose(senders, receivers) == (transport, (0,) * len(receivers))
+
+
+def test_ranks_of_the_trainer_send_to_those_beside_them() -> None:
+    """On GPUs that several ranks of both sides share, here and on another node, in whatever order."""
+    trainer = [Seat(HERE, 1, ("0",)), Seat(HERE, 2, ("1",)), Seat(THERE, 1, ("0",)), Seat(THERE, 2, ("1",))]
+    replicas = [Seat(THERE, 3, ("1",)), Seat(HERE, 3, ("0",)), Seat(THERE, 4, ("0",)), Seat(HERE, 4, ("1",))]
+    assert choose(trainer, replicas) == ("cuda ipc", (3, 0, 2, 1))
+    parallel = [Seat(HERE, 3, ("0", "1")), Seat(THERE, 3, ("0", "1"))]  # each takes them on its first GPU
+    assert choose(trainer, parallel) == ("cuda ipc", (0, 2))
+    assert choose(trainer[:1], parallel) == ("gloo", (0, 0))
+
+
+def test_each_sender_has_receivers_of_its_own(meeting: Callable[..., Ticket]) -> None:
+    ticket = dataclasses.replace(meeting(), senders=(2, 0, 2))
+    weights = weights_of()
+    with ThreadPoolExecutor(5) as pool:
+        takers = [pool.submit(received, ticket, rank) for rank, _ in enumerate(ticket.senders)]
+        senders = [pool.submit(send, ticket, ORIGIN, weights, BUCKET, rank) for rank in (0, 2)]
+    assert {sender.result() for sender in senders} == {sum(tensor.nbytes for _, tensor in weights)}
+    assert {weights_digest(taker.result()[0].items()) for taker in takers} == {weights_digest(weights)}
+
+
+@pytest.mark.parametrize(
+    ("slots", "nodes", "transport"), [((0, 1, 2), "aab", "gloo"), ((0, 1, 1), "abb", "object store")]
+)
+def test_hosts_that_take_turns_do_not_stream(slots: tuple[int, ...], nodes: str, transport: str) -> None:
+    """Two ranks of a trainer, and an engine that may have to wait until one of them sleeps."""
+    trainer = [ProcessSpec(("actor",), rank, 2, (slots[rank],)) for rank in range(2)]
+    engine = ProcessSpec(("rollout",), 0, 1, (slots[2],))
+    seats = {host: Seat(node, i) for i, (host, node) in enumerate(zip((*trainer, engine), nodes, strict=True))}
+    ranks = {"actor": trainer, "rollout": [engine]}
+    hosts: Any = SimpleNamespace(ranks=ranks.__getitem__, seats=seats, bindings={"rollout": None})
+    assert Delivery(hosts, "actor", "rollout", "sync").transport == transport
