@@ -11,14 +11,13 @@ from harness import medians, table
 from flowrl import DataProto, Graph, Operator, algorithm
 from flowrl.columns import OldLogProbs, RefLogProbs, ResponseMask, TokenLevelScores, Values
 from flowrl.core.plan import Plan
-from flowrl.core.session import Session
 from flowrl.demo.verifier import compute_score
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, KLShape, Whiten
 from flowrl.operators.advantage import GAEOutput, gae, whiten
 from flowrl.operators.kl import kl_penalty, kl_shape
 from flowrl.operators.masked import masked_sum
-from flowrl.run.local import LocalExecutor
+from flowrl.run.local import local_steps
 
 NODES = 32
 
@@ -114,7 +113,7 @@ def of_nodes() -> None:
     rows = []
     for name, flow, functions, nodes, shape in cases:
         batch = random_batch(*shape)
-        executor, proto = LocalExecutor(Plan(flow()), Session({}, seed=0)), DataProto.from_record(batch)
+        executor, proto = local_steps(Plan(flow()), {}, 0), DataProto.from_record(batch)
         taken = medians(
             {
                 "functions": partial(functions, batch),

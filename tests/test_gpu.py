@@ -32,12 +32,12 @@ from flowrl.backends.torch import trainer as torch_trainer
 from flowrl.backends.torch.mesh import Sharded
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import MiniBatch, Sampling
-from flowrl.core.session import Session
 from flowrl.graphs import grpo, ppo
 from flowrl.operators.losses import KLLoss, PPOClip, ValueClip
 from flowrl.operators.update import PolicyBatch, ValueBatch
 from flowrl.run.job import Job
-from flowrl.run.local import LocalExecutor
+from flowrl.run.local import local_steps
+from flowrl.run.steps import Steps
 from tests.backends.torch.fsdp_cases import Ranks, weights
 from tests.jobs import prompt_batch, proto
 from tests.models import VOCAB, ragged, tiny_folder
@@ -324,11 +324,11 @@ def job_of(algorithm: str, model: str, device: str, rollout: TorchRollout) -> Jo
     return graph.bind(**{role: engines[role] for role in graph.roles()})
 
 
-def walk(job: Job) -> LocalExecutor:
-    return LocalExecutor(Plan(job.graph), Session(job.build(), seed=0))
+def walk(job: Job) -> Steps:
+    return local_steps(Plan(job.graph), job.build(), 0)
 
 
-def flat(executor: LocalExecutor) -> Tensor:
+def flat(executor: Steps) -> Tensor:
     return torch.cat([w.detach().cpu().flatten() for _, w in executor.session.engines["actor"].weights()])
 
 

@@ -18,13 +18,13 @@ from flowrl.backends import SGD, TorchRollout, TorchTrainer
 from flowrl.backends.torch.rollout import TorchRolloutEngine
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import BuildContext, Trainer
-from flowrl.core.session import Session
 from flowrl.data.dataproto import DataProto
 from flowrl.errors import NodeError, StalePolicyError, SyncError
 from flowrl.operators import Generate, Sync, UpdateActor
 from flowrl.records import Receipt, Updated
 from flowrl.run.job import Job
-from flowrl.run.local import LocalExecutor
+from flowrl.run.local import local_steps
+from flowrl.run.steps import Steps
 from flowrl.sync.digest import weights_digest
 from tests.jobs import job_of, prompt_batch, proto, rollout_batch, weights_of
 
@@ -54,8 +54,8 @@ def assert_untouched(actor: Any, before: dict[str, torch.Tensor], version: int) 
     assert all(torch.equal(before[name], tensor) for name, tensor in actor.weights())
 
 
-def executor_of(job: Job) -> LocalExecutor:
-    return LocalExecutor(Plan(job.graph), Session(job.build(), seed=0))
+def executor_of(job: Job) -> Steps:
+    return local_steps(Plan(job.graph), job.build(), 0)
 
 
 def batches(prompts_file: str, engines: Any, rows: int = 4) -> DataProto:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from flowrl.run.local import LocalExecutor
+from flowrl.run.steps import Steps
 
 
 class Turn(NamedTuple):
@@ -29,7 +29,7 @@ class Turns:
         device: where the engines compute.
     """
 
-    def __init__(self, executor: LocalExecutor, device: str) -> None:
+    def __init__(self, executor: Steps, device: str) -> None:
         self.executor, self.device = executor, device
         self.engines = executor.session.engines
         self.log: list[Turn] = []

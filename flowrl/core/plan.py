@@ -7,6 +7,8 @@ are at the start of the step comes before whoever writes them. Executors only wa
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -84,13 +86,17 @@ class Plan:
         return [[node for node in self.order if node.name in wave] for wave in found if wave]
 
     @cached_property
-    def last_reader(self) -> dict[str, str]:
-        """For each node whose outputs are read: the node after which nobody needs them any more."""
-        last: dict[str, str] = {}
-        for node in self.order:
-            for source in node.sources:
-                last[source] = node.name
-        return last
+    def readers(self) -> Mapping[str, int]:
+        """For each node, how many nodes read what it writes."""
+        return Counter(source for node in self.order for source in node.sources)
+
+    def downstream(self, name: str) -> set[str]:
+        """The nodes that depend on `name` by data."""
+        return self._downstream[name]
+
+    @cached_property
+    def _downstream(self) -> Mapping[str, set[str]]:
+        return {name: self.graph.descendants(name) for name in self.graph.nodes}
 
     @cached_property
     def syncs(self) -> list[Node]:

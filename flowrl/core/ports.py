@@ -23,6 +23,8 @@ from flowrl.errors import DefinitionError
 INJECTED: Any = None
 """Default of a parameter that the executor fills in: ``key: Key = INJECTED`` or ``metrics: Metrics = INJECTED``."""
 
+PortField = str
+
 INJECTABLE: tuple[type, ...] = (Key, Metrics)
 
 

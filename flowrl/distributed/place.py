@@ -8,11 +8,11 @@ from pydantic import Field
 
 from flowrl.core.graph import Graph
 from flowrl.distributed.ray_place import RayPlace
-from flowrl.run.local import Executor
+from flowrl.run.steps import Steps
 
 
 class _Opened(RayPlace):
-    def open(self, graph: Graph, seed: int) -> AbstractContextManager[Executor]:
+    def open(self, graph: Graph, seed: int) -> AbstractContextManager[Steps]:
         from flowrl.distributed.executor import open_ray  # here, since it imports Ray
 
         return open_ray(graph, self, seed)

@@ -14,8 +14,9 @@ from flowrl.core.rules import require
 from flowrl.core.session import Session
 from flowrl.errors import BindError, GraphError
 from flowrl.run.build import EngineBuilder
-from flowrl.run.local import Executor, LocalExecutor
+from flowrl.run.local import local_steps
 from flowrl.run.place import Place, lay_out, ranks_of, slots_per_rank
+from flowrl.run.steps import Steps
 
 GraphT = TypeVar("GraphT", bound=Graph)
 
@@ -100,8 +101,8 @@ class Job(Generic[GraphT]):
         return EngineBuilder(self.graph.bindings, seed).all()
 
     @contextmanager
-    def open(self, seed: int = 0) -> Iterator[Executor]:
-        """An executor with all engines loaded, in this process or at the job's place; what it starts ends with it.
+    def open(self, seed: int = 0) -> Iterator[Steps]:
+        """The job with all engines loaded, in this process or at its place; what it starts ends with the block.
 
         Raises:
             RuleError, BindError, GraphError: before any model is loaded; see `refuse_unready`.
@@ -109,10 +110,10 @@ class Job(Generic[GraphT]):
         self.refuse_unready()
         if self.place is None:
             with EngineBuilder(self.graph.bindings, seed).live() as engines:
-                yield LocalExecutor(Plan(self.graph), Session(engines, seed))
+                yield local_steps(Plan(self.graph), engines, seed)
             return
-        with self.place.open(self.graph, seed) as executor:
-            yield executor
+        with self.place.open(self.graph, seed) as steps:
+            yield steps
 
     @contextmanager
     def eager(self, seed: int = 0) -> Iterator[Session]:
@@ -124,6 +125,6 @@ class Job(Generic[GraphT]):
         replace(self, place=None).refuse_unready()
         with EngineBuilder(self.graph.bindings, seed).live() as engines:
             session = Session(engines, seed)
-            LocalExecutor(Plan(self.graph), session).sync()
+            local_steps(Plan(self.graph), engines, seed).sync()
             with session.active():
                 yield session

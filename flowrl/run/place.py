@@ -12,7 +12,7 @@ from pydantic import Field
 from flowrl.core.graph import Graph
 from flowrl.core.protocols import Rollout
 from flowrl.errors import BindError
-from flowrl.run.local import Executor
+from flowrl.run.steps import Steps
 from flowrl.spec import Spec, non_default
 
 
@@ -36,8 +36,8 @@ class Place(Spec):
         """The slots that a role's ranks may take."""
         raise NotImplementedError
 
-    def open(self, graph: Graph, seed: int) -> AbstractContextManager[Executor]:
-        """An executor with all engines of a bound graph loaded; its processes end with the block.
+    def open(self, graph: Graph, seed: int) -> AbstractContextManager[Steps]:
+        """A bound graph ready to step, with all engines loaded; its processes end with the block.
 
         Raises:
             BindError, GraphError: the graph does not fit the place; before any model loads.

@@ -87,7 +87,7 @@ def refuse_other_answers(executor: Any, folder: str, scratch: Path, ranks: int) 
     single = executor.fork(Plan(greedy.edit(set={"repeat.n": 1})), 0)  # so that there are fewer rows than ranks
     alone = single.step(proto(prompt_batch(PROMPTS[:1])), 1, keep=("generate",)).columns["generate"]
     assert alone["responses"].tolist() == expected[:1]
-    at_work = {span.place for span in executor.trace.spans if span.name == "generate"}
+    at_work = {span.place for span in executor.timeline.spans if span.name == "generate"}
     assert at_work == {f"rollout rank {rank}" for rank in range(ranks)}
     return step
 

@@ -129,7 +129,7 @@ def test_what_goes_wrong_is_named_and_the_next_sync_works(tiny: str, tmp_path: P
             executor.sync()
         receipt = executor.step(batch(), 6).values["sync"]["receipt"]
         assert (receipt.version, receipt.transport) == (7, "gloo")
-        spans = [span for span in executor.trace.spans if span.name == "send by sync"]
+        spans = [span for span in executor.timeline.spans if span.name == "send by sync"]
         assert [(span.place, span.bytes) for span in spans[-1:]] == [("actor rank 0", receipt.bytes)]
 
         thread = kill_blocked(desk, "actor.weights")

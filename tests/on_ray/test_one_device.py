@@ -105,7 +105,7 @@ def test_each_rank_sends_to_the_one_beside_it(tiny: str, tmp_path: Path, monkeyp
         processes += process_ids(executor).values()
         executor.sync()
         step = executor.step(proto(prompt_batch(PROMPTS)), 0)
-        sent = [span for span in executor.trace.spans if span.name == "send by sync"]
+        sent = [span for span in executor.timeline.spans if span.name == "send by sync"]
     assert step.values["sync"]["receipt"].transport == "cuda ipc"
     assert step.values["sync"]["receipt"].version == 1
     assert sorted(event["rank"] for event in desk.events() if event["what"] == "sync") == [0, 0, 1, 1]

@@ -98,7 +98,7 @@ def test_what_arrives_is_what_was_sent_or_is_refused(
         held = load_file(tmp_path / "actor" / "model.safetensors")
         assert receipt == Receipt(1, weights_digest(held.items()), receipt.bytes, receipt.seconds, "object store")
         assert receipt.bytes == sum(tensor.nbytes for tensor in held.values())
-        spans = [span for span in executor.trace.spans if span.name == "export actor"]
+        spans = [span for span in executor.timeline.spans if span.name == "export actor"]
         assert [span.bytes for span in spans] == [receipt.bytes]  # that of the first sync is no part of a step
 
         sent = executor.hosts.ask_role("actor", "test", "export", "actor", "weights", False, BUCKET)[0]

@@ -155,7 +155,7 @@ def test_one_slot_is_taken_by_turns(tiny: str, tmp_path: Path) -> None:
     with leaves_nothing() as processes, toy_job(graph_of("ppo"), desk, tiny, place=Colocate(1)).open() as executor:
         processes += process_ids(executor).values()
         run(executor, 3, 2)
-        kinds = Counter(span.kind for span in executor.trace.spans)
+        kinds = Counter(span.kind for span in executor.timeline.spans)
         assert kinds["wait"] > 0
         assert kinds["transfer"] > 0
     awake: set[str] = set()

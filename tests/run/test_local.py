@@ -1,4 +1,4 @@
-"""`LocalExecutor` and `Job`: nodes run in the plan's order, on the caller's own stack, as the same lines do eagerly;
+"""`LocalRunner` and `Job`: nodes run in the plan's order, on the caller's own stack, as the same lines do eagerly;
 and what cannot run is refused before a model loads."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowrl.backends.torch.rollout import TorchRolloutEngine
 from flowrl.backends.torch.trainer import TorchScorerEngine, TorchTrainerEngine
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import BuildContext
-from flowrl.core.session import Session, current
+from flowrl.core.session import current
 from flowrl.data.dataproto import DataProto
 from flowrl.errors import BindError, DataError, FlowrlError, GraphError, NodeError
 from flowrl.graph import Graph
@@ -43,7 +43,8 @@ from flowrl.operators.correction import Mismatched
 from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
 from flowrl.run.job import Job
-from flowrl.run.local import LocalExecutor
+from flowrl.run.local import local_steps
+from flowrl.run.steps import Steps
 from flowrl.spec import Spec
 from tests.jobs import job_of, prompt_batch, proto, weights_of
 from tests.rewards import digits
@@ -68,8 +69,8 @@ class Failing(Operator):
         raise DataError(self.message)
 
 
-def walk(graph: Graph, **engines: Any) -> LocalExecutor:
-    return LocalExecutor(Plan(graph), Session(engines, seed=0))
+def walk(graph: Graph, **engines: Any) -> Steps:
+    return local_steps(Plan(graph), engines, 0)
 
 
 # ---- the walk
@@ -199,7 +200,7 @@ def test_a_key_depends_on_seed_step_and_node_and_not_on_the_order_of_the_walk() 
         return Draw().named("a")(batch.prompt_mask), b
 
     def numbers(algorithm: Any, seed: int, step: int) -> dict[str, int]:
-        executor = LocalExecutor(Plan(algorithm()), Session({}, seed))
+        executor = local_steps(Plan(algorithm()), {}, seed)
         values = executor.step(PROMPTS, step).values
         return {name: values[name]["drawn"].number for name in ("a", "b")}
 
@@ -208,7 +209,7 @@ def test_a_key_depends_on_seed_step_and_node_and_not_on_the_order_of_the_walk() 
     others = [numbers(forwards, 1, 0), numbers(forwards, 0, 1)]
     drawn = [n for found in (reference, *others) for n in found.values()]
     assert len(set(drawn)) == len(drawn)
-    executor = LocalExecutor(Plan(forwards()), Session({}, 0))  # nor on the steps before
+    executor = local_steps(Plan(forwards()), {}, 0)  # nor on the steps before
     executor.step(PROMPTS, 5)
     assert executor.step(PROMPTS, 0).values["a"]["drawn"].number == reference["a"]
 
@@ -317,7 +318,7 @@ def record_of(batch: DataProto) -> PromptBatch:
 def test_the_same_lines_give_the_same_bits_eagerly_and_in_an_executor(tiny: str, prompts_file: str, name: str) -> None:
     seed, steps = 3, 3
     job = job_of(name, tiny, mini_batch=4)
-    executor = LocalExecutor(Plan(job.graph), Session(job.build(seed), seed))
+    executor = local_steps(Plan(job.graph), job.build(seed), seed)
     engines = executor.session.engines
     stream = PromptData(prompts_file).load(engines["rollout"].tokenizer, seed)
     drawn = [stream.next(4) for _ in range(steps)]
