@@ -29,16 +29,17 @@ import torch
 
 from flowrl.columns import ColumnType
 from flowrl.core import session as sessions
-from flowrl.core.ports import Port, Signature, signature_of, snake_case
+from flowrl.core.ports import Port, PortField, Signature, signature_of, snake_case
 from flowrl.core.roles import RoleRef, RoleUse, role_use
 from flowrl.core.symbols import Symbol
 from flowrl.data.metrics import Metrics
-from flowrl.data.record_types import ValueType
+from flowrl.data.record_types import FieldType, ValueType
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError
 from flowrl.spec import Spec, defining_frame, where_defined
 
 Granularity = Literal["row", "group", "batch"]
 T = TypeVar("T")
+K = TypeVar("K", PortField, str)
 
 
 class Cell(Generic[T]):
@@ -175,8 +176,8 @@ class Operator(Spec):
             renamed.__dict__.pop(field, None)
         return renamed
 
-    def run(self, inputs: Mapping[str, Any], injected: Mapping[str, Any] | None = None) -> Any:
-        """Compute on tensors, given the values of the slots.
+    def run(self, inputs: Mapping[PortField, Any], injected: Mapping[str, Any] | None = None) -> Any:
+        """Compute on tensors, given the values of the ports' fields.
 
         Roles, keys, state and metrics come from the active session; without one, live engines must stand in the role
         fields, and a key is passed by hand.
@@ -186,7 +187,7 @@ class Operator(Spec):
             BindError: a role is not bound, or a key is wanted and there is no session.
         """
         session = sessions.current()
-        sizes = _check_arrays(self.name, self.signature.slots, inputs, {})
+        sizes = _check_arrays(self.name, self.signature.fields, inputs, {})
         bound = copy.copy(self)
         for field in self.role_uses:
             if isinstance(ref := getattr(self, field), RoleRef):
@@ -253,9 +254,9 @@ def _dispatching(call: Callable[..., Any]) -> Callable[..., Any]:
         except TypeError as error:
             ports = ", ".join(self.signature.ports)
             raise PortError(f"{self.name}(...) cannot be called so: {error}. Its ports are ({ports}).") from None
-        inputs: dict[str, Any] = {}
+        inputs: dict[PortField, Any] = {}
         for port in self.signature.ports.values():
-            inputs.update(_slot_values(self.name, port, arguments.get(port.name)))
+            inputs.update(_field_values(self.name, port, arguments.get(port.name)))
         symbols = [v for v in inputs.values() if isinstance(v, Symbol)]
         if symbols:
             return symbols[0]._tracer.record(self, inputs)
@@ -272,39 +273,37 @@ def _is_column(value: Any) -> bool:
     return isinstance(value, Symbol | torch.Tensor | np.ndarray)
 
 
-def _slot_values(node: str, port: Port, argument: Any) -> dict[str, Any]:
-    """What was passed for a port, by slot."""
+def _field_values(node: str, port: Port, argument: Any) -> dict[PortField, Any]:
+    """What was passed for a port, by field."""
     if argument is None:
         return {}
     if port.record is None:
         if isinstance(argument, tuple) and any(isinstance(field, Symbol) for field in argument):
-            record = type(argument).__name__
+            record, wanted = type(argument).__name__, port.fields[PortField(port.name)]
             raise PortError(
-                f"{node}.{port.name} wants {port.slots[port.name]}, but was given a whole record ({record}); pass the "
+                f"{node}.{port.name} wants {wanted}, but was given a whole record ({record}); pass the "
                 f"one column it wants, such as record.{next(iter(getattr(argument, '_fields', ['column'])))}."
             )
-        return {port.name: argument}
-    missing = [
-        slot for slot in port.slots if isinstance(argument, Symbol) or not hasattr(argument, slot.partition(".")[2])
-    ]
+        return {PortField(port.name): argument}
+    missing = [field.name for field in port.fields if isinstance(argument, Symbol) or not hasattr(argument, field.name)]
     if missing:
         found = repr(argument) if isinstance(argument, Symbol) else f"a {type(argument).__name__}"
-        wanted = ", ".join(slot.partition(".")[2] for slot in port.slots)
+        names = ", ".join(field.name for field in port.fields)
         raise PortError(
-            f"{node}.{port.name} wants a record with the columns {wanted}, but was given {found}, which lacks "
-            f"{', '.join(slot.partition('.')[2] for slot in missing)}; pass a record that has them."
+            f"{node}.{port.name} wants a record with the columns {names}, but was given {found}, which lacks "
+            f"{', '.join(missing)}; pass a record that has them."
         )
-    return {slot: getattr(argument, slot.partition(".")[2]) for slot in port.slots}
+    return {field: getattr(argument, field.name) for field in port.fields}
 
 
-def _check_complete(operator: Operator, inputs: Mapping[str, Any]) -> None:
+def _check_complete(operator: Operator, inputs: Mapping[PortField, Any]) -> None:
     """The eager counterpart of what a graph checks: what is wanted is there, and what is there is wanted."""
     wants = operator.wants()
     for port in operator.signature.ports.values():
-        given = any(inputs.get(slot) is not None for slot in port.slots)
+        given = any(inputs.get(field) is not None for field in port.fields)
         if not given and (wants.get(port.name) or not port.optional):
             raise PortError(
-                f"{operator.name}.{port.name} wants {', '.join(map(str, port.slots.values()))}, but was not given; "
+                f"{operator.name}.{port.name} wants {', '.join(map(str, port.fields.values()))}, but was not given; "
                 f"pass {port.name}=..."
             )
         if given and wants.get(port.name) is False:
@@ -313,8 +312,8 @@ def _check_complete(operator: Operator, inputs: Mapping[str, Any]) -> None:
 
 def _check_arrays(
     node: str,
-    slots: Mapping[str, ColumnType | ValueType],
-    values: Mapping[str, Any],
+    types: Mapping[K, FieldType],
+    values: Mapping[K, Any],
     sizes: dict[str, int],
     verb: str = "wants",
 ) -> dict[str, int]:
@@ -324,9 +323,9 @@ def _check_arrays(
         PortError: naming the port, what it wants and what it was given.
     """
     sizes = dict(sizes)
-    for slot, value in values.items():
-        wanted = slots[slot]
-        says = f"{node}.{slot} {verb} {wanted}, but is"
+    for key, value in values.items():
+        wanted = types[key]
+        says = f"{node}.{key} {verb} {wanted}, but is"
         if isinstance(wanted, ValueType):
             if not isinstance(value, wanted.cls):
                 raise PortError(f"{says} {_article(type(value).__name__)}; pass {_article(wanted.cls.__name__)}.")
@@ -344,7 +343,7 @@ def _check_arrays(
         for axis, size in zip(wanted.axes, value.shape, strict=True):
             if sizes.setdefault(axis, size) != size:
                 raise PortError(
-                    f"{node}.{slot} has the shape {tuple(value.shape)}, so its {axis} axis is {size} long, but other "
+                    f"{node}.{key} has the shape {tuple(value.shape)}, so its {axis} axis is {size} long, but other "
                     f"columns of this call have {sizes[axis]}; expected one length for all."
                 )
     return sizes

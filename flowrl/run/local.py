@@ -18,6 +18,7 @@ from flowrl.columns import ColumnType
 from flowrl.core.graph import Graph, Node
 from flowrl.core.operator import Operator
 from flowrl.core.plan import Plan
+from flowrl.core.ports import PortField
 from flowrl.core.session import Session
 from flowrl.data.dataproto import DataProto
 from flowrl.data.metrics import Metrics
@@ -142,7 +143,7 @@ class LocalExecutor:
         with self.session.active():
             for node in self.plan.syncs:
                 trainer = next(self.session.engine(role, node.name) for role in _reads(node))
-                node.operator.run({slot: Updated(trainer.version) for slot in node.inputs})
+                node.operator.run(dict.fromkeys(node.inputs, Updated(trainer.version)))
         self.session.metrics = {}
 
     def step(
@@ -194,10 +195,10 @@ class LocalExecutor:
         return outputs
 
     def _run(self, node: Node, outputs: Outputs, step: int) -> tuple[DataProto, Mapping[str, Any]]:
-        inputs: dict[str, Any] = {}
-        for slot, edge in node.inputs.items():
+        inputs: dict[PortField, Any] = {}
+        for field, edge in node.inputs.items():
             columns, values = outputs[edge.node]
-            inputs[slot] = columns[edge.output] if edge.output in columns else values[edge.output]
+            inputs[field] = columns[edge.output] if edge.output in columns else values[edge.output]
         try:
             written = node.operator.signature.unpack(node.operator.run(inputs))
         except Exception as error:
@@ -239,7 +240,7 @@ def merge_metrics(reported: Mapping[str, Metrics]) -> Metrics:
     return Metrics(merged)
 
 
-def failure(operator: Operator, when: str, error: Exception, inputs: Mapping[str, Any]) -> str:
+def failure(operator: Operator, when: str, error: Exception, inputs: Mapping[PortField, Any]) -> str:
     """The message of a `NodeError`: what an operator raised, where in its own file, and on what."""
     call = getattr(type(operator).__call__, "__wrapped__", None)
     own = [f for f in traceback.extract_tb(error.__traceback__) if call and f.filename == call.__code__.co_filename]
@@ -252,10 +253,10 @@ def failure(operator: Operator, when: str, error: Exception, inputs: Mapping[str
     )
 
 
-def shapes(inputs: Mapping[str, Any]) -> str:
+def shapes(inputs: Mapping[PortField, Any]) -> str:
     def shape(value: Any) -> str:
         if isinstance(value, Tensor | np.ndarray):
             return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
         return repr(value)
 
-    return ", ".join(f"{slot}: {shape(value)}" for slot, value in inputs.items())
+    return ", ".join(f"{field}: {shape(value)}" for field, value in inputs.items())
