@@ -129,7 +129,7 @@ def columns_of(rows: int, prompt: int, response: int) -> Columns:
 
 def written(node: Node) -> list[str]:
     """The columns that a node writes."""
-    return [name for name, slot in node.operator.signature.outputs.items() if isinstance(slot, ColumnType)]
+    return [name for name, type in node.operator.signature.outputs.items() if isinstance(type, ColumnType)]
 
 
 def flow_step(plan: Plan, columns: Columns, worker: Any, counted: dict[str, int]) -> None:
@@ -142,7 +142,7 @@ def flow_step(plan: Plan, columns: Columns, worker: Any, counted: dict[str, int]
             through += packed.nbytes
             refs[Edge(name, column)] = [ray.put(packed)]
     for node in plan.order:
-        reads = {slot: refs[edge] for slot, edge in node.inputs.items() if edge in refs}
+        reads = {field: refs[edge] for field, edge in node.inputs.items() if edge in refs}
         size, left = ray.get(worker.flow.remote(reads, written(node)))
         moved += size
         refs |= {Edge(node.name, column): ref for column, ref in left.items()}

@@ -329,7 +329,7 @@ def walk(job: Job) -> Steps:
 
 
 def flat(executor: Steps) -> Tensor:
-    return torch.cat([w.detach().cpu().flatten() for _, w in executor.session.engines["actor"].weights()])
+    return torch.cat([w.detach().cpu().flatten() for _, w in executor.runner.engines["actor"].weights()])
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
@@ -362,7 +362,7 @@ def test_engines_that_take_turns_compute_the_same(device: str, folder: Any, algo
         found.append((logs, flat(executor)))
         if taken:
             slept = [turn for turn in taken.log if turn.what == "sleep"]
-            assert {turn.role for turn in slept} == set(executor.session.engines)
+            assert {turn.role for turn in slept} == set(executor.runner.engines)
             assert device == "cpu" or all(turn.grown < 0 for turn in slept)
     (expected, truth), (logs, after) = found
     for log, wanted in zip(logs, expected, strict=True):

@@ -203,7 +203,7 @@ def test_an_engine_whose_load_keeps_the_old_weights_is_found_by_their_digest(tin
 
 def test_a_graph_does_not_start_on_an_engine_that_was_never_synced(tiny: str, prompts_file: str) -> None:
     executor = executor_of(job_of("grpo", tiny))
-    batch = batches(prompts_file, executor.session.engines)
+    batch = batches(prompts_file, executor.runner.engines)
     with pytest.raises(NodeError, match=r"generate failed in step 0: SyncError: .*no receipt.*Sync") as raised:
         executor.step(batch, 0)
     assert isinstance(raised.value.__cause__, SyncError)
@@ -218,8 +218,7 @@ def test_syncing_before_step_0_lets_the_graph_run_step_after_step(
         job = job.edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
     executor = executor_of(job)
     executor.sync()
-    assert executor.session.metrics == {}  # it belongs to no step
-    batch = batches(prompts_file, executor.session.engines)
+    batch = batches(prompts_file, executor.runner.engines)
     for step in range(3):
         result = executor.step(batch, step, keep=("generate",))
         assert set(result.columns["generate"]["policy_version"].tolist()) == {step}
@@ -238,13 +237,13 @@ def test_planted_stale_rows_stop_a_graph_before_it_trains(tiny: str, prompts_fil
             return self._receipt._replace(version=source.version)  # type: ignore[union-attr]
 
     executor = executor_of(job_of("grpo", tiny).edit(bind={"rollout": TorchRollout(tiny, device="cpu")}))
-    honest = executor.session.engines["rollout"]
-    executor.session.engines["rollout"] = Forgetful(honest.model, honest.tokenizer, max_rows=64)
+    honest = executor.runner.engines["rollout"]
+    executor.runner.engines["rollout"] = Forgetful(honest.model, honest.tokenizer, max_rows=64)
     executor.sync()
-    batch = batches(prompts_file, executor.session.engines)
+    batch = batches(prompts_file, executor.runner.engines)
     with pytest.raises(NodeError, match=r"sync failed in step 0: SyncError: .*the engine holds 0"):
         executor.step(batch, 0)
-    actor = executor.session.engines["actor"]
+    actor = executor.runner.engines["actor"]
     before = weights_of(actor)
     with pytest.raises(NodeError, match=r"update_actor failed in step 1: StalePolicyError: .*row 0 bears"):
         executor.step(batch, 1)

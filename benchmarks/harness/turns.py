@@ -31,7 +31,7 @@ class Turns:
 
     def __init__(self, executor: Steps, device: str) -> None:
         self.executor, self.device = executor, device
-        self.engines = executor.session.engines
+        self.engines = executor.runner.engines
         self.log: list[Turn] = []
         for role in self.engines:
             self._take(role, "sleep")

@@ -19,7 +19,7 @@ from flowrl.core.roles import RoleRef
 from flowrl.core.session import Session
 from flowrl.core.state import Cell
 from flowrl.data.metrics import Metrics
-from flowrl.data.record_types import SlotType, ValueType
+from flowrl.data.record_types import FieldType, ValueType
 from flowrl.errors import PortError
 
 
@@ -44,7 +44,7 @@ class Call:
         self._record, self._outputs = signature.output_record, tuple(signature.outputs)
         # Of each axis that outputs share with inputs, where its size is seen; rows that are made anew have no size yet.
         self._axes: dict[str, tuple[PortField, int]] = {}
-        for place, wanted in signature.slots.items():
+        for place, wanted in signature.fields.items():
             if isinstance(wanted, ColumnType):
                 for dimension, axis in enumerate(wanted.axes):
                     if not (axis == "batch" and operator.changes_rows):
@@ -111,7 +111,7 @@ class Check:
         wanted: its type.
     """
 
-    def __init__(self, name: PortField | str, wanted: SlotType) -> None:
+    def __init__(self, name: PortField | str, wanted: FieldType) -> None:
         self._name, self._wanted = name, wanted
         self._cls: Final[type | None] = wanted.cls if isinstance(wanted, ValueType) else None
         self._dtype = None if isinstance(wanted, ValueType) else _dtype(wanted.dtype)

@@ -140,7 +140,7 @@ def _renamed(before: Graph, after: Graph) -> dict[str, str]:
 
 def _node_change(old: Node, new: Node, renamed: Mapping[str, str]) -> NodeChange | None:
     """What changed, but for the names of what is `renamed`."""
-    inputs = {slot: edge._replace(node=renamed.get(edge.node, edge.node)) for slot, edge in old.inputs.items()}
+    inputs = {field: edge._replace(node=renamed.get(edge.node, edge.node)) for field, edge in old.inputs.items()}
     old = Node(old.name, old.operator, inputs)
     before, after = _parameters(old), _parameters(new)
     if before["operator"] != after["operator"] and _short(before["operator"]) != _short(after["operator"]):

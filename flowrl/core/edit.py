@@ -3,13 +3,13 @@
 Everything resolves against the graph as it was; what nothing reaches any more vanishes once, at the end; the original
 is untouched.
 
-- ``replace={"gae": GroupAdvantage()}``: the replacement bears its own name. A slot takes the predecessor's edge of the
-  same name, else the one ancestor that writes the column it wants, else the one node that writes it and does not depend
-  on what is replaced.
+- ``replace={"gae": GroupAdvantage()}``: the replacement has its own name. A port keeps the edge that the predecessor's
+  port of that name has, else it takes the one ancestor that writes the column it wants, else the one node that writes
+  it and does not depend on what is replaced.
 - ``drop=["whiten"]``: a sink is gone; an inner node is bypassed where exactly one of its inputs is acceptable to its
   readers.
 - ``insert={"length_penalty": After("reward", LengthPenalty())}``: every reader of what it re-writes moves to it. Its
-  slots take what ``reward`` writes, else are found in the same way.
+  ports take what ``reward`` writes, else are found in the same way.
 - ``wire={"gae.values": "old_values.values"}``: sets edges by hand and overrides all of the above.
 - ``set={"generate.temperature": 0.7, "update_actor.loss.clip_high": 0.28}``: one parameter of an operator, or of a spec
   that is one; the others stay.
@@ -25,10 +25,11 @@ from typing import Any, TypeVar, cast
 
 from flowrl.columns import ColumnType
 from flowrl.core.graph import Graph, Node
-from flowrl.core.inference import Available, candidates
+from flowrl.core.inference import Available, Bound, candidates
 from flowrl.core.operator import Operator
+from flowrl.core.ports import PortField
 from flowrl.core.symbols import Edge
-from flowrl.data.record_types import SlotType, ValueType, accepts
+from flowrl.data.record_types import FieldType, ValueType, accepts
 from flowrl.errors import GraphError, offer
 from flowrl.spec import Spec, parameters
 
@@ -230,27 +231,28 @@ class _Edit:
             if accepts(old_type, new_type) and accepts(new_type, old_type)
         }
 
-    def _parse_wires(self, wire: Mapping[str, str]) -> dict[str, dict[str, Edge]]:
-        """``wire=`` as new node name to slot to edge; nodes may be called by their old or new names.
+    def _parse_wires(self, wire: Mapping[str, str]) -> dict[str, dict[PortField, Edge]]:
+        """``wire=`` as new node name to field to edge; nodes may be called by their old or new names.
 
         A whole record goes by the node that writes it: ``wire={"value.rollout": "generate"}``.
         """
-        wires: dict[str, dict[str, Edge]] = {}
+        wires: dict[str, dict[PortField, Edge]] = {}
         for port, source in wire.items():
-            reader, _, slot = port.partition(".")
+            reader, _, end = port.partition(".")
             reader = self.new_names.get(reader, reader)
             if reader not in self.operators:
                 known = offer(reader, self.operators, " of one of:")
                 raise GraphError(f"wire={{{port!r}: ...}} names no node; expected 'node.port'{known}")
             signature = self.operators[reader].signature
-            if slot in signature.ports and signature.ports[slot].record is not None and "." not in source:
-                pairs = {s: f"{source}.{s.partition('.')[2]}" for s in signature.ports[slot].slots}
-            elif slot in signature.slots:
-                pairs = {slot: source}
+            field = PortField.parse(end)
+            if end in signature.ports and signature.ports[end].record is not None and "." not in source:
+                pairs = {field: f"{source}.{field.name}" for field in signature.ports[end].fields}
+            elif field in signature.fields:
+                pairs = {field: source}
             else:
-                known = offer(slot, dict.fromkeys([*signature.ports, *signature.slots]), f"{reader} has:")
+                known = offer(end, dict.fromkeys([*signature.ports, *map(str, signature.fields)]), f"{reader} has:")
                 raise GraphError(f"wire={{{port!r}: ...}} names no port; {known}")
-            for slot, written in pairs.items():
+            for field, written in pairs.items():
                 edge = Edge.parse(written)
                 edge = Edge(self.new_names.get(edge.node, edge.node), edge.output)
                 outputs = self.operators[edge.node].signature.outputs if edge.node in self.operators else {}
@@ -260,27 +262,29 @@ class _Edit:
                         f"wire={{{port!r}: {source!r}}} names no output {written!r}; expected 'node.column', "
                         f"{offer(wrong, there, 'with one of:')}"
                     )
-                wires.setdefault(reader, {})[slot] = edge
+                wires.setdefault(reader, {})[field] = edge
         return wires
 
     def node(self, name: str) -> Node:
         """A node of the new graph, with every edge led to where it ends there."""
         operator, by_hand = self.operators[name], self.wires.get(name, {})
         if name in self.insert:
-            edges: Mapping[str, Edge] = self.wire_inserted(name, self.insert[name], by_hand)
+            edges: Mapping[PortField, Edge] = self.wire_inserted(name, self.insert[name], by_hand)
         elif self.old_names[name] in self.replace:
             edges = self.wire_replacement(self.graph[self.old_names[name]], operator, by_hand)
         else:
             edges = self.graph[self.old_names[name]].inputs
-        slots = operator.signature.slots
-        led = {slot: self.follow(edge, slots[slot], name, slot) for slot, edge in edges.items() if slot not in by_hand}
+        types = operator.signature.fields
+        led = {f: self.follow(edge, types[f], name, f) for f, edge in edges.items() if f not in by_hand}
         return Node(name, operator.named(name), {**led, **by_hand})
 
-    def wire_replacement(self, old: Node, operator: Operator, by_hand: Mapping[str, Edge]) -> dict[str, Edge]:
-        """Old edges for a replacement: the predecessor's by slot name, then what is found by the column it wants."""
+    def wire_replacement(
+        self, old: Node, operator: Operator, by_hand: Mapping[PortField, Edge]
+    ) -> dict[PortField, Edge]:
+        """Old edges for a replacement: the predecessor's by field, then what is found by the column it wants."""
         return self._wire(operator.name, operator, old.inputs, self._written_before(old.name), by_hand)
 
-    def wire_inserted(self, name: str, after: After, by_hand: Mapping[str, Edge]) -> dict[str, Edge]:
+    def wire_inserted(self, name: str, after: After, by_hand: Mapping[PortField, Edge]) -> dict[PortField, Edge]:
         """Old edges for an inserted operator: what its anchor writes, else what is found by the column it wants."""
         near = {edge: typed for edge, typed in self.graph.types.items() if edge.node == after.node}
         return self._wire(name, after.operator, {}, [near, *self._written_before(after.node)], by_hand)
@@ -301,50 +305,50 @@ class _Edit:
         self,
         name: str,
         operator: Operator,
-        inherited: Mapping[str, Edge],
+        inherited: Mapping[PortField, Edge],
         pools: Sequence[Available],
-        by_hand: Mapping[str, Edge],
-    ) -> dict[str, Edge]:
+        by_hand: Mapping[PortField, Edge],
+    ) -> dict[PortField, Edge]:
         types = self.graph.types
         wants = operator.wants()
-        edges: dict[str, Edge] = {}
-        binding: dict[str, tuple[str, str, Edge]] = {}
+        edges: dict[PortField, Edge] = {}
+        binding: dict[str, Bound] = {}
 
-        def take(slot: str, wanted: SlotType, edge: Edge) -> None:
-            edges[slot] = edge
+        def take(field: PortField, wanted: FieldType, edge: Edge) -> None:
+            edges[field] = edge
             if isinstance(wanted, ColumnType):
                 for axis, identity in zip(wanted.axes, types[edge].axes, strict=True):
-                    binding.setdefault(axis, (identity, slot, edge))
+                    binding.setdefault(axis, Bound(identity, field, edge))
 
-        open_slots: dict[str, SlotType] = {}
+        open_fields: dict[PortField, FieldType] = {}
         for port in operator.signature.ports.values():
             if wants.get(port.name) is False:
                 continue
-            for slot, wanted in port.slots.items():
-                if slot in by_hand:
+            for field, wanted in port.fields.items():
+                if field in by_hand:
                     continue
-                if slot in inherited and accepts(wanted, types[inherited[slot]].type):
-                    take(slot, wanted, inherited[slot])
+                if field in inherited and accepts(wanted, types[inherited[field]].type):
+                    take(field, wanted, inherited[field])
                 elif wants.get(port.name) or not port.optional:
-                    open_slots[slot] = wanted
-        while open_slots:  # what is settled binds axes, and so may settle the rest
+                    open_fields[field] = wanted
+        while open_fields:  # what is settled binds axes, and so may settle the rest
             found = {
-                slot: next((c for pool in pools if (c := candidates(wanted, binding, pool))), [])
-                for slot, wanted in open_slots.items()
+                field: next((c for pool in pools if (c := candidates(wanted, binding, pool))), [])
+                for field, wanted in open_fields.items()
             }
-            slot = next((slot for slot in found if len(found[slot]) == 1), next(iter(open_slots)))
-            if len(found[slot]) != 1:
-                several = f"several nodes write one: {', '.join(map(str, found[slot]))}; say which"
+            field = next((field for field in found if len(found[field]) == 1), next(iter(open_fields)))
+            if len(found[field]) != 1:
+                several = f"several nodes write one: {', '.join(map(str, found[field]))}; say which"
                 none = "no node that it could read writes one; insert one that does, and wire it"
-                choice = str(found[slot][0]) if found[slot] else "node.column"
+                choice = str(found[field][0]) if found[field] else "node.column"
                 raise GraphError(
-                    f"{name}.{slot} wants {open_slots[slot]}, and {several if found[slot] else none}: "
-                    f"wire={{'{name}.{slot}': '{choice}'}}."
+                    f"{name}.{field} wants {open_fields[field]}, and {several if found[field] else none}: "
+                    f"wire={{'{name}.{field}': '{choice}'}}."
                 )
-            take(slot, open_slots.pop(slot), found[slot][0])
+            take(field, open_fields.pop(field), found[field][0])
         return edges
 
-    def follow(self, edge: Edge, wanted: SlotType, reader: str, slot: str) -> Edge:
+    def follow(self, edge: Edge, wanted: FieldType, reader: str, field: PortField) -> Edge:
         """Where an edge of the graph as it was ends in the new one, given its reader and what that wants."""
         for name, rewritten in reversed(self.rewrites.items()):
             if edge in rewritten and not self._comes_first(reader, name):
@@ -356,12 +360,12 @@ class _Edit:
             if len(fitting) != 1:
                 found = ", ".join(sorted(map(str, fitting))) or "none"
                 raise GraphError(
-                    f"{edge.node} cannot be dropped, since {reader}.{slot} reads {edge} and wants {wanted}: of the "
+                    f"{edge.node} cannot be dropped, since {reader}.{field} reads {edge} and wants {wanted}: of the "
                     f"inputs of {edge.node} exactly one would have to fit, and these do: {found}; say what it shall "
-                    f"read: wire={{'{reader}.{slot}': 'node.column'}}"
+                    f"read: wire={{'{reader}.{field}': 'node.column'}}"
                     f"{f', or drop {reader} too' if self.old_names.get(reader) in self.graph.sinks else ''}."
                 )
-            return self.follow(fitting.pop(), wanted, reader, slot)
+            return self.follow(fitting.pop(), wanted, reader, field)
         if edge.node in self.replace:
             outputs = self.replace[edge.node].signature.outputs
             fitting_outputs = [edge.output] if edge.output in outputs else [
@@ -369,8 +373,8 @@ class _Edit:
             ]  # fmt: skip
             if len(fitting_outputs) != 1:
                 raise GraphError(
-                    f"{reader}.{slot} reads {edge} and wants {wanted}, and the replacement {new_name} writes "
-                    f"{', '.join(outputs)}; say what it shall read: wire={{'{reader}.{slot}': 'node.column'}}."
+                    f"{reader}.{field} reads {edge} and wants {wanted}, and the replacement {new_name} writes "
+                    f"{', '.join(outputs)}; say what it shall read: wire={{'{reader}.{field}': 'node.column'}}."
                 )
             return Edge(new_name, fitting_outputs[0])
         return Edge(new_name, edge.output)

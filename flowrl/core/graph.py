@@ -12,7 +12,7 @@ import networkx as nx
 
 from flowrl.core.inference import infer
 from flowrl.core.operator import Operator
-from flowrl.core.ports import Signature
+from flowrl.core.ports import PortField, Signature
 from flowrl.core.protocols import Rollout, refuse_unfit
 from flowrl.core.roles import RoleRef
 from flowrl.core.symbols import Edge, EdgeType
@@ -35,11 +35,11 @@ class Input(Operator):
 
 @dataclass(frozen=True)
 class Node:
-    """An operator in its place: where each slot of its ports comes from."""
+    """An operator in its place: where each field of its ports comes from."""
 
     name: str
     operator: Operator
-    inputs: Mapping[str, Edge]
+    inputs: Mapping[PortField, Edge]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
@@ -99,10 +99,10 @@ class Graph:
         for position, node in enumerate(nodes.values()):
             data.add_node(node.name, position=position)
         for node in nodes.values():
-            for slot, edge in node.inputs.items():
+            for port_field, edge in node.inputs.items():
                 if edge.node not in nodes or edge.output not in nodes[edge.node].operator.signature.outputs:
                     raise GraphError(
-                        f"{node.name}.{slot} comes from {edge}, which {name} does not have; it has the nodes "
+                        f"{node.name}.{port_field} comes from {edge}, which {name} does not have; it has the nodes "
                         f"{', '.join(nodes)}."
                     )
                 data.add_edge(edge.node, node.name)
@@ -144,7 +144,7 @@ class Graph:
         """The type of every output."""
         types: dict[Edge, EdgeType] = {}
         for node in self.nodes.values():
-            inputs = {slot: (edge, types[edge]) for slot, edge in node.inputs.items()}
+            inputs = {port_field: (edge, types[edge]) for port_field, edge in node.inputs.items()}
             for output, typed in infer(node.name, node.operator, inputs, types).items():
                 types[Edge(node.name, output)] = typed
         return MappingProxyType(types)
@@ -164,12 +164,12 @@ class Graph:
 
     @cached_property
     def network(self) -> nx.DiGraph[str]:
-        """The data edges as a networkx graph: nodes bear ``operator``, edges ``slots`` (slot to `Edge`)."""
+        """The data edges as a networkx graph: nodes carry ``operator``, edges ``fields`` (`PortField` to `Edge`)."""
         network: nx.DiGraph[str] = nx.DiGraph(name=self.name)
         for node in self.nodes.values():
             network.add_node(node.name, operator=node.operator)
             for source in node.sources:
-                network.add_edge(source, node.name, slots={s: e for s, e in node.inputs.items() if e.node == source})
+                network.add_edge(source, node.name, fields={f: e for f, e in node.inputs.items() if e.node == source})
         nx.freeze(network)
         return network
 

@@ -18,6 +18,7 @@ import yaml
 from flowrl.core import entry_points as installed
 from flowrl.core.graph import Graph, Node
 from flowrl.core.operator import Operator
+from flowrl.core.ports import PortField
 from flowrl.core.references import named_source_hash, reference, resolve, source_hash, split
 from flowrl.core.roles import RoleRef
 from flowrl.core.symbols import Edge
@@ -214,26 +215,27 @@ def compact_inputs(node: Node) -> dict[str, str]:
     """The inputs of a node by port: a record that comes whole from one node is written as that node's name."""
     inputs: dict[str, str] = {}
     for port in node.operator.signature.ports.values():
-        wired = {slot: node.inputs[slot] for slot in port.slots if slot in node.inputs}
+        wired = {field: node.inputs[field] for field in port.fields if field in node.inputs}
         sources = {edge.node for edge in wired.values()}
-        same_names = all(slot.partition(".")[2] == edge.output for slot, edge in wired.items())
+        same_names = all(field.name == edge.output for field, edge in wired.items())
         if port.record is not None and len(sources) == 1 and same_names:
             inputs[port.name] = sources.pop()
         else:
-            inputs |= {slot: str(edge) for slot, edge in wired.items()}
+            inputs |= {str(field): str(edge) for field, edge in wired.items()}
     return inputs
 
 
-def _expand_inputs(name: str, operator: Operator, inputs: Mapping[str, str]) -> dict[str, Edge]:
-    edges: dict[str, Edge] = {}
-    for port in inputs:
-        source, record = _part(inputs, port, str, f"the inputs of {name}"), operator.signature.ports.get(port)
-        if record is not None and record.record is not None and "." not in source:
-            edges |= {slot: Edge(source, slot.partition(".")[2]) for slot in record.slots}
-        elif port in operator.signature.slots:
-            edges[port] = Edge.parse(source)
+def _expand_inputs(name: str, operator: Operator, inputs: Mapping[str, str]) -> dict[PortField, Edge]:
+    edges: dict[PortField, Edge] = {}
+    signature = operator.signature
+    for written in inputs:
+        source, port = _part(inputs, written, str, f"the inputs of {name}"), signature.ports.get(written)
+        if port is not None and port.record is not None and "." not in source:
+            edges |= {field: Edge(source, field.name) for field in port.fields}
+        elif (field := PortField.parse(written)) in signature.fields:
+            edges[field] = Edge.parse(source)
         else:
-            raise GraphError(f"{name} has no port {port!r}; it has {', '.join(operator.signature.slots)}.")
+            raise GraphError(f"{name} has no port {written!r}; it has {', '.join(map(str, signature.fields))}.")
     return edges
 
 

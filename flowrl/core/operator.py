@@ -144,7 +144,7 @@ class Operator(Spec):
         """
         session, sizes = sessions.current(), dict[str, int]()
         for place, value in inputs.items():
-            Check(place, self.signature.slots[place])(self.name, value, sizes, "wants")
+            Check(place, self.signature.fields[place])(self.name, value, sizes, "wants")
         if session is not None:
             return Call(self, session.engine).run_in(session, inputs, injected)
         given = dict(injected or {})
@@ -183,9 +183,9 @@ def _dispatching(call: Callable[..., Any]) -> Callable[..., Any]:
         except TypeError as error:
             ports = ", ".join(self.signature.ports)
             raise PortError(f"{self.name}(...) cannot be called so: {error}. Its ports are ({ports}).") from None
-        inputs: dict[str, Any] = {}
+        inputs: dict[PortField, Any] = {}
         for port in self.signature.ports.values():
-            inputs.update(_slot_values(self.name, port, arguments.get(port.name)))
+            inputs.update(_field_values(self.name, port, arguments.get(port.name)))
         symbols = [v for v in inputs.values() if isinstance(v, Symbol)]
         if symbols:
             return symbols[0]._tracer.record(self, inputs)
@@ -202,39 +202,37 @@ def _is_column(value: Any) -> bool:
     return isinstance(value, Symbol | torch.Tensor | np.ndarray)
 
 
-def _slot_values(node: str, port: Port, argument: Any) -> dict[str, Any]:
-    """What was passed for a port, by slot."""
+def _field_values(node: str, port: Port, argument: Any) -> dict[PortField, Any]:
+    """What was passed for a port, by field."""
     if argument is None:
         return {}
     if port.record is None:
         if isinstance(argument, tuple) and any(isinstance(field, Symbol) for field in argument):
-            record = type(argument).__name__
+            record, wanted = type(argument).__name__, port.fields[PortField(port.name)]
             raise PortError(
-                f"{node}.{port.name} wants {port.slots[port.name]}, but was given a whole record ({record}); pass the "
+                f"{node}.{port.name} wants {wanted}, but was given a whole record ({record}); pass the "
                 f"one column it wants, such as record.{next(iter(getattr(argument, '_fields', ['column'])))}."
             )
-        return {port.name: argument}
-    missing = [
-        slot for slot in port.slots if isinstance(argument, Symbol) or not hasattr(argument, slot.partition(".")[2])
-    ]
+        return {PortField(port.name): argument}
+    missing = [field.name for field in port.fields if isinstance(argument, Symbol) or not hasattr(argument, field.name)]
     if missing:
         found = repr(argument) if isinstance(argument, Symbol) else f"a {type(argument).__name__}"
-        wanted = ", ".join(slot.partition(".")[2] for slot in port.slots)
+        names = ", ".join(field.name for field in port.fields)
         raise PortError(
-            f"{node}.{port.name} wants a record with the columns {wanted}, but was given {found}, which lacks "
-            f"{', '.join(slot.partition('.')[2] for slot in missing)}; pass a record that has them."
+            f"{node}.{port.name} wants a record with the columns {names}, but was given {found}, which lacks "
+            f"{', '.join(missing)}; pass a record that has them."
         )
-    return {slot: getattr(argument, slot.partition(".")[2]) for slot in port.slots}
+    return {field: getattr(argument, field.name) for field in port.fields}
 
 
-def _check_complete(operator: Operator, inputs: Mapping[str, Any]) -> None:
+def _check_complete(operator: Operator, inputs: Mapping[PortField, Any]) -> None:
     """The eager counterpart of what a graph checks: what is wanted is there, and what is there is wanted."""
     wants = operator.wants()
     for port in operator.signature.ports.values():
-        given = any(inputs.get(slot) is not None for slot in port.slots)
+        given = any(inputs.get(field) is not None for field in port.fields)
         if not given and (wants.get(port.name) or not port.optional):
             raise PortError(
-                f"{operator.name}.{port.name} wants {', '.join(map(str, port.slots.values()))}, but was not given; "
+                f"{operator.name}.{port.name} wants {', '.join(map(str, port.fields.values()))}, but was not given; "
                 f"pass {port.name}=..."
             )
         if given and wants.get(port.name) is False:

@@ -189,13 +189,13 @@ def _critic_is_read(graph: Graph, prompts: int | None) -> Found:
                 f"it updates {role!r} without values of {role!r}; expected Value(critic=Role({role!r})) before it.",
             )
             continue
-        for slot, edge in node.inputs.items():
+        for field, edge in node.inputs.items():
             kind = getattr(graph.types[edge].type, "kind", None)
             critics = _read(graph, edge.node, Critic)
             if kind in ("value", "return") and critics and role not in critics:
                 yield (
                     node.name,
-                    f"its {slot} come from {edge}, which was taken with values of {sorted(critics)[0]!r}, but it "
+                    f"its {field} come from {edge}, which was taken with values of {sorted(critics)[0]!r}, but it "
                     f"updates {role!r}; wire what was taken with Value(critic=Role({role!r})).",
                 )
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flowrl.columns import ColumnType
 from flowrl.core.operator import Operator
+from flowrl.core.ports import PortField
 from flowrl.core.protocols import Adapted
 from flowrl.core.session import Session
 from flowrl.data.metrics import Metrics
@@ -45,7 +46,7 @@ class Call:
         operator: under its node's name.
         step, seed: what keys are derived from; None is between steps, where nothing is drawn.
         state: the node's state cells.
-        inputs: per slot its pieces, or its value.
+        inputs: per port field its pieces, or its value.
         rows: which rows to run on; None for all.
         sources: where the weights of trainers that live elsewhere are had, by role.
     """
@@ -54,7 +55,7 @@ class Call:
     step: int | None
     seed: int
     state: Mapping[str, Any]
-    inputs: Mapping[str, Any]
+    inputs: Mapping[PortField, Any]
     rows: Array | None
     sources: Mapping[str, Export | Ticket] = field(default_factory=dict)
 
@@ -255,7 +256,7 @@ class Host:
 
     def run(self, call: Call) -> Report | Failure:
         """Run a node."""
-        inputs: dict[str, Any] = {}
+        inputs: dict[PortField, Any] = {}
         try:
             with heard() as said:
                 return self._run(call, inputs, said)
@@ -263,7 +264,7 @@ class Host:
             where = f"{at(call.step)} on {named(self.plan)}"
             return Failure.of(error, failure(call.operator, where, error, inputs))
 
-    def _run(self, call: Call, inputs: dict[str, Any], said: Sequence[Said]) -> Report:
+    def _run(self, call: Call, inputs: dict[PortField, Any], said: Sequence[Said]) -> Report:
         started = time.time()
         received, sizes = self._gather(call, inputs)
         fetched = time.time()
@@ -296,7 +297,7 @@ class Host:
             time.time(),
         )
 
-    def _gather(self, call: Call, inputs: dict[str, Any]) -> tuple[int, dict[str, int]]:
+    def _gather(self, call: Call, inputs: dict[PortField, Any]) -> tuple[int, dict[str, int]]:
         """Enter the node's inputs: pieces fetched, joined, and cut to the rows of this rank.
 
         Returns:
@@ -304,17 +305,17 @@ class Host:
         """
         sizes: dict[str, int] = {}
         received = 0
-        for slot, source in call.inputs.items():
-            wanted = call.operator.signature.slots[slot]
+        for end, source in call.inputs.items():
+            wanted = call.operator.signature.fields[end]
             if not isinstance(wanted, ColumnType):
-                inputs[slot] = source
+                inputs[end] = source
                 continue
             rows = call.rows if call.rows is not None else np.sort(np.concatenate([piece.rows for piece in source]))
             # Where no row is wanted, any piece says what a column of none looks like.
             needed = [p for p in source if np.isin(p.rows, rows, assume_unique=True).any()] or source[:1]
             received += sum(piece.nbytes for piece in needed)
-            inputs[slot] = join_pieces(needed, wanted, rows)
-            sizes |= dict(zip(wanted.axes, inputs[slot].shape, strict=True))
+            inputs[end] = join_pieces(needed, wanted, rows)
+            sizes |= dict(zip(wanted.axes, inputs[end].shape, strict=True))
         return received, sizes
 
 

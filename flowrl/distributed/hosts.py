@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError
 
 from flowrl.core.graph import Node
 from flowrl.core.plan import Plan
+from flowrl.core.ports import PortField
 from flowrl.core.protocols import Rollout
 from flowrl.distributed.faults import HostDiedError, answer, died, stuck
 from flowrl.distributed.host import Host
@@ -275,16 +276,14 @@ def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
                 f"{ranks} ranks, each of which would go on from the rows that it sees; give it granularity 'batch', "
                 f"or bind {roles[0]} with one rank."
             )
-        if node.operator.granularity == "group" and ranks > 1 and uid_slot(node) is None:
+        if node.operator.granularity == "group" and ranks > 1 and uid_field(node) is None:
             raise GraphError(
                 f"{node.name} wants whole groups, and its role {roles[0]!r} has {ranks} ranks, but it does not read "
                 f"which group a row is of; give it an input of the type Uid, or granularity 'batch'."
             )
 
 
-def uid_slot(node: Node) -> str | None:
-    """The slot by which a node reads which group a row is of."""
-    slots = node.operator.signature.slots.items()
-    return next(
-        (name for name, wanted in slots if getattr(wanted, "kind", "") == "group" and name in node.inputs), None
-    )
+def uid_field(node: Node) -> PortField | None:
+    """The port field by which a node reads which group a row is of."""
+    types = node.operator.signature.fields
+    return next((field for field in node.inputs if getattr(types[field], "kind", "") == "group"), None)

@@ -18,12 +18,13 @@ from ray.exceptions import ObjectLostError
 from flowrl.columns import ColumnType
 from flowrl.core.graph import Node
 from flowrl.core.plan import Plan
+from flowrl.core.ports import PortField
 from flowrl.data.dataproto import DataProto
 from flowrl.data.metrics import Metrics, of_ranks
 from flowrl.distributed.delivery import Delivery
 from flowrl.distributed.faults import Failure, answer, at, died, named, stuck
 from flowrl.distributed.host import Call, Report, Sent, join_pieces
-from flowrl.distributed.hosts import GRACE_SECONDS, Hosts, is_sync, roles_of, uid_slot
+from flowrl.distributed.hosts import GRACE_SECONDS, Hosts, is_sync, roles_of, uid_field
 from flowrl.distributed.shards import shard
 from flowrl.distributed.wire import Array, Piece, pack
 from flowrl.distributed.worker_logs import say
@@ -109,7 +110,7 @@ class Walk:
                 slots = self._slots(node)
                 if set(self.plan.network.predecessors(node.name)) <= done and not slots & busy:
                     on_node(node.name)
-                    inputs = {slot: self._input(edge.node, edge.output) for slot, edge in node.inputs.items()}
+                    inputs = {end: self._input(edge.node, edge.output) for end, edge in node.inputs.items()}
                     launched = self.launch(node, inputs)
                     running |= dict.fromkeys(launched.hosts, launched)
                     waiting.remove(node)
@@ -129,11 +130,11 @@ class Walk:
             self._seconds,
         )
 
-    def launch(self, node: Node, inputs: Mapping[str, Any]) -> Running:
+    def launch(self, node: Node, inputs: Mapping[PortField, Any]) -> Running:
         """Start a node on all its hosts.
 
         Args:
-            inputs: by slot, the pieces of a column or a value.
+            inputs: by port field, the pieces of a column or a value.
         """
         hosts, what = self.hosts.of(node), self._what(node)
         delivery = self._delivery(node, what)
@@ -191,24 +192,24 @@ class Walk:
         made = self._made[node]
         return made.columns[output] if output in made.columns else made.values[output]
 
-    def _shares(self, node: Node, inputs: Mapping[str, Any], ranks: int) -> list[Array | None]:
+    def _shares(self, node: Node, inputs: Mapping[PortField, Any], ranks: int) -> list[Array | None]:
         """The rows of each rank, in ascending order; None where all run on all."""
         edges = {
-            slot: edge
-            for slot, edge in node.inputs.items()
-            if isinstance(node.operator.signature.slots[slot], ColumnType)
+            end: edge
+            for end, edge in node.inputs.items()
+            if isinstance(node.operator.signature.fields[end], ColumnType)
         }
         # Rows that a node makes anew are in its own order, which parts of them would not be.
         granularity = "batch" if node.operator.changes_rows else node.operator.granularity
         if ranks == 1 or granularity == "batch" or not edges:
             return [None] * ranks
-        slot, edge = next(iter(edges.items()))
+        end, edge = next(iter(edges.items()))
         groups = None
-        if granularity == "group" and (uid := uid_slot(node)) is not None:
-            wanted = node.operator.signature.slots[uid]
+        if granularity == "group" and (uid := uid_field(node)) is not None:
+            wanted = node.operator.signature.fields[uid]
             assert isinstance(wanted, ColumnType)
             groups = list(self._fetch(node, inputs[uid], wanted))  # the one column that the driver looks at
-        rows = sum(len(piece.rows) for piece in inputs[slot])
+        rows = sum(len(piece.rows) for piece in inputs[end])
         tokens = self._tokens.get(self.plan.graph.types[edge].axes[0])
         return [*shard(granularity, rows, ranks, tokens, groups)]
 

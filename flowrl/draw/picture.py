@@ -150,9 +150,9 @@ def _label(graph: Graph, source: str, node: Node) -> str:
     """The record that an edge carries, where a whole one is read, else its columns."""
     record = graph[source].operator.signature.output_record
     reads_record = any(
-        port.record is not None and slot in node.inputs and node.inputs[slot].node == source
+        port.record is not None and field in node.inputs and node.inputs[field].node == source
         for port in node.operator.signature.ports.values()
-        for slot in port.slots
+        for field in port.fields
     )
     if record is not None and reads_record:
         return record.__name__

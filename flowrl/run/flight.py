@@ -45,7 +45,7 @@ class _Step:
         outputs: what nodes left that is still read, or wanted in the end.
         readers: by node, how many of its readers are not done.
         lengths: of the rows of each batch axis.
-        reports: of the nodes that are done.
+        metrics, seconds: of the nodes that are done.
     """
 
     batch: DataProto
@@ -53,7 +53,8 @@ class _Step:
     readers: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, Mapping[str, Held]] = field(default_factory=dict)
     lengths: dict[str, Lengths] = field(default_factory=dict)
-    reports: dict[str, Done] = field(default_factory=dict)
+    metrics: dict[str, Metrics] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Flight:
@@ -121,10 +122,9 @@ class Flight:
             NodeError: an instance failed, of this step or of one after it.
         """
         one = self._steps[step]
-        while len(one.reports) < len(self._plan.order):
+        while len(one.seconds) < len(self._plan.order):
             self._launch()
-            for done in self._runner.wait():
-                self._accept(done)
+            self._collect()
         return self._result(one)
 
     def close(self, step: int) -> None:
@@ -172,12 +172,17 @@ class Flight:
         for entry in blocked:
             heapq.heappush(self._ready, entry)
 
+    def _collect(self) -> None:
+        """Wait, and enter what is done; in a frame of its own, so that nothing here holds on to it."""
+        for done in self._runner.wait():
+            self._accept(done)
+
     def _accept(self, done: Done) -> None:
         """Enter what an instance left, and let go of what nobody reads any more."""
         node, step = done.task.node, done.task.step
         assert step is not None
         one = self._steps[step]
-        one.reports[node.name] = done
+        one.metrics[node.name], one.seconds[node.name] = done.metrics, done.seconds
         _, written = self._rows[node.name]
         if done.lengths is not None and written is not None:
             one.lengths[written] = done.lengths
@@ -211,9 +216,8 @@ class Flight:
             held = {output: held for output, held in left.items() if isinstance(types[output], ColumnType)}
             columns[name] = DataProto({output: self._runner.fetch(node, output, held[output]) for output in held})
             values[name] = {output: value for output, value in left.items() if output not in held}
-        reports = {node.name: one.reports[node.name] for node in self._plan.order}
-        metrics = merge_metrics({name: done.metrics for name, done in reports.items()})
-        return StepResult(columns, values, metrics, {name: done.seconds for name, done in reports.items()})
+        ordered = {node.name: one.metrics[node.name] for node in self._plan.order}
+        return StepResult(columns, values, merge_metrics(ordered), one.seconds)
 
 
 def columns_of_input(graph: Graph, name: str) -> dict[str, ColumnType]:

@@ -41,7 +41,7 @@ class LocalRunner:
     def __init__(self, engines: Mapping[str, Any]) -> None:
         self.engines = engines
         self.timeline = Timeline()
-        self._calls: dict[Node, Call] = {}
+        self._calls: dict[int, Call] = {}  # by the id of the operator, which the call keeps alive
         self._done: list[Done] = []
 
     def slots(self, node: Node) -> frozenset[int]:
@@ -58,15 +58,15 @@ class LocalRunner:
         Raises:
             NodeError: it raised; names node, step and the shapes that it was given.
         """
-        call = self._calls.get(task.node)
-        if call is None:
-            call = self._calls[task.node] = Call(task.node.operator, self._engine)
+        operator = task.node.operator
+        if (call := self._calls.get(id(operator))) is None:
+            call = self._calls[id(operator)] = Call(operator, self._engine)
         session = Session(self.engines, task.seed, task.state)
         session.begin_step(task.step or 0)
         start = time.time()
         try:
             with session.active():
-                outputs = task.node.operator.signature.unpack(call.run_in(session, task.inputs))
+                outputs = operator.signature.unpack(call.run_in(session, task.inputs))
         except Exception as error:
             raise NodeError(failure(task, "", error, task.inputs)) from error
         end = time.time()

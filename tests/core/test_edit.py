@@ -52,8 +52,8 @@ PPO = ppo(exact)
 
 
 def wires(graph: Graph, node: str) -> dict[str, str]:
-    """Where the slots of a node come from."""
-    return {slot: str(edge) for slot, edge in graph[node].inputs.items()}
+    """Where the fields of a node's ports come from."""
+    return {str(field): str(edge) for field, edge in graph[node].inputs.items()}
 
 
 def readers(graph: Graph, edge: str) -> set[str]:
@@ -747,7 +747,7 @@ def verbs(draw: st.DrawFn, graph: Graph) -> dict[str, Any]:
     if draw(st.booleans()):
         chosen["rename"] = {draw(names): draw(st.sampled_from(["r", "s", "t"]))}
     if draw(st.booleans()):
-        ports = sorted(f"{n}.{slot}" for n in graph.nodes for slot in graph[n].inputs)
+        ports = sorted(f"{n}.{field}" for n in graph.nodes for field in graph[n].inputs)
         chosen["wire"] = {draw(st.sampled_from(ports)): str(draw(st.sampled_from(sorted(graph.types))))}
     if draw(st.booleans()):
         chosen["lag"] = draw(st.integers(0, 2))
@@ -761,8 +761,8 @@ def invariants(graph: Graph) -> None:
         assert node.name == name == node.operator.name
         assert set(node.sources) <= seen, "nodes stand in topological order"
         seen.add(name)
-        for slot, edge in node.inputs.items():
-            assert slot in node.operator.signature.slots
+        for field, edge in node.inputs.items():
+            assert field in node.operator.signature.fields
             assert edge in graph.types
     reached = set(graph.sinks).union(*(graph.ancestors(sink) for sink in graph.sinks))
     assert reached == set(graph.nodes), "a graph is exactly what its sinks reach"

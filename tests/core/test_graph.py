@@ -16,6 +16,7 @@ import pytest
 from flowrl import columns as c
 from flowrl.core.graph import Node
 from flowrl.core.operator import Operator
+from flowrl.core.ports import PortField
 from flowrl.core.symbols import Edge
 from flowrl.errors import BindError, GraphError
 from flowrl.graph import Graph, algorithm
@@ -252,7 +253,7 @@ def test_nothing_about_a_graph_can_be_changed() -> None:
     with pytest.raises(TypeError):
         graph.nodes["reward"] = graph["generate"]  # type: ignore[index]
     with pytest.raises(TypeError):
-        del graph["reward"].inputs["prompts.ground_truth"]  # type: ignore[attr-defined]
+        del graph["reward"].inputs[PortField("prompts", "ground_truth")]  # type: ignore[attr-defined]
     with pytest.raises(TypeError):
         graph.bindings["rollout"] = None  # type: ignore[index]
     with pytest.raises(TypeError):
@@ -267,7 +268,7 @@ def test_the_networkx_view_carries_operators_and_slots() -> None:
     assert isinstance(network, nx.DiGraph)
     assert network.name == "two_rewards"
     assert network.nodes["mix"]["operator"].weight == 0.5
-    assert network.edges["second", "mix"]["slots"] == {"second": Edge("second", "token_level_scores")}
+    assert network.edges["second", "mix"]["fields"] == {PortField("second"): Edge("second", "token_level_scores")}
     assert nx.is_directed_acyclic_graph(network)
     generations = [sorted(names) for names in nx.topological_generations(network)]
     assert generations == [["batch"], ["repeat"], ["generate"], ["first", "second"], ["mix"]]

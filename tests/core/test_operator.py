@@ -16,7 +16,7 @@ from torch import Tensor
 from flowrl import columns as c
 from flowrl.columns import Column
 from flowrl.core.operator import Operator, State
-from flowrl.core.ports import INJECTED, snake_case
+from flowrl.core.ports import INJECTED, PortField, snake_case
 from flowrl.core.roles import Reads, Role, Writes
 from flowrl.core.session import Session
 from flowrl.data.keys import Key
@@ -93,15 +93,15 @@ def test_names_are_snake_case(name: str, snake: str) -> None:
 def test_ports_come_from_annotations() -> None:
     gae = GAE().signature
     assert list(gae.ports) == ["token_level_rewards", "values", "response_mask"]
-    assert [str(t) for t in gae.slots.values()] == [
+    assert [str(t) for t in gae.fields.values()] == [
         "reward[batch response] float32",
         "value[batch response] float32",
         "mask[batch response] bool",
     ]
     assert list(gae.outputs) == ["advantages", "returns"]
     update = UpdateActor().signature
-    assert list(update.ports["rollout"].slots) == [
-        f"rollout.{column}"
+    assert list(update.ports["rollout"].fields) == [
+        PortField("rollout", column)
         for column in (
             "input_ids", "attention_mask", "position_ids", "response_mask", "temperature", "policy_version"
         )
@@ -322,7 +322,7 @@ def test_record_ports_are_checked_too() -> None:
         old(answers()._replace(temperature=torch.ones(2, dtype=torch.float64)))
     rollout = answers()._replace(response_text=np.array(["a", "b"]))
     with pytest.raises(PortError, match=r"response_text wants text\[batch\] object, but is <U1; .*astype\(object\)"):
-        Reward(exact).run({"rollout.response_text": rollout.response_text})
+        Reward(exact).run({PortField("rollout", "response_text"): rollout.response_text})
 
 
 @pytest.mark.parametrize(

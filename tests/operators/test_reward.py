@@ -602,7 +602,7 @@ def test_in_an_algorithm_as_symbols_and_as_tensors(scores: Callable[[str], str])
     graph = score(scores("exact"))
     node = graph.nodes["reward"]
     assert isinstance(node.operator, Reward) and node.operator.granularity == "row"
-    assert {slot: str(edge) for slot, edge in node.inputs.items()} == {
+    assert {str(field): str(edge) for field, edge in node.inputs.items()} == {
         "rollout.response_text": "echo.response_text",
         "rollout.response_mask": "echo.response_mask",
         **{f"prompts.{c}": f"batch.{c}" for c in ("data_source", "ground_truth", "extra_info", "row_id")},

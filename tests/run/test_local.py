@@ -319,7 +319,7 @@ def test_the_same_lines_give_the_same_bits_eagerly_and_in_an_executor(tiny: str,
     seed, steps = 3, 3
     job = job_of(name, tiny, mini_batch=4)
     executor = local_steps(Plan(job.graph), job.build(seed), seed)
-    engines = executor.session.engines
+    engines = executor.runner.engines
     stream = PromptData(prompts_file).load(engines["rollout"].tokenizer, seed)
     drawn = [stream.next(4) for _ in range(steps)]
     executor.sync()

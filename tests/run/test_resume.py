@@ -279,7 +279,8 @@ class TestCheckpoints:
         def save_critic_and_stop(self: Steps, folder: Path) -> None:
             if "000002" in folder.name:
                 return save(self, folder)
-            self.session.engines["critic"].save_checkpoint(str(folder / "critic"))
+            folder.mkdir()
+            self.runner.engines["critic"].save_checkpoint(str(folder / "critic"))
             raise Stop
 
         with monkeypatch.context() as patched, pytest.raises(Stop):
