@@ -68,6 +68,7 @@ class LocalRunner:
             with session.active():
                 outputs = operator.signature.unpack(call.run_in(session, task.inputs))
         except Exception as error:
+            self.timeline.spans.append(span_of(task, "this process", start, time.time(), None))
             raise NodeError(failure(task, "", error, task.inputs)) from error
         end = time.time()
         lengths = lengths_of(outputs)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import networkx as nx
 from rich.table import Table
@@ -19,7 +19,7 @@ from flowrl.core.plan import Plan
 from flowrl.data.column_math import size
 
 Kind = Literal["node", "transfer", "wait"]
-_ARGS = ("bytes", "step", "rows", "tokens", "lengths")
+_LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "lengths": ()}  # is written where it is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,8 @@ class Timeline:
             # both ends are rounded, and not the duration, so that rounding makes no overlap
             start, end = (round((t - begin) * 1e6) for t in (span.start, span.end))
             event = {"ph": "X", "name": span.name, "cat": span.kind, "pid": places[span.place], "tid": lane + 1}
-            events.append(
-                {**event, "ts": start, "dur": end - start, "args": {key: getattr(span, key) for key in _ARGS}}
-            )
+            load = {key: value for key, none in _LOAD.items() if (value := getattr(span, key)) != none}
+            events.append({**event, "ts": start, "dur": end - start, "args": {"bytes": span.bytes, **load}})
         trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begin": begin}}
         partial = path.with_name(f"{path.name}.partial")  # whole or not at all, since a resumed run adds to it
         partial.write_text(json.dumps(trace), encoding="utf-8")
@@ -104,8 +103,7 @@ class Timeline:
         for event in events:
             if event["ph"] == "X":
                 start, end = (begin + t / 1e6 for t in (event["ts"], event["ts"] + event["dur"]))
-                args = {key: event["args"][key] for key in _ARGS}
-                args["lengths"] = tuple(map(tuple, args["lengths"]))
+                args = {**event["args"], "lengths": tuple(map(tuple, event["args"].get("lengths", ())))}
                 trace.spans.append(Span(event["name"], places[event["pid"]], start, end, kind=event["cat"], **args))
         return trace
 

@@ -279,7 +279,6 @@ class TestCheckpoints:
         def save_critic_and_stop(self: Steps, folder: Path) -> None:
             if "000002" in folder.name:
                 return save(self, folder)
-            folder.mkdir()
             self.runner.engines["critic"].save_checkpoint(str(folder / "critic"))
             raise Stop
 
