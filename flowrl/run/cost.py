@@ -1,0 +1,93 @@
+"""`Cost`: what a node takes on one rank, fitted to what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_ROUNDS = 20  # of the reweighting that turns least squares into least absolute deviations
+_NOISE = 0.02  # relative; what differs by less counts as equal
+_PRIOR = 5.0  # how strongly a share of the cost that does not grow with tokens must be shown by the data
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class Load(NamedTuple):
+    """What one rank is given.
+
+    Args:
+        rows: how many.
+        tokens: of all of them, prompt and response together.
+        longest: response tokens of the longest row: how often a node that generates decodes.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    longest: int = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that a node takes on one rank, none of them negative.
+
+    Args:
+        fixed: whatever it is given.
+        row, token: for each row and token.
+        decode: for each token of the longest response.
+    """
+
+    fixed: float = 0.0
+    row: float = 0.0
+    token: float = 0.0
+    decode: float = 0.0
+
+    def seconds(self, load: Load) -> float:
+        """How long it takes for a load."""
+        return self.fixed + self.row * load.rows + self.token * load.tokens + self.decode * load.longest
+
+    @staticmethod
+    def fit(loads: Sequence[Load], seconds: Sequence[float]) -> Cost:
+        """The cost that explains best what was measured, by the median of relative errors.
+
+        Where loads hardly differ they do not say how much of the time is fixed; then it is taken to grow with tokens
+        (with rows, where no tokens are known).
+
+        Args:
+            loads: at least one.
+            seconds: measured, one for each load.
+        """
+        times = np.maximum(np.asarray(seconds, dtype=np.float64), 1e-9)
+        terms = np.array([[1.0, *load] for load in loads], dtype=np.float64)
+        units = np.median(terms, axis=0)
+        known = np.flatnonzero(units > 0)
+        main = next(term for term in (2, 1, 0) if term in known)
+        penalty = _PRIOR * (known != main)
+        scaled = terms[:, known] / units[known] * np.median(times) / times[:, None]
+        weights, share, noise = np.ones(len(times)), np.zeros(len(known)), 0.1
+        for _ in range(_ROUNDS):
+            share = _non_negative(scaled * weights[:, None], weights, noise * penalty)
+            error = np.abs(scaled @ share - 1.0)
+            noise = max(float(np.median(error)), _NOISE)
+            weights = 1.0 / np.sqrt(np.maximum(error, _NOISE))
+        found = np.zeros(4)
+        found[known] = share * np.median(times) / units[known]
+        return Cost(*found.tolist())
+
+
+def _non_negative(terms: Floats, wanted: Floats, penalty: Floats) -> Floats:
+    """The x >= 0 of the least ``|terms x - wanted|² + penalty x²``: of the few that have some terms at zero, the best."""
+    square, image = terms.T @ terms + np.diag(penalty), terms.T @ wanted
+    square += 1e-9 * np.trace(square) * np.eye(len(square))
+    best, least = np.zeros(len(image)), 0.0
+    for count in range(1, len(image) + 1):
+        for some in map(list, combinations(range(len(image)), count)):
+            part = np.linalg.solve(square[np.ix_(some, some)], image[some])
+            loss = float(part @ square[np.ix_(some, some)] @ part - 2 * part @ image[some])
+            if (part >= 0).all() and loss < least:
+                best, least = np.zeros(len(image)), loss
+                best[some] = part
+    return best

@@ -1,0 +1,107 @@
+"""`predict`: how long a step would take, by the engine that would run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from flowrl.core.graph import Graph
+from flowrl.core.plan import Plan
+from flowrl.run.costs import Costs
+from flowrl.run.place import Place, lay_out, shown
+from flowrl.run.placement import refuse_unplaceable
+from flowrl.run.pretend import PretendRunner, blank_batch, place_of
+from flowrl.run.steps import Steps
+from flowrl.run.timeline import Span, critical_path
+from flowrl.run.weights import TrainedWeights
+
+_STEPS = 40
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step of a job would be like.
+
+    Args:
+        where: the place.
+        seconds: of a step, the median.
+        idle: by slot, the share of time in which no node runs there.
+        busiest: seconds of a step in which a node runs on the slot that has most to do.
+        path: the nodes of the critical path of the median step.
+        path_seconds: how long these take.
+        lag: how many steps run ahead.
+    """
+
+    where: str
+    seconds: float
+    idle: Mapping[str, float]
+    busiest: float
+    path: tuple[str, ...]
+    path_seconds: float
+    lag: int
+
+    @property
+    def bound(self) -> float:
+        """Seconds that a step takes at least, on these slots and with this lag."""
+        return max(self.busiest, self.path_seconds / (self.lag + 1))
+
+    def __str__(self) -> str:
+        by_path = self.path_seconds / (self.lag + 1) > self.busiest
+        why = f"the critical path {' → '.join(self.path)}" if by_path else "the work of the busiest slot"
+        if by_path and self.lag:
+            why = f"{why}, over {self.lag + 1} steps in flight"
+        lines = [
+            f"{self.where}: a step takes {self.seconds:.3f} s",
+            f"  at least {self.bound:.3f} s: {why}",
+            f"  idle: {', '.join(f'{slot} {share:.0%}' for slot, share in self.idle.items())}",
+        ]
+        if not self.lag and self.busiest < self.bound:
+            lines.insert(2, f"  with lag at least {self.busiest:.3f} s: the work of the busiest slot")
+        return "\n".join(lines)
+
+
+def predict(graph: Graph, place: Place | None, prompts: int, costs: Costs, *, seed: int = 0) -> Prediction:
+    """What a step would be like; no model is loaded.
+
+    Args:
+        graph: bound, unless `place` is None.
+        place: where it would run; None is one process.
+        prompts: a step.
+        costs: what its nodes take.
+        seed: of the draw of lengths.
+
+    Raises:
+        DataError: a node that `costs` does not know.
+        BindError, GraphError: the graph does not fit the place.
+    """
+    costs.refuse_unmeasured(graph)
+    plan, processes = Plan(graph), None
+    if place is not None:
+        processes = lay_out(graph, place)
+        refuse_unplaceable(plan, processes)
+    runner = PretendRunner(processes, costs, graph.bindings)
+    steps = Steps(plan, runner, seed, TrainedWeights(plan, runner, seed))
+    batch, ends, nodes = blank_batch(graph, prompts), [0.0], list[Mapping[str, float]]()
+    for result in steps.run(lambda step: batch, range(_STEPS), lag=graph.lag):
+        ends.append(runner.now)
+        nodes.append(result.seconds)
+    steady = ends[graph.lag + 1 :]  # until the flight is full, steps are shorter
+    slots = [place_of(slot) for slot in range(1 if place is None else place.slots)]
+    busy = {slot: _busy(steps.timeline.spans, slot, steady[0], steady[-1]) for slot in slots}
+    path, path_seconds = critical_path(plan.network, {node: median(n[node] for n in nodes) for node in nodes[0]})
+    return Prediction(
+        "in one process" if place is None else shown(place),
+        median(after - before for before, after in pairwise(steady)),
+        {slot: 1.0 - seconds / (steady[-1] - steady[0]) for slot, seconds in busy.items()},
+        max(busy.values()) / (len(steady) - 1),
+        tuple(path),
+        path_seconds,
+        graph.lag,
+    )
+
+
+def _busy(spans: list[Span], slot: str, start: float, end: float) -> float:
+    """Seconds in which a slot was taken, within a window."""
+    return sum(max(0.0, min(span.end, end) - max(span.start, start)) for span in spans if span.place == slot)
