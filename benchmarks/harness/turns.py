@@ -1,4 +1,4 @@
-"""Engines of one process that take turns on one device, as `RayExecutor` lets those of colocated processes."""
+"""Engines of one process that take turns on one device, as `RayRunner` lets those of colocated processes."""
 
 from __future__ import annotations
 

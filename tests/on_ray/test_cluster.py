@@ -47,7 +47,7 @@ JOB = """
             executor.sync()
             result = executor.step(proto(prompt_batch([[11, 12], [13]])), 0)
             print("trained", result.metrics["actor/trained"].compute())
-            return executor.hosts.plans
+            return executor.runner.hosts.processes
 """
 
 
