@@ -194,10 +194,6 @@ def _no_operator(given: Any) -> str:
     return f"{given!r}, which is no operator; expected one, such as GAE(lam=0.9)"
 
 
-def _writes(operator: Operator) -> bool:
-    return any(use.mode == "writes" for use in operator.role_uses.values())
-
-
 class _Edit:
     """The graph as it was, and how its edges are led into the new one.
 
@@ -392,7 +388,7 @@ class _Edit:
         sinks = [rewritten_by.get(s, self.new_names[s]) for s in self.graph.sinks if s not in self.drop]
         # A dropped sink (a Sync, say) must not take the update that it read with it; rules then say what is missing.
         read = [n for s in self.graph.sinks if s in self.drop for n in self.graph[s].sources if n not in self.drop]
-        sinks += [self.new_names[n] for n in read if _writes(self.graph[n].operator)]
+        sinks += [self.new_names[n] for n in read if self.graph[n].writes]
         sources = {edge.node for edges in self.wires.values() for edge in edges.values()}
         for name, after in self.insert.items():
             if self.rewrites[name] or name in sources:

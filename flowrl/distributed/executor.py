@@ -17,7 +17,7 @@ from flowrl.data.dataproto import DataProto
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.faults import HostDiedError, chain, named
-from flowrl.distributed.hosts import Hosts, refuse_unplaceable, roles_of
+from flowrl.distributed.hosts import Hosts, refuse_unplaceable
 from flowrl.distributed.ray_place import RayPlace
 from flowrl.distributed.walk import Traffic, Walk, refuse_unequal
 from flowrl.errors import DataError, EngineError, NodeError
@@ -69,7 +69,7 @@ class Weights:
     def sync(self) -> None:
         """Carry the trainers' weights to the engines that generate."""
         for node in self.plan.syncs:
-            trainer = roles_of(node, "reads")[0]
+            trainer = node.reads[0]
             version = self.hosts.ask(self.hosts.ranks(trainer), f"{node.name} between steps", "version", trainer)[0]
             walk = Walk(self.plan, self.hosts, None, 0, {})
             refuse_unequal(walk.settle(walk.launch(node, dict.fromkeys(node.inputs, Updated(version)))), node)

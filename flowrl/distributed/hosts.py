@@ -14,7 +14,6 @@ from ray.exceptions import RayActorError
 from flowrl.core.graph import Node
 from flowrl.core.plan import Plan
 from flowrl.core.ports import PortField
-from flowrl.core.protocols import Rollout
 from flowrl.distributed.faults import HostDiedError, answer, died, stuck
 from flowrl.distributed.host import Host
 from flowrl.distributed.ray_place import RayPlace
@@ -232,23 +231,11 @@ class Hosts:
     def of(self, node: Node) -> list[ProcessSpec | None]:
         """Where a node runs: on every rank of the role that it writes, else of the one it reads, else on the general
         host."""
-        roles = [*roles_of(node, "writes"), *roles_of(node, "reads")]
-        return [*self.ranks(roles[0])] if roles else [None]
+        return [*self.ranks(node.home)] if node.home else [None]
 
 
 def _path() -> list[str]:
     return [os.path.abspath(entry) for entry in sys.path]
-
-
-def is_sync(node: Node) -> bool:
-    """Whether a node carries weights to an engine that generates."""
-    return any(use.protocol is Rollout and use.mode == "writes" for use in node.operator.role_uses.values())
-
-
-def roles_of(node: Node, mode: str) -> list[str]:
-    """The roles that a node reads or writes, in the order of its fields' names."""
-    uses = sorted(node.operator.role_uses.items(), key=lambda item: item[0])
-    return [str(getattr(node.operator, field).name) for field, use in uses if use.mode == mode]
 
 
 def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
@@ -260,9 +247,9 @@ def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
             it wants whole groups, and does not read which group a row is of.
     """
     for node in plan.order:
-        roles = [*roles_of(node, "writes"), *roles_of(node, "reads")]
+        roles = node.roles
         apart = [role for role in roles if not any({role, roles[0]} <= set(host.roles) for host in hosts)]
-        if apart and not is_sync(node):
+        if apart and not node.is_sync:
             raise BindError(
                 f"{node.name} uses the roles {', '.join(map(repr, roles))}, and {apart[0]!r} lives in another "
                 f"process than {roles[0]!r}; expected one, or roles that share weights: let {node.name} be two "

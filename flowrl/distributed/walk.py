@@ -24,7 +24,7 @@ from flowrl.data.metrics import Metrics, of_ranks
 from flowrl.distributed.delivery import Delivery
 from flowrl.distributed.faults import Failure, answer, at, died, named, stuck
 from flowrl.distributed.host import Call, Report, Sent, join_pieces
-from flowrl.distributed.hosts import GRACE_SECONDS, Hosts, is_sync, roles_of, uid_field
+from flowrl.distributed.hosts import GRACE_SECONDS, Hosts, uid_field
 from flowrl.distributed.shards import shard
 from flowrl.distributed.wire import Array, Piece, pack
 from flowrl.distributed.worker_logs import say
@@ -153,9 +153,9 @@ class Walk:
 
     def _delivery(self, node: Node, what: str) -> Delivery | None:
         """Of the weights that a node carries, if it is a sync."""
-        if not is_sync(node):
+        if not node.is_sync:
             return None
-        return Delivery(self.hosts, roles_of(node, "reads")[0], roles_of(node, "writes")[0], what)
+        return Delivery(self.hosts, node.reads[0], node.writes[0], what)
 
     def settle(self, run: Running) -> list[Report]:
         """Wait for one node to be complete."""
@@ -169,8 +169,7 @@ class Walk:
 
     def _slots(self, node: Node) -> set[int]:
         """The slots that a node occupies: of all its roles, since a sync keeps the trainer too."""
-        roles = {getattr(node.operator, field).name for field in node.operator.role_uses}
-        return {slot for plan in self.hosts.plans if roles & set(plan.roles) for slot in plan.slots}
+        return {slot for plan in self.hosts.plans if set(node.roles) & set(plan.roles) for slot in plan.slots}
 
     def _feed(self, batch: DataProto) -> None:
         """Put the columns of the inputs into the object store."""
@@ -252,7 +251,7 @@ class Walk:
                 trace.add("fetch", named(host), report.started, report.fetched, kind="transfer")
                 self.traffic.hosts += report.received
             if len(run.reports) == len(run.hosts):
-                if is_sync(run.node):
+                if run.node.is_sync:
                     self.hosts.forgetful.difference_update(run.hosts.values())
                 if run.delivery:
                     run.delivery.finish()

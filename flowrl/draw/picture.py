@@ -18,7 +18,6 @@ from flowrl.core.diff import Diff
 from flowrl.core.graph import Graph, Input, Node
 from flowrl.core.plan import state_edges
 from flowrl.core.ports import snake_case
-from flowrl.core.roles import RoleRef
 from flowrl.spec import Spec, non_default, parameters
 
 Mark = Literal["", "added", "removed", "changed"]
@@ -94,14 +93,12 @@ def picture(subject: Graph | Diff) -> Picture:
 def _box(node: Node, details: list[str], mark: Mark = "") -> Box:
     if isinstance(node.operator, Input):
         return Box(node.name, (node.operator.record.__name__,), "", "input", mark)
-    roles = {role for _, role in _role_refs(node)}
-    writes = any(use.mode == "writes" for use in node.operator.role_uses.values())
     lines = []
-    if len(roles) > 1:
-        read, written = ([r for m, r in _role_refs(node) if m == mode] for mode in ("reads", "writes"))
-        lines.append(" → ".join(", ".join(side) for side in (read, written) if side))
+    if len(node.roles) > 1:
+        lines.append(" → ".join(", ".join(side) for side in (node.reads, node.writes) if side))
     lines += [line for detail in details for line in textwrap.wrap(detail, WIDTH)]
-    return Box(node.name, tuple(lines), roles.pop() if len(roles) == 1 else "", "writes" if writes else "reads", mark)
+    role = node.roles[0] if len(node.roles) == 1 else ""
+    return Box(node.name, tuple(lines), role, "writes" if node.writes else "reads", mark)
 
 
 def _marked_box(diff: Diff, node: Node) -> Box:
@@ -118,12 +115,6 @@ def _marked_box(diff: Diff, node: Node) -> Box:
         changed = {k: v for k, v in parameters(old).items() if v != getattr(new, k)}
         details = [f"{name}: {text(value)} → {text(getattr(new, name))}" for name, value in changed.items()]
     return _box(node, details, "changed")
-
-
-def _role_refs(node: Node) -> list[tuple[str, str]]:
-    """Mode and name of every role that the node uses."""
-    refs = [(use.mode, getattr(node.operator, field)) for field, use in node.operator.role_uses.items()]
-    return [(mode, ref.name) for mode, ref in refs if isinstance(ref, RoleRef)]
 
 
 def _roles(boxes: tuple[Box, ...], *graphs: Graph) -> dict[str, str]:

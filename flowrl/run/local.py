@@ -142,7 +142,7 @@ class LocalExecutor:
         """
         with self.session.active():
             for node in self.plan.syncs:
-                trainer = next(self.session.engine(role, node.name) for role in _reads(node))
+                trainer = next(self.session.engine(role, node.name) for role in node.reads)
                 node.operator.run(dict.fromkeys(node.inputs, Updated(trainer.version)))
         self.session.metrics = {}
 
@@ -222,12 +222,6 @@ def columns_of_input(graph: Graph, name: str, batch: DataProto) -> dict[str, Col
             f"{', '.join(missing)}; pass a batch that has them, such as PromptData(...).load(...).next(n)."
         )
     return columns
-
-
-def _reads(node: Node) -> list[str]:
-    """The roles whose weights a node reads."""
-    uses = node.operator.role_uses.items()
-    return [getattr(node.operator, field).name for field, use in uses if use.mode == "reads"]
 
 
 def merge_metrics(reported: Mapping[str, Metrics]) -> Metrics:
