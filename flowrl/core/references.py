@@ -57,7 +57,7 @@ def resolve(ref: str) -> Callable[..., Any]:
     fn = load_object(ref)
     if not callable(fn):
         raise ParameterError(
-            f"{ref!r} names no function: {split(ref)[0]} has a {type(fn).__name__} under that name; expected a "
+            f"{ref!r} names no function: {parse_reference(ref)[0]} has a {type(fn).__name__} under that name; expected a "
             f"function."
         )
     return cast("Callable[..., Any]", fn)
@@ -70,7 +70,7 @@ def load_object(ref: str) -> Any:
         ParameterError: there is no such module, file or name, or it raises as it is imported, named by file and line.
         FlowrlError: any that the file or module itself raises as it is imported.
     """
-    source, name = split(ref)
+    source, name = parse_reference(ref)
     file = source_file(ref)
     try:
         module = _load_file(cast(str, file)) if source.endswith(".py") else importlib.import_module(source)
@@ -116,7 +116,7 @@ def check(ref: str) -> None:
     Raises:
         ParameterError: there is no such module or file, it does not compile, or nothing in it defines the name.
     """
-    name = split(ref)[1]
+    name = parse_reference(ref)[1]
     file = source_file(ref)
     if file is None or not file.endswith(".py"):
         return  # no source to look at; `resolve` will tell
@@ -137,7 +137,7 @@ def check(ref: str) -> None:
         )
 
 
-def outline(ref: str) -> Callable[..., Any] | None:
+def stub_of(ref: str) -> Callable[..., Any] | None:
     """A function that takes what the one that `ref` names takes, and does nothing; none of the source is run for it.
 
     It has the names and the literal defaults of the parameters (... for other defaults), and is async where that one
@@ -156,13 +156,13 @@ def outline(ref: str) -> Callable[..., Any] | None:
     bare.args.kw_defaults = [d if d is None or isinstance(d, ast.Constant) else unknown for d in arguments.kw_defaults]
     module = ast.fix_missing_locations(ast.Module([bare], []))
     namespace: dict[str, Any] = {}
-    exec(compile(module, f"<outline of {ref}>", "exec", dont_inherit=True), namespace)
+    exec(compile(module, f"<stub of {ref}>", "exec", dont_inherit=True), namespace)
     return cast("Callable[..., Any]", namespace[bare.name])
 
 
 def _definition(ref: str) -> tuple[str, ast.FunctionDef | ast.AsyncFunctionDef] | None:
     """The source of a file, and the one undecorated ``def`` in it that gives a name its meaning, where there is one."""
-    _, name = split(ref)
+    _, name = parse_reference(ref)
     file = source_file(ref)
     if file is None or not file.endswith(".py"):
         return None
@@ -176,7 +176,7 @@ def _definition(ref: str) -> tuple[str, ast.FunctionDef | ast.AsyncFunctionDef] 
     return None
 
 
-def split(ref: str) -> tuple[str, str]:
+def parse_reference(ref: str) -> tuple[str, str]:
     """Module or file, and name.
 
     Raises:
@@ -195,7 +195,7 @@ def source_file(ref: str) -> str | None:
     Raises:
         ParameterError: there is no such module or file.
     """
-    source, _ = split(ref)
+    source, _ = parse_reference(ref)
     if source.endswith(".py"):
         if not os.path.isfile(source):
             raise ParameterError(f"{ref!r} names nothing: there is no file {os.path.abspath(source)!r}.")
@@ -209,7 +209,7 @@ def source_file(ref: str) -> str | None:
     if spec is None:
         raise ParameterError(
             f"{ref!r} names nothing: no module {source!r} is on sys.path; install it, or name its file: "
-            f"'path/to/file.py:{split(ref)[1]}'."
+            f"'path/to/file.py:{parse_reference(ref)[1]}'."
         )
     return os.path.abspath(spec.origin) if spec.origin is not None and os.path.isfile(spec.origin) else None
 
