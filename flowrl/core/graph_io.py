@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import xxhash
 import yaml
 
-from flowrl.core import entry_points as installed
+from flowrl.core import entry_points
 from flowrl.core.graph import Graph, Node
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
@@ -100,7 +100,7 @@ def decode(data: Any, where: str) -> Any:
     if "$type" in data:
         name = data["$type"]
         bare = isinstance(name, str) and name.isidentifier()
-        cls = installed.load(name) if bare else _import(name, where)
+        cls = entry_points.load(name) if bare else _import(name, where)
         if not isinstance(cls, type) or not issubclass(cls, Spec):
             raise GraphError(f"{where} names {data['$type']}, which is no Spec; expected an operator, loss or backend.")
         try:

@@ -2,7 +2,8 @@
 
 `RULES` is a table. A rule is one small function over a graph that yields what it finds; each has an id, the reason in a
 line, and the public issue that taught it. Rules know operators only by what these declare: roles, effects, granularity
-and row arithmetic, so a custom operator is held to them too.
+and row arithmetic, so a custom operator is held to them too. Where a message says what to add (`Sync`, `Repeat`,
+`Value`), it names flowrl's own operator for it, as an example that can be copied.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from flowrl.core.graph import Graph, Node
+from flowrl.core.graph import Graph, Node, Use
 from flowrl.core.protocols import Critic, Rollout, Trainer
 from flowrl.errors import RuleError
 
@@ -170,7 +171,7 @@ def _divides(graph: Graph, prompts: int | None) -> Findings:
 
 @rule(
     "FR005",
-    "A critic is trained towards returns that were taken with its own values, or it learns for nobody.",
+    "A critic is trained towards returns that were taken with its own values; otherwise nothing uses what it learns.",
     "PRIME-RL/SimpleVLA-RL#73",
 )
 def _critic_is_read(graph: Graph, prompts: int | None) -> Findings:
@@ -251,12 +252,12 @@ def _one_writer(graph: Graph, prompts: int | None) -> Findings:
 )
 def _own_old_log_probs(graph: Graph, prompts: int | None) -> Findings:
     for node, trained in _writers(graph, Trainer):
-        for source, role in _log_probs(_line(graph, node.name), "log-prob of the old policy"):
-            if role != trained:
+        for use in _log_probs(_line(graph, node.name), "log-prob of the old policy"):
+            if use.role != trained:
                 yield (
-                    source,
-                    f"it takes the old log-probs from {role!r}, and {node.name} trains {trained!r}; expected "
-                    f"OldLogProb(actor=Role({trained!r})).",
+                    use.node,
+                    f"it takes the old log-probs from {use.role!r}, and {node.name} trains {trained!r}; expected "
+                    f"{_with_role(graph, use, trained)}.",
                 )
 
 
@@ -267,12 +268,12 @@ def _own_old_log_probs(graph: Graph, prompts: int | None) -> Findings:
 )
 def _reference_is_frozen(graph: Graph, prompts: int | None) -> Findings:
     writers = {role: node.name for node, role in _writers(graph, Trainer)}
-    for source, role in _log_probs(graph.nodes.values(), "log-prob of the reference"):
-        if role in writers:
+    for use in _log_probs(graph.nodes.values(), "log-prob of the reference"):
+        if use.role in writers:
             yield (
-                source,
-                f"it takes the reference's log-probs from {role!r}, which {writers[role]} trains; expected a role that "
-                f"nothing trains: RefLogProb(ref=Role('ref')).",
+                use.node,
+                f"it takes the reference's log-probs from {use.role!r}, which {writers[use.role]} trains; expected a "
+                f"role that nothing trains: {_with_role(graph, use, 'ref')}.",
             )
 
 
@@ -294,8 +295,13 @@ def _correction_once(graph: Graph, prompts: int | None) -> Findings:
             )
 
 
-def _log_probs(nodes: Iterable[Node], kind: str) -> Findings:
-    """Those of `nodes` that write a log-prob of `kind`, with the roles that they read."""
+def _log_probs(nodes: Iterable[Node], kind: str) -> Iterator[Use]:
+    """The roles that those of `nodes` read which write a log-prob of `kind`."""
     for node in nodes:
         if kind in {getattr(t, "kind", None) for t in node.operator.signature.outputs.values()}:
-            yield from ((node.name, role) for role in node.reads)
+            yield from (use for use in node.uses if use.mode == "reads")
+
+
+def _with_role(graph: Graph, use: Use, role: str) -> str:
+    """The node's operator with another role, as it is written: ``OldLogProb(actor=Role('actor'))``."""
+    return f"{type(graph[use.node].operator).__name__}({use.field}=Role({role!r}))"

@@ -165,7 +165,7 @@ def _details(node: Node) -> list[str]:
 
 
 def format_value(value: Any) -> str:
-    """A parameter's value as short text: functions and classes by their names, specs by what differs from their defaults."""
+    """A parameter's value as short text: functions and classes by name, specs by what differs from their defaults."""
     if isinstance(value, Spec):
         shown = f"{type(value).__name__}({', '.join(f'{k}={format_value(v)}' for k, v in non_default(value).items())})"
     elif isinstance(value, tuple | list):
