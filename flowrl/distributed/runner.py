@@ -34,7 +34,7 @@ from flowrl.distributed.worker_logs import say
 from flowrl.errors import DataError, EngineError, NodeError, SyncError
 from flowrl.records import Receipt
 from flowrl.run.place import ProcessSpec, lay_out
-from flowrl.run.placement import is_sync, processes_of, refuse_unplaceable, roles_of, slots_of, uid_field
+from flowrl.run.placement import processes_of, refuse_unplaceable, slots_of, uid_field
 from flowrl.run.runner import Done, Lengths, Task, pairs
 from flowrl.run.steps import Steps
 from flowrl.run.timeline import Span, Timeline
@@ -185,9 +185,9 @@ class RayRunner:
 
     def _delivery(self, task: Task) -> Delivery | None:
         """Of the weights that an instance carries, if it is a sync."""
-        if not is_sync(task.node):
+        if not task.node.is_sync:
             return None
-        return Delivery(self.hosts, roles_of(task.node, "reads")[0], roles_of(task.node, "writes")[0], str(task))
+        return Delivery(self.hosts, task.node.reads[0], task.node.writes[0], str(task))
 
     def _shares(self, task: Task, ranks: int) -> list[Array | None]:
         """The rows of each rank, in ascending order; None where all run on all."""
@@ -246,7 +246,7 @@ class RayRunner:
         """What all ranks of an instance left."""
         task, reports = running.task, running.all
         operator = task.node.operator
-        if is_sync(task.node):
+        if task.node.is_sync:
             self.hosts.forgetful.difference_update(running.hosts.values())
         if running.delivery:
             running.delivery.finish()

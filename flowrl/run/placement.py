@@ -7,32 +7,19 @@ from collections.abc import Sequence
 from flowrl.core.graph import Node
 from flowrl.core.plan import Plan
 from flowrl.core.ports import PortField
-from flowrl.core.protocols import Rollout
 from flowrl.errors import BindError, GraphError
 from flowrl.run.place import ProcessSpec
-
-
-def is_sync(node: Node) -> bool:
-    """Whether a node carries weights to an engine that generates."""
-    return any(use.protocol is Rollout and use.mode == "writes" for use in node.operator.role_uses.values())
-
-
-def roles_of(node: Node, *modes: str) -> list[str]:
-    """The roles that a node writes or reads, those of the first mode first, each in the order of its fields' names."""
-    uses = sorted(node.operator.role_uses.items(), key=lambda item: item[0])
-    return [str(getattr(node.operator, field).name) for mode in modes for field, use in uses if use.mode == mode]
 
 
 def processes_of(node: Node, processes: Sequence[ProcessSpec]) -> list[ProcessSpec]:
     """Where a node runs: every rank of the role that it writes, else of the one that it reads; nowhere of these
     without a role."""
-    roles = roles_of(node, "writes", "reads")
-    return [process for process in processes if roles and roles[0] in process.roles]
+    return [process for process in processes if node.home in process.roles]
 
 
 def slots_of(node: Node, processes: Sequence[ProcessSpec]) -> frozenset[int]:
     """The slots that a node takes while it runs: those of all its roles, since a sync keeps the trainer too."""
-    roles = set(roles_of(node, "writes", "reads"))
+    roles = set(node.roles)
     return frozenset(slot for process in processes if roles & set(process.roles) for slot in process.slots)
 
 
@@ -45,9 +32,9 @@ def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
             it wants whole groups, and does not read which group a row is of.
     """
     for node in plan.order:
-        roles = roles_of(node, "writes", "reads")
+        roles = node.roles
         apart = [role for role in roles if not any({role, roles[0]} <= set(host.roles) for host in hosts)]
-        if apart and not is_sync(node):
+        if apart and not node.is_sync:
             raise BindError(
                 f"{node.name} uses the roles {', '.join(map(repr, roles))}, and {apart[0]!r} lives in another "
                 f"process than {roles[0]!r}; expected one, or roles that share weights: let {node.name} be two "

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from flowrl import columns as c
 from flowrl.core.operator import Granularity, Operator
-from flowrl.core.state import State
 from flowrl.core.protocols import Sampled, Scorer
 from flowrl.core.roles import Reads, Role
+from flowrl.core.state import State
 from flowrl.data.metrics import Metrics
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import EngineError, SyncError
