@@ -86,7 +86,7 @@ def in_this_process(model: str, device: str, data: PromptData) -> tuple[dict[str
 
 
 def on_ray(model: str, device: str, data: PromptData) -> dict[str, float]:
-    """`steps` of a `RayExecutor` whose processes take turns on one slot."""
+    """`steps` of a `RayRunner` whose processes take turns on one slot."""
     with replace(job_of(model, device), place=Colocate(gpus=1)).open() as executor:
         executor.sync()
         return steps(executor, data, device)

@@ -27,7 +27,7 @@ from tensordict import TensorDict
 from flowrl import Colocate
 from flowrl.columns import ColumnType
 from flowrl.core.graph import Node
-from flowrl.core.plan import Plan, home
+from flowrl.core.plan import Plan
 from flowrl.core.symbols import Edge
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.wire import pack, unpack
@@ -153,7 +153,7 @@ def driver_step(plan: Plan, columns: Columns, worker: Any, count: Callable[[Whol
     """A step in which the driver holds the batch, sends all of it, and takes in what comes back."""
     held: Columns = {column: columns[column] for name in plan.graph.inputs for column in written(plan.graph[name])}
     for node in plan.order:
-        if home(node) is None:
+        if node.home is None:
             held |= {column: columns[column] for column in written(node)}
         elif node not in plan.syncs:
             generates = "prompt_mask" in {edge.output for edge in node.inputs.values()}

@@ -64,10 +64,10 @@ def of_nodes() -> None:
         general = at_role.fork(Plan(general_chain()), seed=0)
         taken = medians(
             {
-                "LocalExecutor": lambda: local.step(batch, 0),
+                "LocalRunner": lambda: local.step(batch, 0),
                 "a bare Ray actor, by hand": by_hand,
-                "RayExecutor, general host": lambda: general.step(batch, 0),
-                "RayExecutor, host of a role": lambda: at_role.step(batch, 0),
+                "RayRunner, general host": lambda: general.step(batch, 0),
+                "RayRunner, host of a role": lambda: at_role.step(batch, 0),
             },
             seconds=8,
         )

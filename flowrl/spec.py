@@ -61,7 +61,10 @@ class Spec:
 
 
 def defining_frame() -> FrameType:
-    """The frame that executes the class statement, asked from within its ``__init_subclass__``."""
+    """The frame that executes the class statement, asked from within its ``__init_subclass__``.
+
+    Only a frame knows the line for messages, and the names that annotations use in a class that a function defines.
+    """
     frame = sys._getframe(1)
     while frame.f_code.co_name == "__init_subclass__":
         frame = cast(FrameType, frame.f_back)

@@ -22,8 +22,9 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl.columns import Advantages, OldLogProbs, ResponseMask, RolloutLogProbs
-from flowrl.core.operator import Granularity, Operator, State
+from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
+from flowrl.core.state import State
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError
 from flowrl.operators.kl import MAX_EXPONENT, kl_penalty

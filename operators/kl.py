@@ -18,8 +18,9 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl.columns import OldLogProbs, RefLogProbs, ResponseMask, TokenLevelRewards, TokenLevelScores
-from flowrl.core.operator import Operator, State
+from flowrl.core.operator import Operator
 from flowrl.core.ports import INJECTED
+from flowrl.core.state import State
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError
 from flowrl.operators.masked import masked_sum, select, select_rewards

@@ -100,7 +100,7 @@ def test_imports_point_one_way() -> None:
         ("flowrl.core.graph", "import flowrl.cli"),
         ("flowrl.core.graph", "def late():\n    from flowrl.run.job import Job"),
         ("flowrl.core.graph", "from flowrl.graph import Graph"),
-        ("flowrl.run.job", "def late():\n    from flowrl.distributed.executor import open_ray"),
+        ("flowrl.run.job", "def late():\n    from flowrl.distributed.runner import open_ray"),
         ("flowrl.data.metrics", "if TYPE_CHECKING:\n    from flowrl.core.ports import Port"),
         ("flowrl.operators.gae", "from ..backends.torch_trainer import TorchTrainer"),
         ("flowrl.operators.gae", "if TYPE_CHECKING:\n    from flowrl.graphs import ppo"),

@@ -1,4 +1,4 @@
-"""Engines of one process that take turns on one device, as `RayExecutor` lets those of colocated processes."""
+"""Engines of one process that take turns on one device, as `RayRunner` lets those of colocated processes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ class Turns:
 
     def __call__(self, node: str) -> None:
         """Make room for `node`; one without a role changes nothing."""
-        operator = self.executor.plan.graph[node].operator
-        roles = {getattr(operator, field).name for field in operator.role_uses}
-        self.wake(*roles)
+        self.wake(*self.executor.plan.graph[node].roles)
 
     def wake(self, *roles: str) -> None:
         """Have just these engines awake; without any, leave all as they are."""

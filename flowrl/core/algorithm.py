@@ -119,7 +119,7 @@ class Algorithm(Generic[P, R, GraphT]):
             )
         graph = self.kind.build(name, tracer.nodes, sinks)
         for node in tracer.nodes.values():
-            if node.name not in graph and any(use.mode == "writes" for use in node.operator.role_uses.values()):
+            if node.name not in graph and node.writes:
                 raise GraphError(
                     f"{name} calls {node.name}, which writes weights, but neither returns what it gives nor passes it "
                     f"on, so it would never run; return it too: `return ..., {node.name}`, or take the call out."

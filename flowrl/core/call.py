@@ -7,6 +7,7 @@ writes. Whoever calls an operator by hand has its inputs checked too (`Operator.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -38,7 +39,7 @@ class Call:
         for field in operator.role_uses:
             if isinstance(ref := getattr(operator, field), RoleRef):
                 self._bound.__dict__[field] = engine(ref.name, f"{operator.name}.{field}")
-        self._compute = type(operator).__call__.__wrapped__
+        self._compute = inspect.unwrap(type(operator).__call__)
         self._ports = tuple(signature.ports.values())
         self._injected = tuple(signature.injected.items())
         self._record, self._outputs = signature.output_record, tuple(signature.outputs)

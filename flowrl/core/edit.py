@@ -23,13 +23,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from flowrl.columns import ColumnType
 from flowrl.core.graph import Graph, Node
-from flowrl.core.inference import Available, Bound, candidates
+from flowrl.core.inference import Available
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
 from flowrl.core.symbols import Edge
-from flowrl.data.record_types import FieldType, ValueType, accepts
+from flowrl.core.wiring import End, wire_by_type
+from flowrl.data.record_types import ValueType, accepts
 from flowrl.errors import GraphError, offer
 from flowrl.spec import Spec, parameters
 
@@ -194,10 +194,6 @@ def _no_operator(given: Any) -> str:
     return f"{given!r}, which is no operator; expected one, such as GAE(lam=0.9)"
 
 
-def _writes(operator: Operator) -> bool:
-    return any(use.mode == "writes" for use in operator.role_uses.values())
-
-
 class _Edit:
     """The graph as it was, and how its edges are led into the new one.
 
@@ -237,57 +233,60 @@ class _Edit:
         A whole record goes by the node that writes it: ``wire={"value.rollout": "generate"}``.
         """
         wires: dict[str, dict[PortField, Edge]] = {}
-        for port, source in wire.items():
-            reader, _, end = port.partition(".")
-            reader = self.new_names.get(reader, reader)
+        for end, source in wire.items():
+            said = f"wire={{{end!r}: ...}}"
+            node, _, port = end.partition(".")
+            reader = self.new_names.get(node, node)
             if reader not in self.operators:
                 known = offer(reader, self.operators, " of one of:")
-                raise GraphError(f"wire={{{port!r}: ...}} names no node; expected 'node.port'{known}")
-            signature = self.operators[reader].signature
-            field = PortField.parse(end)
-            if end in signature.ports and signature.ports[end].record is not None and "." not in source:
-                pairs = {field: f"{source}.{field.name}" for field in signature.ports[end].fields}
+                raise GraphError(f"{said} names no node; expected 'node.port'{known}")
+            signature, field = self.operators[reader].signature, PortField.parse(port)
+            if port in signature.ports and signature.ports[port].record is not None and "." not in source:
+                pairs = {field: f"{source}.{field.name}" for field in signature.ports[port].fields}
             elif field in signature.fields:
                 pairs = {field: source}
             else:
-                known = offer(end, dict.fromkeys([*signature.ports, *map(str, signature.fields)]), f"{reader} has:")
-                raise GraphError(f"wire={{{port!r}: ...}} names no port; {known}")
-            for field, written in pairs.items():
-                edge = Edge.parse(written)
-                edge = Edge(self.new_names.get(edge.node, edge.node), edge.output)
-                outputs = self.operators[edge.node].signature.outputs if edge.node in self.operators else {}
-                if edge.output not in outputs:
-                    wrong, there = (edge.output, outputs) if outputs else (edge.node, self.operators)
-                    raise GraphError(
-                        f"wire={{{port!r}: {source!r}}} names no output {written!r}; expected 'node.column', "
-                        f"{offer(wrong, there, 'with one of:')}"
-                    )
-                wires.setdefault(reader, {})[field] = edge
+                known = offer(port, dict.fromkeys([*signature.ports, *map(str, signature.fields)]), f"{reader} has:")
+                raise GraphError(f"{said} names no port; {known}")
+            found = {field: self._parse_output(output, end, source) for field, output in pairs.items()}
+            wires.setdefault(reader, {}).update(found)
         return wires
 
+    def _parse_output(self, output: str, end: str, source: str) -> Edge:
+        """The edge of the new graph that `output` names; ``wire={end: source}`` is what was given."""
+        written = Edge.parse(output)
+        edge = Edge(self.new_names.get(written.node, written.node), written.output)
+        outputs = self.operators[edge.node].signature.outputs if edge.node in self.operators else {}
+        if edge.output not in outputs:
+            wrong, there = (edge.output, outputs) if outputs else (edge.node, self.operators)
+            raise GraphError(
+                f"wire={{{end!r}: {source!r}}} names no output {output!r}; expected 'node.column', "
+                f"{offer(wrong, there, 'with one of:')}"
+            )
+        return edge
+
     def node(self, name: str) -> Node:
-        """A node of the new graph, with every edge led to where it ends there."""
+        """A node of the new graph, with every edge led to where it starts there."""
         operator, by_hand = self.operators[name], self.wires.get(name, {})
-        if name in self.insert:
-            edges: Mapping[PortField, Edge] = self.wire_inserted(name, self.insert[name], by_hand)
-        elif self.old_names[name] in self.replace:
-            edges = self.wire_replacement(self.graph[self.old_names[name]], operator, by_hand)
-        else:
-            edges = self.graph[self.old_names[name]].inputs
-        types = operator.signature.fields
-        led = {f: self.follow(edge, types[f], name, f) for f, edge in edges.items() if f not in by_hand}
+        ends = {field: End(name, field, wanted) for field, wanted in operator.signature.fields.items()}
+        edges = self._edges_as_it_was(name)
+        led = {field: self.follow(edge, ends[field]) for field, edge in edges.items() if field not in by_hand}
         return Node(name, operator.named(name), {**led, **by_hand})
 
-    def wire_replacement(
-        self, old: Node, operator: Operator, by_hand: Mapping[PortField, Edge]
-    ) -> dict[PortField, Edge]:
-        """Old edges for a replacement: the predecessor's by field, then what is found by the column it wants."""
-        return self._wire(operator.name, operator, old.inputs, self._written_before(old.name), by_hand)
+    def _edges_as_it_was(self, name: str) -> Mapping[PortField, Edge]:
+        """The edges of a node of the new graph, in terms of the old one; those that are set by hand may be among them.
 
-    def wire_inserted(self, name: str, after: After, by_hand: Mapping[PortField, Edge]) -> dict[PortField, Edge]:
-        """Old edges for an inserted operator: what its anchor writes, else what is found by the column it wants."""
-        near = {edge: typed for edge, typed in self.graph.types.items() if edge.node == after.node}
-        return self._wire(name, after.operator, {}, [near, *self._written_before(after.node)], by_hand)
+        A replacement inherits its predecessor's; an inserted node reads its anchor before anything else.
+        """
+        operator, types, by_hand = self.operators[name], self.graph.types, self.wires.get(name, {})
+        if name in self.insert:
+            anchor = self.insert[name].node
+            near = {edge: typed for edge, typed in types.items() if edge.node == anchor}
+            return wire_by_type(name, operator, {}, [near, *self._written_before(anchor)], types, by_hand)
+        old = self.graph[self.old_names[name]]
+        if old.name in self.replace:
+            return wire_by_type(name, operator, old.inputs, self._written_before(old.name), types, by_hand)
+        return old.inputs
 
     def _written_before(self, node: str) -> list[Available]:
         """What may be read in the place of a node of the old graph, the nearest first.
@@ -301,83 +300,43 @@ class _Edit:
         types = self.graph.types.items()
         return [{edge: typed for edge, typed in types if edge.node in pool} for pool in (ancestors, others)]
 
-    def _wire(
-        self,
-        name: str,
-        operator: Operator,
-        inherited: Mapping[PortField, Edge],
-        pools: Sequence[Available],
-        by_hand: Mapping[PortField, Edge],
-    ) -> dict[PortField, Edge]:
-        types = self.graph.types
-        wants = operator.wants()
-        edges: dict[PortField, Edge] = {}
-        binding: dict[str, Bound] = {}
-
-        def take(field: PortField, wanted: FieldType, edge: Edge) -> None:
-            edges[field] = edge
-            if isinstance(wanted, ColumnType):
-                for axis, identity in zip(wanted.axes, types[edge].axes, strict=True):
-                    binding.setdefault(axis, Bound(identity, field, edge))
-
-        open_fields: dict[PortField, FieldType] = {}
-        for port in operator.signature.ports.values():
-            if wants.get(port.name) is False:
-                continue
-            for field, wanted in port.fields.items():
-                if field in by_hand:
-                    continue
-                if field in inherited and accepts(wanted, types[inherited[field]].type):
-                    take(field, wanted, inherited[field])
-                elif wants.get(port.name) or not port.optional:
-                    open_fields[field] = wanted
-        while open_fields:  # what is settled binds axes, and so may settle the rest
-            found = {
-                field: next((c for pool in pools if (c := candidates(wanted, binding, pool))), [])
-                for field, wanted in open_fields.items()
-            }
-            field = next((field for field in found if len(found[field]) == 1), next(iter(open_fields)))
-            if len(found[field]) != 1:
-                several = f"several nodes write one: {', '.join(map(str, found[field]))}; say which"
-                none = "no node that it could read writes one; insert one that does, and wire it"
-                choice = str(found[field][0]) if found[field] else "node.column"
-                raise GraphError(
-                    f"{name}.{field} wants {open_fields[field]}, and {several if found[field] else none}: "
-                    f"wire={{'{name}.{field}': '{choice}'}}."
-                )
-            take(field, open_fields.pop(field), found[field][0])
-        return edges
-
-    def follow(self, edge: Edge, wanted: FieldType, reader: str, field: PortField) -> Edge:
-        """Where an edge of the graph as it was ends in the new one, given its reader and what that wants."""
+    def follow(self, edge: Edge, end: End) -> Edge:
+        """Where an edge of the graph as it was starts in the new one, given where it ends."""
         for name, rewritten in reversed(self.rewrites.items()):
-            if edge in rewritten and not self._comes_first(reader, name):
+            if edge in rewritten and not self._comes_first(end.node, name):
                 return rewritten[edge]
-        new_name = self.new_names[edge.node]
         if edge.node in self.drop:
-            dropped = self.graph[edge.node]
-            fitting = {e for e in dropped.inputs.values() if accepts(wanted, self.graph.types[e].type)}
-            if len(fitting) != 1:
-                found = ", ".join(sorted(map(str, fitting))) or "none"
-                raise GraphError(
-                    f"{edge.node} cannot be dropped, since {reader}.{field} reads {edge} and wants {wanted}: of the "
-                    f"inputs of {edge.node} exactly one would have to fit, and these do: {found}; say what it shall "
-                    f"read: wire={{'{reader}.{field}': 'node.column'}}"
-                    f"{f', or drop {reader} too' if self.old_names.get(reader) in self.graph.sinks else ''}."
-                )
-            return self.follow(fitting.pop(), wanted, reader, field)
+            return self.follow(self._bypass(edge, end), end)
         if edge.node in self.replace:
-            outputs = self.replace[edge.node].signature.outputs
-            fitting_outputs = [edge.output] if edge.output in outputs else [
-                output for output, written in outputs.items() if accepts(wanted, written)
-            ]  # fmt: skip
-            if len(fitting_outputs) != 1:
-                raise GraphError(
-                    f"{reader}.{field} reads {edge} and wants {wanted}, and the replacement {new_name} writes "
-                    f"{', '.join(outputs)}; say what it shall read: wire={{'{reader}.{field}': 'node.column'}}."
-                )
-            return Edge(new_name, fitting_outputs[0])
-        return Edge(new_name, edge.output)
+            return self._of_replacement(edge, end)
+        return Edge(self.new_names[edge.node], edge.output)
+
+    def _bypass(self, edge: Edge, end: End) -> Edge:
+        """What a reader of a dropped node reads instead: the one input of that node that fits."""
+        inputs = self.graph[edge.node].inputs.values()
+        fitting = {e for e in inputs if accepts(end.wanted, self.graph.types[e].type)}
+        if len(fitting) != 1:
+            found = ", ".join(sorted(map(str, fitting))) or "none"
+            is_sink = self.old_names.get(end.node) in self.graph.sinks
+            raise GraphError(
+                f"{edge.node} cannot be dropped, since {end} reads {edge} and wants {end.wanted}: of the inputs of "
+                f"{edge.node} exactly one would have to fit, and these do: {found}; say what it shall read: "
+                f"wire={{'{end}': 'node.column'}}{f', or drop {end.node} too' if is_sink else ''}."
+            )
+        return fitting.pop()
+
+    def _of_replacement(self, edge: Edge, end: End) -> Edge:
+        """What a reader of a replaced node reads now: the output of the same name, else the one that fits."""
+        name, outputs = self.new_names[edge.node], self.replace[edge.node].signature.outputs
+        if edge.output in outputs:
+            return Edge(name, edge.output)
+        fitting = [output for output, written in outputs.items() if accepts(end.wanted, written)]
+        if len(fitting) != 1:
+            raise GraphError(
+                f"{end} reads {edge} and wants {end.wanted}, and the replacement {name} writes {', '.join(outputs)}; "
+                f"say what it shall read: wire={{'{end}': 'node.column'}}."
+            )
+        return Edge(name, fitting[0])
 
     def _comes_first(self, reader: str, inserted: str) -> bool:
         """Whether `reader` is itself inserted at the anchor of `inserted`, at its place or before it."""
@@ -392,7 +351,7 @@ class _Edit:
         sinks = [rewritten_by.get(s, self.new_names[s]) for s in self.graph.sinks if s not in self.drop]
         # A dropped sink (a Sync, say) must not take the update that it read with it; rules then say what is missing.
         read = [n for s in self.graph.sinks if s in self.drop for n in self.graph[s].sources if n not in self.drop]
-        sinks += [self.new_names[n] for n in read if _writes(self.graph[n].operator)]
+        sinks += [self.new_names[n] for n in read if self.graph[n].writes]
         sources = {edge.node for edges in self.wires.values() for edge in edges.values()}
         for name, after in self.insert.items():
             if self.rewrites[name] or name in sources:

@@ -33,9 +33,24 @@ class Input(Operator):
         return f"Input({self.record.__name__})"
 
 
+class Use(NamedTuple):
+    """One node's use of a role's weights, by one of its operator's role fields."""
+
+    node: str
+    field: str
+    role: str
+    mode: Literal["reads", "writes"]
+    protocol: type
+
+
 @dataclass(frozen=True)
 class Node:
-    """An operator in its place: where each field of its ports comes from."""
+    """An operator in its place: where each field of its ports comes from.
+
+    Raises:
+        GraphError: a live engine in a role field. Such an operator can be called on tensors, but a graph must be able
+            to be drawn, written to a file and bound.
+    """
 
     name: str
     operator: Operator
@@ -43,23 +58,55 @@ class Node:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
+        for name in self.operator.role_uses:
+            if not isinstance(engine := getattr(self.operator, name), RoleRef):
+                raise GraphError(
+                    f"{self.name}.{name} is a live engine ({type(engine).__name__}), and the nodes of a graph only "
+                    f"name roles; write {type(self.operator).__name__}({name}=Role({name!r})), and bind the role: "
+                    f"graph.bind({name}=...). An operator with a live engine can be called on tensors."
+                )
+
+    @cached_property
+    def uses(self) -> tuple[Use, ...]:
+        """What the node does with which roles, in the order of the operator's fields."""
+        return tuple(
+            Use(self.name, field_name, getattr(self.operator, field_name).name, use.mode, use.protocol)
+            for field_name, use in self.operator.role_uses.items()
+        )
 
     @property
-    def sources(self) -> list[str]:
-        """The nodes it reads from, without repetition."""
-        return list(dict.fromkeys(edge.node for edge in self.inputs.values()))
+    def reads(self) -> list[str]:
+        """The roles whose weights it reads."""
+        return list(dict.fromkeys(use.role for use in self.uses if use.mode == "reads"))
+
+    @property
+    def writes(self) -> list[str]:
+        """The roles whose weights it writes."""
+        return list(dict.fromkeys(use.role for use in self.uses if use.mode == "writes"))
+
+    @property
+    def roles(self) -> list[str]:
+        """Its roles, those that it writes first."""
+        return list(dict.fromkeys([*self.writes, *self.reads]))
+
+    @property
+    def home(self) -> str | None:
+        """The role in whose process it runs: the one that it writes, else the one that it reads; None without any."""
+        return next(iter(self.roles), None)
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether it carries weights to an engine that generates."""
+        return any(use.protocol is Rollout and use.mode == "writes" for use in self.uses)
 
     @property
     def is_input(self) -> bool:
         return isinstance(self.operator, Input)
 
-
-class Use(NamedTuple):
-    """One node's use of a role."""
-
-    node: str
-    mode: Literal["reads", "writes"]
-    protocol: type
+    @cached_property
+    def sources(self) -> list[str]:
+        """The nodes it reads from, without repetition."""
+        return list(dict.fromkeys(edge.node for edge in self.inputs.values()))
 
 
 @dataclass(frozen=True)
@@ -222,10 +269,8 @@ class Graph:
         """Who uses which role, and how."""
         roles: dict[str, list[Use]] = {}
         for node in self.nodes.values():
-            for field_name, use in node.operator.role_uses.items():
-                ref = getattr(node.operator, field_name)
-                if isinstance(ref, RoleRef):
-                    roles.setdefault(ref.name, []).append(Use(node.name, use.mode, use.protocol))
+            for use in node.uses:
+                roles.setdefault(use.role, []).append(use)
         return roles
 
     def subgraph(self, until: str | Iterable[str]) -> Self:

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import xxhash
 import yaml
 
-from flowrl.core import entry_points as installed
+from flowrl.core import entry_points
 from flowrl.core.graph import Graph, Node
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
-from flowrl.core.references import named_source_hash, reference, resolve, source_hash, split
+from flowrl.core.references import named_source_hash, parse_reference, reference, resolve, source_hash
 from flowrl.core.roles import RoleRef
 from flowrl.core.symbols import Edge
 from flowrl.errors import GraphError, ParameterError
@@ -67,7 +67,7 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
 
 def _reference(ref: str) -> dict[str, str]:
     """A function that is named by a string; it is a string again when it is read."""
-    source, name = split(ref)
+    source, name = parse_reference(ref)
     if source.endswith(".py"):
         relative = os.path.relpath(source)
         source = os.path.abspath(source) if relative.startswith(os.pardir) else relative
@@ -100,7 +100,7 @@ def decode(data: Any, where: str) -> Any:
     if "$type" in data:
         name = data["$type"]
         bare = isinstance(name, str) and name.isidentifier()
-        cls = installed.load(name) if bare else _import(name, where)
+        cls = entry_points.load(name) if bare else _import(name, where)
         if not isinstance(cls, type) or not issubclass(cls, Spec):
             raise GraphError(f"{where} names {data['$type']}, which is no Spec; expected an operator, loss or backend.")
         try:

@@ -127,7 +127,7 @@ class Operator(Spec):
         if not name.isidentifier():
             raise ParameterError(f"{name!r} is no node name; expected an identifier such as 'gae_long'.")
         renamed = copy.copy(self)
-        renamed.__dict__["_name"] = name
+        object.__setattr__(renamed, "_name", name)
         for field in self.states:  # cells belong to one node
             renamed.__dict__.pop(field, None)
         return renamed

@@ -1,7 +1,8 @@
 """Roles: how an operator names the weights it needs, and what it does with them.
 
 ``actor: Reads[Scorer] = Role("actor")`` says that the operator reads the weights of the role ``actor`` through the
-Protocol `Scorer`; ``Writes[...]`` says that it changes them. A live engine may stand in the field itself.
+Protocol `Scorer`; ``Writes[...]`` says that it changes them. A live engine may stand in the field itself, for calls on
+tensors; the nodes of a graph only name roles.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Delivery:
             arguments = (self._role, *self._wanted, source.BUCKET_BYTES)
             sent = hosts.ask_role(self._role, f"{self._what}, exporting {self._role},", "export", *arguments)[0]
             assert isinstance(sent, Export)
-            hosts.trace.add(f"export {self._role}", "driver", started, time.time(), sent.nbytes, "transfer")
+            hosts.timeline.add(f"export {self._role}", "driver", started, time.time(), sent.nbytes, "transfer")
             return {self._role: sent}
         hosts.take_turns(self._senders, self._what)
         seconds = _PATIENT * hosts.place.deadline

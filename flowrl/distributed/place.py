@@ -13,7 +13,7 @@ from flowrl.run.steps import Steps
 
 class _Opened(RayPlace):
     def open(self, graph: Graph, seed: int) -> AbstractContextManager[Steps]:
-        from flowrl.distributed.executor import open_ray  # here, since it imports Ray
+        from flowrl.distributed.runner import open_ray  # here, since it imports Ray
 
         return open_ray(graph, self, seed)
 

@@ -7,7 +7,7 @@ the column holds, so nothing needs to know where a column is padded or with what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,12 @@ def unpack(packed: Packed) -> Tensor | Array:
         array[ends.kept()] = packed.flat
     # what comes out of the object store is read-only, and torch has no such tensors
     return torch.from_numpy(array if array.flags.writeable else array.copy()).view(packed.dtype)
+
+
+def widths(sizes: Mapping[str, int]) -> tuple[int, int]:
+    """How wide prompts and responses are, given the size of every axis; 0 where there is none."""
+    response = sizes.get("response", 0)
+    return sizes["prompt"] if "prompt" in sizes else sizes.get("sequence", response) - response, response
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,8 @@ class Flight:
                     f"lacks {', '.join(missing)}; pass a batch that has them, such as "
                     f"PromptData(...).load(...).next(n)."
                 )
-            one.outputs[name] = self._runner.put({column: one.batch[column] for column in columns})
+            given = {column: one.batch[column] for column in columns}
+            one.outputs[name] = self._runner.put(self._graph[name], given)
             self._free(Instance(step, name))
 
     def _launch(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from flowrl.core.edit import edit
 from flowrl.core.graph import Graph
-from flowrl.core.plan import Plan, home
+from flowrl.core.plan import Plan
 from flowrl.core.rules import require
 from flowrl.core.session import Session
 from flowrl.errors import BindError, GraphError
@@ -92,7 +92,7 @@ class Job(Generic[GraphT]):
             for host in hosts
             if len(host.slots) > 1
         ]
-        if any(home(node) is None for node in plan.order):
+        if any(node.home is None for node in plan.order):
             lines.append("  no slot: general")
         return "\n".join(lines)
 

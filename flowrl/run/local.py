@@ -17,11 +17,12 @@ from torch import Tensor
 
 from flowrl.core.call import Call
 from flowrl.core.graph import Node
+from flowrl.core.operator import Operator
 from flowrl.core.plan import Plan
 from flowrl.core.session import Session
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import FlowrlError, NodeError
-from flowrl.run.runner import Done, Task, lengths_of, span_of
+from flowrl.run.runner import Done, Task, lengths_of, span_of, when
 from flowrl.run.steps import Steps
 from flowrl.run.timeline import Timeline
 from flowrl.run.weights import TrainedWeights
@@ -48,7 +49,7 @@ class LocalRunner:
         """All share this process."""
         return _HERE
 
-    def put(self, columns: Mapping[str, Column]) -> Mapping[str, Column]:
+    def put(self, node: Node, columns: Mapping[str, Column]) -> Mapping[str, Column]:
         """The columns themselves."""
         return columns
 
@@ -69,7 +70,7 @@ class LocalRunner:
                 outputs = operator.signature.unpack(call.run_in(session, task.inputs))
         except Exception as error:
             self.timeline.spans.append(span_of(task, "this process", start, time.time(), None))
-            raise NodeError(failure(task, "", error, task.inputs)) from error
+            raise NodeError(failure(operator, when(task.step), error, task.inputs)) from error
         end = time.time()
         lengths = lengths_of(outputs)
         self.timeline.spans.append(span_of(task, "this process", start, end, lengths))
@@ -130,16 +131,14 @@ def local_steps(plan: Plan, engines: Mapping[str, Any], seed: int) -> Steps:
     return Steps(plan, runner, seed, TrainedWeights(plan, runner, seed))
 
 
-def failure(task: Task, where: str, error: Exception, inputs: Mapping[Any, Any]) -> str:
-    """The message of a `NodeError`: what an operator raised, when, at which line of its own file, and on what."""
-    operator = task.node.operator
+def failure(operator: Operator, where: str, error: Exception, inputs: Mapping[Any, Any]) -> str:
+    """The message of a `NodeError`: what an operator raised, when and where, at which line of its file, on what."""
     call = getattr(type(operator).__call__, "__wrapped__", None)
     own = [f for f in traceback.extract_tb(error.__traceback__) if call and f.filename == call.__code__.co_filename]
     # what flowrl itself raises says where to look
     line = f"\n  at {own[-1].filename}:{own[-1].lineno}" if own and not isinstance(error, FlowrlError) else ""
-    when = "between steps" if task.step is None else f"in step {task.step}"
     return (
-        f"{operator.name} failed {when}{where}: {type(error).__name__}: {error}{line}\n"
+        f"{operator.name} failed {where}: {type(error).__name__}: {error}{line}\n"
         f"  it is {operator!r}\n"
         f"  it was given {shapes(inputs)}"
     )

@@ -38,6 +38,12 @@ class Lengths(NamedTuple):
     tokens: Counts
     response: Counts | None = None
 
+    def of(self, rows: Counts | None) -> Lengths:
+        """Those of some rows; None is all."""
+        if rows is None:
+            return self
+        return Lengths(self.tokens[rows], None if self.response is None else self.response[rows])
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -60,7 +66,7 @@ class Task:
     lengths: Lengths | None = None
 
     def __str__(self) -> str:
-        return f"{self.node.name} {'between steps' if self.step is None else f'in step {self.step}'}"
+        return f"{self.node.name} {when(self.step)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +105,8 @@ class Runner(Protocol):
         """The slots that a node takes while it runs; nodes that share one do not run at once."""
         ...
 
-    def put(self, columns: Mapping[str, Tensor | np.ndarray[Any, Any]]) -> Mapping[str, Held]:
-        """Take in the columns of an input."""
+    def put(self, node: Node, columns: Mapping[str, Tensor | np.ndarray[Any, Any]]) -> Mapping[str, Held]:
+        """Take in the columns of an input, by output."""
         ...
 
     def launch(self, task: Task) -> None:
@@ -159,14 +165,20 @@ class Runner(Protocol):
         ...
 
 
+def when(step: int | None) -> str:
+    """When something happened, for messages."""
+    return "between steps" if step is None else f"in step {step}"
+
+
 def span_of(task: Task, place: str, start: float, end: float, written: Lengths | None) -> Span:
     """The span of a task that ran on all its rows, with what is known of these."""
     lengths = written or task.lengths
     rows, tokens = (0, 0) if lengths is None else (len(lengths.tokens), int(lengths.tokens.sum()))
-    return Span(task.node.name, place, start, end, 0, "node", task.step, rows, tokens, _pairs(written))
+    return Span(task.node.name, place, start, end, 0, "node", task.step, rows, tokens, pairs(written))
 
 
-def _pairs(lengths: Lengths | None) -> tuple[tuple[int, int], ...]:
+def pairs(lengths: Lengths | None) -> tuple[tuple[int, int], ...]:
+    """Both lengths of each row, as a span holds them; none of rows without a response."""
     if lengths is None or lengths.response is None:
         return ()
     return tuple(zip(lengths.tokens.tolist(), lengths.response.tolist(), strict=True))

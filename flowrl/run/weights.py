@@ -45,9 +45,7 @@ class TrainedWeights:
             NodeError: they did not arrive; with a `SyncError` as its cause.
         """
         for node in self._plan.syncs:
-            uses = node.operator.role_uses.items()
-            trainer = next(getattr(node.operator, field).name for field, use in uses if use.mode == "reads")
-            version = Updated(self._runner.version(trainer))
+            version = Updated(self._runner.version(node.reads[0]))
             self._runner.launch(Task(node, None, self._seed, dict.fromkeys(node.inputs, version)))
             self._runner.wait()
 

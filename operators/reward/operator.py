@@ -123,9 +123,9 @@ class Reward(Operator):
     def __post_init__(self) -> None:
         if isinstance(self.fn, str):
             functions.check(self.fn)
-        outline = functions.outline(self.fn) if isinstance(self.fn, str) else self.fn
-        if outline is not None:
-            _check_call(outline, self._function_name)
+        stub = functions.stub_of(self.fn) if isinstance(self.fn, str) else self.fn
+        if stub is not None:
+            _check_call(stub, self._function_name)
         self.__dict__["_source"] = _source(self.fn)
 
     def __call__(self, rollout: Scorable, prompts: Answerable, metrics: Metrics = INJECTED) -> TokenLevelScores:
@@ -227,7 +227,7 @@ def _source(fn: Callable[..., Any] | str) -> Source | None:
         return None
     with open(file, "rb") as stream:
         content = stream.read()
-    module, name = functions.split(ref)
+    module, name = functions.parse_reference(ref)
     return Source(f"{file if module.endswith('.py') else module}:{name}", digest(content))
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from flowrl.core.references import split
+from flowrl.core.references import parse_reference
 from flowrl.errors import RewardError
 from flowrl.operators.reward import worker as reward_worker
 from flowrl.operators.reward.worker import Failed, Scored
@@ -116,7 +116,7 @@ class ProcessWorker:
         Raises:
             RewardError: that raised, or took longer than `START_LIMIT`.
         """
-        source, name = split(self._source.reference)
+        source, name = parse_reference(self._source.reference)
         job = {"path": sys.path, "source": source, "name": name, "digest": self._source.digest}
         reply = self._ask(job, START_LIMIT)
         if not isinstance(reply, Failed):

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from flowrl import columns as c
 from flowrl.columns import Column
-from flowrl.core.operator import Operator, State
+from flowrl.core.operator import Operator
 from flowrl.core.ports import INJECTED, PortField, snake_case
 from flowrl.core.roles import Reads, Role, Writes
 from flowrl.core.session import Session
+from flowrl.core.state import State
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flowrl import columns as c
 from flowrl.core.graph import Input, Node
 from flowrl.core.operator import Operator
-from flowrl.core.plan import Plan, StateEdge, home, state_edges
+from flowrl.core.plan import Plan, StateEdge, state_edges
 from flowrl.core.ports import PortField
 from flowrl.core.protocols import Critic
 from flowrl.core.roles import Reads, Role, Writes
@@ -173,7 +173,7 @@ class TestText:
 
     def test_homes(self) -> None:
         graph = ppo(score)
-        homes = {name: home(graph[name]) for name in ("generate", "update_critic", "sync", "gae")}
+        homes = {name: graph[name].home for name in ("generate", "update_critic", "sync", "gae")}
         assert homes == {"generate": "rollout", "update_critic": "critic", "sync": "rollout", "gae": None}
 
 

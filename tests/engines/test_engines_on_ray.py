@@ -95,7 +95,9 @@ def refuse_other_answers(executor: Any, folder: str, scratch: Path, ranks: int) 
 def refuse_other_death(executor: Any, rank: int) -> None:
     """Kill a rank as it is about to generate: it is named, in time."""
     [pid] = [
-        pid for host, pid in process_ids(executor).items() if host in executor.hosts.ranks("rollout")[rank : rank + 1]
+        pid
+        for host, pid in process_ids(executor).items()
+        if host in executor.runner.hosts.ranks("rollout")[rank : rank + 1]
     ]
 
     def on_node(node: str) -> None:

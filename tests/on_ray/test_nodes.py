@@ -45,8 +45,8 @@ def test_a_stream_has_the_bits_of_the_object_store(tiny: str, tmp_path: Path, mo
     found = {}
     with leaves_nothing() as processes, GRAPH.bind(**bindings, place=Split(2, 1)).open(seed=3) as executor:
         processes += process_ids(executor).values()
-        assert len({seat.node for seat in executor.hosts.seats.values()}) == 3
-        exported = executor.hosts.ask_role("actor", "test", "export", "actor", "weights", True, 20_000)[0]
+        assert len({seat.node for seat in executor.runner.hosts.seats.values()}) == 3
+        exported = executor.runner.hosts.ask_role("actor", "test", "export", "actor", "weights", True, 20_000)[0]
         scored = TorchScorer(tiny, device="cpu").build(EngineBuilder({}, seed=0)).log_probs(probe())[0]
         assert exported.origin.scores == pytest.approx(scored.tolist(), abs=1e-5)
         executor.save(tmp_path / "start")

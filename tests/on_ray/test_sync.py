@@ -22,7 +22,7 @@ from flowrl.distributed import export
 from flowrl.distributed.export import Export
 from flowrl.distributed.host import Report
 from flowrl.distributed.place import Colocate
-from flowrl.distributed.walk import refuse_unequal
+from flowrl.distributed.runner import refuse_unequal
 from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
 from flowrl.records import Receipt
@@ -101,7 +101,7 @@ def test_what_arrives_is_what_was_sent_or_is_refused(
         spans = [span for span in executor.timeline.spans if span.name == "export actor"]
         assert [span.bytes for span in spans] == [receipt.bytes]  # that of the first sync is no part of a step
 
-        sent = executor.hosts.ask_role("actor", "test", "export", "actor", "weights", False, BUCKET)[0]
+        sent = executor.runner.hosts.ask_role("actor", "test", "export", "actor", "weights", False, BUCKET)[0]
         sizes = [[raw.nbytes for *_, raw in ray.get(bucket)] for bucket in sent.buckets]
         assert len(sizes) > 5
         assert all(sum(bucket) <= BUCKET or len(bucket) == 1 for bucket in sizes)

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowrl import columns as c
-from flowrl.core.operator import Granularity, Operator, State
+from flowrl.core.operator import Granularity, Operator
 from flowrl.core.protocols import Sampled, Scorer
 from flowrl.core.roles import Reads, Role
+from flowrl.core.state import State
 from flowrl.data.metrics import Metrics
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import EngineError, SyncError
