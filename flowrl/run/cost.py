@@ -79,7 +79,7 @@ class Cost:
 
 
 def _non_negative(terms: Floats, wanted: Floats, penalty: Floats) -> Floats:
-    """The x >= 0 of the least ``|terms x - wanted|² + penalty x²``: of the few that have some terms at zero, the best."""
+    """The x >= 0 of the least ``|terms x - wanted|² + penalty x²``: the best of those that leave some terms out."""
     square, image = terms.T @ terms + np.diag(penalty), terms.T @ wanted
     square += 1e-9 * np.trace(square) * np.eye(len(square))
     best, least = np.zeros(len(image)), 0.0

@@ -18,7 +18,7 @@ from flowrl.data.keys import Key
 from flowrl.errors import DataError
 from flowrl.run.cost import Cost, Load
 from flowrl.run.place import Place
-from flowrl.run.runner import Counts, Lengths
+from flowrl.run.runner import Lengths
 from flowrl.run.timeline import Span, Timeline
 
 

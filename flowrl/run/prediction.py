@@ -9,6 +9,7 @@ from statistics import median
 
 from flowrl.core.graph import Graph
 from flowrl.core.plan import Plan
+from flowrl.errors import BindError
 from flowrl.run.costs import Costs
 from flowrl.run.place import Place, lay_out, shown
 from flowrl.run.placement import refuse_unplaceable
@@ -32,6 +33,7 @@ class Prediction:
         path: the nodes of the critical path of the median step.
         path_seconds: how long these take.
         lag: how many steps run ahead.
+        unknown: what was not measured, as a sentence; empty where nothing is missing.
     """
 
     where: str
@@ -41,6 +43,7 @@ class Prediction:
     path: tuple[str, ...]
     path_seconds: float
     lag: int
+    unknown: str = ""
 
     @property
     def bound(self) -> float:
@@ -59,7 +62,7 @@ class Prediction:
         ]
         if not self.lag and self.busiest < self.bound:
             lines.insert(2, f"  with lag at least {self.busiest:.3f} s: the work of the busiest slot")
-        return "\n".join(lines)
+        return "\n".join([*lines, *([f"  {self.unknown}"] if self.unknown else [])])
 
 
 def predict(graph: Graph, place: Place | None, prompts: int, costs: Costs, *, seed: int = 0) -> Prediction:
@@ -74,11 +77,12 @@ def predict(graph: Graph, place: Place | None, prompts: int, costs: Costs, *, se
 
     Raises:
         DataError: a node that `costs` does not know.
-        BindError, GraphError: the graph does not fit the place.
+        BindError, GraphError: the graph does not fit the place, or a role is not bound.
     """
     costs.refuse_unmeasured(graph)
     plan, processes = Plan(graph), None
     if place is not None:
+        _refuse_unbound(graph, place)
         processes = lay_out(graph, place)
         refuse_unplaceable(plan, processes)
     runner = PretendRunner(processes, costs, graph.bindings)
@@ -99,7 +103,28 @@ def predict(graph: Graph, place: Place | None, prompts: int, costs: Costs, *, se
         tuple(path),
         path_seconds,
         graph.lag,
+        _unknown(place, costs),
     )
+
+
+def _refuse_unbound(graph: Graph, place: Place) -> None:
+    """Refuse roles of which nobody says how many ranks they have.
+
+    Raises:
+        BindError: naming them.
+    """
+    if unbound := [role for role in graph.roles() if role not in graph.bindings]:
+        raise BindError(
+            f"{graph.name} leaves {', '.join(map(repr, unbound))} unbound, so nobody knows which slots of "
+            f"{shown(place)} they take; bind them: graph.bind({', '.join(f'{role}=...' for role in unbound)}).graph."
+        )
+
+
+def _unknown(place: Place | None, costs: Costs) -> str:
+    """What the costs cannot say of a place."""
+    if place is None or costs.place is not None:
+        return ""
+    return f"{costs.source} ran in one process, so it does not say what syncs and turns between processes cost here"
 
 
 def _busy(spans: list[Span], slot: str, start: float, end: float) -> float:

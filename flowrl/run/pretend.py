@@ -1,7 +1,7 @@
 """`PretendRunner`: runs nothing. Instances last what measured costs say, on a virtual clock.
 
-It is stepped by the same `Steps` as the others, on the slots and in the turns that the layout gives, so what it says of a
-job is what the engine that runs it would do.
+The same `Steps` walks it as walks the others, on the slots and in the turns that the layout gives: what it predicts of a
+job is what the engine that runs that job would do.
 """
 
 from __future__ import annotations
