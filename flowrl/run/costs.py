@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -215,22 +216,25 @@ def _lengths(spans: Iterable[Span]) -> dict[str, list[Lengths]]:
 
 
 def _driver(spans: Sequence[Span]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """By node, what passes between what it waited for and its start: the driver's work, and turns by what they are."""
+    """By node, what passes between what it waited for and its start: the driver's work; and turns, by what they are."""
     gaps: dict[str, list[float]] = defaultdict(list)
     turns: dict[str, dict[str, list[float]]] = {"sleep": defaultdict(list), "wake": defaultdict(list)}
-    instances = [ranks for ranks in _instances(spans) if ranks[0].step is not None]
-    ends = sorted((max(span.end for span in ranks), ranks[0].step) for ranks in instances)
+    steps: dict[int, list[tuple[str, float, float]]] = defaultdict(list)
+    for ranks in _instances(spans):
+        if (step := ranks[0].step) is not None:
+            times = min(span.start for span in ranks), max(span.end for span in ranks)
+            steps[step].append((ranks[0].name, *times))
     waits = [span for span in spans if span.name in turns]
-    for ranks in instances:
-        name, step, start = ranks[0].name, ranks[0].step, min(span.start for span in ranks)
-        before = max((end for end, other in ends if end <= start and other == step), default=None)
-        between = [span for span in waits if span.end <= start and (before is None or span.start >= before)]
-        if before is None:
-            between = between[-2:]
-        for span in between:
-            turns[span.name][name].append(span.seconds)
-        if before is not None:
-            gaps[name].append(start - before - sum(span.seconds for span in between))
+    starts = [span.start for span in waits]
+    for instances in steps.values():
+        ends = sorted(end for _, _, end in instances)
+        for name, start, _ in instances:
+            if ended := bisect_right(ends, start):
+                before = ends[ended - 1]
+                between = waits[bisect_left(starts, before) : bisect_right(starts, start)]
+                gaps[name].append(start - before - sum(span.seconds for span in between))
+                for span in between:
+                    turns[span.name][name].append(span.seconds)
     medians = {name: max(median(found), 0.0) for name, found in gaps.items()}
     return medians, {what: {node: median(found) for node, found in by.items()} for what, by in turns.items()}
 

@@ -15,7 +15,7 @@ from flowrl.run.place import Place, lay_out, shown
 from flowrl.run.placement import refuse_unplaceable
 from flowrl.run.pretend import PretendRunner, blank_batch, place_of
 from flowrl.run.steps import Steps
-from flowrl.run.timeline import Span, critical_path
+from flowrl.run.timeline import critical_path
 from flowrl.run.weights import TrainedWeights
 
 _STEPS = 40
@@ -91,15 +91,16 @@ def predict(graph: Graph, place: Place | None, prompts: int, costs: Costs, *, se
     for result in steps.run(lambda step: batch, range(_STEPS), lag=graph.lag):
         ends.append(runner.now)
         nodes.append(result.seconds)
-    steady = ends[graph.lag + 1 :]  # until the flight is full, steps are shorter
+    steady = ends[graph.lag + 1 : len(ends) - graph.lag]  # while the flight is full
+    each = (steady[-1] - steady[0]) / (len(steady) - 1)
     slots = [place_of(slot) for slot in range(1 if place is None else place.slots)]
-    busy = {slot: _busy(steps.timeline.spans, slot, steady[0], steady[-1]) for slot in slots}
+    busy = {slot: sum(s.seconds for s in steps.timeline.spans if s.place == slot) / _STEPS for slot in slots}
     path, path_seconds = critical_path(plan.network, {node: median(n[node] for n in nodes) for node in nodes[0]})
     return Prediction(
         "in one process" if place is None else shown(place),
         median(after - before for before, after in pairwise(steady)),
-        {slot: 1.0 - seconds / (steady[-1] - steady[0]) for slot, seconds in busy.items()},
-        max(busy.values()) / (len(steady) - 1),
+        {slot: max(0.0, 1.0 - seconds / each) if each else 0.0 for slot, seconds in busy.items()},
+        max(busy.values()),
         tuple(path),
         path_seconds,
         graph.lag,
@@ -125,8 +126,3 @@ def _unknown(place: Place | None, costs: Costs) -> str:
     if place is None or costs.place is not None:
         return ""
     return f"{costs.source} ran in one process, so it does not say what syncs and turns between processes cost here"
-
-
-def _busy(spans: list[Span], slot: str, start: float, end: float) -> float:
-    """Seconds in which a slot was taken, within a window."""
-    return sum(max(0.0, min(span.end, end) - max(span.start, start)) for span in spans if span.place == slot)

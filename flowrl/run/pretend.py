@@ -1,7 +1,7 @@
 """`PretendRunner`: runs nothing. Instances last what measured costs say, on a virtual clock.
 
-The same `Steps` walks it as walks the others, on the slots and in the turns that the layout gives: what it predicts of a
-job is what the engine that runs that job would do.
+The same `Steps` walks it as walks the others, on the slots and in the turns that the layout gives, so it predicts what the
+engine would do that runs the job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flowrl.errors import NodeError
 from flowrl.run.cost import Load
 from flowrl.run.costs import Costs
 from flowrl.run.place import ProcessSpec
-from flowrl.run.placement import is_sync, processes_of, roles_of, slots_of
+from flowrl.run.placement import processes_of, slots_of
 from flowrl.run.runner import Counts, Done, Lengths, Task
 from flowrl.run.timeline import Span, Timeline
 from flowrl.run.turns import Turns
@@ -78,8 +78,8 @@ class PretendRunner:
         """Start an instance, after whoever is in its way has been put to sleep."""
         node, name = task.node, task.node.name
         processes = processes_of(node, self._processes)
-        if is_sync(node):
-            self._turn([one for one in self._processes if set(roles_of(node, "reads")) & set(one.roles)], name)
+        if node.is_sync:
+            self._turn([one for one in self._processes if set(node.reads) & set(one.roles)], name)
         self._turn(processes, name)
         rows = _rows(task)
         written = self._written(task, rows)
@@ -128,7 +128,7 @@ class PretendRunner:
 
     def _enter(self, task: Task, start: float, seconds: Sequence[float], processes: Sequence[ProcessSpec]) -> None:
         """A span for every slot that is busy; a sync keeps those of the trainer too."""
-        if is_sync(task.node):
+        if task.node.is_sync:
             self._forgetful.difference_update(processes)
         by_slot = {slot: s for one, s in zip(processes, seconds, strict=False) for slot in one.slots}
         for slot in sorted(self.slots(task.node)):
