@@ -228,13 +228,13 @@ def test_set_reaches_into_specs() -> None:
         ),
         (
             {"set": {"gae.lamb": 2}},
-            r"edit\(set={'gae.lamb': ...}\) names no parameter; gae has gamma, lam; did you mean 'lam'",
+            r"edit\(set={'gae.lamb': ...}\) does not name a parameter; gae has gamma, lam; did you mean 'lam'",
         ),
-        ({"set": {"gae": 2}}, r"edit\(set={'gae': ...}\) names no parameter; gae has gamma, lam\."),
+        ({"set": {"gae": 2}}, r"edit\(set={'gae': ...}\) does not name a parameter; gae has gamma, lam\."),
         ({"set": {"generat.top_k": 2}}, r"which ppo does not have; it has .*, sync; did you mean 'generate'\?"),
         (
             {"set": {"update_actor.loss.clip": 2}},
-            r"names no parameter; update_actor.loss has clip_low, .*; did you mean 'clip_",
+            r"does not name a parameter; update_actor.loss has clip_low, .*; did you mean 'clip_",
         ),
         (
             {"set": {"update_actor.loss.kl.coef": 2}},
@@ -242,7 +242,7 @@ def test_set_reaches_into_specs() -> None:
         ),
         ({"set": {"update_actor.loss.clip_low": 2}}, r"clip_low=2"),
         ({"set": [("gae.lam", 2)]}, r"edit\(set=\[.*\]\) does not say where; expected set=\{'gae.lam': 0.9\}\."),
-        ({"set": {"repeat.m": 2}}, r"edit\(set={'repeat.m': ...}\) names no parameter; repeat has n\."),
+        ({"set": {"repeat.m": 2}}, r"edit\(set={'repeat.m': ...}\) does not name a parameter; repeat has n\."),
         ({"set": {"repeat.n": 2}, "replace": {"repeat": Repeat(3)}}, r"edit replaces 'repeat' and sets 'repeat.n'"),
         ({"set": {"repeat.n": 0}}, r"n=0"),
     ],
@@ -273,7 +273,7 @@ def test_a_dropped_inner_node_is_bypassed() -> None:
         ),
         (
             "generate",
-            r"generate cannot be dropped, since .* and these do: none; say what it shall read: wire=\{'.*': 'nod",
+            r"generate cannot be dropped, since .* and these do: none; say what it should read: wire=\{'.*': 'nod",
         ),
         ("update_actor", r"update_actor cannot be dropped, since sync\.updated reads update_actor\.updated"),
     ],
@@ -290,7 +290,7 @@ def test_two_inputs_that_fit_are_one_too_many() -> None:
     assert str(error.value) == (
         "mix cannot be dropped, since penalty.token_level_scores reads mix.token_level_scores and wants "
         "score[batch response] float32: of the inputs of mix exactly one would have to fit, and these do: "
-        "first.token_level_scores, second.token_level_scores; say what it shall read: "
+        "first.token_level_scores, second.token_level_scores; say what it should read: "
         "wire={'penalty.token_level_scores': 'node.column'}, or drop penalty too."
     )
     wired = graph.edit(drop=["mix"], wire={"penalty.token_level_scores": "second.token_level_scores"})
@@ -453,7 +453,7 @@ def test_a_value_that_is_passed_on_is_re_written() -> None:
 
 def test_what_nobody_would_read_is_refused() -> None:
     with pytest.raises(
-        GraphError, match=r"ref_2 is inserted after generate but re-writes none .*wire=\{'node\.port': 'r"
+        GraphError, match=r"ref_2 is inserted after generate but rewrites none .*wire=\{'node\.port': 'r"
     ):
         PPO.edit(insert={"ref_2": After("generate", RefLogProb())})
     graph = PPO.edit(
@@ -513,7 +513,8 @@ def test_wire_takes_a_whole_record() -> None:
     assert {e.partition(".")[0] for e in wires(graph, "value").values()} == {"generate"}
     assert {e.partition(".")[0] for e in wires(graph, "old_log_prob").values()} == {"passed"}
     with pytest.raises(
-        GraphError, match=r"names no output 'reward\.input_ids'; expected 'node\.column', with one of: tok"
+        GraphError,
+        match=r"names 'reward\.input_ids', which is not an output; expected 'node\.column', with one of: tok",
     ):
         PPO.edit(wire={"value.rollout": "reward"})
 
@@ -530,15 +531,18 @@ class Passed(Operator):
     [
         (
             {"gea.values": "value.values"},
-            r"wire=\{'gea\.values': \.\.\.\} names no node; expected 'node\.port' of one of: ",
+            r"wire=\{'gea\.values': \.\.\.\} does not name a node; expected 'node\.port' of one of: ",
         ),
         (
             {"gae.value": "value.values"},
-            r"wire=\{'gae\.value': \.\.\.\} names no port; gae has: token_level_rewards, values",
+            r"wire=\{'gae\.value': \.\.\.\} does not name a port; gae has: token_level_rewards, values",
         ),
-        ({"gae": "value.values"}, r"wire=\{'gae': \.\.\.\} names no port"),
-        ({"gae.values": "value.vals"}, r"names no output 'value\.vals'; expected 'node\.column', with one of: values"),
-        ({"gae.values": "vlaue.values"}, r"names no output 'vlaue\.values'; .* one of: batch, repeat"),
+        ({"gae": "value.values"}, r"wire=\{'gae': \.\.\.\} does not name a port"),
+        (
+            {"gae.values": "value.vals"},
+            r"names 'value\.vals', which is not an output; expected 'node\.column', with one of: values",
+        ),
+        ({"gae.values": "vlaue.values"}, r"names 'vlaue\.values', which is not an output; .* one of: batch, repeat"),
         ({"gae.values": "value"}, r"'value' does not name an output; expected 'node\.column'"),
     ],
 )
@@ -563,7 +567,7 @@ def test_rename() -> None:
     assert graph.edit(rename={"a": "gae", "b": "sync", "data": "batch"}) == PPO
     swapped = PPO.edit(rename={"gae": "value", "value": "gae"})
     assert wires(swapped, "value")["values"] == "gae.values"
-    with pytest.raises(ParameterError, match="'a b' is no node name"):
+    with pytest.raises(ParameterError, match="'a b' is not a node name"):
         PPO.edit(rename={"gae": "a b"})
 
 
@@ -641,7 +645,8 @@ def test_the_original_is_untouched_also_by_an_edit_that_fails() -> None:
         ),
         (
             {"replace": {"gae": "gae_long"}},
-            r"edit\(replace=\{'gae': \.\.\.\}\) gives 'gae_long', which is no operator; expected one, such as GAE\(",
+            r"edit\(replace=\{'gae': \.\.\.\}\) gives 'gae_long', which is not an operator; "
+            r"expected one, such as GAE\(",
         ),
         (
             {"replace": GAE()},

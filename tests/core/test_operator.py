@@ -305,8 +305,12 @@ F32, BOOL = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
             r"response_mask has the shape \(1, 3\), so its batch axis is 1 long.* have 2; expected one",
         ),
         ((F32, BOOL[:, :2]), {}, r"its response axis is 2 long, but other columns of this call have 3"),
-        ((F32, BOOL, F32), {}, r"cannot be called so: too many.* Its ports are \(token_level_scores, response_mask\)"),
-        ((F32, BOOL), {"mask": BOOL}, r"cannot be called so: got an unexpected keyword argument 'mask'"),
+        (
+            (F32, BOOL, F32),
+            {},
+            r"cannot be called like this: too many.* Its ports are \(token_level_scores, response_mask\)",
+        ),
+        ((F32, BOOL), {"mask": BOOL}, r"cannot be called like this: got an unexpected keyword argument 'mask'"),
     ],
 )
 def test_eager_calls_are_checked(arguments: tuple[Any, ...], keywords: dict[str, Any], said: str) -> None:
@@ -478,7 +482,7 @@ def test_names() -> None:
     assert (gae.name, gae.named("gae_long").name, gae.name) == ("gae", "gae_long", "gae")
     assert gae.named("gae_long").gamma == 0.9
     for wrong in ("gae-long", "a.b", "", "1st"):
-        with pytest.raises(ParameterError, match="is no node name; expected an identifier"):
+        with pytest.raises(ParameterError, match="is not a node name; expected an identifier"):
             gae.named(wrong)
 
 
