@@ -57,6 +57,13 @@ class Split(NamedTuple):
     returns: c.Returns
 
 
+class Impure(NamedTuple):
+    """A record with a bare number in it."""
+
+    values: c.Values
+    temperature: float
+
+
 class TwoHeads(Operator):
     """One column in, a record out."""
 

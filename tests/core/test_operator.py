@@ -21,7 +21,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError
 from flowrl.operators import GAE, Generate, KLShape, OldLogProb, Reward, UpdateActor
 from flowrl.records import Tokens, Updated
-from tests.kernel import Clip, LengthPenalty, TrainerEngine, TwoHeads, answers, exact
+from tests.kernel import Clip, Impure, LengthPenalty, TrainerEngine, TwoHeads, answers, exact
 
 
 @runtime_checkable

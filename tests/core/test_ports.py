@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -104,13 +104,6 @@ def _no_array(self: Any, values: NoArray) -> c.Values: ...
 def _twisted(self: Any, values: Twisted) -> c.Values: ...
 
 
-class Impure(NamedTuple):
-    """A record with a bare number in it."""
-
-    values: c.Values
-    temperature: float
-
-
 def _impure(self: Any, record: Impure) -> c.Values: ...
 
 
@@ -170,7 +163,7 @@ def _fine(self: Any, values: c.Values) -> c.Values:
 )
 def test_faulty_classes_are_told_with_file_and_line(body: dict[str, Any], said: str) -> None:
     line = operator.__code__.co_firstlineno + 3
-    with pytest.raises(DefinitionError, match=rf"test_operator\.py:{line}: {said}"):
+    with pytest.raises(DefinitionError, match=rf"test_ports\.py:{line}: {said}"):
         operator(body.pop("call", None), **body)
 
 
