@@ -21,6 +21,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.errors import DefinitionError
 from flowrl.operators import GAE, UpdateActor
 from flowrl.records import Tokens
+from tests.kernel import Impure
 
 # ---------------------------------------------------------------------------------------------------------- definition
 
