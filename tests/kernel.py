@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flowrl import columns as c
 from flowrl.core.operator import Operator
-from flowrl.graph import algorithm
+from flowrl.graph import Graph, algorithm
 from flowrl.operators import Generate, Repeat, Reward
-from flowrl.records import PromptBatch, Receipt, RolloutBatch
+from flowrl.records import PromptBatch, Receipt, RolloutBatch, Updated
 from flowrl.spec import Spec
 
 
@@ -24,7 +24,7 @@ def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: An
 
 
 class LengthPenalty(Operator):
-    """Re-writes scores."""
+    """Rewrites scores."""
 
     coef: float = Field(0.01, ge=0)
 
@@ -33,7 +33,7 @@ class LengthPenalty(Operator):
 
 
 class Clip(Operator):
-    """Re-writes scores too, under another class."""
+    """Rewrites scores too, under another class."""
 
     limit: float = 1.0
 
@@ -57,11 +57,32 @@ class Split(NamedTuple):
     returns: c.Returns
 
 
+class Impure(NamedTuple):
+    """A record with a bare number in it."""
+
+    values: c.Values
+    temperature: float
+
+
 class TwoHeads(Operator):
     """One column in, a record out."""
 
     def __call__(self, values: c.Values) -> Split:
         return Split(values, 2 * values)
+
+
+class Clipped(Operator):
+    """Rewrites values."""
+
+    def __call__(self, values: c.Values) -> c.Values:
+        return values.clamp(-1, 1)
+
+
+class Waits(Operator):
+    """Passes on that the policy was updated."""
+
+    def __call__(self, updated: Updated) -> Updated:
+        return updated
 
 
 @algorithm
@@ -163,3 +184,12 @@ def answers(rows: int = 2, prompt: int = 3, response: int = 4) -> RolloutBatch:
         temperature=torch.ones(rows),
         policy_version=torch.zeros(rows, dtype=torch.int64),
     )
+
+
+def wires(graph: Graph, node: str) -> dict[str, str]:
+    """Where the fields of a node's ports come from."""
+    return {str(field): str(edge) for field, edge in graph[node].inputs.items()}
+
+
+def readers(graph: Graph, edge: str) -> set[str]:
+    return {n for n in graph.nodes for source in wires(graph, n).values() if source == edge}
