@@ -31,7 +31,7 @@ from flowrl.errors import SyncError
 from flowrl.records import Receipt
 from flowrl.run.local import StepResult, columns_of_input, merge_metrics
 from flowrl.run.place import ProcessSpec
-from flowrl.sync.stream import Interrupted
+from flowrl.sync.group import Interrupted
 
 
 @dataclass
@@ -138,7 +138,7 @@ class Walk:
         hosts, what = self.hosts.of(node), self._what(node)
         delivery = self._delivery(node, what)
         sources = delivery.prepare() if delivery else {}
-        beside = delivery.beside if delivery else []
+        beside = delivery.stay_awake if delivery else []
         self.hosts.take_turns([host for host in hosts if host is not None], what, beside)
         state = {name: value for name, value in self.state.items() if name.startswith(f"{node.name}.")}
         refs: dict[Any, ProcessSpec | None] = {}

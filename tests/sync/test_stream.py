@@ -30,11 +30,14 @@ from flowrl.distributed.delivery import Delivery
 from flowrl.errors import SyncError
 from flowrl.records import Receipt
 from flowrl.run.place import ProcessSpec
-from flowrl.sync import stream
+from flowrl.sync import ipc, stream
+from flowrl.sync.carriers import GlooCarrier
 from flowrl.sync.digest import weights_digest
+from flowrl.sync.group import Interrupted, TransferGroup
 from flowrl.sync.probe import TOKENS, probe
-from flowrl.sync.source import Origin, Source
-from flowrl.sync.stream import Gloo, Interrupted, Link, Seat, Ticket, choose, send
+from flowrl.sync.received import Origin, ReceivedWeights
+from flowrl.sync.route import Seat, choose
+from flowrl.sync.stream import Ticket, send
 
 BUCKET = 4096
 ORIGIN = Origin("actor", 3)
@@ -73,7 +76,9 @@ def meeting() -> Iterator[Callable[..., Ticket]]:
     yield ticket
 
 
-def received(ticket: Ticket, rank: int = 0, take: Callable[[Source], Any] = lambda source: None) -> tuple[Any, ...]:
+def received(
+    ticket: Ticket, rank: int = 0, take: Callable[[ReceivedWeights], Any] = lambda source: None
+) -> tuple[Any, ...]:
     """What a receiver gets: the weights, its receipt, and what it took of the source before."""
     with ticket.open(rank) as source:
         taken = take(source)
@@ -129,29 +134,29 @@ def test_a_source_stands_in_for_a_trainer(meeting: Callable[..., Ticket]) -> Non
         source.log_probs(other)
 
 
-class Damaging(Gloo):
+class Damaging(GlooCarrier):
     """A carrier that changes what it carries."""
 
-    def send(self, link: Link, flat: Tensor) -> None:
+    def send(self, flat: Tensor) -> None:
         flat = flat.clone()
         flat[len(flat) // 2] ^= 1
-        super().send(link, flat)
+        super().send(flat)
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the heads of buckets on their way."""
-    honest = Link.tell
+    honest = TransferGroup.tell
 
-    def tell(link: Link, message: Any) -> None:
+    def tell(group: TransferGroup, message: Any) -> None:
         message = json.loads(json.dumps(message))
         change(message)
-        honest(link, message)
+        honest(group, message)
 
-    monkeypatch.setattr(Link, "tell", tell)
+    monkeypatch.setattr(TransferGroup, "tell", tell)
 
 
 def test_a_flipped_bit(meeting: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "Gloo", Damaging)
+    monkeypatch.setattr(stream, "GlooCarrier", Damaging)
     sender, takers = both(meeting(2), weights_of())
     for taker in takers:
         with pytest.raises(SyncError, match=r"weights of actor at version 3 are damaged: .* is not what was sent"):
@@ -221,10 +226,10 @@ def test_a_sender_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticke
 def test_a_receiver_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticket]) -> None:
     """In the middle, or before it takes any; the one that does not know why says that the other is gone."""
 
-    def refuse(source: Source) -> None:
+    def refuse(source: ReceivedWeights) -> None:
         raise ValueError("not mine")
 
-    def stop(source: Source) -> None:
+    def stop(source: ReceivedWeights) -> None:
         next(source.weights())
         raise ValueError("not mine")
 
@@ -285,7 +290,7 @@ def test_the_memory_of_a_stream_is_bounded(meeting: Callable[..., Ticket], monke
             del tensor
             assert sum(sent.values()) <= 2 * BUCKET // 5
 
-    monkeypatch.setattr(stream.torch, "empty", counted)
+    monkeypatch.setattr(torch, "empty", counted)
     sender, [taker] = both(meeting(), weights())
     assert sender.result() == 40 * 4 * (BUCKET // 20)
     assert all(
@@ -296,11 +301,10 @@ def test_the_memory_of_a_stream_is_bounded(meeting: Callable[..., Ticket], monke
 
 OTHER_SIDE = """if True:
     import sys, torch
-    from flowrl.sync.digest import weights_digest
-    from flowrl.sync import stream
+    from flowrl.sync import ipc, stream
     from tests.sync.test_stream import ORIGIN, BUCKET, weights_of
     torch.multiprocessing.set_sharing_strategy("file_system")
-    stream.shared_device = lambda: torch.device("cpu")
+    ipc.shared_device = lambda: torch.device("cpu")
     transport, port, what = sys.argv[1:]
     ticket = stream.Ticket(transport, "127.0.0.1", int(port), (0,), 600)
     if what == "send":
@@ -328,7 +332,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Handles to shared memory of the CPU in place of a GPU's."""
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
-    monkeypatch.setattr(stream, "shared_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(ipc, "shared_device", lambda: torch.device("cpu"))
     yield
     torch.multiprocessing.set_sharing_strategy(strategy)
 
