@@ -116,9 +116,8 @@ class Arrival:
         """
         wrong = [name for name in sorted({*self._digests, *digests}) if self._digests.get(name) != digests.get(name)]
         if wrong:
-            raise SyncError(
-                f"the weights of version {self.version} are damaged: {', '.join(wrong[:5])} came to {process} other "
-                f"than it was sent ({len(wrong)} in all); call engine.sync(trainer) again."
+            raise self._damaged(
+                f"{', '.join(wrong[:5])} ({len(wrong)} in all) came to {process} otherwise than the trainer sent it"
             )
 
     @property
@@ -130,6 +129,8 @@ class Arrival:
         due = dict(self._shapes)
         for name, tensor, digest in weights:
             if due.get(name) != tensor.shape:
+                if tensor_digest(name, tensor) != digest:
+                    raise self._damaged(f"{name} is not what was sent")
                 wanted = f"of shape {tuple(due[name])}" if name in due else "not wanted, or twice"
                 raise self._misfit(f"{name} has shape {tuple(tensor.shape)}, and is {wanted}")
             del due[name]
@@ -138,6 +139,9 @@ class Arrival:
             yield name, tensor.detach()
         if due:
             raise self._misfit(f"{', '.join(sorted(due)[:5])} did not arrive ({len(due)} in all)")
+
+    def _damaged(self, what: str) -> SyncError:
+        return SyncError(f"the weights of version {self.version} are damaged: {what}; sync again.")
 
     def _misfit(self, fault: str) -> SyncError:
         return SyncError(

@@ -190,31 +190,32 @@ class TorchRolloutEngine(Resident):
         held = self._held()
         faults: list[str] = []
         sent: dict[str, str] = {}
-        recast: set[str] = set()
         received: dict[str, Tensor] = {}
+        kept: set[str] = set()  # what the engine holds as it is sent, and so with the same digest
         size = 0
         for name, tensor, digest in weights_for(self._adapter_of, source, checked=False):
-            if name not in held:
+            sent[name] = digest
+            size += tensor.nbytes
+            place = held.get(name)
+            if place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype):
+                kept.add(name)
+            elif tensor_digest(name, tensor) != digest:
+                faults.append(f"{name} is not what was sent")
+                continue
+            if place is None:
                 faults.append(f"{name} is unexpected")
-            elif held[name].shape != tensor.shape:
-                faults.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(held[name].shape)}")
+            elif place.shape != tensor.shape:
+                faults.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
             else:
-                received[name] = tensor.detach().to(held[name].dtype)
-                sent[name] = digest
-                if received[name].dtype != tensor.dtype:  # what the engine holds has another digest
-                    recast.add(name)
-                    if tensor_digest(name, tensor) != digest:
-                        faults.append(f"{name} is not what was sent")
-                size += tensor.nbytes
-        named = {*sent, *(fault.split()[0] for fault in faults)}
-        faults += [f"{name} is missing" for name in held if name not in named]
+                received[name] = tensor.detach().to(place.dtype)
+        faults += [f"{name} is missing" for name in held if name not in sent]
         if not faults:
             self._load(received)
             for name, tensor in self._held().items():
-                if name in recast:
-                    intact = same_bits(tensor, received[name])
-                else:
+                if name in kept:
                     intact = tensor_digest(name, tensor) == sent[name]
+                else:
+                    intact = same_bits(tensor, received[name])
                 if not intact:
                     faults.append(f"{name} is not what was sent")
         if faults:

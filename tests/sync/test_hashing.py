@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from flowrl.backends import TorchRollout, TorchTrainer
@@ -25,11 +22,11 @@ from flowrl.distributed import export
 from flowrl.distributed.export import Export
 from flowrl.errors import SyncError
 from flowrl.run.build import EngineBuilder
-from flowrl.sync import digest
 from flowrl.sync.digest import same_bits, tensor_digest, weights_digest
 from flowrl.sync.probe import probe
 from flowrl.sync.received import Origin, ReceivedWeights, Weight, received
 from flowrl.sync.stream import Ticket, send
+from tests.hashes import hashes
 from tests.models import tiny_folder
 
 BUCKET = 20_000
@@ -45,21 +42,8 @@ def trainer(folder: str) -> Any:
     return TorchTrainer(folder, device="cpu").build(EngineBuilder({}, seed=0))
 
 
-@pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
-    """How often each thread has hashed each tensor; a thread stands for a process here."""
-    counts: Counter[tuple[str, str]] = Counter()
-
-    def counted(head: bytes) -> Any:
-        counts[threading.current_thread().name.partition("_")[0], head.decode().partition("\n")[0]] += 1
-        return xxhash.xxh3_128(head)
-
-    library = SimpleNamespace(xxh3_128=counted, xxh3_128_hexdigest=xxhash.xxh3_128_hexdigest)
-    monkeypatch.setattr(digest, "xxhash", library)
-    return counts
-
-
 def on(process: str) -> ThreadPoolExecutor:
+    """A thread that stands for a process."""
     return ThreadPoolExecutor(1, thread_name_prefix=process)
 
 
@@ -165,17 +149,11 @@ def engine_with_worker(folder: str, trainer: Any) -> Any:
     ],
 )
 def test_each_side_hashes_a_tensor_once(
-    way: Callable[..., Any],
-    engine: Callable[..., Any],
-    counts: dict[str, int],
-    folder: str,
-    trainer: Any,
-    hashed: Counter[tuple[str, str]],
+    way: Callable[..., Any], engine: Callable[..., Any], counts: dict[str, int], folder: str, trainer: Any
 ) -> None:
     live, names = engine(folder, trainer), [name for name, _ in trainer.weights()]
     expected = weights_digest(trainer.weights())
-    hashed.clear()
-    with way(trainer) as source:
+    with hashes() as hashed, way(trainer) as source:
         receipt = live.sync(source)
         if isinstance(source, ReceivedWeights):
             receipt = source.check(receipt)
@@ -183,37 +161,50 @@ def test_each_side_hashes_a_tensor_once(
     assert hashed == {(process, name): count for process, count in counts.items() for name in names}
 
 
-def test_an_alias_hashes_nothing(folder: str, trainer: Any, hashed: Counter[tuple[str, str]]) -> None:
+def test_an_alias_hashes_nothing(trainer: Any) -> None:
     context: Any = SimpleNamespace(engine=lambda role: trainer, seed=0, rank=0, world_size=1)
-    assert TorchRollout().build(context).sync(trainer).transport == "alias"
+    with hashes() as hashed:
+        assert TorchRollout().build(context).sync(trainer).transport == "alias"
     assert not hashed
 
 
-class Flipping:
-    """A shipment of which one bit changes on the way."""
+class Damaged:
+    """A shipment of which one tensor changes on the way."""
 
-    def __init__(self, shipment: Any, name: str) -> None:
-        self._shipment, self._name = shipment, name
+    def __init__(self, shipment: Any, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        self._shipment, self._name, self._change = shipment, name, change
         self.transport, self.digest = shipment.transport, shipment.digest
 
     def weights(self) -> Iterator[Weight]:
         for weight in self._shipment.weights():
-            if weight.name == self._name:
-                weight.tensor.view(torch.uint8).view(-1)[5] ^= 1
-            yield weight
+            yield weight._replace(tensor=self._change(weight.tensor)) if weight.name == self._name else weight
 
 
+def flip(tensor: Tensor) -> Tensor:
+    """Change a bit, which a cast to bfloat16 would round away."""
+    changed = tensor.clone()
+    changed.view(torch.uint8).view(-1)[4] ^= 1
+    return changed
+
+
+@pytest.mark.parametrize("change", [flip, torch.Tensor.flatten])
 @pytest.mark.parametrize("engine", [torch_engine, bfloat16_engine, hosted_engine, engine_with_worker])
-def test_every_engine_names_a_tensor_with_a_flipped_bit(
-    engine: Callable[..., Any], folder: str, trainer: Any, monkeypatch: pytest.MonkeyPatch
+def test_every_engine_names_what_is_damaged(
+    engine: Callable[..., Any],
+    change: Callable[[Tensor], Tensor],
+    folder: str,
+    trainer: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Even a bit that a cast to bfloat16 would round away."""
     monkeypatch.setattr(export, "ray", SimpleNamespace(put=lambda bucket: bucket, get=lambda bucket: bucket))
     name = "model.layers.1.mlp.up_proj.weight"
     sent = Export.of(origin_of(trainer), trainer.weights(), BUCKET)
     live: Any = engine(folder, trainer)
-    with pytest.raises(SyncError, match=rf"weights of .*version 0 .*{name} (is not what|came to the worker other)"):
-        live.sync(received(sent.origin, Flipping(sent, name)))
+    where = (
+        r"came to the worker otherwise" if engine is engine_with_worker and change is flip else "is not what was sent"
+    )
+    with pytest.raises(SyncError, match=rf"weights of .*version 0 .*: {name} .*{where}"):
+        live.sync(received(sent.origin, Damaged(sent, name, change)))
     assert live.receipt is None
     assert live.sync(received(sent.origin, sent)).digest == sent.digest
 
