@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.backends.hosted.arrival import Arrival, weight_shapes, weights_for
+from flowrl.backends.hosted.arrival import Arrival, weight_shapes
 from flowrl.backends.hosted.ending import Ending
 from flowrl.backends.hosted.prompts import check_prompts
 from flowrl.backends.torch.load import Folder, load_causal_lm, loading
@@ -27,6 +27,7 @@ from flowrl.records import Receipt
 from flowrl.spec import Spec
 from flowrl.sync.digest import named_weights, weights_digest
 from flowrl.sync.probe import TOKENS, Scores, refuse_old_weights, refuse_other_weights
+from flowrl.sync.receipt import require_receipt
 
 
 class EngineSpec(Spec):
@@ -172,11 +173,7 @@ class RolloutEngine(ABC):
             EngineError: the engine or one of its processes failed.
         """
         self._require_awake("generate")
-        if self._receipt is None:
-            raise SyncError(
-                "this rollout engine holds no receipt, so nobody knows which version of the policy it would sample "
-                "from; call engine.sync(trainer) first (in a graph: end the step with Sync()(actor))."
-            )
+        require_receipt(self._receipt)
         vocabulary, positions = self._limits()
         check_prompts(
             prompts,
@@ -234,13 +231,12 @@ class RolloutEngine(ABC):
         self._require_awake("sync")
         self._receipt = None
         start = time.perf_counter()
-        weights = weights_for(self._adapter_of, source)
+        arrival = Arrival(source, self._adapter_of, self._shapes, self._folder)
         if not self._lives:
             self._start()
-        arrival = Arrival(self._shapes, self._folder)
         with self._at_stake():
             try:
-                transport = self._take(arrival.pass_on(weights, source.version), source.version, arrival)
+                transport = self._take(arrival)
                 log_probs, exact = self._score()
             except (SyncError, EngineError):
                 raise
@@ -316,8 +312,8 @@ class RolloutEngine(ABC):
         """Answer prompts, in order; raises `EngineError`."""
 
     @abstractmethod
-    def _take(self, weights: Iterator[tuple[str, Tensor]], version: int, arrival: Arrival) -> str:
-        """Take weights over under a version, and forget what was computed with others; the transport."""
+    def _take(self, arrival: Arrival) -> str:
+        """Take weights over under their version, and forget what was computed with others; the transport."""
 
     @abstractmethod
     def _score(self) -> tuple[list[float], bool]:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from flowrl.backends.hosted.ending import Watch
 from flowrl.backends.hosted.frames import read_frame, write_frame
-from flowrl.backends.hosted.handles import opened
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.sync.digest import tensor_digest
+from flowrl.sync.ipc import open_handles
 
 
 class Server:
@@ -122,8 +122,9 @@ class Server:
         self._update(load(body))
 
     def open(self, body: bytes) -> None:
-        """Some weights, as handles; SGLang hands on handles of its own, which memory of another process has not."""
-        self._update({name: tensor.clone() for name, tensor in opened(body).items()})
+        """Some weights, as handles. They are copied: SGLang makes handles of its own, which it cannot of memory that is
+        another process's."""
+        self._update({name: tensor.clone() for name, tensor in open_handles(body).items()})
 
     def _update(self, tensors: dict[str, Tensor]) -> None:
         self.digests |= {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
@@ -135,7 +136,7 @@ class Server:
         return self._forget(version)
 
     def adapt(self, body: bytes, config: dict[str, Any], version: str) -> dict[str, Any]:
-        """Put another adapter, as safetensors, in the place of the one before."""
+        """Replace the adapter by another, as safetensors."""
         tensors = load(body)
         self.digests = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
         while self.adapter:
@@ -147,7 +148,7 @@ class Server:
         return self._forget(version)
 
     def _forget(self, version: str) -> dict[str, Any]:
-        """Let go of what was computed with older weights, and bear a version; the digests of what came."""
+        """Drop what was computed with older weights, and take a version; the digests of what came."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         flushed = self.engine.flush_cache()

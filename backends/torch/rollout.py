@@ -30,7 +30,8 @@ from flowrl.data.tokenizer import ChatTokenizer, positions
 from flowrl.errors import BindError, DataError, SyncError
 from flowrl.records import Receipt
 from flowrl.spec import Spec, non_default
-from flowrl.sync.digest import combine, named_weights, tensor_digest, weights_digest
+from flowrl.sync.digest import combine, named_weights, same_bits, tensor_digest, weights_digest
+from flowrl.sync.receipt import require_receipt
 
 
 class TorchRollout(Spec):
@@ -162,8 +163,9 @@ class TorchRolloutEngine(Resident):
         Where this engine has an adapter, the weights of the adapter are all that is copied; what they are added to must
         be what the trainer adds them to.
 
-        A copy is checked: the tensors that the engine holds afterwards must have the digest of those that were sent,
-        cast to the engine's dtype. The receipt's digest and bytes are those of the tensors as sent.
+        A copy is checked: the tensors that the engine holds afterwards must have the digests of those that were sent.
+        Where the engine has another dtype, those that came must have them, and it must hold the same bits as their
+        cast. The receipt's digest and bytes are those of the tensors as sent.
 
         Raises:
             SyncError: names or shapes differ, the engine holds other numbers than were sent, `source` is not the
@@ -188,26 +190,34 @@ class TorchRolloutEngine(Resident):
         held = self._held()
         faults: list[str] = []
         sent: dict[str, str] = {}
-        due: dict[str, str] = {}
         received: dict[str, Tensor] = {}
+        kept: set[str] = set()  # what the engine holds as it is sent, and so with the same digest
         size = 0
-        for name, tensor in weights_for(self._adapter_of, source):
-            if name not in held:
+        for name, tensor, digest in weights_for(self._adapter_of, source, checked=False):
+            sent[name] = digest
+            size += tensor.nbytes
+            place = held.get(name)
+            if place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype):
+                kept.add(name)
+            elif tensor_digest(name, tensor) != digest:
+                faults.append(f"{name} is not what was sent")
+                continue
+            if place is None:
                 faults.append(f"{name} is unexpected")
-            elif held[name].shape != tensor.shape:
-                faults.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(held[name].shape)}")
+            elif place.shape != tensor.shape:
+                faults.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
             else:
-                received[name] = tensor.detach().to(held[name].dtype)
-                sent[name] = due[name] = tensor_digest(name, tensor)
-                if received[name].dtype != tensor.dtype:
-                    due[name] = tensor_digest(name, received[name])
-                size += tensor.nbytes
-        named = {*sent, *(fault.split()[0] for fault in faults)}
-        faults += [f"{name} is missing" for name in held if name not in named]
+                received[name] = tensor.detach().to(place.dtype)
+        faults += [f"{name} is missing" for name in held if name not in sent]
         if not faults:
             self._load(received)
-            now = {name: tensor_digest(name, tensor) for name, tensor in self._held().items()}
-            faults = [f"{name} is not what was sent" for name in due if now[name] != due[name]]
+            for name, tensor in self._held().items():
+                if name in kept:
+                    intact = tensor_digest(name, tensor) == sent[name]
+                else:
+                    intact = same_bits(tensor, received[name])
+                if not intact:
+                    faults.append(f"{name} is not what was sent")
         if faults:
             more = f", and {len(faults) - 5} more" if len(faults) > 5 else ""
             raise SyncError(
@@ -332,15 +342,11 @@ class TorchRolloutEngine(Resident):
         return cast(Tensor, output.logits[:, -1])
 
     def _check_receipt(self) -> None:
-        if self._receipt is None:
-            raise SyncError(
-                "this rollout engine holds no receipt, so nobody knows which version of the policy it would sample "
-                "from; call engine.sync(trainer) first (in a graph: end the step with Sync()(actor))."
-            )
-        if self._shares is not None and self._shares.version != self._receipt.version:
+        receipt = require_receipt(self._receipt)
+        if self._shares is not None and self._shares.version != receipt.version:
             raise SyncError(
                 f"the weights that this rollout engine shares are at version {self._shares.version}, but its receipt "
-                f"is of version {self._receipt.version}, so its rows would bear the wrong version; call "
+                f"is of version {receipt.version}, so its rows would bear the wrong version; call "
                 f"engine.sync(trainer) after each update (in a graph: end the step with Sync()(actor))."
             )
 

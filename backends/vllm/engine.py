@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 from pydantic import Field
-from torch import Tensor
 
 from flowrl.backends.hosted import keeper
 from flowrl.backends.hosted.arrival import Arrival
@@ -158,39 +157,37 @@ class VLLMEngine(RolloutEngine):
             ) from error
         return [_answer(output) for output in outputs]
 
-    def _take(self, weights: Iterator[tuple[str, Tensor]], version: int, arrival: Arrival) -> str:
-        transport = self._load(weights, arrival) if self._spec.lora is None else self._adapt(weights, self._spec.lora)
+    def _take(self, arrival: Arrival) -> str:
+        transport = self._load(arrival) if self._spec.lora is None else self._adapt(arrival, self._spec.lora)
         if not self._llm.reset_prefix_cache():
             raise SyncError(
                 "vLLM kept its prefix cache, which was computed with older weights; expected no request to be "
                 "under way during a sync. The next engine.sync(trainer) starts the engine anew."
             )
-        self._llm.update_weight_version(str(version))
+        self._llm.update_weight_version(str(arrival.version))
         return transport
 
-    def _adapt(self, weights: Iterator[tuple[str, Tensor]], lora: LoRA) -> str:
-        """Put another adapter in the place of the one before."""
+    def _adapt(self, arrival: Arrival, lora: LoRA) -> str:
+        """Replace the adapter."""
         from vllm.lora.request import LoRARequest
 
         with tempfile.TemporaryDirectory(prefix="flowrl-lora-") as folder:
-            save_adapter(folder, dict(weights), lora)
+            save_adapter(folder, dict(arrival.weights()), lora)
             self._llm.llm_engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
         self._adapter = LoRARequest("policy", 1, folder)  # by its number: the folder is read no more
         return "file"
 
-    def _load(self, weights: Iterator[tuple[str, Tensor]], arrival: Arrival) -> str:
+    def _load(self, arrival: Arrival) -> str:
+        """Replace all weights."""
         if self._sender is None:
             from flowrl.backends.vllm.worker import pack_tied_heads
 
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": arrival.weights()})
             self._llm.apply_model(pack_tied_heads)
             return "in process"
-        received, transport = self._sender.send(weights)
-        if received != {arrival.digest}:
-            raise SyncError(
-                f"weights with the digest {arrival.digest} were sent to vLLM's workers, and what they received has "
-                f"{', '.join(sorted(received))}; expected the same in every worker. Sync again: the engine starts anew."
-            )
+        transport, received = self._sender.send(arrival.to_hand_over())
+        for digests in received:
+            arrival.check(digests, "a worker of vLLM's")
         return str(transport)
 
     def _score(self) -> tuple[list[float], bool]:

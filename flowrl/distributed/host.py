@@ -36,8 +36,9 @@ from flowrl.run.local import failure
 from flowrl.run.place import ProcessSpec
 from flowrl.run.runner import Lengths, lengths_of, when
 from flowrl.sync.probe import probe
-from flowrl.sync.source import Origin
-from flowrl.sync.stream import Seat, Ticket, send
+from flowrl.sync.received import Origin
+from flowrl.sync.route import Seat
+from flowrl.sync.stream import Ticket, send
 
 
 @dataclass(frozen=True)
@@ -188,13 +189,14 @@ class Host:
                 engine.wake()
 
     def export(self, role: str, part: str, probes: bool, bucket_bytes: int) -> Export | None:
-        """The weights of a trainer; every rank must be called, since gathering them is collective, and rank 0 answers.
+        """Put a trainer's weights into the object store. Gathering them is collective: every rank must be called, and
+        rank 0 answers.
 
         Args:
-            role: of the trainer.
+            role: the trainer's.
             part: ``"weights"``, or ``"adapter_weights"`` for an engine that holds the rest already.
             probes: whether that engine is probed.
-            bucket_bytes: see `Export`.
+            bucket_bytes: see `Export.of`.
 
         Raises:
             SyncError: an adapter is wanted, and the trainer has none.
@@ -204,13 +206,13 @@ class Host:
             return Export.of(origin, tensors, bucket_bytes) if self.plan.rank == 0 else None
 
     def send(self, role: str, part: str, probes: bool, bucket_bytes: int, ticket: Ticket, what: str) -> Sent | Failure:
-        """Carry the weights of a trainer to the hosts that hold `ticket` too; otherwise as `export`.
+        """Carry a trainer's weights to the hosts that hold the same ticket; otherwise as `export`.
 
         Args:
             role, part, probes: see `export`.
-            bucket_bytes: see `flowrl.sync.stream`.
+            bucket_bytes: see `flowrl.sync.stream.send`.
             ticket: where the others are met.
-            what: for, which is said where it fails.
+            what: the sync and its step, for the error.
         """
         assert self.plan is not None
         started, nbytes = time.time(), 0
@@ -225,8 +227,8 @@ class Host:
 
     @contextmanager
     def _leaving(self, role: str, part: str, probes: bool) -> Iterator[tuple[Origin, Iterator[tuple[str, Tensor]]]]:
-        """What is known of a trainer's weights, and these themselves; gathering them is collective, so whatever happens
-        in the block they are gone through to their end."""
+        """A trainer's weights, and what is known of them. Gathering them is collective, so they are gone through to
+        their end whatever happens in the block."""
         engine = self.engines[role]
         adapter_of = None
         if part == "adapter_weights":

@@ -18,7 +18,7 @@ from flowrl.distributed.slots import Slots
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.place import ProcessSpec
 from flowrl.run.timeline import Timeline
-from flowrl.sync.stream import Seat
+from flowrl.sync.route import Seat
 
 _LOAD_SECONDS = 600  # that engines have at least; nodes have the place's deadline alone
 GRACE_SECONDS = 10  # for Ray to notice that a process is gone

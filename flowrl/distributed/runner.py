@@ -39,7 +39,7 @@ from flowrl.run.runner import Done, Lengths, Task, pairs
 from flowrl.run.steps import Steps
 from flowrl.run.timeline import Span, Timeline
 from flowrl.run.weights import TrainedWeights
-from flowrl.sync.stream import Interrupted
+from flowrl.sync.group import Interrupted
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ class RayRunner:
         hosts: list[ProcessSpec | None] = [*processes_of(task.node, self.hosts.processes)] or [None]
         delivery = self._delivery(task)
         sources = delivery.prepare() if delivery else {}
-        beside = delivery.beside if delivery else []
+        beside = delivery.stay_awake if delivery else []
         self.hosts.take_turns([host for host in hosts if host is not None], str(task), beside)
         running = Running(task, {}, {}, time.monotonic(), delivery)
         for host, rows in zip(hosts, self._shares(task, len(hosts)), strict=True):

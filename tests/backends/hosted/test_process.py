@@ -14,6 +14,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -203,8 +205,8 @@ def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> 
     trainer = TorchTrainer(folder, device="cpu").build(EngineBuilder({}, seed=0))
     sent = {name: tensor.shape for name, tensor in trainer.weights()}
     assert weight_shapes(folder) == sent
-    arrival = Arrival(sent, folder)
-    assert [name for name, _ in arrival.pass_on(trainer.weights(), 0)] == list(sent)
+    arrival = Arrival(trainer, None, sent, folder)
+    assert [name for name, _ in arrival.weights()] == list(sent)
     assert arrival.digest == weights_digest(trainer.weights())
     assert arrival.nbytes == sum(tensor.nbytes for _, tensor in trainer.weights())
 
@@ -220,9 +222,10 @@ def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> 
 )
 def test_other_weights_are_refused(sent: list[tuple[str, tuple[int, ...]]], words: str) -> None:
     weights = [(name, torch.zeros(shape)) for name, shape in sent]
-    arrival = Arrival({"a": torch.Size((2, 3)), "b": torch.Size((4,))}, "folder")
+    source: Any = SimpleNamespace(version=4, weights=lambda: weights)
+    arrival = Arrival(source, None, {"a": torch.Size((2, 3)), "b": torch.Size((4,))}, "folder")
     with pytest.raises(SyncError, match=rf"weights of version 4 are not those of 'folder': {words}"):
-        list(arrival.pass_on(weights, 4))
+        list(arrival.weights())
 
 
 def test_ranks_of_sglang_draw_from_generators_of_their_own(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
