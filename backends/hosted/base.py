@@ -19,17 +19,17 @@ from flowrl.backends.hosted.ending import Ending
 from flowrl.backends.hosted.prompts import check_prompts
 from flowrl.backends.torch.load import Folder, load_causal_lm, loading
 from flowrl.backends.torch.lora import LoRA, require_peft
-from flowrl.core.protocols import Sampled, Sampling, Trainer
+from flowrl.core.backend import Backend
+from flowrl.core.protocols import Closable, Rollout, Sampled, Sampling, Sleeper, Trainer
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import AsleepError, EngineError, ParameterError, SyncError
 from flowrl.records import Receipt
-from flowrl.spec import Spec
 from flowrl.sync.digest import named_weights, weights_digest
 from flowrl.sync.probe import TOKENS, Scores, refuse_old_weights, refuse_other_weights
 
 
-class EngineSpec(Spec):
+class EngineSpec(Backend):
     """What is set alike for each of these engines.
 
     Args:
@@ -50,6 +50,7 @@ class EngineSpec(Spec):
         engine_args: further arguments of the engine, by name.
     """
 
+    serves = (Rollout, Sleeper, Closable)
     reserved: ClassVar[Mapping[str, str]]
     """Engine arguments that are fields here."""
     fixed: ClassVar[Sequence[str]]

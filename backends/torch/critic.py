@@ -18,16 +18,16 @@ from flowrl.backends.torch.model import Dtype, Rows, TokenInputs, TorchModel, ch
 from flowrl.backends.torch.optim import AdamW, Constant, Optimizer, Schedule
 from flowrl.backends.torch.shards import BUCKET_BYTES
 from flowrl.backends.torch.sleep import Residence, Resident
-from flowrl.core.protocols import BuildContext, Loss, MiniBatch
+from flowrl.core.backend import Backend
+from flowrl.core.protocols import BuildContext, Checkpointed, Critic, Loss, MiniBatch, Sleeper
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError
 from flowrl.records import Tokens
-from flowrl.spec import Spec
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 
 
-class TorchCritic(Spec):
+class TorchCritic(Backend):
     """A causal LM with a scalar head in place of its own (a critic): float32 weights, one optimiser step a mini-batch.
 
     The value head is linear, in float32, and starts at zero, so an untrained critic says 0 everywhere; a folder that
@@ -46,6 +46,8 @@ class TorchCritic(Spec):
         ranks: processes that share the weights by FSDP2, one device each.
         offload: keep weights, gradients and optimiser state in CPU memory; a layer comes to the device to compute.
     """
+
+    serves = (Critic, Checkpointed, Sleeper)
 
     model: Folder
     optimizer: Optimizer = AdamW(lr=1e-5)

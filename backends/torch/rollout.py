@@ -24,16 +24,17 @@ from flowrl.backends.torch.load import Folder, load_causal_lm
 from flowrl.backends.torch.lora import Adapter, LoRA, require_peft
 from flowrl.backends.torch.mesh import device_of
 from flowrl.backends.torch.sleep import Residence, Resident
-from flowrl.core.protocols import BuildContext, Sampled, Sampling, Trainer
+from flowrl.core.backend import Backend
+from flowrl.core.protocols import BuildContext, Rollout, Sampled, Sampling, Sleeper, Trainer
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer, positions
 from flowrl.errors import BindError, DataError, SyncError
 from flowrl.records import Receipt
-from flowrl.spec import Spec, non_default
+from flowrl.spec import non_default
 from flowrl.sync.digest import combine, named_weights, tensor_digest, weights_digest
 
 
-class TorchRollout(Spec):
+class TorchRollout(Backend):
     """A rollout engine in this process.
 
     Args:
@@ -50,6 +51,7 @@ class TorchRollout(Spec):
             the actor's adapter anyway.
     """
 
+    serves = (Rollout, Sleeper)
     collective: ClassVar[bool] = False
 
     model: Folder | None = None

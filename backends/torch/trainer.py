@@ -21,14 +21,15 @@ from flowrl.backends.torch.model import Dtype, Rows, SequenceInputs, TorchModel,
 from flowrl.backends.torch.optim import AdamW, Constant, Optimizer, Schedule
 from flowrl.backends.torch.shards import BUCKET_BYTES
 from flowrl.backends.torch.sleep import Residence, Resident
-from flowrl.core.protocols import BuildContext, Loss, MiniBatch
+from flowrl.core.backend import Backend
+from flowrl.core.protocols import BuildContext, Checkpointed, Loss, MiniBatch, Scorer, Sleeper, Trainer
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError
 from flowrl.records import Sequences
-from flowrl.spec import Spec, non_default
+from flowrl.spec import non_default
 
 
-class TorchScorer(Spec):
+class TorchScorer(Backend):
     """A frozen causal LM that scores tokens (a reference policy).
 
     Args:
@@ -43,6 +44,8 @@ class TorchScorer(Spec):
         ranks: processes that share the weights by FSDP2, one device each.
         offload: keep weights in CPU memory; a layer comes to the device to compute.
     """
+
+    serves = (Scorer, Sleeper)
 
     model: Folder | None = None
     dtype: Dtype = "float32"
@@ -90,7 +93,7 @@ class TorchScorer(Spec):
         return TorchScorerEngine(self.model, model, self.max_tokens, self.logprob_chunk, residence)
 
 
-class TorchTrainer(Spec):
+class TorchTrainer(Backend):
     """A causal LM that is trained (an actor): float32 weights, one optimiser step per mini-batch.
 
     Args:
@@ -108,6 +111,8 @@ class TorchTrainer(Spec):
         offload: keep weights, gradients and optimiser state in CPU memory; a layer comes to the device to compute.
         lora: train an adapter, and nothing else; the model's own weights stay. Needs ``pip install 'flowrl[lora]'``.
     """
+
+    serves = (Trainer, Checkpointed, Sleeper)
 
     model: Folder
     optimizer: Optimizer = AdamW(lr=1e-6)

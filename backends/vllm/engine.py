@@ -83,8 +83,8 @@ class VLLM(EngineSpec):
             )
 
     @property
-    def forgets(self) -> bool:
-        """Whether an engine that has slept has no weights, so that a sync must come first."""
+    def loses_weights_asleep(self) -> bool:
+        """Whether an engine that has slept must be synced before it generates."""
         return self.sleep_level == 2
 
     def build(self, context: BuildContext) -> VLLMEngine:
