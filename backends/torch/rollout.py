@@ -9,21 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, cast, runtime_checkable
 
 import torch
 from pydantic import Field, model_validator
 from torch import LongTensor, Tensor, nn
-from torch.distributed.tensor import DTensor
-from transformers import DynamicCache, PreTrainedModel
 
 from flowrl.backends.hosted.arrival import weights_for
 from flowrl.backends.hosted.ending import Ending
 from flowrl.backends.hosted.prompts import check_prompts
+from flowrl.backends.torch.device import device_of
 from flowrl.backends.torch.load import Folder, load_causal_lm
 from flowrl.backends.torch.lora import Adapter, LoRA, require_peft
-from flowrl.backends.torch.mesh import device_of
-from flowrl.backends.torch.sleep import Residence, Resident
+from flowrl.backends.torch.mesh import Residence, Resident
 from flowrl.core.backend import Backend
 from flowrl.core.protocols import BuildContext, Rollout, Sampled, Sampling, Sleeper, Trainer
 from flowrl.data.keys import Key
@@ -32,6 +30,9 @@ from flowrl.errors import BindError, DataError, SyncError
 from flowrl.records import Receipt
 from flowrl.spec import non_default
 from flowrl.sync.digest import combine, named_weights, tensor_digest, weights_digest
+
+if TYPE_CHECKING:  # they take seconds to import
+    from transformers import DynamicCache, PreTrainedModel
 
 
 class TorchRollout(Backend):
@@ -105,18 +106,31 @@ class TorchRollout(Backend):
                 model, ChatTokenizer(self.model), self.max_rows, adapter=adapter, adapter_of=adapter_of
             )
         actor = context.engine("actor")
-        if not isinstance(getattr(actor, "model", None), PreTrainedModel):
+        if not isinstance(actor, SharesModel):
             raise BindError(
                 f"TorchRollout() shares the weights of the role 'actor', but that is a {type(actor).__name__}, which "
                 f"holds no Hugging Face model in this process; bind the actor to a TorchTrainer, or name a folder: "
                 f"TorchRollout(model)."
             )
-        if any(isinstance(parameter, DTensor) for parameter in actor.model.parameters()):
+        if actor.sharded:
             raise BindError(
                 "TorchRollout() shares the weights of the role 'actor', but those are sharded (ranks or offload), and "
                 "a rollout samples from whole ones; name a folder, which sync then fills: TorchRollout(model)."
             )
         return TorchRolloutEngine(actor.model, ChatTokenizer(actor.folder), self.max_rows, shares=actor)
+
+
+@runtime_checkable
+class SharesModel(Protocol):
+    """A trainer whose model is in this process, as `TorchTrainerEngine` is: the Hugging Face LM, the folder that it came
+    from, and whether its weights are sharded over ranks, so that nobody else can compute with them."""
+
+    model: PreTrainedModel
+    folder: str
+    sharded: bool
+
+    @property
+    def version(self) -> int: ...
 
 
 class TorchRolloutEngine(Resident):
@@ -136,7 +150,7 @@ class TorchRolloutEngine(Resident):
         model: PreTrainedModel,
         tokenizer: ChatTokenizer,
         max_rows: int,
-        shares: Trainer | None = None,
+        shares: SharesModel | None = None,
         adapter: Adapter | None = None,
         adapter_of: str | None = None,
     ) -> None:
@@ -175,7 +189,7 @@ class TorchRolloutEngine(Resident):
         self._receipt = None
         if self._shares is None:
             self._receipt = self._copy(source)
-        elif source is self._shares:
+        elif cast(object, source) is self._shares:
             self._receipt = Receipt(source.version, digest="alias", bytes=0, seconds=0.0, transport="alias")
         else:
             raise SyncError(
@@ -295,6 +309,8 @@ class TorchRolloutEngine(Resident):
         ending = Ending(self.tokenizer, sampling)
         stops = torch.tensor(ending.token_ids, dtype=torch.int64, device=prompts.device)
         watches = [ending.watch() for _ in range(rows)] if ending.stop else []
+        from transformers import DynamicCache
+
         cache = DynamicCache(config=self.model.config)
         first, copies = unique_rows(prompts.masked_fill(~mask, -1))
         ids = prompts.masked_fill(~mask, 0)  # padding may hold anything, ids that the vocabulary lacks included

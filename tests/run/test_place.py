@@ -25,7 +25,7 @@ from tests.kernel import CriticEngine, RolloutEngine, TrainerEngine, exact
 class Trainer(Backend):
     """Backends that say where they want to be, and must not be built."""
 
-    serves = (protocols.Trainer,)
+    serves = (protocols.Trainer, protocols.Checkpointed)
 
     ranks: int = 1
     slots_per_rank: int = 1
@@ -37,7 +37,7 @@ class Trainer(Backend):
 
 
 class Critic(Trainer):
-    serves = (protocols.Critic,)
+    serves = (protocols.Critic, protocols.Checkpointed)
 
     def build(self, context: Any) -> CriticEngine:
         raise AssertionError("built")

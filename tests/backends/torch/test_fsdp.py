@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from flowrl.backends import SGD, AdamW, Cosine, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.backends.torch.mesh import split_rows
+from flowrl.data.balance import split_rows
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, ParameterError
 from tests.backends.torch.fsdp_cases import (
