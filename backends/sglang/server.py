@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from flowrl.backends.hosted.ending import Watch
 from flowrl.backends.hosted.frames import read_frame, write_frame
 from flowrl.backends.hosted.handles import opened
+from flowrl.backends.rollout import Watch
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.sync.digest import tensor_digest
 

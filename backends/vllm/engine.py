@@ -22,8 +22,8 @@ from torch import Tensor
 
 from flowrl.backends.hosted import keeper
 from flowrl.backends.hosted.arrival import Arrival
-from flowrl.backends.hosted.base import Answer, EngineSpec, RolloutEngine, ending_on_error
-from flowrl.backends.hosted.ending import Ending
+from flowrl.backends.hosted.base import Answer, EngineSpec, HostedRollout, ending_on_error
+from flowrl.backends.rollout import Ending
 from flowrl.backends.torch.lora import LoRA, save_adapter
 from flowrl.core.protocols import BuildContext, Sampling
 from flowrl.data.tokenizer import ChatTokenizer
@@ -97,8 +97,8 @@ class VLLM(EngineSpec):
         return VLLMEngine(self, ChatTokenizer(self.model), context.seed)
 
 
-class VLLMEngine(RolloutEngine):
-    """A live `VLLM`; see `RolloutEngine` for what it does.
+class VLLMEngine(HostedRollout):
+    """A live `VLLM`; see `HostedRollout` for what it does.
 
     With one device the weights pass through one tensor at a time, within this process; with more they go to vLLM's
     workers; see `flowrl.backends.vllm.worker`. An adapter goes through a temporary folder.
@@ -289,7 +289,7 @@ class VLLMEngine(RolloutEngine):
 
 
 def _answer(output: Any) -> Answer:
-    """A response in the words of `RolloutEngine`."""
+    """A response in the words of `HostedRollout`."""
     ids = list(output.token_ids)
     return Answer(
         ids,
