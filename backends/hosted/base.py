@@ -1,5 +1,5 @@
-"""What the rollout engines share that run code of others (vLLM, SGLang): they hold weights of their own, are filled by
-a sync, and are ended by a fault, which the next sync mends.
+"""What engines by others (vLLM, SGLang) share: they hold weights of their own, a sync fills them, a fault ends them, and
+the next sync starts them anew.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Answer(NamedTuple):
 
 
 class HostedRollout(RolloutEngine):
-    """A live engine; what is abstract is the engine's own.
+    """A live engine by others; what is abstract differs from one to the other.
 
     An error while it generates or takes over weights leaves the engine in no known state, so it is ended, and the next
     sync starts it anew.

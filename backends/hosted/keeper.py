@@ -1,8 +1,7 @@
 """The keeper of an engine's processes: it outlives them, and the process that started them, to clean up after both.
 
-It is a process of its own and nobody's child: whoever kills the process that holds an engine (Ray, say) may kill that
-one's children too, and with them whoever else would have cleaned up. It imports nothing but the standard library, so
-that it costs next to nothing.
+It is a process of its own and no child of another: what kills the process that holds an engine (Ray, say) may kill that
+process's children too. It imports nothing but the standard library, so that it costs next to nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def end_group(group: int, folder: Path) -> None:
     """Kill every process of a group, without leaving its shared memory behind.
 
     No process is asked to end by itself: engines that do so kill the process that tracks their shared memory before it
-    has cleaned up, and wait for requests that nobody wants any more.
+    has cleaned up, and wait for requests that are no longer wanted.
 
     What processes have mapped can only be read while they live. They are stopped before that, since what one made
     between the look and the kill would be left behind.
@@ -108,7 +107,7 @@ def shared_memory(group: int) -> set[Path]:
 
 
 def members(group: int) -> list[Path]:
-    """The folders in ``/proc`` of a group's processes, less dead ones that nobody has waited for."""
+    """The folders in ``/proc`` of a group's processes, less dead ones that were not waited for."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -120,5 +119,5 @@ def members(group: int) -> list[Path]:
 
 
 if __name__ == "__main__":
-    if os.fork() == 0:  # so that what goes on is nobody's child
+    if os.fork() == 0:  # so that what goes on is an orphan
         main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None)

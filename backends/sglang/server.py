@@ -147,7 +147,7 @@ class Server:
         return self._forget(version)
 
     def _forget(self, version: str) -> dict[str, Any]:
-        """Let go of what was computed with older weights, and bear a version; the digests of what came."""
+        """Let go of what was computed with older weights, and carry a version; returns the digests of what came."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         flushed = self.engine.flush_cache()
@@ -173,7 +173,7 @@ def _require(outcome: tuple[bool, str]) -> None:
 
 
 def serve(requests: Connection, replies: Connection) -> None:
-    """Start the engine that the first request describes, then answer others; it is the parent that ends this."""
+    """Start the engine that the first request describes, then answer others, until the parent ends it."""
     arguments, _ = requests.recv(), requests.recv_bytes()
     server = None
     message: dict[str, Any] = {"call": "describe"}

@@ -308,8 +308,7 @@ def _answer(output: Any) -> Answer:
 
 
 def _end(core: Any, workers: list[Any], shared_memory: set[str], keepers: list[int]) -> None:
-    """End vLLM's processes, and remove the shared memory that its workers leave behind, which is nobody's then to
-    keep."""
+    """End vLLM's processes, and remove the shared memory that its workers leave behind."""
     try:
         core.shutdown()
         gc.collect()  # vLLM's objects are in cycles, and hold memory

@@ -72,7 +72,7 @@ def refuse_unfit(role: str, backend: Any, node: str, protocol: type) -> None:
     """Refuse a backend whose engine is not what `node` asks of `role`, before anything is loaded.
 
     Raises:
-        BindError: it is no `Backend`, or naming the members that its engine lacks.
+        BindError: it is no `Backend`, or its engine lacks members, which are named.
     """
     if not isinstance(backend, Backend):
         raise BindError(
@@ -90,12 +90,12 @@ def refuse_unfit(role: str, backend: Any, node: str, protocol: type) -> None:
 
 
 def refuse_uncheckpointed(roles: Iterable[str], bindings: Mapping[str, Backend], asker: str, mend: str) -> None:
-    """Refuse trained roles whose engines cannot be saved where somebody asks for that, before anything is loaded.
+    """Refuse trained roles whose engines cannot be saved where that is asked for, before anything is loaded.
 
     Args:
         roles: the trained ones.
         bindings: backends by role; a role that is not bound yet is passed over.
-        asker: who wants to save, as ``"checkpoint_every=5"``.
+        asker: what asks for it, as ``"checkpoint_every=5"``.
         mend: how to do without.
 
     Raises:

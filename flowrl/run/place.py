@@ -17,7 +17,7 @@ from flowrl.spec import Spec, non_default
 
 
 class Place(Spec):
-    """Base of places: how many slots there are, who may take which, and how a job is opened there.
+    """Base of places: how many slots there are, which roles may take them, and how a job is opened there.
 
     A slot is a GPU, or on a machine without GPUs a CPU.
 

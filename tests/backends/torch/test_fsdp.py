@@ -12,15 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from flowrl.backends import SGD, AdamW, Cosine, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.data.balance import split_rows
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, ParameterError
 from tests.backends.torch.fsdp_cases import (
@@ -326,16 +323,6 @@ def test_one_rank_through_fully_shard_is_one_process(found: Any, monkeypatch: py
             TorchCritic(str(folder / critic), offload=True, device="cpu").build(context)
     finally:
         dist.destroy_process_group()
-
-
-@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 5))
-def test_rows_are_dealt_evenly_and_each_once(tokens: list[int], ranks: int) -> None:
-    shares = split_rows(torch.tensor(tokens, dtype=torch.int64), ranks)
-    assert len(shares) == ranks and sorted(torch.cat(shares).tolist()) == list(range(len(tokens)))
-    assert all(share.tolist() == sorted(share.tolist()) for share in shares)
-    loads = [sum(tokens[row] for row in share.tolist()) for share in shares]
-    assert max(loads) - min(loads) <= max(tokens, default=0)
-    assert max(map(len, shares)) > 0 or not tokens
 
 
 @pytest.mark.gpu
