@@ -22,7 +22,7 @@ from flowrl.columns import ColumnType
 from flowrl.core.call import Call
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
-from flowrl.core.protocols import Adapted
+from flowrl.core.protocols import Adapted, Sleeper
 from flowrl.core.session import Session
 from flowrl.data.metrics import Metrics
 from flowrl.distributed.export import Export
@@ -179,13 +179,13 @@ class Host:
     def sleep(self) -> None:
         """Give the device's memory back until `wake`."""
         for engine in self.engines.values():
-            if hasattr(engine, "sleep"):
+            if isinstance(engine, Sleeper):
                 engine.sleep()
 
     def wake(self) -> None:
         """Take the device back."""
         for engine in self.engines.values():
-            if hasattr(engine, "wake"):
+            if isinstance(engine, Sleeper):
                 engine.wake()
 
     def export(self, role: str, part: str, probes: bool, bucket_bytes: int) -> Export | None:
