@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from flowrl.data.files import file_digest, remove, replaced
 from flowrl.data.formats import check_json
 from flowrl.errors import DataError, ParameterError
 
@@ -25,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -61,28 +59,21 @@ class Checkpoints:
         stated = {**state, "step": step}
         check_json(stated, "the state of a checkpoint")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._clear()
-        draft, final = self.folder / f".step-{step:06d}.partial", self._path(step)
-        draft.mkdir()
-        write(draft)
-        (draft / STATE).write_text(json.dumps(stated, indent=2), encoding="utf-8")
-        files = {
-            path.relative_to(draft).as_posix(): _digest(path) for path in sorted(draft.rglob("*")) if path.is_file()
-        }
-        manifest = {"files": files, "digest": _seal(files)}
-        (draft / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-        for path in [*draft.rglob("*"), draft]:
-            _flush(path)
-        if final.exists():
-            os.replace(final, self.folder / f".{final.name}.replaced")
-        os.replace(draft, final)
-        _flush(self.folder)
+        for leftover in self.folder.glob(".step-*"):  # of saves that were cut off
+            remove(leftover)
+        with replaced(self._path(step)) as draft:
+            draft.mkdir()
+            write(draft)
+            (draft / STATE).write_text(json.dumps(stated, indent=2), encoding="utf-8")
+            paths = sorted(path for path in draft.rglob("*") if path.is_file())
+            files = {path.relative_to(draft).as_posix(): file_digest(path) for path in paths}
+            manifest = {"files": files, "digest": _seal(files)}
+            (draft / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         kept = [other for other in self.steps() if other <= step][-self.keep :]
         for other in self.steps():
             if other not in kept:
-                shutil.rmtree(self._path(other))
-        self._clear()
-        return final
+                remove(self._path(other))
+        return self._path(step)
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, whole or not."""
@@ -115,11 +106,6 @@ class Checkpoints:
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def _clear(self) -> None:
-        """Remove what a save left that was cut off, or has put in another's place."""
-        for leftover in self.folder.glob(".step-*"):
-            shutil.rmtree(leftover)
-
 
 def find_fault(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None; a file that the manifest does not name is no fault."""
@@ -132,7 +118,7 @@ def find_fault(path: Path) -> str | None:
         return f"the checkpoint {path} has no {MANIFEST} that can be read ({type(error).__name__})"
     for name, digest in files.items():
         try:
-            found = _digest(path / name)
+            found = file_digest(path / name)
         except OSError as error:
             return f"the checkpoint {path} is damaged: {name} cannot be read ({type(error).__name__})"
         if found != digest:
@@ -142,20 +128,3 @@ def find_fault(path: Path) -> str | None:
 
 def _seal(files: Mapping[str, str]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """To the disk, so that a crash of the machine cannot leave a renamed folder with empty files."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.data.files import write_text
 from flowrl.errors import ParameterError
 
 LINES = ("metrics.jsonl", "predictions.jsonl")
@@ -70,9 +71,7 @@ class RunFolder:
 
     def describe(self, described: Mapping[str, Any]) -> None:
         """Write ``run.json``, whole or not at all."""
-        partial = self.path / "run.json.partial"
-        partial.write_text(json.dumps(jsonable(described), indent=2) + "\n", encoding="utf-8")
-        partial.replace(self.path / "run.json")
+        write_text(self.path / "run.json", json.dumps(jsonable(described), indent=2) + "\n")
 
     def append(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:
         """Add lines to a JSONL file; NaN and infinity are written as null, and what JSON does not know as text."""
@@ -92,9 +91,7 @@ class RunFolder:
         for file in LINES:
             if (self.path / file).exists():
                 kept = [record for record in self._read(file) if record["step"] <= step]
-                partial = self.path / f"{file}.partial"
-                partial.write_text("".join(_line(record) for record in kept), encoding="utf-8")
-                partial.replace(self.path / file)
+                write_text(self.path / file, "".join(_line(record) for record in kept))
         # what is no number to JSON was written as null
         lines = [{k: math.nan if v is None else v for k, v in line.items()} for line in self._read("metrics.jsonl")]
         return [line for line in lines if "timing/step" in line], [line for line in lines if "timing/step" not in line]
