@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.columns import PAD_SIDE
+from flowrl.data.column_math import growth, margin_of, padded_widths, paste
 from flowrl.errors import DataError
 
 Array = np.ndarray[Any, Any]
@@ -139,14 +141,9 @@ def join(
     Raises:
         DataError: a wanted row is in no piece or in several, or pieces differ in an axis that is not padded.
     """
-    prompt, response = max(p for *_, p, _ in parts), max(r for *_, r in parts)
-    windows, shapes = [], set()  # where each piece stands along the axes after the first, and how wide these become
-    for _, column, own_prompt, own_response in parts:
-        left, right = prompt - own_prompt, response - own_response
-        grown = {"prompt": (left, 0), "response": (0, right), "sequence": (left, right)}
-        along = [(*grown.get(axis, (0, 0)), n) for axis, n in zip(axes[1:], column.shape[1:], strict=True)]
-        windows.append(tuple(slice(before, before + n) for before, _, n in along))
-        shapes.add(tuple(before + n + after for before, after, n in along))
+    grown = growth([{"prompt": prompt, "response": response} for *_, prompt, response in parts])
+    margins = [[margin_of(PAD_SIDE.get(axis), own) for axis in axes[1:]] for own in grown]
+    shapes = {tuple(padded_widths(column, own)) for (_, column, *_), own in zip(parts, margins, strict=True)}
     if len(shapes) > 1:
         raise DataError(
             f"pieces of a column [{' '.join(axes)}] have the widths {sorted(shapes)} once prompts and responses are "
@@ -161,11 +158,9 @@ def join(
         if isinstance(first, Tensor)
         else np.empty(len(wanted), dtype=object)
     )
-    for (_, column, *_), window, target in zip(parts, windows, targets, strict=True):
+    for (_, column, *_), margin, target in zip(parts, margins, targets, strict=True):
         taken = np.flatnonzero(target >= 0)
-        place: Any = (target[taken], *window)
-        rows: Any = column[taken]
-        whole[place] = rows
+        paste(whole, target[taken], column[taken], margin)
     return whole
 
 
