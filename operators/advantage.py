@@ -16,7 +16,7 @@ from torch import Tensor
 from flowrl.columns import Advantages, ResponseMask, Returns, TokenLevelRewards, Uid, Values
 from flowrl.core.operator import Granularity, Operator
 from flowrl.errors import DataError
-from flowrl.operators.masked import select, select_rewards
+from flowrl.operators.per_token import select, select_rewards
 
 
 @torch.no_grad()

@@ -26,8 +26,7 @@ from flowrl.core.operator import Granularity, Operator, State
 from flowrl.core.ports import INJECTED
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError
-from flowrl.operators.kl import MAX_EXPONENT, kl_penalty
-from flowrl.operators.masked import select
+from flowrl.operators.per_token import MAX_EXPONENT, kl_penalty, select
 
 logger = logging.getLogger(__name__)
 

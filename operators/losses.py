@@ -19,8 +19,7 @@ from torch import Tensor
 
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError
-from flowrl.operators.kl import MAX_EXPONENT, Estimator, kl_penalty
-from flowrl.operators.masked import masked_sum, select
+from flowrl.operators.per_token import MAX_EXPONENT, Estimator, kl_penalty, select
 from flowrl.spec import Spec
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -118,7 +117,7 @@ class KLLoss(Spec):
     follows KL(reference || policy); k1 follows nothing, its gradient is pure noise.
 
     Args:
-        estimator: see `flowrl.operators.kl`.
+        estimator: see `flowrl.operators.per_token`.
         coef: the weight of KL, beta.
     """
 
@@ -202,7 +201,7 @@ class PPOClip(_Aggregated, Spec):
         metrics.mean("actor/pg_clipfrac", at_clip.sum(), tokens)
         metrics.mean("actor/approx_kl", -log_ratio.detach().sum(), tokens)
         if entropy is not None:
-            metrics.mean("actor/entropy", masked_sum(entropy.detach(), on), tokens)
+            metrics.mean("actor/entropy", select(entropy.detach(), on).sum(), tokens)
         if self.entropy > 0:
             loss = loss - self.entropy * (weights * select(_wanted(entropy, "entropy", "entropy > 0"), on)).sum()
         if self.kl is not None:
