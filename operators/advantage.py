@@ -184,7 +184,7 @@ class GroupAdvantage(Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"group baseline"}``: it needs several rows a prompt."""
+        """``{"group baseline"}``: it needs several rows per prompt."""
         return frozenset({"group baseline"})
 
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:

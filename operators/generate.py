@@ -21,12 +21,12 @@ from flowrl.records import PromptBatch, RolloutBatch
 
 
 class Repeat(Operator):
-    """Every prompt `n` times in a row, under one `uid` (GRPO's group) and with a `row_id` of its own.
+    """Every prompt `n` times in succession, under one `uid` (GRPO's group) and with a `row_id` of its own.
 
     ``[batch ...]`` becomes ``[batch * n ...]``; the copies of a prompt stand next to each other.
 
     Args:
-        n: answers a prompt.
+        n: answers per prompt.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -66,7 +66,7 @@ class Generate(Operator):
         temperature: 0 is greedy.
         top_k: keep the `top_k` most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens that reaches this probability; 1 keeps all.
-        max_new_tokens: a response is at most so long.
+        max_new_tokens: the longest a response may get.
         stop_token_ids: tokens that end a response, besides the tokeniser's EOS.
         stop: strings that end a response, once its text contains one. The response ends with the token that completes
             the string, and all of that token is part of it, so that the text may go on past the string. Special tokens
@@ -98,7 +98,7 @@ class Generate(Operator):
         receipt = engine.receipt
         if receipt is None:
             raise SyncError(
-                "the rollout engine has no receipt for its weights, so nobody knows which policy would answer; "
+                "the rollout engine has no receipt for its weights, so it is not known which policy would answer; "
                 "expected a sync first: Sync()(updated), or `with job.eager():`, which syncs at its start."
             )
         sampling = Sampling(

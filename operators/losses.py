@@ -82,7 +82,7 @@ class _Aggregated:
         return token_weights(response_mask, self.aggregation, self.norm)
 
     def _share(self, weights: Tensor) -> Tensor:
-        """The share of a mini-batch that these rows are: their part of its tokens, or of its sequences."""
+        """Which share of the mini-batch these rows are, of its tokens or of its sequences."""
         if self.aggregation in ("token-mean", "seq-mean-token-mean"):
             return weights.sum()  # sums to 1 over the mini-batch
         per_row = weights.sum(-1) / (weights != 0).sum(-1).clamp(min=1)  # 1 / (S * norm) in every row that counts
@@ -161,7 +161,7 @@ class PPOClip(_Aggregated, Spec):
 
     @property
     def wants_entropy(self) -> bool:
-        """Whether the loss needs entropy with its gradient; entropy that is passed anyway is reported."""
+        """Whether the loss needs entropy with its gradient; entropy that is passed without need is still reported."""
         return self.entropy > 0
 
     def __call__(
@@ -214,7 +214,7 @@ class PPOClip(_Aggregated, Spec):
 
 def _wanted(x: Tensor | None, name: str, reason: str) -> Tensor:
     if x is None:
-        raise DataError(f"PPOClip has {reason} and so needs {name}, but got None; pass {name}, or take the term out.")
+        raise DataError(f"PPOClip has {reason} and so needs {name}, but got None; pass {name}, or remove the term.")
     return x
 
 

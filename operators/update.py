@@ -22,7 +22,7 @@ from flowrl.records import CriticUpdated, Receipt, Tokens, Updated, VersionedSeq
 
 
 class PolicyBatch(NamedTuple):
-    """What a policy loss may read, one row per response; `old_log_probs` are what its ratio is taken to."""
+    """What a policy loss may read, one row per response; its ratio is taken to `old_log_probs`."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -107,7 +107,7 @@ class UpdateActor(Operator):
 
     @property
     def row_divisors(self) -> Mapping[str, int]:
-        """The mini-batch."""
+        """What must divide the rows: the mini-batch, if there is one."""
         return _divisors(self.mini_batch)
 
     @property
@@ -139,7 +139,7 @@ class UpdateActor(Operator):
             row = int(stale[0])
             raise StalePolicyError(
                 f"{len(stale)} of {len(rollout.policy_version)} rows were not sampled by the policy that is trained: "
-                f"row {row} bears policy_version {int(rollout.policy_version[row])}, the actor is at "
+                f"row {row} carries policy_version {int(rollout.policy_version[row])}, the actor is at "
                 f"{self.actor.version}; expected all rows of this step from its own weights: run Sync after every "
                 f"update, then Generate."
             )
@@ -182,7 +182,7 @@ class UpdateCritic(Operator):
 
     @property
     def row_divisors(self) -> Mapping[str, int]:
-        """The mini-batch."""
+        """What must divide the rows: the mini-batch, if there is one."""
         return _divisors(self.mini_batch)
 
     def __call__(
@@ -197,10 +197,10 @@ class UpdateCritic(Operator):
 
 
 class Sync(Operator):
-    """Carry the updated weights to the rollout engine; what it returns proves that they arrived.
+    """Carry the updated weights to the rollout engine; the receipt that it returns proves that they arrived.
 
-    The receipt's version is what every row that the engine generates from now on bears. A run syncs once before its
-    first step too.
+    Every row that the engine generates from now on carries the receipt's version. A run also syncs once before its
+    first step.
 
     Raises:
         SyncError: the engine's receipt is for other weights than the trainer's.
@@ -223,6 +223,6 @@ class Sync(Operator):
         return receipt
 
     def rollout_version(self) -> int | None:
-        """The version that the engine itself says it holds."""
+        """The version that the engine itself reports, or None if it holds no receipt."""
         held = self.rollout.receipt
         return held.version if held is not None else None

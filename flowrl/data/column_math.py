@@ -1,4 +1,4 @@
-"""What is true of the columns of a `DataProto`: their checks, padding, comparison, and how they are shown."""
+"""Arithmetic on the columns of a `DataProto`: checks, padding, comparison, and a table to print."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Objects = NDArray[np.object_]
 Columns = Mapping[str, Tensor | Objects]
 Pad = tuple[int | float | bool, Side]
 Growth = Mapping[Side, tuple[int, int]]
-"""By how much an axis of each side is to grow, as (left, right); a side is absent where that cannot be told."""
+"""By how much an axis of each side grows, as (left, right); a side is absent where that is unknown."""
 Margin = Sequence[tuple[int, int]]
 """How far a part of a column is padded (left, right) along each axis after the first."""
 
@@ -89,7 +89,7 @@ def bind_axes(columns: Columns) -> dict[str, int]:
 def growth(axes: Sequence[Mapping[str, int]]) -> list[Growth]:
     """How the axes of several batches (each as from `bind_axes`, with the same symbols) grow to their common widths.
 
-    Where only one of prompt and response is among the symbols, the other is what it leaves of the sequence.
+    Where only one of prompt and response is among the symbols, the other is the rest of the sequence.
 
     Raises:
         DataError: a sequence is not as wide as its prompt and its response together.
@@ -175,7 +175,7 @@ def paste(whole: Tensor | Objects, rows: Any, part: Tensor | Objects, margin: Ma
 
 
 def margin_of(side: Side | None, grown: Growth) -> tuple[int, int]:
-    """How far an axis of this side is padded (left, right); (0, 0) where that cannot be told."""
+    """How far an axis of this side is padded (left, right); (0, 0) where that is unknown."""
     return grown.get(side, (0, 0)) if side is not None else (0, 0)
 
 
@@ -193,7 +193,7 @@ def _margins(
     found = f"column {name!r} has the widths {sorted(set(widths))} along axis {axis} in concat"
     if side == "sequence":
         raise DataError(
-            f"{found}; a sequence is padded on both sides, as its prompt and its response grow, which cannot be told "
+            f"{found}; a sequence is padded on both sides, as its prompt and its response grow, which is unknown "
             f"here: concat it together with prompts or response_mask."
         )
     raise DataError(f'{found}, and flowrl does not know how to pad it; pass pad={{"{name}": (value, side)}}.')

@@ -138,7 +138,7 @@ class DataProto:
         """Columns under new names (``{old: new}``), in place; two columns may swap theirs.
 
         Raises:
-            DataError: two columns would bear one name.
+            DataError: two columns would have one name.
         """
         self._require(*names)
         new = [names.get(name, name) for name in self._columns]
@@ -181,7 +181,7 @@ class DataProto:
                 ``"left"``, ``"right"`` or ``"sequence"``.
 
         Raises:
-            DataError: different columns, dtypes, devices or meta; widths that flowrl cannot pad or cannot tell apart.
+            DataError: different columns, dtypes, devices or meta; widths that flowrl does not know how to pad.
         """
         if not protos:
             raise DataError("concat was given no DataProto; expected at least one.")

@@ -1,4 +1,4 @@
-"""What a `DataProto` looks like outside of a process: its digest, its folder on disk, TensorDict, verl's three dicts.
+"""How a `DataProto` looks outside a process: its digest, its folder on disk, TensorDict, verl's three dicts.
 
 Everything here works on plain columns and meta; `DataProto` puts the methods on top. Nothing is ever pickled.
 """
@@ -92,7 +92,7 @@ def save(folder: str | Path, columns: Columns, meta: Meta) -> None:
         "objects": {name: c.tolist() for name, c in columns.items() if not isinstance(c, Tensor)},
         "meta": dict(meta),
     }
-    # safetensors wants every tensor in a storage of its own
+    # safetensors requires a separate storage for every tensor
     tensors = {name: c.detach().cpu().contiguous().clone() for name, c in columns.items() if isinstance(c, Tensor)}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replaced(folder) as draft:

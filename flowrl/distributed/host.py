@@ -26,7 +26,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults import Failure, at, named
 from flowrl.distributed.wire import Array, Piece, join, pack, unpack
-from flowrl.distributed.worker_logs import Said, heard
+from flowrl.distributed.worker_logs import Warned, collect_warnings
 from flowrl.errors import SyncError
 from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
@@ -74,7 +74,7 @@ class Report:
     values: Mapping[str, Any]
     metrics: Metrics
     state: Mapping[str, Any]
-    said: Sequence[Said]
+    said: Sequence[Warned]
     tokens: Array | None
     received: int
     started: float
@@ -257,13 +257,13 @@ class Host:
         """Run a node."""
         inputs: dict[str, Any] = {}
         try:
-            with heard() as said:
+            with collect_warnings() as said:
                 return self._run(call, inputs, said)
         except Exception as error:
             where = f"{at(call.step)} on {named(self.plan)}"
             return Failure.of(error, failure(call.operator, where, error, inputs))
 
-    def _run(self, call: Call, inputs: dict[str, Any], said: Sequence[Said]) -> Report:
+    def _run(self, call: Call, inputs: dict[str, Any], said: Sequence[Warned]) -> Report:
         started = time.time()
         received, sizes = self._gather(call, inputs)
         fetched = time.time()

@@ -26,7 +26,7 @@ from flowrl.distributed.host import Call, Report, Sent, join_pieces
 from flowrl.distributed.hosts import GRACE_SECONDS, Hosts, is_sync, roles_of, uid_slot
 from flowrl.distributed.shards import shard
 from flowrl.distributed.wire import Array, Piece, pack
-from flowrl.distributed.worker_logs import say
+from flowrl.distributed.worker_logs import relay_warnings
 from flowrl.errors import SyncError
 from flowrl.records import Receipt
 from flowrl.run.local import StepResult, columns_of_input, merge_metrics
@@ -292,7 +292,7 @@ class Walk:
         """Enter what all ranks of a node left."""
         node, reports = run.node, run.all
         refuse_unequal(reports, node)
-        say(said for report in reports for said in report.said)
+        relay_warnings(said for report in reports for said in report.said)
         whole = node.operator.granularity == "batch" or node.operator.changes_rows
         parts = reports[:1] if whole else reports
         made = Made(values=dict(reports[0].values))

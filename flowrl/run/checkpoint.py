@@ -1,7 +1,7 @@
-"""Checkpoints: folders that are whole or not there, and that say what should be in them.
+"""Checkpoints: folders that are either whole or absent, each with a manifest of what belongs in it.
 
-A checkpoint is written beside its place, closed by a manifest with the xxh3-128 of every file, and moved into its place
-by a rename. One that is damaged is passed over, with a warning, for the one before it.
+A checkpoint is written next to its place, closed with a manifest of the xxh3-128 of every file, and renamed into place.
+A damaged one is passed over, with a warning, for the one before it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Checkpoints:
     """The checkpoints of a run, ``<folder>/step-000010`` and so on.
 
     Args:
-        folder: where they are; one run at a time writes there.
+        folder: where they are; only one run at a time writes there.
         keep: how many of the newest are kept; older ones are removed once a newer one is complete.
 
     Raises:
@@ -46,11 +46,11 @@ class Checkpoints:
             raise ParameterError(f"Checkpoints(keep={self.keep}) would keep none; expected at least 1.")
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
-        """Write the checkpoint after `step`; it takes the place of those after it, which a resumed run has left behind.
+        """Write the checkpoint after `step`, and remove any later ones, left over from before a resume.
 
         Args:
             step: steps done.
-            state: what is not in the engines; comes back as it is, with ``"step"``.
+            state: what is not in the engines; `latest` returns it unchanged, with ``"step"``.
             write: writes the engines into the folder that it is given.
 
         Raises:
@@ -76,15 +76,15 @@ class Checkpoints:
         return self._path(step)
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, whole or not."""
+        """The steps that have a checkpoint, whole or damaged."""
         names = [path.name for path in self.folder.glob("step-*") if path.is_dir()]
         return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{6,}", name))
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint that is whole, and its state; None where there is none at all.
+        """The newest whole checkpoint and its state; None if there are no checkpoints.
 
         Raises:
-            DataError: there are checkpoints, and all are damaged.
+            DataError: there are checkpoints, but all are damaged.
         """
         faults: list[str] = []
         for step in reversed(self.steps()):
@@ -99,7 +99,7 @@ class Checkpoints:
         if faults:
             raise DataError(
                 f"no checkpoint in {self.folder} is whole: {'; '.join(faults)}. Put back a copy of one, or move the "
-                f"folder away to start the run anew."
+                f"folder away to start the run afresh."
             )
         return None
 
@@ -108,7 +108,7 @@ class Checkpoints:
 
 
 def find_fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None; a file that the manifest does not name is no fault."""
+    """What is wrong with a checkpoint, or None; a file that the manifest does not name is not a fault."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files: dict[str, str] = manifest["files"]

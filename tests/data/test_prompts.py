@@ -198,7 +198,7 @@ def test_a_path_may_be_a_path_object(tmp_path: Path) -> None:
 def test_missing_files_are_found_without_a_tokeniser(tmp_path: Path) -> None:
     path = Path(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
     PromptData(path).refuse_missing()
-    with pytest.raises(DataError, match=r"gone\.jsonl' is not a file on this machine .looked in .*mend PromptData"):
+    with pytest.raises(DataError, match=r"gone\.jsonl' is not a file on this machine .looked in .*correct PromptData"):
         PromptData((path, path.with_name("gone.jsonl"))).refuse_missing()
     with pytest.raises(DataError, match="is not a file"):
         PromptData(tmp_path / "a.jsonl" / "b.jsonl").refuse_missing()

@@ -534,7 +534,7 @@ def test_a_function_that_is_not_there_is_refused_where_the_operator_is_made(fn: 
             "missing a required argument: 'm",
         ),
         ("async def f(data_source, solution_str, ground_truth, extra_info=None): ...", "f is async, so a call of it"),
-        ("async def f(**columns): ...", "run in it what is to be awaited: asyncio.run(...)"),
+        ("async def f(**columns): ...", "await inside it with asyncio.run(...)"),
     ],
 )
 def test_what_a_file_defines_is_refused_without_running_it(source: str, said: str, tmp_path: Path) -> None:
