@@ -68,7 +68,7 @@ def test_rows_of_an_older_version_are_refused_and_the_weights_left_alone(tiny: s
     actor = trainer(tiny)
     update(actor, 0)
     before = weights_of(actor)
-    with pytest.raises(StalePolicyError, match=r"4 of 4 rows.*row 0 bears policy_version 0, the actor is at 1.*Sync"):
+    with pytest.raises(StalePolicyError, match=r"4 of 4 rows.*row 0 carries policy_version 0, the actor is at 1.*Sync"):
         update(actor, 0)
     assert_untouched(actor, before, version=1)
 
@@ -77,7 +77,7 @@ def test_rows_of_mixed_versions_are_refused_by_the_first_odd_one(tiny: str) -> N
     actor = trainer(tiny)
     update(actor, 0)
     before = weights_of(actor)
-    with pytest.raises(StalePolicyError, match=r"2 of 4 rows.*row 1 bears policy_version 0, the actor is at 1"):
+    with pytest.raises(StalePolicyError, match=r"2 of 4 rows.*row 1 carries policy_version 0, the actor is at 1"):
         update(actor, [1, 0, 1, 0])
     assert_untouched(actor, before, version=1)
 
@@ -244,7 +244,7 @@ def test_planted_stale_rows_stop_a_graph_before_it_trains(tiny: str, prompts_fil
         executor.step(batch, 0)
     actor = executor.runner.engines["actor"]
     before = weights_of(actor)
-    with pytest.raises(NodeError, match=r"update_actor failed in step 1: StalePolicyError: .*row 0 bears"):
+    with pytest.raises(NodeError, match=r"update_actor failed in step 1: StalePolicyError: .*row 0 carries"):
         executor.step(batch, 1)
     assert_untouched(actor, before, version=1)
 

@@ -28,7 +28,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults import Failure, named
 from flowrl.distributed.wire import Array, Piece, join, pack, unpack, widths
-from flowrl.distributed.worker_logs import Said, heard
+from flowrl.distributed.worker_logs import Warned, collect_warnings
 from flowrl.errors import SyncError
 from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
@@ -78,7 +78,7 @@ class Report:
     values: Mapping[str, Any]
     metrics: Metrics
     state: Mapping[str, Any]
-    said: Sequence[Said]
+    said: Sequence[Warned]
     lengths: Lengths | None
     received: int
     started: float
@@ -262,13 +262,13 @@ class Host:
         """Run an instance."""
         inputs: dict[PortField, Any] = {}
         try:
-            with heard() as said:
+            with collect_warnings() as said:
                 return self._run(task, inputs, said)
         except Exception as error:
             message = failure(task.operator, f"{when(task.step)} on {named(self.plan)}", error, inputs)
             return Failure.of(error, message)
 
-    def _run(self, task: HostTask, inputs: dict[PortField, Any], said: Sequence[Said]) -> Report:
+    def _run(self, task: HostTask, inputs: dict[PortField, Any], said: Sequence[Warned]) -> Report:
         started = time.time()
         received, sizes = self._gather(task, inputs)
         fetched = time.time()

@@ -30,7 +30,7 @@ from flowrl.distributed.hosts import GRACE_SECONDS, Hosts
 from flowrl.distributed.ray_place import RayPlace
 from flowrl.distributed.shards import shard
 from flowrl.distributed.wire import Array, Piece, pack, widths
-from flowrl.distributed.worker_logs import say
+from flowrl.distributed.worker_logs import relay_warnings
 from flowrl.errors import DataError, EngineError, NodeError, SyncError
 from flowrl.records import Receipt
 from flowrl.run.place import ProcessSpec, lay_out
@@ -251,7 +251,7 @@ class RayRunner:
         if running.delivery:
             running.delivery.finish()
         refuse_unequal(reports, task.node)
-        say(said for report in reports for said in report.said)
+        relay_warnings(said for report in reports for said in report.said)
         whole = operator.granularity == "batch" or operator.changes_rows
         parts = reports[:1] if whole else reports
         columns = {name: [report.columns[name] for report in parts] for name in reports[0].columns}
