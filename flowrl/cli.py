@@ -238,10 +238,10 @@ def demo(
     folder: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
 ) -> None:
     """Teach a small model to think, by GRPO and by PPO, on this machine's CPU."""
-    from flowrl.demo.run import tell
+    from flowrl.demo.run import run_demo
 
     _quiet()
-    tell(out, folder, steps, seed)
+    run_demo(out, folder, steps, seed)
 
 
 def _load(target: str) -> Any:

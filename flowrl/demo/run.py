@@ -65,11 +65,11 @@ def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, se
     )
 
 
-def tell(out: Console, folder: Path, steps: int, seed: int) -> dict[str, Run]:
+def run_demo(out: Console, folder: Path, steps: int, seed: int) -> dict[str, Run]:
     """Build, train, and show what was learned.
 
     Args:
-        out: where to tell it.
+        out: where it is printed.
         folder: data, warm-started model, runs and plot go here; the runs must not be there yet.
         steps: of each algorithm.
         seed: of warm start and training.
