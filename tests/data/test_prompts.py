@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import char_tokenizer, tiny_folder
 
 from flowrl.data.dataproto import DataProto
 from flowrl.data.keys import Key
@@ -25,6 +24,7 @@ from flowrl.data.prompts import FilePath, PromptData, PromptStream
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError
 from flowrl.records import PromptBatch
+from tests.models import char_tokenizer, tiny_folder
 
 
 class Characters:
