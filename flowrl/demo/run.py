@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from flowrl.backends import AdamW, Constant, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.data.prompts import PromptData
@@ -129,8 +130,8 @@ def _show_samples(out: Console, runs: Mapping[str, Run]) -> None:
         for when in (records[0]["step"], records[-1]["step"]):
             columns.append([record for record in records if record["step"] == when][:5])
     for answers in zip(*columns, strict=True):
-        shown = [f"[{'green' if a['score'] == 1 else 'red'}]{a['response']}[/]" for a in answers]
-        table.add_row(answers[0]["prompt"][-1]["content"], *shown)
+        shown = [Text(a["response"], "green" if a["score"] == 1 else "red") for a in answers]
+        table.add_row(Text(answers[0]["prompt"][-1]["content"]), *shown)
     out.print(table)
 
 
