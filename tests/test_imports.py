@@ -85,6 +85,16 @@ def test_every_part_of_the_package_is_looked_at() -> None:
     assert {room_of(module) for module in module_files()} == ALLOWED.keys()
 
 
+def test_the_map_in_contributing_is_this_one() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = text.partition("<!-- rooms -->\n\n")[2].partition("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    every = ", ".join(ALLOWED)
+    drawn = {room: {*may.replace("every other room", every).split(", ")} - {"", "app"} for room, _, _, may in cells}
+    assert drawn == ALLOWED
+    assert len(cells) == len(ALLOWED)
+
+
 def test_imports_point_one_way() -> None:
     findings = [finding for module, path in module_files().items() for finding in forbidden(module, path)]
     assert not findings, "\n".join(findings)

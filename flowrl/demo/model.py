@@ -214,7 +214,7 @@ def build(folder: str | Path, seed: int = 0, on_step: OnStep | None = None, *, s
     warm_start(model, tokenizer, seed, steps, on_step)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    stamp.write_bytes(_stamp(folder, seed, steps))  # last, so that a folder that was left half-way bears none
+    stamp.write_bytes(_stamp(folder, seed, steps))  # last, so that a folder that was left half-way carries none
     return folder
 
 
