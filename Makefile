@@ -35,10 +35,11 @@ engines: $(ENGINES_READY)  ## Set up vLLM and SGLang for a CPU, in an environmen
 test-engines: $(ENGINES_READY)  ## Run the tests that start vLLM or SGLang
 	$(ENGINES)/bin/python -m pytest --durations 10 -m engines
 
-check: $(READY)  ## Lint, check the format, and type-check the package in strict mode
+check: $(READY)  ## Lint, check the format, type-check the package in strict mode, and hold the budgets of length
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python -m pytest --quiet tests/test_budgets.py
 
 bench: $(READY)  ## Run the benchmarks
 	@for script in $(sort $(wildcard benchmarks/*.py)); do \

@@ -15,8 +15,8 @@ from flowrl.demo.verifier import compute_score
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, KLShape, Whiten
 from flowrl.operators.advantage import GAEOutput, gae, whiten
-from flowrl.operators.kl import kl_penalty, kl_shape
-from flowrl.operators.masked import masked_sum
+from flowrl.operators.kl import kl_shape
+from flowrl.operators.per_token import kl_penalty, select
 from flowrl.run.local import local_steps
 
 NODES = 32
@@ -70,7 +70,7 @@ def shaping_by_functions(batch: Scored) -> GAEOutput:
     scores, old, ref, values, mask = batch
     rewards = kl_shape(scores, old, ref, mask, 0.001)
     kl = kl_penalty(old, ref, "k1")
-    _ = float(masked_sum(kl, mask)) / int(mask.sum())
+    _ = float(select(kl, mask).sum()) / int(mask.sum())
     advantages, returns = gae(rewards, values, mask, 1.0, 0.95)
     return GAEOutput(whiten(advantages, mask), returns)
 

@@ -20,7 +20,7 @@ MODEL = Path(os.environ.get("MODEL", "runs/think/model"))
 
 
 def operators() -> None:
-    """One answer of six tokens that is worth 1: KL to the reference goes into the reward, then advantages."""
+    """One answer of six tokens with the score 1: KL to the reference goes into the reward, then come the advantages."""
     old = torch.tensor([[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]])  # log-probs of the policy
     ref = torch.tensor([[-0.15, -0.10, -0.18, -0.12, -0.08, -0.03]])  # and of the reference
     scores = torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, 1.0]])

@@ -12,7 +12,7 @@ from flowrl.graphs import ppo
 
 
 class LengthPenalty(Operator):
-    """Scores less `coef` for every token that the policy sampled."""
+    """Scores, minus `coef` for every token that the policy sampled."""
 
     coef: float
 
@@ -21,7 +21,7 @@ class LengthPenalty(Operator):
 
 
 plain = ppo(compute_score, max_new_tokens=28)
-# Whoever read the scores of `reward` now reads those of `length_penalty`; the mask is found by its type.
+# Every reader of the scores of `reward` now reads those of `length_penalty`; the mask is found by its type.
 graph = plain.edit(insert={"length_penalty": After("reward", LengthPenalty(0.01))})
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A reward of your own: a function of verl's signature in a file of its own, which flowrl finds by its path.
+"""A reward of your own: a function with verl's signature in a file of its own, which flowrl finds by its path.
 
 grpo("examples/reward.py:score")
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None) -> Any:
-    """1 for the right number in the end, a tenth for a wrong one, 0 for none.
+    """1 for the right number at the end, a tenth for a wrong one, 0 for none.
 
     A plain number would do. In a dict, the other numbers are logged beside the reward: reward/right, reward/numbers.
     """

@@ -14,23 +14,23 @@ from flowrl.demo.task import write_dataset
 from flowrl.demo.verifier import score_and_thinking
 from flowrl.graphs import grpo
 
-# Any Hugging Face folder of a causal LM will do; if there is none, the demo's is made (113 thousand parameters).
+# The Hugging Face folder of any causal LM. If there is none, the demo's model is made (113 thousand parameters).
 MODEL = Path(os.environ.get("MODEL", "runs/think/model"))
 DATA = Path("runs/think/data")
 STEPS = int(os.environ.get("STEPS", "30"))
 
-# The algorithm: each prompt is answered 8 times, and an answer is worth what it is better than its group.
+# The algorithm: each prompt is answered 8 times, and an answer is scored by how far it beats its group's mean.
 graph = grpo(score_and_thinking, n=8, max_new_tokens=28, mini_batch=128)
 
 
 def training() -> Training:
-    """The graph with engines for its roles, prompts, and how long to train. Nothing is loaded before it runs."""
+    """The graph with engines for its roles, the prompts, and the number of steps. Nothing is loaded before it runs."""
     if not MODEL.exists():
         build(MODEL)
     train, heldout = write_dataset(DATA)
     job = graph.bind(
         actor=TorchTrainer(MODEL, AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)),
-        ref=TorchScorer(MODEL),  # the model as it was, which the policy shall stay close to
+        ref=TorchScorer(MODEL),  # the model as it was; the policy should stay close to it
         rollout=TorchRollout(),  # samples with the actor's own weights
     )
     answers = Validation(PromptData(heldout), every=10, changes={"repeat.n": 1}, batch=500)

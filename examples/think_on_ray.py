@@ -1,10 +1,10 @@
 """The demo on Ray: the job of `think.py` at another place, with its actor sharded over two ranks.
 
-flowrl plan examples/think_on_ray.py:training    see which nodes may run at once, and where
+flowrl plan examples/think_on_ray.py:training    see which nodes can run at once, and where
 flowrl run examples/think_on_ray.py:training     train
 
-Nothing in the graph changes, and the numbers only by rounding. The actor's weights are sharded over two processes
-(FSDP2), every other role has a process of its own, and all take turns on two slots: GPUs, or where there are none CPUs.
+Nothing in the graph changes, and results only by rounding. The actor's weights are sharded over two processes (FSDP2),
+every other role has a process of its own, and all take turns on two slots: GPUs or, without any, CPUs.
 """
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
 """The command line: ``flowrl show | check | plan | diff | run | operators | demo``.
 
-A target is ``FILE.py:name`` or ``package.module:name``: a graph, a job, a training, or a function of no arguments that
-makes one; graph files (``.yaml``, ``.json``) are targets too. Misuse is answered in one paragraph, and with the exit
-code 2; ``--debug`` shows the traceback. What is heavy to import is imported by the command that needs it.
+A target is ``FILE.py:name`` or ``package.module:name``: a graph, a job, a training, or a function without arguments
+that makes one; graph files (``.yaml``, ``.json``) are targets too. Misuse ends with one paragraph and the exit code 2;
+``--debug`` shows the traceback. Heavy modules are imported by the commands that need them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typer.core import TyperGroup
 from flowrl.errors import FlowrlError, GraphError, ParameterError
 
 INTERRUPTED = 130
-"""The exit code of a process that Ctrl-C ended, as shells count it."""
+"""The exit code that shells use for a process that Ctrl-C ended."""
 
 out = Console(soft_wrap=True, highlight=False, emoji=False)
 
 
 class Commands(TyperGroup):
-    """All commands; Ctrl-C is one line."""
+    """All commands; Ctrl-C prints one line."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -57,13 +57,13 @@ Target = Annotated[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script; always ends in `SystemExit`, but for an error under ``--debug``.
+    """The console script; always ends in `SystemExit`, except for an error under ``--debug``.
 
     Args:
-        arguments: of the command line, without the program's name; by default those of this process.
+        arguments: the command line without the program's name; by default that of this process.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given  # anywhere: it is thought of when a command has failed, and added at its end
+    debug = "--debug" in given  # anywhere: people add it to the end of a command that has failed
     try:
         app([argument for argument in given if argument != "--debug"], prog_name="flowrl")
     except FlowrlError as error:
@@ -100,7 +100,7 @@ def options(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options of every command; `main` takes ``--debug`` out by itself."""
+    """Options of every command; `main` itself takes ``--debug`` out."""
 
 
 @app.command()
@@ -125,7 +125,7 @@ def check(
         int | None, typer.Option(help="Prompts a step, to check that mini-batches divide.", min=1)
     ] = None,
 ) -> None:
-    """Tell all that keeps a graph, job or training from being run; exits with 1 where something does."""
+    """List everything that keeps a graph, job or training from running; exits with 1 if there is anything."""
     from flowrl.core.plan import Plan
     from flowrl.run.job import Job
     from flowrl.run.training import Training
@@ -192,7 +192,7 @@ def diff(
     after: Target,
     to: Annotated[Path | None, typer.Option(help="Write to .md, .html or .svg instead.")] = None,
 ) -> None:
-    """Tell what changes from one graph to another."""
+    """Show what changes from one graph to another."""
     write = None if to is None else _writer(to, (".md", ".html", ".svg"))
     first = _graph(_load(before), before)
     _refuse_namesakes(before, after)
@@ -253,7 +253,7 @@ def operators() -> None:
         record = signature.output_record
         writes = ", ".join(signature.outputs) if record is None else record.__name__
         table.add_row(name, ", ".join(signature.ports), writes, point.value.partition(":")[0])
-    if not out.is_terminal:  # whoever reads it there looks for whole names and lines
+    if not out.is_terminal:  # scripts want whole names and lines
         table.width = out.measure(table, options=out.options.update(max_width=1000)).maximum
     out.print(table)
 
@@ -261,22 +261,22 @@ def operators() -> None:
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(help="Steps of each algorithm.", min=1)] = 100,
-    seed: Annotated[int, typer.Option(help="Of warm start and training.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of warm start and training.")] = 0,
     folder: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
 ) -> None:
     """Teach a small model to think, by GRPO and by PPO, on this machine's CPU."""
-    from flowrl.demo.run import tell
+    from flowrl.demo.run import run_demo
 
     _quiet()
-    tell(out, folder, steps, seed)
+    run_demo(out, folder, steps, seed)
 
 
 def _load(target: str) -> Any:
-    """The object that a target names; where that is an algorithm or a function, what it makes.
+    """The object that a target names; if that is an algorithm or a function, what it returns.
 
     Raises:
-        GraphError: a graph file that cannot be read, or a function that wants arguments.
-        ParameterError: a name that is not there, or a file that raises as it is imported.
+        GraphError: a graph file cannot be read, or a function wants arguments.
+        ParameterError: a name does not exist, or a file raises when it is imported.
     """
     from flowrl.core.algorithm import Algorithm
     from flowrl.core.references import load_object
@@ -337,16 +337,16 @@ def _place(text: str) -> Any:
 
 
 def _folder(target: str) -> Path | None:
-    """The folder of the file that a target names, where it names one."""
+    """The folder of the file that a target names, if it names one."""
     source = target.rpartition(":")[0]
     return Path(source).resolve().parent if source.endswith(".py") else None
 
 
 def _refuse_namesakes(first: str, second: str) -> None:
-    """Python knows one module by a name: a neighbour of the first file would stand in for one of the second's.
+    """Python keeps one module for a name, so a neighbour of the first file would replace one of the second.
 
     Raises:
-        ParameterError: the first file has imported a neighbour of a name that the second has a neighbour of, too.
+        ParameterError: the first file has imported a neighbour, and the second has a neighbour of the same name.
     """
     loaded, folder = _folder(first), _folder(second)
     if loaded is None or folder is None or loaded == folder:
@@ -355,7 +355,7 @@ def _refuse_namesakes(first: str, second: str) -> None:
         file = getattr(module, "__file__", None)
         if file is not None and Path(file).parent == loaded and (folder / f"{name}.py").is_file():
             raise ParameterError(
-                f"{first} imports {file}, and {folder / name}.py bears the same name, so in one process {second} would "
+                f"{first} imports {file}, and {folder / name}.py has the same name, so in one process {second} would "
                 f"get the wrong one; give one of the two files another name."
             )
 
@@ -364,7 +364,7 @@ def _graph(found: Any, target: str) -> Any:
     """The graph of what was loaded.
 
     Raises:
-        GraphError: it has none.
+        GraphError: it is or has no graph.
     """
     from flowrl.graph import Graph
     from flowrl.run.job import Job
@@ -381,10 +381,10 @@ def _graph(found: Any, target: str) -> Any:
 
 
 def _writer(to: Path, endings: Sequence[str]) -> Callable[[Any, str], None]:
-    """What writes a graph or a diff, with its title, in the form that the ending of `to` names.
+    """A function that writes a graph or a diff, with its title, in the format that the ending of `to` names.
 
     Raises:
-        ParameterError: it is none of `endings`; or, when called, the file cannot be written.
+        ParameterError: the ending is none of `endings`; or, when the function is called, the file cannot be written.
     """
     if to.suffix not in endings:
         raise ParameterError(f"--to {to} has the ending {to.suffix!r}; expected one of {', '.join(endings)}.")
@@ -416,7 +416,7 @@ def _writer(to: Path, endings: Sequence[str]) -> Callable[[Any, str], None]:
 
 
 def _quiet() -> None:
-    """Loading bars of transformers would tear the progress display."""
+    """Hide the loading bars of transformers, which would break the progress display."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

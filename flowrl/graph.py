@@ -1,4 +1,4 @@
-"""`Graph`, with all that can be done to it, and `algorithm`, which makes one of a function."""
+"""`Graph`, with all that can be done to it, and `algorithm`, which turns a function into one."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ def test_two_files_whose_neighbours_share_a_name_are_not_mixed_up(command: Comma
         write(tmp_path / folder / "train.py", source)
     answer = command("diff", "old/train.py:graph", "new/train.py:graph")
     assert answer.code == 2 and is_paragraph(answer)
-    assert "old/common.py, and" in answer.err and "new/common.py bears the same name" in answer.err
+    assert "old/common.py, and" in answer.err and "new/common.py has the same name" in answer.err
     assert command("diff", "old/train.py:graph", "old/train.py:graph").out == "grpo -> grpo: no difference\n"
 
 

@@ -39,7 +39,7 @@ class Tracer:
             if not isinstance(value, Symbol):
                 raise GraphError(
                     f"{operator.name}.{field} was given a {type(value).__name__} while the graph is recorded; expected "
-                    f"an output of another operator: constants belong into the parameters of "
+                    f"an output of another operator: constants belong in the parameters of "
                     f"{type(operator).__name__}(...)."
                 )
             if value._tracer is not self:

@@ -8,7 +8,7 @@ is untouched.
   it and does not depend on what is replaced.
 - ``drop=["whiten"]``: a sink is gone; an inner node is bypassed where exactly one of its inputs is acceptable to its
   readers.
-- ``insert={"length_penalty": After("reward", LengthPenalty())}``: every reader of what it re-writes moves to it. Its
+- ``insert={"length_penalty": After("reward", LengthPenalty())}``: every reader of what it rewrites moves to it. Its
   ports take what ``reward`` writes, else are found in the same way.
 - ``wire={"gae.values": "old_values.values"}``: sets edges by hand and overrides all of the above.
 - ``set={"generate.temperature": 0.7, "update_actor.loss.clip_high": 0.28}``: one parameter of an operator, or of a spec
@@ -61,7 +61,7 @@ def edit(
     """A changed copy of `graph`; see the module's docstring.
 
     Raises:
-        GraphError: a node that is not there, one named twice, an edit that leaves a port without an unambiguous edge;
+        GraphError: a node that is not there, one named twice, an edit after which it is not clear what a port reads;
             the message names the `wire=` that settles it.
         PortError: the changed graph connects what does not fit.
         BindError: a backend for a role that the changed graph does not have, or that cannot serve it.
@@ -113,7 +113,7 @@ def _with(spec: SpecT, where: str, parameter: str, value: Any, path: str) -> Spe
     """`spec` with another value of a parameter, which may be one of a spec that is a parameter: ``loss.clip_high``."""
     name, _, inner = parameter.partition(".")
     if name not in (known := parameters(spec)):
-        raise GraphError(f"edit(set={{{path!r}: ...}}) names no parameter; {offer(name, known, f'{where} has')}")
+        raise GraphError(f"edit(set={{{path!r}: ...}}) does not name a parameter; {offer(name, known, f'{where} has')}")
     if inner:
         if not isinstance(known[name], Spec):
             raise GraphError(
@@ -125,7 +125,7 @@ def _with(spec: SpecT, where: str, parameter: str, value: Any, path: str) -> Spe
 
 
 def _refuse_unmapped(**verbs: Any) -> None:
-    """Verbs that say what happens to which node, or role, want a mapping."""
+    """Refuse anything but a mapping for the verbs that say what happens to which node or role."""
     for verb, given in verbs.items():
         if not isinstance(given, Mapping):
             raise GraphError(f"edit({verb}={given!r}) does not say where; expected {verb}={{{_EXAMPLES[verb]}}}.")
@@ -148,7 +148,7 @@ def _refuse_misuse(
     insert: Mapping[str, After],
     rename: Mapping[str, str],
 ) -> None:
-    """What can be refused without looking at types."""
+    """Refuse what is wrong whatever the types are."""
     for node, operator in replace.items():
         if not isinstance(operator, Operator):
             raise GraphError(f"edit(replace={{{node!r}: ...}}) gives {_no_operator(operator)}.")
@@ -191,11 +191,11 @@ def _refuse_misuse(
 def _no_operator(given: Any) -> str:
     if isinstance(given, type) and issubclass(given, Operator):
         return f"the class {given.__name__}; expected an operator, which has parameters: {given.__name__}(...)"
-    return f"{given!r}, which is no operator; expected one, such as GAE(lam=0.9)"
+    return f"{given!r}, which is not an operator; expected one, such as GAE(lam=0.9)"
 
 
 class _Edit:
-    """The graph as it was, and how its edges are led into the new one.
+    """The graph as it was, and how its edges carry over into the new one.
 
     Attributes:
         operators: of every node that the new graph may have, by new name, in order.
@@ -219,7 +219,7 @@ class _Edit:
         self.wires = self._parse_wires(wire)
 
     def _rewritten(self, name: str, after: After) -> dict[Edge, Edge]:
-        """Which outputs of its anchor an inserted operator writes anew: those of the same kind, dtype and axes."""
+        """The outputs of its anchor that an inserted operator rewrites: those of the same kind, dtype and axes."""
         return {
             Edge(after.node, old): Edge(name, new)
             for old, old_type in self.graph[after.node].operator.signature.outputs.items()
@@ -239,7 +239,7 @@ class _Edit:
             reader = self.new_names.get(node, node)
             if reader not in self.operators:
                 known = offer(reader, self.operators, " of one of:")
-                raise GraphError(f"{said} names no node; expected 'node.port'{known}")
+                raise GraphError(f"{said} does not name a node; expected 'node.port'{known}")
             signature, field = self.operators[reader].signature, PortField.parse(port)
             if port in signature.ports and signature.ports[port].record is not None and "." not in source:
                 pairs = {field: f"{source}.{field.name}" for field in signature.ports[port].fields}
@@ -247,7 +247,7 @@ class _Edit:
                 pairs = {field: source}
             else:
                 known = offer(port, dict.fromkeys([*signature.ports, *map(str, signature.fields)]), f"{reader} has:")
-                raise GraphError(f"{said} names no port; {known}")
+                raise GraphError(f"{said} does not name a port; {known}")
             found = {field: self._parse_output(output, end, source) for field, output in pairs.items()}
             wires.setdefault(reader, {}).update(found)
         return wires
@@ -260,18 +260,18 @@ class _Edit:
         if edge.output not in outputs:
             wrong, there = (edge.output, outputs) if outputs else (edge.node, self.operators)
             raise GraphError(
-                f"wire={{{end!r}: {source!r}}} names no output {output!r}; expected 'node.column', "
+                f"wire={{{end!r}: {source!r}}} names {output!r}, which is not an output; expected 'node.column', "
                 f"{offer(wrong, there, 'with one of:')}"
             )
         return edge
 
     def node(self, name: str) -> Node:
-        """A node of the new graph, with every edge led to where it starts there."""
+        """A node of the new graph, with every edge from where it starts there."""
         operator, by_hand = self.operators[name], self.wires.get(name, {})
         ends = {field: End(name, field, wanted) for field, wanted in operator.signature.fields.items()}
         edges = self._edges_as_it_was(name)
-        led = {field: self.follow(edge, ends[field]) for field, edge in edges.items() if field not in by_hand}
-        return Node(name, operator.named(name), {**led, **by_hand})
+        carried = {field: self.follow(edge, ends[field]) for field, edge in edges.items() if field not in by_hand}
+        return Node(name, operator.named(name), {**carried, **by_hand})
 
     def _edges_as_it_was(self, name: str) -> Mapping[PortField, Edge]:
         """The edges of a node of the new graph, in terms of the old one; those that are set by hand may be among them.
@@ -320,7 +320,7 @@ class _Edit:
             is_sink = self.old_names.get(end.node) in self.graph.sinks
             raise GraphError(
                 f"{edge.node} cannot be dropped, since {end} reads {edge} and wants {end.wanted}: of the inputs of "
-                f"{edge.node} exactly one would have to fit, and these do: {found}; say what it shall read: "
+                f"{edge.node} exactly one would have to fit, and these do: {found}; say what it should read: "
                 f"wire={{'{end}': 'node.column'}}{f', or drop {end.node} too' if is_sink else ''}."
             )
         return fitting.pop()
@@ -334,7 +334,7 @@ class _Edit:
         if len(fitting) != 1:
             raise GraphError(
                 f"{end} reads {edge} and wants {end.wanted}, and the replacement {name} writes {', '.join(outputs)}; "
-                f"say what it shall read: wire={{'{end}': 'node.column'}}."
+                f"say what it should read: wire={{'{end}': 'node.column'}}."
             )
         return Edge(name, fitting[0])
 
@@ -358,7 +358,7 @@ class _Edit:
                 continue
             if not all(isinstance(t, ValueType) for t in after.operator.signature.outputs.values()):
                 raise GraphError(
-                    f"{name} is inserted after {after.node} but re-writes none of its columns "
+                    f"{name} is inserted after {after.node} but rewrites none of its columns "
                     f"({', '.join(self.graph[after.node].operator.signature.outputs)}), so nothing would read it; wire "
                     f"a reader to it: wire={{'node.port': '{name}.{next(iter(after.operator.signature.outputs))}'}}."
                 )
@@ -370,7 +370,7 @@ class _Edit:
         return sinks
 
     def refuse_vanished(self, nodes: Mapping[str, Node], sinks: Sequence[str]) -> None:
-        """What the edit names must be in the new graph: to change a node that falls away would be a silent nothing."""
+        """Refuse an edit of nodes that fall away: it would silently do nothing."""
         touched = [("replace", self.new_names[n]) for n in self.replace] + [("insert", n) for n in self.insert]
         touched += [("rename", new) for new in self.rename.values()] + [("wire", n) for n in self.wires]
         for verb, name in touched:

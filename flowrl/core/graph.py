@@ -10,10 +10,11 @@ from typing import Any, Literal, NamedTuple, Self
 
 import networkx as nx
 
+from flowrl.core.backend import refuse_unfit
 from flowrl.core.inference import infer
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField, Signature
-from flowrl.core.protocols import Rollout, refuse_unfit
+from flowrl.core.protocols import Rollout
 from flowrl.core.roles import RoleRef
 from flowrl.core.symbols import Edge, EdgeType
 from flowrl.data.record_types import record_columns
@@ -116,7 +117,7 @@ class Graph:
     Args:
         name: the algorithm's name.
         nodes: by name, in topological order.
-        sinks: the nodes that the graph is run for.
+        sinks: the nodes whose outputs are wanted.
         lag: how many versions generation may run ahead, on the back-edge from `Sync` to `Generate`; 0 is on-policy.
         bindings: backends by role, as far as they are bound.
     """
@@ -154,7 +155,7 @@ class Graph:
                     )
                 data.add_edge(edge.node, node.name)
         if not sinks:
-            raise GraphError(f"{name} has no sink, so nothing would be computed; name the nodes that it is run for.")
+            raise GraphError(f"{name} has no sink, so nothing would be computed; return at least one output.")
         if unknown := [sink for sink in sinks if sink not in nodes]:
             raise GraphError(f"{name} has no node {unknown[0]!r} to be a sink; {offer(unknown[0], nodes)}")
         reached = set(sinks).union(*(nx.ancestors(data, sink) for sink in sinks))
@@ -274,9 +275,9 @@ class Graph:
         return roles
 
     def subgraph(self, until: str | Iterable[str]) -> Self:
-        """The part that computes `until` (a node, or several), for validation or for looking at.
+        """The part that computes `until` (a node, or several), to validate or to look at.
 
-        Bindings of roles that it does not use, and the lag of a back-edge that it does not have, fall away.
+        Bindings of roles that it does not use are left out, and so is the lag if it has no back-edge.
         """
         part = self.build(self.name, self.nodes, (until,) if isinstance(until, str) else tuple(until))
         bindings = {role: backend for role, backend in self.bindings.items() if role in part.roles()}

@@ -102,7 +102,9 @@ def decode(data: Any, where: str) -> Any:
         bare = isinstance(name, str) and name.isidentifier()
         cls = entry_points.load(name) if bare else _import(name, where)
         if not isinstance(cls, type) or not issubclass(cls, Spec):
-            raise GraphError(f"{where} names {data['$type']}, which is no Spec; expected an operator, loss or backend.")
+            raise GraphError(
+                f"{where} names {data['$type']}, which is not a Spec; expected an operator, loss or backend."
+            )
         try:
             return cls(**{k: decode(v, f"{where}.{k}") for k, v in data.items() if k != "$type"})
         except ParameterError as error:
@@ -169,12 +171,12 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any]) -> GraphT:
 
 
 def _part(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
-    """A part of what is read, of the kind that it must be."""
+    """A part of the data that is read, refused unless it is of `kind`."""
     if key not in data or not isinstance(data[key], kind):
         found = f"has a {type(data[key]).__name__} under {key!r}" if key in data else f"lacks {key!r}"
         raise GraphError(
-            f"{where} {found}, so this is no flowrl graph, or a damaged one; expected a {kind.__name__.lower()} there, "
-            f"as graph.to_dict() writes it."
+            f"{where} {found}, so this is not a flowrl graph, or a damaged one; expected a {kind.__name__.lower()} "
+            f"there, as graph.to_dict() writes it."
         )
     return data[key]
 

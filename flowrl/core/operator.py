@@ -10,7 +10,7 @@ An operator is a frozen record of hyper-parameters plus one `__call__` whose ann
             return torch.where(response_mask, token_level_scores - self.coef / length, token_level_scores)
 
 Called with tensors it computes; called with the symbols of an `algorithm` it records a node. Inside `__call__` columns
-are plain tensors, records are NamedTuples of just the columns that were asked for, and role fields are live engines.
+are plain tensors, records are NamedTuples of just the columns that the port names, and role fields are live engines.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Operator(Spec):
     Class attributes:
         granularity: ``"row"`` (each row alone), ``"group"`` (all rows of one `uid`) or ``"batch"`` (all rows): what an
             executor may split.
-        changes_rows: the rows that go out are not those that came in (`Repeat`, filters).
+        changes_rows: the rows that go out are not those that come in (`Repeat`, filters).
 
     Raises:
         DefinitionError: where a subclass is defined, with file and line: a port without annotation, an unknown column,
@@ -100,7 +100,7 @@ class Operator(Spec):
 
     @property
     def effects(self) -> frozenset[str]:
-        """What this operator does that rules follow along the dataflow, such as ``{"kl"}``."""
+        """What this operator does that rules look for along the dataflow, such as ``{"kl"}``."""
         return frozenset()
 
     @property
@@ -114,7 +114,7 @@ class Operator(Spec):
         return {}
 
     def wants(self) -> Mapping[str, bool]:
-        """Of the optional ports, which the hyper-parameters need (True) and which they have no use for (False)."""
+        """The optional ports that the hyper-parameters need (True) or cannot use (False); others may be left open."""
         return {}
 
     @property
@@ -125,7 +125,7 @@ class Operator(Spec):
     def named(self, name: str) -> Self:
         """The same operator under another node name."""
         if not name.isidentifier():
-            raise ParameterError(f"{name!r} is no node name; expected an identifier such as 'gae_long'.")
+            raise ParameterError(f"{name!r} is not a node name; expected an identifier such as 'gae_long'.")
         renamed = copy.copy(self)
         object.__setattr__(renamed, "_name", name)
         for field in self.states:  # cells belong to one node
@@ -182,7 +182,7 @@ def _dispatching(call: Callable[..., Any]) -> Callable[..., Any]:
             arguments = parameters.bind_partial(self, *args, **kwargs).arguments
         except TypeError as error:
             ports = ", ".join(self.signature.ports)
-            raise PortError(f"{self.name}(...) cannot be called so: {error}. Its ports are ({ports}).") from None
+            raise PortError(f"{self.name}(...) cannot be called like this: {error}. Its ports are ({ports}).") from None
         inputs: dict[PortField, Any] = {}
         for port in self.signature.ports.values():
             inputs.update(_field_values(self.name, port, arguments.get(port.name)))
@@ -196,7 +196,7 @@ def _dispatching(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_column(value: Any) -> bool:
-    """A column, symbol of one, or record of such, none of which is a parameter."""
+    """Whether it is a column, the symbol of one, or a record of these; none of them is a parameter."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return any(map(_is_column, value))
     return isinstance(value, Symbol | torch.Tensor | np.ndarray)
@@ -226,7 +226,7 @@ def _field_values(node: str, port: Port, argument: Any) -> dict[PortField, Any]:
 
 
 def _check_complete(operator: Operator, inputs: Mapping[PortField, Any]) -> None:
-    """The eager counterpart of what a graph checks: what is wanted is there, and what is there is wanted."""
+    """Refuse a call on tensors that lacks what is wanted, or has what is not: what a graph refuses when it is built."""
     wants = operator.wants()
     for port in operator.signature.ports.values():
         given = any(inputs.get(field) is not None for field in port.fields)

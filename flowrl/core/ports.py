@@ -123,43 +123,52 @@ def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any
         hints = hints_of(call, localns)
     ports: dict[str, Port] = {}
     injected: dict[str, type] = {}
-    parameters = list(inspect.signature(call).parameters.values())[1:]
-    for p in parameters:
-        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
-            raise DefinitionError(
-                f"{where}.__call__ takes {str(p).partition(':')[0]} as {p.kind.description}; ports are fixed and have "
-                f"names, so declare each one as an ordinary parameter."
-            )
-        if p.name not in hints:
-            raise DefinitionError(
-                f"{where}.__call__ has the parameter {p.name!r} without an annotation; annotate it with a column "
-                f"(flowrl.columns), a record (flowrl.records) or a class of value."
-            )
-        annotation, optional = _strip_none(hints[p.name])
+    for parameter in list(inspect.signature(call).parameters.values())[1:]:
+        _refuse_unfixed(parameter, hints, where)
+        name, (annotation, optional) = parameter.name, _strip_none(hints[parameter.name])
         if annotation in INJECTABLE:
-            injected[p.name] = annotation
+            injected[name] = annotation
             continue
-        with located(f"{where}.__call__({p.name})"):
-            fields, record = _fields(p.name, annotation, localns)
-        if optional and p.default is p.empty:
-            raise DefinitionError(f"{where}.__call__({p.name}) is optional; give it the default None.")
-        ports[p.name] = Port(p.name, fields, record, optional)
+        with located(f"{where}.__call__({name})"):
+            fields, record = _fields(name, annotation, localns)
+        if optional and parameter.default is parameter.empty:
+            raise DefinitionError(f"{where}.__call__({name}) is optional; give it the default None.")
+        ports[name] = Port(name, fields, record, optional)
     if "return" not in hints or hints["return"] is type(None):
         raise DefinitionError(
             f"{where}.__call__ has no return annotation; say which column, record or value it returns."
         )
-    returned = hints["return"]
     with located(f"{where}.__call__, return value"):
-        if (column := columns.parse(returned)) is not None:
-            return Signature(ports, injected, {column.name: columns.register(column)})
-        if isinstance(returned, type) and (outputs := record_columns(returned, localns)):
-            if not issubclass(returned, tuple):
-                raise DefinitionError(
-                    f"the Protocol {returned.__name__} can only be read; expected a NamedTuple of its columns."
-                )
-            return Signature(ports, injected, outputs, returned)
-        value = value_type(returned)
-        return Signature(ports, injected, {snake_case(value.cls.__name__): value})
+        outputs, output_record = _outputs(hints["return"], localns)
+    return Signature(ports, injected, outputs, output_record)
+
+
+def _refuse_unfixed(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str) -> None:
+    """Refuse a parameter that has no name to be given by, or no annotation."""
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        raise DefinitionError(
+            f"{where}.__call__ takes {str(parameter).partition(':')[0]} as {parameter.kind.description}; ports are "
+            f"fixed and have names, so declare each one as an ordinary parameter."
+        )
+    if parameter.name not in hints:
+        raise DefinitionError(
+            f"{where}.__call__ has the parameter {parameter.name!r} without an annotation; annotate it with a column "
+            f"(flowrl.columns), a record (flowrl.records) or a class of value."
+        )
+
+
+def _outputs(returned: Any, localns: Mapping[str, Any]) -> tuple[Mapping[str, FieldType], type | None]:
+    """The outputs of a return annotation by name, and the record class where it is a record."""
+    if (column := columns.parse(returned)) is not None:
+        return {column.name: columns.register(column)}, None
+    if isinstance(returned, type) and (outputs := record_columns(returned, localns)):
+        if not issubclass(returned, tuple):
+            raise DefinitionError(
+                f"the Protocol {returned.__name__} can only be read; expected a NamedTuple of its columns."
+            )
+        return outputs, returned
+    value = value_type(returned)
+    return {snake_case(value.cls.__name__): value}, None
 
 
 def _strip_none(annotation: Any) -> tuple[Any, bool]:

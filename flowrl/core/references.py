@@ -57,7 +57,7 @@ def resolve(ref: str) -> Callable[..., Any]:
     fn = load_object(ref)
     if not callable(fn):
         raise ParameterError(
-            f"{ref!r} names no function: {parse_reference(ref)[0]} has a {type(fn).__name__} under that name; "
+            f"{ref!r} does not name a function: {parse_reference(ref)[0]} has a {type(fn).__name__} under that name; "
             f"expected a function."
         )
     return cast("Callable[..., Any]", fn)
@@ -119,7 +119,7 @@ def check(ref: str) -> None:
     name = parse_reference(ref)[1]
     file = source_file(ref)
     if file is None or not file.endswith(".py"):
-        return  # no source to look at; `resolve` will tell
+        return  # no source to look at; `resolve` will find out
     try:
         with open(file, "rb") as stream:
             code = compile(stream.read(), file, "exec", dont_inherit=True)
@@ -132,7 +132,7 @@ def check(ref: str) -> None:
     if name.split(".")[0] not in bound and not open_ended:
         functions = [c.co_name for c in code.co_consts if isinstance(c, CodeType) and c.co_name in bound]
         raise ParameterError(
-            f"{ref!r} names no function: {file} does not define {name!r}; {offer(name, functions, 'it defines')}"
+            f"{ref!r} does not name a function: {file} does not define {name!r}; {offer(name, functions, 'it defines')}"
         )
 
 

@@ -67,7 +67,7 @@ class RoleUse:
 
 
 def role_use(annotation: Any) -> RoleUse | None:
-    """The `RoleUse` of a field annotation, or None where it is no role field."""
+    """The `RoleUse` of a field annotation, or None if it is not a role field."""
     if get_origin(annotation) is Annotated:
         protocol, *extras = get_args(annotation)
         for extra in extras:

@@ -1,8 +1,8 @@
-"""Rules: what must not be launched although every connection fits.
+"""Rules: what must not be launched, although every connection fits.
 
-`RULES` is a table. A rule is one small function over a graph that yields what it finds; each has an id, the reason in a
+`RULES` is a table. A rule is one small function that yields what it finds in a graph; each has an id, the reason in a
 line, and the public issue that taught it. Rules know operators only by what these declare: roles, effects, granularity
-and row arithmetic, so a custom operator is held to them too. Where a message says what to add (`Sync`, `Repeat`,
+and row arithmetic, so they hold for custom operators too. Where a message says what to add (`Sync`, `Repeat`,
 `Value`), it names flowrl's own operator for it, as an example that can be copied.
 """
 
@@ -263,7 +263,7 @@ def _own_old_log_probs(graph: Graph, prompts: int | None) -> Findings:
 
 @rule(
     "FR010",
-    "A reference that is trained itself is no anchor: KL to it goes with the policy.",
+    "A reference that is trained itself is not an anchor: KL to it moves with the policy.",
     "hiyouga/ChatGLM-Efficient-Tuning#380",
 )
 def _reference_is_frozen(graph: Graph, prompts: int | None) -> Findings:

@@ -1,4 +1,4 @@
-"""A session: what surrounds operators while they run on tensors.
+"""A session: what operators have around them while they run on tensors.
 
 It resolves roles to live engines, derives keys, holds the state cells and collects the metrics. An executor runs a
 graph inside one; ``with job.eager():`` opens one for code that calls operators by hand. Both run the same operators the

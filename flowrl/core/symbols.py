@@ -1,7 +1,7 @@
 """Symbols: what flows through an operator while a graph is recorded, and the types that they carry.
 
 A symbol stands for one output of one node. Its type is a column type plus an *identity* for every axis: the node where
-that axis came to be. Columns of equal shape whose rows were made by different nodes can therefore not meet.
+that axis came to be. So columns of equal shape whose rows were made by different nodes cannot meet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dealing out work so that everybody has about as much."""
+"""Dealing out work to ranks in about equal parts."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _classes: dict[type, type] = {}
 
 
 def with_clear_attribute_errors(record: type) -> type:
-    """A NamedTuple class that fits `record`, and whose instances name their columns where one is asked for in vain."""
+    """A NamedTuple class that fits `record`; asked for a column that it lacks, an instance names those that it has."""
     if record not in _classes:
         base = record if issubclass(record, tuple) else namedtuple(record.__name__, list(record_columns(record)))
         _classes[record] = type(record.__name__, (base,), {"__slots__": (), "__getattr__": _refuse_attribute})
@@ -74,7 +74,7 @@ def hints_of(target: Any, localns: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def record_columns(record: type, localns: Mapping[str, Any] | None = None) -> dict[str, FieldType]:
-    """The columns (and batchless values) of a record class by field; empty for a class that is no record.
+    """The columns (and batchless values) of a record class by field; empty for a class that is not a record.
 
     A NamedTuple lists its fields; a Protocol lists properties, its bases' first.
 
@@ -109,7 +109,7 @@ _NO_VALUES = ("builtins", "torch", "numpy", "jaxtyping", "typing")
 
 @contextmanager
 def located(where: str) -> Iterator[None]:
-    """Definition errors of the block say where."""
+    """Put `where` before the message of a definition error that the block raises."""
     try:
         yield
     except DefinitionError as error:

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from flowrl.backends import AdamW, Constant, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.data.prompts import PromptData
@@ -65,11 +66,11 @@ def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, se
     )
 
 
-def tell(out: Console, folder: Path, steps: int, seed: int) -> dict[str, Run]:
+def run_demo(out: Console, folder: Path, steps: int, seed: int) -> dict[str, Run]:
     """Build, train, and show what was learned.
 
     Args:
-        out: where to tell it.
+        out: where it is printed.
         folder: data, warm-started model, runs and plot go here; the runs must not be there yet.
         steps: of each algorithm.
         seed: of warm start and training.
@@ -129,8 +130,8 @@ def _show_samples(out: Console, runs: Mapping[str, Run]) -> None:
         for when in (records[0]["step"], records[-1]["step"]):
             columns.append([record for record in records if record["step"] == when][:5])
     for answers in zip(*columns, strict=True):
-        shown = [f"[{'green' if a['score'] == 1 else 'red'}]{a['response']}[/]" for a in answers]
-        table.add_row(answers[0]["prompt"][-1]["content"], *shown)
+        shown = [Text(a["response"], "green" if a["score"] == 1 else "red") for a in answers]
+        table.add_row(Text(answers[0]["prompt"][-1]["content"]), *shown)
     out.print(table)
 
 

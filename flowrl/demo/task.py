@@ -2,7 +2,7 @@
 
 A problem reads ``59+36=``. It can be answered at once (``95``) or worked first, by column addition from right to left
 with the carry (``<think>9+6=15 5+3+1=9</think>95``). The verifier (`flowrl.demo.verifier`) looks at the final answer
-only, so whether to think is for the policy to find out.
+only, so the policy must find out by itself whether to think.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Problem(NamedTuple):
         return f"{THINK}{steps}{END_THINK}{self.answer}"
 
 
-class Split(NamedTuple):
+class Holdout(NamedTuple):
     """Problems to train on, and problems that are held out of all training."""
 
     train: tuple[Problem, ...]
@@ -54,8 +54,8 @@ class Split(NamedTuple):
 
 
 @cache
-def split() -> Split:
-    """The 500 held-out problems and the 7,110 that are neither held out nor the commuted twin of one that is.
+def split() -> Holdout:
+    """The 500 held-out problems, and the 7,110 that are neither held out nor the swapped twin of one that is.
 
     The split belongs to the task and has no seed: a model that was warm-started under one seed has not seen the
     held-out problems of a dataset that was written under another.
@@ -63,10 +63,10 @@ def split() -> Split:
     key = Key(0).derive(DATA_SOURCE, "split")
     pairs = [Problem(a, b) for a in range(10, 100) for b in range(a, 100)]
     pairs.sort(key=lambda pair: key.derive(*pair).bits)
-    # Half of the held-out problems are turned round, so that neither order of the operands is favoured.
+    # Half of the held-out problems are swapped, so that neither order of the operands is favoured.
     heldout = tuple(Problem(b, a) if i % 2 else Problem(a, b) for i, (a, b) in enumerate(pairs[:HELDOUT]))
     train = {problem for a, b in pairs[HELDOUT:] for problem in (Problem(a, b), Problem(b, a))}
-    return Split(tuple(sorted(train)), heldout)
+    return Holdout(tuple(sorted(train)), heldout)
 
 
 def write_dataset(folder: str | Path, seed: int = 0) -> tuple[Path, Path]:

@@ -22,13 +22,13 @@ from flowrl.columns import ColumnType
 from flowrl.core.call import Call
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
-from flowrl.core.protocols import Adapted
+from flowrl.core.protocols import Adapted, Sleeper
 from flowrl.core.session import Session
 from flowrl.data.metrics import Metrics
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults import Failure, named
 from flowrl.distributed.wire import Array, Piece, join, pack, unpack, widths
-from flowrl.distributed.worker_logs import Said, heard
+from flowrl.distributed.worker_logs import Warned, collect_warnings
 from flowrl.errors import SyncError
 from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
@@ -36,8 +36,9 @@ from flowrl.run.local import failure
 from flowrl.run.place import ProcessSpec
 from flowrl.run.runner import Lengths, lengths_of, when
 from flowrl.sync.probe import probe
-from flowrl.sync.source import Origin
-from flowrl.sync.stream import Seat, Ticket, send
+from flowrl.sync.received import Origin
+from flowrl.sync.route import Seat
+from flowrl.sync.stream import Ticket, send
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Report:
     values: Mapping[str, Any]
     metrics: Metrics
     state: Mapping[str, Any]
-    said: Sequence[Said]
+    said: Sequence[Warned]
     lengths: Lengths | None
     received: int
     started: float
@@ -178,23 +179,24 @@ class Host:
     def sleep(self) -> None:
         """Give the device's memory back until `wake`."""
         for engine in self.engines.values():
-            if hasattr(engine, "sleep"):
+            if isinstance(engine, Sleeper):
                 engine.sleep()
 
     def wake(self) -> None:
         """Take the device back."""
         for engine in self.engines.values():
-            if hasattr(engine, "wake"):
+            if isinstance(engine, Sleeper):
                 engine.wake()
 
     def export(self, role: str, part: str, probes: bool, bucket_bytes: int) -> Export | None:
-        """The weights of a trainer; every rank must be called, since gathering them is collective, and rank 0 answers.
+        """Put a trainer's weights into the object store. Gathering them is collective: every rank must be called, and
+        rank 0 answers.
 
         Args:
-            role: of the trainer.
+            role: the trainer's.
             part: ``"weights"``, or ``"adapter_weights"`` for an engine that holds the rest already.
             probes: whether that engine is probed.
-            bucket_bytes: see `Export`.
+            bucket_bytes: see `Export.of`.
 
         Raises:
             SyncError: an adapter is wanted, and the trainer has none.
@@ -204,13 +206,13 @@ class Host:
             return Export.of(origin, tensors, bucket_bytes) if self.plan.rank == 0 else None
 
     def send(self, role: str, part: str, probes: bool, bucket_bytes: int, ticket: Ticket, what: str) -> Sent | Failure:
-        """Carry the weights of a trainer to the hosts that hold `ticket` too; otherwise as `export`.
+        """Carry a trainer's weights to the hosts that hold the same ticket; otherwise as `export`.
 
         Args:
             role, part, probes: see `export`.
-            bucket_bytes: see `flowrl.sync.stream`.
+            bucket_bytes: see `flowrl.sync.stream.send`.
             ticket: where the others are met.
-            what: for, which is said where it fails.
+            what: the sync and its step, for the error.
         """
         assert self.plan is not None
         started, nbytes = time.time(), 0
@@ -225,8 +227,8 @@ class Host:
 
     @contextmanager
     def _leaving(self, role: str, part: str, probes: bool) -> Iterator[tuple[Origin, Iterator[tuple[str, Tensor]]]]:
-        """What is known of a trainer's weights, and these themselves; gathering them is collective, so whatever happens
-        in the block they are gone through to their end."""
+        """A trainer's weights, and what is known of them. Gathering them is collective, so they are gone through to
+        their end whatever happens in the block."""
         engine = self.engines[role]
         adapter_of = None
         if part == "adapter_weights":
@@ -260,13 +262,13 @@ class Host:
         """Run an instance."""
         inputs: dict[PortField, Any] = {}
         try:
-            with heard() as said:
+            with collect_warnings() as said:
                 return self._run(task, inputs, said)
         except Exception as error:
             message = failure(task.operator, f"{when(task.step)} on {named(self.plan)}", error, inputs)
             return Failure.of(error, message)
 
-    def _run(self, task: HostTask, inputs: dict[PortField, Any], said: Sequence[Said]) -> Report:
+    def _run(self, task: HostTask, inputs: dict[PortField, Any], said: Sequence[Warned]) -> Report:
         started = time.time()
         received, sizes = self._gather(task, inputs)
         fetched = time.time()

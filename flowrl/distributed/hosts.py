@@ -6,11 +6,12 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 
+from flowrl.core.protocols import Closable
 from flowrl.distributed.faults import HostDiedError, answer, died, stuck
 from flowrl.distributed.host import Host
 from flowrl.distributed.ray_place import RayPlace
@@ -18,7 +19,7 @@ from flowrl.distributed.slots import Slots
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.place import ProcessSpec
 from flowrl.run.timeline import Timeline
-from flowrl.sync.stream import Seat
+from flowrl.sync.route import Seat
 
 _LOAD_SECONDS = 600  # that engines have at least; nodes have the place's deadline alone
 GRACE_SECONDS = 10  # for Ray to notice that a process is gone
@@ -72,7 +73,7 @@ class Hosts:
             machines = [self.seats[rank].node for rank in ranks]
             bindings = {role: self.bindings[role] for role in roles}
             address = None
-            if len(ranks) > 1 and any(getattr(backend, "collective", True) for backend in bindings.values()):
+            if len(ranks) > 1 and any(backend.collective for backend in bindings.values()):
                 address = self.ask(ranks[:1], loading, "meeting_point", len(set(machines)) == 1)[0]
             try:
                 self.ask(ranks, loading, "build", bindings, address, self.place.deadline, patience=patience)
@@ -181,9 +182,8 @@ class Hosts:
         self._slots.release()
 
     def _closes(self, plan: ProcessSpec) -> bool:
-        """Whether an engine of a host has a `close`, by the annotations that jobs are checked by."""
-        builds = (type(self.bindings[role]).build for role in plan.roles)
-        return any(hasattr(get_type_hints(build)["return"], "close") for build in builds)
+        """Whether an engine of a host has something to end."""
+        return any(Closable in self.bindings[role].serves for role in plan.roles)
 
     # ---- turns
 
@@ -217,7 +217,7 @@ class Hosts:
         self._awake.difference_update(plans)
 
     def _forgets(self, plan: ProcessSpec) -> bool:
-        return any(getattr(self.bindings[role], "forgets", False) for role in plan.roles)
+        return any(self.bindings[role].loses_weights_asleep for role in plan.roles)
 
     def clear(self, plans: Sequence[ProcessSpec], what: str) -> None:
         """Put to sleep those of these hosts whose slots others have taken beside them."""

@@ -30,7 +30,7 @@ from flowrl.distributed.hosts import GRACE_SECONDS, Hosts
 from flowrl.distributed.ray_place import RayPlace
 from flowrl.distributed.shards import shard
 from flowrl.distributed.wire import Array, Piece, pack, widths
-from flowrl.distributed.worker_logs import say
+from flowrl.distributed.worker_logs import relay_warnings
 from flowrl.errors import DataError, EngineError, NodeError, SyncError
 from flowrl.records import Receipt
 from flowrl.run.place import ProcessSpec, lay_out
@@ -39,7 +39,7 @@ from flowrl.run.runner import Done, Lengths, Task, pairs
 from flowrl.run.steps import Steps
 from flowrl.run.timeline import Span, Timeline
 from flowrl.run.weights import TrainedWeights
-from flowrl.sync.stream import Interrupted
+from flowrl.sync.group import Interrupted
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ class RayRunner:
         hosts: list[ProcessSpec | None] = [*processes_of(task.node, self.hosts.processes)] or [None]
         delivery = self._delivery(task)
         sources = delivery.prepare() if delivery else {}
-        beside = delivery.beside if delivery else []
+        beside = delivery.stay_awake if delivery else []
         self.hosts.take_turns([host for host in hosts if host is not None], str(task), beside)
         running = Running(task, {}, {}, time.monotonic(), delivery)
         for host, rows in zip(hosts, self._shares(task, len(hosts)), strict=True):
@@ -251,7 +251,7 @@ class RayRunner:
         if running.delivery:
             running.delivery.finish()
         refuse_unequal(reports, task.node)
-        say(said for report in reports for said in report.said)
+        relay_warnings(said for report in reports for said in report.said)
         whole = operator.granularity == "batch" or operator.changes_rows
         parts = reports[:1] if whole else reports
         columns = {name: [report.columns[name] for report in parts] for name in reports[0].columns}

@@ -99,7 +99,7 @@ def _order(rows: list[list[Cell]]) -> None:
 
 
 def _sort(row: list[Cell], fixed: list[Cell], neighbours: list[list[Cell]]) -> None:
-    """By the mean place of the neighbours in the row that is fixed; who has none keeps its own."""
+    """Sort by the mean place of the neighbours in the fixed row; a cell without neighbours keeps its own place."""
     place = {cell: float(k) for k, cell in enumerate(fixed)}
     means = {
         cell: sum(place[n] for n in near) / len(near) if near else float(k)

@@ -26,7 +26,7 @@ _STYLES = {  # a later one wins
 _SHAPES = {"input": ('(["', '"])'), "reads": ('["', '"]'), "writes": ('{{"', '"}}')}
 _ROLE = "fill:#f6f8fa,stroke:#8c959f,color:#24292f"
 
-# Words that Mermaid's grammar takes for itself where an identifier is due, and members that its plain objects have.
+# Words that Mermaid's grammar reserves where an identifier stands, and members that its plain objects have.
 _RESERVED = {"end", "graph", "subgraph", "class", "classdef", "click", "style", "linkstyle", "default", "flowchart"}
 _RESERVED |= {"direction", "href", "call", "interpolate", "_self", "_blank", "_parent", "_top"}
 _RESERVED |= {"constructor", "tostring", "tolocalestring", "valueof", "hasownproperty", "isprototypeof"}
@@ -70,7 +70,7 @@ def _arrow(arrow: Arrow) -> str:
 
 
 def _id(name: str) -> str:
-    """An identifier that Mermaid takes, different for different names: `name` itself where that will do."""
+    """An identifier that Mermaid takes, different for different names: `name` itself where that is possible."""
     if re.fullmatch(r"[A-Za-z0-9_]*[A-Za-z0-9]", name) and name.lower() not in _RESERVED:
         return name
     escaped = (c if re.fullmatch("[A-Za-z0-9]", c) else "__" if c == "_" else f"_{ord(c):x}_" for c in name)

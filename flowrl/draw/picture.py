@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import networkx as nx
@@ -80,14 +80,12 @@ def picture(subject: Graph | Diff) -> Picture:
     )
     names = subject.renamed
     now = (
-        Arrow(names.get(k.source, k.source), names.get(k.target, k.target), k.label, k.kind) for k in _arrows(before)
+        replace(a, source=names.get(a.source, a.source), target=names.get(a.target, a.target)) for a in _arrows(before)
     )
-    old, new = ({(k.source, k.target, k.kind): k for k in arrows} for arrows in (now, _arrows(after)))
+    old, new = ({(a.source, a.target, a.kind): a for a in arrows} for arrows in (now, _arrows(after)))
     arrows = [
-        Arrow(k.source, k.target, k.label, k.kind, "" if key in old else "added")
-        if key in new
-        else Arrow(k.source, k.target, k.label, k.kind, "removed")
-        for key, k in {**old, **new}.items()
+        replace(arrow, mark="removed" if key not in new else "" if key in old else "added")
+        for key, arrow in {**old, **new}.items()
     ]
     return Picture(f"{before.name} -> {after.name}", boxes, tuple(arrows), _roles(boxes, before, after))
 
@@ -114,10 +112,8 @@ def _marked_box(diff: Diff, node: Node) -> Box:
     old, new = diff.before[node.name].operator, node.operator
     details = _details(node)
     if type(old) is type(new):
-        changed = {k: v for k, v in parameters(old).items() if v != getattr(new, k)}
-        details = [
-            f"{name}: {format_value(value)} → {format_value(getattr(new, name))}" for name, value in changed.items()
-        ]
+        pairs = ((name, value, getattr(new, name)) for name, value in parameters(old).items())
+        details = [f"{name}: {format_value(a)} → {format_value(b)}" for name, a, b in pairs if a != b]
     return _box(node, details, "changed")
 
 

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from flowrl.core.plan import Plan
 from flowrl.data.column_math import size
+from flowrl.data.files import write_text
 
 Kind = Literal["node", "transfer", "wait"]
 _LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "lengths": ()}  # is written where it is known
@@ -90,9 +91,7 @@ class Timeline:
             load = {key: value for key, none in _LOAD.items() if (value := getattr(span, key)) != none}
             events.append({**event, "ts": start, "dur": end - start, "args": {"bytes": span.bytes, **load}})
         trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begin": begin}}
-        partial = path.with_name(f"{path.name}.partial")  # whole or not at all, since a resumed run adds to it
-        partial.write_text(json.dumps(trace), encoding="utf-8")
-        partial.replace(path)
+        write_text(path, json.dumps(trace))  # whole or not at all, since a resumed run adds to it
 
     @classmethod
     def load(cls, path: Path) -> Timeline:

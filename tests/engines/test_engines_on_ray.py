@@ -94,11 +94,8 @@ def refuse_other_answers(executor: Any, folder: str, scratch: Path, ranks: int) 
 
 def refuse_other_death(executor: Any, rank: int) -> None:
     """Kill a rank as it is about to generate: it is named, in time."""
-    [pid] = [
-        pid
-        for host, pid in process_ids(executor).items()
-        if host in executor.runner.hosts.ranks("rollout")[rank : rank + 1]
-    ]
+    victim = executor.runner.hosts.ranks("rollout")[rank]
+    [pid] = [pid for host, pid in process_ids(executor).items() if host == victim]
 
     def on_node(node: str) -> None:
         if node == "generate":

@@ -18,7 +18,7 @@ from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.torch.trainer import TorchTrainerEngine
 from flowrl.core.protocols import BuildContext
 from flowrl.data.metrics import Metrics
-from flowrl.distributed import export
+from flowrl.distributed import delivery, export
 from flowrl.distributed.export import Export
 from flowrl.distributed.host import Report
 from flowrl.distributed.place import Colocate
@@ -27,9 +27,8 @@ from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
 from flowrl.records import Receipt
 from flowrl.run.job import Job
-from flowrl.sync import source
 from flowrl.sync.digest import weights_digest
-from flowrl.sync.source import Origin
+from flowrl.sync.received import Origin
 from tests.jobs import job_of, prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.rewards import digits
@@ -83,7 +82,7 @@ def test_what_arrives_is_what_was_sent_or_is_refused(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one slot, so that a sync wakes the engine; in small buckets; with each kind of damage."""
-    monkeypatch.setattr(source, "BUCKET_BYTES", BUCKET)
+    monkeypatch.setattr(delivery, "BUCKET_BYTES", BUCKET)
     mischief = tmp_path / "mischief"
     graph = job_of("grpo", tiny, n=2).edit(bind={"rollout": TorchRollout(tiny, device="cpu")}).graph
     actor = graph.bindings["actor"]

@@ -285,7 +285,7 @@ class TestCheckpoints:
         with monkeypatch.context() as patched, pytest.raises(Stop):
             patched.setattr(Steps, "save", save_critic_and_stop)
             run(jobs("ppo", tiny), prompts_file, tmp_path)
-        assert checkpoints(tmp_path) == [".step-000004.partial", "step-000002"]
+        assert checkpoints(tmp_path) == ["step-000002"]
         assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True), whole("ppo"))
         assert checkpoints(tmp_path) == ["step-000002", "step-000004", "step-000006"]
 

@@ -1,0 +1,209 @@
+"""The demonstration's model: the tokeniser, the warm start, and the folder that is reused or built anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from flowrl.demo import model as demo_model
+from flowrl.demo import task
+from flowrl.demo.task import Problem
+
+SHORT = 8  # steps: enough to see the machinery at work
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return demo_model.make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def short_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo_model.build(tmp_path_factory.mktemp("short"), seed=3, steps=SHORT)
+
+
+def test_tokenizer_round_trips_every_demonstration(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [f"{p.prompt}{p.worked}" for half in task.split() for p in half]
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    # One token per character, a word of thinking counting as one; nothing unknown.
+    assert [len(i) for i in ids] == [len(t) - len("<think>") - len("</think>") + 2 for t in texts]
+    assert not any(tokenizer.unk_token_id in i for i in ids)
+    ended = [[*i, tokenizer.eos_token_id, tokenizer.pad_token_id] for i in ids]
+    assert tokenizer.batch_decode(ended, skip_special_tokens=True) == texts
+
+
+def test_thinking_words_are_ordinary_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    for word in ("<think>", "</think>"):
+        (token,) = tokenizer(word, add_special_tokens=False)["input_ids"]
+        assert token not in tokenizer.all_special_ids
+        assert tokenizer.decode([token]) == word
+    assert tokenizer.decode(tokenizer("<thin k>\t~", add_special_tokens=False)["input_ids"]) == "<thin k><|unk|>~"
+
+
+def test_the_chat_template_ends_every_turn_and_refuses_other_roles(tokenizer: PreTrainedTokenizerFast) -> None:
+    user = {"role": "user", "content": "59+36="}
+    asked = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
+    assert asked == "<|user|>59+36=<|end|><|assistant|>"
+    ids = tokenizer.apply_chat_template([user], add_generation_prompt=True, return_dict=False)
+    assert len(ids) == 9
+    whole = tokenizer.apply_chat_template([user, {"role": "assistant", "content": "95"}], return_dict=False)
+    assert whole == [*ids, *tokenizer("95<|end|>", add_special_tokens=False)["input_ids"]]
+    with pytest.raises(Exception, match="knows the roles system, user and assistant, not tool"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": "95"}])
+
+
+def test_demonstrations_label_the_answer_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    data = demo_model.demonstrations(tokenizer)
+    problems = task.split().train
+    assert len(data.lengths) == 2 * len(problems)
+    for i in (0, 4321, len(problems), len(problems) + 4321):
+        problem = problems[i % len(problems)]
+        answer = problem.worked if i < len(problems) else problem.answer
+        tokens, labels = data.input_ids[i, : data.lengths[i]], data.labels[i]
+        assert tokenizer.decode(tokens) == f"<|user|>{problem.prompt}<|end|><|assistant|>{answer}<|end|>"
+        assert tokenizer.decode(labels[labels != -100]) == f"{answer}<|end|>"
+        assert torch.equal(labels[9 : data.lengths[i]], tokens[9:])
+        assert (labels[data.lengths[i] :] == -100).all()
+
+
+def test_folder_is_small_and_loads(short_folder: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(short_folder), AutoTokenizer.from_pretrained(short_folder)
+    # Embeddings 104 x 64; per layer four 64 x 64 projections, three of 64 x 192 and two norms; a last norm.
+    assert sum(p.numel() for p in model.parameters()) == 104 * 64 + 2 * (4 * 64**2 + 3 * 64 * 192 + 2 * 64) + 64
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.hidden_size // model.config.num_attention_heads == 32
+    assert sum(path.stat().st_size for path in short_folder.iterdir()) < 1_000_000
+    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
+    fresh = demo_model.make_tokenizer()
+    messages = [{"role": "user", "content": "59+36="}]
+    assert tokenizer.get_vocab() == fresh.get_vocab()
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == fresh.apply_chat_template(
+        messages, tokenize=False
+    )
+    worked = tokenizer(Problem(59, 36).worked, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(worked, skip_special_tokens=True) == Problem(59, 36).worked
+
+
+def test_backward_is_the_mean_over_answer_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Buckets and padding change nothing: the same loss and gradients as row by row in float64."""
+    data = demo_model.demonstrations(tokenizer)
+    count = len(data.lengths) // 2
+    rows = torch.tensor([0, 5, 17, count + 5, count + 8])
+    model = demo_model.make_model(tokenizer, seed=0)
+    loss = demo_model._backward(model, data, rows)
+    gradients = {name: p.grad.double() for name, p in model.named_parameters()}
+
+    model = demo_model.make_model(tokenizer, seed=0).double()
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for row in rows.tolist():
+        ids = data.input_ids[row, : data.lengths[row]]
+        log_probs = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        total = total - sum(log_probs[t - 1, ids[t]] for t in range(9, len(ids)))
+        tokens += len(ids) - 9
+    (total / tokens).backward()
+    assert loss == pytest.approx(total.item() / tokens, rel=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_warm_start_learns_and_is_deterministic(tokenizer: PreTrainedTokenizerFast) -> None:
+    threads, state = torch.get_num_threads(), torch.random.get_rng_state()
+    runs, seen = [], []
+    for seed in (0, 0, 1):
+        model = demo_model.make_model(tokenizer, seed)
+        seen.clear()
+        losses = demo_model.warm_start(model, tokenizer, seed, 20, lambda *progress: seen.append(progress))
+        runs.append((losses, torch.cat([p.flatten() for p in model.parameters()])))
+        assert seen == [(i + 1, 20, loss) for i, loss in enumerate(losses)]
+    (losses, weights), (losses_again, weights_again), (_, other_weights) = runs
+    assert losses[-1] < 0.6 * losses[0]
+    assert losses == losses_again
+    assert torch.equal(weights, weights_again)
+    assert not torch.equal(weights, other_weights)
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_finished_folder_is_reused(short_folder: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in short_folder.iterdir()}
+    steps: list[int] = []
+    assert (
+        demo_model.build(short_folder, seed=3, on_step=lambda done, *_: steps.append(done), steps=SHORT) == short_folder
+    )
+    assert steps == []
+    assert {path.name: path.stat().st_mtime_ns for path in short_folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "damage", ["no stamp", "torn stamp", "torn weights", "no tokenizer", "other seed", "other steps"]
+)
+def test_any_other_folder_is_built_anew(short_folder: Path, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in short_folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    stamp, weights = folder / demo_model.STAMP, folder / "model.safetensors"
+    if damage == "no stamp":
+        stamp.unlink()
+    elif damage == "torn stamp":
+        stamp.write_bytes(stamp.read_bytes()[:-10])
+    elif damage == "torn weights":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+    seed = 4 if damage == "other seed" else 3
+    steps = SHORT + 1 if damage == "other steps" else SHORT
+    done: list[int] = []
+    demo_model.build(folder, seed, lambda step, *_: done.append(step), steps=steps)
+    assert done == list(range(1, steps + 1))
+    same = (short_folder / "model.safetensors").read_bytes() == weights.read_bytes()
+    assert same == (not damage.startswith("other"))  # one seed, one set of weights, to the last bit
+    AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_build_that_stops_half_way_leaves_no_stamp(short_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    demo_model.build(folder, seed=3, steps=SHORT)
+
+    def stop(step: int, steps: int, loss: float) -> None:
+        if step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        demo_model.build(folder, seed=4, on_step=stop, steps=SHORT)
+    assert not (folder / demo_model.STAMP).exists()
+
+
+def test_warm_started_model_has_something_to_learn(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """On held-out prompts it answers mostly directly and mostly wrongly, sometimes thinks and is then mostly right.
+
+    Exact, without sampling: the probability of each whole response under the model, at temperature 1.
+    """
+    model = AutoModelForCausalLM.from_pretrained(demo_model.build(tmp_path / "model", seed=0))
+    problems = task.split().heldout
+    users = [[{"role": "user", "content": p.prompt}] for p in problems]
+    prompts = tokenizer.apply_chat_template(users, add_generation_prompt=True, return_dict=False)
+
+    def probability(texts: list[str]) -> torch.Tensor:
+        responses = tokenizer([t + tokenizer.eos_token for t in texts], add_special_tokens=False)["input_ids"]
+        rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+        with torch.no_grad():
+            log_probs = model(input_ids=ids.clamp(min=0)).logits[:, 8:-1].log_softmax(-1)
+        chosen = log_probs.gather(2, ids[:, 9:, None].clamp(min=0))[..., 0]
+        return torch.where(ids[:, 9:] >= 0, chosen, 0.0).sum(1).exp()
+
+    with torch.no_grad():
+        first = model(input_ids=torch.tensor(prompts)).logits[:, -1].softmax(-1)
+    thinks = first[:, tokenizer.convert_tokens_to_ids("<think>")].mean()
+    direct = probability([p.answer for p in problems]).mean() / (1 - thinks)
+    worked = probability([p.worked for p in problems]).mean() / thinks
+    assert 0.2 < thinks < 0.4
+    assert direct < 0.2
+    assert worked > 0.6

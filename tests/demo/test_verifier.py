@@ -1,0 +1,40 @@
+"""The demonstration's verifier: it looks at what follows the last thought, and at nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowrl.demo import verifier
+
+
+@pytest.mark.parametrize(
+    ("solution", "score"),
+    [
+        ("95", 1.0),
+        (" 95\n", 1.0),
+        ("<think>9+6=15 5+3+1=9</think>95", 1.0),
+        ("<think>nonsense</think>95", 1.0),  # only the answer counts
+        ("<think>95</think>94<think></think> 95", 1.0),
+        ("", 0.0),
+        ("94", 0.0),
+        ("095", 0.0),
+        ("95.", 0.0),
+        ("9 5", 0.0),
+        ("95 95", 0.0),
+        ("<think>9+6=15 5+3+1=9</think>", 0.0),
+        ("<think>95", 0.0),  # thinking never ended
+        ("95<think>", 0.0),
+        ("95</think>94", 0.0),
+        ("<think>9+6=15</think>95</think>94", 0.0),
+    ],
+)
+def test_verifier_compares_what_follows_the_last_thought(solution: str, score: float) -> None:
+    found = verifier.compute_score("addition", solution, "95", extra_info={"index": 0})
+    assert found == score
+    assert isinstance(found, float)
+    assert verifier.compute_score(data_source="addition", solution_str=solution, ground_truth="95") == score
+
+
+@pytest.mark.parametrize(("text", "expected"), [("<think>1", True), ("95", False), ("", False), ("95<think>", False)])
+def test_a_response_thinks_if_it_starts_with_a_thought(text: str, expected: bool) -> None:
+    assert verifier.thinks(text) is expected

@@ -1,0 +1,50 @@
+"""The errors of flowrl: what they derive from, how they travel, and what they offer instead of a name."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+from flowrl import errors
+from flowrl.errors import ColumnNotFoundError, FlowrlError, offer
+
+CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, FlowrlError)]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_error_keeps_its_message_when_it_is_pickled(cls: type[FlowrlError]) -> None:
+    there = pickle.loads(pickle.dumps(cls("gae.values is missing.")))
+    assert type(there) is cls
+    assert str(there) == "gae.values is missing."
+
+
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls is not FlowrlError])
+def test_every_error_refines_a_builtin(cls: type[FlowrlError]) -> None:
+    assert any(
+        base.__module__ in ("builtins", "dataclasses") and base not in (object, Exception, BaseException)
+        for base in cls.__mro__
+    )
+
+
+def test_a_missing_column_is_caught_as_a_key_and_as_an_attribute() -> None:
+    for builtin in (KeyError, AttributeError):
+        with pytest.raises(builtin):
+            raise ColumnNotFoundError("no column 'value'.")
+    assert str(ColumnNotFoundError("no column 'value'.")) == "no column 'value'."  # and not the repr of a KeyError
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "said"),
+    [
+        ("gea", ["reward", "gae"], "it has reward, gae; did you mean 'gae'?"),
+        ("sampler", ["reward", "gae"], "it has reward, gae."),
+        ("gae", [], "it has none."),
+        (3, ["gae"], "it has gae."),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_known_ones_and_the_nearest(
+    name: object, known: list[str], said: str
+) -> None:
+    assert offer(name, known) == said

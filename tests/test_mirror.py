@@ -1,0 +1,124 @@
+"""The tests mirror the rooms: the test of a module has its name, in the folder of its room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from tests.test_imports import ROOT, module_files
+
+SMALL = 100
+"""Lines; a module of no more may be tested with what uses it."""
+
+# Modules whose tests have another name, by the file that holds them: it needs Ray or an engine, or covers a family of
+# modules by what they do together.
+TESTED_BY: dict[str, tuple[str, ...]] = {
+    "tests/core/test_algorithm.py": ("flowrl/core/symbols.py", "flowrl/data/record_types.py"),
+    "tests/core/test_graph.py": ("flowrl/graph.py", "flowrl/core/protocols.py"),
+    "tests/core/test_graph_io.py": ("flowrl/core/references.py",),
+    "tests/test_types.py": ("flowrl/core/inference.py", "flowrl/core/ports.py"),
+    "tests/data/test_dataproto.py": ("flowrl/data/column_math.py", "flowrl/data/formats.py"),
+    "tests/draw/test_mermaid.py": ("flowrl/draw/picture.py",),
+    "tests/draw/test_svg.py": ("flowrl/draw/layout.py",),
+    "tests/run/test_local.py": ("flowrl/run/job.py",),
+    "tests/sync/test_stream.py": ("flowrl/sync/source.py",),
+    "tests/on_ray/test_cluster.py": ("flowrl/distributed/cluster.py", "flowrl/distributed/slots.py"),
+    "tests/on_ray/test_faults.py": ("flowrl/distributed/faults.py",),
+    "tests/on_ray/test_nodes.py": ("flowrl/distributed/host.py", "flowrl/distributed/hosts.py"),
+    "tests/on_ray/test_parity.py": ("flowrl/distributed/executor.py",),
+    "tests/on_ray/test_sync.py": ("flowrl/distributed/delivery.py",),
+    "tests/on_ray/test_walk.py": ("flowrl/distributed/walk.py",),
+    "tests/operators/test_operators.py": ("operators/generate.py", "operators/update.py"),
+    "tests/operators/test_reward.py": (
+        "operators/reward/operator.py",
+        "operators/reward/pool.py",
+        "operators/reward/worker.py",
+    ),
+    "tests/backends/hosted/test_process.py": ("backends/hosted/keeper.py",),
+    "tests/backends/torch/test_fsdp.py": (
+        "backends/torch/checkpoint.py",
+        "backends/torch/mesh.py",
+        "backends/torch/shards.py",
+    ),
+    "tests/backends/torch/test_trainer.py": (
+        "backends/torch/learner.py",
+        "backends/torch/model.py",
+        "backends/torch/optim.py",
+    ),
+    "tests/engines/answers.py": ("backends/hosted/base.py",),
+    "tests/engines/test_sglang.py": ("backends/sglang/engine.py", "backends/sglang/server.py"),
+    "tests/engines/test_vllm.py": ("backends/vllm/engine.py",),
+    "tests/engines/test_vllm_parallel.py": ("backends/vllm/worker.py",),
+}
+
+
+def mirrored(module: str) -> str:
+    """Where the tests of a module are looked for, such as ``flowrl/core/edit.py``."""
+    room, _, name = module.removeprefix("flowrl/").rpartition("/")
+    return f"tests/{room}/test_{name}".replace("//", "/")
+
+
+def unfound(lengths: Mapping[str, int], tests: set[str], elsewhere: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """What a reader who looks for the tests of a module would not find.
+
+    Args:
+        lengths: of every module, in lines.
+        tests: paths of all files of the tests.
+        elsewhere: as `TESTED_BY`.
+    """
+    named = {module: test for test, modules in elsewhere.items() for module in modules}
+    for module, lines in lengths.items():
+        if lines > SMALL and module not in named and mirrored(module) not in tests:
+            yield f"{module} has {lines} lines and no {mirrored(module)}; write it, or name in TESTED_BY what tests it"
+    for module, test in named.items():
+        if test not in tests:
+            yield f"TESTED_BY names {test}, which is not there"
+        if module not in lengths:
+            yield f"TESTED_BY names {module}, which is not there"
+        elif mirrored(module) in tests:
+            yield f"{module} has a test of its own name; take it out of TESTED_BY"
+        elif lengths[module] <= SMALL:
+            yield f"{module} has {lengths[module]} lines; take it out of TESTED_BY"
+
+
+def test_the_tests_of_every_module_are_found() -> None:
+    lengths = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines())
+        for path in module_files().values()
+        if path.name != "__init__.py"
+    }
+    tests = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
+    findings = list(unfound(lengths, tests, TESTED_BY))
+    assert not findings, "\n".join(findings)
+
+
+@pytest.mark.parametrize(
+    ("lines", "tests", "elsewhere", "count"),
+    [
+        (101, set(), {}, 1),
+        (100, set(), {}, 0),
+        (101, {"tests/core/test_edit.py"}, {}, 0),
+        (101, {"tests/core/test_graph.py"}, {"tests/core/test_graph.py": ("flowrl/core/edit.py",)}, 0),
+        (101, set(), {"tests/core/test_graph.py": ("flowrl/core/edit.py",)}, 1),
+        (100, {"tests/core/test_graph.py"}, {"tests/core/test_graph.py": ("flowrl/core/edit.py",)}, 1),
+        (101, {"tests/a.py", "tests/core/test_edit.py"}, {"tests/a.py": ("flowrl/core/edit.py",)}, 1),
+        (101, {"tests/a.py", "tests/core/test_edit.py"}, {"tests/a.py": ("flowrl/core/gone.py",)}, 1),
+    ],
+)
+def test_what_is_not_found_is_named(
+    lines: int, tests: set[str], elsewhere: dict[str, tuple[str, ...]], count: int
+) -> None:
+    assert len(list(unfound({"flowrl/core/edit.py": lines}, tests, elsewhere))) == count
+
+
+@pytest.mark.parametrize(
+    ("module", "test"),
+    [
+        ("flowrl/core/edit.py", "tests/core/test_edit.py"),
+        ("flowrl/cli.py", "tests/test_cli.py"),
+        ("backends/torch/trainer.py", "tests/backends/torch/test_trainer.py"),
+    ],
+)
+def test_a_module_and_its_test_have_one_name(module: str, test: str) -> None:
+    assert mirrored(module) == test
