@@ -11,7 +11,7 @@ import numpy as np
 
 _ROUNDS = 20  # of the reweighting that turns least squares into least absolute deviations
 _NOISE = 0.02  # relative; what differs by less counts as equal
-_PRIOR = 5.0  # how strongly a share of the cost that does not grow with tokens must be shown by the data
+_PRIOR = 20.0  # how strongly a share of the cost that does not grow with tokens must be shown by the data
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -66,15 +66,17 @@ class Cost:
         known = np.flatnonzero(units > 0)
         main = next(term for term in (2, 1, 0) if term in known)
         penalty = _PRIOR * (known != main)
-        scaled = terms[:, known] / units[known] * np.median(times) / times[:, None]
-        weights, share, noise = np.ones(len(times)), np.zeros(len(known)), 0.1
+        shares = terms[:, known] / units[known]
+        each, noise = np.median(times / np.maximum(shares[:, known == main], 1e-9)[:, 0]) * (known == main), 0.1
         for _ in range(_ROUNDS):
-            share = _non_negative(scaled * weights[:, None], weights, noise * penalty)
-            error = np.abs(scaled @ share - 1.0)
+            usual = np.maximum(shares @ each, 1e-9)
+            error = np.abs(times / usual - 1.0)
             noise = max(float(np.median(error)), _NOISE)
-            weights = 1.0 / np.sqrt(np.maximum(error, _NOISE))
+            weight = 1.0 / (usual * np.sqrt(np.maximum(error, _NOISE)))
+            unit = float(np.median(usual))
+            each = _non_negative(shares * unit * weight[:, None], times * weight, noise * penalty) * unit
         found = np.zeros(4)
-        found[known] = share * np.median(times) / units[known]
+        found[known] = each / units[known]
         return Cost(*found.tolist())
 
 

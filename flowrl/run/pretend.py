@@ -1,7 +1,7 @@
 """`PretendRunner`: runs nothing. Instances last what measured costs say, on a virtual clock.
 
-The same `Steps` walks it as walks the others, on the slots and in the turns that the layout gives, so it predicts what the
-engine would do that runs the job.
+The same `Steps` walks it as walks the others, on the slots and in the turns that the layout gives. So it predicts what
+the engine does that runs the job.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from flowrl.columns import ColumnType
+from flowrl.core.backend import Backend
 from flowrl.core.graph import Graph, Node
-from flowrl.data.balance import split_rows
+from flowrl.data.balance import deal
 from flowrl.data.dataproto import DataProto
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
@@ -52,14 +53,14 @@ class PretendRunner:
     """
 
     def __init__(
-        self, processes: Sequence[ProcessSpec] | None, costs: Costs, bindings: Mapping[str, Any] | None = None
+        self, processes: Sequence[ProcessSpec] | None, costs: Costs, bindings: Mapping[str, Backend] | None = None
     ) -> None:
         self.timeline = Timeline()
         self.now = 0.0
         self.engines: Mapping[str, Any] = {}
         self._here = processes is None
         self._processes, self._costs = list(processes or ()), costs
-        self._forget = {role for role, backend in (bindings or {}).items() if getattr(backend, "forgets", False)}
+        self._forget = {role for role, backend in (bindings or {}).items() if backend.loses_weights_asleep}
         self._forgetful: set[ProcessSpec] = set()
         self._turns = Turns(self._processes)
         self._running: list[tuple[float, int, Done]] = []  # a heap, by end and by who was launched first
@@ -196,8 +197,9 @@ def _shares(task: Task, rows: int, ranks: int) -> list[Counts | None]:
     operator = task.node.operator
     if ranks == 1 or operator.changes_rows or operator.granularity == "batch" or not rows:
         return [None] * ranks
-    tokens = np.ones(rows, dtype=np.int64) if task.lengths is None else task.lengths.tokens
-    return [share.numpy() for share in split_rows(torch.from_numpy(tokens), ranks)]
+    weights = np.ones(rows, dtype=np.int64) if task.lengths is None else task.lengths.tokens + 1
+    rank_of = np.array(deal(weights.tolist(), ranks))
+    return [np.flatnonzero(rank_of == rank) for rank in range(ranks)]
 
 
 def _load(lengths: Lengths | None, rows: Counts | None) -> Load:

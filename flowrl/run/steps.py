@@ -77,12 +77,15 @@ class Steps:
             keep, on_node: see `step`.
 
         Raises:
-            NodeError, GraphError: see `step`.
+            NodeError, GraphError: see `step`; or the graph does not allow this lag.
         """
         for name in keep:
             self.plan.graph[name]
         wanted = {*keep, *self.plan.graph.sinks}
-        flight = Flight(Schedule(self.plan, lag), self.runner, self.seed, steps, self.state, wanted, on_node)
+        schedule = Schedule(self.plan, lag)
+        if lag:
+            schedule.refuse_deadlock()
+        flight = Flight(schedule, self.runner, self.seed, steps, self.state, wanted, on_node)
         for step in steps:
             self.runner.timeline = self.timeline
             for ahead in steps[steps.index(step) :][: lag + 1]:

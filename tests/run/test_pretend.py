@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import networkx as nx
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flowrl import columns as c
+from flowrl.core.backend import Backend
 from flowrl.core.graph import Input, Node
 from flowrl.core.operator import Operator
 from flowrl.core.plan import Plan
@@ -29,9 +31,9 @@ from flowrl.run.place import Place, lay_out
 from flowrl.run.prediction import predict
 from flowrl.run.pretend import PretendRunner, blank_batch
 from flowrl.run.runner import Done, Task
+from flowrl.run.schedule import Schedule
 from flowrl.run.steps import Steps
 from flowrl.run.weights import TrainedWeights
-from flowrl.spec import Spec
 from tests.kernel import RolloutEngine, TrainerEngine
 
 
@@ -75,17 +77,20 @@ class Carry(Operator):
     def __call__(self, first: c.Values, second: c.Values) -> c.Values: ...
 
 
-class OnSlots(Spec):
+class OnSlots(Backend):
     """A backend that loads nothing."""
 
+    serves = (Trainer,)
     ranks: int = 1
-    forgets: bool = False
+    loses_weights_asleep: bool = False
 
     def build(self, context: Any) -> TrainerEngine:
         raise AssertionError("built")
 
 
 class Generating(OnSlots):
+    serves = (Rollout,)
+
     def build(self, context: Any) -> RolloutEngine:
         raise AssertionError("built")
 
@@ -164,7 +169,7 @@ class TestStepTime:
             "ask": (Ask(), ("carry",) * 2),
         }
         for forgets, syncs in ((False, 1), (True, 2)):
-            graph = graph_of(nodes, actor=OnSlots(), rollout=Generating(forgets=forgets))
+            graph = graph_of(nodes, actor=OnSlots(), rollout=Generating(loses_weights_asleep=forgets))
             costs = fixed(answer=1.0, carry=10.0, ask=1.0)
             assert seconds_of(graph, Colocate(gpus=1), costs) == pytest.approx(2.0 + 10.0 * syncs)
 
@@ -316,10 +321,16 @@ class Watched(PretendRunner):
         self.versions[role] = self.kept[str(folder)]
 
 
+def assume_possible(plan: Plan, lag: int) -> None:
+    """Where generation depends on training in its own step, it cannot run ahead of it."""
+    assume(nx.is_directed_acyclic_graph(Schedule(plan, lag).network(range(10))))
+
+
 def run(graph: Graph, runner: Watched, steps: int, lag: int, spare: Path | None = None) -> tuple[list[int], list[int]]:
     """The steps for which batches were drawn, in order, and how many were done when each was."""
     plan, drawn, done = Plan(graph), list[int](), list[int]()
     walk = Steps(plan, runner, 0, TrainedWeights(plan, runner, 0, spare))
+    assume_possible(plan, lag)
     finished = 0
 
     def draw(step: int) -> DataProto:
@@ -401,9 +412,22 @@ class TestWalk:
     def test_a_step_is_never_shorter_than_its_bound(self, graph: Graph, seconds: dict[str, float], lag: int) -> None:
         runner = PretendRunner(lay_out(graph, Split(train=2)), fixed(**seconds))
         plan, ends = Plan(graph), [0.0]
+        assume_possible(plan, lag)
         for _ in Steps(plan, runner, 0, TrainedWeights(plan, runner, 0)).run(
             lambda step: blank_batch(graph, 4), range(12), lag=lag
         ):
             ends.append(runner.now)
         bound = predict(graph, Split(train=2), 4, fixed(**seconds)).busiest
         assert (ends[-1] - ends[0]) / 12 >= bound - 1e-9
+
+    def test_a_lag_that_cannot_be_is_refused(self) -> None:
+        nodes: Nodes = {
+            "train": (Train(), BATCH),
+            "carry": (Carry(), ("train",) * 2),
+            "answer": (Answer(), ("train",) * 2),
+        }
+        graph = graph_of(nodes, 1, actor=OnSlots(), rollout=Generating())
+        with pytest.raises(
+            GraphError, match=r"toy cannot let generation run 1 version\(s\) ahead: it would wait.*answer in step"
+        ):
+            predict(graph, Split(), 4, fixed(train=1.0, carry=1.0, answer=1.0))
