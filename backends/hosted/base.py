@@ -27,7 +27,6 @@ from flowrl.records import Receipt
 from flowrl.spec import Spec
 from flowrl.sync.digest import named_weights, weights_digest
 from flowrl.sync.probe import TOKENS, Scores, refuse_old_weights, refuse_other_weights
-from flowrl.sync.receipt import require_receipt
 
 
 class EngineSpec(Spec):
@@ -173,7 +172,11 @@ class RolloutEngine(ABC):
             EngineError: the engine or one of its processes failed.
         """
         self._require_awake("generate")
-        require_receipt(self._receipt)
+        if self._receipt is None:
+            raise SyncError(
+                "this rollout engine holds no receipt, so nobody knows which version of the policy it would sample "
+                "from; call engine.sync(trainer) first (in a graph: end the step with Sync()(actor))."
+            )
         vocabulary, positions = self._limits()
         check_prompts(
             prompts,

@@ -31,7 +31,6 @@ from flowrl.errors import BindError, DataError, SyncError
 from flowrl.records import Receipt
 from flowrl.spec import Spec, non_default
 from flowrl.sync.digest import combine, named_weights, same_bits, tensor_digest, weights_digest
-from flowrl.sync.receipt import require_receipt
 
 
 class TorchRollout(Spec):
@@ -342,11 +341,15 @@ class TorchRolloutEngine(Resident):
         return cast(Tensor, output.logits[:, -1])
 
     def _check_receipt(self) -> None:
-        receipt = require_receipt(self._receipt)
-        if self._shares is not None and self._shares.version != receipt.version:
+        if self._receipt is None:
+            raise SyncError(
+                "this rollout engine holds no receipt, so nobody knows which version of the policy it would sample "
+                "from; call engine.sync(trainer) first (in a graph: end the step with Sync()(actor))."
+            )
+        if self._shares is not None and self._shares.version != self._receipt.version:
             raise SyncError(
                 f"the weights that this rollout engine shares are at version {self._shares.version}, but its receipt "
-                f"is of version {receipt.version}, so its rows would bear the wrong version; call "
+                f"is of version {self._receipt.version}, so its rows would bear the wrong version; call "
                 f"engine.sync(trainer) after each update (in a graph: end the step with Sync()(actor))."
             )
 
