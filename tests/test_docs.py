@@ -48,7 +48,7 @@ def execute(page: Path, desk: Path, folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_examples_run(page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_example_of_a_page_runs(page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     execute(page, desk, tmp_path, monkeypatch)
     source = page.read_text(encoding="utf-8")
     for block in re.finditer(r"^```json\n(.*?)^```$", source, re.MULTILINE | re.DOTALL):
@@ -83,7 +83,7 @@ def test_the_table_of_rules_is_complete() -> None:
     assert _table_after("docs/graphs.md", "rules") == "\n".join(rows)
 
 
-def test_the_plan_in_the_docs_is_the_code_s_own(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_in_the_docs_is_printed_by_the_code(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)
     job = grpo("my_reward.py:score").bind(
         actor=TorchTrainer("model", ranks=4),
@@ -95,7 +95,7 @@ def test_the_plan_in_the_docs_is_the_code_s_own(desk: Path, monkeypatch: pytest.
     assert f"```text\n{heading}{processes}\n```" in (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
 
 
-def test_the_pictures_in_the_readme_are_the_code_s_own(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pictures_in_the_readme_are_drawn_by_the_code(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     before, after = ppo("my_reward.py:score"), grpo("my_reward.py:score")
@@ -103,7 +103,7 @@ def test_the_pictures_in_the_readme_are_the_code_s_own(desk: Path, monkeypatch: 
     assert str(before.diff(after)) in readme
 
 
-def test_the_swap_of_engines_in_the_readme_is_the_code_s_own(
+def test_the_swap_of_engines_in_the_readme_is_drawn_by_the_code(
     desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = ROOT / "README.md"
