@@ -55,6 +55,26 @@ def test_every_example_of_a_page_runs(page: Path, desk: Path, tmp_path: Path, mo
         json.loads(block.group(1))
 
 
+def _headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not heading or heading in _headings(target), link
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    linked = set(re.findall(r"\(docs/([\w-]+\.md)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert linked == {page.name for page in (ROOT / "docs").iterdir()}
+
+
 def _table_after(page: str, mark: str) -> str:
     text = (ROOT / page).read_text(encoding="utf-8")
     return text.partition(f"<!-- {mark} -->\n\n")[2].partition("\n\n")[0].rstrip("\n")
