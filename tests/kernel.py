@@ -11,11 +11,12 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl import columns as c
+from flowrl.core.backend import Backend
 from flowrl.core.operator import Operator
+from flowrl.core.protocols import Critic, Rollout, Trainer
 from flowrl.graph import algorithm
 from flowrl.operators import Generate, Repeat, Reward
 from flowrl.records import PromptBatch, Receipt, RolloutBatch
-from flowrl.spec import Spec
 
 
 def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
@@ -89,8 +90,6 @@ class TrainerEngine:
     def log_probs(self, batch: Any) -> Tensor: ...
     def update(self, batch: Any, mini_batches: Any, loss: Any) -> Any: ...
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def save_pretrained(self, folder: str) -> None: ...
 
 
@@ -101,8 +100,6 @@ class CriticEngine:
 
     def values(self, batch: Any) -> Tensor: ...
     def update(self, batch: Any, mini_batches: Any, loss: Any) -> Any: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class RolloutEngine:
@@ -115,8 +112,10 @@ class RolloutEngine:
     def sync(self, source: Any) -> Receipt: ...
 
 
-class FakeTrainer(Spec):
+class FakeTrainer(Backend):
     """A backend; building it is an error, since nothing may load before a job runs."""
+
+    serves = (Trainer,)
 
     lr: float = 1e-3
 
@@ -124,15 +123,19 @@ class FakeTrainer(Spec):
         raise AssertionError("built")
 
 
-class FakeCritic(Spec):
+class FakeCritic(Backend):
     """See `FakeTrainer`."""
+
+    serves = (Critic,)
 
     def build(self, context: Any) -> CriticEngine:
         raise AssertionError("built")
 
 
-class FakeRollout(Spec):
+class FakeRollout(Backend):
     """See `FakeTrainer`."""
+
+    serves = (Rollout,)
 
     model: str = "one"
 

@@ -29,7 +29,7 @@ from flowrl.backends import (
 )
 from flowrl.backends.torch import critic as torch_critic
 from flowrl.backends.torch import trainer as torch_trainer
-from flowrl.backends.torch.mesh import Sharded
+from flowrl.backends.torch.sharded import Sharded
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import MiniBatch, Sampling
 from flowrl.core.session import Session

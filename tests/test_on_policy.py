@@ -6,9 +6,8 @@ version, one whose load keeps the old weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -251,22 +250,16 @@ def test_planted_stale_rows_stop_a_graph_before_it_trains(tiny: str, prompts_fil
     assert_untouched(actor, before, version=1)
 
 
-@dataclass(frozen=True)
-class Recording:
-    """A backend that notes the order in which its engine is synced and asked."""
-
-    folder: str
-    log: list[str] = field(default_factory=list)
+class Recording(TorchRollout):
+    """A backend whose engine notes the order in which it is synced and asked."""
 
     def build(self, context: BuildContext) -> RecordingEngine:
-        built = TorchRollout(self.folder, device="cpu").build(context)
-        return RecordingEngine(built.model, built.tokenizer, 64, self.log)
+        built = super().build(context)
+        return RecordingEngine(built.model, built.tokenizer, 64)
 
 
 class RecordingEngine(TorchRolloutEngine):
-    def __init__(self, model: Any, tokenizer: Any, max_rows: int, log: list[str]) -> None:
-        super().__init__(model, tokenizer, max_rows)
-        self.log = log
+    log: ClassVar[list[str]] = []
 
     def sync(self, source: Trainer) -> Receipt:
         self.log.append("sync")
@@ -278,11 +271,11 @@ class RecordingEngine(TorchRolloutEngine):
 
 
 def test_eager_code_starts_in_sync_as_well(tiny: str) -> None:
-    backend = Recording(tiny)
+    backend = Recording(tiny, device="cpu")
     job = job_of("grpo", tiny).edit(bind={"rollout": backend})
     with job.eager():
         Generate(max_new_tokens=2)(PROMPTS)
-    assert backend.log == ["sync", "generate"]
+    assert RecordingEngine.log == ["sync", "generate"]
 
 
 def test_a_graph_of_rows_taken_by_hand_is_fed_as_it_is(tiny: str) -> None:

@@ -18,9 +18,9 @@ from pydantic import Field
 from safetensors.torch import save
 
 from flowrl.backends.hosted.arrival import Arrival
-from flowrl.backends.hosted.base import Answer, EngineSpec, RolloutEngine
-from flowrl.backends.hosted.ending import Ending
+from flowrl.backends.hosted.base import Answer, EngineSpec, HostedRollout
 from flowrl.backends.hosted.process import EngineProcess
+from flowrl.backends.rollout import Ending
 from flowrl.backends.torch.load import loading
 from flowrl.backends.torch.lora import adapted_modules, adapter_config
 from flowrl.core.protocols import BuildContext, Sampling
@@ -82,8 +82,8 @@ class SGLang(EngineSpec):
         return SGLangEngine(self, ChatTokenizer(self.model), seed + context.rank)
 
 
-class SGLangEngine(RolloutEngine):
-    """A live `SGLang`; see `RolloutEngine` for what it does.
+class SGLangEngine(HostedRollout):
+    """A live `SGLang`; see `HostedRollout` for what it does.
 
     SGLang heeds the seeds of rows with ``engine_args={"enable_deterministic_inference": True}`` on a GPU. Without that
     it draws for all rows from one generator, in whatever order it schedules them, so the same call need not give the

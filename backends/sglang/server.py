@@ -1,4 +1,4 @@
-"""The process of an `SGLang` engine: it runs `sglang.Engine` and answers the frames of the process that started it.
+"""The process of an `SGLang` engine: it runs `sglang.Engine` and answers the requests of the process that started it.
 
 SGLang answers a fault in its scheduler by killing the process that holds the engine, so that is never the trainer's.
 This process and all that SGLang starts are one group, which ends with the parent; see `EngineProcess`.
@@ -9,21 +9,21 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from flowrl.backends.hosted.ending import Watch
-from flowrl.backends.hosted.frames import read_frame, write_frame
+from flowrl.backends.rollout import Watch
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.sync.digest import tensor_digest
 from flowrl.sync.ipc import open_handles
 
 
 class Server:
-    """Answers one request after another; every method that is no helper is one, named by the frame's ``call``.
+    """Answers one request after another; every method that is no helper is one, named by the request's ``call``.
 
     Args:
         arguments: of `sglang.Engine`.
@@ -173,9 +173,9 @@ def _require(outcome: tuple[bool, str]) -> None:
         raise RuntimeError(message)
 
 
-def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Start the engine that the first frame describes, then answer frames; it is the parent that ends this."""
-    arguments, _ = read_frame(requests)
+def serve(requests: Connection, replies: Connection) -> None:
+    """Start the engine that the first request describes, then answer others; it is the parent that ends this."""
+    arguments, _ = requests.recv(), requests.recv_bytes()
     server = None
     message: dict[str, Any] = {"call": "describe"}
     body = b""
@@ -185,17 +185,13 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             reply = getattr(server, message.pop("call"))(body, **message) or {}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
-        write_frame(replies, reply)
-        message, body = read_frame(requests)
+        replies.send(reply)
+        message, body = requests.recv(), requests.recv_bytes()
 
 
-def main(requests: int, replies: int) -> None:
-    """What the process runs.
-
-    Args:
-        requests, replies: file descriptors of pipes.
-    """
+def main(requests: Connection, replies: Connection) -> None:
+    """What the process runs."""
     torch.set_num_threads(1)
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        serve(open(requests, "rb"), open(replies, "wb"))  # noqa: SIM115
+    with contextlib.suppress(EOFError, OSError):
+        serve(requests, replies)
     signal.pause()  # the parent is gone; SGLang's own way of ending would come between the keeper and what it cleans up

@@ -21,8 +21,8 @@ from pydantic import Field
 
 from flowrl.backends.hosted import keeper
 from flowrl.backends.hosted.arrival import Arrival
-from flowrl.backends.hosted.base import Answer, EngineSpec, RolloutEngine, ending_on_error
-from flowrl.backends.hosted.ending import Ending
+from flowrl.backends.hosted.base import Answer, EngineSpec, HostedRollout, ending_on_error
+from flowrl.backends.rollout import Ending
 from flowrl.backends.torch.lora import LoRA, save_adapter
 from flowrl.core.protocols import BuildContext, Sampling
 from flowrl.data.tokenizer import ChatTokenizer
@@ -82,8 +82,8 @@ class VLLM(EngineSpec):
             )
 
     @property
-    def forgets(self) -> bool:
-        """Whether an engine that has slept has no weights, so that a sync must come first."""
+    def loses_weights_asleep(self) -> bool:
+        """Whether an engine that has slept must be synced before it generates."""
         return self.sleep_level == 2
 
     def build(self, context: BuildContext) -> VLLMEngine:
@@ -96,8 +96,8 @@ class VLLM(EngineSpec):
         return VLLMEngine(self, ChatTokenizer(self.model), context.seed)
 
 
-class VLLMEngine(RolloutEngine):
-    """A live `VLLM`; see `RolloutEngine` for what it does.
+class VLLMEngine(HostedRollout):
+    """A live `VLLM`; see `HostedRollout` for what it does.
 
     With one device the weights pass through one tensor at a time, within this process; with more they go to vLLM's
     workers; see `flowrl.backends.vllm.worker`. An adapter goes through a temporary folder.
@@ -217,7 +217,6 @@ class VLLMEngine(RolloutEngine):
         try:
             import vllm
             from vllm.distributed import parallel_state
-            from vllm.platforms import current_platform
         except ImportError as error:
             raise BindError(
                 f"VLLM({spec.model!r}) needs vLLM, which does not import here ({error}); install it: pip install "
@@ -230,50 +229,20 @@ class VLLMEngine(RolloutEngine):
                 f"would take that process group for its own, and end it when it ends; expected a process where vLLM "
                 f"is alone. Give the job a place, where each role has its own: place=Colocate(1)."
             )
-        cpu = current_platform.is_cpu()
-        arguments: dict[str, Any] = {
-            "model": spec.model,
-            "tensor_parallel_size": spec.tensor_parallel,
-            "dtype": spec.dtype,
-            "kv_cache_memory_bytes": spec.kv_cache_bytes,
-            "max_model_len": spec.max_model_len,
-            "max_num_seqs": spec.max_num_seqs,
-            "enable_prefix_caching": spec.prefix_caching,
-            "enable_sleep_mode": current_platform.is_sleep_mode_available(),
-            "enforce_eager": cpu,  # compiling takes 25 s there
-            # Where a prompt is read in pieces vLLM rewinds the row's generator, which those of a CPU cannot.
-            "enable_chunked_prefill": False if cpu else None,
-            "seed": self._seed,
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",  # which is none: sampling is as the graph says
-        }
-        if spec.tensor_parallel > 1:
-            from vllm.config import WeightTransferConfig
-
-            from flowrl.backends.vllm import worker as vllm_worker
-
-            arguments["distributed_executor_backend"] = "mp"  # within a placement group of Ray's it would start actors
-            arguments["worker_extension_cls"] = f"{vllm_worker.__name__}.Extension"
-            arguments["weight_transfer_config"] = WeightTransferConfig(backend=vllm_worker.BACKEND)
-        if spec.lora is not None:
-            rank = next((held for held in LORA_RANKS if held >= spec.lora.r), spec.lora.r)
-            arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
-        if spec.memory_fraction is not None:
-            arguments["gpu_memory_utilization"] = spec.memory_fraction
-        elif cpu and spec.kv_cache_bytes is None:
-            arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
         try:
             with _environment(spec.tensor_parallel):
-                llm = vllm.LLM(**arguments | dict(spec.engine_args))
+                llm = vllm.LLM(**_arguments(spec, self._seed) | dict(spec.engine_args))
             shared_memory: set[str] = set()
             keepers: list[int] = []
             workers: list[Any] = []
             self._end = weakref.finalize(self, _end, llm.llm_engine.engine_core, workers, shared_memory, keepers)
             if spec.tensor_parallel > 1:
+                from flowrl.backends.vllm import worker as vllm_worker
+
                 with ending_on_error(self._end):
                     workers.extend(worker.proc for worker in llm.llm_engine.model_executor.workers)
                     shared_memory.update(*llm.collective_rpc("flowrl_shared_memory"))
-                    keepers.append(keeper.keep(Path(vllm_worker.SHARED_MEMORY, name) for name in shared_memory))
+                    keepers.append(keeper.start_keeper(Path(vllm_worker.SHARED_MEMORY, name) for name in shared_memory))
                     self._sender = vllm_worker.Sender(llm)
         except Exception as error:
             raise BindError(
@@ -285,8 +254,47 @@ class VLLMEngine(RolloutEngine):
         self._llm = llm
 
 
+def _arguments(spec: VLLM, seed: int) -> dict[str, Any]:
+    """What `vllm.LLM` is called with, but for `engine_args`."""
+    from vllm.platforms import current_platform
+
+    cpu = current_platform.is_cpu()
+    arguments: dict[str, Any] = {
+        "model": spec.model,
+        "tensor_parallel_size": spec.tensor_parallel,
+        "dtype": spec.dtype,
+        "kv_cache_memory_bytes": spec.kv_cache_bytes,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "enable_prefix_caching": spec.prefix_caching,
+        "enable_sleep_mode": current_platform.is_sleep_mode_available(),
+        "enforce_eager": cpu,  # compiling takes 25 s there
+        # Where a prompt is read in pieces vLLM rewinds the row's generator, which those of a CPU cannot.
+        "enable_chunked_prefill": False if cpu else None,
+        "seed": seed,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # which is none: sampling is as the graph says
+    }
+    if spec.tensor_parallel > 1:
+        from vllm.config import WeightTransferConfig
+
+        from flowrl.backends.vllm import worker as vllm_worker
+
+        arguments["distributed_executor_backend"] = "mp"  # within a placement group of Ray's it would start actors
+        arguments["worker_extension_cls"] = f"{vllm_worker.__name__}.Extension"
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend=vllm_worker.BACKEND)
+    if spec.lora is not None:
+        rank = next((held for held in LORA_RANKS if held >= spec.lora.r), spec.lora.r)
+        arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+    if spec.memory_fraction is not None:
+        arguments["gpu_memory_utilization"] = spec.memory_fraction
+    elif cpu and spec.kv_cache_bytes is None:
+        arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    return arguments
+
+
 def _answer(output: Any) -> Answer:
-    """A response in the words of `RolloutEngine`."""
+    """A response in the words of `HostedRollout`."""
     ids = list(output.token_ids)
     return Answer(
         ids,

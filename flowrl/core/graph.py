@@ -10,10 +10,11 @@ from typing import Any, Literal, NamedTuple, Self
 
 import networkx as nx
 
+from flowrl.core.backend import refuse_unfit
 from flowrl.core.inference import infer
 from flowrl.core.operator import Operator
 from flowrl.core.ports import Signature
-from flowrl.core.protocols import Rollout, refuse_unfit
+from flowrl.core.protocols import Rollout
 from flowrl.core.roles import RoleRef
 from flowrl.core.symbols import Edge, EdgeType
 from flowrl.data.record_types import record_columns

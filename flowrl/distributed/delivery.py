@@ -40,7 +40,7 @@ class Delivery:
         self._senders, self._receivers = hosts.ranks(trainer), hosts.ranks(engine)
         self._store: Any = None
         backend = hosts.bindings[engine]
-        self._wanted = (getattr(backend, "receives", "weights"), getattr(backend, "probes", False))
+        self._wanted = (backend.receives, backend.probes)
         seats = hosts.seats
         self.transport, self._by = choose(
             [seats[host] for host in self._senders], [seats[host] for host in self._receivers]
@@ -58,7 +58,7 @@ class Delivery:
         if room is None:
             return True
         size = {
-            host: sum(getattr(bindings[role], "memory", None) or 0.0 for role in host.roles)
+            host: sum(bindings[role].memory or 0.0 for role in host.roles)
             for host in [*self._senders, *self._receivers]
         }
         pairs = [(a, b) for a in self._senders for b in self._receivers if a.meets(b)]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowrl.columns import ColumnType
 from flowrl.core.operator import Operator
-from flowrl.core.protocols import Adapted
+from flowrl.core.protocols import Adapted, Sleeper
 from flowrl.core.session import Session
 from flowrl.data.metrics import Metrics
 from flowrl.distributed.export import Export
@@ -176,13 +176,13 @@ class Host:
     def sleep(self) -> None:
         """Give the device's memory back until `wake`."""
         for engine in self.engines.values():
-            if hasattr(engine, "sleep"):
+            if isinstance(engine, Sleeper):
                 engine.sleep()
 
     def wake(self) -> None:
         """Take the device back."""
         for engine in self.engines.values():
-            if hasattr(engine, "wake"):
+            if isinstance(engine, Sleeper):
                 engine.wake()
 
     def export(self, role: str, part: str, probes: bool, bucket_bytes: int) -> Export | None:

@@ -6,14 +6,14 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 
 from flowrl.core.graph import Node
 from flowrl.core.plan import Plan
-from flowrl.core.protocols import Rollout
+from flowrl.core.protocols import Closable, Rollout
 from flowrl.distributed.faults import HostDiedError, answer, died, stuck
 from flowrl.distributed.host import Host
 from flowrl.distributed.ray_place import RayPlace
@@ -75,7 +75,7 @@ class Hosts:
             machines = [self.seats[rank].node for rank in ranks]
             bindings = {role: self.bindings[role] for role in roles}
             address = None
-            if len(ranks) > 1 and any(getattr(backend, "collective", True) for backend in bindings.values()):
+            if len(ranks) > 1 and any(backend.collective for backend in bindings.values()):
                 address = self.ask(ranks[:1], loading, "meeting_point", len(set(machines)) == 1)[0]
             try:
                 self.ask(ranks, loading, "build", bindings, address, self.place.deadline, patience=patience)
@@ -184,9 +184,8 @@ class Hosts:
         self._slots.release()
 
     def _closes(self, plan: ProcessSpec) -> bool:
-        """Whether an engine of a host has a `close`, by the annotations that jobs are checked by."""
-        builds = (type(self.bindings[role]).build for role in plan.roles)
-        return any(hasattr(get_type_hints(build)["return"], "close") for build in builds)
+        """Whether an engine of a host has something to end."""
+        return any(Closable in self.bindings[role].serves for role in plan.roles)
 
     # ---- turns
 
@@ -220,7 +219,7 @@ class Hosts:
         self._awake.difference_update(plans)
 
     def _forgets(self, plan: ProcessSpec) -> bool:
-        return any(getattr(self.bindings[role], "forgets", False) for role in plan.roles)
+        return any(self.bindings[role].loses_weights_asleep for role in plan.roles)
 
     def clear(self, plans: Sequence[ProcessSpec], what: str) -> None:
         """Put to sleep those of these hosts whose slots others have taken beside them."""

@@ -15,7 +15,7 @@ from flowrl.core.session import Session
 from flowrl.errors import BindError, GraphError
 from flowrl.run.build import EngineBuilder
 from flowrl.run.local import Executor, LocalExecutor
-from flowrl.run.place import Place, lay_out, ranks_of, slots_per_rank
+from flowrl.run.place import Place, lay_out
 
 GraphT = TypeVar("GraphT", bound=Graph)
 
@@ -61,15 +61,14 @@ class Job(Generic[GraphT]):
             )
         require(self.graph, prompts)
         _ = Plan(self.graph).order
-        many = [role for role, backend in self.graph.bindings.items() if ranks_of(backend) > 1]
+        many = [role for role, backend in self.graph.bindings.items() if backend.ranks > 1]
         if self.place is not None:
             lay_out(self.graph, self.place)
         elif many:
             backend = self.graph.bindings[many[0]]
-            ranks = ranks_of(backend)
             raise BindError(
-                f"the role {many[0]!r} wants {ranks} ranks, which one process cannot be; say where they run: "
-                f"graph.bind(..., place=Colocate(gpus={ranks * slots_per_rank(backend)}))."
+                f"the role {many[0]!r} wants {backend.ranks} ranks, which one process cannot be; say where they run: "
+                f"graph.bind(..., place=Colocate(gpus={backend.ranks * backend.slots_per_rank}))."
             )
 
     def plan(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from pydantic import Field, field_validator, model_validator
 
+from flowrl.core.backend import refuse_uncheckpointed
 from flowrl.core.diff import backend_changes
 from flowrl.core.graph import Graph
 from flowrl.core.graph_io import encode, graph_to_dict
@@ -138,6 +139,8 @@ class Training(Spec):
         for data in (self.data, *(validation.data for validation in self.validations)):
             data.refuse_missing()
         if self.checkpoint_every is not None:
+            asker = f"checkpoint_every={self.checkpoint_every}"
+            refuse_uncheckpointed(graph.trained, graph.bindings, asker, "leave checkpoint_every out")
             for node in graph.nodes.values():
                 for field, state in node.operator.states.items():
                     check_json(state.initial(node.operator), f"the state {node.name}.{field}")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from flowrl.core.protocols import Closable
 from flowrl.distributed import delivery
 from flowrl.distributed.place import Colocate
 from flowrl.graphs import grpo
@@ -56,6 +57,8 @@ class RolloutEngine(ToyRolloutEngine):
 
 
 class Rollout(ToyRollout):
+    serves = (*ToyRollout.serves, Closable)
+
     def build(self, context: Any) -> RolloutEngine:
         share_the_cpu()
         return RolloutEngine("rollout", self, context)

@@ -214,7 +214,7 @@ def test_an_engine_that_forgets_asleep_is_synced_before_it_generates(restart: An
         local = run(executor, 3, 3)
     desk = tmp_path / "desk"
     job = toy_job(graph, desk, tiny, place=Colocate(1, restart=restart))
-    job = job.edit(bind={"rollout": ToyRollout(desk=str(desk), folder=tiny, forgets=True)})
+    job = job.edit(bind={"rollout": ToyRollout(desk=str(desk), folder=tiny, loses_weights_asleep=True)})
     with leaves_nothing() as processes, job.open(seed=3) as executor:
         processes += process_ids(executor).values()
         executor.sync()

@@ -8,17 +8,20 @@ import re
 import threading
 import traceback
 import weakref
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import pytest
 import torch
 
-from flowrl import INJECTED, Key, Metrics, Operator, PromptBatch, PromptData, Training, algorithm
+from flowrl import INJECTED, Colocate, Key, Metrics, Operator, PromptBatch, PromptData, Training, algorithm, backends
 from flowrl import columns as c
-from flowrl.backends import TorchRollout
+from flowrl.backends import Backend, TorchRollout
 from flowrl.backends.torch.rollout import TorchRolloutEngine
 from flowrl.backends.torch.trainer import TorchScorerEngine, TorchTrainerEngine
+from flowrl.core import protocols
+from flowrl.core.backend import members
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import BuildContext
 from flowrl.core.session import Session, current
@@ -44,7 +47,6 @@ from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
 from flowrl.run.job import Job
 from flowrl.run.local import LocalExecutor
-from flowrl.spec import Spec
 from tests.jobs import job_of, prompt_batch, proto, weights_of
 from tests.rewards import digits
 
@@ -357,15 +359,21 @@ def test_grpo_written_out_is_the_same_graph_as_grpo_by_edit() -> None:
 class Untouched:
     """Backends whose build must never be reached."""
 
-    class Trainer(Spec):
+    class Trainer(Backend):
+        serves = (protocols.Trainer,)
+
         def build(self, context: BuildContext) -> TorchTrainerEngine:
             raise AssertionError("the trainer was built")
 
-    class Scorer(Spec):
+    class Scorer(Backend):
+        serves = (protocols.Scorer,)
+
         def build(self, context: BuildContext) -> TorchScorerEngine:
             raise AssertionError("the scorer was built")
 
-    class Rollout(Spec):
+    class Rollout(Backend):
+        serves = (protocols.Rollout,)
+
         def build(self, context: BuildContext) -> TorchRolloutEngine:
             raise AssertionError("the rollout was built")
 
@@ -411,38 +419,44 @@ def test_a_broken_rule_is_refused(prompts_file: str) -> None:
 def test_a_backend_that_cannot_serve_is_refused_where_it_is_bound() -> None:
     with pytest.raises(BindError, match=r"'actor' is bound to Scorer, but .* needs a Trainer.* declares no .*update"):
         grpo(digits).bind(actor=Untouched.Scorer())
-    with pytest.raises(BindError, match="'actor' is bound to 'gpt2', which is no backend"):
+    with pytest.raises(BindError, match=r"'actor' is bound to 'gpt2', which is no backend.* flowrl\.backends\.Backend"):
         grpo(digits).bind(actor="gpt2")
+    with pytest.raises(BindError, match=r"'actor' is bound to Backend, but .* Backend serves no Protocol, which"):
+        grpo(digits).bind(actor=Backend())
     with pytest.raises(BindError, match="no role 'critic' to bind"):
         grpo(digits).bind(critic=Untouched.Scorer())
 
 
-def test_a_backend_says_what_it_builds() -> None:
-    class Silent:
-        def build(self, context: BuildContext):  # type: ignore[no-untyped-def]
-            raise AssertionError
+def test_a_trainer_that_cannot_be_saved_is_refused_where_checkpoints_are_asked_for(prompts_file: str) -> None:
+    job = untouched(grpo(digits))
+    found = refuse(job, prompts_file, checkpoint_every=2)
+    assert found.startswith("BindError: checkpoint_every=2 saves and restores the role 'actor', but Trainer does not")
+    assert "declares no load_checkpoint, save_checkpoint; give its engine both" in found
+    assert found.endswith("or leave checkpoint_every out.")
+    with pytest.raises(
+        BindError, match=r"restart='role', gpus=3\) saves and restores the role 'actor'.* or drop restart="
+    ):
+        replace(job, place=Colocate(3, restart="role")).refuse_unready()
+    replace(job, place=Colocate(3)).refuse_unready()
 
-    class Unknown:
-        def build(self, context: BuildContext) -> NobodyKnows:  # type: ignore[name-defined]
-            raise AssertionError
 
-    class Declared:
-        receipt: Receipt | None
-        tokenizer: Any
+def test_an_engine_that_lacks_what_its_backend_says_is_refused() -> None:
+    class Hollow(Backend):
+        serves = (protocols.Scorer, protocols.Closable)
 
-        def generate(self) -> None: ...
-        def sync(self) -> None: ...
-
-    class ByAttributes:
         def build(self, context: BuildContext) -> Any:
-            raise AssertionError
+            return object()
 
-    ByAttributes.build.__annotations__["return"] = Declared
-    with pytest.raises(BindError, match=r"Silent.build returns None .*annotate the class of its live engine"):
-        grpo(digits).bind(rollout=Silent())
-    with pytest.raises(BindError, match=r"Unknown.build cannot be resolved .*NobodyKnows"):
-        grpo(digits).bind(rollout=Unknown())
-    assert "rollout" in grpo(digits).bind(rollout=ByAttributes()).graph.bindings
+    with pytest.raises(BindError, match=r"Hollow, bound to the role 'ref', .* serves Scorer, .* has no log_probs"):
+        EngineBuilder({"ref": Hollow()}, seed=0).all()
+
+
+@pytest.mark.parametrize("name", ["TorchTrainer", "TorchScorer", "TorchCritic", "TorchRollout", "VLLM", "SGLang"])
+def test_the_engines_have_what_their_backends_say(name: str) -> None:
+    backend = getattr(backends, name)
+    engine = get_type_hints(backend.build)["return"]
+    for protocol in backend.serves:
+        assert members(protocol) <= set(dir(engine))
 
 
 # ---- engines
@@ -451,9 +465,9 @@ def test_a_backend_says_what_it_builds() -> None:
 def test_engines_are_built_once_and_what_they_share_first(tiny: str) -> None:
     order: list[str] = []
 
-    class Noting:
-        def __init__(self, name: str, wants: tuple[str, ...] = ()) -> None:
-            self.name, self.wants = name, wants
+    class Noting(Backend):
+        name: str
+        wants: tuple[str, ...] = ()
 
         def build(self, context: BuildContext) -> Any:
             others = [context.engine(role) for role in self.wants]
@@ -495,9 +509,8 @@ def test_engines_are_closed(fault: str | None) -> None:
     """At the end of the block, the last one first; also where it ends by an error, or does not begin."""
     closed: list[str] = []
 
-    class Spec:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    class Named(Backend):
+        name: str
 
         def build(self, context: BuildContext) -> Any:
             if self.name == "d":
@@ -505,7 +518,7 @@ def test_engines_are_closed(fault: str | None) -> None:
             return object() if self.name == "plain" else Closing(self.name, closed)
 
     names = ["a", "plain", "b", *{"while they are built": "d", "while they are closed": "c"}.get(fault or "", "")]
-    engines = EngineBuilder({name: Spec(name) for name in names}, seed=0)
+    engines = EngineBuilder({name: Named(name) for name in names}, seed=0)
     try:
         with engines.live() as live:
             assert list(live) == names and not closed

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from flowrl.backends import SGD, AdamW, Cosine, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.backends.torch.mesh import split_rows
+from flowrl.data.balance import split_rows
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, ParameterError
 from tests.backends.torch.fsdp_cases import (
@@ -293,11 +293,11 @@ def test_an_engine_that_sleeps_computes_nothing(found: Any) -> None:
 def test_a_wrong_number_of_processes_is_refused(found: Any, tmp_path: Path) -> None:
     folder, alone, ranks = found
     assert "BindError: a backend with ranks=3 needs 3 processes" in alone["wrong group"]["error"]
-    assert "3 ranks need the Ray executor" in alone["wrong group"]["error"]
+    assert "3 ranks need a place: bind(..., place=Colocate(gpus=3))" in alone["wrong group"]["error"]
     for number, rank in enumerate(ranks):
         assert f"is built as rank {number} of 2" in rank["wrong group"]["error"]
     for backend in (TorchTrainer, TorchScorer, TorchCritic):
-        with pytest.raises(BindError, match="2 ranks need the Ray executor"):
+        with pytest.raises(BindError, match="2 ranks need a place"):
             backend(str(folder / "llama-0"), ranks=2).build(Ranks(0, 1, folder))
         with pytest.raises(ParameterError):
             backend("m", ranks=0)
