@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.hosted.arrival import Arrival
-from flowrl.backends.hosted.base import EngineSpec, RolloutEngine
+from flowrl.backends.hosted.base import EngineSpec, HostedRollout
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.distributed import export
 from flowrl.distributed.export import Export
@@ -85,7 +85,7 @@ def by_stream(trainer: Any) -> Iterator[Any]:
 # Engines
 
 
-class Hosted(RolloutEngine):
+class Hosted(HostedRollout):
     """Runs "code of others": all that it does is to take weights, in this process or in a worker's."""
 
     name = "Hosted"
