@@ -196,8 +196,8 @@ class Call:
         """
         bound = self._bound
         if cells:
-            bound = copy.copy(bound)
-            bound.__dict__.update(cells)
+            bound = object.__new__(type(bound))
+            bound.__dict__.update(self._bound.__dict__ | dict(cells))
         arguments: dict[str, Any] = {}
         for name, record, places in self._ports:
             if any(place not in inputs for place in places):

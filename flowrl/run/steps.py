@@ -77,6 +77,7 @@ class Stop:
 
     Args:
         node: which.
+        is_input: whether the batch stands for it.
         position: in the plan's order.
         slots: that it takes while it runs.
         inputs: of each port field, the node that writes it, and the output.
@@ -87,6 +88,7 @@ class Stop:
     """
 
     node: Node
+    is_input: bool
     position: int
     slots: frozenset[int]
     inputs: tuple[tuple[PortField, str, str], ...]
@@ -107,6 +109,7 @@ class Stop:
             outputs = node.operator.signature.outputs.items()
             stops[node.name] = Stop(
                 node,
+                node.is_input,
                 position,
                 frozenset() if node.is_input else runner.slots(node),
                 tuple((place, edge.node, edge.output) for place, edge in node.inputs.items()),
@@ -147,7 +150,7 @@ class Flight:
         self._stops, self._lag, self._runner, self._seed, self._all = stops, lag, runner, seed, steps
         self._wanted, self._on_node = wanted, on_node
         self._order = list(stops.values())
-        self._count = sum(not stop.node.is_input for stop in self._order)
+        self._count = sum(not stop.is_input for stop in self._order)
         self.state = dict(state)
         self._committed = self.state  # as it was when the last step was closed
         self._steps: dict[int, _Step] = {}
@@ -196,13 +199,13 @@ class Flight:
         one = self._steps[step]
         for name, stop in self._stops.items():
             one.readers[name] = stop.readers
-            if not stop.node.is_input:
+            if not stop.is_input:
                 before = [(step - k, other) for other, k in stop.waits if step - k in self._all]
                 one.waits[name] = sum(instance not in self._done for instance in before)
                 if not one.waits[name]:
                     heapq.heappush(self._ready, (step, stop.position))
         for name, stop in self._stops.items():
-            if stop.node.is_input:
+            if stop.is_input:
                 given = {column: one.batch.columns[column] for column in stop.columns}
                 one.outputs[name] = self._runner.put(stop.node, given)
                 self._free(step, stop)
@@ -342,8 +345,8 @@ class Steps:
 
     def _complete(self, batch: DataProto, lag: int) -> DataProto:
         """The batch, which has the columns of all inputs."""
-        for name in self.plan.graph.inputs:
-            wanted = self._stops[lag][name].columns
+        for name, stop in self._stops[lag].items():
+            wanted = stop.columns if stop.is_input else ()
             if missing := [column for column in wanted if column not in batch.columns]:
                 raise GraphError(
                     f"the input {name!r} of {self.plan.graph.name} wants the columns {', '.join(wanted)}, and the "
