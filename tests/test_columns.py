@@ -20,7 +20,7 @@ DEFINED = {
     if name[0] != "_" and get_args(value) and parse(value) is not None
 }
 
-# name in the DataProto, kind, dtype, axes: the table of the design
+# Name in the DataProto: kind, dtype, axes.
 TABLE = {
     "prompts": ("tokens", "int64", "batch prompt"),
     "responses": ("tokens", "int64", "batch response"),
@@ -46,7 +46,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_the_table_of_the_design(name: str) -> None:
+def test_standard_columns_have_the_kinds_and_axes_of_the_table(name: str) -> None:
     kind, dtype, axes = TABLE[name]
     column = lookup(name)
     assert column is not None
@@ -82,7 +82,7 @@ def test_pads_are_neutral() -> None:
 
 
 @pytest.mark.parametrize("annotation", [int, Tensor, Float32[Tensor, "batch"], Annotated[int, "text"], list[int], None])
-def test_other_annotations_are_no_columns(annotation: Any) -> None:
+def test_other_annotations_are_not_columns(annotation: Any) -> None:
     assert parse(annotation) is None
 
 
@@ -95,7 +95,7 @@ def test_other_annotations_are_no_columns(annotation: Any) -> None:
         (Shaped[np.ndarray, "batch"], ("object", ("batch",))),
     ],
 )
-def test_custom_columns(array: Any, expected: tuple[str, tuple[str, ...]]) -> None:
+def test_an_annotation_of_ones_own_is_a_column(array: Any, expected: tuple[str, tuple[str, ...]]) -> None:
     column = parse(Annotated[array, "a note", Column("mine", "kind", 0)])
     assert column == ColumnType("mine", "kind", *expected)
 

@@ -48,11 +48,31 @@ def execute(page: Path, desk: Path, folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_examples_run(page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_example_of_a_page_runs(page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     execute(page, desk, tmp_path, monkeypatch)
     source = page.read_text(encoding="utf-8")
     for block in re.finditer(r"^```json\n(.*?)^```$", source, re.MULTILINE | re.DOTALL):
         json.loads(block.group(1))
+
+
+def _headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not heading or heading in _headings(target), link
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    linked = set(re.findall(r"\(docs/([\w-]+\.md)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert linked == {page.name for page in (ROOT / "docs").iterdir()}
 
 
 def _table_after(page: str, mark: str) -> str:
@@ -83,7 +103,7 @@ def test_the_table_of_rules_is_complete() -> None:
     assert _table_after("docs/graphs.md", "rules") == "\n".join(rows)
 
 
-def test_the_plan_in_the_docs_is_the_code_s_own(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_in_the_docs_is_printed_by_the_code(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)
     job = grpo("my_reward.py:score").bind(
         actor=TorchTrainer("model", ranks=4),
@@ -95,7 +115,7 @@ def test_the_plan_in_the_docs_is_the_code_s_own(desk: Path, monkeypatch: pytest.
     assert f"```text\n{heading}{processes}\n```" in (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
 
 
-def test_the_pictures_in_the_readme_are_the_code_s_own(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pictures_in_the_readme_are_drawn_by_the_code(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(desk)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     before, after = ppo("my_reward.py:score"), grpo("my_reward.py:score")
@@ -103,7 +123,7 @@ def test_the_pictures_in_the_readme_are_the_code_s_own(desk: Path, monkeypatch: 
     assert str(before.diff(after)) in readme
 
 
-def test_the_swap_of_engines_in_the_readme_is_the_code_s_own(
+def test_the_swap_of_engines_in_the_readme_is_drawn_by_the_code(
     desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = ROOT / "README.md"

@@ -36,7 +36,7 @@ def test_every_example_is_tested() -> None:
     assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in source] == []
 
 
-def test_think(tmp_path: Path, tiny: str) -> None:
+def test_think_trains_and_leaves_a_run(tmp_path: Path, tiny: str) -> None:
     out = execute("think.py", tmp_path, MODEL=tiny, STEPS="1")
     assert out.startswith("grpo: 1 steps, written to runs/grpo-001")
     folder = tmp_path / "runs" / "grpo-001"
@@ -48,7 +48,7 @@ def test_think(tmp_path: Path, tiny: str) -> None:
 
 
 @pytest.mark.ray
-def test_think_on_ray(tmp_path: Path, tiny: str) -> None:
+def test_think_on_ray_trains_with_two_ranks(tmp_path: Path, tiny: str) -> None:
     out = execute("think_on_ray.py", tmp_path, MODEL=tiny, STEPS="1")
     assert "grpo: 1 steps, written to runs/grpo-001" in out
     _, trained, _ = map(json.loads, (tmp_path / "runs/grpo-001/metrics.jsonl").read_text().splitlines())
@@ -78,7 +78,7 @@ def test_think_is_a_target_of_the_command_line(
 
 
 @pytest.mark.parametrize(("engine", "bound"), [("vllm", "VLLM"), ("sglang", "SGLang")])
-def test_think_by_engine(
+def test_think_by_engine_changes_one_binding(
     engine: str,
     bound: str,
     tmp_path: Path,
@@ -99,7 +99,7 @@ def test_think_by_engine(
     assert capsys.readouterr().out.split() == ["grpo", "->", "grpo", *swap.split()]  # wherever the lines are wrapped
 
 
-def test_length_penalty(tmp_path: Path) -> None:
+def test_length_penalty_is_inserted_after_the_reward(tmp_path: Path) -> None:
     out = execute("length_penalty.py", tmp_path)
     assert "+ length_penalty: LengthPenalty(coef=0.01)  <- reward, generate" in out
     assert "kl_shape <- token_level_scores: reward.token_level_scores -> length_penalty.token_level_scores" in out
@@ -115,7 +115,7 @@ def test_length_penalty_takes_what_it_says() -> None:
     torch.testing.assert_close(penalty(0.1)(scores, mask), expected)
 
 
-def test_reward(tmp_path: Path) -> None:
+def test_reward_runs_without_a_model(tmp_path: Path) -> None:
     first, second, third = execute("reward.py", tmp_path).splitlines()
     assert first == "'59+36 is 95': {'score': 1.0, 'right': True, 'numbers': 3}"
     assert "'score': 0.1" in second and "'score': 0.0" in third
@@ -140,7 +140,7 @@ def test_reward_is_found_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert metrics.compute()["reward/numbers"] == pytest.approx(4 / 4)
 
 
-def test_eager(tmp_path: Path, tiny: str) -> None:
+def test_eager_prints_what_the_equations_give(tmp_path: Path, tiny: str) -> None:
     out = execute("eager.py", tmp_path, MODEL=tiny)
     printed = {line.split()[0]: [float(x) for x in line.split()[1:]] for line in out.splitlines()[:3]}
     old, ref = [-0.12, -0.08, -0.15, -0.10, -0.05, -0.02], [-0.15, -0.10, -0.18, -0.12, -0.08, -0.03]

@@ -35,7 +35,7 @@ class Outer(Spec):
 TAKES = "It takes Outer(size: int, rate: float, inner: Inner, names: tuple[str, ...], limit: int | None)."
 
 
-def test_is_a_frozen_record_by_value() -> None:
+def test_a_spec_is_frozen_and_equal_by_value() -> None:
     spec = Outer(3, rate=0.25)
     assert (spec.size, spec.rate, spec.inner, spec.KIND) == (3, 0.25, Inner(1), "outer")
     assert spec == Outer(size=3, rate=0.25) != Outer(3)
@@ -46,7 +46,7 @@ def test_is_a_frozen_record_by_value() -> None:
     assert isinstance(raised.value, FlowrlError)
 
 
-def test_a_constructor_of_its_own_is_refused() -> None:
+def test_a_spec_with_its_own_constructor_is_refused() -> None:
     with pytest.raises(DefinitionError, match=r"test_spec.py:\d+: Made defines __init__; declare its param"):
 
         class Made(Spec):
@@ -54,12 +54,12 @@ def test_a_constructor_of_its_own_is_refused() -> None:
                 self.size = 3
 
 
-def test_what_is_long_is_told_by_its_type() -> None:
+def test_a_long_value_is_named_by_its_type() -> None:
     with pytest.raises(ParameterError, match=r"size=<list>: input should be a valid integer"):
         Outer(list(range(100)))  # type: ignore[arg-type]
 
 
-def test_lists_its_parameters() -> None:
+def test_parameters_are_listed_all_or_without_the_defaults() -> None:
     assert parameters(Outer(3)) == {"size": 3, "rate": 0.5, "inner": Inner(), "names": (), "limit": None}
     assert non_default(Outer(3)) == {"size": 3}
     assert non_default(Outer(3, 0.5, Inner(2), limit=5)) == {"size": 3, "inner": Inner(2), "limit": 5}
@@ -78,14 +78,14 @@ def test_lists_its_parameters() -> None:
         ((3,), {"limit": 2}, "limit=2 is below size=3; raise the limit"),
     ],
 )
-def test_says_what_is_wrong_with_parameters(arguments: tuple[Any, ...], keywords: dict[str, Any], said: str) -> None:
+def test_wrong_parameters_are_named(arguments: tuple[Any, ...], keywords: dict[str, Any], said: str) -> None:
     with pytest.raises(ParameterError) as error:
         Outer(*arguments, **keywords)
     assert str(error.value) == f"Outer(...): {said}. {TAKES}"
     assert isinstance(error.value, ValueError)
 
 
-def test_says_all_that_is_wrong_at_once() -> None:
+def test_all_wrong_parameters_are_named_at_once() -> None:
     with pytest.raises(ParameterError, match=r"size is missing; rate=2\.0: input should be"):
         Outer(rate=2.0)  # type: ignore[call-arg]
 
@@ -106,7 +106,7 @@ def define(body: dict[str, Any], annotations: dict[str, Any] | None = None) -> t
         ({}, {"x": "Missing"}, r"Defined annotates a field with 'Missing', which is not defined; import or define it"),
     ],
 )
-def test_refuses_ill_formed_classes_with_file_and_line(
+def test_an_ill_formed_class_is_refused_with_file_and_line(
     body: dict[str, Any], annotations: dict[str, Any], said: str
 ) -> None:
     line = define.__code__.co_firstlineno + 1
@@ -114,7 +114,7 @@ def test_refuses_ill_formed_classes_with_file_and_line(
         define(body, annotations)
 
 
-def test_constants_methods_and_factories_are_no_faults() -> None:
+def test_constants_methods_and_factories_are_allowed() -> None:
     class Base(Spec):
         mode: ClassVar[str] = "row"
         seen: list[int] = Field(default_factory=list)

@@ -116,8 +116,10 @@ class Arrival:
         """
         wrong = [name for name in sorted({*self._digests, *digests}) if self._digests.get(name) != digests.get(name)]
         if wrong:
-            raise self._damaged(
-                f"{', '.join(wrong[:5])} ({len(wrong)} in all) came to {process} otherwise than the trainer sent it"
+            raise SyncError(
+                f"the weights of version {self.version} have the digest {self.digest}, and {process} received "
+                f"{combine(digests)}, with other tensors: {', '.join(wrong[:5])} ({len(wrong)} in all); expected the "
+                f"same on both sides: call engine.sync(trainer) again."
             )
 
     @property
@@ -130,7 +132,9 @@ class Arrival:
         for name, tensor, digest in weights:
             if due.get(name) != tensor.shape:
                 if tensor_digest(name, tensor) != digest:
-                    raise self._damaged(f"{name} is not what was sent")
+                    raise SyncError(
+                        f"the weights of version {self.version} are damaged: {name} is not what was sent; sync again."
+                    )
                 wanted = f"of shape {tuple(due[name])}" if name in due else "not wanted, or twice"
                 raise self._misfit(f"{name} has shape {tuple(tensor.shape)}, and is {wanted}")
             del due[name]
@@ -139,9 +143,6 @@ class Arrival:
             yield name, tensor.detach()
         if due:
             raise self._misfit(f"{', '.join(sorted(due)[:5])} did not arrive ({len(due)} in all)")
-
-    def _damaged(self, what: str) -> SyncError:
-        return SyncError(f"the weights of version {self.version} are damaged: {what}; sync again.")
 
     def _misfit(self, fault: str) -> SyncError:
         return SyncError(

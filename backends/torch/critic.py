@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from flowrl.backends.torch.learner import Learner, TrainedEngine, TrainedSpec
 from flowrl.backends.torch.load import load_tokenizer
-from flowrl.backends.torch.mesh import BUCKET_BYTES, GatheredCall, Residence
+from flowrl.backends.torch.mesh import GatheredCall, Residence
 from flowrl.backends.torch.model import Rows, TokenInputs, TorchModel, check_tokens, scatter, score_rows
 from flowrl.backends.torch.optim import AdamW, Optimizer
 from flowrl.core.protocols import BuildContext, Checkpointed, Critic, Loss, MiniBatch, Sleeper
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError
 from flowrl.records import Tokens
+from flowrl.sync.buckets import BUCKET_BYTES
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 

@@ -19,9 +19,6 @@ from flowrl.errors import AsleepError
 
 T = TypeVar("T")
 
-BUCKET_BYTES = 256 << 20
-"""Sharded weights are gathered in buckets of at most this size, unless said otherwise."""
-
 
 class GatheredCall:
     """``call(function, *args)`` runs a function while the weights of `root` are whole; here they always are."""

@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from flowrl.backends.torch.load import load_causal_lm, quiet
 from flowrl.backends.torch.lora import Adapter, LoRA
-from flowrl.backends.torch.mesh import BUCKET_BYTES, GatheredCall, Mesh
+from flowrl.backends.torch.mesh import GatheredCall, Mesh
 from flowrl.errors import BindError, DataError
 from flowrl.records import Sequences, Tokens
+from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.digest import named_weights, weights_digest
 
 if TYPE_CHECKING:  # it takes seconds to import

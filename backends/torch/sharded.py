@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from flowrl.backends.torch.mesh import GatheredCall, Mesh
 from flowrl.core.protocols import BuildContext
 from flowrl.errors import BindError, RankError
+from flowrl.sync.buckets import in_buckets
 
 T = TypeVar("T")
 # Torch 2.13 has renamed it, and warns of the old name.
@@ -131,15 +132,8 @@ class Sharded(Mesh):
         the caller keeps, at most three buckets exist at a time: what was handed out last, what is gathered, and what
         the ranks send for it.
         """
-        bucket: list[tuple[str, Tensor]] = []
-        size = 0
-        for name, tensor in named:
-            if bucket and size + tensor.nbytes > bucket_bytes:
-                yield from self._gather(bucket)
-                bucket, size = [], 0
-            bucket.append((name, tensor))
-            size += tensor.nbytes
-        yield from self._gather(bucket)
+        for bucket in in_buckets(named, bucket_bytes):
+            yield from self._gather(list(bucket))
 
     @torch.no_grad()
     def _gather(self, bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ from flowrl.backends.torch.device import device_of, mesh_of
 from flowrl.backends.torch.learner import Learner, TrainedEngine, TrainedSpec
 from flowrl.backends.torch.load import Folder, load_tokenizer
 from flowrl.backends.torch.lora import LoRA, require_peft
-from flowrl.backends.torch.mesh import BUCKET_BYTES, Residence, Resident
+from flowrl.backends.torch.mesh import Residence, Resident
 from flowrl.backends.torch.model import Dtype, Rows, SequenceInputs, TorchModel, check_sequences, score_rows
 from flowrl.core.backend import Backend
 from flowrl.core.protocols import BuildContext, Checkpointed, Loss, MiniBatch, Scorer, Sleeper, Trainer
@@ -24,6 +24,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError
 from flowrl.records import Sequences
 from flowrl.spec import non_default
+from flowrl.sync.buckets import BUCKET_BYTES
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel

@@ -11,7 +11,7 @@ import numpy as np
 
 _ROUNDS = 20  # of the reweighting that turns least squares into least absolute deviations
 _NOISE = 0.02  # relative; what differs by less counts as equal
-_PRIOR = 20.0  # how strongly a share of the cost that does not grow with tokens must be shown by the data
+_PRIOR = 20.0  # how strongly a part of the cost that does not grow with rows must be shown by the data
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -22,11 +22,13 @@ class Load(NamedTuple):
     Args:
         rows: how many.
         tokens: of all of them, prompt and response together.
+        padded: tokens if every row were as long as the longest.
         longest: response tokens of the longest row: how often a node that generates decodes.
     """
 
     rows: int = 0
     tokens: int = 0
+    padded: int = 0
     longest: int = 0
 
 
@@ -36,25 +38,27 @@ class Cost:
 
     Args:
         fixed: whatever it is given.
-        row, token: for each row and token.
+        row, token, padded: for each row, token, and token with padding.
         decode: for each token of the longest response.
     """
 
     fixed: float = 0.0
     row: float = 0.0
     token: float = 0.0
+    padded: float = 0.0
     decode: float = 0.0
 
     def seconds(self, load: Load) -> float:
         """How long it takes for a load."""
-        return self.fixed + self.row * load.rows + self.token * load.tokens + self.decode * load.longest
+        grows = self.row * load.rows + self.token * load.tokens + self.padded * load.padded
+        return self.fixed + grows + self.decode * load.longest
 
     @staticmethod
     def fit(loads: Sequence[Load], seconds: Sequence[float]) -> Cost:
         """The cost that explains best what was measured, by the median of relative errors.
 
-        Where loads hardly differ they do not say how much of the time is fixed; then it is taken to grow with tokens
-        (with rows, where no tokens are known).
+        Where loads hardly differ they do not say how much of the time is fixed; then it is taken to grow with rows and
+        tokens.
 
         Args:
             loads: at least one.
@@ -64,10 +68,11 @@ class Cost:
         terms = np.array([[1.0, *load] for load in loads], dtype=np.float64)
         units = np.median(terms, axis=0)
         known = np.flatnonzero(units > 0)
-        main = next(term for term in (2, 1, 0) if term in known)
-        penalty = _PRIOR * (known != main)
+        grows = (known > 0) & (known < 4)
+        penalty = _PRIOR * (~grows if grows.any() else np.zeros(len(known)))
         shares = terms[:, known] / units[known]
-        each, noise = np.median(times / np.maximum(shares[:, known == main], 1e-9)[:, 0]) * (known == main), 0.1
+        each = np.where(grows, 1.0, 0.0) if grows.any() else np.ones(len(known))
+        each *= np.median(times / np.maximum(shares @ each, 1e-9))
         for _ in range(_ROUNDS):
             usual = np.maximum(shares @ each, 1e-9)
             error = np.abs(times / usual - 1.0)
@@ -75,7 +80,7 @@ class Cost:
             weight = 1.0 / (usual * np.sqrt(np.maximum(error, _NOISE)))
             unit = float(np.median(usual))
             each = _non_negative(shares * unit * weight[:, None], times * weight, noise * penalty) * unit
-        found = np.zeros(4)
+        found = np.zeros(5)
         found[known] = each / units[known]
         return Cost(*found.tolist())
 

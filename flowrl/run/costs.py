@@ -199,7 +199,7 @@ def _noise(spans: Iterable[Span], nodes: Mapping[str, Mapping[int, Cost]]) -> li
 
 
 def _load(span: Span) -> Load:
-    return Load(span.rows, span.tokens, max((response for _, response in span.lengths), default=0))
+    return Load(span.rows, span.tokens, span.padded, max((response for _, response in span.lengths), default=0))
 
 
 def _lengths(spans: Iterable[Span]) -> dict[str, list[Lengths]]:

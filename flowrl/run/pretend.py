@@ -207,4 +207,4 @@ def _load(lengths: Lengths | None, rows: Counts | None) -> Load:
         return Load()
     mine = lengths.of(rows)
     longest = 0 if mine.response is None else int(mine.response.max(initial=0))
-    return Load(len(mine.tokens), int(mine.tokens.sum()), longest)
+    return Load(*mine.load, longest)

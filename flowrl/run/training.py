@@ -30,12 +30,11 @@ from flowrl.errors import BindError, DataError, GraphError
 from flowrl.records import PromptBatch
 from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.costs import Costs
-from flowrl.run.flight import StepResult
 from flowrl.run.job import Job
 from flowrl.run.prediction import predict
 from flowrl.run.report import Reporter
 from flowrl.run.run_folder import RunFolder, jsonable
-from flowrl.run.steps import Steps
+from flowrl.run.steps import StepResult, Steps
 from flowrl.run.timeline import Summary, Timeline, idle
 from flowrl.run.validation import Validation
 from flowrl.spec import Spec, parameters

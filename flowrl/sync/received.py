@@ -120,7 +120,7 @@ class ReceivedWeights:
         if self._origin.scores is None or not torch.equal(batch.input_ids, probe().input_ids):
             raise SyncError(
                 f"{self._origin} come from another process, without {self._origin.role} to score tokens; expected to "
-                f"be asked for flowrl.sync.probe.probe() alone, by an engine whose backend says probes = True."
+                f"be asked for flowrl.sync.probe.probe() alone, by an engine whose backend says that it probes."
             )
         return torch.tensor([self._origin.scores])
 

@@ -14,13 +14,13 @@ from flowrl.demo.model import build
 from flowrl.run.training import Run
 
 
-def test_its_graphs_keep_every_rule_at_the_rows_that_it_trains_on() -> None:
+def test_the_graphs_keep_every_rule() -> None:
     for graph in demo.graphs():
         rows_per_prompt = graph["repeat"].operator.rows_factor
         assert graph.check(prompts=demo.ROWS // rows_per_prompt) == []
 
 
-def test_it_trains_both_and_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_trains_both_graphs_and_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "build", partial(build, steps=2))
     monkeypatch.setattr(demo, "ROWS", 32)
     out = io.StringIO()

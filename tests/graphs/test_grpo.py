@@ -18,7 +18,7 @@ def test_every_parameter_reaches_its_operator() -> None:
     assert graph["group_advantage"].operator == GroupAdvantage()
 
 
-def test_it_has_no_critic() -> None:
+def test_grpo_has_no_critic() -> None:
     graph = grpo(exact)
     assert set(graph.roles()) == {"rollout", "actor", "ref"}
     assert graph.check(prompts=1) == []

@@ -30,7 +30,7 @@ def test_every_parameter_reaches_its_operator() -> None:
     assert graph["update_actor"].operator.loss == PPOClip(0.3)
 
 
-def test_it_trains_what_it_uses() -> None:
+def test_ppo_uses_four_roles_and_returns_three_results() -> None:
     graph = ppo(exact)
     assert set(graph.roles()) == {"rollout", "actor", "ref", "critic"}
     assert set(graph.sinks) == {"sync", "update_critic", "mismatch"}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.hosted.arrival import Arrival
-from flowrl.backends.hosted.base import EngineSpec, RolloutEngine
+from flowrl.backends.hosted.base import EngineSpec, HostedRollout
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.distributed import export
 from flowrl.distributed.export import Export
@@ -85,7 +85,7 @@ def by_stream(trainer: Any) -> Iterator[Any]:
 # Engines
 
 
-class Hosted(RolloutEngine):
+class Hosted(HostedRollout):
     """Runs "code of others": all that it does is to take weights, in this process or in a worker's."""
 
     name = "Hosted"
@@ -200,10 +200,9 @@ def test_every_engine_names_what_is_damaged(
     name = "model.layers.1.mlp.up_proj.weight"
     sent = Export.of(origin_of(trainer), trainer.weights(), BUCKET)
     live: Any = engine(folder, trainer)
-    where = (
-        r"came to the worker otherwise" if engine is engine_with_worker and change is flip else "is not what was sent"
-    )
-    with pytest.raises(SyncError, match=rf"weights of .*version 0 .*: {name} .*{where}"):
+    by_worker = engine is engine_with_worker and change is flip  # a shape is looked at before
+    where = r"\(1 in all\); expected the same on both sides" if by_worker else "is not what was sent"
+    with pytest.raises(SyncError, match=rf"weights of .*version 0 .*: {name} {where}"):
         live.sync(received(sent.origin, Damaged(sent, name, change)))
     assert live.receipt is None
     assert live.sync(received(sent.origin, sent)).digest == sent.digest
