@@ -326,14 +326,17 @@ def _place(text: str) -> Any:
         return None
     places = {place.__name__: place for place in (Colocate, Split)}
     try:
-        match ast.parse(text.strip(), mode="eval").body:
-            case ast.Call(func=ast.Name(id=name), args=[], keywords=given) if name in places:
-                return places[name](**{str(one.arg): ast.literal_eval(one.value) for one in given})
-    except SyntaxError:
-        pass
-    raise ParameterError(
-        f"--place {text} is no place; expected local, or such as 'Colocate(gpus=2)' or 'Split(train=1, rollout=1)'."
-    )
+        call = ast.parse(text.strip(), mode="eval").body
+        match call:
+            case ast.Call(func=ast.Name(id=name), args=[]) if name in places:
+                given = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+            case _:
+                raise ValueError(text)
+    except (SyntaxError, ValueError):
+        raise ParameterError(
+            f"--place {text} is no place; expected local, or such as 'Colocate(gpus=2)' or 'Split(train=1, rollout=1)'."
+        ) from None
+    return places[name](**given)
 
 
 def _folder(target: str) -> Path | None:
