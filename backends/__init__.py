@@ -11,11 +11,13 @@ from flowrl.backends.torch.optim import SGD, AdamW, Constant, Cosine, Linear
 from flowrl.backends.torch.rollout import TorchRollout
 from flowrl.backends.torch.trainer import TorchScorer, TorchTrainer
 from flowrl.backends.vllm.engine import VLLM
+from flowrl.core.backend import Backend
 
 __all__ = [
     "SGD",
     "VLLM",
     "AdamW",
+    "Backend",
     "Constant",
     "Cosine",
     "Linear",

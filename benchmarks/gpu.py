@@ -28,11 +28,10 @@ from flowrl import Colocate, Key, PromptData
 from flowrl.backends import SGD, AdamW, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import Sampling
-from flowrl.core.session import Session
 from flowrl.demo.task import write_dataset
 from flowrl.graphs import ppo
 from flowrl.run.job import Job
-from flowrl.run.local import LocalExecutor
+from flowrl.run.local import local_steps
 
 ROOT = Path(__file__).parents[1]
 ROWS, STEPS = 64, 3
@@ -78,16 +77,16 @@ def steps(executor: Any, data: PromptData, device: str, turns: Turns | None = No
 
 
 def in_this_process(model: str, device: str, data: PromptData) -> tuple[dict[str, float], list[Turn]]:
-    """`steps` of a `LocalExecutor` whose engines take turns, and the turns."""
+    """`steps` of a job in this process whose engines take turns, and the turns."""
     job = job_of(model, device)
-    executor = LocalExecutor(Plan(job.graph), Session(job.build(), seed=0))
+    executor = local_steps(Plan(job.graph), job.build(), 0)
     executor.sync()
     turns = Turns(executor, device)
     return steps(executor, data, device, turns), turns.log
 
 
 def on_ray(model: str, device: str, data: PromptData) -> dict[str, float]:
-    """`steps` of a `RayExecutor` whose processes take turns on one slot."""
+    """`steps` of a `RayRunner` whose processes take turns on one slot."""
     with replace(job_of(model, device), place=Colocate(gpus=1)).open() as executor:
         executor.sync()
         return steps(executor, data, device)

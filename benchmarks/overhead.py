@@ -11,14 +11,13 @@ from harness import medians, table
 from flowrl import DataProto, Graph, Operator, algorithm
 from flowrl.columns import OldLogProbs, RefLogProbs, ResponseMask, TokenLevelScores, Values
 from flowrl.core.plan import Plan
-from flowrl.core.session import Session
 from flowrl.demo.verifier import compute_score
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, KLShape, Whiten
 from flowrl.operators.advantage import GAEOutput, gae, whiten
-from flowrl.operators.kl import kl_penalty, kl_shape
-from flowrl.operators.masked import masked_sum
-from flowrl.run.local import LocalExecutor
+from flowrl.operators.kl import kl_shape
+from flowrl.operators.per_token import kl_penalty, select
+from flowrl.run.local import local_steps
 
 NODES = 32
 
@@ -71,7 +70,7 @@ def shaping_by_functions(batch: Scored) -> GAEOutput:
     scores, old, ref, values, mask = batch
     rewards = kl_shape(scores, old, ref, mask, 0.001)
     kl = kl_penalty(old, ref, "k1")
-    _ = float(masked_sum(kl, mask)) / int(mask.sum())
+    _ = float(select(kl, mask).sum()) / int(mask.sum())
     advantages, returns = gae(rewards, values, mask, 1.0, 0.95)
     return GAEOutput(whiten(advantages, mask), returns)
 
@@ -114,7 +113,7 @@ def of_nodes() -> None:
     rows = []
     for name, flow, functions, nodes, shape in cases:
         batch = random_batch(*shape)
-        executor, proto = LocalExecutor(Plan(flow()), Session({}, seed=0)), DataProto.from_record(batch)
+        executor, proto = local_steps(Plan(flow()), {}, 0), DataProto.from_record(batch)
         taken = medians(
             {
                 "functions": partial(functions, batch),

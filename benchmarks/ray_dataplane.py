@@ -27,7 +27,7 @@ from tensordict import TensorDict
 from flowrl import Colocate
 from flowrl.columns import ColumnType
 from flowrl.core.graph import Node
-from flowrl.core.plan import Plan, home
+from flowrl.core.plan import Plan
 from flowrl.core.symbols import Edge
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.wire import pack, unpack
@@ -129,7 +129,7 @@ def columns_of(rows: int, prompt: int, response: int) -> Columns:
 
 def written(node: Node) -> list[str]:
     """The columns that a node writes."""
-    return [name for name, slot in node.operator.signature.outputs.items() if isinstance(slot, ColumnType)]
+    return [name for name, type in node.operator.signature.outputs.items() if isinstance(type, ColumnType)]
 
 
 def flow_step(plan: Plan, columns: Columns, worker: Any, counted: dict[str, int]) -> None:
@@ -142,7 +142,7 @@ def flow_step(plan: Plan, columns: Columns, worker: Any, counted: dict[str, int]
             through += packed.nbytes
             refs[Edge(name, column)] = [ray.put(packed)]
     for node in plan.order:
-        reads = {slot: refs[edge] for slot, edge in node.inputs.items() if edge in refs}
+        reads = {field: refs[edge] for field, edge in node.inputs.items() if edge in refs}
         size, left = ray.get(worker.flow.remote(reads, written(node)))
         moved += size
         refs |= {Edge(node.name, column): ref for column, ref in left.items()}
@@ -153,7 +153,7 @@ def driver_step(plan: Plan, columns: Columns, worker: Any, count: Callable[[Whol
     """A step in which the driver holds the batch, sends all of it, and takes in what comes back."""
     held: Columns = {column: columns[column] for name in plan.graph.inputs for column in written(plan.graph[name])}
     for node in plan.order:
-        if home(node) is None:
+        if node.home is None:
             held |= {column: columns[column] for column in written(node)}
         elif node not in plan.syncs:
             generates = "prompt_mask" in {edge.output for edge in node.inputs.values()}

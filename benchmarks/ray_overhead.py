@@ -24,13 +24,12 @@ from transformers.utils import logging
 from flowrl import Colocate, DataProto
 from flowrl.backends import TorchRollout
 from flowrl.core.plan import Plan
-from flowrl.core.session import Session
 from flowrl.demo.model import build
 from flowrl.demo.run import graphs, training
 from flowrl.demo.task import write_dataset
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.wire import pack, unpack
-from flowrl.run.local import LocalExecutor
+from flowrl.run.local import local_steps
 from flowrl.run.timeline import critical_path
 from flowrl.run.training import Training
 
@@ -49,7 +48,7 @@ class Bare:
 def of_nodes() -> None:
     """A chain of trivial nodes by each way of running them."""
     batch = DataProto.from_record(Scores(torch.randn(4, 8)))
-    local = LocalExecutor(Plan(general_chain()), Session({}, seed=0))
+    local = local_steps(Plan(general_chain()), {}, 0)
     bare: Any = ray.remote(num_cpus=0)(Bare).remote()
     column = batch["token_level_scores"]
 
@@ -65,10 +64,10 @@ def of_nodes() -> None:
         general = at_role.fork(Plan(general_chain()), seed=0)
         taken = medians(
             {
-                "LocalExecutor": lambda: local.step(batch, 0),
+                "LocalRunner": lambda: local.step(batch, 0),
                 "a bare Ray actor, by hand": by_hand,
-                "RayExecutor, general host": lambda: general.step(batch, 0),
-                "RayExecutor, host of a role": lambda: at_role.step(batch, 0),
+                "RayRunner, general host": lambda: general.step(batch, 0),
+                "RayRunner, host of a role": lambda: at_role.step(batch, 0),
             },
             seconds=8,
         )
@@ -103,14 +102,14 @@ def of_steps(whole: Training, started: float) -> None:
             makespans, paths, nodes, exports = [], [], [], []
             names: Counter[str] = Counter()
             for step in range(STEPS + 1):
-                batch, spans = stream.next(whole.prompts), len(executor.trace.spans)
+                batch, spans = stream.next(whole.prompts), len(executor.timeline.spans)
                 begun = time.perf_counter()
                 result = executor.step(batch, step)
                 makespans.append(time.perf_counter() - begun)
                 path, length = critical_path(executor.plan.network, result.seconds)
                 paths.append(length)
                 nodes.append(sum(result.seconds.values()))
-                exports.append(sum(s.seconds for s in executor.trace.spans[spans:] if s.place == "driver"))
+                exports.append(sum(s.seconds for s in executor.timeline.spans[spans:] if s.place == "driver"))
                 names[" → ".join(path)] += 1
         # The first step warms up. The ratio is taken step by step, since steps differ more than ways do.
         over = statistics.median(m / p for m, p in zip(makespans[1:], paths[1:], strict=True))

@@ -27,8 +27,9 @@ from flowrl.distributed import delivery
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.export import Export
 from flowrl.graphs import grpo
+from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.digest import weights_digest
-from flowrl.sync.source import BUCKET_BYTES, Origin, source_of
+from flowrl.sync.received import Origin, received
 
 SIZES = ((2, 64), (5, 512), (5, 1024))  # layers and width
 
@@ -49,14 +50,14 @@ def parts(model: str) -> tuple[int, dict[str, float]]:
             target.copy_(tensor)
 
     sent: Any = export()
-    source: Any = source_of(sent.origin, sent)
+    source: Any = received(sent.origin, sent)
     cases: dict[str, Callable[[], object]] = {
         "memcpy": copy,
         "gather": lambda: list(trainer.weights()),
         "gather, digest": lambda: weights_digest(trainer.weights()),
         "gather, digest, put": export,
-        "get, check": lambda: list(source.weights()),
-        "get, check, load": lambda: rollout.sync(source),
+        "get": lambda: list(source.unchecked()),
+        "get, load, check": lambda: rollout.sync(source),
     }
     taken = medians(cases, seconds=2)
     split = {
@@ -64,9 +65,9 @@ def parts(model: str) -> tuple[int, dict[str, float]]:
         "gather the weights": taken["gather"],
         "digest them": taken["gather, digest"] - taken["gather"],
         "put them into the object store": taken["gather, digest, put"] - taken["gather, digest"],
-        "get them, digest what came": taken["get, check"],
-        "load them, digest what the engine holds": taken["get, check, load"] - taken["get, check"],
-        "all of it in one process": taken["gather, digest, put"] + taken["get, check, load"],
+        "get them": taken["get"],
+        "load them, digest what the engine holds": taken["get, load, check"] - taken["get"],
+        "all of it in one process": taken["gather, digest, put"] + taken["get, load, check"],
     }
     for name, transport in {"gloo": "gloo", "handles to shared memory": "cuda ipc"}.items():
         receiver = Receiver(transport, "cpu")
@@ -83,7 +84,7 @@ def between_processes(model: str) -> dict[str, float]:
     with graph.bind(**engines, place=Split(train=1, rollout=1)).open() as executor:
         taken = {}
         for transport in ("object store", "gloo"):
-            delivery.choose = lambda *seats, transport=transport: transport
+            delivery.choose = lambda *seats, transport=transport: (transport, (0,))
             taken[f"all of it between two processes, by {transport}"] = medians({"": executor.sync}, seconds=1)[""]
         return taken
 

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from flowrl.columns import Column
     from flowrl.core.edit import After
     from flowrl.core.graph_io import save
-    from flowrl.core.operator import Operator, State
+    from flowrl.core.operator import Operator
     from flowrl.core.ports import INJECTED
     from flowrl.core.roles import Reads, Role, Writes
+    from flowrl.core.state import State
     from flowrl.data.dataproto import DataProto
     from flowrl.data.keys import Key
     from flowrl.data.metrics import Metrics
@@ -71,7 +72,7 @@ _MODULES = {
     "Key": "data.keys",
     "Metrics": "data.metrics",
     "Operator": "core.operator",
-    "State": "core.operator",
+    "State": "core.state",
     "INJECTED": "core.ports",
     "DataProto": "data.dataproto",
     "PromptBatch": "records",

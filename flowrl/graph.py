@@ -1,4 +1,4 @@
-"""`Graph`, with all that can be done to it, and `algorithm`, which makes one of a function."""
+"""`Graph`, with all that can be done to it, and `algorithm`, which turns a function into one."""
 
 from __future__ import annotations
 
@@ -122,6 +122,7 @@ def algorithm(function: Callable[P, R]) -> Algorithm[P, R, Graph]:
     Raises:
         DefinitionError: with file and line, where the function has no input or an annotation that is not defined.
     """
+    # The annotations of an algorithm that a function defines may use that function's names.
     return Algorithm(function, sys._getframe(1).f_locals, Graph)
 
 

@@ -67,13 +67,13 @@ class VersionedSequences(Sequences, Protocol):
 
 
 class Updated(NamedTuple):
-    """The policy was updated; `version` is what its weights bear now."""
+    """The policy was updated; `version` is that of its new weights."""
 
     version: int
 
 
 class CriticUpdated(NamedTuple):
-    """The critic was updated; `version` is what its weights bear now."""
+    """The critic was updated; `version` is that of its new weights."""
 
     version: int
 

@@ -24,7 +24,7 @@ from flowrl.errors import DefinitionError, FrozenError, ParameterError
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True)
 
 
-# pydantic's `Field` is no field specifier here: type checkers read the default of those by keyword only, and would take
+# pydantic's `Field` is left out of the specifiers: type checkers read their default by keyword only, and would take
 # `Field(1.0)` for a field without one.
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 class Spec:
@@ -61,7 +61,10 @@ class Spec:
 
 
 def defining_frame() -> FrameType:
-    """The frame that executes the class statement, asked from within its ``__init_subclass__``."""
+    """The frame that executes the class statement, asked from within its ``__init_subclass__``.
+
+    Only a frame knows the line for messages, and the names that annotations use in a class that a function defines.
+    """
     frame = sys._getframe(1)
     while frame.f_code.co_name == "__init_subclass__":
         frame = cast(FrameType, frame.f_back)

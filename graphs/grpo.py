@@ -23,17 +23,17 @@ def grpo(
 ) -> Graph:
     """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300): PPO with the group as its baseline.
 
-    The critic falls away, since nothing reads it any more, and KL moves from the reward into the loss.
+    The critic disappears, since nothing reads it any more, and KL moves from the reward into the loss.
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        n: responses a prompt, the group.
-        temperature: of sampling.
-        max_new_tokens: a response is at most so long.
-        kl_coef: weight of KL to the reference, in the loss; 0 leaves it, and the reference, out.
+        n: responses per prompt, the size of a group.
+        temperature: the sampling temperature.
+        max_new_tokens: the longest a response may get.
+        kl_coef: the weight of KL to the reference, in the loss; at 0 both it and the reference are left out.
         clip: PPO's epsilon.
         ppo_epochs: passes over the rows of a step.
-        mini_batch: rows of an optimiser step; None for all.
+        mini_batch: rows per optimiser step; None for all.
     """
     loss = PPOClip(clip, kl=KLLoss("k3", kl_coef) if kl_coef else None)
     return ppo(reward_fn, n=n, temperature=temperature, max_new_tokens=max_new_tokens).edit(

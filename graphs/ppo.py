@@ -46,15 +46,15 @@ def ppo(
     Args:
         batch: prompts.
         reward_fn: scores a response; see `Reward`.
-        n: responses a prompt.
-        temperature: of sampling.
-        max_new_tokens: a response is at most so long.
-        kl_coef: weight of KL to the reference, in the reward.
+        n: responses per prompt.
+        temperature: the sampling temperature.
+        max_new_tokens: the longest a response may get.
+        kl_coef: the weight of KL to the reference, in the reward.
         gamma: discount.
         lam: GAE's lambda.
         clip: PPO's epsilon.
         ppo_epochs: passes over the rows of a step.
-        mini_batch: rows of an optimiser step; None for all.
+        mini_batch: rows per optimiser step; None for all.
     """
     prompts = Repeat(n)(batch)
     rollout = Generate(temperature=temperature, max_new_tokens=max_new_tokens)(prompts)

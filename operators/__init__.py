@@ -5,14 +5,12 @@ if __name__ != "flowrl.operators":
 
 from flowrl.operators.advantage import GAE, GroupAdvantage, Whiten
 from flowrl.operators.correction import Mismatch, RolloutCorrection
-from flowrl.operators.generate import Generate
+from flowrl.operators.generate import Generate, Repeat
 from flowrl.operators.kl import AdaptiveKL, KLShape
 from flowrl.operators.log_prob import OldLogProb, RefLogProb
 from flowrl.operators.losses import KLLoss, PPOClip, ValueClip
-from flowrl.operators.repeat import Repeat
 from flowrl.operators.reward.operator import Reward
-from flowrl.operators.sync import Sync
-from flowrl.operators.update import UpdateActor, UpdateCritic
+from flowrl.operators.update import Sync, UpdateActor, UpdateCritic
 from flowrl.operators.value import Value
 
 __all__ = [

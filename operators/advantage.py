@@ -16,7 +16,7 @@ from torch import Tensor
 from flowrl.columns import Advantages, ResponseMask, Returns, TokenLevelRewards, Uid, Values
 from flowrl.core.operator import Granularity, Operator
 from flowrl.errors import DataError
-from flowrl.operators.masked import select, select_rewards
+from flowrl.operators.per_token import select, select_rewards
 
 
 @torch.no_grad()
@@ -184,7 +184,7 @@ class GroupAdvantage(Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"group baseline"}``: it needs several rows a prompt."""
+        """``{"group baseline"}``: it needs several rows per prompt."""
         return frozenset({"group baseline"})
 
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:

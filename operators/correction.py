@@ -1,4 +1,4 @@
-"""Rollout correction: for when the engine that sampled and the trainer do not agree on a token's probability.
+"""Rollout correction: for when the engine that sampled and the trainer disagree on a token's probability.
 
 An engine computes with other kernels, another precision or older weights than the trainer, so its rows are off-policy
 even where their version is the trainer's own (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
@@ -22,12 +22,12 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl.columns import Advantages, OldLogProbs, ResponseMask, RolloutLogProbs
-from flowrl.core.operator import Granularity, Operator, State
+from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
+from flowrl.core.state import State
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError
-from flowrl.operators.kl import MAX_EXPONENT, kl_penalty
-from flowrl.operators.masked import select
+from flowrl.operators.per_token import MAX_EXPONENT, kl_penalty, select
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ NEAR_ONE = (0.9, 1.1)
 """Ratios within these bounds count as agreement in ``rollout/ratio_outside``."""
 
 ROUNDING = 1e-5
-"""No alarm below this many nats a token: two float32 forward passes were seen apart by 1e-7 in the mean, and by 3e-5 on
-single tokens, which are most of a step that has few."""
+"""No alarm below this many nats per token: two float32 forward passes were seen to differ by 1e-7 on average, and by
+3e-5 on single tokens, which dominate a step that has few."""
 
 
 @torch.no_grad()
@@ -62,8 +62,8 @@ def importance_ratios(old_log_probs: Tensor, rollout_log_probs: Tensor, response
         level: see above.
 
     Returns:
-        float32, ``[batch response]`` at the level of tokens and ``[batch 1]`` else; 1 off the mask and in rows that are
-        masked entirely.
+        float32, ``[batch response]`` at the level of tokens and ``[batch 1]`` otherwise; 1 off the mask and in rows
+        that are masked entirely.
 
     Raises:
         DataError: a log-prob on the mask is NaN, or shapes differ.
@@ -87,7 +87,7 @@ def importance_ratios(old_log_probs: Tensor, rollout_log_probs: Tensor, response
 
 
 def bound_ratios(ratios: Tensor, mode: Mode, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:
-    """Weights out of ratios, with low and high both inclusive.
+    """Weights from ratios, with low and high both inclusive.
 
     - ``truncate``: ``min(ratio, high)``, truncated importance sampling (TIS: Yao et al. 2025; Espeholt et al. 2018,
       arXiv:1802.01561, eq. 1);
@@ -162,8 +162,7 @@ class RolloutCorrection(Operator):
             )
         if (self.low, self.high) == (None, None) or (self.low or 0.0) > (self.high or float("inf")):
             raise ParameterError(
-                f"no ratio would be told from another by low={self.low!r}, high={self.high!r}; expected a bound at "
-                f"least, and low no larger than high"
+                f"low={self.low!r}, high={self.high!r} exclude nothing; set at least one, with low <= high"
             )
 
     @property
@@ -195,8 +194,8 @@ class RolloutCorrection(Operator):
 
 
 class Mismatched(NamedTuple):
-    """How far the engine and the trainer were apart in a step: the mean of ``|old - rollout|`` in nats per token, and
-    from where on that is an alarm (None while it is being calibrated)."""
+    """How far engine and trainer differed in a step: the mean of ``|old - rollout|`` in nats per token, and above which
+    value that raises an alarm (None during calibration)."""
 
     logp_diff_mean: float
     alarm_above: float | None
@@ -209,18 +208,18 @@ class Mismatch(Operator):
     ``rollout/ratio_outside``, the share of tokens whose ratio is not within [0.9, 1.1], and ``rollout/kl``, KL(rollout
     || trainer) per token by k3; nothing in a step that has no token on the mask.
 
-    What is normal depends on engine, precision and model, so the alarm is calibrated on the run itself: it goes off
-    where ``logp_diff_mean`` is more than `margin` times the largest of the first `calibration` steps (and more than
-    float32 rounds by). From then on ``rollout/alarm_above`` is that threshold. It warns once each time that the mean
-    rises above it, and what it was calibrated on goes into checkpoints.
+    What is normal depends on engine, precision and model, so the alarm is calibrated on the run itself: it is raised
+    where ``logp_diff_mean`` exceeds `margin` times the largest of the first `calibration` steps (and float32's own
+    rounding). After these steps ``rollout/alarm_above`` is that threshold. It warns once each time the mean rises above
+    it, and its calibration goes into checkpoints.
 
     Where the engine renormalises by top-p or top-k, its log-probs are of that narrower distribution and the trainer's
-    are of the whole one, so the numbers hold ``-log`` of the probability that was kept as well, and calibration takes
-    that for normal. Greedy rows do not come here: rule FR007 refuses to train on them, and a trainer to score them.
+    are of the whole one, so the numbers also contain ``-log`` of the probability that was kept, and calibration takes
+    that as normal. Greedy rows never get here: rule FR007 refuses to train on them, and a trainer to score them.
 
     Args:
-        calibration: steps at the start of a run that say what is normal.
-        margin: so many times the largest of these is an alarm.
+        calibration: how many steps at the start of a run define what is normal.
+        margin: the alarm is raised above `margin` times the largest of these.
 
     Raises:
         DataError: a log-prob on the mask is NaN.
@@ -240,7 +239,7 @@ class Mismatch(Operator):
         response_mask: ResponseMask,
         metrics: Metrics = INJECTED,
     ) -> Mismatched:
-        # Only tokens on the mask from here on, so that no sum depends on how wide the rows are padded.
+        # From here on only tokens on the mask, so that no sum depends on how wide the rows are padded.
         ratios = importance_ratios(old_log_probs, rollout_log_probs, response_mask, "token")[response_mask]
         old, rollout = old_log_probs[response_mask].double(), rollout_log_probs[response_mask].double()
         if not len(ratios):
@@ -262,9 +261,9 @@ class Mismatch(Operator):
         self.seen.value = {"steps": step, "largest": largest, "alarm": mean > threshold}
         if mean > threshold and not seen["alarm"]:
             logger.warning(
-                "%s, step %d: the engine's log-probs differ from the trainer's by %.3g nats a token in the mean and "
-                "%.3g at most (%.2g of the ratios are outside [%g, %g]), and an alarm was due above %.3g, from the "
-                "first %d steps; look at what changed in engine or trainer, or insert RolloutCorrection().",
+                "%s, step %d: the engine's log-probs differ from the trainer's by %.3g nats per token on average and "
+                "%.3g at most (%.2g of the ratios are outside [%g, %g]); the alarm threshold is %.3g, from the first "
+                "%d steps. Look at what changed in engine or trainer, or insert RolloutCorrection().",
                 self.name,
                 step,
                 mean,

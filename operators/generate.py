@@ -1,8 +1,8 @@
-"""`Generate`: the rollout engine answers prompts."""
+"""`Repeat` and `Generate`: the rows of a step, and what the rollout engine answers to each."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,33 @@ from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.tokenizer import assemble
 from flowrl.errors import SyncError
-from flowrl.records import RolloutBatch
+from flowrl.records import PromptBatch, RolloutBatch
+
+
+class Repeat(Operator):
+    """Every prompt `n` times in succession, under one `uid` (GRPO's group) and with a `row_id` of its own.
+
+    ``[batch ...]`` becomes ``[batch * n ...]``; the copies of a prompt stand next to each other.
+
+    Args:
+        n: answers per prompt.
+    """
+
+    granularity: ClassVar[Granularity] = "row"
+    changes_rows: ClassVar[bool] = True
+    n: int = Field(default=1, ge=1)
+
+    @property
+    def rows_factor(self) -> int:
+        """`n`."""
+        return self.n
+
+    def __call__(self, prompts: PromptBatch) -> PromptBatch:
+        def repeated(column: Any) -> Any:
+            return np.repeat(column, self.n) if isinstance(column, np.ndarray) else column.repeat_interleave(self.n, 0)
+
+        row_id = np.array([f"{row}#{k}" for row in prompts.row_id for k in range(self.n)], dtype=object)
+        return PromptBatch(*map(repeated, prompts))._replace(row_id=row_id)
 
 
 class Prompted(Protocol):
@@ -40,7 +66,7 @@ class Generate(Operator):
         temperature: 0 is greedy.
         top_k: keep the `top_k` most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens that reaches this probability; 1 keeps all.
-        max_new_tokens: a response is at most so long.
+        max_new_tokens: the longest a response may get.
         stop_token_ids: tokens that end a response, besides the tokeniser's EOS.
         stop: strings that end a response, once its text contains one. The response ends with the token that completes
             the string, and all of that token is part of it, so that the text may go on past the string. Special tokens
@@ -72,7 +98,7 @@ class Generate(Operator):
         receipt = engine.receipt
         if receipt is None:
             raise SyncError(
-                "the rollout engine has no receipt for its weights, so nobody knows which policy would answer; "
+                "the rollout engine has no receipt for its weights, so it is not known which policy would answer; "
                 "expected a sync first: Sync()(updated), or `with job.eager():`, which syncs at its start."
             )
         sampling = Sampling(

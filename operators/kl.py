@@ -1,68 +1,21 @@
-"""KL between a policy and its reference: per-token estimators, KL in the reward, fixed and adaptive coefficients.
-
-Estimators see the log-prob of the sampled token only. With ``d = log_prob - ref_log_prob`` and the token sampled from
-the policy (Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html):
-
-- ``k1 = d``: unbiased, of either sign, the largest variance;
-- ``k2 = d**2 / 2``: biased, never negative;
-- ``k3 = exp(-d) - 1 + d``: unbiased, never negative;
-- ``abs = |d|``: a distance, not an estimate of KL.
-"""
+"""KL to the reference in the reward, by a fixed or an adaptive coefficient."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from flowrl.columns import OldLogProbs, RefLogProbs, ResponseMask, TokenLevelRewards, TokenLevelScores
-from flowrl.core.operator import Operator, State
+from flowrl.core.operator import Operator
 from flowrl.core.ports import INJECTED
+from flowrl.core.state import State
 from flowrl.data.metrics import Metrics
-from flowrl.errors import DataError, ParameterError
-from flowrl.operators.masked import masked_sum, select, select_rewards
+from flowrl.errors import ParameterError
+from flowrl.operators.per_token import Estimator, kl_penalty, select, select_rewards
 from flowrl.spec import Spec
-
-Estimator = Literal["k1", "k2", "k3", "abs"]
-
-MAX_EXPONENT = 20.0
-"""Exponents of log-ratios stop here, at a ratio of 5e8, so that nothing overflows in float32 (exp(89) does)."""
-
-
-def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, estimator: Estimator) -> Tensor:
-    """The per-token estimate of KL(policy || reference); differentiable in `log_prob`.
-
-    verl calls these estimators ``kl``, ``mse``, ``low_var_kl`` and ``abs``. Unlike verl's, the value of k3 is not
-    clamped to ±10: that would end the pull of the reference just where the policy has gone far. Only the exponent is
-    kept below `MAX_EXPONENT`; beyond (the reference 5e8 times as likely as the policy) k3 is flat.
-
-    Args:
-        log_prob: float, any shape: log-prob of the sampled tokens under the policy.
-        ref_log_prob: the same under the reference.
-        estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``.
-
-    Returns:
-        float32 of that shape.
-
-    Raises:
-        DataError: the shapes differ.
-    """
-    if log_prob.shape != ref_log_prob.shape:
-        raise DataError(
-            f"log_prob has shape {tuple(log_prob.shape)} and ref_log_prob {tuple(ref_log_prob.shape)}; pass log-probs "
-            f"of the same tokens."
-        )
-    d = log_prob.float() - ref_log_prob.float()
-    if estimator == "k1":
-        return d
-    if estimator == "k2":
-        return 0.5 * d.square()
-    if estimator == "k3":
-        exponent = (-d).clamp(max=MAX_EXPONENT)
-        return torch.expm1(exponent) - exponent  # expm1 keeps the digits that exp(x) - 1 loses at small x
-    return d.abs()
 
 
 @torch.no_grad()
@@ -77,7 +30,7 @@ def kl_shape(
         ref: float ``[batch response]``, log-probs of the reference.
         mask: bool ``[batch response]``.
         coef: the weight of KL, beta.
-        estimator: see the module.
+        estimator: see `flowrl.operators.per_token`.
 
     Returns:
         float32 ``[batch response]``, 0 off the mask.
@@ -159,7 +112,7 @@ class KLShape(Operator):
         coef: float = self.beta.value if isinstance(self.coef, AdaptiveKL) else self.coef
         rewards = kl_shape(token_level_scores, old_log_probs, ref_log_prob, response_mask, coef, self.estimator)
         kl = kl_penalty(select(old_log_probs, response_mask), select(ref_log_prob, response_mask), self.estimator)
-        total, tokens = float(masked_sum(kl, response_mask).detach()), int(response_mask.sum())
+        total, tokens = float(kl.sum().detach()), int(response_mask.sum())
         metrics.mean("kl/ref", total, tokens)
         metrics.mean("kl/coef", coef)
         if isinstance(self.coef, AdaptiveKL) and tokens:

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError
-from flowrl.operators.kl import MAX_EXPONENT, Estimator, kl_penalty
-from flowrl.operators.masked import masked_sum, select
+from flowrl.operators.per_token import MAX_EXPONENT, Estimator, kl_penalty, select
 from flowrl.spec import Spec
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -83,7 +82,7 @@ class _Aggregated:
         return token_weights(response_mask, self.aggregation, self.norm)
 
     def _share(self, weights: Tensor) -> Tensor:
-        """The share of a mini-batch that these rows are: their part of its tokens, or of its sequences."""
+        """Which share of the mini-batch these rows are, of its tokens or of its sequences."""
         if self.aggregation in ("token-mean", "seq-mean-token-mean"):
             return weights.sum()  # sums to 1 over the mini-batch
         per_row = weights.sum(-1) / (weights != 0).sum(-1).clamp(min=1)  # 1 / (S * norm) in every row that counts
@@ -118,7 +117,7 @@ class KLLoss(Spec):
     follows KL(reference || policy); k1 follows nothing, its gradient is pure noise.
 
     Args:
-        estimator: see `flowrl.operators.kl`.
+        estimator: see `flowrl.operators.per_token`.
         coef: the weight of KL, beta.
     """
 
@@ -162,7 +161,7 @@ class PPOClip(_Aggregated, Spec):
 
     @property
     def wants_entropy(self) -> bool:
-        """Whether the loss needs entropy with its gradient; entropy that is passed anyway is reported."""
+        """Whether the loss needs entropy with its gradient; entropy that is passed without need is still reported."""
         return self.entropy > 0
 
     def __call__(
@@ -202,7 +201,7 @@ class PPOClip(_Aggregated, Spec):
         metrics.mean("actor/pg_clipfrac", at_clip.sum(), tokens)
         metrics.mean("actor/approx_kl", -log_ratio.detach().sum(), tokens)
         if entropy is not None:
-            metrics.mean("actor/entropy", masked_sum(entropy.detach(), on), tokens)
+            metrics.mean("actor/entropy", select(entropy.detach(), on).sum(), tokens)
         if self.entropy > 0:
             loss = loss - self.entropy * (weights * select(_wanted(entropy, "entropy", "entropy > 0"), on)).sum()
         if self.kl is not None:
@@ -215,7 +214,7 @@ class PPOClip(_Aggregated, Spec):
 
 def _wanted(x: Tensor | None, name: str, reason: str) -> Tensor:
     if x is None:
-        raise DataError(f"PPOClip has {reason} and so needs {name}, but got None; pass {name}, or take the term out.")
+        raise DataError(f"PPOClip has {reason} and so needs {name}, but got None; pass {name}, or remove the term.")
     return x
 
 

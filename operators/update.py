@@ -1,4 +1,4 @@
-"""`UpdateActor` and `UpdateCritic`: PPO's epochs over mini-batches."""
+"""What writes weights: `UpdateActor` and `UpdateCritic`, PPO's epochs over mini-batches, and `Sync`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from flowrl import columns as c
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED, Signature
-from flowrl.core.protocols import Critic, MiniBatch, Trainer
-from flowrl.core.roles import Role, Writes
+from flowrl.core.protocols import Critic, MiniBatch, Rollout, Trainer
+from flowrl.core.roles import Reads, Role, Writes
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
-from flowrl.errors import DataError, StalePolicyError
+from flowrl.errors import DataError, StalePolicyError, SyncError
 from flowrl.operators.losses import PPOClip, ValueClip
-from flowrl.records import CriticUpdated, Tokens, Updated, VersionedSequences
+from flowrl.records import CriticUpdated, Receipt, Tokens, Updated, VersionedSequences
 
 
 class PolicyBatch(NamedTuple):
-    """What a policy loss may read, one row per response; `old_log_probs` are what its ratio is taken to."""
+    """What a policy loss may read, one row per response; its ratio is taken to `old_log_probs`."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -107,7 +107,7 @@ class UpdateActor(Operator):
 
     @property
     def row_divisors(self) -> Mapping[str, int]:
-        """The mini-batch."""
+        """What must divide the rows: the mini-batch, if there is one."""
         return _divisors(self.mini_batch)
 
     @property
@@ -139,7 +139,7 @@ class UpdateActor(Operator):
             row = int(stale[0])
             raise StalePolicyError(
                 f"{len(stale)} of {len(rollout.policy_version)} rows were not sampled by the policy that is trained: "
-                f"row {row} bears policy_version {int(rollout.policy_version[row])}, the actor is at "
+                f"row {row} carries policy_version {int(rollout.policy_version[row])}, the actor is at "
                 f"{self.actor.version}; expected all rows of this step from its own weights: run Sync after every "
                 f"update, then Generate."
             )
@@ -182,7 +182,7 @@ class UpdateCritic(Operator):
 
     @property
     def row_divisors(self) -> Mapping[str, int]:
-        """The mini-batch."""
+        """What must divide the rows: the mini-batch, if there is one."""
         return _divisors(self.mini_batch)
 
     def __call__(
@@ -194,3 +194,35 @@ class UpdateCritic(Operator):
         steps = draw_mini_batches(self.loss, rollout.response_mask, self.mini_batch, self.ppo_epochs, key)
         metrics.merge(self.critic.update(batch, steps, self.loss))
         return CriticUpdated(self.critic.version)
+
+
+class Sync(Operator):
+    """Carry the updated weights to the rollout engine; the receipt that it returns proves that they arrived.
+
+    Every row that the engine generates from now on carries the receipt's version. A run also syncs once before its
+    first step.
+
+    Raises:
+        SyncError: the engine's receipt is for other weights than the trainer's.
+    """
+
+    granularity: ClassVar[Granularity] = "batch"
+    actor: Reads[Trainer] = Role("actor")
+    rollout: Writes[Rollout] = Role("rollout")
+
+    def __call__(self, updated: Updated, metrics: Metrics = INJECTED) -> Receipt:
+        receipt = self.rollout.sync(self.actor)
+        if not receipt.version == self.rollout_version() == self.actor.version == updated.version:
+            raise SyncError(
+                f"the update says version {updated.version}, the actor is at {self.actor.version}, the receipt is for "
+                f"{receipt.version} and the engine holds {self.rollout_version()}; expected one version: sync once "
+                f"after each update, and let the engine refuse what it did not receive."
+            )
+        metrics.sum("sync/bytes", receipt.bytes)
+        metrics.max("sync/version", receipt.version)
+        return receipt
+
+    def rollout_version(self) -> int | None:
+        """The version that the engine itself reports, or None if it holds no receipt."""
+        held = self.rollout.receipt
+        return held.version if held is not None else None

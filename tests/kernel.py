@@ -11,11 +11,12 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl import columns as c
+from flowrl.core.backend import Backend
 from flowrl.core.operator import Operator
-from flowrl.graph import algorithm
+from flowrl.core.protocols import Critic, Rollout, Trainer
+from flowrl.graph import Graph, algorithm
 from flowrl.operators import Generate, Repeat, Reward
-from flowrl.records import PromptBatch, Receipt, RolloutBatch
-from flowrl.spec import Spec
+from flowrl.records import PromptBatch, Receipt, RolloutBatch, Updated
 
 
 def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
@@ -24,7 +25,7 @@ def exact(data_source: str, solution_str: str, ground_truth: str, extra_info: An
 
 
 class LengthPenalty(Operator):
-    """Re-writes scores."""
+    """Rewrites scores."""
 
     coef: float = Field(0.01, ge=0)
 
@@ -33,7 +34,7 @@ class LengthPenalty(Operator):
 
 
 class Clip(Operator):
-    """Re-writes scores too, under another class."""
+    """Rewrites scores too, under another class."""
 
     limit: float = 1.0
 
@@ -57,11 +58,32 @@ class Split(NamedTuple):
     returns: c.Returns
 
 
+class Impure(NamedTuple):
+    """A record with a bare number in it."""
+
+    values: c.Values
+    temperature: float
+
+
 class TwoHeads(Operator):
     """One column in, a record out."""
 
     def __call__(self, values: c.Values) -> Split:
         return Split(values, 2 * values)
+
+
+class Clipped(Operator):
+    """Rewrites values."""
+
+    def __call__(self, values: c.Values) -> c.Values:
+        return values.clamp(-1, 1)
+
+
+class Waits(Operator):
+    """Passes on that the policy was updated."""
+
+    def __call__(self, updated: Updated) -> Updated:
+        return updated
 
 
 @algorithm
@@ -89,8 +111,6 @@ class TrainerEngine:
     def log_probs(self, batch: Any) -> Tensor: ...
     def update(self, batch: Any, mini_batches: Any, loss: Any) -> Any: ...
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def save_pretrained(self, folder: str) -> None: ...
 
 
@@ -101,8 +121,6 @@ class CriticEngine:
 
     def values(self, batch: Any) -> Tensor: ...
     def update(self, batch: Any, mini_batches: Any, loss: Any) -> Any: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class RolloutEngine:
@@ -115,8 +133,10 @@ class RolloutEngine:
     def sync(self, source: Any) -> Receipt: ...
 
 
-class FakeTrainer(Spec):
+class FakeTrainer(Backend):
     """A backend; building it is an error, since nothing may load before a job runs."""
+
+    serves = (Trainer,)
 
     lr: float = 1e-3
 
@@ -124,15 +144,19 @@ class FakeTrainer(Spec):
         raise AssertionError("built")
 
 
-class FakeCritic(Spec):
+class FakeCritic(Backend):
     """See `FakeTrainer`."""
+
+    serves = (Critic,)
 
     def build(self, context: Any) -> CriticEngine:
         raise AssertionError("built")
 
 
-class FakeRollout(Spec):
+class FakeRollout(Backend):
     """See `FakeTrainer`."""
+
+    serves = (Rollout,)
 
     model: str = "one"
 
@@ -163,3 +187,12 @@ def answers(rows: int = 2, prompt: int = 3, response: int = 4) -> RolloutBatch:
         temperature=torch.ones(rows),
         policy_version=torch.zeros(rows, dtype=torch.int64),
     )
+
+
+def wires(graph: Graph, node: str) -> dict[str, str]:
+    """Where the fields of a node's ports come from."""
+    return {str(field): str(edge) for field, edge in graph[node].inputs.items()}
+
+
+def readers(graph: Graph, edge: str) -> set[str]:
+    return {n for n in graph.nodes for source in wires(graph, n).values() if source == edge}

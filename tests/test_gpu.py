@@ -29,15 +29,15 @@ from flowrl.backends import (
 )
 from flowrl.backends.torch import critic as torch_critic
 from flowrl.backends.torch import trainer as torch_trainer
-from flowrl.backends.torch.mesh import Sharded
+from flowrl.backends.torch.sharded import Sharded
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import MiniBatch, Sampling
-from flowrl.core.session import Session
 from flowrl.graphs import grpo, ppo
 from flowrl.operators.losses import KLLoss, PPOClip, ValueClip
 from flowrl.operators.update import PolicyBatch, ValueBatch
 from flowrl.run.job import Job
-from flowrl.run.local import LocalExecutor
+from flowrl.run.local import local_steps
+from flowrl.run.steps import Steps
 from tests.backends.torch.fsdp_cases import Ranks, weights
 from tests.jobs import prompt_batch, proto
 from tests.models import VOCAB, ragged, tiny_folder
@@ -324,12 +324,12 @@ def job_of(algorithm: str, model: str, device: str, rollout: TorchRollout) -> Jo
     return graph.bind(**{role: engines[role] for role in graph.roles()})
 
 
-def walk(job: Job) -> LocalExecutor:
-    return LocalExecutor(Plan(job.graph), Session(job.build(), seed=0))
+def walk(job: Job) -> Steps:
+    return local_steps(Plan(job.graph), job.build(), 0)
 
 
-def flat(executor: LocalExecutor) -> Tensor:
-    return torch.cat([w.detach().cpu().flatten() for _, w in executor.session.engines["actor"].weights()])
+def flat(executor: Steps) -> Tensor:
+    return torch.cat([w.detach().cpu().flatten() for _, w in executor.runner.engines["actor"].weights()])
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
@@ -362,7 +362,7 @@ def test_engines_that_take_turns_compute_the_same(device: str, folder: Any, algo
         found.append((logs, flat(executor)))
         if taken:
             slept = [turn for turn in taken.log if turn.what == "sleep"]
-            assert {turn.role for turn in slept} == set(executor.session.engines)
+            assert {turn.role for turn in slept} == set(executor.runner.engines)
             assert device == "cpu" or all(turn.grown < 0 for turn in slept)
     (expected, truth), (logs, after) = found
     for log, wanted in zip(logs, expected, strict=True):

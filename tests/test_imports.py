@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -110,7 +111,7 @@ def test_imports_point_one_way() -> None:
         ("flowrl.core.graph", "import flowrl.cli"),
         ("flowrl.core.graph", "def late():\n    from flowrl.run.job import Job"),
         ("flowrl.core.graph", "from flowrl.graph import Graph"),
-        ("flowrl.run.job", "def late():\n    from flowrl.distributed.executor import open_ray"),
+        ("flowrl.run.job", "def late():\n    from flowrl.distributed.runner import open_ray"),
         ("flowrl.data.metrics", "if TYPE_CHECKING:\n    from flowrl.core.ports import Port"),
         ("flowrl.operators.gae", "from ..backends.torch_trainer import TorchTrainer"),
         ("flowrl.operators.gae", "if TYPE_CHECKING:\n    from flowrl.graphs import ppo"),
@@ -151,11 +152,11 @@ def test_the_second_import_name_is_refused(folder: str) -> None:
 
 
 def loaded_by(*modules: str) -> set[str]:
-    """Top-level names in ``sys.modules`` after a fresh interpreter has imported the modules."""
+    """``sys.modules`` after a fresh interpreter has imported the modules."""
     code = f"import json, sys, {', '.join(modules)}; print(json.dumps(list(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return {name.split(".")[0] for name in json.loads(done.stdout)}
+    return set(json.loads(done.stdout))
 
 
 def test_flowrl_and_its_graphs_load_neither_engines_nor_transformers() -> None:
@@ -169,8 +170,27 @@ def test_flowrl_and_its_graphs_load_neither_engines_nor_transformers() -> None:
     assert loaded_by(*graphs).isdisjoint({"ray", "vllm", "sglang", "transformers"})
 
 
+HEAVY = ("transformers", "torch.distributed.tensor", "torch.distributed.fsdp", "ray", "peft", "vllm", "sglang")
+
+
 def test_backends_load_no_engine_before_one_is_built() -> None:
-    assert loaded_by("flowrl.backends").isdisjoint({"ray", "vllm", "sglang", "peft"})
+    assert loaded_by("flowrl.backends", "flowrl.backends.hosted.base", "flowrl.demo.model").isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("command", ["check", "show", "plan"])
+def test_looking_at_a_bound_graph_loads_no_engine(command: str, tmp_path: Path) -> None:
+    """The example, which is bound to engines, next to a model folder that nobody reads."""
+    code = f"""
+import atexit, json, sys
+from flowrl.cli import main
+atexit.register(lambda: print(json.dumps(list(sys.modules))))
+main([{command!r}, {str(ROOT / "examples" / "think.py")!r} + ":training"])
+"""
+    environment = {**os.environ, "MODEL": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    modules = set(json.loads(done.stdout.splitlines()[-1]))
+    assert "torch" in modules and modules.isdisjoint(HEAVY)
 
 
 def test_no_room_but_that_of_ray_loads_an_optional_package() -> None:

@@ -6,9 +6,8 @@ version, one whose load keeps the old weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,13 +17,13 @@ from flowrl.backends import SGD, TorchRollout, TorchTrainer
 from flowrl.backends.torch.rollout import TorchRolloutEngine
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import BuildContext, Trainer
-from flowrl.core.session import Session
 from flowrl.data.dataproto import DataProto
 from flowrl.errors import NodeError, StalePolicyError, SyncError
 from flowrl.operators import Generate, Sync, UpdateActor
 from flowrl.records import Receipt, Updated
 from flowrl.run.job import Job
-from flowrl.run.local import LocalExecutor
+from flowrl.run.local import local_steps
+from flowrl.run.steps import Steps
 from flowrl.sync.digest import weights_digest
 from tests.jobs import job_of, prompt_batch, proto, rollout_batch, weights_of
 
@@ -54,8 +53,8 @@ def assert_untouched(actor: Any, before: dict[str, torch.Tensor], version: int) 
     assert all(torch.equal(before[name], tensor) for name, tensor in actor.weights())
 
 
-def executor_of(job: Job) -> LocalExecutor:
-    return LocalExecutor(Plan(job.graph), Session(job.build(), seed=0))
+def executor_of(job: Job) -> Steps:
+    return local_steps(Plan(job.graph), job.build(), 0)
 
 
 def batches(prompts_file: str, engines: Any, rows: int = 4) -> DataProto:
@@ -69,7 +68,7 @@ def test_rows_of_an_older_version_are_refused_and_the_weights_left_alone(tiny: s
     actor = trainer(tiny)
     update(actor, 0)
     before = weights_of(actor)
-    with pytest.raises(StalePolicyError, match=r"4 of 4 rows.*row 0 bears policy_version 0, the actor is at 1.*Sync"):
+    with pytest.raises(StalePolicyError, match=r"4 of 4 rows.*row 0 carries policy_version 0, the actor is at 1.*Sync"):
         update(actor, 0)
     assert_untouched(actor, before, version=1)
 
@@ -78,7 +77,7 @@ def test_rows_of_mixed_versions_are_refused_by_the_first_odd_one(tiny: str) -> N
     actor = trainer(tiny)
     update(actor, 0)
     before = weights_of(actor)
-    with pytest.raises(StalePolicyError, match=r"2 of 4 rows.*row 1 bears policy_version 0, the actor is at 1"):
+    with pytest.raises(StalePolicyError, match=r"2 of 4 rows.*row 1 carries policy_version 0, the actor is at 1"):
         update(actor, [1, 0, 1, 0])
     assert_untouched(actor, before, version=1)
 
@@ -203,7 +202,7 @@ def test_an_engine_whose_load_keeps_the_old_weights_is_found_by_their_digest(tin
 
 def test_a_graph_does_not_start_on_an_engine_that_was_never_synced(tiny: str, prompts_file: str) -> None:
     executor = executor_of(job_of("grpo", tiny))
-    batch = batches(prompts_file, executor.session.engines)
+    batch = batches(prompts_file, executor.runner.engines)
     with pytest.raises(NodeError, match=r"generate failed in step 0: SyncError: .*no receipt.*Sync") as raised:
         executor.step(batch, 0)
     assert isinstance(raised.value.__cause__, SyncError)
@@ -218,8 +217,7 @@ def test_syncing_before_step_0_lets_the_graph_run_step_after_step(
         job = job.edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
     executor = executor_of(job)
     executor.sync()
-    assert executor.session.metrics == {}  # it belongs to no step
-    batch = batches(prompts_file, executor.session.engines)
+    batch = batches(prompts_file, executor.runner.engines)
     for step in range(3):
         result = executor.step(batch, step, keep=("generate",))
         assert set(result.columns["generate"]["policy_version"].tolist()) == {step}
@@ -238,35 +236,29 @@ def test_planted_stale_rows_stop_a_graph_before_it_trains(tiny: str, prompts_fil
             return self._receipt._replace(version=source.version)  # type: ignore[union-attr]
 
     executor = executor_of(job_of("grpo", tiny).edit(bind={"rollout": TorchRollout(tiny, device="cpu")}))
-    honest = executor.session.engines["rollout"]
-    executor.session.engines["rollout"] = Forgetful(honest.model, honest.tokenizer, max_rows=64)
+    honest = executor.runner.engines["rollout"]
+    executor.runner.engines["rollout"] = Forgetful(honest.model, honest.tokenizer, max_rows=64)
     executor.sync()
-    batch = batches(prompts_file, executor.session.engines)
+    batch = batches(prompts_file, executor.runner.engines)
     with pytest.raises(NodeError, match=r"sync failed in step 0: SyncError: .*the engine holds 0"):
         executor.step(batch, 0)
-    actor = executor.session.engines["actor"]
+    actor = executor.runner.engines["actor"]
     before = weights_of(actor)
-    with pytest.raises(NodeError, match=r"update_actor failed in step 1: StalePolicyError: .*row 0 bears"):
+    with pytest.raises(NodeError, match=r"update_actor failed in step 1: StalePolicyError: .*row 0 carries"):
         executor.step(batch, 1)
     assert_untouched(actor, before, version=1)
 
 
-@dataclass(frozen=True)
-class Recording:
-    """A backend that notes the order in which its engine is synced and asked."""
-
-    folder: str
-    log: list[str] = field(default_factory=list)
+class Recording(TorchRollout):
+    """A backend whose engine notes the order in which it is synced and asked."""
 
     def build(self, context: BuildContext) -> RecordingEngine:
-        built = TorchRollout(self.folder, device="cpu").build(context)
-        return RecordingEngine(built.model, built.tokenizer, 64, self.log)
+        built = super().build(context)
+        return RecordingEngine(built.model, built.tokenizer, 64)
 
 
 class RecordingEngine(TorchRolloutEngine):
-    def __init__(self, model: Any, tokenizer: Any, max_rows: int, log: list[str]) -> None:
-        super().__init__(model, tokenizer, max_rows)
-        self.log = log
+    log: ClassVar[list[str]] = []
 
     def sync(self, source: Trainer) -> Receipt:
         self.log.append("sync")
@@ -278,11 +270,11 @@ class RecordingEngine(TorchRolloutEngine):
 
 
 def test_eager_code_starts_in_sync_as_well(tiny: str) -> None:
-    backend = Recording(tiny)
+    backend = Recording(tiny, device="cpu")
     job = job_of("grpo", tiny).edit(bind={"rollout": backend})
     with job.eager():
         Generate(max_new_tokens=2)(PROMPTS)
-    assert backend.log == ["sync", "generate"]
+    assert RecordingEngine.log == ["sync", "generate"]
 
 
 def test_a_graph_of_rows_taken_by_hand_is_fed_as_it_is(tiny: str) -> None:

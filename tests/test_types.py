@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flowrl.core.ports import PortField
 from flowrl.errors import ParameterError, PortError
 from flowrl.graph import algorithm
 from flowrl.operators import (
@@ -134,8 +135,8 @@ def test_an_optional_port_follows_the_parameters() -> None:
     def actor(p: Parts, loss: PPOClip, *more: Any) -> Any:
         return UpdateActor(loss)(p.rollout, p.old, GroupAdvantage()(p.scores, p.mask, p.prompts.uid), *more)
 
-    assert "ref_log_prob" in trace(lambda p: actor(p, kl, p.ref))["update_actor"].inputs
-    assert "ref_log_prob" not in trace(lambda p: actor(p, PPOClip()))["update_actor"].inputs
+    assert PortField("ref_log_prob") in trace(lambda p: actor(p, kl, p.ref))["update_actor"].inputs
+    assert PortField("ref_log_prob") not in trace(lambda p: actor(p, PPOClip()))["update_actor"].inputs
     with pytest.raises(
         PortError, match=r"ref_log_prob wants .*nothing is wired to it; did you mean ref_log_prob\.ref_log"
     ):
@@ -152,7 +153,7 @@ def test_the_loss_says_whose_log_probs_its_ratio_is_taken_to() -> None:
 
     to_rollout = PPOClip(ratio_to="rollout")
     graph = trace(lambda p: actor(p, to_rollout, p.rollout.rollout_log_probs))
-    assert graph["update_actor"].inputs["old_log_probs"] == ("generate", "rollout_log_probs")
+    assert graph["update_actor"].inputs[PortField("old_log_probs")] == ("generate", "rollout_log_probs")
     with pytest.raises(PortError) as error:
         trace(lambda p: actor(p, to_rollout, p.old))
     assert str(error.value) == (
@@ -169,12 +170,12 @@ def test_the_loss_says_whose_log_probs_its_ratio_is_taken_to() -> None:
 def test_a_score_is_a_reward_without_kl() -> None:
     graph = trace(lambda p: GAE()(p.scores, p.values, p.mask))
     assert "kl_shape" not in graph
-    assert graph["gae"].inputs["token_level_rewards"].node == "reward"
+    assert graph["gae"].inputs[PortField("token_level_rewards")].node == "reward"
 
 
 def test_columns_of_one_name_from_two_nodes_do_not_collide() -> None:
     graph = trace(lambda p: (p.scores, LengthPenalty()(Reward(exact).named("second")(p.rollout, p.prompts), p.mask)))
-    assert graph["length_penalty"].inputs["token_level_scores"] == ("second", "token_level_scores")
+    assert graph["length_penalty"].inputs[PortField("token_level_scores")] == ("second", "token_level_scores")
 
 
 def test_axes_have_the_identity_of_the_node_that_made_them() -> None:

@@ -1,11 +1,11 @@
-"""What the rollout engines share that run code of others (vLLM, SGLang): they hold weights of their own, are filled by
-a sync, and are ended by a fault, which the next sync mends.
+"""What engines by others (vLLM, SGLang) share: they hold weights of their own, a sync fills them, a fault ends them,
+and the next sync starts them anew.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -14,22 +14,21 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.backends.hosted.arrival import Arrival, weight_shapes, weights_for
-from flowrl.backends.hosted.ending import Ending
-from flowrl.backends.hosted.prompts import check_prompts
+from flowrl.backends.hosted.arrival import Arrival, weight_shapes
+from flowrl.backends.rollout import Ending, RolloutEngine
 from flowrl.backends.torch.load import Folder, load_causal_lm, loading
 from flowrl.backends.torch.lora import LoRA, require_peft
-from flowrl.core.protocols import Sampled, Sampling, Trainer
+from flowrl.core.backend import Backend
+from flowrl.core.protocols import Closable, Rollout, Sampled, Sampling, Sleeper, Trainer
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import AsleepError, EngineError, ParameterError, SyncError
 from flowrl.records import Receipt
-from flowrl.spec import Spec
 from flowrl.sync.digest import named_weights, weights_digest
 from flowrl.sync.probe import TOKENS, Scores, refuse_old_weights, refuse_other_weights
 
 
-class EngineSpec(Spec):
+class EngineSpec(Backend):
     """What is set alike for each of these engines.
 
     Args:
@@ -50,6 +49,7 @@ class EngineSpec(Spec):
         engine_args: further arguments of the engine, by name.
     """
 
+    serves = (Rollout, Sleeper, Closable)
     reserved: ClassVar[Mapping[str, str]]
     """Engine arguments that are fields here."""
     fixed: ClassVar[Sequence[str]]
@@ -107,8 +107,8 @@ class Answer(NamedTuple):
     ended: str
 
 
-class RolloutEngine(ABC):
-    """A live engine; what is abstract is the engine's own.
+class HostedRollout(RolloutEngine):
+    """A live engine by others; what is abstract differs from one to the other.
 
     An error while it generates or takes over weights leaves the engine in no known state, so it is ended, and the next
     sync starts it anew.
@@ -123,9 +123,9 @@ class RolloutEngine(ABC):
     """As errors call it."""
 
     def __init__(self, spec: EngineSpec, tokenizer: ChatTokenizer, seed: int) -> None:
-        self._tokenizer, self._seed = tokenizer, seed
+        super().__init__(tokenizer)
+        self._seed = seed
         self._folder, self._tolerance = spec.model, spec.tolerance
-        self._receipt: Receipt | None = None
         self._scores: Scores | None = None  # of the probe, when the engine's last changed
         self._asleep = False
         self._adapter_of: str | None = None
@@ -135,69 +135,23 @@ class RolloutEngine(ABC):
         with loading(spec.model):
             self._shapes = weight_shapes(spec.model, spec.lora)
 
-    @property
-    def receipt(self) -> Receipt | None:
-        """The receipt of the last sync; None before the first one and after an error."""
-        return self._receipt
-
-    @property
-    def tokenizer(self) -> ChatTokenizer:
-        return self._tokenizer
-
-    def generate(
-        self, prompts: Tensor, prompt_mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key
-    ) -> Sampled:
-        """Sample one response per row.
-
-        A response ends with EOS, a stop token, or the token that completes a stop string, which is part of it, or after
-        `sampling.max_new_tokens`. Row ``i`` has a seed of its own, from ``key.derive(row_ids[i])``. Log-probs are of
-        the distribution that was drawn from: after temperature, top-k and top-p, renormalised; at temperature 0, of
-        temperature 1.
-
-        Args:
-            prompts: int64 ``[batch prompt]``, padded on the left; padding does not reach the engine.
-            prompt_mask: bool ``[batch prompt]``.
-            row_ids: one per row.
-            sampling: how tokens are drawn.
-            key: where the seeds come from.
-
-        Returns:
-            responses, mask and log-probs ``[batch response]``, as wide as the longest response, on the prompts' device.
+    def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:
+        """Padding does not reach the engine. Row ``i`` has a seed of its own, from ``key.derive(row_ids[i])``.
 
         Raises:
-            SyncError: the engine holds no receipt, or says that tokens came from weights of another version.
-            DataError: prompts that the model cannot take (shapes, padding, vocabulary, length), or a `sampling` that
-                the engine cannot do.
-            AsleepError: the engine sleeps.
-            EngineError: the engine or one of its processes failed.
+            SyncError: the engine says that tokens came from weights of another version.
+            DataError: a `sampling` that the engine cannot do.
         """
-        self._require_awake("generate")
-        if self._receipt is None:
-            raise SyncError(
-                "this rollout engine holds no receipt, so nobody knows which version of the policy it would sample "
-                "from; call engine.sync(trainer) first (in a graph: end the step with Sync()(actor))."
-            )
-        vocabulary, positions = self._limits()
-        check_prompts(
-            prompts,
-            prompt_mask,
-            row_ids,
-            sampling,
-            vocabulary=vocabulary,
-            positions=positions,
-            folder=self.tokenizer.folder,
-        )
         ending = Ending(self.tokenizer, sampling)
         settings = self._settings(sampling, ending)
-        requests = [ids[mask].tolist() for ids, mask in zip(prompts, prompt_mask, strict=True)]
+        requests = [ids[attended].tolist() for ids, attended in zip(prompts, mask, strict=True)]
         seeds = [key.derive(row).bits & (2**63 - 1) for row in row_ids]
         rows: list[tuple[Sequence[int], Sequence[float]]] = []
         if requests:
             with self._at_stake():
                 answers = self._answer(requests, settings, seeds)
                 rows = [self._checked(answer, ending, sampling.max_new_tokens) for answer in answers]
-        sampled = _packed(rows, self.tokenizer.pad_id)
-        return Sampled(*(column.to(prompts.device) for column in sampled))
+        return _packed(rows, self.tokenizer.pad_id)
 
     def _checked(self, answer: Answer, ending: Ending, max_new_tokens: int) -> tuple[Sequence[int], Sequence[float]]:
         """The tokens and log-probs of a response, up to where it ends."""
@@ -234,13 +188,12 @@ class RolloutEngine(ABC):
         self._require_awake("sync")
         self._receipt = None
         start = time.perf_counter()
-        weights = weights_for(self._adapter_of, source)
+        arrival = Arrival(source, self._adapter_of, self._shapes, self._folder)
         if not self._lives:
             self._start()
-        arrival = Arrival(self._shapes, self._folder)
         with self._at_stake():
             try:
-                transport = self._take(arrival.pass_on(weights, source.version), source.version, arrival)
+                transport = self._take(arrival)
                 log_probs, exact = self._score()
             except (SyncError, EngineError):
                 raise
@@ -304,10 +257,6 @@ class RolloutEngine(ABC):
         """End it, with all its processes."""
 
     @abstractmethod
-    def _limits(self) -> tuple[int, int]:
-        """How many tokens there are, and how many a sequence may have."""
-
-    @abstractmethod
     def _settings(self, sampling: Sampling, ending: Ending) -> Any:
         """`sampling` in the engine's words; raises `DataError`."""
 
@@ -316,8 +265,8 @@ class RolloutEngine(ABC):
         """Answer prompts, in order; raises `EngineError`."""
 
     @abstractmethod
-    def _take(self, weights: Iterator[tuple[str, Tensor]], version: int, arrival: Arrival) -> str:
-        """Take weights over under a version, and forget what was computed with others; the transport."""
+    def _take(self, arrival: Arrival) -> str:
+        """Take weights over under their version, and forget what was computed with others; the transport."""
 
     @abstractmethod
     def _score(self) -> tuple[list[float], bool]:

@@ -1,8 +1,7 @@
 """The keeper of an engine's processes: it outlives them, and the process that started them, to clean up after both.
 
-It is a process of its own and nobody's child: whoever kills the process that holds an engine (Ray, say) may kill that
-one's children too, and with them whoever else would have cleaned up. It imports nothing but the standard library, so
-that it costs next to nothing.
+It is a process of its own and no child of another: what kills the process that holds an engine (Ray, say) may kill that
+process's children too. It imports nothing but the standard library, so that it costs next to nothing.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ NOTE = "shared-memory.txt"
 """In the folder of an engine: the shared memory that it had when it was looked at, a path a line."""
 
 
-def start(life: int, folder: Path, group: int | None = None) -> None:
-    """Start a keeper.
+def launch(life: int, folder: Path, group: int | None = None) -> None:
+    """Start a keeper that works when the process at the other end of a pipe ends.
 
     Args:
-        life: the end of a pipe that is read; when all of the other end are closed, the keeper does its work.
-        folder: of the engine, which is removed then, after the shared memory that is noted in it.
-        group: of processes, to be ended first.
+        life: the reading end of the pipe; once every writing end is closed, the keeper does its work.
+        folder: the engine's, which is removed then, after the shared memory that is noted in it.
+        group: the processes to end first.
     """
     arguments = [str(life), str(folder), *([] if group is None else [str(group)])]
     command = [sys.executable, "-I", __file__, *arguments]
     subprocess.run(command, pass_fds=(life,), start_new_session=True, stdin=subprocess.DEVNULL, check=True)
 
 
-def keep(segments: Iterable[Path]) -> int:
+def start_keeper(segments: Iterable[Path]) -> int:
     """Start a keeper that removes shared memory when this process ends, or closes the descriptor that is returned."""
     folder = Path(tempfile.mkdtemp(prefix="flowrl-keeper-"))
     note(segments, folder)
     theirs, life = os.pipe()
-    start(theirs, folder)
+    launch(theirs, folder)
     os.close(theirs)
     return life
 
@@ -57,15 +56,15 @@ def main(life: int, folder: Path, group: int | None) -> None:
 def end_group(group: int, folder: Path) -> None:
     """Kill every process of a group, without leaving its shared memory behind.
 
-    Nobody is asked to end by himself: the engines' own ways of ending kill the process that tracks their shared memory
-    before it has cleaned up, and wait for requests that nobody wants any more.
+    No process is asked to end by itself: engines that do so kill the process that tracks their shared memory before it
+    has cleaned up, and wait for requests that are no longer wanted.
 
-    What they have mapped is only there to be read while they live, so they are stopped first: what one would make
-    between the look and the kill would be left.
+    What processes have mapped can only be read while they live. They are stopped before that, since what one made
+    between the look and the kill would be left behind.
 
     Args:
         group: its number.
-        folder: where some may be noted, whose processes may have died since.
+        folder: where shared memory may be noted of processes that have died since.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGSTOP)
@@ -76,16 +75,16 @@ def end_group(group: int, folder: Path) -> None:
 
 
 def note(segments: Iterable[Path], folder: Path) -> None:
-    """Write down what shared memory there is, besides what was there before, while there is somebody who knows."""
+    """Add shared memory to what is noted in a folder, while the processes that know of it live."""
     known = noted(folder)
     if new := set(segments) - known:
         fresh = folder / f"{NOTE}.new"
         fresh.write_text("\n".join(map(str, known | new)))
-        fresh.replace(folder / NOTE)  # so that whoever is killed while it writes leaves the old one
+        fresh.replace(folder / NOTE)  # at once: a process that is killed while it writes leaves the old one
 
 
 def noted(folder: Path) -> set[Path]:
-    """What has been written down."""
+    """The shared memory that is noted in a folder."""
     path = folder / NOTE
     return {Path(line) for line in path.read_text().splitlines()} if path.exists() else set()
 
@@ -108,7 +107,7 @@ def shared_memory(group: int) -> set[Path]:
 
 
 def members(group: int) -> list[Path]:
-    """Where the processes of a group are described, but dead ones that nobody has waited for."""
+    """The folders in ``/proc`` of a group's processes, less dead ones that were not waited for."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -120,5 +119,5 @@ def members(group: int) -> list[Path]:
 
 
 if __name__ == "__main__":
-    if os.fork() == 0:  # the parent of what goes on is gone at once
+    if os.fork() == 0:  # so that what goes on is an orphan
         main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -13,32 +12,34 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from flowrl import errors
 from flowrl.backends.hosted import keeper
-from flowrl.backends.hosted.frames import read_frame, write_frame
 from flowrl.backends.hosted.keeper import end_group, members, note, shared_memory
 from flowrl.errors import EngineError
 
 GRACE = 20.0
-"""Seconds that we wait for processes to end that are ending."""
+"""Seconds that processes get to end."""
 
 PATIENCE = 0.5
 """Seconds between looks at the shared memory of a group that is at work."""
 
 
 class EngineProcess:
-    """A Python process that answers frames, and the group of all processes that it starts.
+    """A Python process that answers requests, and the group of all processes that it starts.
+
+    A request is a dict, and a body of bytes after it; a reply is a dict.
 
     It lives in a session of its own, writes its files into a folder of its own, and is ended, with the group and the
     folder, by `close`, with this object, and with this process, however that ends.
 
     Args:
         name: for errors.
-        main: what it runs, ``"package.module:function"``; called with two file descriptors: requests to read, and
-            replies to write.
+        main: what it runs, ``"package.module:function"``; called with two connections: requests to receive, and
+            replies to send.
         environment: variables besides those of this process; None removes one.
         folder: where its temporary files go; removed at the end.
     """
@@ -65,24 +66,25 @@ class EngineProcess:
             )
         for descriptor in (theirs_in, theirs_out, theirs_life):
             os.close(descriptor)
-        self._requests: BinaryIO = open(requests, "wb")  # noqa: SIM115
-        self._replies: BinaryIO = open(replies, "rb")  # noqa: SIM115
+        self._requests = Connection(requests, readable=False)
+        self._replies = Connection(replies, writable=False)
         self._end = weakref.finalize(self, _end, self._process, self._requests, self._replies, life, folder)
 
     @property
     def pid(self) -> int:
-        """Of the process, and of its group."""
+        """The process's id, which is its group's too."""
         return self._process.pid
 
     def send(self, message: Mapping[str, Any], body: bytes = b"") -> None:
-        """Send a frame that has no reply.
+        """Send a request that has no reply.
 
         Raises:
             EngineError: the process has died.
         """
         try:
-            write_frame(self._requests, message, body)
-        except (BrokenPipeError, ValueError):
+            self._requests.send(dict(message))
+            self._requests.send_bytes(body)
+        except OSError:
             raise self._died("before it was asked") from None
 
     def ask(self, call: str, body: bytes = b"", **message: Any) -> dict[str, Any]:
@@ -100,13 +102,11 @@ class EngineProcess:
         Raises:
             EngineError: as `ask`.
         """
-        incoming = select.poll()  # and not select.select, which takes no descriptors past 1,023
-        incoming.register(self._replies, select.POLLIN)
-        while not incoming.poll(1000 * PATIENCE):
-            note(shared_memory(self.pid), self._log.parent)  # it may die before it replies
         try:
-            reply, _ = read_frame(self._replies)
-        except EOFError:
+            while not self._replies.poll(PATIENCE):
+                note(shared_memory(self.pid), self._log.parent)  # it may die before it replies
+            reply: dict[str, Any] = self._replies.recv()
+        except (EOFError, OSError):
             raise self._died(f"during {call}") from None
         note(shared_memory(self.pid), self._log.parent)
         if "error" in reply:
@@ -132,17 +132,16 @@ class EngineProcess:
 
 def _end(
     process: subprocess.Popen[bytes],
-    requests: BinaryIO,
-    replies: BinaryIO,
+    requests: Connection,
+    replies: Connection,
     life: int,
     folder: tempfile.TemporaryDirectory[str],
 ) -> None:
     """End a group of processes, and wait until nothing of it is left."""
     end_group(process.pid, Path(folder.name))
     process.wait()
-    for stream in (requests, replies):
-        with contextlib.suppress(BrokenPipeError):
-            stream.close()
+    requests.close()
+    replies.close()
     deadline = time.monotonic() + GRACE
     while members(process.pid) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -152,9 +151,10 @@ def _end(
 
 def run(main: str, requests: int, replies: int, life: int) -> None:
     """What the process runs: `main`, with a keeper beside it."""
-    keeper.start(life, Path(os.environ["TMPDIR"]), os.getpid())
+    keeper.launch(life, Path(os.environ["TMPDIR"]), os.getpid())
     os.close(life)
     for descriptor in (requests, replies):
         os.set_inheritable(descriptor, False)
     module, _, function = main.partition(":")
-    getattr(importlib.import_module(module), function)(requests, replies)
+    answer = getattr(importlib.import_module(module), function)
+    answer(Connection(requests, writable=False), Connection(replies, readable=False))

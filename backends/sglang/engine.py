@@ -9,30 +9,26 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
 from safetensors.torch import save
-from torch import Tensor
 
 from flowrl.backends.hosted.arrival import Arrival
-from flowrl.backends.hosted.base import Answer, EngineSpec, RolloutEngine
-from flowrl.backends.hosted.ending import Ending
-from flowrl.backends.hosted.handles import can_share, handles
+from flowrl.backends.hosted.base import Answer, EngineSpec, HostedRollout
 from flowrl.backends.hosted.process import EngineProcess
+from flowrl.backends.rollout import Ending
 from flowrl.backends.torch.load import loading
 from flowrl.backends.torch.lora import adapted_modules, adapter_config
 from flowrl.core.protocols import BuildContext, Sampling
 from flowrl.data.tokenizer import ChatTokenizer
-from flowrl.errors import BindError, DataError, EngineError, ParameterError, SyncError
-from flowrl.sync.digest import combine
+from flowrl.errors import BindError, DataError, EngineError, ParameterError
+from flowrl.sync.buckets import BUCKET_BYTES, in_buckets
+from flowrl.sync.ipc import can_share, export_handles
 from flowrl.sync.probe import TOKENS
-
-BUCKET_BYTES = 256 << 20
-"""Weights cross to SGLang's process in buckets of about this size (a larger tensor is a bucket of its own)."""
 
 SPARE = 2
 """Tokens of a sequence that SGLang keeps for itself: it cuts a response two tokens short of its context length."""
@@ -86,15 +82,15 @@ class SGLang(EngineSpec):
         return SGLangEngine(self, ChatTokenizer(self.model), seed + context.rank)
 
 
-class SGLangEngine(RolloutEngine):
-    """A live `SGLang`; see `RolloutEngine` for what it does.
+class SGLangEngine(HostedRollout):
+    """A live `SGLang`; see `HostedRollout` for what it does.
 
     SGLang heeds the seeds of rows with ``engine_args={"enable_deterministic_inference": True}`` on a GPU. Without that
     it draws for all rows from one generator, in whatever order it schedules them, so the same call need not give the
     same tokens. It takes top-p of the distribution before top-k, not of what top-k leaves, and can renormalise over a
     limited number of tokens only; a `Sampling` that may leave more is a `DataError`.
 
-    The weights cross to its process in buckets, and it must have received what was sent.
+    The weights cross to its process in buckets; it hashes what it receives, which must be what the trainer sent.
 
     Args:
         spec: what to start.
@@ -147,26 +143,23 @@ class SGLangEngine(RolloutEngine):
         rows = self._ask("generate", prompts=requests, seeds=seeds, **settings)["rows"]
         return [Answer(row["ids"], row["log_probs"], row["versions"], str(row["ended"])) for row in rows]
 
-    def _take(self, weights: Iterator[tuple[str, Tensor]], version: int, arrival: Arrival) -> str:
-        transport = "pipe"
+    def _take(self, arrival: Arrival) -> str:
+        transport, version = "pipe", str(arrival.version)
         if self._spec.lora is None:
             self._ask("begin")
-            for bucket in _buckets(weights):
+            for weights in in_buckets(arrival.to_hand_over(), BUCKET_BYTES):
+                bucket = dict(weights)
                 if can_share(bucket.values()):
                     transport = "cuda ipc"
-                    self._ask("open", handles(bucket))
+                    self._ask("open", export_handles(bucket))
                 else:
                     self._ask("take", save({name: tensor.cpu().contiguous() for name, tensor in bucket.items()}))
-            received = combine(self._ask("end", version=str(version))["digests"])
+            received = self._ask("end", version=version)["digests"]
         else:
-            adapter = {name: tensor.cpu().contiguous() for name, tensor in weights}
+            adapter = {name: tensor.cpu().contiguous() for name, tensor in arrival.to_hand_over()}
             config = adapter_config(adapter, self._spec.lora)
-            received = combine(self._ask("adapt", save(adapter), config=config, version=str(version))["digests"])
-        if received != arrival.digest:
-            raise SyncError(
-                f"the weights of version {version} have the digest {arrival.digest}, and SGLang's process received "
-                f"{received}; expected the same on both sides: call engine.sync(trainer) again."
-            )
+            received = self._ask("adapt", save(adapter), config=config, version=version)["digests"]
+        arrival.check(received, "SGLang's process")
         return transport
 
     def _score(self) -> tuple[list[float], bool]:
@@ -307,17 +300,3 @@ def _plain_model(model: str, folder: str) -> str:
         if entry.name != "generation_config.json":
             (view / entry.name).symlink_to(entry)
     return str(view)
-
-
-def _buckets(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Weights, some at a time."""
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size = {}, 0
-        bucket[name] = tensor
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

@@ -1,4 +1,4 @@
-"""The process of an `SGLang` engine: it runs `sglang.Engine` and answers the frames of the process that started it.
+"""The process of an `SGLang` engine: it runs `sglang.Engine` and answers the requests of the process that started it.
 
 SGLang answers a fault in its scheduler by killing the process that holds the engine, so that is never the trainer's.
 This process and all that SGLang starts are one group, which ends with the parent; see `EngineProcess`.
@@ -9,21 +9,21 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Sequence
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from flowrl.backends.hosted.ending import Watch
-from flowrl.backends.hosted.frames import read_frame, write_frame
-from flowrl.backends.hosted.handles import opened
+from flowrl.backends.rollout import Watch
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.sync.digest import tensor_digest
+from flowrl.sync.ipc import open_handles
 
 
 class Server:
-    """Answers one request after another; every method that is no helper is one, named by the frame's ``call``.
+    """Answers one request after another; every method that is no helper is one, named by the request's ``call``.
 
     Args:
         arguments: of `sglang.Engine`.
@@ -122,8 +122,9 @@ class Server:
         self._update(load(body))
 
     def open(self, body: bytes) -> None:
-        """Some weights, as handles; SGLang hands on handles of its own, which memory of another process has not."""
-        self._update({name: tensor.clone() for name, tensor in opened(body).items()})
+        """Some weights, as handles. They are copied: SGLang makes handles of its own, which it cannot of memory that is
+        another process's."""
+        self._update({name: tensor.clone() for name, tensor in open_handles(body).items()})
 
     def _update(self, tensors: dict[str, Tensor]) -> None:
         self.digests |= {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
@@ -135,7 +136,7 @@ class Server:
         return self._forget(version)
 
     def adapt(self, body: bytes, config: dict[str, Any], version: str) -> dict[str, Any]:
-        """Put another adapter, as safetensors, in the place of the one before."""
+        """Replace the adapter by another, as safetensors."""
         tensors = load(body)
         self.digests = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
         while self.adapter:
@@ -147,7 +148,7 @@ class Server:
         return self._forget(version)
 
     def _forget(self, version: str) -> dict[str, Any]:
-        """Let go of what was computed with older weights, and bear a version; the digests of what came."""
+        """Drop what was computed with older weights, and take a version; the digests of what came."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         flushed = self.engine.flush_cache()
@@ -172,9 +173,9 @@ def _require(outcome: tuple[bool, str]) -> None:
         raise RuntimeError(message)
 
 
-def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Start the engine that the first frame describes, then answer frames; it is the parent that ends this."""
-    arguments, _ = read_frame(requests)
+def serve(requests: Connection, replies: Connection) -> None:
+    """Start the engine that the first request describes, then answer others, until the parent ends it."""
+    arguments, _ = requests.recv(), requests.recv_bytes()
     server = None
     message: dict[str, Any] = {"call": "describe"}
     body = b""
@@ -184,17 +185,13 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             reply = getattr(server, message.pop("call"))(body, **message) or {}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
-        write_frame(replies, reply)
-        message, body = read_frame(requests)
+        replies.send(reply)
+        message, body = requests.recv(), requests.recv_bytes()
 
 
-def main(requests: int, replies: int) -> None:
-    """What the process runs.
-
-    Args:
-        requests, replies: file descriptors of pipes.
-    """
+def main(requests: Connection, replies: Connection) -> None:
+    """What the process runs."""
     torch.set_num_threads(1)
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        serve(open(requests, "rb"), open(replies, "wb"))  # noqa: SIM115
+    with contextlib.suppress(EOFError, OSError):
+        serve(requests, replies)
     signal.pause()  # the parent is gone; SGLang's own way of ending would come between the keeper and what it cleans up

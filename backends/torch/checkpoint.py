@@ -1,7 +1,7 @@
 """Checkpoints of weights and optimiser state that any number of ranks can write and any other can read.
 
 Tensors lie in a folder in the layout of `torch.distributed.checkpoint`, each rank writing the shards that it holds,
-under flat names: ``weights.<name>``, ``optimizer.<slot>.<name>``, and those of `extra`.
+under flat names: ``weights.<name>``, ``optimizer.<key>.<name>``, and those of `extra`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
-from flowrl.backends.torch.mesh import Mesh, Sharded
+from flowrl.backends.torch.mesh import Mesh
 from flowrl.errors import DataError
 
 
@@ -42,16 +42,16 @@ def save(
     Raises:
         DataError: the folder holds a checkpoint, or cannot be written.
     """
-    with mesh.together("save_checkpoint"):
+    with mesh.all_or_none("save_checkpoint"):
         if os.path.exists(os.path.join(folder, ".metadata")):
             raise DataError(f"{folder!r} holds a checkpoint already; expected a new folder: name another one.")
         os.makedirs(folder, exist_ok=True)
     tensors: dict[str, Tensor] = dict(extra)
     for name, parameter in weights.items():
         tensors[f"weights.{name}"] = parameter.detach()
-        for slot, value in optimizer.state.get(parameter, {}).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                tensors[f"optimizer.{slot}.{name}"] = value
+                tensors[f"optimizer.{key}.{name}"] = value
     with _failures(folder, "written"):
         write_shards(tensors, checkpoint_id=folder, **_across(mesh))
 
@@ -61,14 +61,14 @@ def load(
     mesh: Mesh,
     weights: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    slots: Sequence[str],
+    state_keys: Sequence[str],
     extra: Mapping[str, Tensor],
 ) -> None:
     """Read a checkpoint into `weights`, the state of `optimizer` and `extra`, in place; a collective.
 
     Args:
         folder, mesh, weights, optimizer, extra: as in `save`.
-        slots: what the optimiser keeps of each parameter, once it has taken a step.
+        state_keys: what the optimiser keeps of each parameter, once it has taken a step.
 
     Raises:
         DataError: the folder holds no checkpoint, or one of another model or optimiser (nothing is changed then); or it
@@ -77,12 +77,12 @@ def load(
     tensors: dict[str, Tensor] = dict(extra)
     tensors |= {f"weights.{name}": parameter.detach() for name, parameter in weights.items()}
     state: dict[Tensor, dict[str, Tensor]] = {}
-    with mesh.together("load_checkpoint"):
+    with mesh.all_or_none("load_checkpoint"):
         stored = _stored_shapes(folder)
         if any(name.startswith("optimizer.") for name in stored):
             for name, parameter in weights.items():
-                state[parameter] = {slot: _blank(slot, parameter) for slot in slots}
-                tensors |= {f"optimizer.{slot}.{name}": value for slot, value in state[parameter].items()}
+                state[parameter] = {key: _blank(key, parameter) for key in state_keys}
+                tensors |= {f"optimizer.{key}.{name}": value for key, value in state[parameter].items()}
         wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if wanted != stored:
             other = sorted({name for name, _ in wanted.items() ^ stored.items()})
@@ -97,8 +97,8 @@ def load(
     optimizer.state.update(state)
 
 
-def _blank(slot: str, parameter: nn.Parameter) -> Tensor:
-    return torch.tensor(0.0) if slot == "step" else torch.zeros_like(parameter, requires_grad=False)
+def _blank(key: str, parameter: nn.Parameter) -> Tensor:
+    return torch.tensor(0.0) if key == "step" else torch.zeros_like(parameter, requires_grad=False)
 
 
 def _stored_shapes(folder: str) -> dict[str, tuple[int, ...]]:
@@ -123,4 +123,4 @@ def _failures(folder: str, done: str) -> Iterator[None]:
 
 
 def _across(mesh: Mesh) -> dict[str, Any]:
-    return {"process_group": mesh.group} if isinstance(mesh, Sharded) else {"no_dist": True}
+    return {"process_group": mesh.group} if mesh.sharded else {"no_dist": True}

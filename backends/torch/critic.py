@@ -7,57 +7,36 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from flowrl.backends.torch.learner import Learner
-from flowrl.backends.torch.load import Folder, load_tokenizer
-from flowrl.backends.torch.mesh import Forward, device_of, mesh_of
-from flowrl.backends.torch.model import Dtype, Rows, TokenInputs, TorchModel, check_tokens, scatter, score_rows
-from flowrl.backends.torch.optim import AdamW, Constant, Optimizer, Schedule
-from flowrl.backends.torch.shards import BUCKET_BYTES
-from flowrl.backends.torch.sleep import Residence, Resident
-from flowrl.core.protocols import BuildContext, Loss, MiniBatch
+from flowrl.backends.torch.learner import Learner, TrainedEngine, TrainedSpec
+from flowrl.backends.torch.load import load_tokenizer
+from flowrl.backends.torch.mesh import BUCKET_BYTES, GatheredCall, Residence
+from flowrl.backends.torch.model import Rows, TokenInputs, TorchModel, check_tokens, scatter, score_rows
+from flowrl.backends.torch.optim import AdamW, Optimizer
+from flowrl.core.protocols import BuildContext, Checkpointed, Critic, Loss, MiniBatch, Sleeper
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError
 from flowrl.records import Tokens
-from flowrl.spec import Spec
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 
 
-class TorchCritic(Spec):
+class TorchCritic(TrainedSpec):
     """A causal LM with a scalar head in place of its own (a critic): float32 weights, one optimiser step a mini-batch.
 
     The value head is linear, in float32, and starts at zero, so an untrained critic says 0 everywhere; a folder that
     `TorchCriticEngine.save_pretrained` wrote brings its own.
 
     Args:
-        model: a Hugging Face folder with a tokeniser.
-        optimizer: `AdamW` or `SGD`.
-        schedule: `Constant`, `Linear` or `Cosine`, in optimiser steps.
-        grad_clip: L2 norm that the gradient of a mini-batch is scaled down to; None leaves it.
-        dtype: the arithmetic of the body: ``"bfloat16"`` is autocast over the float32 weights.
-        gradient_checkpointing: recompute each layer in the backward pass, for memory.
-        max_tokens: padded tokens that a micro-batch may hold; gradients do not depend on it.
-        device: None is CUDA where there is one, else the CPU.
-        memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
-        ranks: processes that share the weights by FSDP2, one device each.
-        offload: keep weights, gradients and optimiser state in CPU memory; a layer comes to the device to compute.
+        model, optimizer, schedule, grad_clip, dtype, gradient_checkpointing, max_tokens, device, memory, ranks,
+            offload: see `TrainedSpec`; the optimiser is ``AdamW(lr=1e-5)`` unless said.
     """
 
-    model: Folder
+    serves = (Critic, Checkpointed, Sleeper)
+
     optimizer: Optimizer = AdamW(lr=1e-5)
-    schedule: Schedule = Constant()
-    grad_clip: float | None = Field(default=1.0, gt=0)
-    dtype: Dtype = "float32"
-    gradient_checkpointing: bool = False
-    max_tokens: int = Field(default=16384, ge=1)
-    device: str | None = None
-    memory: float | None = Field(default=None, gt=0)
-    ranks: int = Field(default=1, ge=1)
-    offload: bool = False
 
     def build(self, context: BuildContext) -> TorchCriticEngine:
         """Load body and tokeniser, and make the optimiser.
@@ -66,15 +45,15 @@ class TorchCritic(Spec):
             BindError: the folder does not hold the body of a causal LM and its tokeniser, or this process is not one
                 of `ranks`.
         """
-        mesh = mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
+        mesh = self.mesh(context)
         tokenizer = load_tokenizer(self.model)
         body = TorchModel(self.model, self.dtype, mesh, self.gradient_checkpointing, with_head=False)
         head = _value_head(self.model, body.width()).to(mesh.device)
-        under = mesh.forward(head)
+        call_with_head = mesh.gathered(head)
         whole = nn.ModuleDict({"model": body.module, "value_head": head})
-        learner = Learner(whole, self.optimizer, self.schedule, self.grad_clip, self.max_tokens, "critic", mesh)
-        residence = Residence(mesh.device, [body.forward.root, under.root], learner.optimizer, self.offload)
-        return TorchCriticEngine(body, head, under, self.max_tokens, residence, tokenizer, learner)
+        learner = Learner(whole, self, "critic", mesh)
+        residence = Residence(mesh.device, [body.gathered.root, call_with_head.root], learner.optimizer, self.offload)
+        return TorchCriticEngine(body, head, call_with_head, self.max_tokens, residence, tokenizer, learner)
 
 
 def _value_head(folder: str, width: int) -> nn.Linear:
@@ -94,12 +73,12 @@ def _value_head(folder: str, width: int) -> nn.Linear:
     return head
 
 
-class TorchCriticEngine(Resident):
+class TorchCriticEngine(TrainedEngine):
     """A live `Critic`; made by `TorchCritic.build`.
 
     Args:
         body: the model below the LM head.
-        head, under: the value head, and what its weights can be had under.
+        head, call_with_head: the value head, and what runs functions while its weights are whole.
         max_tokens: as in the spec.
         residence: where the weights are now.
         tokenizer: written beside the weights.
@@ -110,22 +89,17 @@ class TorchCriticEngine(Resident):
         self,
         body: TorchModel,
         head: nn.Linear,
-        under: Forward,
+        call_with_head: GatheredCall,
         max_tokens: int,
         residence: Residence,
         tokenizer: Any,
         learner: Learner,
     ) -> None:
-        self._body, self._head, self._under, self._max_tokens = body, head, under, max_tokens
-        self.residence, self._tokenizer, self._learner = residence, tokenizer, learner
-
-    @property
-    def version(self) -> int:
-        """How many `update` calls the weights have seen."""
-        return self._learner.version
+        self._body, self._head, self._call_with_head, self._max_tokens = body, head, call_with_head, max_tokens
+        self.residence, self._tokenizer, self.learner = residence, tokenizer, learner
 
     def _values(self, batch: Tokens) -> Tensor:
-        values = self._under(self._head, self._body.states(batch).float())
+        values = self._call_with_head(self._head, self._body.states(batch).float())
         return scatter(values.squeeze(1), batch.response_mask)
 
     @torch.no_grad()
@@ -142,7 +116,7 @@ class TorchCriticEngine(Resident):
             AsleepError: the engine sleeps.
         """
         self.residence.require_awake("values")
-        with self._body.mesh.together("values"):
+        with self._body.mesh.all_or_none("values"):
             inputs = TokenInputs.of(batch)
         return score_rows(self._body.mesh, inputs, self._max_tokens, self._values)
 
@@ -164,38 +138,7 @@ class TorchCriticEngine(Resident):
         def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
             return self._values(micro), None
 
-        return self._learner.update(batch, mini_batches, loss, forward)
-
-    def state_dict(self) -> dict[str, Any]:
-        """``weights``, ``optimizer``, ``steps``, ``version``, ``over``; the tensors are the live ones, as in torch.
-
-        Of several ranks, each has its own shards (`torch.distributed.tensor.DTensor`).
-        """
-        return self._learner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, which is of as many ranks, bit for bit.
-
-        Raises:
-            DataError: the state is of a model with other weights, or of another number of ranks.
-        """
-        self._learner.load_state_dict(state)
-
-    def save_checkpoint(self, folder: str) -> None:
-        """Write what `state_dict` holds to a new folder, each rank its shards; a collective.
-
-        Raises:
-            DataError: the folder holds a checkpoint, or cannot be written.
-        """
-        self._learner.save_checkpoint(folder)
-
-    def load_checkpoint(self, folder: str) -> None:
-        """Go on from a checkpoint of any number of ranks, bit for bit where there are as many; a collective.
-
-        Raises:
-            DataError: there is none, it is of another model or optimiser, or damaged.
-        """
-        self._learner.load_checkpoint(folder)
+        return self.learner.update(batch, mini_batches, loss, forward)
 
     def save_pretrained(self, folder: str) -> None:
         """Write body (float32), value head, configuration and tokeniser; `TorchCritic` loads the folder again.

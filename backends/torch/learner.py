@@ -1,4 +1,4 @@
-"""The update loop that trainers and critics share: mini-batches, micro-batches, clipping, one optimiser step each."""
+"""What trainers and critics share: their settings, and the update loop, one optimiser step per mini-batch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,53 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from flowrl.backends.torch import checkpoint as torch_checkpoint
-from flowrl.backends.torch.mesh import Mesh, split_rows
-from flowrl.backends.torch.model import Rows, SequenceInputs, micro_batches, take
-from flowrl.backends.torch.optim import Optimizer, Schedule
-from flowrl.core.protocols import Loss, MiniBatch
+from flowrl.backends.torch.device import device_of, mesh_of
+from flowrl.backends.torch.load import Folder
+from flowrl.backends.torch.mesh import Mesh, Resident
+from flowrl.backends.torch.model import Dtype, Rows, SequenceInputs, micro_batches, take
+from flowrl.backends.torch.optim import AdamW, Constant, Optimizer, Schedule
+from flowrl.core.backend import Backend
+from flowrl.core.protocols import BuildContext, Loss, MiniBatch
+from flowrl.data.balance import split_rows
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
+
+
+class TrainedSpec(Backend):
+    """What is set alike for trainers and critics.
+
+    Args:
+        model: a Hugging Face folder with a tokeniser.
+        optimizer: `AdamW` or `SGD`.
+        schedule: `Constant`, `Linear` or `Cosine`, in optimiser steps.
+        grad_clip: L2 norm that the gradient of a mini-batch is scaled down to; None leaves it.
+        dtype: the model's arithmetic: ``"bfloat16"`` is autocast over the float32 weights.
+        gradient_checkpointing: recompute each layer in the backward pass, for memory.
+        max_tokens: padded tokens that a micro-batch may hold; gradients do not depend on it.
+        device: None is CUDA where there is one, else the CPU.
+        memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
+        ranks: processes that share the weights by FSDP2, one device each.
+        offload: keep weights, gradients and optimiser state in CPU memory; a layer comes to the device to compute.
+    """
+
+    model: Folder
+    optimizer: Optimizer = AdamW(lr=1e-6)
+    schedule: Schedule = Constant()
+    grad_clip: float | None = Field(default=1.0, gt=0)
+    dtype: Dtype = "float32"
+    gradient_checkpointing: bool = False
+    max_tokens: int = Field(default=16384, ge=1)
+    device: str | None = None
+    memory: float | None = Field(default=None, gt=0)
+    ranks: int = Field(default=1, ge=1)
+    offload: bool = False
+
+    def mesh(self, context: BuildContext) -> Mesh:
+        """Where the weights are to be, in this process."""
+        return mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
 
 
 class Learner:
@@ -25,9 +62,7 @@ class Learner:
 
     Args:
         module: whose parameters that require gradients are trained.
-        optimizer, schedule: the records; the schedule counts optimiser steps.
-        grad_clip: the L2 norm that the gradient of a mini-batch is scaled down to; None leaves it.
-        max_tokens: padded tokens that a micro-batch may hold.
+        spec: the settings; its schedule counts optimiser steps.
         prefix: of the metrics, ``"actor"`` or ``"critic"``.
         mesh: where the weights of the module are.
         over: of an adapter, what it is added to (`Adapted.adapter_of`); its state is of use there only.
@@ -36,19 +71,17 @@ class Learner:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizer,
-        schedule: Schedule,
-        grad_clip: float | None,
-        max_tokens: int,
+        spec: TrainedSpec,
         prefix: str,
         mesh: Mesh,
         over: str | None = None,
     ) -> None:
+        optimizer = spec.optimizer
         self._names = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._parameters = list(self._names.values())
-        self.optimizer, self._slots = optimizer.build(self._parameters), optimizer.slots
-        self._lr, self._schedule, self._grad_clip = optimizer.lr, schedule, grad_clip
-        self._max_tokens, self._prefix, self._mesh, self._over = max_tokens, prefix, mesh, over
+        self.optimizer, self._state_keys = optimizer.build(self._parameters, mesh.sharded), optimizer.state_keys
+        self._lr, self._schedule, self._grad_clip = optimizer.lr, spec.schedule, spec.grad_clip
+        self._max_tokens, self._prefix, self._mesh, self._over = spec.max_tokens, prefix, mesh, over
         self._steps = 0
         self.version = 0
 
@@ -81,7 +114,7 @@ class Learner:
             # Zeros, not None: where all micro-batches of a parameter are skipped, its momentum and decay still act.
             for parameter in self._parameters:
                 parameter.grad = torch.zeros_like(parameter)
-            shares = split_rows(attended[rows].sum(1), mesh.size)
+            shares = split_rows(attended[rows].sum(1), mesh.size) if mesh.size > 1 else [torch.arange(len(rows))]
             work = [self._runs(attended[rows[share]], weights[share]) for share in shares]
             mine, runs = shares[mesh.rank], work[mesh.rank]
             part, part_weights = take(batch, rows[mine]), weights[mine]
@@ -171,15 +204,19 @@ class Learner:
         self._steps, self.version = int(state["steps"]), int(state["version"])
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write what `state_dict` holds, for any number of ranks to go on from; see `torch_checkpoint.save`."""
+        """Write what `state_dict` holds, for any number of ranks to go on from; see `checkpoint.save`."""
+        from flowrl.backends.torch import checkpoint  # here, since torch's checkpoints take half a second to import
+
         extra = self._progress(torch.tensor([self._steps, self.version]))
-        torch_checkpoint.save(folder, self._mesh, self._names, self.optimizer, extra)
+        checkpoint.save(folder, self._mesh, self._names, self.optimizer, extra)
 
     def load_checkpoint(self, folder: str) -> None:
-        """Go on from a checkpoint; see `torch_checkpoint.load`."""
+        """Go on from a checkpoint; see `checkpoint.load`."""
+        from flowrl.backends.torch import checkpoint  # as above
+
         progress = torch.zeros(2, dtype=torch.int64)
         extra = self._progress(progress)
-        torch_checkpoint.load(folder, self._mesh, self._names, self.optimizer, self._slots, extra)
+        checkpoint.load(folder, self._mesh, self._names, self.optimizer, self._state_keys, extra)
         self._steps, self.version = progress.tolist()
 
     def _progress(self, progress: Tensor) -> dict[str, Tensor]:
@@ -187,6 +224,51 @@ class Learner:
         return {"progress" if self._over is None else f"progress over {self._over}": progress}
 
 
+class TrainedEngine(Resident):
+    """What the live engines of trainers and critics share: an engine that sets `learner` can go on where it stopped."""
+
+    learner: Learner
+
+    @property
+    def version(self) -> int:
+        """How many `update` calls the weights have seen."""
+        return self.learner.version
+
+    def state_dict(self) -> dict[str, Any]:
+        """``weights``, ``optimizer``, ``steps``, ``version``, ``over``; the tensors are the live ones, as in torch.
+
+        Of an adapter, ``weights`` are its own alone, and ``over`` says what they are added to. Of several ranks, each
+        has its own shards (`torch.distributed.tensor.DTensor`).
+        """
+        return self.learner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, which is of as many ranks, bit for bit.
+
+        Raises:
+            DataError: the state is of a model with other weights, or of another number of ranks.
+        """
+        self.learner.load_state_dict(state)
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write what `state_dict` holds to a new folder, each rank its shards; a collective.
+
+        Raises:
+            DataError: the folder holds a checkpoint, or cannot be written.
+        """
+        self.learner.save_checkpoint(folder)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Go on from a checkpoint of any number of ranks, bit for bit where there are as many; a collective.
+
+        Raises:
+            DataError: there is none, it is of another model, adapter or optimiser, or damaged.
+        """
+        self.learner.load_checkpoint(folder)
+
+
 def _held(tensor: Tensor) -> tuple[int, ...] | None:
     """The shape of this rank's part of a sharded tensor; None of a whole one."""
+    from torch.distributed.tensor import DTensor  # here, since it takes half a second to import
+
     return tuple(tensor.to_local().shape) if isinstance(tensor, DTensor) else None

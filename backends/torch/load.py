@@ -1,18 +1,22 @@
-"""Loading a Hugging Face folder into CPU memory: its causal LM and its tokeniser; nothing is fetched."""
+"""Loading a Hugging Face folder into CPU memory: its causal LM and its tokeniser; nothing is fetched.
+
+Specs name folders, so transformers is imported only where one is loaded.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 from pydantic import BeforeValidator
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
 
 from flowrl.errors import BindError
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 Folder = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 
@@ -23,6 +27,8 @@ def load_causal_lm(folder: str, with_head: bool = True) -> PreTrainedModel:
     Raises:
         BindError: there is no such folder, it does not load, or it lacks weights (which would be drawn at random).
     """
+    from transformers import AutoModelForCausalLM
+
     load: Any = AutoModelForCausalLM.from_pretrained
     with loading(folder), quiet():
         lm, report = load(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
@@ -33,12 +39,14 @@ def load_causal_lm(folder: str, with_head: bool = True) -> PreTrainedModel:
             f"({', '.join(problems[:3])}{', …' if len(problems) > 3 else ''}), and they would be drawn at random; "
             f"write the folder again with model.save_pretrained(folder)."
         )
-    return cast(PreTrainedModel, lm)
+    return cast("PreTrainedModel", lm)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """transformers shows no progress bars in the block: they would tear those of the run."""
+    from transformers.utils import logging
+
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -71,6 +79,8 @@ def load_tokenizer(folder: str) -> Any:
     Raises:
         BindError: the folder has none that loads.
     """
+    from transformers import AutoTokenizer
+
     _refuse_no_folder(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)

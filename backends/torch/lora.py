@@ -2,7 +2,7 @@
 
 A layer ``y = W x + b`` becomes ``y = W x + b + (alpha / r) B A x`` with ``A`` of ``[r, in]`` and ``B`` of ``[out, r]``
 (section 4.1), by the layers of PEFT. ``A`` is drawn as `torch.nn.Linear` draws its weights and ``B`` is zero, so a
-fresh adapter changes nothing. PEFT is imported where an adapter is made, and nowhere else.
+fresh adapter changes nothing. PEFT and transformers are imported where an adapter is made.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from flowrl.data.keys import Key
 from flowrl.errors import BindError
 from flowrl.spec import Spec
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 PREFIX = "base_model.model."
 """What PEFT writes before the names of adapter weights in a file."""
@@ -134,6 +135,8 @@ class Adapter:
             base: the weights that stay, whole.
             adapter: what `weights` gives, whole.
         """
+        from transformers.pytorch_utils import Conv1D
+
         for name, weight in base:
             layer = name.removesuffix(".weight")
             if name.endswith(".weight") and layer in self._layers:
@@ -191,6 +194,8 @@ def base_state(model: nn.Module) -> dict[str, Tensor]:
 
 def _targets(lm: PreTrainedModel, lora: LoRA, folder: str) -> list[str]:
     """The full names of the layers that are to be adapted."""
+    from transformers.pytorch_utils import Conv1D
+
     head = lm.get_output_embeddings()
     linear = [n for n, m in lm.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     if lora.targets == "all-linear":

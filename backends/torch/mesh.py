@@ -1,39 +1,30 @@
-"""Where the weights of a model are: whole in this process (`Whole`), or sharded over ranks (`Sharded`, FSDP2).
+"""Where the weights of an engine are: all in this process (`Mesh`) or sharded over ranks (`Sharded`), and off the
+device while the engine sleeps (`Residence`).
 
-Under FSDP2 (Zhao et al. 2023, arXiv:2304.11277; `torch.distributed.fsdp.fully_shard`) each rank keeps its slice of
-every weight, gradient and optimiser state; weights are gathered a transformer block at a time while that block
-computes. All ranks run one program and meet in collectives, so every rank must make the same calls in the same order.
-
-A rank that raises amid a collective leaves the others waiting in it until the timeout of the process group, which is
-the caller's to choose (``init_process_group(timeout=...)``); engines are then to be built anew on all ranks. What can
-be seen beforehand (rows that are not well formed, a gradient that is not finite) is agreed on: all ranks raise, and the
-engines can go on.
+What can be seen beforehand (rows that are not well formed, a gradient that is not finite) ranks agree on: all of them
+raise, and the engines can go on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
-from flowrl.core.protocols import BuildContext
-from flowrl.errors import BindError, RankError
+from flowrl.errors import AsleepError
 
 T = TypeVar("T")
-# Torch 2.13 has renamed it, and warns of the old name.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+BUCKET_BYTES = 256 << 20
+"""Sharded weights are gathered in buckets of at most this size, unless said otherwise."""
 
 
-class Forward:
-    """``forward(function, *args)`` runs a function while the weights of `root` can be had; here they always can."""
+class GatheredCall:
+    """``call(function, *args)`` runs a function while the weights of `root` are whole; here they always are."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
@@ -42,26 +33,27 @@ class Forward:
         return function(*args)
 
 
-class Whole:
-    """All weights in this process, on `device`: nothing to agree on, nothing to gather."""
+class Mesh:
+    """All weights in this process, on `device`: there is nothing to agree on and nothing to gather."""
 
     rank = 0
     size = 1
-    offload = False
+    sharded = False
+    group: ProcessGroup | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def forward(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> Forward:
-        """What the weights of `module` can be had under."""
-        return Forward(module)
+    def gathered(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> GatheredCall:
+        """What runs functions while the weights of `module` are whole."""
+        return GatheredCall(module)
 
-    def most(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
         """The largest `count` of any rank."""
         return count
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def all_or_none(self, what: str) -> Iterator[None]:
         """All ranks get through the block, or all raise."""
         yield
 
@@ -74,223 +66,74 @@ class Whole:
         return iter(named)
 
 
-class Sharded:
-    """Weights sharded along their first axis over the ranks of `mesh`, a device mesh of one dimension.
-
-    Gradients are summed over ranks and never divided: the weights of a mini-batch's tokens are global already.
-
-    In bfloat16, blocks are gathered in bfloat16 and their gradients reduced in float32, under the same autocast region
-    as an unsharded model. That agrees with autocast over float32 weights but for what autocast leaves in float32, the
-    scales of norms: sharded ones are rounded to bfloat16 for the arithmetic (master weights stay float32). Weights
-    outside blocks (embedding, last norm, head) are gathered in float32, and so are blocks with an `nn.LayerNorm`, whose
-    CPU kernel takes no bfloat16 scale beside float32 input.
+class Residence:
+    """Moves modules and the state of their optimiser off `device` and back; on a CPU only the mark is moved.
 
     Args:
-        mesh: the ranks.
-        device: what this rank computes on.
-        bfloat16: gather blocks in bfloat16.
-        offload: keep shards, gradients and optimiser state in CPU memory, where the optimiser then steps too.
+        device: where the modules compute.
+        modules: whose parameters and buffers move; parameters stay the same objects.
+        optimizer: whose state moves with them.
+        offload: the weights live in CPU memory anyway, and stay there.
     """
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, bfloat16: bool, offload: bool) -> None:
-        self.mesh, self.device, self.offload = mesh, device, offload
-        self.group = mesh.get_group()
-        self.rank, self.size = mesh.get_local_rank(), mesh.size()
-        self._narrow = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        self._bfloat16 = bfloat16
+    def __init__(
+        self,
+        device: torch.device,
+        modules: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | None = None,
+        offload: bool = False,
+    ) -> None:
+        self._device, self._modules, self._optimizer = device, modules, optimizer
+        self._moves = not offload and device.type != "cpu"
+        self.asleep = False
 
-    @property
-    def storage(self) -> torch.device:
-        """Where the shards are kept."""
-        return torch.device("cpu") if self.offload else self.device
+    def sleep(self) -> None:
+        """Release the device; twice is as good as once."""
+        if not self.asleep and self._moves:
+            self._move(torch.device("cpu"))
+            torch.cuda.empty_cache()
+        self.asleep = True
 
-    def forward(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> Forward:
-        """Shard `module` in place; its weights can be had under what is returned.
+    def wake(self) -> None:
+        """Take the device back; twice is as good as once."""
+        if self.asleep and self._moves:
+            self._move(self._device)
+        self.asleep = False
 
-        Those of a block are whole while the block's own forward runs, all others while the function runs. A backward
-        pass gathers them again; it must start from tensors that the function returned by themselves or in a tuple.
-        """
-        root = _Root(module)
-        for block in blocks:
-            narrow = self._bfloat16 and not any(isinstance(part, nn.LayerNorm) for part in block.modules())
-            self._shard(block, self._narrow if narrow else MixedPrecisionPolicy())
-        self._shard(root, MixedPrecisionPolicy())
-        return _ShardedForward(root)
-
-    def rows(self, total: int) -> tuple[int, int]:
-        """First row of this rank, and one past the last, of a sharded tensor of `total` rows; the last may be none."""
-        each = -(-total // self.size)
-        return min(self.rank * each, total), min((self.rank + 1) * each, total)
-
-    def _shard(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
-        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
-        sharded = fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
-        # A sum; gloo knows no other, and with one rank NCCL's average is not to be relied on.
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
-
-    def most(self, count: int) -> int:
-        """The largest `count` of any rank; a collective."""
-        most = torch.tensor(count, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
-        return int(most)
-
-    @contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """All ranks get through the block, or all raise; a collective.
+    def require_awake(self, what: str) -> None:
+        """Refuse to do `what` asleep.
 
         Raises:
-            RankError: another rank raised in the block, and this one did not.
+            AsleepError: the engine sleeps.
         """
-        failed = torch.zeros(self.size, device=self.device)
-        try:
-            yield
-        except Exception:
-            failed[self.rank] = 1
-            dist.all_reduce(failed, group=self.group)
-            raise
-        dist.all_reduce(failed, group=self.group)
-        if failed.any():
-            ranks = ", ".join(map(str, failed.nonzero().flatten().tolist()))
-            raise RankError(
-                f"{what} failed on rank {ranks} of {self.size}, so rank {self.rank} stopped too, before anything was "
-                f"changed; expected all ranks to go through with it. The error of rank {ranks} says why: mend that."
+        if self.asleep:
+            raise AsleepError(
+                f"{what} was called while the engine sleeps, its weights off {self._device}; expected an engine that "
+                f"is awake: call engine.wake() first."
             )
 
-    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The L2 norm of all sharded tensors together, over all ranks, on the device; a collective."""
-        local = [cast(DTensor, tensor).to_local() for tensor in tensors]
-        square = torch.nn.utils.get_total_norm(local).to(self.device, torch.float64).square()
-        dist.all_reduce(square, group=self.group)
-        return square.sqrt().float()
-
-    def full(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """The whole of each tensor, in order; a collective: all ranks must go through all of it.
-
-        Tensors are gathered in buckets of at most `bucket_bytes` (a larger tensor is a bucket of its own). Beside what
-        the caller keeps, at most three buckets exist at a time: what was handed out last, what is gathered, and what
-        the ranks send for it.
-        """
-        bucket: list[tuple[str, Tensor]] = []
-        size = 0
-        for name, tensor in named:
-            if bucket and size + tensor.nbytes > bucket_bytes:
-                yield from self._gather(bucket)
-                bucket, size = [], 0
-            bucket.append((name, tensor))
-            size += tensor.nbytes
-        yield from self._gather(bucket)
-
-    @torch.no_grad()
-    def _gather(self, bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        shards = [tensor for _, tensor in bucket if isinstance(tensor, DTensor)]
-        # FSDP gives rank r the rows from r * ceil(rows / ranks) on; the last ones may have fewer, or none.
-        counts = [-(-shard.shape[0] // self.size) * shard.shape[1:].numel() for shard in shards]
-        gathered = torch.empty(self.size, sum(counts), device=self.device)
-        _all_gather(gathered.view(-1), self._packed(shards, counts), group=self.group)
-        pieces = iter(gathered.split(counts, dim=1))
-        for name, tensor in bucket:
-            if isinstance(tensor, DTensor):
-                yield name, next(pieces).reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
-            else:
-                yield name, tensor
-
-    def _packed(self, shards: list[DTensor], counts: list[int]) -> Tensor:
-        """What this rank holds of `shards`, side by side on the device."""
-        packed = torch.empty(sum(counts), device=self.device)
-        for shard, piece in zip(shards, packed.split(counts), strict=True):
-            local = shard.to_local().flatten()
-            piece[: local.numel()].copy_(local)
-        return packed
+    def _move(self, device: torch.device) -> None:
+        for module in self._modules:
+            module.to(device)
+        if self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and key != "step":  # torch counts steps on the CPU
+                        state[key] = value.to(device)
 
 
-Mesh = Whole | Sharded
+class Resident:
+    """The turns of an engine that sets `residence`: `sleep` gives its device to others, `wake` takes it back.
 
-
-class _Root(nn.Module):
-    """A module under a forward that can be any function, so that FSDP's hooks surround it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, function: Callable[..., T], *args: Any) -> T:
-        return function(*args)
-
-
-class _ShardedForward(Forward):
-    def __call__(self, function: Callable[..., T], *args: Any) -> T:
-        output = self.root(function, *args)
-        if not torch.is_grad_enabled():  # FSDP keeps a root gathered for a backward pass, which will not come
-            cast(FSDPModule, self.root).reshard()
-        return cast(T, output)
-
-
-def device_of(backend: object, device: str | None) -> torch.device:
-    """The device that a backend asks for; None is CUDA where there is one, else the CPU.
-
-    Raises:
-        BindError: torch cannot compute there.
+    Of an engine of several ranks, all ranks sleep and wake together.
     """
-    if device is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    try:
-        place = torch.device(device or "cpu")
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        name, why = type(backend).__name__, str(error).splitlines()[0].rstrip(".")
-        raise BindError(
-            f"{name}(device={device!r}) asks for a device that torch does not have here ({why}); leave device out, "
-            f"which takes CUDA where there is one, or bind {name}(..., device='cpu')."
-        ) from error
-    return place
 
+    residence: Residence
 
-def mesh_of(context: BuildContext, ranks: int, place: torch.device, bfloat16: bool, offload: bool) -> Mesh:
-    """What a spec's `ranks`, device (`device_of`) and `offload` ask for, in this process.
+    def sleep(self) -> None:
+        """Move weights and optimiser state to CPU memory; what is computed with them is refused until `wake`."""
+        self.residence.sleep()
 
-    With more than one rank, the caller has initialised `torch.distributed` (gloo for CPUs, ``cpu:gloo,cuda:nccl`` for
-    GPUs, one device a rank) with the ranks of this engine as its default group.
-
-    Raises:
-        BindError: this process is not one of so many ranks.
-    """
-    if ranks == 1 and not offload:
-        return Whole(place)
-    if context.world_size == 1 and ranks > 1:
-        raise BindError(
-            f"a backend with ranks={ranks} needs {ranks} processes, but it is built in one alone, as LocalExecutor "
-            f"does; {ranks} ranks need the Ray executor: run the job with RayExecutor, or bind it with ranks=1."
-        )
-    if not dist.is_initialized() and ranks == 1:
-        kind = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    found = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
-    if (context.world_size, found) != (ranks, (context.rank, ranks)):
-        raise BindError(
-            f"a backend with ranks={ranks} is built as rank {context.rank} of {context.world_size}, and "
-            f"torch.distributed says {'it is not initialised' if found is None else 'rank {} of {}'.format(*found)}; "
-            f"expected one process for each of {ranks} ranks: call torch.distributed.init_process_group(rank=..., "
-            f"world_size={ranks}) in each before build."
-        )
-    return Sharded(DeviceMesh.from_group(cast(ProcessGroup, dist.group.WORLD), place.type), place, bfloat16, offload)
-
-
-def split_rows(tokens: Tensor, ranks: int) -> list[Tensor]:
-    """Deal rows to ranks so that each has about as many tokens: the longest first, to whom has the least.
-
-    Args:
-        tokens: int64 ``[rows]``.
-        ranks: how many shares.
-
-    Returns:
-        one int64 tensor of row numbers, ascending, per rank; some are empty where there are fewer rows than ranks.
-    """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, 0, rank) for rank in range(ranks)]  # tokens, rows, rank: ties go to the fewest rows, then in order
-    counts = tokens.tolist()
-    for row in sorted(range(len(counts)), key=lambda row: -counts[row]):
-        load = min(loads)
-        shares[load[2]].append(row)
-        loads[load[2]] = (load[0] + counts[row], load[1] + 1, load[2])
-    return [torch.tensor(sorted(share), dtype=torch.int64) for share in shares]
+    def wake(self) -> None:
+        """Bring back what `sleep` has moved."""
+        self.residence.wake()

@@ -12,21 +12,22 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
 from flowrl.backends.torch.load import load_causal_lm, quiet
 from flowrl.backends.torch.lora import Adapter, LoRA
-from flowrl.backends.torch.mesh import Mesh, Whole
-from flowrl.backends.torch.shards import BUCKET_BYTES, gathered_weights, load_sharded, save_gathered
+from flowrl.backends.torch.mesh import BUCKET_BYTES, GatheredCall, Mesh
 from flowrl.errors import BindError, DataError
 from flowrl.records import Sequences, Tokens
 from flowrl.sync.digest import named_weights, weights_digest
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 Dtype = Literal["float32", "bfloat16"]
 Rows = TypeVar("Rows", bound=NamedTuple)
@@ -156,7 +157,7 @@ def score_rows(mesh: Mesh, inputs: Rows, max_tokens: int, score: Callable[[Rows]
     columns: Any = inputs
     out = torch.zeros(columns.response_mask.shape, device=columns.response_mask.device)
     runs = micro_batches(columns.attention_mask, max_tokens)
-    idle_runs = mesh.most(len(runs)) - len(runs)
+    idle_runs = mesh.max_over_ranks(len(runs)) - len(runs)
     for rows in runs:
         out[rows] = score(take(inputs, rows, mesh.device)).to(out.device)
     idle: Any = SequenceInputs.idle(mesh.device)
@@ -200,19 +201,22 @@ class TorchModel:
     ) -> None:
         self.mesh, self.device = mesh, mesh.device
         self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
-        if isinstance(mesh, Whole):
+        self.gathered: GatheredCall
+        if mesh.sharded:
+            from flowrl.backends.torch.shards import load_sharded  # here and below, since it takes seconds
+
+            lm, self.gathered, self.adapter = load_sharded(mesh, folder, with_head, lora, seed)
+        else:
             lm = load_causal_lm(folder, with_head)
             self.adapter = None if lora is None else Adapter(lm, lora, folder)
             if self.adapter is not None:
                 self.adapter.fill(seed)
             cast(nn.Module, lm).to(self.device)
-        else:
-            lm, self.forward, self.adapter = load_sharded(mesh, folder, with_head, lora, seed)
         lm.eval()
-        self.module: PreTrainedModel = lm if with_head else cast(PreTrainedModel, lm.base_model)
+        self.module: PreTrainedModel = lm if with_head else cast("PreTrainedModel", lm.base_model)
         """All weights."""
-        if isinstance(mesh, Whole):
-            self.forward = mesh.forward(self.module)
+        if not mesh.sharded:
+            self.gathered = mesh.gathered(self.module)
         if "attention_mask" not in inspect.signature(lm.forward).parameters:
             raise BindError(
                 f"{type(lm).__name__} in {folder!r} takes no attention_mask, so it cannot tell padding from tokens; "
@@ -229,6 +233,8 @@ class TorchModel:
         self.adapter_of: str | None = None
         """What the adapter is added to, and how; see `Adapted`."""
         if lora is not None:
+            from flowrl.backends.torch.shards import gathered_weights
+
             self.adapter_of = lora.over(weights_digest(gathered_weights(mesh, self.module, BUCKET_BYTES)))
 
     @contextmanager
@@ -244,7 +250,7 @@ class TorchModel:
         ids = torch.arange(4, device=self.device)[None] % embedding.num_embeddings
         probe = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
         with self.arithmetic():
-            return self.forward(ask, probe, *args)
+            return self.gathered(ask, probe, *args)
 
     def width(self) -> int:
         """The size of what `states` gives; models whose body projects its output have another than ``hidden_size``."""
@@ -257,9 +263,11 @@ class TorchModel:
         with the adapter merged into it. Of a model that stores several of them fused (experts), ranks gather all
         weights at once, because only the whole can be taken apart.
         """
-        if isinstance(self.mesh, Whole) and self.adapter is None:
+        if not self.mesh.sharded and self.adapter is None:
             yield from named_weights(self.module)
         else:
+            from flowrl.backends.torch.shards import gathered_weights
+
             yield from gathered_weights(self.mesh, self.module, bucket_bytes, self.adapter)
 
     def adapter_weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
@@ -277,10 +285,12 @@ class TorchModel:
     def save_pretrained(self, folder: str, bucket_bytes: int) -> None:
         """Write weights (float32, the adapter merged) and configuration as a Hugging Face folder; of several ranks,
         rank 0 does."""
-        if isinstance(self.mesh, Whole) and self.adapter is None:
+        if not self.mesh.sharded and self.adapter is None:
             with quiet():
                 self.module.save_pretrained(folder)
         else:
+            from flowrl.backends.torch.shards import save_gathered
+
             save_gathered(self.mesh, self.module, folder, bucket_bytes, self.adapter)
 
     def states(self, batch: Tokens) -> Tensor:
@@ -290,7 +300,7 @@ class TorchModel:
         ``sequence - response - 1 + t`` for response token ``t``.
         """
         with self.arithmetic():
-            return self.forward(self._states, batch)
+            return self.gathered(self._states, batch)
 
     def _states(self, batch: Tokens) -> Tensor:
         first, last = _ends(batch.attention_mask)
@@ -328,7 +338,7 @@ class TorchModel:
         Returns:
             float32 ``[batch response]`` twice (None where no entropy is wanted), 0 off the mask.
         """
-        return self.forward(self._log_probs, batch, chunk, _SCORES[entropy])
+        return self.gathered(self._log_probs, batch, chunk, _SCORES[entropy])
 
     def _log_probs(
         self, batch: Sequences, chunk: int, score: Callable[..., tuple[Tensor, ...]]

@@ -13,7 +13,6 @@ from typing import Self
 import torch
 from pydantic import Field, model_validator
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from flowrl.spec import Spec
 
@@ -30,19 +29,19 @@ class AdamW(Spec):
     weight_decay: float = Field(default=0.01, ge=0)
 
     @property
-    def slots(self) -> tuple[str, ...]:
+    def state_keys(self) -> tuple[str, ...]:
         """What the optimiser keeps of each parameter after its first step."""
         return ("step", "exp_avg", "exp_avg_sq")
 
-    def build(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """The torch optimiser over `parameters`."""
+    def build(self, parameters: Sequence[nn.Parameter], sharded: bool = False) -> torch.optim.Optimizer:
+        """The torch optimiser over `parameters`, which are `sharded` over ranks or not."""
         return torch.optim.AdamW(
             parameters,
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,
             weight_decay=self.weight_decay,
-            foreach=_foreach(parameters),
+            foreach=_foreach(sharded),
         )
 
 
@@ -53,13 +52,13 @@ class SGD(Spec):
     momentum: float = Field(default=0.0, ge=0, lt=1)
 
     @property
-    def slots(self) -> tuple[str, ...]:
+    def state_keys(self) -> tuple[str, ...]:
         """What the optimiser keeps of each parameter after its first step."""
         return ("momentum_buffer",) if self.momentum else ()
 
-    def build(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """The torch optimiser over `parameters`."""
-        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, foreach=_foreach(parameters))
+    def build(self, parameters: Sequence[nn.Parameter], sharded: bool = False) -> torch.optim.Optimizer:
+        """The torch optimiser over `parameters`, which are `sharded` over ranks or not."""
+        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, foreach=_foreach(sharded))
 
 
 class Constant(Spec):
@@ -112,9 +111,9 @@ class Cosine(_Decay):
         return _warmup(step, self.warmup_steps) * (self.min_ratio + (1 - self.min_ratio) * cosine)
 
 
-def _foreach(parameters: Sequence[nn.Parameter]) -> bool | None:
+def _foreach(sharded: bool) -> bool | None:
     """Left to itself, torch steps plain tensors on a GPU in few kernels, but shards one by one."""
-    return True if any(isinstance(parameter, DTensor) for parameter in parameters) else None
+    return True if sharded else None
 
 
 def _warmup(step: int, warmup_steps: int) -> float:

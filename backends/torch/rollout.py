@@ -9,31 +9,32 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, cast, runtime_checkable
 
 import torch
 from pydantic import Field, model_validator
 from torch import LongTensor, Tensor, nn
-from torch.distributed.tensor import DTensor
-from transformers import DynamicCache, PreTrainedModel
 
 from flowrl.backends.hosted.arrival import weights_for
-from flowrl.backends.hosted.ending import Ending
-from flowrl.backends.hosted.prompts import check_prompts
+from flowrl.backends.rollout import Ending, RolloutEngine
+from flowrl.backends.torch.device import device_of
 from flowrl.backends.torch.load import Folder, load_causal_lm
 from flowrl.backends.torch.lora import Adapter, LoRA, require_peft
-from flowrl.backends.torch.mesh import device_of
-from flowrl.backends.torch.sleep import Residence, Resident
-from flowrl.core.protocols import BuildContext, Sampled, Sampling, Trainer
+from flowrl.backends.torch.mesh import Residence, Resident
+from flowrl.core.backend import Backend
+from flowrl.core.protocols import BuildContext, Rollout, Sampled, Sampling, Sleeper, Trainer
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer, positions
 from flowrl.errors import BindError, DataError, SyncError
 from flowrl.records import Receipt
-from flowrl.spec import Spec, non_default
-from flowrl.sync.digest import combine, named_weights, tensor_digest, weights_digest
+from flowrl.spec import non_default
+from flowrl.sync.digest import combine, named_weights, same_bits, tensor_digest, weights_digest
+
+if TYPE_CHECKING:  # they take seconds to import
+    from transformers import DynamicCache, PreTrainedModel
 
 
-class TorchRollout(Spec):
+class TorchRollout(Backend):
     """A rollout engine in this process.
 
     Args:
@@ -50,6 +51,7 @@ class TorchRollout(Spec):
             the actor's adapter anyway.
     """
 
+    serves = (Rollout, Sleeper)
     collective: ClassVar[bool] = False
 
     model: Folder | None = None
@@ -103,13 +105,13 @@ class TorchRollout(Spec):
                 model, ChatTokenizer(self.model), self.max_rows, adapter=adapter, adapter_of=adapter_of
             )
         actor = context.engine("actor")
-        if not isinstance(getattr(actor, "model", None), PreTrainedModel):
+        if not isinstance(actor, SharesModel):
             raise BindError(
                 f"TorchRollout() shares the weights of the role 'actor', but that is a {type(actor).__name__}, which "
                 f"holds no Hugging Face model in this process; bind the actor to a TorchTrainer, or name a folder: "
                 f"TorchRollout(model)."
             )
-        if any(isinstance(parameter, DTensor) for parameter in actor.model.parameters()):
+        if actor.sharded:
             raise BindError(
                 "TorchRollout() shares the weights of the role 'actor', but those are sharded (ranks or offload), and "
                 "a rollout samples from whole ones; name a folder, which sync then fills: TorchRollout(model)."
@@ -117,7 +119,20 @@ class TorchRollout(Spec):
         return TorchRolloutEngine(actor.model, ChatTokenizer(actor.folder), self.max_rows, shares=actor)
 
 
-class TorchRolloutEngine(Resident):
+@runtime_checkable
+class SharesModel(Protocol):
+    """A trainer whose model is in this process, as `TorchTrainerEngine` is: the Hugging Face LM, the folder that it
+    came from, and whether its weights are sharded over ranks, so that nobody else can compute with them."""
+
+    model: PreTrainedModel
+    folder: str
+    sharded: bool
+
+    @property
+    def version(self) -> int: ...
+
+
+class TorchRolloutEngine(RolloutEngine, Resident):
     """A live `TorchRollout`.
 
     Args:
@@ -134,27 +149,17 @@ class TorchRolloutEngine(Resident):
         model: PreTrainedModel,
         tokenizer: ChatTokenizer,
         max_rows: int,
-        shares: Trainer | None = None,
+        shares: SharesModel | None = None,
         adapter: Adapter | None = None,
         adapter_of: str | None = None,
     ) -> None:
+        super().__init__(tokenizer)
         self.model = model
         self._adapter, self._adapter_of = adapter, adapter_of
-        self._tokenizer = tokenizer
         self._max_rows = max_rows
         self._shares = shares
-        self._receipt: Receipt | None = None
         # What is shared moves with the trainer.
         self.residence = Residence(model.device, [model] if shares is None else [])
-
-    @property
-    def receipt(self) -> Receipt | None:
-        """The receipt of the last sync; None before the first one and after one that failed."""
-        return self._receipt
-
-    @property
-    def tokenizer(self) -> ChatTokenizer:
-        return self._tokenizer
 
     def sync(self, source: Trainer) -> Receipt:
         """Take over the weights of `source`: by copying, or, where the model is its own, by noting the version.
@@ -162,8 +167,9 @@ class TorchRolloutEngine(Resident):
         Where this engine has an adapter, the weights of the adapter are all that is copied; what they are added to must
         be what the trainer adds them to.
 
-        A copy is checked: the tensors that the engine holds afterwards must have the digest of those that were sent,
-        cast to the engine's dtype. The receipt's digest and bytes are those of the tensors as sent.
+        A copy is checked: the tensors that the engine holds afterwards must have the digests of those that were sent.
+        Where the engine has another dtype, those that came must have them, and it must hold the same bits as their
+        cast. The receipt's digest and bytes are those of the tensors as sent.
 
         Raises:
             SyncError: names or shapes differ, the engine holds other numbers than were sent, `source` is not the
@@ -173,7 +179,7 @@ class TorchRolloutEngine(Resident):
         self._receipt = None
         if self._shares is None:
             self._receipt = self._copy(source)
-        elif source is self._shares:
+        elif cast(object, source) is self._shares:
             self._receipt = Receipt(source.version, digest="alias", bytes=0, seconds=0.0, transport="alias")
         else:
             raise SyncError(
@@ -188,26 +194,34 @@ class TorchRolloutEngine(Resident):
         held = self._held()
         faults: list[str] = []
         sent: dict[str, str] = {}
-        due: dict[str, str] = {}
         received: dict[str, Tensor] = {}
+        kept: set[str] = set()  # what the engine holds as it is sent, and so with the same digest
         size = 0
-        for name, tensor in weights_for(self._adapter_of, source):
-            if name not in held:
+        for name, tensor, digest in weights_for(self._adapter_of, source, checked=False):
+            sent[name] = digest
+            size += tensor.nbytes
+            place = held.get(name)
+            if place is not None and (place.shape, place.dtype) == (tensor.shape, tensor.dtype):
+                kept.add(name)
+            elif tensor_digest(name, tensor) != digest:
+                faults.append(f"{name} is not what was sent")
+                continue
+            if place is None:
                 faults.append(f"{name} is unexpected")
-            elif held[name].shape != tensor.shape:
-                faults.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(held[name].shape)}")
+            elif place.shape != tensor.shape:
+                faults.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
             else:
-                received[name] = tensor.detach().to(held[name].dtype)
-                sent[name] = due[name] = tensor_digest(name, tensor)
-                if received[name].dtype != tensor.dtype:
-                    due[name] = tensor_digest(name, received[name])
-                size += tensor.nbytes
-        named = {*sent, *(fault.split()[0] for fault in faults)}
-        faults += [f"{name} is missing" for name in held if name not in named]
+                received[name] = tensor.detach().to(place.dtype)
+        faults += [f"{name} is missing" for name in held if name not in sent]
         if not faults:
             self._load(received)
-            now = {name: tensor_digest(name, tensor) for name, tensor in self._held().items()}
-            faults = [f"{name} is not what was sent" for name in due if now[name] != due[name]]
+            for name, tensor in self._held().items():
+                if name in kept:
+                    intact = tensor_digest(name, tensor) == sent[name]
+                else:
+                    intact = same_bits(tensor, received[name])
+                if not intact:
+                    faults.append(f"{name} is not what was sent")
         if faults:
             more = f", and {len(faults) - 5} more" if len(faults) > 5 else ""
             raise SyncError(
@@ -233,45 +247,34 @@ class TorchRolloutEngine(Resident):
             for name, tensor in received.items():
                 slots[name].copy_(tensor)
 
-    def generate(
-        self, prompts: Tensor, prompt_mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key
-    ) -> Sampled:
-        """Sample one response per row, by `next_token`.
-
-        A response ends with EOS, a stop token, or the token that completes a stop string, which is part of it, or after
-        `sampling.max_new_tokens`. Row ``i`` uses ``key.uniforms(row_ids)[i]`` and nothing of the other rows, so it gets
-        the same tokens in any order and any batch, but for rounding: kernels that sum in another order for another
-        batch size move probabilities by about 1e-7, and so may move a draw that falls within that of the edge between
-        two tokens.
-
-        Args:
-            prompts: int64 ``[batch prompt]``, padded on the left.
-            prompt_mask: bool ``[batch prompt]``.
-            row_ids: one per row.
-            sampling: how tokens are drawn.
-            key: where the random numbers come from.
-
-        Returns:
-            responses, mask and log-probs ``[batch response]``, as wide as the longest response, on the prompts' device.
-
-        Raises:
-            SyncError: the engine holds no receipt, or shares weights that were trained since the receipt.
-            DataError: prompts that the model cannot take (shapes, padding, vocabulary, length), or logits that are NaN.
-            AsleepError: the engine sleeps, or the trainer that it shares weights with.
-        """
+    def _require_awake(self, what: str) -> None:
+        """This engine, and the trainer that it shares weights with."""
         for engine in (self, self._shares):
             if isinstance(engine, Resident):
-                engine.residence.require_awake("generate")
-        self._check_receipt()
-        check_prompts(
-            prompts,
-            prompt_mask,
-            row_ids,
-            sampling,
-            vocabulary=cast(Any, self.model.get_input_embeddings()).num_embeddings,
-            positions=getattr(self.model.config.get_text_config(), "max_position_embeddings", None),
-            folder=self.tokenizer.folder,
-        )
+                engine.residence.require_awake(what)
+
+    def _limits(self) -> tuple[int, int | None]:
+        vocabulary: int = cast(Any, self.model.get_input_embeddings()).num_embeddings
+        return vocabulary, getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:
+        """By `next_token`; row ``i`` uses ``key.uniforms(row_ids)[i]`` and nothing of the other rows.
+
+        So it gets the same tokens in any order and any batch, but for rounding: kernels that sum in another order for
+        another batch size move probabilities by about 1e-7, and so may move a draw that falls within that of the edge
+        between two tokens.
+
+        Raises:
+            SyncError: weights that are shared were trained since the receipt.
+            DataError: logits that are NaN.
+        """
+        assert self._receipt is not None
+        if self._shares is not None and self._shares.version != self._receipt.version:
+            raise SyncError(
+                f"the weights that this rollout engine shares are at version {self._shares.version}, but its receipt "
+                f"is of version {self._receipt.version}, so its rows would carry the wrong version; call "
+                f"engine.sync(trainer) after each update (in a graph: end the step with Sync()(actor))."
+            )
         rows, device = len(prompts), self.model.device
         sampled = Sampled(
             torch.full((rows, sampling.max_new_tokens), self.tokenizer.pad_id, device=device),
@@ -279,13 +282,13 @@ class TorchRolloutEngine(Resident):
             torch.zeros(rows, sampling.max_new_tokens, device=device),
         )
         uniforms = key.uniforms(row_ids, sampling.max_new_tokens).to(device)
-        columns = (prompts.to(device), prompt_mask.to(device), uniforms, *sampled)
+        columns = (prompts.to(device), mask.to(device), uniforms, *sampled)
         with evaluating(self.model), torch.no_grad():
             for start in range(0, rows, self._max_rows):
-                ids, mask, numbers, *out = (column[start : start + self._max_rows] for column in columns)
-                self._fill(ids, mask, numbers, sampling, Sampled(*out))
+                ids, attended, numbers, *out = (column[start : start + self._max_rows] for column in columns)
+                self._fill(ids, attended, numbers, sampling, Sampled(*out))
         width = int(sampled.response_mask.any(0).sum())
-        return Sampled(*(column[:, :width].to(prompts.device) for column in sampled))
+        return Sampled(*(column[:, :width] for column in sampled))
 
     def _fill(self, prompts: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling, sampled: Sampled) -> None:
         """Sample the responses of some rows into `sampled`; rows that end leave the batch."""
@@ -293,6 +296,8 @@ class TorchRolloutEngine(Resident):
         ending = Ending(self.tokenizer, sampling)
         stops = torch.tensor(ending.token_ids, dtype=torch.int64, device=prompts.device)
         watches = [ending.watch() for _ in range(rows)] if ending.stop else []
+        from transformers import DynamicCache
+
         cache = DynamicCache(config=self.model.config)
         first, copies = unique_rows(prompts.masked_fill(~mask, -1))
         ids = prompts.masked_fill(~mask, 0)  # padding may hold anything, ids that the vocabulary lacks included
@@ -330,19 +335,6 @@ class TorchRolloutEngine(Resident):
             logits_to_keep=1,
         )
         return cast(Tensor, output.logits[:, -1])
-
-    def _check_receipt(self) -> None:
-        if self._receipt is None:
-            raise SyncError(
-                "this rollout engine holds no receipt, so nobody knows which version of the policy it would sample "
-                "from; call engine.sync(trainer) first (in a graph: end the step with Sync()(actor))."
-            )
-        if self._shares is not None and self._shares.version != self._receipt.version:
-            raise SyncError(
-                f"the weights that this rollout engine shares are at version {self._shares.version}, but its receipt "
-                f"is of version {self._receipt.version}, so its rows would bear the wrong version; call "
-                f"engine.sync(trainer) after each update (in a graph: end the step with Sync()(actor))."
-            )
 
 
 def next_token(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

@@ -24,23 +24,23 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from flowrl.backends.torch.load import load_causal_lm, loading, quiet
 from flowrl.backends.torch.lora import Adapter, LoRA, base_state
-from flowrl.backends.torch.mesh import Forward, Mesh, Sharded
-
-BUCKET_BYTES = 256 << 20
-"""Weights are gathered in buckets of at most this size, unless said otherwise."""
+from flowrl.backends.torch.mesh import GatheredCall, Mesh
+from flowrl.backends.torch.sharded import Sharded
 
 
 def load_sharded(
-    mesh: Sharded, folder: str, with_head: bool, lora: LoRA | None, seed: int
-) -> tuple[PreTrainedModel, Forward, Adapter | None]:
-    """The causal LM of a Hugging Face folder in float32, sharded over `mesh`, and what its weights can be had under.
+    mesh: Mesh, folder: str, with_head: bool, lora: LoRA | None, seed: int
+) -> tuple[PreTrainedModel, GatheredCall, Adapter | None]:
+    """The causal LM of a Hugging Face folder in float32, sharded over `mesh`, and what runs functions while
+    its weights are whole.
 
     Without the head, only the model below it (``lm.base_model``) is sharded and loaded. An adapter is put in before.
 
     Raises:
         BindError: as `load_causal_lm` and `Adapter`.
     """
-    with mesh.together(f"loading {folder!r}"), ExitStack() as files:
+    assert isinstance(mesh, Sharded)
+    with mesh.all_or_none(f"loading {folder!r}"), ExitStack() as files:
         with loading(folder):
             lm = _without_storage(folder)
             sources = None if lm is None else _sources(lm, with_head, _stored(folder, files))
@@ -51,14 +51,14 @@ def load_sharded(
             adapter.fill(seed)
         wanted = _wanted(lm, with_head)
         blocks = [module for module in wanted.modules() if type(module).__name__ in (lm._no_split_modules or ())]
-        forward = mesh.forward(wanted, blocks)
+        call = mesh.gathered(wanted, blocks)
         if sources is not None:
-            _allocate(forward.root, mesh.storage)
+            _allocate(call.root, mesh.storage)
             with loading(folder):
                 _read(base_state(lm), sources, mesh)
                 if adapter is not None:
                     _read(lm.state_dict(keep_vars=True), adapter.fresh(seed), mesh)
-    return lm, forward, adapter
+    return lm, call, adapter
 
 
 def _wanted(lm: PreTrainedModel, with_head: bool) -> PreTrainedModel:
@@ -164,7 +164,7 @@ def save_gathered(
     first = mesh.rank == 0
     gathered = _merged(mesh, _untied(model), bucket_bytes, adapter)
     weights = {name: tensor.cpu() for name, tensor in gathered if first}
-    with mesh.together("save_pretrained"):
+    with mesh.all_or_none("save_pretrained"):
         if first:
             with quiet():
                 model.save_pretrained(folder, state_dict=weights)

@@ -6,29 +6,30 @@ It is whole in this process, or sharded over several that each hold one rank of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from flowrl.backends.torch.learner import Learner
+from flowrl.backends.torch.device import device_of, mesh_of
+from flowrl.backends.torch.learner import Learner, TrainedEngine, TrainedSpec
 from flowrl.backends.torch.load import Folder, load_tokenizer
 from flowrl.backends.torch.lora import LoRA, require_peft
-from flowrl.backends.torch.mesh import device_of, mesh_of
+from flowrl.backends.torch.mesh import BUCKET_BYTES, Residence, Resident
 from flowrl.backends.torch.model import Dtype, Rows, SequenceInputs, TorchModel, check_sequences, score_rows
-from flowrl.backends.torch.optim import AdamW, Constant, Optimizer, Schedule
-from flowrl.backends.torch.shards import BUCKET_BYTES
-from flowrl.backends.torch.sleep import Residence, Resident
-from flowrl.core.protocols import BuildContext, Loss, MiniBatch
+from flowrl.core.backend import Backend
+from flowrl.core.protocols import BuildContext, Checkpointed, Loss, MiniBatch, Scorer, Sleeper, Trainer
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError
 from flowrl.records import Sequences
-from flowrl.spec import Spec, non_default
+from flowrl.spec import non_default
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 
-class TorchScorer(Spec):
+class TorchScorer(Backend):
     """A frozen causal LM that scores tokens (a reference policy).
 
     Args:
@@ -43,6 +44,8 @@ class TorchScorer(Spec):
         ranks: processes that share the weights by FSDP2, one device each.
         offload: keep weights in CPU memory; a layer comes to the device to compute.
     """
+
+    serves = (Scorer, Sleeper)
 
     model: Folder | None = None
     dtype: Dtype = "float32"
@@ -86,41 +89,23 @@ class TorchScorer(Spec):
         mesh = mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
         model = TorchModel(self.model, self.dtype, mesh, gradient_checkpointing=False)
         model.module.requires_grad_(False)
-        residence = Residence(mesh.device, [model.forward.root], offload=self.offload)
+        residence = Residence(mesh.device, [model.gathered.root], offload=self.offload)
         return TorchScorerEngine(self.model, model, self.max_tokens, self.logprob_chunk, residence)
 
 
-class TorchTrainer(Spec):
+class TorchTrainer(TrainedSpec):
     """A causal LM that is trained (an actor): float32 weights, one optimiser step per mini-batch.
 
     Args:
-        model: a Hugging Face folder with a tokeniser.
-        optimizer: `AdamW` or `SGD`.
-        schedule: `Constant`, `Linear` or `Cosine`, in optimiser steps.
-        grad_clip: L2 norm that the gradient of a mini-batch is scaled down to; None leaves it.
-        dtype: the arithmetic: ``"bfloat16"`` is autocast over the float32 weights.
-        gradient_checkpointing: recompute each layer in the backward pass, for memory.
-        max_tokens: padded tokens that a micro-batch may hold; gradients do not depend on it.
+        model, optimizer, schedule, grad_clip, dtype, gradient_checkpointing, max_tokens, device, memory, ranks,
+            offload: see `TrainedSpec`.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
-        device: None is CUDA where there is one, else the CPU.
-        memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
-        ranks: processes that share the weights by FSDP2, one device each.
-        offload: keep weights, gradients and optimiser state in CPU memory; a layer comes to the device to compute.
         lora: train an adapter, and nothing else; the model's own weights stay. Needs ``pip install 'flowrl[lora]'``.
     """
 
-    model: Folder
-    optimizer: Optimizer = AdamW(lr=1e-6)
-    schedule: Schedule = Constant()
-    grad_clip: float | None = Field(default=1.0, gt=0)
-    dtype: Dtype = "float32"
-    gradient_checkpointing: bool = False
-    max_tokens: int = Field(default=16384, ge=1)
+    serves = (Trainer, Checkpointed, Sleeper)
+
     logprob_chunk: int = Field(default=1024, ge=1)
-    device: str | None = None
-    memory: float | None = Field(default=None, gt=0)
-    ranks: int = Field(default=1, ge=1)
-    offload: bool = False
     lora: LoRA | None = None
 
     def build(self, context: BuildContext) -> TorchTrainerEngine:
@@ -132,20 +117,11 @@ class TorchTrainer(Spec):
         """
         if self.lora is not None:
             require_peft()
-        mesh = mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
+        mesh = self.mesh(context)
         tokenizer = load_tokenizer(self.model)
         model = TorchModel(self.model, self.dtype, mesh, self.gradient_checkpointing, lora=self.lora, seed=context.seed)
-        learner = Learner(
-            model.module,
-            self.optimizer,
-            self.schedule,
-            self.grad_clip,
-            self.max_tokens,
-            "actor",
-            mesh,
-            over=model.adapter_of,
-        )
-        residence = Residence(mesh.device, [model.forward.root], learner.optimizer, self.offload)
+        learner = Learner(model.module, self, "actor", mesh, over=model.adapter_of)
+        residence = Residence(mesh.device, [model.gathered.root], learner.optimizer, self.offload)
         engine = TorchTrainerEngine if self.lora is None else LoRATrainerEngine
         return engine(self.model, model, self.max_tokens, self.logprob_chunk, residence, learner, tokenizer)
 
@@ -171,6 +147,11 @@ class TorchScorerEngine(Resident):
         """The causal LM itself, in evaluation mode; a rollout in this process may share it."""
         return self._scorer.module
 
+    @property
+    def sharded(self) -> bool:
+        """Whether the weights of `model` are in shards, and not whole."""
+        return self._scorer.mesh.sharded
+
     @torch.no_grad()
     def log_probs(self, batch: Sequences) -> Tensor:
         """Log-probs of the response tokens at each row's temperature: float32 ``[batch response]``, 0 off the mask.
@@ -183,7 +164,7 @@ class TorchScorerEngine(Resident):
             AsleepError: the engine sleeps.
         """
         self.residence.require_awake("log_probs")
-        with self._scorer.mesh.together("log_probs"):
+        with self._scorer.mesh.all_or_none("log_probs"):
             inputs = SequenceInputs.of(batch)
 
         def score(micro: SequenceInputs) -> Tensor:
@@ -192,7 +173,7 @@ class TorchScorerEngine(Resident):
         return score_rows(self._scorer.mesh, inputs, self._max_tokens, score)
 
 
-class TorchTrainerEngine(TorchScorerEngine):
+class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
     """A live `Trainer`; made by `TorchTrainer.build`.
 
     Args:
@@ -212,12 +193,7 @@ class TorchTrainerEngine(TorchScorerEngine):
         tokenizer: Any,
     ) -> None:
         super().__init__(folder, scorer, max_tokens, logprob_chunk, residence)
-        self._learner, self._tokenizer = learner, tokenizer
-
-    @property
-    def version(self) -> int:
-        """How many `update` calls the weights have seen."""
-        return self._learner.version
+        self.learner, self._tokenizer = learner, tokenizer
 
     def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], loss: Loss[Rows]) -> Metrics:
         """One optimiser step per mini-batch, in order; then `version` grows by one.
@@ -238,7 +214,7 @@ class TorchTrainerEngine(TorchScorerEngine):
             # Entropy is always reported; its gradient is only taken where the loss has a use for it.
             return self._scorer.log_probs(micro, self._chunk, "gradient" if loss.wants_entropy else "value")
 
-        return self._learner.update(batch, mini_batches, loss, forward)
+        return self.learner.update(batch, mini_batches, loss, forward)
 
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """The float32 weights under the names that `save_pretrained` writes, sorted, tied ones once.
@@ -248,38 +224,6 @@ class TorchTrainerEngine(TorchScorerEngine):
         time: a collective that all ranks must go through to the end. See `Sharded.full`.
         """
         return self._scorer.weights(bucket_bytes)
-
-    def state_dict(self) -> dict[str, Any]:
-        """``weights``, ``optimizer``, ``steps``, ``version``, ``over``; the tensors are the live ones, as in torch.
-
-        Of an adapter, ``weights`` are its own alone, and ``over`` says what they are added to. Of several ranks, each
-        has its own shards (`torch.distributed.tensor.DTensor`).
-        """
-        return self._learner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, which is of as many ranks, bit for bit.
-
-        Raises:
-            DataError: the state is of a model with other weights, or of another number of ranks.
-        """
-        self._learner.load_state_dict(state)
-
-    def save_checkpoint(self, folder: str) -> None:
-        """Write what `state_dict` holds to a new folder, each rank its shards; a collective.
-
-        Raises:
-            DataError: the folder holds a checkpoint, or cannot be written.
-        """
-        self._learner.save_checkpoint(folder)
-
-    def load_checkpoint(self, folder: str) -> None:
-        """Go on from a checkpoint of any number of ranks, bit for bit where there are as many; a collective.
-
-        Raises:
-            DataError: there is none, it is of another model, adapter or optimiser, or damaged.
-        """
-        self._learner.load_checkpoint(folder)
 
     def save_pretrained(self, folder: str) -> None:
         """Write weights (float32, an adapter merged into them), configuration and tokeniser as a Hugging Face folder.

@@ -18,12 +18,11 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 from pydantic import Field
-from torch import Tensor
 
 from flowrl.backends.hosted import keeper
 from flowrl.backends.hosted.arrival import Arrival
-from flowrl.backends.hosted.base import Answer, EngineSpec, RolloutEngine, ending_on_error
-from flowrl.backends.hosted.ending import Ending
+from flowrl.backends.hosted.base import Answer, EngineSpec, HostedRollout, ending_on_error
+from flowrl.backends.rollout import Ending
 from flowrl.backends.torch.lora import LoRA, save_adapter
 from flowrl.core.protocols import BuildContext, Sampling
 from flowrl.data.tokenizer import ChatTokenizer
@@ -83,8 +82,8 @@ class VLLM(EngineSpec):
             )
 
     @property
-    def forgets(self) -> bool:
-        """Whether an engine that has slept has no weights, so that a sync must come first."""
+    def loses_weights_asleep(self) -> bool:
+        """Whether an engine that has slept must be synced before it generates."""
         return self.sleep_level == 2
 
     def build(self, context: BuildContext) -> VLLMEngine:
@@ -97,8 +96,8 @@ class VLLM(EngineSpec):
         return VLLMEngine(self, ChatTokenizer(self.model), context.seed)
 
 
-class VLLMEngine(RolloutEngine):
-    """A live `VLLM`; see `RolloutEngine` for what it does.
+class VLLMEngine(HostedRollout):
+    """A live `VLLM`; see `HostedRollout` for what it does.
 
     With one device the weights pass through one tensor at a time, within this process; with more they go to vLLM's
     workers; see `flowrl.backends.vllm.worker`. An adapter goes through a temporary folder.
@@ -158,39 +157,37 @@ class VLLMEngine(RolloutEngine):
             ) from error
         return [_answer(output) for output in outputs]
 
-    def _take(self, weights: Iterator[tuple[str, Tensor]], version: int, arrival: Arrival) -> str:
-        transport = self._load(weights, arrival) if self._spec.lora is None else self._adapt(weights, self._spec.lora)
+    def _take(self, arrival: Arrival) -> str:
+        transport = self._load(arrival) if self._spec.lora is None else self._adapt(arrival, self._spec.lora)
         if not self._llm.reset_prefix_cache():
             raise SyncError(
                 "vLLM kept its prefix cache, which was computed with older weights; expected no request to be "
                 "under way during a sync. The next engine.sync(trainer) starts the engine anew."
             )
-        self._llm.update_weight_version(str(version))
+        self._llm.update_weight_version(str(arrival.version))
         return transport
 
-    def _adapt(self, weights: Iterator[tuple[str, Tensor]], lora: LoRA) -> str:
-        """Put another adapter in the place of the one before."""
+    def _adapt(self, arrival: Arrival, lora: LoRA) -> str:
+        """Replace the adapter."""
         from vllm.lora.request import LoRARequest
 
         with tempfile.TemporaryDirectory(prefix="flowrl-lora-") as folder:
-            save_adapter(folder, dict(weights), lora)
+            save_adapter(folder, dict(arrival.weights()), lora)
             self._llm.llm_engine.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
         self._adapter = LoRARequest("policy", 1, folder)  # by its number: the folder is read no more
         return "file"
 
-    def _load(self, weights: Iterator[tuple[str, Tensor]], arrival: Arrival) -> str:
+    def _load(self, arrival: Arrival) -> str:
+        """Replace all weights."""
         if self._sender is None:
             from flowrl.backends.vllm.worker import pack_tied_heads
 
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": arrival.weights()})
             self._llm.apply_model(pack_tied_heads)
             return "in process"
-        received, transport = self._sender.send(weights)
-        if received != {arrival.digest}:
-            raise SyncError(
-                f"weights with the digest {arrival.digest} were sent to vLLM's workers, and what they received has "
-                f"{', '.join(sorted(received))}; expected the same in every worker. Sync again: the engine starts anew."
-            )
+        transport, received = self._sender.send(arrival.to_hand_over())
+        for digests in received:
+            arrival.check(digests, "a worker of vLLM's")
         return str(transport)
 
     def _score(self) -> tuple[list[float], bool]:
@@ -220,7 +217,6 @@ class VLLMEngine(RolloutEngine):
         try:
             import vllm
             from vllm.distributed import parallel_state
-            from vllm.platforms import current_platform
         except ImportError as error:
             raise BindError(
                 f"VLLM({spec.model!r}) needs vLLM, which does not import here ({error}); install it: pip install "
@@ -233,50 +229,20 @@ class VLLMEngine(RolloutEngine):
                 f"would take that process group for its own, and end it when it ends; expected a process where vLLM "
                 f"is alone. Give the job a place, where each role has its own: place=Colocate(1)."
             )
-        cpu = current_platform.is_cpu()
-        arguments: dict[str, Any] = {
-            "model": spec.model,
-            "tensor_parallel_size": spec.tensor_parallel,
-            "dtype": spec.dtype,
-            "kv_cache_memory_bytes": spec.kv_cache_bytes,
-            "max_model_len": spec.max_model_len,
-            "max_num_seqs": spec.max_num_seqs,
-            "enable_prefix_caching": spec.prefix_caching,
-            "enable_sleep_mode": current_platform.is_sleep_mode_available(),
-            "enforce_eager": cpu,  # compiling takes 25 s there
-            # Where a prompt is read in pieces vLLM rewinds the row's generator, which those of a CPU cannot.
-            "enable_chunked_prefill": False if cpu else None,
-            "seed": self._seed,
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",  # which is none: sampling is as the graph says
-        }
-        if spec.tensor_parallel > 1:
-            from vllm.config import WeightTransferConfig
-
-            from flowrl.backends.vllm import worker as vllm_worker
-
-            arguments["distributed_executor_backend"] = "mp"  # within a placement group of Ray's it would start actors
-            arguments["worker_extension_cls"] = f"{vllm_worker.__name__}.Extension"
-            arguments["weight_transfer_config"] = WeightTransferConfig(backend=vllm_worker.BACKEND)
-        if spec.lora is not None:
-            rank = next((held for held in LORA_RANKS if held >= spec.lora.r), spec.lora.r)
-            arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
-        if spec.memory_fraction is not None:
-            arguments["gpu_memory_utilization"] = spec.memory_fraction
-        elif cpu and spec.kv_cache_bytes is None:
-            arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
         try:
             with _environment(spec.tensor_parallel):
-                llm = vllm.LLM(**arguments | dict(spec.engine_args))
+                llm = vllm.LLM(**_arguments(spec, self._seed) | dict(spec.engine_args))
             shared_memory: set[str] = set()
             keepers: list[int] = []
             workers: list[Any] = []
             self._end = weakref.finalize(self, _end, llm.llm_engine.engine_core, workers, shared_memory, keepers)
             if spec.tensor_parallel > 1:
+                from flowrl.backends.vllm import worker as vllm_worker
+
                 with ending_on_error(self._end):
                     workers.extend(worker.proc for worker in llm.llm_engine.model_executor.workers)
                     shared_memory.update(*llm.collective_rpc("flowrl_shared_memory"))
-                    keepers.append(keeper.keep(Path(vllm_worker.SHARED_MEMORY, name) for name in shared_memory))
+                    keepers.append(keeper.start_keeper(Path(vllm_worker.SHARED_MEMORY, name) for name in shared_memory))
                     self._sender = vllm_worker.Sender(llm)
         except Exception as error:
             raise BindError(
@@ -288,8 +254,47 @@ class VLLMEngine(RolloutEngine):
         self._llm = llm
 
 
+def _arguments(spec: VLLM, seed: int) -> dict[str, Any]:
+    """What `vllm.LLM` is called with, but for `engine_args`."""
+    from vllm.platforms import current_platform
+
+    cpu = current_platform.is_cpu()
+    arguments: dict[str, Any] = {
+        "model": spec.model,
+        "tensor_parallel_size": spec.tensor_parallel,
+        "dtype": spec.dtype,
+        "kv_cache_memory_bytes": spec.kv_cache_bytes,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "enable_prefix_caching": spec.prefix_caching,
+        "enable_sleep_mode": current_platform.is_sleep_mode_available(),
+        "enforce_eager": cpu,  # compiling takes 25 s there
+        # Where a prompt is read in pieces vLLM rewinds the row's generator, which those of a CPU cannot.
+        "enable_chunked_prefill": False if cpu else None,
+        "seed": seed,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # which is none: sampling is as the graph says
+    }
+    if spec.tensor_parallel > 1:
+        from vllm.config import WeightTransferConfig
+
+        from flowrl.backends.vllm import worker as vllm_worker
+
+        arguments["distributed_executor_backend"] = "mp"  # within a placement group of Ray's it would start actors
+        arguments["worker_extension_cls"] = f"{vllm_worker.__name__}.Extension"
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend=vllm_worker.BACKEND)
+    if spec.lora is not None:
+        rank = next((held for held in LORA_RANKS if held >= spec.lora.r), spec.lora.r)
+        arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+    if spec.memory_fraction is not None:
+        arguments["gpu_memory_utilization"] = spec.memory_fraction
+    elif cpu and spec.kv_cache_bytes is None:
+        arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    return arguments
+
+
 def _answer(output: Any) -> Answer:
-    """A response in the words of `RolloutEngine`."""
+    """A response in the words of `HostedRollout`."""
     ids = list(output.token_ids)
     return Answer(
         ids,
@@ -300,8 +305,7 @@ def _answer(output: Any) -> Answer:
 
 
 def _end(core: Any, workers: list[Any], shared_memory: set[str], keepers: list[int]) -> None:
-    """End vLLM's processes, and remove the shared memory that its workers leave behind, which is nobody's then to
-    keep."""
+    """End vLLM's processes, and remove the shared memory that its workers leave behind."""
     try:
         core.shutdown()
         gc.collect()  # vLLM's objects are in cycles, and hold memory

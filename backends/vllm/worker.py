@@ -1,14 +1,14 @@
-"""How weights reach the worker processes of a tensor-parallel vLLM: through its weight-transfer API.
+"""Carries weights to the worker processes of a tensor-parallel vLLM, through its weight-transfer API.
 
-vLLM imports this module in each of its workers. They open tensors on GPUs where they are (CUDA IPC), and others go
-through CPU memory (gloo): NCCL cannot join two processes that share one GPU, and a CPU has neither. Each worker takes
-what is its share of a tensor.
+vLLM imports this module in each of its workers. They open tensors that are on GPUs where they are (CUDA IPC); others go
+through CPU memory (gloo), since NCCL cannot join two processes that share one GPU, and a CPU has neither. Each worker
+hashes what it receives, and takes its share of each tensor.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -23,20 +23,21 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from flowrl.backends.hosted.handles import can_share, handles, opened
-from flowrl.sync.digest import combine, tensor_digest
+from flowrl.sync.buckets import BUCKET_BYTES, in_buckets
+from flowrl.sync.digest import tensor_digest
+from flowrl.sync.group import TransferGroup, connect
+from flowrl.sync.ipc import can_share, export_handles, open_handles
 
 BACKEND = "flowrl"
-BUCKET_BYTES = 256 << 20
 ADDRESS = "127.0.0.1"  # vLLM's workers are on the machine of the process that starts them
 SHARED_MEMORY = "/dev/shm/"
-PATIENCE = timedelta(seconds=120)  # for one tensor
+PATIENCE = 120.0  # seconds, for one tensor
 c10d: Any = dist  # whose annotations hide the stores that it documents
 
 
 @dataclass
 class Meeting(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where workers meet the sender, and how many they are with it."""
+    """Where the workers meet the sender, and how many processes that are in all."""
 
     port: int
     world_size: int
@@ -52,48 +53,17 @@ class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
     handles: bytes
 
 
-class Link:
-    """A gloo group of the sender (rank 0) and the workers, apart from whatever groups these processes have.
-
-    Args:
-        store: where they meet.
-        rank: which one this is.
-        world_size: how many they are.
-    """
-
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        options = c10d.ProcessGroupGloo._Options()
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=ADDRESS)]
-        options._timeout = PATIENCE
-        self._group = c10d.ProcessGroupGloo(c10d.PrefixStore("weights", store), rank, world_size, options)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Send `tensor` from rank 0; the others receive into theirs.
-
-        Raises:
-            RuntimeError: another has left, or died, or makes us wait for too long.
-        """
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        self._group.broadcast([tensor], options).wait()
-
-    def leave(self) -> None:
-        """Close all connections, so that the others wait no longer. gloo does it when nobody holds the group, which
-        is why nobody else may, not even the traceback of an error."""
-        self._group = None
-
-
 class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
-    """The end of one worker."""
+    """The receiving end, in one worker."""
 
     init_info_cls = Meeting
     update_info_cls = Bucket
-    _link: Link | None = None
+    _group: TransferGroup | None = None
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
         """Join the sender, which waits for all workers."""
-        store = c10d.TCPStore(ADDRESS, init_info.port, init_info.world_size, is_master=False, timeout=PATIENCE)
-        self._link = Link(store, 1 + self.parallel_config.rank, init_info.world_size)
+        store = connect(ADDRESS, init_info.port, PATIENCE)
+        self._group = _group(store, 1 + self.parallel_config.rank, init_info.world_size)
 
     def start_weight_update(self) -> None:
         """Let vLLM take weights in the layout of a checkpoint again, layer by layer."""
@@ -101,7 +71,7 @@ class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive a bucket. What vLLM does besides, to wait for its device, raises where there is only a CPU."""
+        """Receive a bucket. vLLM's own method also waits for its device, which raises where there is only a CPU."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
             if torch.accelerator.is_available():
@@ -113,16 +83,16 @@ class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
     def receive_weights(self, update_info: Bucket) -> None:
         """Receive the tensors of a bucket one by one, and take this worker's share of each.
 
-        A worker that cannot take one receives the others all the same: those that can wait for it in each broadcast,
-        and the sender is to hear its error and not theirs.
+        A worker that cannot take one still receives the rest: the other workers wait for it in each broadcast, and the
+        sender is to hear its error and not theirs.
         """
-        assert self._link is not None, "it has left, or never joined"
-        shared = opened(update_info.handles) if update_info.handles else None
+        assert self._group is not None, "it has left, or never joined"
+        shared = open_handles(update_info.handles) if update_info.handles else None
         fault: Exception | None = None
         for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
             if shared is None:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-                self._link.broadcast(tensor)
+                self._group.broadcast(tensor)
             else:
                 tensor = shared[name]
             if fault is None:
@@ -135,14 +105,14 @@ class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
             raise fault
 
     def finish_weight_update(self) -> None:
-        """Let vLLM pack what has come as its kernels want it."""
+        """Let vLLM pack what has come for its kernels."""
         finalize_layerwise_reload(self.model, self.model_config)
         pack_tied_heads(self.model)
 
     def shutdown(self) -> None:
         """Leave the sender."""
-        if self._link is not None:
-            self._link.leave()
+        if self._group is not None:
+            self._group.leave()
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
@@ -164,9 +134,9 @@ class Extension:
 
     weight_transfer_engine: Receiver
 
-    def flowrl_digest(self) -> str:
-        """Of the weights that the last update brought."""
-        return combine(self.weight_transfer_engine.digests)
+    def flowrl_digests(self) -> dict[str, str]:
+        """The digest of each tensor that the last update brought, as this worker received it."""
+        return self.weight_transfer_engine.digests
 
     def flowrl_shared_memory(self) -> list[str]:
         """The names of the shared memory that this worker has mapped: its own, and what it shares with the others."""
@@ -176,7 +146,7 @@ class Extension:
 
 
 class Sender:
-    """The end of the process that started vLLM.
+    """The sending end, in the process that started vLLM.
 
     Args:
         llm: a live `vllm.LLM`.
@@ -193,17 +163,17 @@ class Sender:
             port,
             world,
             is_master=True,
-            timeout=PATIENCE,
+            timeout=timedelta(seconds=PATIENCE),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
         with ThreadPoolExecutor(1) as pool:
             joined = pool.submit(llm.init_weight_transfer_engine, {"init_info": asdict(Meeting(port, world))})
-            self._link = Link(store, 0, world)
+            self._group = _group(store, 0, world)
             joined.result()
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], str]:
-        """Carry weights to every worker; returns the digests that the workers took of what came, and the transport.
+    def send(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[str, list[dict[str, str]]]:
+        """Carry weights to every worker; returns the transport, and the digests that each worker took of what came.
 
         Raises:
             RuntimeError: a worker failed, with its reason.
@@ -211,34 +181,28 @@ class Sender:
         self._llm.start_weight_update()
         transport = "gloo"
         with ThreadPoolExecutor(1) as pool:
-            for bucket in _buckets(weights):
-                shared = can_share([tensor for _, tensor in bucket])
+            for each in in_buckets(weights, BUCKET_BYTES):
+                bucket = dict(each)
+                shared = can_share(bucket.values())
                 transport = "cuda ipc" if shared else "gloo"
                 info = Bucket(
-                    [name for name, _ in bucket],
-                    [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                    [list(tensor.shape) for _, tensor in bucket],
-                    handles(dict(bucket)) if shared else b"",
+                    list(bucket),
+                    [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
+                    [list(tensor.shape) for tensor in bucket.values()],
+                    export_handles(bucket) if shared else b"",
                 )
                 received = pool.submit(self._llm.update_weights, {"update_info": asdict(info)})
                 try:
-                    for _, tensor in [] if shared else bucket:
-                        self._link.broadcast(tensor.cpu().contiguous())
+                    for tensor in [] if shared else bucket.values():
+                        self._group.broadcast(tensor.cpu().contiguous())
                 except Exception:
-                    self._link.leave()  # so that no worker waits for what comes no more
+                    self._group.leave()  # so that no worker waits for what comes no more
                     received.result()  # which raises what happened to the workers
                     raise
                 received.result()
         self._llm.finish_weight_update()
-        return set(self._llm.collective_rpc("flowrl_digest")), transport
+        return transport, self._llm.collective_rpc("flowrl_digests")
 
 
-def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket: list[tuple[str, Tensor]] = []
-    for name, tensor in weights:
-        bucket.append((name, tensor))
-        if sum(held.nbytes for _, held in bucket) >= BUCKET_BYTES:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
+def _group(store: Any, rank: int, size: int) -> TransferGroup:
+    return TransferGroup(store, "weights", rank, size, ADDRESS, PATIENCE)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from flowrl import Operator, algorithm
+from flowrl.backends import Backend
 from flowrl.columns import TokenLevelScores
 from flowrl.core.protocols import BuildContext, Scorer
 from flowrl.core.roles import Reads, Role
 from flowrl.records import Sequences
-from flowrl.spec import Spec
 
 NODES = 32
 
@@ -50,8 +50,10 @@ class IdleEngine:
         return torch.zeros(batch.response_mask.shape)
 
 
-class Idle(Spec):
+class Idle(Backend):
     """A backend that loads nothing."""
+
+    serves = (Scorer,)
 
     def build(self, context: BuildContext) -> IdleEngine:
         return IdleEngine()

@@ -13,8 +13,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from flowrl.sync import stream
-from flowrl.sync.source import BUCKET_BYTES, Origin
+from flowrl.sync import ipc, stream
+from flowrl.sync.buckets import BUCKET_BYTES
+from flowrl.sync.received import Origin
 
 PATIENCE = 120.0  # seconds
 
@@ -23,7 +24,7 @@ def _share(device: str) -> None:
     """Pass handles to memory of this device."""
     if device == "cpu":
         mp.set_sharing_strategy("file_system")
-    stream.shared_device = lambda: torch.device(device)
+    ipc.shared_device = lambda: torch.device(device)
 
 
 def _receive(tickets: Connection, device: str) -> None:

@@ -1,4 +1,4 @@
-"""Engines of one process that take turns on one device, as `RayExecutor` lets those of colocated processes."""
+"""Engines of one process that take turns on one device, as `RayRunner` lets those of colocated processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from flowrl.run.local import LocalExecutor
+from flowrl.run.steps import Steps
 
 
 class Turn(NamedTuple):
@@ -29,18 +29,16 @@ class Turns:
         device: where the engines compute.
     """
 
-    def __init__(self, executor: LocalExecutor, device: str) -> None:
+    def __init__(self, executor: Steps, device: str) -> None:
         self.executor, self.device = executor, device
-        self.engines = executor.session.engines
+        self.engines = executor.runner.engines
         self.log: list[Turn] = []
         for role in self.engines:
             self._take(role, "sleep")
 
     def __call__(self, node: str) -> None:
         """Make room for `node`; one without a role changes nothing."""
-        operator = self.executor.plan.graph[node].operator
-        roles = {getattr(operator, field).name for field in operator.role_uses}
-        self.wake(*roles)
+        self.wake(*self.executor.plan.graph[node].roles)
 
     def wake(self, *roles: str) -> None:
         """Have just these engines awake; without any, leave all as they are."""

@@ -11,6 +11,7 @@ from flowrl.core import session as sessions
 from flowrl.core.graph import Graph, Input, Node
 from flowrl.core.inference import infer
 from flowrl.core.operator import Operator
+from flowrl.core.ports import PortField
 from flowrl.core.symbols import Edge, EdgeType, Symbol
 from flowrl.data.record_types import hints_of, record_columns, with_clear_attribute_errors
 from flowrl.errors import DefinitionError, GraphError
@@ -31,22 +32,22 @@ class Tracer:
         """A node for an input of the algorithm; returns the record of its symbols."""
         return self._add(Node(name, Input(record), {}))
 
-    def record(self, operator: Operator, inputs: Mapping[str, Any]) -> Any:
+    def record(self, operator: Operator, inputs: Mapping[PortField, Any]) -> Any:
         """A node for a call of `operator`; returns its symbol, or the record of its symbols."""
-        edges: dict[str, Edge] = {}
-        for slot, value in inputs.items():
+        edges: dict[PortField, Edge] = {}
+        for field, value in inputs.items():
             if not isinstance(value, Symbol):
                 raise GraphError(
-                    f"{operator.name}.{slot} was given a {type(value).__name__} while the graph is recorded; expected "
-                    f"an output of another operator: constants belong into the parameters of "
+                    f"{operator.name}.{field} was given a {type(value).__name__} while the graph is recorded; expected "
+                    f"an output of another operator: constants belong in the parameters of "
                     f"{type(operator).__name__}(...)."
                 )
             if value._tracer is not self:
                 raise GraphError(
-                    f"{operator.name}.{slot} was given {value!r}, which belongs to another graph; expected an output "
+                    f"{operator.name}.{field} was given {value!r}, which belongs to another graph; expected an output "
                     f"of an operator that this algorithm itself calls."
                 )
-            edges[slot] = value._edge
+            edges[field] = value._edge
         return self._add(Node(operator.name, operator, edges))
 
     def _add(self, node: Node) -> Any:
@@ -55,7 +56,7 @@ class Tracer:
                 f"two nodes are named {node.name!r}; names must differ, so give one a name of its own: "
                 f'{type(node.operator).__name__}(...).named("{node.name}_2nd").'
             )
-        types = infer(node.name, node.operator, {s: (e, self.types[e]) for s, e in node.inputs.items()}, self.types)
+        types = infer(node.name, node.operator, {f: (e, self.types[e]) for f, e in node.inputs.items()}, self.types)
         self.nodes[node.name] = node
         symbols = {}
         for output, typed in types.items():
@@ -118,7 +119,7 @@ class Algorithm(Generic[P, R, GraphT]):
             )
         graph = self.kind.build(name, tracer.nodes, sinks)
         for node in tracer.nodes.values():
-            if node.name not in graph and any(use.mode == "writes" for use in node.operator.role_uses.values()):
+            if node.name not in graph and node.writes:
                 raise GraphError(
                     f"{name} calls {node.name}, which writes weights, but neither returns what it gives nor passes it "
                     f"on, so it would never run; return it too: `return ..., {node.name}`, or take the call out."

@@ -27,8 +27,8 @@ class Diff:
     """What changes from `before` to `after`: text by ``str()``, and falsy where nothing does.
 
     `pruned` are nodes that fell away because nothing reads them any more; `removed` are the others that are gone:
-    sinks, those whose readers live on, and those whose outputs an added node writes in their stead. `renamed` are those
-    that differ in nothing but their name, old name to new; they are neither added nor removed.
+    sinks, those whose readers live on, and those whose outputs an added node writes instead. `renamed` are those
+    that differ only in their name, old name to new; they are neither added nor removed.
     """
 
     before: Graph
@@ -80,17 +80,17 @@ DiffT = TypeVar("DiffT", bound=Diff)
 def diff(kind: type[DiffT], before: Graph, after: Graph) -> DiffT:
     """What changes, as a `Diff` of this class.
 
-    Nodes are matched by name, and a node whose operator class changed counts as changed.
-    A node whose name is gone is matched with one of a new name where type, parameters and wiring are the same.
+    Nodes are matched by name, and a node whose operator class changed counts as changed. A node whose name is gone is
+    matched with one of a new name that has the same type, parameters and wiring.
 
     Raises:
-        GraphError: one of the two is no graph.
+        GraphError: one of the two is not a graph.
     """
     given: tuple[object, ...] = (before, after)
     for graph in given:
         if not isinstance(graph, Graph):
             what = f"flowrl.load({str(graph)!r})" if isinstance(graph, str | Path) else "graph.diff(other.graph)"
-            raise GraphError(f"a {type(graph).__name__} is no graph; expected a Graph: {what}.")
+            raise GraphError(f"a {type(graph).__name__} is not a graph; expected a Graph: {what}.")
     renamed = _renamed(before, after)
     gone = [name for name in before.nodes if name not in after and name not in renamed]
     added = [name for name in after.nodes if name not in before and name not in renamed.values()]
@@ -139,8 +139,8 @@ def _renamed(before: Graph, after: Graph) -> dict[str, str]:
 
 
 def _node_change(old: Node, new: Node, renamed: Mapping[str, str]) -> NodeChange | None:
-    """What changed, but for the names of what is `renamed`."""
-    inputs = {slot: edge._replace(node=renamed.get(edge.node, edge.node)) for slot, edge in old.inputs.items()}
+    """What changed, apart from the names of what is `renamed`."""
+    inputs = {field: edge._replace(node=renamed.get(edge.node, edge.node)) for field, edge in old.inputs.items()}
     old = Node(old.name, old.operator, inputs)
     before, after = _parameters(old), _parameters(new)
     if before["operator"] != after["operator"] and _short(before["operator"]) != _short(after["operator"]):
@@ -160,7 +160,7 @@ def _parameters(node: Node) -> dict[str, Any]:
 
 
 def _flat(encoded: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters flattened one level down, so that ``loss.kl`` shows as such and not as two whole losses."""
+    """Parameters flattened one level down, so that a change of ``loss.kl`` does not show as two whole losses."""
     flat: dict[str, Any] = {}
     for name, value in encoded.items():
         if isinstance(value, dict) and "$type" in value:

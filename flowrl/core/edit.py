@@ -3,13 +3,13 @@
 Everything resolves against the graph as it was; what nothing reaches any more vanishes once, at the end; the original
 is untouched.
 
-- ``replace={"gae": GroupAdvantage()}``: the replacement bears its own name. A slot takes the predecessor's edge of the
-  same name, else the one ancestor that writes the column it wants, else the one node that writes it and does not depend
-  on what is replaced.
+- ``replace={"gae": GroupAdvantage()}``: the replacement has its own name. A port keeps the edge that the predecessor's
+  port of that name has, else it takes the one ancestor that writes the column it wants, else the one node that writes
+  it and does not depend on what is replaced.
 - ``drop=["whiten"]``: a sink is gone; an inner node is bypassed where exactly one of its inputs is acceptable to its
   readers.
-- ``insert={"length_penalty": After("reward", LengthPenalty())}``: every reader of what it re-writes moves to it. Its
-  slots take what ``reward`` writes, else are found in the same way.
+- ``insert={"length_penalty": After("reward", LengthPenalty())}``: every reader of what it rewrites moves to it. Its
+  ports take what ``reward`` writes, else are found in the same way.
 - ``wire={"gae.values": "old_values.values"}``: sets edges by hand and overrides all of the above.
 - ``set={"generate.temperature": 0.7, "update_actor.loss.clip_high": 0.28}``: one parameter of an operator, or of a spec
   that is one; the others stay.
@@ -23,12 +23,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from flowrl.columns import ColumnType
 from flowrl.core.graph import Graph, Node
-from flowrl.core.inference import Available, candidates
+from flowrl.core.inference import Available
 from flowrl.core.operator import Operator
+from flowrl.core.ports import PortField
 from flowrl.core.symbols import Edge
-from flowrl.data.record_types import SlotType, ValueType, accepts
+from flowrl.core.wiring import End, wire_by_type
+from flowrl.data.record_types import ValueType, accepts
 from flowrl.errors import GraphError, offer
 from flowrl.spec import Spec, parameters
 
@@ -60,7 +61,7 @@ def edit(
     """A changed copy of `graph`; see the module's docstring.
 
     Raises:
-        GraphError: a node that is not there, one named twice, an edit that leaves a port without an unambiguous edge;
+        GraphError: a node that is not there, one named twice, an edit after which it is not clear what a port reads;
             the message names the `wire=` that settles it.
         PortError: the changed graph connects what does not fit.
         BindError: a backend for a role that the changed graph does not have, or that cannot serve it.
@@ -112,7 +113,7 @@ def _with(spec: SpecT, where: str, parameter: str, value: Any, path: str) -> Spe
     """`spec` with another value of a parameter, which may be one of a spec that is a parameter: ``loss.clip_high``."""
     name, _, inner = parameter.partition(".")
     if name not in (known := parameters(spec)):
-        raise GraphError(f"edit(set={{{path!r}: ...}}) names no parameter; {offer(name, known, f'{where} has')}")
+        raise GraphError(f"edit(set={{{path!r}: ...}}) does not name a parameter; {offer(name, known, f'{where} has')}")
     if inner:
         if not isinstance(known[name], Spec):
             raise GraphError(
@@ -124,7 +125,7 @@ def _with(spec: SpecT, where: str, parameter: str, value: Any, path: str) -> Spe
 
 
 def _refuse_unmapped(**verbs: Any) -> None:
-    """Verbs that say what happens to which node, or role, want a mapping."""
+    """Refuse anything but a mapping for the verbs that say what happens to which node or role."""
     for verb, given in verbs.items():
         if not isinstance(given, Mapping):
             raise GraphError(f"edit({verb}={given!r}) does not say where; expected {verb}={{{_EXAMPLES[verb]}}}.")
@@ -147,7 +148,7 @@ def _refuse_misuse(
     insert: Mapping[str, After],
     rename: Mapping[str, str],
 ) -> None:
-    """What can be refused without looking at types."""
+    """Refuse what is wrong whatever the types are."""
     for node, operator in replace.items():
         if not isinstance(operator, Operator):
             raise GraphError(f"edit(replace={{{node!r}: ...}}) gives {_no_operator(operator)}.")
@@ -190,15 +191,11 @@ def _refuse_misuse(
 def _no_operator(given: Any) -> str:
     if isinstance(given, type) and issubclass(given, Operator):
         return f"the class {given.__name__}; expected an operator, which has parameters: {given.__name__}(...)"
-    return f"{given!r}, which is no operator; expected one, such as GAE(lam=0.9)"
-
-
-def _writes(operator: Operator) -> bool:
-    return any(use.mode == "writes" for use in operator.role_uses.values())
+    return f"{given!r}, which is not an operator; expected one, such as GAE(lam=0.9)"
 
 
 class _Edit:
-    """The graph as it was, and how its edges are led into the new one.
+    """The graph as it was, and how its edges carry over into the new one.
 
     Attributes:
         operators: of every node that the new graph may have, by new name, in order.
@@ -222,7 +219,7 @@ class _Edit:
         self.wires = self._parse_wires(wire)
 
     def _rewritten(self, name: str, after: After) -> dict[Edge, Edge]:
-        """Which outputs of its anchor an inserted operator writes anew: those of the same kind, dtype and axes."""
+        """The outputs of its anchor that an inserted operator rewrites: those of the same kind, dtype and axes."""
         return {
             Edge(after.node, old): Edge(name, new)
             for old, old_type in self.graph[after.node].operator.signature.outputs.items()
@@ -230,60 +227,66 @@ class _Edit:
             if accepts(old_type, new_type) and accepts(new_type, old_type)
         }
 
-    def _parse_wires(self, wire: Mapping[str, str]) -> dict[str, dict[str, Edge]]:
-        """``wire=`` as new node name to slot to edge; nodes may be called by their old or new names.
+    def _parse_wires(self, wire: Mapping[str, str]) -> dict[str, dict[PortField, Edge]]:
+        """``wire=`` as new node name to field to edge; nodes may be called by their old or new names.
 
         A whole record goes by the node that writes it: ``wire={"value.rollout": "generate"}``.
         """
-        wires: dict[str, dict[str, Edge]] = {}
-        for port, source in wire.items():
-            reader, _, slot = port.partition(".")
-            reader = self.new_names.get(reader, reader)
+        wires: dict[str, dict[PortField, Edge]] = {}
+        for end, source in wire.items():
+            said = f"wire={{{end!r}: ...}}"
+            node, _, port = end.partition(".")
+            reader = self.new_names.get(node, node)
             if reader not in self.operators:
                 known = offer(reader, self.operators, " of one of:")
-                raise GraphError(f"wire={{{port!r}: ...}} names no node; expected 'node.port'{known}")
-            signature = self.operators[reader].signature
-            if slot in signature.ports and signature.ports[slot].record is not None and "." not in source:
-                pairs = {s: f"{source}.{s.partition('.')[2]}" for s in signature.ports[slot].slots}
-            elif slot in signature.slots:
-                pairs = {slot: source}
+                raise GraphError(f"{said} does not name a node; expected 'node.port'{known}")
+            signature, field = self.operators[reader].signature, PortField.parse(port)
+            if port in signature.ports and signature.ports[port].record is not None and "." not in source:
+                pairs = {field: f"{source}.{field.name}" for field in signature.ports[port].fields}
+            elif field in signature.fields:
+                pairs = {field: source}
             else:
-                known = offer(slot, dict.fromkeys([*signature.ports, *signature.slots]), f"{reader} has:")
-                raise GraphError(f"wire={{{port!r}: ...}} names no port; {known}")
-            for slot, written in pairs.items():
-                edge = Edge.parse(written)
-                edge = Edge(self.new_names.get(edge.node, edge.node), edge.output)
-                outputs = self.operators[edge.node].signature.outputs if edge.node in self.operators else {}
-                if edge.output not in outputs:
-                    wrong, there = (edge.output, outputs) if outputs else (edge.node, self.operators)
-                    raise GraphError(
-                        f"wire={{{port!r}: {source!r}}} names no output {written!r}; expected 'node.column', "
-                        f"{offer(wrong, there, 'with one of:')}"
-                    )
-                wires.setdefault(reader, {})[slot] = edge
+                known = offer(port, dict.fromkeys([*signature.ports, *map(str, signature.fields)]), f"{reader} has:")
+                raise GraphError(f"{said} does not name a port; {known}")
+            found = {field: self._parse_output(output, end, source) for field, output in pairs.items()}
+            wires.setdefault(reader, {}).update(found)
         return wires
 
+    def _parse_output(self, output: str, end: str, source: str) -> Edge:
+        """The edge of the new graph that `output` names; ``wire={end: source}`` is what was given."""
+        written = Edge.parse(output)
+        edge = Edge(self.new_names.get(written.node, written.node), written.output)
+        outputs = self.operators[edge.node].signature.outputs if edge.node in self.operators else {}
+        if edge.output not in outputs:
+            wrong, there = (edge.output, outputs) if outputs else (edge.node, self.operators)
+            raise GraphError(
+                f"wire={{{end!r}: {source!r}}} names {output!r}, which is not an output; expected 'node.column', "
+                f"{offer(wrong, there, 'with one of:')}"
+            )
+        return edge
+
     def node(self, name: str) -> Node:
-        """A node of the new graph, with every edge led to where it ends there."""
+        """A node of the new graph, with every edge from where it starts there."""
         operator, by_hand = self.operators[name], self.wires.get(name, {})
+        ends = {field: End(name, field, wanted) for field, wanted in operator.signature.fields.items()}
+        edges = self._edges_as_it_was(name)
+        carried = {field: self.follow(edge, ends[field]) for field, edge in edges.items() if field not in by_hand}
+        return Node(name, operator.named(name), {**carried, **by_hand})
+
+    def _edges_as_it_was(self, name: str) -> Mapping[PortField, Edge]:
+        """The edges of a node of the new graph, in terms of the old one; those that are set by hand may be among them.
+
+        A replacement inherits its predecessor's; an inserted node reads its anchor before anything else.
+        """
+        operator, types, by_hand = self.operators[name], self.graph.types, self.wires.get(name, {})
         if name in self.insert:
-            edges: Mapping[str, Edge] = self.wire_inserted(name, self.insert[name], by_hand)
-        elif self.old_names[name] in self.replace:
-            edges = self.wire_replacement(self.graph[self.old_names[name]], operator, by_hand)
-        else:
-            edges = self.graph[self.old_names[name]].inputs
-        slots = operator.signature.slots
-        led = {slot: self.follow(edge, slots[slot], name, slot) for slot, edge in edges.items() if slot not in by_hand}
-        return Node(name, operator.named(name), {**led, **by_hand})
-
-    def wire_replacement(self, old: Node, operator: Operator, by_hand: Mapping[str, Edge]) -> dict[str, Edge]:
-        """Old edges for a replacement: the predecessor's by slot name, then what is found by the column it wants."""
-        return self._wire(operator.name, operator, old.inputs, self._written_before(old.name), by_hand)
-
-    def wire_inserted(self, name: str, after: After, by_hand: Mapping[str, Edge]) -> dict[str, Edge]:
-        """Old edges for an inserted operator: what its anchor writes, else what is found by the column it wants."""
-        near = {edge: typed for edge, typed in self.graph.types.items() if edge.node == after.node}
-        return self._wire(name, after.operator, {}, [near, *self._written_before(after.node)], by_hand)
+            anchor = self.insert[name].node
+            near = {edge: typed for edge, typed in types.items() if edge.node == anchor}
+            return wire_by_type(name, operator, {}, [near, *self._written_before(anchor)], types, by_hand)
+        old = self.graph[self.old_names[name]]
+        if old.name in self.replace:
+            return wire_by_type(name, operator, old.inputs, self._written_before(old.name), types, by_hand)
+        return old.inputs
 
     def _written_before(self, node: str) -> list[Available]:
         """What may be read in the place of a node of the old graph, the nearest first.
@@ -297,83 +300,43 @@ class _Edit:
         types = self.graph.types.items()
         return [{edge: typed for edge, typed in types if edge.node in pool} for pool in (ancestors, others)]
 
-    def _wire(
-        self,
-        name: str,
-        operator: Operator,
-        inherited: Mapping[str, Edge],
-        pools: Sequence[Available],
-        by_hand: Mapping[str, Edge],
-    ) -> dict[str, Edge]:
-        types = self.graph.types
-        wants = operator.wants()
-        edges: dict[str, Edge] = {}
-        binding: dict[str, tuple[str, str, Edge]] = {}
-
-        def take(slot: str, wanted: SlotType, edge: Edge) -> None:
-            edges[slot] = edge
-            if isinstance(wanted, ColumnType):
-                for axis, identity in zip(wanted.axes, types[edge].axes, strict=True):
-                    binding.setdefault(axis, (identity, slot, edge))
-
-        open_slots: dict[str, SlotType] = {}
-        for port in operator.signature.ports.values():
-            if wants.get(port.name) is False:
-                continue
-            for slot, wanted in port.slots.items():
-                if slot in by_hand:
-                    continue
-                if slot in inherited and accepts(wanted, types[inherited[slot]].type):
-                    take(slot, wanted, inherited[slot])
-                elif wants.get(port.name) or not port.optional:
-                    open_slots[slot] = wanted
-        while open_slots:  # what is settled binds axes, and so may settle the rest
-            found = {
-                slot: next((c for pool in pools if (c := candidates(wanted, binding, pool))), [])
-                for slot, wanted in open_slots.items()
-            }
-            slot = next((slot for slot in found if len(found[slot]) == 1), next(iter(open_slots)))
-            if len(found[slot]) != 1:
-                several = f"several nodes write one: {', '.join(map(str, found[slot]))}; say which"
-                none = "no node that it could read writes one; insert one that does, and wire it"
-                choice = str(found[slot][0]) if found[slot] else "node.column"
-                raise GraphError(
-                    f"{name}.{slot} wants {open_slots[slot]}, and {several if found[slot] else none}: "
-                    f"wire={{'{name}.{slot}': '{choice}'}}."
-                )
-            take(slot, open_slots.pop(slot), found[slot][0])
-        return edges
-
-    def follow(self, edge: Edge, wanted: SlotType, reader: str, slot: str) -> Edge:
-        """Where an edge of the graph as it was ends in the new one, given its reader and what that wants."""
+    def follow(self, edge: Edge, end: End) -> Edge:
+        """Where an edge of the graph as it was starts in the new one, given where it ends."""
         for name, rewritten in reversed(self.rewrites.items()):
-            if edge in rewritten and not self._comes_first(reader, name):
+            if edge in rewritten and not self._comes_first(end.node, name):
                 return rewritten[edge]
-        new_name = self.new_names[edge.node]
         if edge.node in self.drop:
-            dropped = self.graph[edge.node]
-            fitting = {e for e in dropped.inputs.values() if accepts(wanted, self.graph.types[e].type)}
-            if len(fitting) != 1:
-                found = ", ".join(sorted(map(str, fitting))) or "none"
-                raise GraphError(
-                    f"{edge.node} cannot be dropped, since {reader}.{slot} reads {edge} and wants {wanted}: of the "
-                    f"inputs of {edge.node} exactly one would have to fit, and these do: {found}; say what it shall "
-                    f"read: wire={{'{reader}.{slot}': 'node.column'}}"
-                    f"{f', or drop {reader} too' if self.old_names.get(reader) in self.graph.sinks else ''}."
-                )
-            return self.follow(fitting.pop(), wanted, reader, slot)
+            return self.follow(self._bypass(edge, end), end)
         if edge.node in self.replace:
-            outputs = self.replace[edge.node].signature.outputs
-            fitting_outputs = [edge.output] if edge.output in outputs else [
-                output for output, written in outputs.items() if accepts(wanted, written)
-            ]  # fmt: skip
-            if len(fitting_outputs) != 1:
-                raise GraphError(
-                    f"{reader}.{slot} reads {edge} and wants {wanted}, and the replacement {new_name} writes "
-                    f"{', '.join(outputs)}; say what it shall read: wire={{'{reader}.{slot}': 'node.column'}}."
-                )
-            return Edge(new_name, fitting_outputs[0])
-        return Edge(new_name, edge.output)
+            return self._of_replacement(edge, end)
+        return Edge(self.new_names[edge.node], edge.output)
+
+    def _bypass(self, edge: Edge, end: End) -> Edge:
+        """What a reader of a dropped node reads instead: the one input of that node that fits."""
+        inputs = self.graph[edge.node].inputs.values()
+        fitting = {e for e in inputs if accepts(end.wanted, self.graph.types[e].type)}
+        if len(fitting) != 1:
+            found = ", ".join(sorted(map(str, fitting))) or "none"
+            is_sink = self.old_names.get(end.node) in self.graph.sinks
+            raise GraphError(
+                f"{edge.node} cannot be dropped, since {end} reads {edge} and wants {end.wanted}: of the inputs of "
+                f"{edge.node} exactly one would have to fit, and these do: {found}; say what it should read: "
+                f"wire={{'{end}': 'node.column'}}{f', or drop {end.node} too' if is_sink else ''}."
+            )
+        return fitting.pop()
+
+    def _of_replacement(self, edge: Edge, end: End) -> Edge:
+        """What a reader of a replaced node reads now: the output of the same name, else the one that fits."""
+        name, outputs = self.new_names[edge.node], self.replace[edge.node].signature.outputs
+        if edge.output in outputs:
+            return Edge(name, edge.output)
+        fitting = [output for output, written in outputs.items() if accepts(end.wanted, written)]
+        if len(fitting) != 1:
+            raise GraphError(
+                f"{end} reads {edge} and wants {end.wanted}, and the replacement {name} writes {', '.join(outputs)}; "
+                f"say what it should read: wire={{'{end}': 'node.column'}}."
+            )
+        return Edge(name, fitting[0])
 
     def _comes_first(self, reader: str, inserted: str) -> bool:
         """Whether `reader` is itself inserted at the anchor of `inserted`, at its place or before it."""
@@ -388,14 +351,14 @@ class _Edit:
         sinks = [rewritten_by.get(s, self.new_names[s]) for s in self.graph.sinks if s not in self.drop]
         # A dropped sink (a Sync, say) must not take the update that it read with it; rules then say what is missing.
         read = [n for s in self.graph.sinks if s in self.drop for n in self.graph[s].sources if n not in self.drop]
-        sinks += [self.new_names[n] for n in read if _writes(self.graph[n].operator)]
+        sinks += [self.new_names[n] for n in read if self.graph[n].writes]
         sources = {edge.node for edges in self.wires.values() for edge in edges.values()}
         for name, after in self.insert.items():
             if self.rewrites[name] or name in sources:
                 continue
             if not all(isinstance(t, ValueType) for t in after.operator.signature.outputs.values()):
                 raise GraphError(
-                    f"{name} is inserted after {after.node} but re-writes none of its columns "
+                    f"{name} is inserted after {after.node} but rewrites none of its columns "
                     f"({', '.join(self.graph[after.node].operator.signature.outputs)}), so nothing would read it; wire "
                     f"a reader to it: wire={{'node.port': '{name}.{next(iter(after.operator.signature.outputs))}'}}."
                 )
@@ -407,7 +370,7 @@ class _Edit:
         return sinks
 
     def refuse_vanished(self, nodes: Mapping[str, Node], sinks: Sequence[str]) -> None:
-        """What the edit names must be in the new graph: to change a node that falls away would be a silent nothing."""
+        """Refuse an edit of nodes that fall away: it would silently do nothing."""
         touched = [("replace", self.new_names[n]) for n in self.replace] + [("insert", n) for n in self.insert]
         touched += [("rename", new) for new in self.rename.values()] + [("wire", n) for n in self.wires]
         for verb, name in touched:

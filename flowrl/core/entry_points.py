@@ -1,7 +1,7 @@
 """Operators that installed packages bring: the entry-point group ``flowrl.operators``.
 
 A package that names its operators there has them listed by ``flowrl operators``, and lets graph files write them by
-their bare name (``$type: LengthPenalty``). Nothing needs this to be used in Python.
+their bare name (``$type: LengthPenalty``). In Python none of this is needed.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def load(name: str) -> type[Operator]:
     """The operator class that an installed package brings under `name`.
 
     Raises:
-        GraphError: there is none, or it is no operator.
+        GraphError: there is none, or it is not an operator.
     """
     points = names()
     if name not in points:
         raise GraphError(
-            f"{name!r} is no import path, and no installed package brings an operator of that name; expected "
+            f"{name!r} is not an import path, and no installed package brings an operator of that name; expected "
             f"'package.module:Class', or one of {', '.join(sorted(points)) or 'none'}."
         )
     found = points[name].load()
     if not (isinstance(found, type) and issubclass(found, Operator)):
         raise GraphError(
-            f"the entry point {name!r} of the group {GROUP!r} names {points[name].value}, which is no operator."
+            f"the entry point {name!r} of the group {GROUP!r} names {points[name].value}, which is not an operator."
         )
     return found

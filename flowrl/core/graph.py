@@ -10,10 +10,11 @@ from typing import Any, Literal, NamedTuple, Self
 
 import networkx as nx
 
+from flowrl.core.backend import refuse_unfit
 from flowrl.core.inference import infer
 from flowrl.core.operator import Operator
-from flowrl.core.ports import Signature
-from flowrl.core.protocols import Rollout, refuse_unfit
+from flowrl.core.ports import PortField, Signature
+from flowrl.core.protocols import Rollout
 from flowrl.core.roles import RoleRef
 from flowrl.core.symbols import Edge, EdgeType
 from flowrl.data.record_types import record_columns
@@ -33,33 +34,80 @@ class Input(Operator):
         return f"Input({self.record.__name__})"
 
 
+class Use(NamedTuple):
+    """One node's use of a role's weights, by one of its operator's role fields."""
+
+    node: str
+    field: str
+    role: str
+    mode: Literal["reads", "writes"]
+    protocol: type
+
+
 @dataclass(frozen=True)
 class Node:
-    """An operator in its place: where each slot of its ports comes from."""
+    """An operator in its place: where each field of its ports comes from.
+
+    Raises:
+        GraphError: a live engine in a role field. Such an operator can be called on tensors, but a graph must be able
+            to be drawn, written to a file and bound.
+    """
 
     name: str
     operator: Operator
-    inputs: Mapping[str, Edge]
+    inputs: Mapping[PortField, Edge]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
+        for name in self.operator.role_uses:
+            if not isinstance(engine := getattr(self.operator, name), RoleRef):
+                raise GraphError(
+                    f"{self.name}.{name} is a live engine ({type(engine).__name__}), and the nodes of a graph only "
+                    f"name roles; write {type(self.operator).__name__}({name}=Role({name!r})), and bind the role: "
+                    f"graph.bind({name}=...). An operator with a live engine can be called on tensors."
+                )
+
+    @cached_property
+    def uses(self) -> tuple[Use, ...]:
+        """What the node does with which roles, in the order of the operator's fields."""
+        return tuple(
+            Use(self.name, field_name, getattr(self.operator, field_name).name, use.mode, use.protocol)
+            for field_name, use in self.operator.role_uses.items()
+        )
 
     @property
-    def sources(self) -> list[str]:
-        """The nodes it reads from, without repetition."""
-        return list(dict.fromkeys(edge.node for edge in self.inputs.values()))
+    def reads(self) -> list[str]:
+        """The roles whose weights it reads."""
+        return list(dict.fromkeys(use.role for use in self.uses if use.mode == "reads"))
+
+    @property
+    def writes(self) -> list[str]:
+        """The roles whose weights it writes."""
+        return list(dict.fromkeys(use.role for use in self.uses if use.mode == "writes"))
+
+    @property
+    def roles(self) -> list[str]:
+        """Its roles, those that it writes first."""
+        return list(dict.fromkeys([*self.writes, *self.reads]))
+
+    @property
+    def home(self) -> str | None:
+        """The role in whose process it runs: the one that it writes, else the one that it reads; None without any."""
+        return next(iter(self.roles), None)
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether it carries weights to an engine that generates."""
+        return any(use.protocol is Rollout and use.mode == "writes" for use in self.uses)
 
     @property
     def is_input(self) -> bool:
         return isinstance(self.operator, Input)
 
-
-class Use(NamedTuple):
-    """One node's use of a role."""
-
-    node: str
-    mode: Literal["reads", "writes"]
-    protocol: type
+    @cached_property
+    def sources(self) -> list[str]:
+        """The nodes it reads from, without repetition."""
+        return list(dict.fromkeys(edge.node for edge in self.inputs.values()))
 
 
 @dataclass(frozen=True)
@@ -69,7 +117,7 @@ class Graph:
     Args:
         name: the algorithm's name.
         nodes: by name, in topological order.
-        sinks: the nodes that the graph is run for.
+        sinks: the nodes whose outputs are wanted.
         lag: how many versions generation may run ahead, on the back-edge from `Sync` to `Generate`; 0 is on-policy.
         bindings: backends by role, as far as they are bound.
     """
@@ -99,15 +147,15 @@ class Graph:
         for position, node in enumerate(nodes.values()):
             data.add_node(node.name, position=position)
         for node in nodes.values():
-            for slot, edge in node.inputs.items():
+            for port_field, edge in node.inputs.items():
                 if edge.node not in nodes or edge.output not in nodes[edge.node].operator.signature.outputs:
                     raise GraphError(
-                        f"{node.name}.{slot} comes from {edge}, which {name} does not have; it has the nodes "
+                        f"{node.name}.{port_field} comes from {edge}, which {name} does not have; it has the nodes "
                         f"{', '.join(nodes)}."
                     )
                 data.add_edge(edge.node, node.name)
         if not sinks:
-            raise GraphError(f"{name} has no sink, so nothing would be computed; name the nodes that it is run for.")
+            raise GraphError(f"{name} has no sink, so nothing would be computed; return at least one output.")
         if unknown := [sink for sink in sinks if sink not in nodes]:
             raise GraphError(f"{name} has no node {unknown[0]!r} to be a sink; {offer(unknown[0], nodes)}")
         reached = set(sinks).union(*(nx.ancestors(data, sink) for sink in sinks))
@@ -144,7 +192,7 @@ class Graph:
         """The type of every output."""
         types: dict[Edge, EdgeType] = {}
         for node in self.nodes.values():
-            inputs = {slot: (edge, types[edge]) for slot, edge in node.inputs.items()}
+            inputs = {port_field: (edge, types[edge]) for port_field, edge in node.inputs.items()}
             for output, typed in infer(node.name, node.operator, inputs, types).items():
                 types[Edge(node.name, output)] = typed
         return MappingProxyType(types)
@@ -164,12 +212,12 @@ class Graph:
 
     @cached_property
     def network(self) -> nx.DiGraph[str]:
-        """The data edges as a networkx graph: nodes bear ``operator``, edges ``slots`` (slot to `Edge`)."""
+        """The data edges as a networkx graph: nodes carry ``operator``, edges ``fields`` (`PortField` to `Edge`)."""
         network: nx.DiGraph[str] = nx.DiGraph(name=self.name)
         for node in self.nodes.values():
             network.add_node(node.name, operator=node.operator)
             for source in node.sources:
-                network.add_edge(source, node.name, slots={s: e for s, e in node.inputs.items() if e.node == source})
+                network.add_edge(source, node.name, fields={f: e for f, e in node.inputs.items() if e.node == source})
         nx.freeze(network)
         return network
 
@@ -222,16 +270,14 @@ class Graph:
         """Who uses which role, and how."""
         roles: dict[str, list[Use]] = {}
         for node in self.nodes.values():
-            for field_name, use in node.operator.role_uses.items():
-                ref = getattr(node.operator, field_name)
-                if isinstance(ref, RoleRef):
-                    roles.setdefault(ref.name, []).append(Use(node.name, use.mode, use.protocol))
+            for use in node.uses:
+                roles.setdefault(use.role, []).append(use)
         return roles
 
     def subgraph(self, until: str | Iterable[str]) -> Self:
-        """The part that computes `until` (a node, or several), for validation or for looking at.
+        """The part that computes `until` (a node, or several), to validate or to look at.
 
-        Bindings of roles that it does not use, and the lag of a back-edge that it does not have, fall away.
+        Bindings of roles that it does not use are left out, and so is the lag if it has no back-edge.
         """
         part = self.build(self.name, self.nodes, (until,) if isinstance(until, str) else tuple(until))
         bindings = {role: backend for role, backend in self.bindings.items() if role in part.roles()}

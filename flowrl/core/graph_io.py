@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 import xxhash
 import yaml
 
-from flowrl.core import entry_points as installed
+from flowrl.core import entry_points
 from flowrl.core.graph import Graph, Node
 from flowrl.core.operator import Operator
-from flowrl.core.references import named_source_hash, reference, resolve, source_hash, split
+from flowrl.core.ports import PortField
+from flowrl.core.references import named_source_hash, parse_reference, reference, resolve, source_hash
 from flowrl.core.roles import RoleRef
 from flowrl.core.symbols import Edge
 from flowrl.errors import GraphError, ParameterError
@@ -66,7 +67,7 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
 
 def _reference(ref: str) -> dict[str, str]:
     """A function that is named by a string; it is a string again when it is read."""
-    source, name = split(ref)
+    source, name = parse_reference(ref)
     if source.endswith(".py"):
         relative = os.path.relpath(source)
         source = os.path.abspath(source) if relative.startswith(os.pardir) else relative
@@ -99,9 +100,11 @@ def decode(data: Any, where: str) -> Any:
     if "$type" in data:
         name = data["$type"]
         bare = isinstance(name, str) and name.isidentifier()
-        cls = installed.load(name) if bare else _import(name, where)
+        cls = entry_points.load(name) if bare else _import(name, where)
         if not isinstance(cls, type) or not issubclass(cls, Spec):
-            raise GraphError(f"{where} names {data['$type']}, which is no Spec; expected an operator, loss or backend.")
+            raise GraphError(
+                f"{where} names {data['$type']}, which is not a Spec; expected an operator, loss or backend."
+            )
         try:
             return cls(**{k: decode(v, f"{where}.{k}") for k, v in data.items() if k != "$type"})
         except ParameterError as error:
@@ -168,12 +171,12 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any]) -> GraphT:
 
 
 def _part(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
-    """A part of what is read, of the kind that it must be."""
+    """A part of the data that is read, refused unless it is of `kind`."""
     if key not in data or not isinstance(data[key], kind):
         found = f"has a {type(data[key]).__name__} under {key!r}" if key in data else f"lacks {key!r}"
         raise GraphError(
-            f"{where} {found}, so this is no flowrl graph, or a damaged one; expected a {kind.__name__.lower()} there, "
-            f"as graph.to_dict() writes it."
+            f"{where} {found}, so this is not a flowrl graph, or a damaged one; expected a {kind.__name__.lower()} "
+            f"there, as graph.to_dict() writes it."
         )
     return data[key]
 
@@ -214,26 +217,27 @@ def compact_inputs(node: Node) -> dict[str, str]:
     """The inputs of a node by port: a record that comes whole from one node is written as that node's name."""
     inputs: dict[str, str] = {}
     for port in node.operator.signature.ports.values():
-        wired = {slot: node.inputs[slot] for slot in port.slots if slot in node.inputs}
+        wired = {field: node.inputs[field] for field in port.fields if field in node.inputs}
         sources = {edge.node for edge in wired.values()}
-        same_names = all(slot.partition(".")[2] == edge.output for slot, edge in wired.items())
+        same_names = all(field.name == edge.output for field, edge in wired.items())
         if port.record is not None and len(sources) == 1 and same_names:
             inputs[port.name] = sources.pop()
         else:
-            inputs |= {slot: str(edge) for slot, edge in wired.items()}
+            inputs |= {str(field): str(edge) for field, edge in wired.items()}
     return inputs
 
 
-def _expand_inputs(name: str, operator: Operator, inputs: Mapping[str, str]) -> dict[str, Edge]:
-    edges: dict[str, Edge] = {}
-    for port in inputs:
-        source, record = _part(inputs, port, str, f"the inputs of {name}"), operator.signature.ports.get(port)
-        if record is not None and record.record is not None and "." not in source:
-            edges |= {slot: Edge(source, slot.partition(".")[2]) for slot in record.slots}
-        elif port in operator.signature.slots:
-            edges[port] = Edge.parse(source)
+def _expand_inputs(name: str, operator: Operator, inputs: Mapping[str, str]) -> dict[PortField, Edge]:
+    edges: dict[PortField, Edge] = {}
+    signature = operator.signature
+    for written in inputs:
+        source, port = _part(inputs, written, str, f"the inputs of {name}"), signature.ports.get(written)
+        if port is not None and port.record is not None and "." not in source:
+            edges |= {field: Edge(source, field.name) for field in port.fields}
+        elif (field := PortField.parse(written)) in signature.fields:
+            edges[field] = Edge.parse(source)
         else:
-            raise GraphError(f"{name} has no port {port!r}; it has {', '.join(operator.signature.slots)}.")
+            raise GraphError(f"{name} has no port {written!r}; it has {', '.join(map(str, signature.fields))}.")
     return edges
 
 

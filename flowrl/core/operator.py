@@ -10,7 +10,7 @@ An operator is a frozen record of hyper-parameters plus one `__call__` whose ann
             return torch.where(response_mask, token_level_scores - self.coef / length, token_level_scores)
 
 Called with tensors it computes; called with the symbols of an `algorithm` it records a node. Inside `__call__` columns
-are plain tensors, records are NamedTuples of just the columns that were asked for, and role fields are live engines.
+are plain tensors, records are NamedTuples of just the columns that the port names, and role fields are live engines.
 """
 
 from __future__ import annotations
@@ -19,68 +19,25 @@ import copy
 import dataclasses
 import functools
 import inspect
-import sys
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, overload
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 import torch
 
-from flowrl.columns import ColumnType
 from flowrl.core import session as sessions
-from flowrl.core.ports import Port, Signature, signature_of, snake_case
-from flowrl.core.roles import RoleRef, RoleUse, role_use
+from flowrl.core.call import Call, Check
+from flowrl.core.ports import Port, PortField, Signature, signature_of, snake_case
+from flowrl.core.roles import RoleUse, role_use
+from flowrl.core.state import Cell, State
 from flowrl.core.symbols import Symbol
 from flowrl.data.metrics import Metrics
-from flowrl.data.record_types import ValueType
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError
 from flowrl.spec import Spec, defining_frame, where_defined
 
 Granularity = Literal["row", "group", "batch"]
 T = TypeVar("T")
-
-
-class Cell(Generic[T]):
-    """The value of a state field during one call; what it holds at the end is kept for the next step."""
-
-    def __init__(self, value: T) -> None:
-        self.value = value
-
-
-class State(Generic[T]):
-    """A field that changes over steps, such as an adaptive coefficient: ``beta = State(lambda self: self.coef)``.
-
-    Inside `__call__` it is a `Cell`: read and assign ``self.beta.value``. Whoever runs the operator owns the cell: it
-    is handed in, stored when the call succeeded, and goes into checkpoints; the operator itself stays frozen.
-
-    Args:
-        initial: the first value, given the operator. Values must be JSON-able.
-
-    Raises:
-        DefinitionError: `initial` is not a function.
-    """
-
-    def __init__(self, initial: Callable[[Any], T]) -> None:
-        if not callable(initial):
-            raise DefinitionError(
-                f"{where_defined(sys._getframe(1))}: State({initial!r}) wants a function of the operator that gives "
-                f"the first value; write State(lambda self: {initial!r})."
-            )
-        self.initial = initial
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> State[T]: ...
-    @overload
-    def __get__(self, instance: Operator, owner: type) -> Cell[T]: ...
-    def __get__(self, instance: Operator | None, owner: type) -> State[T] | Cell[T]:
-        if instance is None:
-            return self
-        # Outside a session the operator's own instance keeps the cell (this descriptor does not shadow __dict__).
-        return typing.cast(Cell[T], instance.__dict__.setdefault(self.name, Cell(self.initial(instance))))
 
 
 class Operator(Spec):
@@ -89,7 +46,7 @@ class Operator(Spec):
     Class attributes:
         granularity: ``"row"`` (each row alone), ``"group"`` (all rows of one `uid`) or ``"batch"`` (all rows): what an
             executor may split.
-        changes_rows: the rows that go out are not those that came in (`Repeat`, filters).
+        changes_rows: the rows that go out are not those that come in (`Repeat`, filters).
 
     Raises:
         DefinitionError: where a subclass is defined, with file and line: a port without annotation, an unknown column,
@@ -143,7 +100,7 @@ class Operator(Spec):
 
     @property
     def effects(self) -> frozenset[str]:
-        """What this operator does that rules follow along the dataflow, such as ``{"kl"}``."""
+        """What this operator does that rules look for along the dataflow, such as ``{"kl"}``."""
         return frozenset()
 
     @property
@@ -157,7 +114,7 @@ class Operator(Spec):
         return {}
 
     def wants(self) -> Mapping[str, bool]:
-        """Of the optional ports, which the hyper-parameters need (True) and which they have no use for (False)."""
+        """The optional ports that the hyper-parameters need (True) or cannot use (False); others may be left open."""
         return {}
 
     @property
@@ -168,15 +125,15 @@ class Operator(Spec):
     def named(self, name: str) -> Self:
         """The same operator under another node name."""
         if not name.isidentifier():
-            raise ParameterError(f"{name!r} is no node name; expected an identifier such as 'gae_long'.")
+            raise ParameterError(f"{name!r} is not a node name; expected an identifier such as 'gae_long'.")
         renamed = copy.copy(self)
-        renamed.__dict__["_name"] = name
+        object.__setattr__(renamed, "_name", name)
         for field in self.states:  # cells belong to one node
             renamed.__dict__.pop(field, None)
         return renamed
 
-    def run(self, inputs: Mapping[str, Any], injected: Mapping[str, Any] | None = None) -> Any:
-        """Compute on tensors, given the values of the slots.
+    def run(self, inputs: Mapping[PortField, Any], injected: Mapping[str, Any] | None = None) -> Any:
+        """Compute on tensors that were passed by hand.
 
         Roles, keys, state and metrics come from the active session; without one, live engines must stand in the role
         fields, and a key is passed by hand.
@@ -185,61 +142,34 @@ class Operator(Spec):
             PortError: an array has a wrong dtype or shape.
             BindError: a role is not bound, or a key is wanted and there is no session.
         """
-        session = sessions.current()
-        sizes = _check_arrays(self.name, self.signature.slots, inputs, {})
-        bound = copy.copy(self)
-        for field in self.role_uses:
-            if isinstance(ref := getattr(self, field), RoleRef):
-                if session is None:
-                    raise BindError(
-                        f"{self.name}.{field} is the role {ref.name!r}, and no job is active; call it inside "
-                        f"`with job.eager():`, or put a live engine in the field: "
-                        f"{type(self).__name__}({field}=engine)."
-                    )
-                bound.__dict__[field] = session.engine(ref.name, f"{self.name}.{field}")
-        for field, state in self.states.items():
-            if session is None:
-                value = getattr(self, field).value
-            else:
-                name = f"{self.name}.{field}"
-                value = session.state[name] if name in session.state else state.initial(self)
-            bound.__dict__[field] = Cell(value)
+        session, sizes = sessions.current(), dict[str, int]()
+        for place, value in inputs.items():
+            Check(place, self.signature.fields[place])(self.name, value, sizes, "wants")
+        if session is not None:
+            return Call(self, session.engine).run_in(session, inputs, injected)
         given = dict(injected or {})
         for name, cls in self.signature.injected.items():
             if given.get(name) is None:
-                given[name] = self._inject(name, cls, session)
-        compute = type(self).__call__.__wrapped__  # type: ignore[attr-defined]
-        result = compute(bound, **{p.name: p.pack(inputs) for p in self.signature.ports.values()}, **given)
-        record = self.signature.output_record
-        if record is not None and not isinstance(result, record):
-            raise PortError(
-                f"{self.name} returned {_article(type(result).__name__)}; expected the record that its __call__ "
-                f"declares: return {record.__name__}({', '.join(f'{name}=...' for name in self.signature.outputs)})."
-            )
-        if self.changes_rows:
-            sizes.pop("batch", None)
-        _check_arrays(self.name, self.signature.outputs, self.signature.unpack(result), sizes, "declares")
-        for field in self.states:
-            value = bound.__dict__[field].value
-            if session is None:
-                getattr(self, field).value = value
-            else:
-                session.state[f"{self.name}.{field}"] = value
-        if session is not None:
-            for name, cls in self.signature.injected.items():
-                if cls is Metrics:
-                    session.report(self.name, given[name])
+                given[name] = self._by_hand(name, cls)
+        cells = {field: Cell(getattr(self, field).value) for field in self.states}
+        result = Call(self, self._no_engine).run(inputs, given, cells)
+        for field, cell in cells.items():
+            getattr(self, field).value = cell.value
         return result
 
-    def _inject(self, name: str, cls: type, session: sessions.Session | None) -> Any:
+    def _no_engine(self, role: str, asked_by: str) -> Any:
+        raise BindError(
+            f"{asked_by} is the role {role!r}, and no job is active; call it inside `with job.eager():`, or put a live "
+            f"engine in the field: {type(self).__name__}({asked_by.removeprefix(f'{self.name}.')}=engine)."
+        )
+
+    def _by_hand(self, name: str, cls: type) -> Any:
         if cls is Metrics:
             return Metrics()
-        if session is None:
-            raise BindError(
-                f"{self.name} draws random numbers, and no job is active to derive its key; call it inside "
-                f"`with job.eager():`, or pass {name}=Key.of(seed)."
-            )
-        return session.key(self.name)
+        raise BindError(
+            f"{self.name} draws random numbers, and no job is active to derive its key; call it inside "
+            f"`with job.eager():`, or pass {name}=Key.of(seed)."
+        )
 
 
 def _dispatching(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,10 +182,10 @@ def _dispatching(call: Callable[..., Any]) -> Callable[..., Any]:
             arguments = parameters.bind_partial(self, *args, **kwargs).arguments
         except TypeError as error:
             ports = ", ".join(self.signature.ports)
-            raise PortError(f"{self.name}(...) cannot be called so: {error}. Its ports are ({ports}).") from None
-        inputs: dict[str, Any] = {}
+            raise PortError(f"{self.name}(...) cannot be called like this: {error}. Its ports are ({ports}).") from None
+        inputs: dict[PortField, Any] = {}
         for port in self.signature.ports.values():
-            inputs.update(_slot_values(self.name, port, arguments.get(port.name)))
+            inputs.update(_field_values(self.name, port, arguments.get(port.name)))
         symbols = [v for v in inputs.values() if isinstance(v, Symbol)]
         if symbols:
             return symbols[0]._tracer.record(self, inputs)
@@ -266,93 +196,44 @@ def _dispatching(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_column(value: Any) -> bool:
-    """A column, symbol of one, or record of such, none of which is a parameter."""
+    """Whether it is a column, the symbol of one, or a record of these; none of them is a parameter."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return any(map(_is_column, value))
     return isinstance(value, Symbol | torch.Tensor | np.ndarray)
 
 
-def _slot_values(node: str, port: Port, argument: Any) -> dict[str, Any]:
-    """What was passed for a port, by slot."""
+def _field_values(node: str, port: Port, argument: Any) -> dict[PortField, Any]:
+    """What was passed for a port, by field."""
     if argument is None:
         return {}
     if port.record is None:
         if isinstance(argument, tuple) and any(isinstance(field, Symbol) for field in argument):
-            record = type(argument).__name__
+            record, wanted = type(argument).__name__, port.fields[PortField(port.name)]
             raise PortError(
-                f"{node}.{port.name} wants {port.slots[port.name]}, but was given a whole record ({record}); pass the "
+                f"{node}.{port.name} wants {wanted}, but was given a whole record ({record}); pass the "
                 f"one column it wants, such as record.{next(iter(getattr(argument, '_fields', ['column'])))}."
             )
-        return {port.name: argument}
-    missing = [
-        slot for slot in port.slots if isinstance(argument, Symbol) or not hasattr(argument, slot.partition(".")[2])
-    ]
+        return {PortField(port.name): argument}
+    missing = [field.name for field in port.fields if isinstance(argument, Symbol) or not hasattr(argument, field.name)]
     if missing:
         found = repr(argument) if isinstance(argument, Symbol) else f"a {type(argument).__name__}"
-        wanted = ", ".join(slot.partition(".")[2] for slot in port.slots)
+        names = ", ".join(field.name for field in port.fields)
         raise PortError(
-            f"{node}.{port.name} wants a record with the columns {wanted}, but was given {found}, which lacks "
-            f"{', '.join(slot.partition('.')[2] for slot in missing)}; pass a record that has them."
+            f"{node}.{port.name} wants a record with the columns {names}, but was given {found}, which lacks "
+            f"{', '.join(missing)}; pass a record that has them."
         )
-    return {slot: getattr(argument, slot.partition(".")[2]) for slot in port.slots}
+    return {field: getattr(argument, field.name) for field in port.fields}
 
 
-def _check_complete(operator: Operator, inputs: Mapping[str, Any]) -> None:
-    """The eager counterpart of what a graph checks: what is wanted is there, and what is there is wanted."""
+def _check_complete(operator: Operator, inputs: Mapping[PortField, Any]) -> None:
+    """Refuse a call on tensors that lacks what is wanted, or has what is not: what a graph refuses when it is built."""
     wants = operator.wants()
     for port in operator.signature.ports.values():
-        given = any(inputs.get(slot) is not None for slot in port.slots)
+        given = any(inputs.get(field) is not None for field in port.fields)
         if not given and (wants.get(port.name) or not port.optional):
             raise PortError(
-                f"{operator.name}.{port.name} wants {', '.join(map(str, port.slots.values()))}, but was not given; "
+                f"{operator.name}.{port.name} wants {', '.join(map(str, port.fields.values()))}, but was not given; "
                 f"pass {port.name}=..."
             )
         if given and wants.get(port.name) is False:
             raise PortError(f"{operator.name}.{port.name} was given, but {operator!r} does not use it; leave it out.")
-
-
-def _check_arrays(
-    node: str,
-    slots: Mapping[str, ColumnType | ValueType],
-    values: Mapping[str, Any],
-    sizes: dict[str, int],
-    verb: str = "wants",
-) -> dict[str, int]:
-    """Check dtype and shape of real arrays, binding axis sizes across all; `verb` is what `node` does with a type.
-
-    Raises:
-        PortError: naming the port, what it wants and what it was given.
-    """
-    sizes = dict(sizes)
-    for slot, value in values.items():
-        wanted = slots[slot]
-        says = f"{node}.{slot} {verb} {wanted}, but is"
-        if isinstance(wanted, ValueType):
-            if not isinstance(value, wanted.cls):
-                raise PortError(f"{says} {_article(type(value).__name__)}; pass {_article(wanted.cls.__name__)}.")
-            continue
-        if not isinstance(value, np.ndarray if wanted.dtype == "object" else torch.Tensor):
-            raise PortError(f"{says} {_article(type(value).__name__)}; pass {_make(wanted)}.")
-        dtype = str(value.dtype).removeprefix("torch.")
-        if dtype != wanted.dtype:
-            call = "astype(object)" if wanted.dtype == "object" else f"to(torch.{wanted.dtype})"
-            raise PortError(f"{says} {dtype}; convert it: .{call}.")
-        if value.ndim != len(wanted.axes):
-            raise PortError(
-                f"{says} of the shape {tuple(value.shape)}; expected {len(wanted.axes)} axes: {' '.join(wanted.axes)}."
-            )
-        for axis, size in zip(wanted.axes, value.shape, strict=True):
-            if sizes.setdefault(axis, size) != size:
-                raise PortError(
-                    f"{node}.{slot} has the shape {tuple(value.shape)}, so its {axis} axis is {size} long, but other "
-                    f"columns of this call have {sizes[axis]}; expected one length for all."
-                )
-    return sizes
-
-
-def _article(noun: str) -> str:
-    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
-
-
-def _make(wanted: ColumnType) -> str:
-    return "a numpy array of dtype object" if wanted.dtype == "object" else f"a torch.Tensor of dtype {wanted.dtype}"

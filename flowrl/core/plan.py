@@ -7,14 +7,14 @@ are at the start of the step comes before whoever writes them. Executors only wa
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import networkx as nx
 
 from flowrl.core.graph import Graph, Node
-from flowrl.core.protocols import Rollout
-from flowrl.core.roles import RoleRef
 from flowrl.errors import GraphError
 
 
@@ -84,28 +84,31 @@ class Plan:
         return [[node for node in self.order if node.name in wave] for wave in found if wave]
 
     @cached_property
-    def last_reader(self) -> dict[str, str]:
-        """For each node whose outputs are read: the node after which nobody needs them any more."""
-        last: dict[str, str] = {}
-        for node in self.order:
-            for source in node.sources:
-                last[source] = node.name
-        return last
+    def readers(self) -> Mapping[str, int]:
+        """For each node, how many nodes read what it writes."""
+        return Counter(source for node in self.order for source in node.sources)
+
+    def downstream(self, name: str) -> set[str]:
+        """The nodes that depend on `name` by data."""
+        return self._downstream[name]
+
+    @cached_property
+    def _downstream(self) -> Mapping[str, set[str]]:
+        return {name: self.graph.descendants(name) for name in self.graph.nodes}
 
     @cached_property
     def syncs(self) -> list[Node]:
         """The nodes that carry weights to an engine that generates."""
-        return [
-            n
-            for n in self.order
-            if any(u.protocol is Rollout and u.mode == "writes" for u in n.operator.role_uses.values())
-        ]
+        return [node for node in self.order if node.is_sync]
 
     def __str__(self) -> str:
         """The plan for people: waves, where each node runs, what rows it may be split by, and just what it reads."""
         lines = [f"{self.graph.name}: {len(self.order)} nodes in {len(self.waves)} waves; those of one may run at once"]
         numbered = [(str(number), node) for number, wave in enumerate(self.waves, start=1) for node in wave]
-        rows = [(number, node.name, _where(node), node.operator.granularity) for number, node in numbered]
+        rows = [
+            (number, node.name, " with ".join(node.roles) or "general", node.operator.granularity)
+            for number, node in numbered
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         indent = " " * (widths[0] + 4)
         for row, (_, node) in zip(rows, numbered, strict=True):
@@ -118,20 +121,3 @@ class Plan:
             lines.append("weights are read before they are written:")
             lines += [f"  {edge.role}: {edge.before} before {edge.after}" for edge in self.state_edges]
         return "\n".join(lines)
-
-
-def home(node: Node) -> str | None:
-    """The role in whose process a node runs: the one that it writes, else the one that it reads; None without any."""
-    return next(iter(_roles(node)), None)
-
-
-def _roles(node: Node) -> list[str]:
-    """The roles of a node, those that it writes first."""
-    uses = sorted(node.operator.role_uses.items(), key=lambda item: item[1].mode != "writes")
-    found = (getattr(node.operator, field) for field, _ in uses)
-    return [ref.name for ref in found if isinstance(ref, RoleRef)]
-
-
-def _where(node: Node) -> str:
-    roles = _roles(node)
-    return " with ".join(roles) or "general"

@@ -1,8 +1,8 @@
 """Ports: what an operator reads and writes, taken from the annotations of its `__call__`.
 
-A port wants one column, a record of columns, or a batchless value such as `Updated`. A record port is flattened into
-*slots* (``rollout.input_ids``), so that an edge always carries exactly one column or value and a plan knows just which
-columns a node reads.
+A port takes one column, a record of columns, or a batchless value such as `Updated`. A record port is flattened into
+its fields (``rollout.input_ids``), so that an edge always carries exactly one column or value and a plan knows just
+which columns a node reads.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Union, get_args, get_origin
+from typing import Any, NamedTuple, Union, get_args, get_origin
 
 from flowrl import columns
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
-from flowrl.data.record_types import SlotType, hints_of, located, record_columns, record_tuple, value_type
+from flowrl.data.record_types import FieldType, hints_of, located, record_columns, record_tuple, value_type
 from flowrl.errors import DefinitionError
 
 INJECTED: Any = None
@@ -26,30 +26,50 @@ INJECTED: Any = None
 INJECTABLE: tuple[type, ...] = (Key, Metrics)
 
 
+class PortField(NamedTuple):
+    """Where an edge ends: a port, and in a port that takes a record, one of the record's fields."""
+
+    port: str
+    field: str | None = None
+
+    def __str__(self) -> str:
+        return self.port if self.field is None else f"{self.port}.{self.field}"
+
+    @property
+    def name(self) -> str:
+        """What the column or value is called here: the field of the record, else the port."""
+        return self.port if self.field is None else self.field
+
+    @classmethod
+    def parse(cls, text: str) -> PortField:
+        """``"rollout.input_ids"`` or ``"values"``, as a user or a file writes it."""
+        port, _, field = text.partition(".")
+        return cls(port, field or None)
+
+
 @dataclass(frozen=True)
 class Port:
     """One parameter of an operator.
 
     Args:
         name: the parameter's name.
-        slots: slot name to type; a port of one column or value has one slot, named as the port.
+        fields: the type of each field of the record; a port of one column or value has a single field.
         record: the record class, where the port takes a record.
         optional: declared ``X | None``.
     """
 
     name: str
-    slots: Mapping[str, SlotType]
+    fields: Mapping[PortField, FieldType]
     record: type | None = None
     optional: bool = False
 
-    def pack(self, values: Mapping[str, Any]) -> Any:
-        """What the operator is called with, given the values of the slots; None for an optional port without any."""
-        if any(slot not in values for slot in self.slots):
+    def pack(self, values: Mapping[PortField, Any]) -> Any:
+        """What the operator is called with, given the values of the fields; None where the port has none."""
+        if any(field not in values for field in self.fields):
             return None
         if self.record is None:
-            return values[self.name]
-        fields = {slot.partition(".")[2]: values[slot] for slot in self.slots}
-        return record_tuple(self.record)(**fields)
+            return values[PortField(self.name)]
+        return record_tuple(self.record)(**{field.name: values[field] for field in self.fields})
 
 
 @dataclass(frozen=True)
@@ -58,18 +78,18 @@ class Signature:
 
     ports: Mapping[str, Port]
     injected: Mapping[str, type]
-    outputs: Mapping[str, SlotType]
+    outputs: Mapping[str, FieldType]
     output_record: type | None = None
 
     @cached_property
-    def slots(self) -> Mapping[str, SlotType]:
-        """Every input slot of every port."""
-        return {slot: t for port in self.ports.values() for slot, t in port.slots.items()}
+    def fields(self) -> Mapping[PortField, FieldType]:
+        """Every field of every port."""
+        return {field: t for port in self.ports.values() for field, t in port.fields.items()}
 
     def retyped(self, name: str, annotation: Any) -> Signature:
-        """The same ports, but that the one named so wants what `annotation` says."""
-        slots, record = _slots(name, annotation, {})
-        return replace(self, ports={**self.ports, name: replace(self.ports[name], slots=slots, record=record)})
+        """The same ports, but the one called `name` takes what `annotation` says."""
+        fields, record = _fields(name, annotation, {})
+        return replace(self, ports={**self.ports, name: replace(self.ports[name], fields=fields, record=record)})
 
     def unpack(self, result: Any) -> dict[str, Any]:
         """What the operator returned, by output name."""
@@ -78,14 +98,14 @@ class Signature:
         return {name: getattr(result, name) for name in self.outputs}
 
 
-def _slots(name: str, annotation: Any, localns: Mapping[str, Any]) -> tuple[dict[str, SlotType], type | None]:
-    """Slots of one annotation, and the record class where it is a record."""
+def _fields(port: str, annotation: Any, localns: Mapping[str, Any]) -> tuple[dict[PortField, FieldType], type | None]:
+    """The fields of a port with this annotation, and the record class where it is a record."""
     column = columns.parse(annotation)
     if column is not None:
-        return {name: columns.register(column)}, None
-    if isinstance(annotation, type) and (fields := record_columns(annotation, localns)):
-        return {f"{name}.{field}": t for field, t in fields.items()}, annotation
-    return {name: value_type(annotation)}, None
+        return {PortField(port): columns.register(column)}, None
+    if isinstance(annotation, type) and (types := record_columns(annotation, localns)):
+        return {PortField(port, field): t for field, t in types.items()}, annotation
+    return {PortField(port): value_type(annotation)}, None
 
 
 def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) -> Signature:
@@ -103,43 +123,52 @@ def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any
         hints = hints_of(call, localns)
     ports: dict[str, Port] = {}
     injected: dict[str, type] = {}
-    parameters = list(inspect.signature(call).parameters.values())[1:]
-    for p in parameters:
-        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
-            raise DefinitionError(
-                f"{where}.__call__ takes {str(p).partition(':')[0]} as {p.kind.description}; ports are fixed and bear "
-                f"names, so declare each one as an ordinary parameter."
-            )
-        if p.name not in hints:
-            raise DefinitionError(
-                f"{where}.__call__ has the parameter {p.name!r} without an annotation; annotate it with a column "
-                f"(flowrl.columns), a record (flowrl.records) or a class of value."
-            )
-        annotation, optional = _strip_none(hints[p.name])
+    for parameter in list(inspect.signature(call).parameters.values())[1:]:
+        _refuse_unfixed(parameter, hints, where)
+        name, (annotation, optional) = parameter.name, _strip_none(hints[parameter.name])
         if annotation in INJECTABLE:
-            injected[p.name] = annotation
+            injected[name] = annotation
             continue
-        with located(f"{where}.__call__({p.name})"):
-            slots, record = _slots(p.name, annotation, localns)
-        if optional and p.default is p.empty:
-            raise DefinitionError(f"{where}.__call__({p.name}) is optional; give it the default None.")
-        ports[p.name] = Port(p.name, slots, record, optional)
+        with located(f"{where}.__call__({name})"):
+            fields, record = _fields(name, annotation, localns)
+        if optional and parameter.default is parameter.empty:
+            raise DefinitionError(f"{where}.__call__({name}) is optional; give it the default None.")
+        ports[name] = Port(name, fields, record, optional)
     if "return" not in hints or hints["return"] is type(None):
         raise DefinitionError(
             f"{where}.__call__ has no return annotation; say which column, record or value it returns."
         )
-    returned = hints["return"]
     with located(f"{where}.__call__, return value"):
-        if (column := columns.parse(returned)) is not None:
-            return Signature(ports, injected, {column.name: columns.register(column)})
-        if isinstance(returned, type) and (fields := record_columns(returned, localns)):
-            if not issubclass(returned, tuple):
-                raise DefinitionError(
-                    f"the Protocol {returned.__name__} can only be read; expected a NamedTuple of its columns."
-                )
-            return Signature(ports, injected, fields, returned)
-        value = value_type(returned)
-        return Signature(ports, injected, {snake_case(value.cls.__name__): value})
+        outputs, output_record = _outputs(hints["return"], localns)
+    return Signature(ports, injected, outputs, output_record)
+
+
+def _refuse_unfixed(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str) -> None:
+    """Refuse a parameter that has no name to be given by, or no annotation."""
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        raise DefinitionError(
+            f"{where}.__call__ takes {str(parameter).partition(':')[0]} as {parameter.kind.description}; ports are "
+            f"fixed and have names, so declare each one as an ordinary parameter."
+        )
+    if parameter.name not in hints:
+        raise DefinitionError(
+            f"{where}.__call__ has the parameter {parameter.name!r} without an annotation; annotate it with a column "
+            f"(flowrl.columns), a record (flowrl.records) or a class of value."
+        )
+
+
+def _outputs(returned: Any, localns: Mapping[str, Any]) -> tuple[Mapping[str, FieldType], type | None]:
+    """The outputs of a return annotation by name, and the record class where it is a record."""
+    if (column := columns.parse(returned)) is not None:
+        return {column.name: columns.register(column)}, None
+    if isinstance(returned, type) and (outputs := record_columns(returned, localns)):
+        if not issubclass(returned, tuple):
+            raise DefinitionError(
+                f"the Protocol {returned.__name__} can only be read; expected a NamedTuple of its columns."
+            )
+        return outputs, returned
+    value = value_type(returned)
+    return {snake_case(value.cls.__name__): value}, None
 
 
 def _strip_none(annotation: Any) -> tuple[Any, bool]:

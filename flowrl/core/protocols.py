@@ -1,12 +1,11 @@
-"""What a live engine must do: the Protocols through which operators reach weights.
+"""What a live engine must do: the Protocols through which operators and executors reach weights.
 
-A *backend* is a frozen spec (``TorchTrainer(model, ...)``); its `build` returns the live engine. Operators know engines
-only by these Protocols, so that one engine can stand in for another.
+Operators know engines only by these Protocols, so that one engine can stand in for another. What makes an engine is a
+`flowrl.core.backend.Backend`, which lists the Protocols that its engine has.
 """
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
-from flowrl.errors import BindError
 from flowrl.records import Receipt, Sequences, Tokens
 
 if TYPE_CHECKING:
@@ -119,12 +117,6 @@ class Trainer(Scorer, Protocol):
         """The weights under their Hugging Face names, sorted, tied ones once."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on: weights, optimiser, schedule, version."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
     def save_pretrained(self, folder: str) -> None:
         """Write weights, configuration and tokeniser as a Hugging Face folder."""
         ...
@@ -135,7 +127,9 @@ class Critic(Protocol):
     """Weights of a value function over tokens."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """The version of the weights: how many `update` calls they have seen."""
+        ...
 
     def values(self, batch: Tokens) -> Tensor:
         """The value before each response token: float32 ``[batch response]``, 0 off the mask."""
@@ -144,10 +138,6 @@ class Critic(Protocol):
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], loss: Loss[Batch]) -> Metrics:
         """One optimiser step per mini-batch, in order; then `version` grows by one."""
         ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @runtime_checkable
@@ -173,7 +163,7 @@ class Rollout(Protocol):
         ...
 
     def sync(self, source: Trainer) -> Receipt:
-        """Take over the weights of `source`; the receipt bears `source.version`.
+        """Take over the weights of `source`; the receipt carries `source.version`.
 
         Raises:
             SyncError: what was received is not what was sent.
@@ -210,8 +200,21 @@ class Sleeper(Protocol):
 
 
 @runtime_checkable
+class Closable(Protocol):
+    """An engine that has something to end, such as processes of its own."""
+
+    def close(self) -> None:
+        """End it; twice is as good as once."""
+        ...
+
+
+@runtime_checkable
 class Checkpointed(Protocol):
-    """An engine that writes what it needs to go on, and goes on from it; of several ranks, each writes its part."""
+    """An engine that writes what it needs to go on, and goes on from it; of several ranks, each writes its part.
+
+    Checkpoints (``Training(checkpoint_every=...)``) and places that rebuild roles (``restart="role"``) ask it of every
+    trained role.
+    """
 
     def save_checkpoint(self, folder: str) -> None:
         """Write into a new folder."""
@@ -244,54 +247,5 @@ class BuildContext(Protocol):
     @property
     def world_size(self) -> int:
         """How many processes build this engine together; if several, they are the default group of
-        `torch.distributed`, which the caller has initialised, unless the backend says ``collective = False``."""
+        `torch.distributed`, which the caller has initialised, unless `Backend.collective` is false."""
         ...
-
-
-@runtime_checkable
-class Backend(Protocol):
-    """A frozen spec of an engine: what to load and where; nothing is loaded before `build`."""
-
-    def build(self, context: BuildContext) -> Any:
-        """The live engine."""
-        ...
-
-
-def refuse_unfit(role: str, backend: Any, node: str, protocol: type) -> None:
-    """Refuse a backend whose engine is not what `node` asks of `role`, before anything is loaded.
-
-    Raises:
-        BindError: naming the members that the engine lacks.
-    """
-    if not isinstance(backend, Backend):
-        raise BindError(
-            f"the role {role!r} is bound to {backend!r}, which is no backend (it has no build(context)); bind a spec "
-            f"such as TorchTrainer(model)."
-        )
-    try:
-        engine = typing.get_type_hints(type(backend).build).get("return")
-    except NameError as error:
-        raise BindError(
-            f"the annotations of {type(backend).__name__}.build cannot be resolved ({error}); import what they name at "
-            f"the top of its module, and not under TYPE_CHECKING."
-        ) from error
-    if not isinstance(engine, type):
-        raise BindError(
-            f"{type(backend).__name__}.build returns {engine!r} by its annotation; annotate the class of its live "
-            f"engine."
-        )
-    # Attributes that are only assigned in __init__ can be declared by an annotation in the class.
-    declared = {name for base in engine.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", {}))}
-    missing = sorted(_members(protocol) - declared)
-    if missing:
-        raise BindError(
-            f"the role {role!r} is bound to {type(backend).__name__}, but {node} needs a {protocol.__name__} there, "
-            f"and {engine.__name__} declares no {', '.join(missing)}; bind {role}= to a backend that is a "
-            f"{protocol.__name__}."
-        )
-
-
-def _members(protocol: type) -> set[str]:
-    """Names of everything that a Protocol class and its Protocol bases declare."""
-    bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False) and base is not Protocol]
-    return {name for base in bases for name in vars(base) if not name.startswith("_")}

@@ -1,4 +1,4 @@
-"""References: how a user's function is named in a file, found again by that name, and told from another version of it.
+"""References: how a file names a user's function, how it is found again, and how another version of it is noticed.
 
 A reference is ``"package.module:name"`` or ``"path/to/file.py:name"``; `name` may be dotted (``Class.method``). A
 function that no other process could find by a reference (a lambda, a closure, a `functools.partial`) has none.
@@ -57,8 +57,8 @@ def resolve(ref: str) -> Callable[..., Any]:
     fn = load_object(ref)
     if not callable(fn):
         raise ParameterError(
-            f"{ref!r} names no function: {split(ref)[0]} has a {type(fn).__name__} under that name; expected a "
-            f"function."
+            f"{ref!r} does not name a function: {parse_reference(ref)[0]} has a {type(fn).__name__} under that name; "
+            f"expected a function."
         )
     return cast("Callable[..., Any]", fn)
 
@@ -70,7 +70,7 @@ def load_object(ref: str) -> Any:
         ParameterError: there is no such module, file or name, or it raises as it is imported, named by file and line.
         FlowrlError: any that the file or module itself raises as it is imported.
     """
-    source, name = split(ref)
+    source, name = parse_reference(ref)
     file = source_file(ref)
     try:
         module = _load_file(cast(str, file)) if source.endswith(".py") else importlib.import_module(source)
@@ -116,10 +116,10 @@ def check(ref: str) -> None:
     Raises:
         ParameterError: there is no such module or file, it does not compile, or nothing in it defines the name.
     """
-    name = split(ref)[1]
+    name = parse_reference(ref)[1]
     file = source_file(ref)
     if file is None or not file.endswith(".py"):
-        return  # no source to look at; `resolve` will tell
+        return  # no source to look at; `resolve` will find out
     try:
         with open(file, "rb") as stream:
             code = compile(stream.read(), file, "exec", dont_inherit=True)
@@ -127,18 +127,17 @@ def check(ref: str) -> None:
         raise ParameterError(
             f"{ref!r} cannot be used: {file}:{error.lineno} does not compile ({error.msg})."
         ) from error
-    instructions = list(dis.get_instructions(code))
-    defined = {i.argval for i in instructions if i.opname == "STORE_NAME"}
-    open_ended = "__getattr__" in defined or any("IMPORT_STAR" in f"{i.opname} {i.argrepr}" for i in instructions)
-    if name.partition(".")[0] not in defined and not open_ended:
-        functions = [c.co_name for c in code.co_consts if isinstance(c, CodeType) and c.co_name in defined]
+    bound = _bound_names(code)
+    open_ended = "*" in bound or "__getattr__" in bound
+    if name.split(".")[0] not in bound and not open_ended:
+        functions = [c.co_name for c in code.co_consts if isinstance(c, CodeType) and c.co_name in bound]
         raise ParameterError(
-            f"{ref!r} names no function: {file} does not define {name!r}; {offer(name, functions, 'it defines')}"
+            f"{ref!r} does not name a function: {file} does not define {name!r}; {offer(name, functions, 'it defines')}"
         )
 
 
-def outline(ref: str) -> Callable[..., Any] | None:
-    """A function that takes what the one that `ref` names takes, and does nothing; none of the source is run for it.
+def stub_of(ref: str) -> Callable[..., Any] | None:
+    """A function with the parameters of the one that `ref` names, which does nothing.
 
     It has the names and the literal defaults of the parameters (... for other defaults), and is async where that one
     is. None where the source alone does not settle what the name means.
@@ -146,37 +145,53 @@ def outline(ref: str) -> Callable[..., Any] | None:
     found = _definition(ref)
     if found is None:
         return None
-    bare, arguments = copy.deepcopy(found[1]), found[1].args
-    bare.body, bare.returns, bare.args = [ast.Pass()], None, copy.deepcopy(arguments)
-    for argument in ast.walk(bare.args):
+    # The `def` with everything taken out that would run code of the file: body, annotations, computed defaults.
+    stub = copy.deepcopy(found[1])
+    stub.body, stub.returns = [ast.Pass()], None
+    for argument in ast.walk(stub.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    unknown = ast.Constant(...)
-    bare.args.defaults = [d if isinstance(d, ast.Constant) else unknown for d in arguments.defaults]
-    bare.args.kw_defaults = [d if d is None or isinstance(d, ast.Constant) else unknown for d in arguments.kw_defaults]
-    module = ast.fix_missing_locations(ast.Module([bare], []))
+    stub.args.defaults = [_literal(d) for d in stub.args.defaults]
+    stub.args.kw_defaults = [d and _literal(d) for d in stub.args.kw_defaults]
+    module = ast.fix_missing_locations(ast.Module([stub], []))
     namespace: dict[str, Any] = {}
-    exec(compile(module, f"<outline of {ref}>", "exec", dont_inherit=True), namespace)
-    return cast("Callable[..., Any]", namespace[bare.name])
+    exec(compile(module, f"<stub of {ref}>", "exec", dont_inherit=True), namespace)
+    return cast("Callable[..., Any]", namespace[stub.name])
+
+
+def _literal(default: ast.expr) -> ast.Constant:
+    return default if isinstance(default, ast.Constant) else ast.Constant(...)
 
 
 def _definition(ref: str) -> tuple[str, ast.FunctionDef | ast.AsyncFunctionDef] | None:
     """The source of a file, and the one undecorated ``def`` in it that gives a name its meaning, where there is one."""
-    _, name = split(ref)
+    _, name = parse_reference(ref)
     file = source_file(ref)
     if file is None or not file.endswith(".py"):
         return None
     with open(file, encoding="utf-8") as stream:
         text = stream.read()
     code = compile(text, file, "exec", dont_inherit=True)
-    bound = [i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_NAME", "DELETE_NAME")]
+    if _bound_names(code).count(name) != 1:
+        return None
     for node in ast.parse(text, file).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            return (text, node) if bound.count(name) == 1 and not node.decorator_list else None
+            return None if node.decorator_list else (text, node)
     return None
 
 
-def split(ref: str) -> tuple[str, str]:
+def _bound_names(code: CodeType) -> list[str]:
+    """The names that the top level of a module binds or deletes, once for each time; ``*`` for a star import.
+
+    The bytecode says so in two instructions; in the syntax tree every form that binds (assignment, `def`, `import`,
+    `for`, `with`, `except`, `match`, `:=`) would have to be followed.
+    """
+    instructions = list(dis.get_instructions(code))
+    names = [i.argval for i in instructions if i.opname in ("STORE_NAME", "DELETE_NAME")]
+    return names + ["*"] * any("IMPORT_STAR" in f"{i.opname} {i.argrepr}" for i in instructions)
+
+
+def parse_reference(ref: str) -> tuple[str, str]:
     """Module or file, and name.
 
     Raises:
@@ -195,7 +210,7 @@ def source_file(ref: str) -> str | None:
     Raises:
         ParameterError: there is no such module or file.
     """
-    source, _ = split(ref)
+    source, _ = parse_reference(ref)
     if source.endswith(".py"):
         if not os.path.isfile(source):
             raise ParameterError(f"{ref!r} names nothing: there is no file {os.path.abspath(source)!r}.")
@@ -209,7 +224,7 @@ def source_file(ref: str) -> str | None:
     if spec is None:
         raise ParameterError(
             f"{ref!r} names nothing: no module {source!r} is on sys.path; install it, or name its file: "
-            f"'path/to/file.py:{split(ref)[1]}'."
+            f"'path/to/file.py:{parse_reference(ref)[1]}'."
         )
     return os.path.abspath(spec.origin) if spec.origin is not None and os.path.isfile(spec.origin) else None
 
@@ -225,8 +240,8 @@ def has_main_guard(file: str) -> bool:
 def source_hash(fn: Callable[..., Any]) -> str:
     """xxh3-128 over what `fn` is: its source, and the plain values and functions that it closes over.
 
-    A lambda (whose source is a line that it may share) and a function without source are hashed by bytecode, so their
-    hash holds for one version of Python. What is called from global names is not followed.
+    A lambda (whose source is a line that it may share) and a function without source are hashed by their bytecode, so
+    their hash is for one version of Python. What is called by global names is not followed.
     """
     digest = xxhash.xxh3_128()
     for part in _parts(fn, set()):

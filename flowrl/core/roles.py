@@ -1,7 +1,8 @@
 """Roles: how an operator names the weights it needs, and what it does with them.
 
 ``actor: Reads[Scorer] = Role("actor")`` says that the operator reads the weights of the role ``actor`` through the
-Protocol `Scorer`; ``Writes[...]`` says that it changes them. A live engine may stand in the field itself.
+Protocol `Scorer`; ``Writes[...]`` says that it changes them. A live engine may stand in the field itself, for calls on
+tensors; the nodes of a graph only name roles.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class RoleUse:
 
 
 def role_use(annotation: Any) -> RoleUse | None:
-    """The `RoleUse` of a field annotation, or None where it is no role field."""
+    """The `RoleUse` of a field annotation, or None if it is not a role field."""
     if get_origin(annotation) is Annotated:
         protocol, *extras = get_args(annotation)
         for extra in extras:

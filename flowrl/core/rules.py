@@ -1,8 +1,9 @@
-"""Rules: what must not be launched although every connection fits.
+"""Rules: what must not be launched, although every connection fits.
 
-`RULES` is a table. A rule is one small function over a graph that yields what it finds; each has an id, the reason in a
+`RULES` is a table. A rule is one small function that yields what it finds in a graph; each has an id, the reason in a
 line, and the public issue that taught it. Rules know operators only by what these declare: roles, effects, granularity
-and row arithmetic, so a custom operator is held to them too.
+and row arithmetic, so they hold for custom operators too. Where a message says what to add (`Sync`, `Repeat`,
+`Value`), it names flowrl's own operator for it, as an example that can be copied.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from flowrl.core.graph import Graph, Node
+from flowrl.core.graph import Graph, Node, Use
 from flowrl.core.protocols import Critic, Rollout, Trainer
-from flowrl.core.roles import RoleRef
 from flowrl.errors import RuleError
 
-Found = Iterator[tuple[str, str]]
+Findings = Iterator[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Rule:
     id: str
     reason: str
     source: str
-    check: Callable[[Graph, int | None], Found]
+    check: Callable[[Graph, int | None], Findings]
 
 
 RULES: list[Rule] = []
@@ -53,10 +53,10 @@ RULES: list[Rule] = []
 
 def rule(
     id: str, reason: str, source: str
-) -> Callable[[Callable[[Graph, int | None], Found]], Callable[[Graph, int | None], Found]]:
+) -> Callable[[Callable[[Graph, int | None], Findings]], Callable[[Graph, int | None], Findings]]:
     """Enter a function into the table."""
 
-    def enter(check: Callable[[Graph, int | None], Found]) -> Callable[[Graph, int | None], Found]:
+    def enter(check: Callable[[Graph, int | None], Findings]) -> Callable[[Graph, int | None], Findings]:
         RULES.append(Rule(id, reason, source, check))
         return check
 
@@ -81,15 +81,9 @@ def require(graph: Graph, prompts: int | None = None) -> None:
         raise RuleError(f"{graph.name} must not be launched; {len(findings)} finding(s):\n{lines}")
 
 
-def _uses(node: Node) -> list[tuple[str, str, type]]:
-    """Role, mode and Protocol of every use; live engines that stand in a field belong to no role."""
-    refs = [(getattr(node.operator, field), use) for field, use in node.operator.role_uses.items()]
-    return [(ref.name, use.mode, use.protocol) for ref, use in refs if isinstance(ref, RoleRef)]
-
-
 def _writers(graph: Graph, protocol: type) -> list[tuple[Node, str]]:
     """Nodes that write a role through `protocol`, with the role."""
-    return [(n, r) for n in graph.nodes.values() for r, mode, p in _uses(n) if mode == "writes" and p is protocol]
+    return [(n, u.role) for n in graph.nodes.values() for u in n.uses if u.mode == "writes" and u.protocol is protocol]
 
 
 def _line(graph: Graph, name: str) -> list[Node]:
@@ -100,7 +94,7 @@ def _line(graph: Graph, name: str) -> list[Node]:
 
 def _read(graph: Graph, name: str, protocol: type) -> set[str]:
     """Roles that are read through `protocol` on the way to a node, or by it."""
-    return {r for n in _line(graph, name) for r, mode, p in _uses(n) if p is protocol and mode == "reads"}
+    return {u.role for n in _line(graph, name) for u in n.uses if u.mode == "reads" and u.protocol is protocol}
 
 
 def _rows_per_prompt(graph: Graph, name: str) -> int:
@@ -109,7 +103,7 @@ def _rows_per_prompt(graph: Graph, name: str) -> int:
 
 
 @rule("FR001", "KL counts once: in the reward or in the loss, never in both.", "verl-project/verl#211")
-def _kl_once(graph: Graph, prompts: int | None) -> Found:
+def _kl_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in _writers(graph, Trainer):
         line = [n.name for n in _line(graph, node.name) if "kl" in n.operator.effects]
         if len(line) > 1:
@@ -126,12 +120,11 @@ def _kl_once(graph: Graph, prompts: int | None) -> Found:
     "A policy that is updated and never synced trains on the answers of an ever older one.",
     "huggingface/trl#5312",
 )
-def _synced(graph: Graph, prompts: int | None) -> Found:
+def _synced(graph: Graph, prompts: int | None) -> Findings:
     for node, role in _writers(graph, Trainer):
         for engine in sorted(_read(graph, node.name, Rollout)):
             synced = any(
-                {(engine, "writes"), (role, "reads")} <= {(r, mode) for r, mode, _ in _uses(sync)}
-                and node.name in graph.ancestors(sync.name)
+                engine in sync.writes and role in sync.reads and node.name in graph.ancestors(sync.name)
                 for sync in graph.nodes.values()
             )
             if not synced:
@@ -146,7 +139,7 @@ def _synced(graph: Graph, prompts: int | None) -> Found:
 
 
 @rule("FR003", "A group of one answer is its own baseline: every advantage is 0.", "huggingface/trl#4662")
-def _group_of_one(graph: Graph, prompts: int | None) -> Found:
+def _group_of_one(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values():
         if "group baseline" in node.operator.effects and _rows_per_prompt(graph, node.name) == 1:
             yield (
@@ -161,7 +154,7 @@ def _group_of_one(graph: Graph, prompts: int | None) -> Found:
     "Mini-batches must divide the rows, or the last one would train with another step size.",
     "DLR-RM/stable-baselines3#270",
 )
-def _divides(graph: Graph, prompts: int | None) -> Found:
+def _divides(graph: Graph, prompts: int | None) -> Findings:
     if prompts is None:
         return
     for node in graph.nodes.values():
@@ -178,10 +171,10 @@ def _divides(graph: Graph, prompts: int | None) -> Found:
 
 @rule(
     "FR005",
-    "A critic is trained towards returns that were taken with its own values, or it learns for nobody.",
+    "A critic is trained towards returns that were taken with its own values; otherwise nothing uses what it learns.",
     "PRIME-RL/SimpleVLA-RL#73",
 )
-def _critic_is_read(graph: Graph, prompts: int | None) -> Found:
+def _critic_is_read(graph: Graph, prompts: int | None) -> Findings:
     for node, role in _writers(graph, Critic):
         if role not in _read(graph, node.name, Critic):
             yield (
@@ -189,13 +182,13 @@ def _critic_is_read(graph: Graph, prompts: int | None) -> Found:
                 f"it updates {role!r} without values of {role!r}; expected Value(critic=Role({role!r})) before it.",
             )
             continue
-        for slot, edge in node.inputs.items():
+        for field, edge in node.inputs.items():
             kind = getattr(graph.types[edge].type, "kind", None)
             critics = _read(graph, edge.node, Critic)
             if kind in ("value", "return") and critics and role not in critics:
                 yield (
                     node.name,
-                    f"its {slot} come from {edge}, which was taken with values of {sorted(critics)[0]!r}, but it "
+                    f"its {field} come from {edge}, which was taken with values of {sorted(critics)[0]!r}, but it "
                     f"updates {role!r}; wire what was taken with Value(critic=Role({role!r})).",
                 )
 
@@ -205,7 +198,7 @@ def _critic_is_read(graph: Graph, prompts: int | None) -> Found:
     "Generation that runs ahead needs an importance correction, since its rows are off-policy.",
     "radixark/miles#1829",
 )
-def _lag_is_corrected(graph: Graph, prompts: int | None) -> Found:
+def _lag_is_corrected(graph: Graph, prompts: int | None) -> Findings:
     if graph.lag == 0:
         return
     for node, _ in _writers(graph, Trainer):
@@ -225,7 +218,7 @@ def _lag_is_corrected(graph: Graph, prompts: int | None) -> Found:
     "Greedy answers have no log-prob at their temperature and no exploration: nothing to learn from.",
     "THUDM/slime#2197",
 )
-def _greedy(graph: Graph, prompts: int | None) -> Found:
+def _greedy(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in _writers(graph, Trainer):
         for n in _line(graph, node.name):
             if "greedy" in n.operator.effects:
@@ -241,7 +234,7 @@ def _greedy(graph: Graph, prompts: int | None) -> Found:
     "Two writers of one role in a step: the second's rows were sampled before the first's update.",
     "thu-ml/tianshou#745",
 )
-def _one_writer(graph: Graph, prompts: int | None) -> Found:
+def _one_writer(graph: Graph, prompts: int | None) -> Findings:
     for role, uses in graph.roles().items():
         first, *others = [use.node for use in uses if use.mode == "writes"] or [""]
         for other in others:
@@ -257,30 +250,30 @@ def _one_writer(graph: Graph, prompts: int | None) -> Found:
     "The ratio's old log-probs are the trained policy's own, not those of another role.",
     "thu-ml/tianshou#745",
 )
-def _own_old_log_probs(graph: Graph, prompts: int | None) -> Found:
+def _own_old_log_probs(graph: Graph, prompts: int | None) -> Findings:
     for node, trained in _writers(graph, Trainer):
-        for source, role in _log_probs(_line(graph, node.name), "log-prob of the old policy"):
-            if role != trained:
+        for use in _log_probs(_line(graph, node.name), "log-prob of the old policy"):
+            if use.role != trained:
                 yield (
-                    source,
-                    f"it takes the old log-probs from {role!r}, and {node.name} trains {trained!r}; expected "
-                    f"OldLogProb(actor=Role({trained!r})).",
+                    use.node,
+                    f"it takes the old log-probs from {use.role!r}, and {node.name} trains {trained!r}; expected "
+                    f"{_with_role(graph, use, trained)}.",
                 )
 
 
 @rule(
     "FR010",
-    "A reference that is trained itself is no anchor: KL to it goes with the policy.",
+    "A reference that is trained itself is not an anchor: KL to it moves with the policy.",
     "hiyouga/ChatGLM-Efficient-Tuning#380",
 )
-def _reference_is_frozen(graph: Graph, prompts: int | None) -> Found:
+def _reference_is_frozen(graph: Graph, prompts: int | None) -> Findings:
     writers = {role: node.name for node, role in _writers(graph, Trainer)}
-    for source, role in _log_probs(graph.nodes.values(), "log-prob of the reference"):
-        if role in writers:
+    for use in _log_probs(graph.nodes.values(), "log-prob of the reference"):
+        if use.role in writers:
             yield (
-                source,
-                f"it takes the reference's log-probs from {role!r}, which {writers[role]} trains; expected a role that "
-                f"nothing trains: RefLogProb(ref=Role('ref')).",
+                use.node,
+                f"it takes the reference's log-probs from {use.role!r}, which {writers[use.role]} trains; expected a "
+                f"role that nothing trains: {_with_role(graph, use, 'ref')}.",
             )
 
 
@@ -289,7 +282,7 @@ def _reference_is_frozen(graph: Graph, prompts: int | None) -> Found:
     "The ratio of trainer to engine counts once: as weights or in the loss's own ratio, never as both.",
     "THUDM/slime#1912",
 )
-def _correction_once(graph: Graph, prompts: int | None) -> Found:
+def _correction_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in _writers(graph, Trainer):
         line = [n.name for n in _line(graph, node.name) if "importance correction" in n.operator.effects]
         if len(line) > 1:
@@ -302,8 +295,13 @@ def _correction_once(graph: Graph, prompts: int | None) -> Found:
             )
 
 
-def _log_probs(nodes: Iterable[Node], kind: str) -> Found:
-    """Those of `nodes` that write a log-prob of `kind`, with the roles that they read."""
+def _log_probs(nodes: Iterable[Node], kind: str) -> Iterator[Use]:
+    """The roles that those of `nodes` read which write a log-prob of `kind`."""
     for node in nodes:
         if kind in {getattr(t, "kind", None) for t in node.operator.signature.outputs.values()}:
-            yield from ((node.name, role) for role, mode, _ in _uses(node) if mode == "reads")
+            yield from (use for use in node.uses if use.mode == "reads")
+
+
+def _with_role(graph: Graph, use: Use, role: str) -> str:
+    """The node's operator with another role, as it is written: ``OldLogProb(actor=Role('actor'))``."""
+    return f"{type(graph[use.node].operator).__name__}({use.field}=Role({role!r}))"

@@ -1,4 +1,4 @@
-"""A session: what surrounds operators while they run on tensors.
+"""A session: what operators have around them while they run on tensors.
 
 It resolves roles to live engines, derives keys, holds the state cells and collects the metrics. An executor runs a
 graph inside one; ``with job.eager():`` opens one for code that calls operators by hand. Both run the same operators the
@@ -32,7 +32,8 @@ class Session:
         self.engines = dict(engines)
         self.seed = seed
         self.step = 0
-        self.state: dict[str, Any] = dict(state or {})
+        self._given = state or {}
+        self.state: dict[str, Any] = dict(self._given)
         self.metrics: dict[str, Metrics] = {}
 
     def engine(self, role: str, asked_by: str) -> Any:
@@ -48,6 +49,11 @@ class Session:
             )
         return self.engines[role]
 
+    def cell(self, operator: Any, field: str) -> Any:
+        """What a state cell of an operator holds."""
+        name = f"{operator.name}.{field}"
+        return self.state[name] if name in self.state else operator.states[field].initial(operator)
+
     def key(self, node: str) -> Key:
         """The key of a node in this step."""
         return Key.of(self.seed).derive("step", self.step, node)
@@ -58,6 +64,17 @@ class Session:
             self.metrics[node].merge(metrics)
         else:
             self.metrics[node] = metrics
+
+    def changed(self) -> dict[str, Any]:
+        """The state cells that hold something else than what was given."""
+        return {cell: value for cell, value in self.state.items() if self._given.get(cell, self) is not value}
+
+    def all_metrics(self) -> Metrics:
+        """What all nodes reported in this step."""
+        first, *others = self.metrics.values() or [Metrics()]
+        for other in others:
+            first.merge(other)
+        return first
 
     def begin_step(self, step: int) -> None:
         """Go to `step`: keys change, metrics start empty."""

@@ -1,7 +1,7 @@
 """Symbols: what flows through an operator while a graph is recorded, and the types that they carry.
 
 A symbol stands for one output of one node. Its type is a column type plus an *identity* for every axis: the node where
-that axis came to be. Columns of equal shape whose rows were made by different nodes can therefore not meet.
+that axis came to be. So columns of equal shape whose rows were made by different nodes cannot meet.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from flowrl.data.record_types import SlotType
+from flowrl.data.record_types import FieldType
 from flowrl.errors import GraphError
 
 
@@ -34,9 +34,9 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class EdgeType:
-    """A slot type with the identity of each axis (``"batch@repeat"``); a batchless value has no axes."""
+    """A field's type with the identity of each axis (``"batch@repeat"``); a batchless value has no axes."""
 
-    type: SlotType
+    type: FieldType
     axes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class EdgeType:
 class Recorder(Protocol):
     """What records the nodes of one graph."""
 
-    def record(self, operator: Any, inputs: Mapping[str, Any]) -> Any:
+    def record(self, operator: Any, inputs: Mapping[Any, Any]) -> Any:
         """A node for a call of `operator`; returns its symbol, or the record of its symbols."""
         ...
 

@@ -1,4 +1,4 @@
-"""What is true of the columns of a `DataProto`: their checks, padding, comparison, and how they are shown."""
+"""Arithmetic on the columns of a `DataProto`: checks, padding, comparison, and a table to print."""
 
 from __future__ import annotations
 
@@ -18,13 +18,21 @@ Objects = NDArray[np.object_]
 Columns = Mapping[str, Tensor | Objects]
 Pad = tuple[int | float | bool, Side]
 Growth = Mapping[Side, tuple[int, int]]
-"""By how much an axis of each side is to grow, as (left, right); a side is absent where that cannot be told."""
+"""By how much an axis of each side grows, as (left, right); a side is absent where that is unknown."""
+Margin = Sequence[tuple[int, int]]
+"""How far a part of a column is padded (left, right) along each axis after the first."""
 
 
 def objects(rows: Iterable[Any]) -> Objects:
     """A 1-d object array with one object per row; NumPy itself would make lists of equal length into a matrix."""
     items = list(rows)
     return np.fromiter(items, dtype=object, count=len(items))
+
+
+def read_only(column: Objects) -> Objects:
+    """The array itself, which can no longer be written to."""
+    column.flags.writeable = False
+    return column
 
 
 def check_column(name: str, column: Any) -> Tensor | Objects:
@@ -47,8 +55,7 @@ def check_column(name: str, column: Any) -> Tensor | Objects:
                 f"column {name!r} is a NumPy array of {column.dtype} with {column.ndim} axes; expected one object per "
                 f"row (flowrl.data.column_math.objects(rows)), or a tensor for numbers (torch.from_numpy)."
             )
-        checked, dtype = column.view(), "object"
-        checked.flags.writeable = False
+        checked, dtype = read_only(column.view()), "object"
     else:
         raise DataError(
             f"column {name!r} is a {type(column).__name__}; expected a torch.Tensor or a NumPy object array."
@@ -82,7 +89,7 @@ def bind_axes(columns: Columns) -> dict[str, int]:
 def growth(axes: Sequence[Mapping[str, int]]) -> list[Growth]:
     """How the axes of several batches (each as from `bind_axes`, with the same symbols) grow to their common widths.
 
-    Where only one of prompt and response is among the symbols, the other is what it leaves of the sequence.
+    Where only one of prompt and response is among the symbols, the other is the rest of the sequence.
 
     Raises:
         DataError: a sequence is not as wide as its prompt and its response together.
@@ -145,15 +152,31 @@ def concat_padded(name: str, parts: Sequence[Tensor], grown: Sequence[Growth], p
     if pad is not None:
         value, sides[0] = pad
     shapes = [part.shape for part in parts]
-    margins = [_margins(name, axis, [s[axis] for s in shapes], side, grown, pad) for axis, side in enumerate(sides, 1)]
-    widths = [left + parts[0].shape[axis] + right for axis, ((left, right), *_) in enumerate(margins, 1)]
-    joined = parts[0].new_full([sum(map(len, parts)), *widths], value)
+    by_axis = [_margins(name, axis, [s[axis] for s in shapes], side, grown, pad) for axis, side in enumerate(sides, 1)]
+    margins = [[margin[i] for margin in by_axis] for i in range(len(parts))]
+    joined = parts[0].new_full([sum(map(len, parts)), *padded_widths(parts[0], margins[0])], value)
     row = 0
-    for i, part in enumerate(parts):
-        window = [slice(m[i][0], m[i][0] + width) for m, width in zip(margins, part.shape[1:], strict=True)]
-        joined[(slice(row, row + len(part)), *window)] = part
+    for part, margin in zip(parts, margins, strict=True):
+        paste(joined, slice(row, row + len(part)), part, margin)
         row += len(part)
     return joined
+
+
+def padded_widths(part: Tensor | Objects, margin: Margin) -> list[int]:
+    """The widths of a part, batch aside, once it is padded."""
+    return [left + width + right for (left, right), width in zip(margin, part.shape[1:], strict=True)]
+
+
+def paste(whole: Tensor | Objects, rows: Any, part: Tensor | Objects, margin: Margin) -> None:
+    """Write a part into these rows of a column; around it stays what stood there, its padding."""
+    window = [slice(left, left + width) for (left, _), width in zip(margin, part.shape[1:], strict=True)]
+    written: Any = part
+    whole[(rows, *window)] = written
+
+
+def margin_of(side: Side | None, grown: Growth) -> tuple[int, int]:
+    """How far an axis of this side is padded (left, right); (0, 0) where that is unknown."""
+    return grown.get(side, (0, 0)) if side is not None else (0, 0)
 
 
 def _margins(
@@ -164,13 +187,13 @@ def _margins(
         # a column that flowrl does not know is as wide as it is, whatever prompts and responses are
         short = [max(widths) - width for width in widths]
         return [(n, 0) if side == "left" else (0, n) for n in short]
-    margins = [g[side] if side is not None and side in g else (0, 0) for g in grown]
+    margins = [margin_of(side, growth) for growth in grown]
     if len({left + width + right for width, (left, right) in zip(widths, margins, strict=True)}) == 1:
         return margins
     found = f"column {name!r} has the widths {sorted(set(widths))} along axis {axis} in concat"
     if side == "sequence":
         raise DataError(
-            f"{found}; a sequence is padded on both sides, as its prompt and its response grow, which cannot be told "
+            f"{found}; a sequence is padded on both sides, as its prompt and its response grow, which is unknown "
             f"here: concat it together with prompts or response_mask."
         )
     raise DataError(f'{found}, and flowrl does not know how to pad it; pass pad={{"{name}": (value, side)}}.')

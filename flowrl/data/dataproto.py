@@ -19,9 +19,23 @@ import torch
 from torch import Tensor
 
 from flowrl.columns import ColumnType
-from flowrl.data import column_math as proto_columns
-from flowrl.data import formats as proto_io
-from flowrl.data.column_math import Columns, Objects, Pad, difference, same, short
+from flowrl.data import formats
+from flowrl.data.column_math import (
+    Columns,
+    Objects,
+    Pad,
+    bind_axes,
+    check_column,
+    check_pad,
+    concat_padded,
+    difference,
+    growth,
+    read_only,
+    same,
+    short,
+    size,
+    table,
+)
 from flowrl.data.keys import Key
 from flowrl.data.record_types import record_columns, record_tuple
 from flowrl.errors import ColumnNotFoundError, DataError
@@ -43,10 +57,10 @@ class DataProto:
         DataError: columns of unequal length, of a wrong dtype or shape, or meta that is not JSON-able.
     """
 
-    __slots__ = ("_axes", "_columns", "_meta", "_rows")
+    __slots__ = ("_columns", "_meta", "_rows")
 
     def __init__(self, columns: Columns, meta: Mapping[str, Any] | None = None) -> None:
-        self._columns = {name: proto_columns.check_column(name, column) for name, column in columns.items()}
+        self._columns = {name: check_column(name, column) for name, column in columns.items()}
         lengths = {name: len(column) for name, column in self._columns.items()}
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{name} has {n}" for name, n in lengths.items())
@@ -54,8 +68,9 @@ class DataProto:
                 f"columns differ in their number of rows: {found}; expected one batch axis: index them alike."
             )
         self._rows = next(iter(lengths.values()), 0)
-        self._axes = proto_columns.bind_axes(self._columns)
-        proto_io.check_json(dict(meta or {}), "meta")
+        bind_axes(self._columns)
+        if meta:
+            formats.check_json(dict(meta), "meta")
         self._meta = copy.deepcopy(dict(meta or {}))
 
     # ---- reading
@@ -97,7 +112,10 @@ class DataProto:
         index = self._index(key)
         picked: dict[str, Tensor | Objects] = {}
         for name, column in self._columns.items():
-            picked[name] = column[index.to(column.device)] if isinstance(column, Tensor) else column[index.numpy()]
+            if isinstance(column, Tensor):
+                picked[name] = column[index.to(column.device)]
+            else:
+                picked[name] = read_only(column[index.numpy()])
         return self._with(picked)
 
     # ---- columns
@@ -120,7 +138,7 @@ class DataProto:
         """Columns under new names (``{old: new}``), in place; two columns may swap theirs.
 
         Raises:
-            DataError: two columns would bear one name.
+            DataError: two columns would have one name.
         """
         self._require(*names)
         new = [names.get(name, name) for name in self._columns]
@@ -129,7 +147,7 @@ class DataProto:
             raise DataError(
                 f"rename({dict(names)}) gives two columns the name {twice[0]!r}; choose another, or drop one."
             )
-        return self._with(dict(zip(new, self._columns.values(), strict=True)))
+        return DataProto(dict(zip(new, self._columns.values(), strict=True)), self._meta)
 
     def union(self, other: DataProto) -> DataProto:
         """The columns and meta of both; what both have must be equal, bit for bit.
@@ -163,7 +181,7 @@ class DataProto:
                 ``"left"``, ``"right"`` or ``"sequence"``.
 
         Raises:
-            DataError: different columns, dtypes, devices or meta; widths that flowrl cannot pad or cannot tell apart.
+            DataError: different columns, dtypes, devices or meta; widths that flowrl does not know how to pad.
         """
         if not protos:
             raise DataError("concat was given no DataProto; expected at least one.")
@@ -175,8 +193,8 @@ class DataProto:
                     f"concat wants the same columns in all, but numbers 0 and {i} differ in {odd}; select() them."
                 )
         for name, value in pad.items():
-            proto_columns.check_pad(name, first._columns[name], value)
-        grown = proto_columns.growth([proto._axes for proto in protos])
+            check_pad(name, first._columns[name], value)
+        grown = growth([bind_axes(proto._columns) for proto in protos])
         joined: dict[str, Tensor | Objects] = {}
         for name in first._columns:
             parts = [proto._columns[name] for proto in protos]
@@ -187,7 +205,7 @@ class DataProto:
                     f"column {name!r} is a tensor in some and an object array in others; convert them first."
                 )
             if tensors:
-                joined[name] = proto_columns.concat_padded(name, tensors, grown, pad.get(name))
+                joined[name] = concat_padded(name, tensors, grown, pad.get(name))
             else:
                 joined[name] = np.concatenate(arrays)
         return DataProto(joined, _merge_meta(protos, "concat"))
@@ -288,7 +306,7 @@ class DataProto:
         Raises:
             DataError: an object is not JSON-able.
         """
-        return proto_io.digest(self._columns, self._meta)
+        return formats.digest(self._columns, self._meta)
 
     # ---- other forms
 
@@ -318,7 +336,7 @@ class DataProto:
         Raises:
             DataError: the folder is not empty, or an object is not JSON-able.
         """
-        proto_io.save(folder, self._columns, self._meta)
+        formats.save(folder, self._columns, self._meta)
 
     @staticmethod
     def load(folder: str | Path) -> DataProto:
@@ -327,38 +345,42 @@ class DataProto:
         Raises:
             DataError: names the file that is missing or damaged.
         """
-        return DataProto(*proto_io.load(folder))
+        return DataProto(*formats.load(folder))
 
     def to_tensordict(self) -> Any:
         """A `tensordict.TensorDict`: objects as `NonTensorStack`, meta as `NonTensorData`."""
-        return proto_io.to_tensordict(self._columns, self._meta, len(self))
+        return formats.to_tensordict(self._columns, self._meta, len(self))
 
     @staticmethod
     def from_tensordict(data: Any) -> DataProto:
         """The reverse of `to_tensordict`; a `NonTensorData` of a known object column's name fills that column."""
-        return DataProto(*proto_io.from_tensordict(data))
+        return DataProto(*formats.from_tensordict(data))
 
     def to_verl(self) -> dict[str, dict[str, Any]]:
         """``{"batch": ..., "non_tensor_batch": ..., "meta_info": ...}``, known masks as int64."""
-        return proto_io.to_verl(self._columns, self.meta)
+        return formats.to_verl(self._columns, self.meta)
 
     @staticmethod
     def from_verl(data: Any) -> DataProto:
         """The reverse of `to_verl`; also takes an object with these three attributes, such as a ``verl.DataProto``."""
-        return DataProto(*proto_io.from_verl(data))
+        return DataProto(*formats.from_verl(data))
 
     def __repr__(self) -> str:
         tensors = [c for c in self._columns.values() if isinstance(c, Tensor)]
         devices = ", ".join(sorted({str(c.device) for c in tensors})) or "no device"
-        total = proto_columns.size(sum(c.nbytes for c in tensors))
+        total = size(sum(c.nbytes for c in tensors))
         head = f"DataProto: {len(self)} rows, {len(self._columns)} columns, {total} of tensors on {devices}"
         meta = [f"meta: {short(self._meta, 100)}"] if self._meta else []
-        return "\n".join([head, proto_columns.table(self._columns), *meta])
+        return "\n".join([head, table(self._columns), *meta])
 
     # ---- helpers
 
-    def _with(self, columns: Columns) -> DataProto:
-        return DataProto(columns, self._meta)
+    def _with(self, columns: dict[str, Tensor | Objects]) -> DataProto:
+        """Columns of this one, or the same rows of each, which need no second check; its meta."""
+        made = DataProto.__new__(DataProto)
+        made._columns, made._meta = columns, self._meta
+        made._rows = len(next(iter(columns.values()), ()))
+        return made
 
     def _require(self, *names: str) -> None:
         for name in names:

@@ -1,4 +1,4 @@
-"""What a `DataProto` looks like outside of a process: its digest, its folder on disk, TensorDict, verl's three dicts.
+"""How a `DataProto` looks outside a process: its digest, its folder on disk, TensorDict, verl's three dicts.
 
 Everything here works on plain columns and meta; `DataProto` puts the methods on top. Nothing is ever pickled.
 """
@@ -6,8 +6,6 @@ Everything here works on plain columns and meta; `DataProto` puts the methods on
 from __future__ import annotations
 
 import json
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from flowrl.columns import lookup
 from flowrl.data.column_math import Columns, Objects, bits, objects
+from flowrl.data.files import file_digest, replaced
 from flowrl.errors import DataError
 
 Meta = Mapping[str, Any]
@@ -93,20 +92,15 @@ def save(folder: str | Path, columns: Columns, meta: Meta) -> None:
         "objects": {name: c.tolist() for name, c in columns.items() if not isinstance(c, Tensor)},
         "meta": dict(meta),
     }
-    # safetensors wants every tensor in a storage of its own
+    # safetensors requires a separate storage for every tensor
     tensors = {name: c.detach().cpu().contiguous().clone() for name, c in columns.items() if isinstance(c, Tensor)}
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = folder.parent / f".{folder.name}.{secrets.token_hex(6)}"
-    draft.mkdir()
-    try:
+    with replaced(folder) as draft:
+        draft.mkdir()
         save_file(tensors, draft / TENSORS)
         (draft / OBJECTS).write_bytes(json.dumps(listing, indent=1).encode())
-        files = {name: _file_digest(draft / name) for name in (TENSORS, OBJECTS)}
+        files = {name: file_digest(draft / name) for name in (TENSORS, OBJECTS)}
         (draft / MANIFEST).write_bytes(_manifest(content_digest, files))
-        draft.rename(folder)
-    except BaseException:
-        shutil.rmtree(draft)
-        raise
 
 
 def load(folder: str | Path) -> tuple[dict[str, Tensor | Objects], dict[str, Any]]:
@@ -257,14 +251,6 @@ def _is_mask(name: str) -> bool:
 
 def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _file_digest(path: Path) -> str:
-    hasher = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            hasher.update(chunk)
-    return hasher.hexdigest()
 
 
 def _manifest(content_digest: str, files: Mapping[str, str]) -> bytes:

@@ -54,8 +54,8 @@ class Metrics(Mapping[str, Metric]):
     An operator that reports numbers takes ``metrics: Metrics = INJECTED``; the executor hands in a fresh collector for
     every call. Reporting a key twice merges the two parts.
 
-    What an operator reports itself is about the rows that it was given. What it merges in is an engine's: of several
-    ranks that are given the same rows, each reports its own part (`parts`).
+    What an operator reports itself is about the rows that it was given. What it merges in comes from an engine: where
+    several ranks are given the same rows, each of their engines reports its own part (`parts`).
     """
 
     def __init__(self, metrics: Mapping[str, Metric] | None = None, parts: Mapping[str, Metric] | None = None) -> None:
@@ -71,11 +71,11 @@ class Metrics(Mapping[str, Metric]):
         _add(self._metrics, key, Metric("sum", float(value)))
 
     def min(self, key: str, value: Number) -> None:
-        """Report a number of whose parts the smallest counts."""
+        """Report a number; of its parts, the smallest counts."""
         _add(self._metrics, key, Metric("min", float(value)))
 
     def max(self, key: str, value: Number) -> None:
-        """Report a number of whose parts the largest counts."""
+        """Report a number; of its parts, the largest counts."""
         _add(self._metrics, key, Metric("max", float(value)))
 
     def merge(self, other: Mapping[str, Metric]) -> None:
@@ -85,7 +85,7 @@ class Metrics(Mapping[str, Metric]):
             _add(self._parts, key, metric)
 
     def parts(self) -> Mapping[str, Metric]:
-        """What was merged in, and nothing else."""
+        """Only what was merged in."""
         return self._parts
 
     def compute(self) -> dict[str, float]:
@@ -108,17 +108,17 @@ class Metrics(Mapping[str, Metric]):
         return Metrics, (self._metrics, self._parts)
 
 
-def of_ranks(reports: Sequence[Metrics], whole: bool) -> Metrics:
+def of_ranks(reports: Sequence[Metrics], replicated: bool) -> Metrics:
     """The metrics of a node that several ranks ran.
 
     Args:
-        reports: of each rank, at least one.
-        whole: each rank was given all rows, so that what the operator reported itself is the same on all of them; else
-            each was given rows of its own.
+        reports: one per rank, at least one.
+        replicated: every rank was given all rows, so what the operator reported itself is the same on all of them;
+            otherwise each was given its own rows.
     """
     merged = Metrics(reports[0])
     for report in reports[1:]:
-        merged.merge(report.parts() if whole else report)
+        merged.merge(report.parts() if replicated else report)
     return merged
 
 

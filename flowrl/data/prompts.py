@@ -7,13 +7,12 @@ A row has these columns; others (such as verl's ``ability``) are not read:
 - ``reward_model``: a dict with ``ground_truth``, not null (``style`` is not read: the graph says how to score);
 - ``extra_info``: a dict, optional (``{}`` where it is missing or null).
 
-No row is ever skipped but over-long ones, on request and counted; whatever cannot be read is an error that names file
-and line (counted from 1, as an editor does) or row (parquet, counted from 0).
+No row is ever skipped except over-long ones, on request and counted. Whatever cannot be read is an error that names the
+file and the line (counted from 1, as in an editor) or the row (parquet, counted from 0).
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import os
@@ -54,7 +53,7 @@ class PromptData(Spec):
         path: a ``.jsonl`` or ``.parquet`` file, or several that are read one after the other; ``~`` is the home folder.
         max_prompt_length: the most tokens a prompt may have, chat template included; None is no limit.
         overlong: what to do with longer prompts: ``"error"``, or ``"drop"`` and count them (`PromptStream.dropped`).
-        shuffle: draw every epoch in an order of its own; otherwise in that of the files.
+        shuffle: draw every epoch in a new order; otherwise in that of the files.
 
     Raises:
         ParameterError: no path, one that ends in neither ``.jsonl`` nor ``.parquet``, a limit below 1.
@@ -77,14 +76,14 @@ class PromptData(Spec):
         return path
 
     def refuse_missing(self) -> None:
-        """Look for the files, before a tokeniser is there to load them.
+        """Check that the files are there, before any tokeniser is loaded.
 
         Raises:
             DataError: one is missing.
         """
         if missing := [str(path) for path in _paths(self.path) if not path.is_file()]:
             raise DataError(
-                f"{missing[0]!r} is not a file on this machine (looked in {Path.cwd()}); mend PromptData(path=...)."
+                f"{missing[0]!r} is not a file on this machine (looked in {Path.cwd()}); correct PromptData(path=...)."
             )
 
     def load(self, tokenizer: ChatTokenizer, seed: int) -> PromptStream:
@@ -96,7 +95,7 @@ class PromptData(Spec):
 
         Raises:
             DataError: a file that is missing, empty or damaged, a row that is not in the format, a prompt longer than
-                `max_prompt_length` (with ``overlong="error"``), or no row that is not.
+                `max_prompt_length` (with ``overlong="error"``), or only such rows.
         """
         self.refuse_missing()
         rows: list[_Row] = []
@@ -166,7 +165,7 @@ class PromptStream:
     def batches(self, n: int) -> Iterator[DataProto]:
         """Every row once, in the order of the files, `n` at a time (the last batch may be smaller); for validation.
 
-        The position stays where it is. Rows bear the ids of epoch 0, so they are the same at every validation.
+        The position stays where it is. Rows carry the ids of epoch 0, so they are the same at every validation.
 
         Raises:
             ParameterError: `n` is not at least 1 (at the call, not at the first batch).
@@ -209,22 +208,17 @@ class PromptStream:
 
     def _batch(self, drawn: Sequence[tuple[int, _Row]]) -> DataProto:
         prompts, mask = self._tokenizer.pad_left([row.ids for _, row in drawn])
-        ids = [f"{epoch}/{row.index}/0" for epoch, row in drawn]
-
-        def column(field: str) -> Any:
-            # Copies, so that a reward function that changes its extra_info does not change it for later epochs.
-            return objects(copy.deepcopy(getattr(row, field)) for _, row in drawn)
-
+        ids = objects(f"{epoch}/{row.index}/0" for epoch, row in drawn)
         return DataProto(
             {
                 "prompts": prompts,
                 "prompt_mask": mask,
-                "uid": objects(ids),
-                "row_id": objects(ids),
-                "data_source": column("data_source"),
-                "ground_truth": column("ground_truth"),
-                "extra_info": column("extra_info"),
-                "raw_prompt": column("raw_prompt"),
+                "uid": ids,
+                "row_id": ids,
+                "data_source": objects(row.data_source for _, row in drawn),
+                "ground_truth": objects(_copied(row.ground_truth) for _, row in drawn),
+                "extra_info": objects(_copied(row.extra_info) for _, row in drawn),
+                "raw_prompt": objects(_copied(row.raw_prompt) for _, row in drawn),
             }
         )
 
@@ -241,16 +235,27 @@ class _Row:
     raw_prompt: list[dict[str, Any]]
 
 
+def _copied(value: Any) -> Any:
+    """A record with containers of its own, so that what a reward function writes into its extra_info is not there in
+    later epochs. JSON and parquet give no other containers, which spares half of what `copy.deepcopy` costs.
+    """
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    return tuple(map(_copied, value)) if isinstance(value, tuple) else value
+
+
 def _refuse_empty(method: str, n: int) -> None:
     if n < 1:
-        raise ParameterError(f"{method}({n}): expected at least 1 row to a batch.")
+        raise ParameterError(f"{method}({n}): expected at least 1 row per batch.")
 
 
 def _paths(path: FilePath | tuple[FilePath, ...]) -> list[Path]:
     return [Path(p).expanduser() for p in (path if isinstance(path, tuple) else (path,))]
 
 
-# ---- files: (where, record) pairs, `where` being what an error calls the row
+# ---- files: (where, record) pairs; `where` is how an error names the row
 
 
 def _read(path: Path) -> Iterator[tuple[str, Any]]:
@@ -272,7 +277,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                 yield where, json.loads(line)
             except ValueError as error:  # broken JSON, or bytes that are not UTF-8
                 what = "the line is blank" if not line.strip() else f"the line is not JSON ({error})"
-                raise DataError(f"{where}: {what}; expected one JSON object, so mend or delete the line.") from error
+                raise DataError(f"{where}: {what}; expected one JSON object, so fix or delete the line.") from error
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -334,7 +339,7 @@ def _row(index: int, where: str, record: Any, tokenizer: ChatTokenizer) -> _Row:
 
 
 def _messages(where: str, prompt: Any) -> list[dict[str, Any]]:
-    """The messages of a prompt. A key with null counts as missing, since parquet cannot tell the two apart."""
+    """The messages of a prompt. A key with null counts as missing, since parquet does not distinguish the two."""
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{where}: prompt is {prompt!r}; {_EXPECTED_MESSAGES}.")
     messages = []

@@ -24,11 +24,11 @@ class ValueType:
         return self.cls.__name__
 
 
-SlotType = ColumnType | ValueType
+FieldType = ColumnType | ValueType
 
 
-def accepts(wanted: SlotType, found: SlotType) -> bool:
-    """Whether `found` may be wired to a slot of type `wanted` (axis *identity* aside)."""
+def accepts(wanted: FieldType, found: FieldType) -> bool:
+    """Whether `found` may be wired to a field of type `wanted` (axis *identity* aside)."""
     if isinstance(wanted, ColumnType):
         return isinstance(found, ColumnType) and wanted.accepts(found)
     return isinstance(found, ValueType) and issubclass(found.cls, wanted.cls)
@@ -43,7 +43,7 @@ _classes: dict[type, type] = {}
 
 
 def with_clear_attribute_errors(record: type) -> type:
-    """A NamedTuple class that fits `record`, and whose instances name their columns where one is asked for in vain."""
+    """A NamedTuple class that fits `record`; asked for a column that it lacks, an instance names those that it has."""
     if record not in _classes:
         base = record if issubclass(record, tuple) else namedtuple(record.__name__, list(record_columns(record)))
         _classes[record] = type(record.__name__, (base,), {"__slots__": (), "__getattr__": _refuse_attribute})
@@ -73,8 +73,8 @@ def hints_of(target: Any, localns: Mapping[str, Any] | None) -> dict[str, Any]:
         ) from error
 
 
-def record_columns(record: type, localns: Mapping[str, Any] | None = None) -> dict[str, SlotType]:
-    """The columns (and batchless values) of a record class by field; empty for a class that is no record.
+def record_columns(record: type, localns: Mapping[str, Any] | None = None) -> dict[str, FieldType]:
+    """The columns (and batchless values) of a record class by field; empty for a class that is not a record.
 
     A NamedTuple lists its fields; a Protocol lists properties, its bases' first.
 
@@ -94,14 +94,14 @@ def record_columns(record: type, localns: Mapping[str, Any] | None = None) -> di
     found = {name: columns.parse(hint) for name, hint in hints.items()}
     if not any(found.values()):
         return {}  # a plain value such as Receipt
-    slots: dict[str, SlotType] = {}
+    types: dict[str, FieldType] = {}
     for name, column in found.items():
         if column is None:
             with located(f"{record.__name__}.{name}"):
-                slots[name] = value_type(hints[name])
+                types[name] = value_type(hints[name])
         else:
-            slots[name] = columns.register(column)
-    return slots
+            types[name] = columns.register(column)
+    return types
 
 
 _NO_VALUES = ("builtins", "torch", "numpy", "jaxtyping", "typing")
@@ -109,7 +109,7 @@ _NO_VALUES = ("builtins", "torch", "numpy", "jaxtyping", "typing")
 
 @contextmanager
 def located(where: str) -> Iterator[None]:
-    """Definition errors of the block say where."""
+    """Put `where` before the message of a definition error that the block raises."""
     try:
         yield
     except DefinitionError as error:

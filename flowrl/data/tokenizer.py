@@ -1,8 +1,8 @@
-"""Text and tokens: the one piece of code that tokenises, applies chat templates, pads, and glues sequences together.
+"""Text and tokens: the only code that tokenises, applies chat templates, pads, and joins sequences.
 
-Prompts, rollouts and recomputation all come through here, and text becomes token ids exactly once, at the prompt. A
-response is never tokenised again: its ids are those that the engine sampled, since text that is decoded and encoded
-again need not give the same ids.
+Prompts, rollouts and recomputation all pass through here, and text becomes token ids exactly once, at the prompt. A
+response is never tokenised again: its ids are those that the engine sampled, since decoding and encoding again need not
+give the same ids.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ChatTokenizer:
         return cast("list[int]", self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int], stop_token_ids: Collection[int] = ()) -> str:
-        """What a reward function should read of a response.
+        """The text of a response as a reward function should see it.
 
         Padding is skipped, and so is the token that ended the response: EOS, or a last token out of `stop_token_ids`.
         Tokens that the tokeniser marks as special are skipped; added tokens that are ordinary words to it, such as
@@ -158,7 +158,7 @@ def positions(mask: Tensor) -> Tensor:
 def assemble(
     prompts: Tensor, prompt_mask: Tensor, responses: Tensor, response_present: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Glue prompts (padded on the left) and their responses (padded on the right) into whole sequences.
+    """Join prompts (padded on the left) and their responses (padded on the right) into whole sequences.
 
     Args:
         prompts: int64 ``[batch prompt]``.
@@ -175,7 +175,7 @@ def assemble(
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Templates render what is missing as nothing, so a misspelt key would be a silent hole in the prompt."""
+    """Refuse missing keys: a template renders them as nothing, so a misspelt one would leave a hole in the prompt."""
     if isinstance(messages, str | Mapping) or not messages:
         raise DataError(
             f"a prompt of messages was given as {messages!r}; expected a list such as "

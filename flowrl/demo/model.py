@@ -12,18 +12,19 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 import xxhash
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from flowrl.data.keys import Key
 from flowrl.demo import task
 from flowrl.demo.verifier import END_THINK, THINK
+
+if TYPE_CHECKING:  # they take seconds to import, and a file that only names `build` needs none of them
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPECIAL = ("<|pad|>", "<|unk|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 WORDS = (THINK, END_THINK)
@@ -55,6 +56,9 @@ OnStep = Callable[[int, int, float], None]
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A tokeniser of 104 tokens (printable ASCII, ``<think>`` and ``</think>`` as words) and a chat template."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS, *WORDS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     pattern = "|".join([*map(re.escape, WORDS), r"[\s\S]"])
@@ -74,6 +78,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """An untrained Llama: 2 layers of width 64, 2 heads of 32 (the least that vLLM takes), tied embeddings, float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,

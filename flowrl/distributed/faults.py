@@ -78,11 +78,6 @@ def named(host: ProcessSpec | None) -> str:
     return "the general host" if host is None else f"{'+'.join(host.roles)} rank {host.rank}"
 
 
-def at(step: int | None) -> str:
-    """When something happened, for messages."""
-    return "between steps" if step is None else f"in step {step}"
-
-
 def answer(ref: Any, host: ProcessSpec | None, what: str, place: RayPlace, patience: float | None = None) -> Any:
     """What a host answered.
 

@@ -19,53 +19,57 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowrl.columns import ColumnType
+from flowrl.core.call import Call
 from flowrl.core.operator import Operator
-from flowrl.core.protocols import Adapted
+from flowrl.core.ports import PortField
+from flowrl.core.protocols import Adapted, Sleeper
 from flowrl.core.session import Session
 from flowrl.data.metrics import Metrics
 from flowrl.distributed.export import Export
-from flowrl.distributed.faults import Failure, at, named
-from flowrl.distributed.wire import Array, Piece, join, pack, unpack
-from flowrl.distributed.worker_logs import Said, heard
+from flowrl.distributed.faults import Failure, named
+from flowrl.distributed.wire import Array, Piece, join, pack, unpack, widths
+from flowrl.distributed.worker_logs import Warned, collect_warnings
 from flowrl.errors import SyncError
 from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
 from flowrl.run.local import failure
 from flowrl.run.place import ProcessSpec
+from flowrl.run.runner import Lengths, lengths_of, when
 from flowrl.sync.probe import probe
-from flowrl.sync.source import Origin
-from flowrl.sync.stream import Seat, Ticket, send
+from flowrl.sync.received import Origin
+from flowrl.sync.route import Seat
+from flowrl.sync.stream import Ticket, send
 
 
 @dataclass(frozen=True)
-class Call:
-    """A node to run.
+class HostTask:
+    """An instance that a host is to run, or its part of one.
 
     Args:
         operator: under its node's name.
         step, seed: what keys are derived from; None is between steps, where nothing is drawn.
-        state: the node's state cells.
-        inputs: per slot its pieces, or its value.
+        state: the state cells.
+        inputs: by port field, the pieces of a column, or a value.
         rows: which rows to run on; None for all.
-        sources: where the weights of trainers that live elsewhere are had, by role.
+        sources: where the weights of trainers that live elsewhere are to be had, by role.
     """
 
     operator: Operator
     step: int | None
     seed: int
     state: Mapping[str, Any]
-    inputs: Mapping[str, Any]
+    inputs: Mapping[PortField, Any]
     rows: Array | None
     sources: Mapping[str, Export | Ticket] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a node left: pieces of its columns (in the object store), its values, metrics and state.
+    """What an instance left on one host: pieces of its columns (in the object store), its values, metrics and state.
 
     Args:
         said: what it warned of.
-        tokens: int ``[rows]``, how many tokens each row has, where the node made sequences: what rows are balanced by.
+        lengths: of the rows that it wrote, where it wrote tokens.
         received: bytes that it fetched.
         started, fetched, ended: Unix seconds: of the call, when its columns were there, and when it was done.
     """
@@ -74,8 +78,8 @@ class Report:
     values: Mapping[str, Any]
     metrics: Metrics
     state: Mapping[str, Any]
-    said: Sequence[Said]
-    tokens: Array | None
+    said: Sequence[Warned]
+    lengths: Lengths | None
     received: int
     started: float
     fetched: float
@@ -175,23 +179,24 @@ class Host:
     def sleep(self) -> None:
         """Give the device's memory back until `wake`."""
         for engine in self.engines.values():
-            if hasattr(engine, "sleep"):
+            if isinstance(engine, Sleeper):
                 engine.sleep()
 
     def wake(self) -> None:
         """Take the device back."""
         for engine in self.engines.values():
-            if hasattr(engine, "wake"):
+            if isinstance(engine, Sleeper):
                 engine.wake()
 
     def export(self, role: str, part: str, probes: bool, bucket_bytes: int) -> Export | None:
-        """The weights of a trainer; every rank must be called, since gathering them is collective, and rank 0 answers.
+        """Put a trainer's weights into the object store. Gathering them is collective: every rank must be called, and
+        rank 0 answers.
 
         Args:
-            role: of the trainer.
+            role: the trainer's.
             part: ``"weights"``, or ``"adapter_weights"`` for an engine that holds the rest already.
             probes: whether that engine is probed.
-            bucket_bytes: see `Export`.
+            bucket_bytes: see `Export.of`.
 
         Raises:
             SyncError: an adapter is wanted, and the trainer has none.
@@ -201,13 +206,13 @@ class Host:
             return Export.of(origin, tensors, bucket_bytes) if self.plan.rank == 0 else None
 
     def send(self, role: str, part: str, probes: bool, bucket_bytes: int, ticket: Ticket, what: str) -> Sent | Failure:
-        """Carry the weights of a trainer to the hosts that hold `ticket` too; otherwise as `export`.
+        """Carry a trainer's weights to the hosts that hold the same ticket; otherwise as `export`.
 
         Args:
             role, part, probes: see `export`.
-            bucket_bytes: see `flowrl.sync.stream`.
+            bucket_bytes: see `flowrl.sync.stream.send`.
             ticket: where the others are met.
-            what: for, which is said where it fails.
+            what: the sync and its step, for the error.
         """
         assert self.plan is not None
         started, nbytes = time.time(), 0
@@ -222,8 +227,8 @@ class Host:
 
     @contextmanager
     def _leaving(self, role: str, part: str, probes: bool) -> Iterator[tuple[Origin, Iterator[tuple[str, Tensor]]]]:
-        """What is known of a trainer's weights, and these themselves; gathering them is collective, so whatever happens
-        in the block they are gone through to their end."""
+        """A trainer's weights, and what is known of them. Gathering them is collective, so they are gone through to
+        their end whatever happens in the block."""
         engine = self.engines[role]
         adapter_of = None
         if part == "adapter_weights":
@@ -253,50 +258,50 @@ class Host:
         """Go on from what was written."""
         self.engines[role].load_checkpoint(folder)
 
-    def run(self, call: Call) -> Report | Failure:
-        """Run a node."""
-        inputs: dict[str, Any] = {}
+    def run(self, task: HostTask) -> Report | Failure:
+        """Run an instance."""
+        inputs: dict[PortField, Any] = {}
         try:
-            with heard() as said:
-                return self._run(call, inputs, said)
+            with collect_warnings() as said:
+                return self._run(task, inputs, said)
         except Exception as error:
-            where = f"{at(call.step)} on {named(self.plan)}"
-            return Failure.of(error, failure(call.operator, where, error, inputs))
+            message = failure(task.operator, f"{when(task.step)} on {named(self.plan)}", error, inputs)
+            return Failure.of(error, message)
 
-    def _run(self, call: Call, inputs: dict[str, Any], said: Sequence[Said]) -> Report:
+    def _run(self, task: HostTask, inputs: dict[PortField, Any], said: Sequence[Warned]) -> Report:
         started = time.time()
-        received, sizes = self._gather(call, inputs)
+        received, sizes = self._gather(task, inputs)
         fetched = time.time()
         with ExitStack() as stack:
             rank = 0 if self.plan is None else self.plan.rank
-            sources = {role: stack.enter_context(sent.open(rank)) for role, sent in call.sources.items()}
-            session = Session({**self.engines, **sources}, call.seed, call.state)
-            session.begin_step(call.step or 0)
+            sources = {role: stack.enter_context(sent.open(rank)) for role, sent in task.sources.items()}
+            session = Session({**self.engines, **sources}, task.seed, task.state)
+            session.begin_step(task.step or 0)
             with session.active():
-                written = call.operator.signature.unpack(call.operator.run(inputs))
+                returned = Call(task.operator, session.engine).run_in(session, inputs)
+            written = task.operator.signature.unpack(returned)
             for source in sources.values():
                 written = {n: source.check(v) if isinstance(v, Receipt) else v for n, v in written.items()}
-        types = call.operator.signature.outputs
+        types = task.operator.signature.outputs
         columns = {name: value for name, value in written.items() if isinstance(types[name], ColumnType)}
         for name, column in columns.items():
             wanted = types[name]
             assert isinstance(wanted, ColumnType)
             sizes |= dict(zip(wanted.axes, column.shape, strict=True))
-        values = {name: value for name, value in written.items() if name not in columns}
         return Report(
-            {name: _put(column, call, sizes) for name, column in columns.items()},
-            values,
-            session.metrics.get(call.operator.name, Metrics()),
-            session.state,
+            {name: _put(column, task, sizes) for name, column in columns.items()},
+            {name: value for name, value in written.items() if name not in columns},
+            session.all_metrics(),
+            session.changed(),
             said,
-            _tokens(columns),
+            lengths_of(columns),
             received,
             started,
             fetched,
             time.time(),
         )
 
-    def _gather(self, call: Call, inputs: dict[str, Any]) -> tuple[int, dict[str, int]]:
+    def _gather(self, task: HostTask, inputs: dict[PortField, Any]) -> tuple[int, dict[str, int]]:
         """Enter the node's inputs: pieces fetched, joined, and cut to the rows of this rank.
 
         Returns:
@@ -304,17 +309,17 @@ class Host:
         """
         sizes: dict[str, int] = {}
         received = 0
-        for slot, source in call.inputs.items():
-            wanted = call.operator.signature.slots[slot]
+        for end, source in task.inputs.items():
+            wanted = task.operator.signature.fields[end]
             if not isinstance(wanted, ColumnType):
-                inputs[slot] = source
+                inputs[end] = source
                 continue
-            rows = call.rows if call.rows is not None else np.sort(np.concatenate([piece.rows for piece in source]))
+            rows = task.rows if task.rows is not None else np.sort(np.concatenate([piece.rows for piece in source]))
             # Where no row is wanted, any piece says what a column of none looks like.
             needed = [p for p in source if np.isin(p.rows, rows, assume_unique=True).any()] or source[:1]
             received += sum(piece.nbytes for piece in needed)
-            inputs[slot] = join_pieces(needed, wanted, rows)
-            sizes |= dict(zip(wanted.axes, inputs[slot].shape, strict=True))
+            inputs[end] = join_pieces(needed, wanted, rows)
+            sizes |= dict(zip(wanted.axes, inputs[end].shape, strict=True))
         return received, sizes
 
 
@@ -328,17 +333,7 @@ def join_pieces(pieces: list[Piece], wanted: ColumnType, rows: Array | None = No
     return join(parts, wanted.axes, wanted.pad, everything)
 
 
-def _put(column: Any, call: Call, sizes: Mapping[str, int]) -> Piece:
+def _put(column: Any, task: HostTask, sizes: Mapping[str, int]) -> Piece:
     packed = pack(column)
-    rows = call.rows if call.rows is not None and not call.operator.changes_rows else np.arange(len(column))
-    response = sizes.get("response", 0)
-    prompt = sizes["prompt"] if "prompt" in sizes else sizes.get("sequence", response) - response
-    return Piece(rows, ray.put(packed), prompt, response, packed.nbytes)
-
-
-def _tokens(columns: Mapping[str, Any]) -> Array | None:
-    mask = columns.get("attention_mask", columns.get("prompt_mask"))
-    if mask is None:
-        return None
-    counted: Array = mask.sum(-1).cpu().numpy()
-    return counted
+    rows = task.rows if task.rows is not None and not task.operator.changes_rows else np.arange(len(column))
+    return Piece(rows, ray.put(packed), *widths(sizes), packed.nbytes)

@@ -6,22 +6,20 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 
-from flowrl.core.graph import Node
-from flowrl.core.plan import Plan
-from flowrl.core.protocols import Rollout
+from flowrl.core.protocols import Closable
 from flowrl.distributed.faults import HostDiedError, answer, died, stuck
 from flowrl.distributed.host import Host
 from flowrl.distributed.ray_place import RayPlace
 from flowrl.distributed.slots import Slots
-from flowrl.errors import BindError, FlowrlError, GraphError, NodeError
+from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.place import ProcessSpec
-from flowrl.run.timeline import Trace
-from flowrl.sync.stream import Seat
+from flowrl.run.timeline import Timeline
+from flowrl.sync.route import Seat
 
 _LOAD_SECONDS = 600  # that engines have at least; nodes have the place's deadline alone
 GRACE_SECONDS = 10  # for Ray to notice that a process is gone
@@ -32,7 +30,7 @@ class Hosts:
     """All processes of a job.
 
     Args:
-        plans: the hosts of roles.
+        processes: those of roles.
         bindings: backends by role.
         place: where they run.
         seed: of the run.
@@ -41,12 +39,12 @@ class Hosts:
         BindError: see `Slots`.
     """
 
-    def __init__(self, plans: list[ProcessSpec], bindings: Mapping[str, Any], place: RayPlace, seed: int) -> None:
-        self.plans, self.bindings, self.place, self.seed = plans, bindings, place, seed
-        self.trace = Trace()  # of the executor that steps now
+    def __init__(self, processes: list[ProcessSpec], bindings: Mapping[str, Any], place: RayPlace, seed: int) -> None:
+        self.processes, self.bindings, self.place, self.seed = processes, bindings, place, seed
+        self.timeline = Timeline()  # of whoever steps now
         self._awake: set[ProcessSpec] = set()
         self.forgetful: set[ProcessSpec] = set()  # whose engines have lost their weights in their sleep, until a sync
-        self._slots = Slots(place, plans)
+        self._slots = Slots(place, processes)
         self.actors: dict[ProcessSpec, Any] = {}
         self.seats: dict[ProcessSpec, Seat] = {}
         self.start_general()
@@ -75,7 +73,7 @@ class Hosts:
             machines = [self.seats[rank].node for rank in ranks]
             bindings = {role: self.bindings[role] for role in roles}
             address = None
-            if len(ranks) > 1 and any(getattr(backend, "collective", True) for backend in bindings.values()):
+            if len(ranks) > 1 and any(backend.collective for backend in bindings.values()):
                 address = self.ask(ranks[:1], loading, "meeting_point", len(set(machines)) == 1)[0]
             try:
                 self.ask(ranks, loading, "build", bindings, address, self.place.deadline, patience=patience)
@@ -120,7 +118,7 @@ class Hosts:
 
     def ranks(self, role: str) -> list[ProcessSpec]:
         """The hosts of a role, in order of their rank."""
-        return [plan for plan in self.plans if role in plan.roles]
+        return [plan for plan in self.processes if role in plan.roles]
 
     def ask_role(self, role: str, what: str, method: str, *arguments: Any) -> list[Any]:
         """Call a method of all ranks of a role, awake."""
@@ -160,7 +158,7 @@ class Hosts:
                 self.start_general()
             self._kill([plan for lost in gone if lost is not None for plan in self.ranks(lost.roles[0])])
             gone = self.dead([None, *self.actors])
-        absent = [plan for plan in self.plans if plan not in self.actors]
+        absent = [plan for plan in self.processes if plan not in self.actors]
         self._sleep(self._in_the_way_of(absent), "rebuilding")
         try:
             self.start(absent)
@@ -179,25 +177,24 @@ class Hosts:
         """End all processes, and the reservation with them; engines that have a `close` get some seconds for it."""
         if ending := [actor.close.remote() for plan, actor in self.actors.items() if self._closes(plan)]:
             ray.wait(ending, num_returns=len(ending), timeout=GRACE_SECONDS)
-        self._kill(self.plans)
+        self._kill(self.processes)
         ray.kill(self.general)
         self._slots.release()
 
     def _closes(self, plan: ProcessSpec) -> bool:
-        """Whether an engine of a host has a `close`, by the annotations that jobs are checked by."""
-        builds = (type(self.bindings[role]).build for role in plan.roles)
-        return any(hasattr(get_type_hints(build)["return"], "close") for build in builds)
+        """Whether an engine of a host has something to end."""
+        return any(Closable in self.bindings[role].serves for role in plan.roles)
 
     # ---- turns
 
     def _crowded(self, plans: Iterable[ProcessSpec]) -> bool:
         """Whether any of these shares a slot with another host, so that they take turns."""
-        return any(plan.meets(other) for plan in plans for other in self.plans)
+        return any(plan.meets(other) for plan in plans for other in self.processes)
 
     def _in_the_way_of(self, plans: Iterable[ProcessSpec]) -> list[ProcessSpec]:
         """Who is awake on a slot of these."""
         coming = list(plans)
-        return [awake for awake in self.plans if awake in self._awake and any(awake.meets(plan) for plan in coming)]
+        return [awake for awake in self.processes if awake in self._awake and any(awake.meets(plan) for plan in coming)]
 
     def take_turns(self, plans: Sequence[ProcessSpec], what: str, beside: Sequence[ProcessSpec] = ()) -> None:
         """Wake these hosts, on all of their slots, after putting to sleep whoever is awake on one of these, but for
@@ -208,83 +205,24 @@ class Hosts:
         self._sleep([plan for plan in self._in_the_way_of(coming) if plan not in beside], what)
         if coming:
             self._awake.update(coming)  # before it is known, since one that fails in it may hold memory all the same
-            with self.trace.span("wake", "driver", "wait"):
+            with self.timeline.span("wake", "driver", "wait"):
                 self.ask(coming, f"{what}, waking,", "wake")
 
     def _sleep(self, plans: list[ProcessSpec], what: str) -> None:
         if not plans:
             return
         self.forgetful |= {plan for plan in plans if self._forgets(plan)}
-        with self.trace.span("sleep", "driver", "wait"):
+        with self.timeline.span("sleep", "driver", "wait"):
             self.ask(plans, f"{what}, putting to sleep,", "sleep")
         self._awake.difference_update(plans)
 
     def _forgets(self, plan: ProcessSpec) -> bool:
-        return any(getattr(self.bindings[role], "forgets", False) for role in plan.roles)
+        return any(self.bindings[role].loses_weights_asleep for role in plan.roles)
 
     def clear(self, plans: Sequence[ProcessSpec], what: str) -> None:
         """Put to sleep those of these hosts whose slots others have taken beside them."""
         self._sleep([plan for plan in plans if any(plan.meets(other) for other in self._awake)], what)
 
-    # ---- nodes
-
-    def of(self, node: Node) -> list[ProcessSpec | None]:
-        """Where a node runs: on every rank of the role that it writes, else of the one it reads, else on the general
-        host."""
-        roles = [*roles_of(node, "writes"), *roles_of(node, "reads")]
-        return [*self.ranks(roles[0])] if roles else [None]
-
 
 def _path() -> list[str]:
     return [os.path.abspath(entry) for entry in sys.path]
-
-
-def is_sync(node: Node) -> bool:
-    """Whether a node carries weights to an engine that generates."""
-    return any(use.protocol is Rollout and use.mode == "writes" for use in node.operator.role_uses.values())
-
-
-def roles_of(node: Node, mode: str) -> list[str]:
-    """The roles that a node reads or writes, in the order of its fields' names."""
-    uses = sorted(node.operator.role_uses.items(), key=lambda item: item[0])
-    return [str(getattr(node.operator, field).name) for field, use in uses if use.mode == mode]
-
-
-def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
-    """Refuse nodes that no process could run.
-
-    Raises:
-        BindError: a node uses roles of several processes, and is no sync.
-        GraphError: a node goes to ranks by rows or groups, and keeps state, of which each rank would have its own; or
-            it wants whole groups, and does not read which group a row is of.
-    """
-    for node in plan.order:
-        roles = [*roles_of(node, "writes"), *roles_of(node, "reads")]
-        apart = [role for role in roles if not any({role, roles[0]} <= set(host.roles) for host in hosts)]
-        if apart and not is_sync(node):
-            raise BindError(
-                f"{node.name} uses the roles {', '.join(map(repr, roles))}, and {apart[0]!r} lives in another "
-                f"process than {roles[0]!r}; expected one, or roles that share weights: let {node.name} be two "
-                f"nodes, with a column between."
-            )
-        ranks = max((host.ranks for host in hosts if roles and roles[0] in host.roles), default=1)
-        by_batch = node.operator.granularity == "batch" or node.operator.changes_rows
-        if node.operator.states and ranks > 1 and not by_batch:
-            raise GraphError(
-                f"{node.name} keeps {', '.join(node.operator.states)} over steps, and its role {roles[0]!r} has "
-                f"{ranks} ranks, each of which would go on from the rows that it sees; give it granularity 'batch', "
-                f"or bind {roles[0]} with one rank."
-            )
-        if node.operator.granularity == "group" and ranks > 1 and uid_slot(node) is None:
-            raise GraphError(
-                f"{node.name} wants whole groups, and its role {roles[0]!r} has {ranks} ranks, but it does not read "
-                f"which group a row is of; give it an input of the type Uid, or granularity 'batch'."
-            )
-
-
-def uid_slot(node: Node) -> str | None:
-    """The slot by which a node reads which group a row is of."""
-    slots = node.operator.signature.slots.items()
-    return next(
-        (name for name, wanted in slots if getattr(wanted, "kind", "") == "group" and name in node.inputs), None
-    )

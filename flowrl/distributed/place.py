@@ -8,12 +8,12 @@ from pydantic import Field
 
 from flowrl.core.graph import Graph
 from flowrl.distributed.ray_place import RayPlace
-from flowrl.run.local import Executor
+from flowrl.run.steps import Steps
 
 
 class _Opened(RayPlace):
-    def open(self, graph: Graph, seed: int) -> AbstractContextManager[Executor]:
-        from flowrl.distributed.executor import open_ray  # here, since it imports Ray
+    def open(self, graph: Graph, seed: int) -> AbstractContextManager[Steps]:
+        from flowrl.distributed.runner import open_ray  # here, since it imports Ray
 
         return open_ray(graph, self, seed)
 

@@ -22,3 +22,7 @@ class RayPlace(Place):
     address: str | None = Field(default=None, kw_only=True)
     deadline: float = Field(default=3600.0, gt=0, kw_only=True)
     restart: Literal["never", "role"] = Field(default="never", kw_only=True)
+
+    @property
+    def rebuilds(self) -> bool:
+        return self.restart == "role"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from flowrl.core.operator import Granularity
+from flowrl.data.balance import deal
 from flowrl.distributed.wire import Array
 
 
@@ -15,9 +16,8 @@ def shard(
 ) -> list[Array]:
     """The rows of each rank: int64, ascending, every row exactly once; for ``"batch"`` all rows on every rank.
 
-    Rows (or whole groups) are dealt out by their number of tokens, the longest first, each to the rank that has the
-    fewest yet; so no rank has more than the average and the longest row (or group) together (Graham 1969). Without
-    token counts every row weighs the same.
+    Rows (or whole groups) are dealt out by their number of tokens; see `flowrl.data.balance.deal`. Without token counts
+    every row weighs the same.
 
     Args:
         granularity: what may be split.
@@ -36,9 +36,5 @@ def shard(
         assert groups is not None
         _, unit = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
     total = np.bincount(unit, weights=weights).astype(np.int64)
-    load = np.zeros(ranks, dtype=np.int64)
-    rank_of = np.empty(len(total), dtype=np.int64)
-    for i in np.argsort(-total, kind="stable"):
-        rank_of[i] = load.argmin()
-        load[rank_of[i]] += total[i]
+    rank_of = np.array(deal(total.tolist(), ranks), dtype=np.int64)
     return [everything[rank_of[unit] == rank] for rank in range(ranks)]

@@ -1,13 +1,13 @@
-"""The wire format of a column: what crosses a process boundary.
+"""The wire format of a column, in which it crosses a process boundary.
 
 Tensors travel as NumPy arrays, which Ray hands over out of band. A ragged ``[rows, width]`` column travels without its
-padding: each row loses the run of equal values at either end, and gets it back on arrival. That loses nothing, whatever
-the column holds, so nothing needs to know where a column is padded or with what.
+padding: each row loses the run of equal values at either end, and gets it back on arrival. This is exact whatever the
+column holds, so nothing needs to know where a column is padded or with what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.columns import PAD_SIDE
+from flowrl.data.column_math import growth, margin_of, padded_widths, paste
 from flowrl.errors import DataError
 
 Array = np.ndarray[Any, Any]
@@ -25,12 +27,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Ends:
-    """What each row of a column ``[rows, width]`` lost.
+    """The runs that each row of a column ``[rows, width]`` lost at its ends.
 
     Args:
         left, right: int32 ``[rows]``, how many leading and trailing values.
-        left_value, right_value: ``[rows]``, which value that was.
-        width: of the column.
+        left_value, right_value: ``[rows]``, the value of each run.
+        width: the column's width.
     """
 
     left: Array
@@ -40,7 +42,7 @@ class Ends:
     width: int
 
     def kept(self) -> Array:
-        """Bool ``[rows, width]``: what is left."""
+        """Bool ``[rows, width]``: which values are left."""
         columns = np.arange(self.width, dtype=np.int32)
         return (columns >= self.left[:, None]) & (columns < (self.width - self.right)[:, None])
 
@@ -51,8 +53,8 @@ class Packed:
 
     Args:
         flat: the values that are left, row after row; or the whole array where there are no `ends`.
-        dtype: of the column; None for objects.
-        ends: what was taken off.
+        dtype: the column's dtype; None for objects.
+        ends: what was removed.
     """
 
     flat: Array
@@ -61,7 +63,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays; objects count as their pointers."""
+        """Size of the arrays in bytes; an object counts as a pointer."""
         e = self.ends
         arrays = [self.flat, *([e.left, e.right, e.left_value, e.right_value] if e is not None else [])]
         return sum(int(array.nbytes) for array in arrays)
@@ -102,8 +104,14 @@ def unpack(packed: Packed) -> Tensor | Array:
         leading = np.arange(ends.width, dtype=np.int32) < ends.left[:, None]
         array = np.where(leading, ends.left_value[:, None], ends.right_value[:, None])
         array[ends.kept()] = packed.flat
-    # what comes out of the object store is read-only, and torch has no such tensors
+    # arrays from the object store are read-only, and torch has no read-only tensors
     return torch.from_numpy(array if array.flags.writeable else array.copy()).view(packed.dtype)
+
+
+def widths(sizes: Mapping[str, int]) -> tuple[int, int]:
+    """How wide prompts and responses are, given the size of every axis; 0 where there is none."""
+    response = sizes.get("response", 0)
+    return sizes["prompt"] if "prompt" in sizes else sizes.get("sequence", response) - response, response
 
 
 @dataclass(frozen=True)
@@ -111,10 +119,10 @@ class Piece:
     """Some rows of a column, as one host wrote them.
 
     Args:
-        rows: int64, which rows of the node's output these are.
+        rows: int64, the indices of these rows in the node's output.
         ref: the `Packed` column in the object store.
         prompt, response: widths of these axes where the column was written, for padding pieces to one width.
-        nbytes: on the wire.
+        nbytes: size on the wire.
     """
 
     rows: Array
@@ -127,26 +135,21 @@ class Piece:
 def join(
     parts: Sequence[tuple[Array, Tensor | Array, int, int]], axes: Sequence[str], pad: Any, wanted: Array
 ) -> Tensor | Array:
-    """One column of the `wanted` rows, from pieces of unequal width; the same as `DataProto.concat` makes of them.
+    """One column of the `wanted` rows, from pieces of unequal width, padded as by `DataProto.concat`.
 
     Args:
         parts: per piece its rows, its column, and its widths of prompt and response; at least one.
         axes: the column's axes by name; ``prompt`` is padded on the left, ``response`` on the right, and a ``sequence``
             is a prompt with its response.
-        pad: what fills up.
+        pad: the value to fill with.
         wanted: int64, the rows of the result, in order; each at most once.
 
     Raises:
         DataError: a wanted row is in no piece or in several, or pieces differ in an axis that is not padded.
     """
-    prompt, response = max(p for *_, p, _ in parts), max(r for *_, r in parts)
-    windows, shapes = [], set()  # where each piece stands along the axes after the first, and how wide these become
-    for _, column, own_prompt, own_response in parts:
-        left, right = prompt - own_prompt, response - own_response
-        grown = {"prompt": (left, 0), "response": (0, right), "sequence": (left, right)}
-        along = [(*grown.get(axis, (0, 0)), n) for axis, n in zip(axes[1:], column.shape[1:], strict=True)]
-        windows.append(tuple(slice(before, before + n) for before, _, n in along))
-        shapes.add(tuple(before + n + after for before, after, n in along))
+    grown = growth([{"prompt": prompt, "response": response} for *_, prompt, response in parts])
+    margins = [[margin_of(PAD_SIDE.get(axis), own) for axis in axes[1:]] for own in grown]
+    shapes = {tuple(padded_widths(column, own)) for (_, column, *_), own in zip(parts, margins, strict=True)}
     if len(shapes) > 1:
         raise DataError(
             f"pieces of a column [{' '.join(axes)}] have the widths {sorted(shapes)} once prompts and responses are "
@@ -161,11 +164,9 @@ def join(
         if isinstance(first, Tensor)
         else np.empty(len(wanted), dtype=object)
     )
-    for (_, column, *_), window, target in zip(parts, windows, targets, strict=True):
+    for (_, column, *_), margin, target in zip(parts, margins, targets, strict=True):
         taken = np.flatnonzero(target >= 0)
-        place: Any = (target[taken], *window)
-        rows: Any = column[taken]
-        whole[place] = rows
+        paste(whole, target[taken], column[taken], margin)
     return whole
 
 

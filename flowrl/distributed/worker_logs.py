@@ -1,4 +1,4 @@
-"""What flowrl warns of in a process whose log nobody reads, on its way to the one that the user sees."""
+"""What flowrl warns of in a process whose log nobody reads, carried to the log that the user sees."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 
-class Said(NamedTuple):
-    """A warning, or worse: the logger's name, the level and the text."""
+class Warned(NamedTuple):
+    """A warning or an error: the logger's name, the level and the text."""
 
     logger: str
     level: int
@@ -18,25 +18,25 @@ class Said(NamedTuple):
 
 
 @contextmanager
-def heard() -> Iterator[list[Said]]:
-    """What flowrl's loggers warn of inside the block, in its thread (another may run another node), as it comes."""
-    said: list[Said] = []
+def collect_warnings() -> Iterator[list[Warned]]:
+    """Collect what flowrl's loggers warn of inside the block and in its thread (another may run another node)."""
+    collected: list[Warned] = []
     thread = threading.get_ident()
 
-    class Ear(logging.Handler):
+    class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.thread == thread:
-                said.append(Said(record.name, record.levelno, record.getMessage()))
+                collected.append(Warned(record.name, record.levelno, record.getMessage()))
 
-    ear, logger = Ear(logging.WARNING), logging.getLogger("flowrl")
-    logger.addHandler(ear)
+    handler, logger = Handler(logging.WARNING), logging.getLogger("flowrl")
+    logger.addHandler(handler)
     try:
-        yield said
+        yield collected
     finally:
-        logger.removeHandler(ear)
+        logger.removeHandler(handler)
 
 
-def say(said: Iterable[Said]) -> None:
-    """Warn of it here; what several ranks said in the same words once."""
-    for logger, level, text in dict.fromkeys(said):
+def relay_warnings(collected: Iterable[Warned]) -> None:
+    """Log the warnings here; what several ranks say in the same words is logged once."""
+    for logger, level, text in dict.fromkeys(collected):
         logging.getLogger(logger).log(level, "%s", text)

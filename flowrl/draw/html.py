@@ -35,7 +35,7 @@ details {{ margin-top: 1rem; }}
 
 
 def page(subject: Graph | Diff) -> str:
-    """A stand-alone HTML document; that of a diff tells in text too what changes."""
+    """A stand-alone HTML document; for a diff it also lists the changes as text."""
     if isinstance(subject, Graph):
         title, text = subject.name, ""
     else:

@@ -1,6 +1,6 @@
-"""Where the boxes and links of a drawing go: in layers (Sugiyama et al. 1981, doi:10.1109/TSMC.1981.4308636).
+"""Where the boxes and arrows of a drawing go: in layers (Sugiyama et al. 1981, doi:10.1109/TSMC.1981.4308636).
 
-Boxes stand in rows by their longest path from the inputs. Every link passes through a slot of its own in each row
+Boxes stand in rows by their longest path from the inputs. Every arrow passes through a cell of its own in each row
 between, one as wide as its label in the last of them, so that nothing overlaps. Rows are ordered by barycentres; x is
 as near to the neighbours' as that order leaves room for.
 """
@@ -13,22 +13,22 @@ from itertools import combinations, pairwise
 
 import networkx as nx
 
-from flowrl.draw.picture import Link
+from flowrl.draw.picture import Arrow
 
 GAP = 16.0
-"""Pixels between two slots of a row."""
+"""Pixels between two cells of a row."""
 ROW_GAP = 26.0
 """Pixels between two rows."""
 
 
 @dataclass(eq=False)
-class Slot:
-    """A place in a row: a box, or where a link passes by (with its label in one of them)."""
+class Cell:
+    """A place in a row: a box, or where an arrow passes by (with its label in one of them)."""
 
     width: float
     height: float
-    above: list[Slot] = field(default_factory=list)
-    below: list[Slot] = field(default_factory=list)
+    above: list[Cell] = field(default_factory=list)
+    below: list[Cell] = field(default_factory=list)
     x: float = 0.0  # centre
     top: float = 0.0  # of the row
     bottom: float = 0.0
@@ -39,45 +39,45 @@ class Slot:
 
 
 def layout(
-    slots: Mapping[str, Slot], links: Sequence[Link], label_width: Callable[[str], float], left: float, top: float
-) -> list[list[Slot]]:
-    """Give every slot its place; returns the slots of every link, from the upper of its boxes to the lower.
+    cells: Mapping[str, Cell], arrows: Sequence[Arrow], label_width: Callable[[str], float], left: float, top: float
+) -> list[list[Cell]]:
+    """Give every cell its place; returns the cells of every arrow, from the upper of its boxes to the lower.
 
     Args:
-        slots: by box, with their sizes.
-        links: what connects them. One that would close a cycle, which only the two graphs of a diff can, runs upwards.
+        cells: by box, with their sizes.
+        arrows: what connects them. One that would close a cycle, which only the two graphs of a diff can, runs upwards.
         label_width: of a label, in pixels.
         left: x of the left edge.
         top: y of the upper edge.
     """
-    rows, routes = _rows(slots, links, label_width)
+    rows, routes = _rows(cells, arrows, label_width)
     _order(rows)
     _place(rows, left, top)
     return routes
 
 
 def _rows(
-    slots: Mapping[str, Slot], links: Sequence[Link], label_width: Callable[[str], float]
-) -> tuple[list[list[Slot]], list[list[Slot]]]:
-    """Rows of slots, boxes in the even ones, and the slots of every link."""
+    cells: Mapping[str, Cell], arrows: Sequence[Arrow], label_width: Callable[[str], float]
+) -> tuple[list[list[Cell]], list[list[Cell]]]:
+    """Rows of cells, boxes in the even ones, and the cells of every arrow."""
     layers: nx.DiGraph[str] = nx.DiGraph()
-    layers.add_nodes_from(slots)
-    for link in sorted(links, key=lambda link: link.mark == "removed"):
-        if not nx.has_path(layers, link.target, link.source):
-            layers.add_edge(link.source, link.target)
+    layers.add_nodes_from(cells)
+    for arrow in sorted(arrows, key=lambda arrow: arrow.mark == "removed"):
+        if not nx.has_path(layers, arrow.target, arrow.source):
+            layers.add_edge(arrow.source, arrow.target)
     rank = {name: 2 * i for i, names in enumerate(nx.topological_generations(layers)) for name in names}
-    rows: list[list[Slot]] = [[] for _ in range(max(rank.values()) + 1)]
-    for name, slot in slots.items():
-        rows[rank[name]].append(slot)
+    rows: list[list[Cell]] = [[] for _ in range(max(rank.values()) + 1)]
+    for name, cell in cells.items():
+        rows[rank[name]].append(cell)
     routes = []
-    for link in links:
-        first, last = sorted((link.source, link.target), key=rank.__getitem__)
-        route = [slots[first]]
+    for arrow in arrows:
+        first, last = sorted((arrow.source, arrow.target), key=rank.__getitem__)
+        route = [cells[first]]
         for row in range(rank[first] + 1, rank[last]):
             labelled = row == rank[last] - 1
-            route.append(Slot(label_width(link.label), 18.0) if labelled else Slot(8.0, 0.0))
+            route.append(Cell(label_width(arrow.label), 18.0) if labelled else Cell(8.0, 0.0))
             rows[row].append(route[-1])
-        route.append(slots[last])
+        route.append(cells[last])
         for upper, lower in pairwise(route):
             upper.below.append(lower)
             lower.above.append(upper)
@@ -85,58 +85,58 @@ def _rows(
     return rows, routes
 
 
-def _order(rows: list[list[Slot]]) -> None:
+def _order(rows: list[list[Cell]]) -> None:
     """Sort rows by their neighbours above, then by those below, and so on; keep the order that crosses least."""
     best, fewest = [list(row) for row in rows], _crossings(rows)
     for _ in range(12):
         for fixed, row in pairwise(rows):
-            _sort(row, fixed, [slot.above for slot in row])
+            _sort(row, fixed, [cell.above for cell in row])
         for fixed, row in pairwise(reversed(rows)):
-            _sort(row, fixed, [slot.below for slot in row])
+            _sort(row, fixed, [cell.below for cell in row])
         if (crossings := _crossings(rows)) < fewest:
             best, fewest = [list(row) for row in rows], crossings
     rows[:] = best
 
 
-def _sort(row: list[Slot], fixed: list[Slot], neighbours: list[list[Slot]]) -> None:
-    """By the mean place of the neighbours in the row that is fixed; who has none keeps its own."""
-    place = {slot: float(k) for k, slot in enumerate(fixed)}
+def _sort(row: list[Cell], fixed: list[Cell], neighbours: list[list[Cell]]) -> None:
+    """Sort by the mean place of the neighbours in the fixed row; a cell without neighbours keeps its own place."""
+    place = {cell: float(k) for k, cell in enumerate(fixed)}
     means = {
-        slot: sum(place[n] for n in near) / len(near) if near else float(k)
-        for k, (slot, near) in enumerate(zip(row, neighbours, strict=True))
+        cell: sum(place[n] for n in near) / len(near) if near else float(k)
+        for k, (cell, near) in enumerate(zip(row, neighbours, strict=True))
     }
     row.sort(key=means.__getitem__)
 
 
-def _crossings(rows: list[list[Slot]]) -> int:
+def _crossings(rows: list[list[Cell]]) -> int:
     count = 0
     for upper, lower in pairwise(rows):
-        place = {slot: k for k, slot in enumerate(lower)}
-        ends = [place[below] for slot in upper for below in sorted(slot.below, key=place.__getitem__)]
+        place = {cell: k for k, cell in enumerate(lower)}
+        ends = [place[below] for cell in upper for below in sorted(cell.below, key=place.__getitem__)]
         count += sum(a > b for a, b in combinations(ends, 2))
     return count
 
 
-def _place(rows: list[list[Slot]], left: float, top: float) -> None:
-    """Give every slot its x, and every row its top and bottom."""
+def _place(rows: list[list[Cell]], left: float, top: float) -> None:
+    """Give every cell its x, and every row its top and bottom."""
     for row in rows:
-        height = max(slot.height for slot in row)
-        for slot in row:
-            slot.top, slot.bottom = top, top + height
+        height = max(cell.height for cell in row)
+        for cell in row:
+            cell.top, cell.bottom = top, top + height
         top += height + ROW_GAP
         _spread(row, [0.0] * len(row))
     for sweep in range(40):
         down = sweep % 2 == 0
         for row in rows if down else reversed(rows):
-            near = [(slot.above if down else slot.below) or [slot] for slot in row]
+            near = [(cell.above if down else cell.below) or [cell] for cell in row]
             _spread(row, [sum(n.x for n in ns) / len(ns) for ns in near])
-    shift = left - min(slot.x - slot.width / 2 for row in rows for slot in row)
+    shift = left - min(cell.x - cell.width / 2 for row in rows for cell in row)
     for row in rows:
-        for slot in row:
-            slot.x += shift
+        for cell in row:
+            cell.x += shift
 
 
-def _spread(row: list[Slot], wanted: list[float]) -> None:
+def _spread(row: list[Cell], wanted: list[float]) -> None:
     """The places nearest to `wanted` (least squares) that keep order and gaps, by pooling adjacent violators."""
     offsets = [0.0]
     for left, right in pairwise(row):
@@ -149,21 +149,21 @@ def _spread(row: list[Slot], wanted: list[float]) -> None:
             mean, size = (mean * size + other * members) / (size + members), size + members
         pools.append((mean, size))
     places = [mean for mean, size in pools for _ in range(size)]
-    for slot, place, offset in zip(row, places, offsets, strict=True):
-        slot.x = place + offset
+    for cell, place, offset in zip(row, places, offsets, strict=True):
+        cell.x = place + offset
 
 
-def ports(slots: Mapping[str, Slot], narrow: float) -> dict[tuple[Slot, Slot], float]:
-    """The x at which links leave and enter a box, by the box and the link's next slot: side by side, in their order.
+def attachment_points(cells: Mapping[str, Cell], narrow: float) -> dict[tuple[Cell, Cell], float]:
+    """The x at which arrows leave and enter a box, by the box and the arrow's next cell: side by side, in their order.
 
     Args:
-        slots: by box, placed.
-        narrow: pixels of a box's width that bear no port.
+        cells: by box, placed.
+        narrow: pixels of a box's width to which no arrow is attached.
     """
-    found: dict[tuple[Slot, Slot], float] = {}
-    for box in slots.values():
+    found: dict[tuple[Cell, Cell], float] = {}
+    for box in cells.values():
         for side in (box.above, box.below):
-            near = sorted(side, key=lambda slot: slot.x)
+            near = sorted(side, key=lambda cell: cell.x)
             step = min(GAP, (box.width - narrow) / max(len(near), 1))
-            found |= {(box, slot): box.x + (k - (len(near) - 1) / 2) * step for k, slot in enumerate(near)}
+            found |= {(box, cell): box.x + (k - (len(near) - 1) / 2) * step for k, cell in enumerate(near)}
     return found

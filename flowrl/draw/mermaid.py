@@ -10,14 +10,14 @@ import re
 
 from flowrl.core.diff import Diff
 from flowrl.core.graph import Graph
-from flowrl.draw.picture import Box, Link, Picture, picture
+from flowrl.draw.picture import Arrow, Box, Picture, picture
 
 _MARKS = {
     "added": "fill:#d7f5dd,stroke:#1a7f37,color:#0b3d1a",
     "removed": "fill:#ffe1e1,stroke:#cf222e,color:#5c0f14,stroke-dasharray:5 3",
     "changed": "fill:#fff3c4,stroke:#9a6700,color:#4d3300",
 }
-_LINKS = {  # a later one wins
+_STYLES = {  # a later one wins
     "state": "stroke:#9aa0a6,stroke-width:1px",
     "back": "stroke:#8250df,stroke-width:2px,stroke-dasharray:2 4",
     "added": "stroke:#1a7f37,stroke-width:2px",
@@ -26,7 +26,7 @@ _LINKS = {  # a later one wins
 _SHAPES = {"input": ('(["', '"])'), "reads": ('["', '"]'), "writes": ('{{"', '"}}')}
 _ROLE = "fill:#f6f8fa,stroke:#8c959f,color:#24292f"
 
-# Words that Mermaid's grammar takes for itself where an identifier is due, and members that its plain objects have.
+# Words that Mermaid's grammar reserves where an identifier stands, and members that its plain objects have.
 _RESERVED = {"end", "graph", "subgraph", "class", "classdef", "click", "style", "linkstyle", "default", "flowchart"}
 _RESERVED |= {"direction", "href", "call", "interpolate", "_self", "_blank", "_parent", "_top"}
 _RESERVED |= {"constructor", "tostring", "tolocalestring", "valueof", "hasownproperty", "isprototypeof"}
@@ -45,9 +45,9 @@ def _flowchart(drawn: Picture) -> str:
         lines += [f'    subgraph {_role_id(role)}["{_escape(title)}"]']
         lines += [f"        {_box(box)}" for box in drawn.of_role(role)]
         lines += ["    end"]
-    lines += [f"    {_link(link)}" for link in drawn.links]
-    for name, style in _LINKS.items():
-        if numbers := [str(i) for i, link in enumerate(drawn.links) if name in (link.mark, link.kind)]:
+    lines += [f"    {_arrow(arrow)}" for arrow in drawn.arrows]
+    for name, style in _STYLES.items():
+        if numbers := [str(i) for i, arrow in enumerate(drawn.arrows) if name in (arrow.mark, arrow.kind)]:
             lines.append(f"    linkStyle {','.join(numbers)} {style}")
     if drawn.roles:
         lines += [f"    classDef role {_ROLE}", f"    class {','.join(map(_role_id, drawn.roles))} role"]
@@ -63,14 +63,14 @@ def _box(box: Box) -> str:
     return f"{_id(box.name)}{opening}{label}{closing}"
 
 
-def _link(link: Link) -> str:
-    arrow = "-.->" if link.kind == "back" else "-->"
-    label = "<br/>".join(_escape(part) for part in link.label.split(", "))
-    return f'{_id(link.source)} {arrow}|"{label}"| {_id(link.target)}'
+def _arrow(arrow: Arrow) -> str:
+    line = "-.->" if arrow.kind == "back" else "-->"
+    label = "<br/>".join(_escape(part) for part in arrow.label.split(", "))
+    return f'{_id(arrow.source)} {line}|"{label}"| {_id(arrow.target)}'
 
 
 def _id(name: str) -> str:
-    """An identifier that Mermaid takes, different for different names: `name` itself where that will do."""
+    """An identifier that Mermaid takes, different for different names: `name` itself where that is possible."""
     if re.fullmatch(r"[A-Za-z0-9_]*[A-Za-z0-9]", name) and name.lower() not in _RESERVED:
         return name
     escaped = (c if re.fullmatch("[A-Za-z0-9]", c) else "__" if c == "_" else f"_{ord(c):x}_" for c in name)

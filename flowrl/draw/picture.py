@@ -1,6 +1,6 @@
 """`Picture`: what is drawn of a graph or of a diff, whatever draws it.
 
-Boxes are nodes, grouped by the role whose weights they use; a box that uses several stands between them. Links are
+Boxes are nodes, grouped by the role whose weights they use; a box that uses several stands between them. Arrows are
 data (labelled by the record or the columns that flow), state ("reads the weights before they are written", only where
 no data says so already) and the back-edge across steps, with its lag.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import networkx as nx
@@ -18,7 +18,6 @@ from flowrl.core.diff import Diff
 from flowrl.core.graph import Graph, Input, Node
 from flowrl.core.plan import state_edges
 from flowrl.core.ports import snake_case
-from flowrl.core.roles import RoleRef
 from flowrl.spec import Spec, non_default, parameters
 
 Mark = Literal["", "added", "removed", "changed"]
@@ -41,7 +40,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Link:
+class Arrow:
     """A line from `source` to `target`."""
 
     source: str
@@ -53,11 +52,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Picture:
-    """Boxes, links, and the title of every role (with its backend where one is bound, both where it is swapped)."""
+    """Boxes, arrows, and the title of every role (with its backend where one is bound, both where it is swapped)."""
 
     title: str
     boxes: tuple[Box, ...]
-    links: tuple[Link, ...]
+    arrows: tuple[Arrow, ...]
     roles: dict[str, str]
 
     def of_role(self, role: str) -> list[Box]:
@@ -69,7 +68,7 @@ def picture(subject: Graph | Diff) -> Picture:
     """What to draw of a graph; of a diff, both graphs in one, with what was added, removed and changed marked."""
     if isinstance(subject, Graph):
         boxes = tuple(_box(node, _details(node)) for node in subject.nodes.values())
-        return Picture(subject.name, boxes, tuple(_links(subject)), _roles(boxes, subject))
+        return Picture(subject.name, boxes, tuple(_arrows(subject)), _roles(boxes, subject))
     before, after = subject.before, subject.after
     boxes = (
         *(_marked_box(subject, node) for node in after.nodes.values()),
@@ -80,28 +79,26 @@ def picture(subject: Graph | Diff) -> Picture:
         ),
     )
     names = subject.renamed
-    now = (Link(names.get(k.source, k.source), names.get(k.target, k.target), k.label, k.kind) for k in _links(before))
-    old, new = ({(k.source, k.target, k.kind): k for k in links} for links in (now, _links(after)))
-    links = [
-        Link(k.source, k.target, k.label, k.kind, "" if key in old else "added")
-        if key in new
-        else Link(k.source, k.target, k.label, k.kind, "removed")
-        for key, k in {**old, **new}.items()
+    now = (
+        replace(a, source=names.get(a.source, a.source), target=names.get(a.target, a.target)) for a in _arrows(before)
+    )
+    old, new = ({(a.source, a.target, a.kind): a for a in arrows} for arrows in (now, _arrows(after)))
+    arrows = [
+        replace(arrow, mark="removed" if key not in new else "" if key in old else "added")
+        for key, arrow in {**old, **new}.items()
     ]
-    return Picture(f"{before.name} -> {after.name}", boxes, tuple(links), _roles(boxes, before, after))
+    return Picture(f"{before.name} -> {after.name}", boxes, tuple(arrows), _roles(boxes, before, after))
 
 
 def _box(node: Node, details: list[str], mark: Mark = "") -> Box:
     if isinstance(node.operator, Input):
         return Box(node.name, (node.operator.record.__name__,), "", "input", mark)
-    roles = {role for _, role in _role_refs(node)}
-    writes = any(use.mode == "writes" for use in node.operator.role_uses.values())
     lines = []
-    if len(roles) > 1:
-        read, written = ([r for m, r in _role_refs(node) if m == mode] for mode in ("reads", "writes"))
-        lines.append(" → ".join(", ".join(side) for side in (read, written) if side))
+    if len(node.roles) > 1:
+        lines.append(" → ".join(", ".join(side) for side in (node.reads, node.writes) if side))
     lines += [line for detail in details for line in textwrap.wrap(detail, WIDTH)]
-    return Box(node.name, tuple(lines), roles.pop() if len(roles) == 1 else "", "writes" if writes else "reads", mark)
+    role = node.roles[0] if len(node.roles) == 1 else ""
+    return Box(node.name, tuple(lines), role, "writes" if node.writes else "reads", mark)
 
 
 def _marked_box(diff: Diff, node: Node) -> Box:
@@ -115,15 +112,9 @@ def _marked_box(diff: Diff, node: Node) -> Box:
     old, new = diff.before[node.name].operator, node.operator
     details = _details(node)
     if type(old) is type(new):
-        changed = {k: v for k, v in parameters(old).items() if v != getattr(new, k)}
-        details = [f"{name}: {text(value)} → {text(getattr(new, name))}" for name, value in changed.items()]
+        pairs = ((name, value, getattr(new, name)) for name, value in parameters(old).items())
+        details = [f"{name}: {format_value(a)} → {format_value(b)}" for name, a, b in pairs if a != b]
     return _box(node, details, "changed")
-
-
-def _role_refs(node: Node) -> list[tuple[str, str]]:
-    """Mode and name of every role that the node uses."""
-    refs = [(use.mode, getattr(node.operator, field)) for field, use in node.operator.role_uses.items()]
-    return [(mode, ref.name) for mode, ref in refs if isinstance(ref, RoleRef)]
 
 
 def _roles(boxes: tuple[Box, ...], *graphs: Graph) -> dict[str, str]:
@@ -135,24 +126,24 @@ def _roles(boxes: tuple[Box, ...], *graphs: Graph) -> dict[str, str]:
     return titles
 
 
-def _links(graph: Graph) -> Iterator[Link]:
+def _arrows(graph: Graph) -> Iterator[Arrow]:
     for node in graph.nodes.values():
         for source in node.sources:
-            yield Link(source, node.name, _label(graph, source, node), "data")
+            yield Arrow(source, node.name, _label(graph, source, node), "data")
     for edge in state_edges(graph):
         if not nx.has_path(graph.network, edge.before, edge.after):
-            yield Link(edge.before, edge.after, f"reads {edge.role} first", "state")
+            yield Arrow(edge.before, edge.after, f"reads {edge.role} first", "state")
     for sync, generate in graph.back_edges:
-        yield Link(sync, generate, f"lag {graph.lag}" + (" (on-policy)" if graph.lag == 0 else ""), "back")
+        yield Arrow(sync, generate, f"lag {graph.lag}" + (" (on-policy)" if graph.lag == 0 else ""), "back")
 
 
 def _label(graph: Graph, source: str, node: Node) -> str:
     """The record that an edge carries, where a whole one is read, else its columns."""
     record = graph[source].operator.signature.output_record
     reads_record = any(
-        port.record is not None and slot in node.inputs and node.inputs[slot].node == source
+        port.record is not None and field in node.inputs and node.inputs[field].node == source
         for port in node.operator.signature.ports.values()
-        for slot in port.slots
+        for field in port.fields
     )
     if record is not None and reads_record:
         return record.__name__
@@ -162,19 +153,19 @@ def _label(graph: Graph, source: str, node: Node) -> str:
 def _details(node: Node) -> list[str]:
     """The operator's class, where the node's name does not tell it, and its parameters that are not the defaults."""
     values = {k: v for k, v in non_default(node.operator).items() if k not in node.operator.role_uses}
-    shown = ", ".join(f"{name}={text(value)}" for name, value in values.items())
+    shown = ", ".join(f"{name}={format_value(value)}" for name, value in values.items())
     cls = type(node.operator).__name__
     if node.name != snake_case(cls):
         return [f"{cls}({shown})"]
     return [shown] if shown else []
 
 
-def text(value: Any) -> str:
-    """A parameter as short text: functions and classes by their names, specs by what differs from their defaults."""
+def format_value(value: Any) -> str:
+    """A parameter's value as short text: functions and classes by name, specs by what differs from their defaults."""
     if isinstance(value, Spec):
-        shown = f"{type(value).__name__}({', '.join(f'{k}={text(v)}' for k, v in non_default(value).items())})"
+        shown = f"{type(value).__name__}({', '.join(f'{k}={format_value(v)}' for k, v in non_default(value).items())})"
     elif isinstance(value, tuple | list):
-        shown = f"[{', '.join(map(text, value))}]"
+        shown = f"[{', '.join(map(format_value, value))}]"
     elif callable(value):
         shown = getattr(value, "__name__", type(value).__name__)
     else:

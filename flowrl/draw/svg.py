@@ -1,6 +1,6 @@
 """Graphs and diffs as one SVG, drawn here: it needs neither a network nor a browser's scripts.
 
-Boxes bear the colour of their role; those that write weights are hexagons. See `flowrl.draw.picture` for what is
+Boxes have the colour of their role; those that write weights are hexagons. See `flowrl.draw.picture` for what is
 drawn and `flowrl.draw.layout` for where.
 """
 
@@ -10,8 +10,8 @@ from html import escape
 
 from flowrl.core.diff import Diff
 from flowrl.core.graph import Graph
-from flowrl.draw.layout import GAP, Slot, layout, ports
-from flowrl.draw.picture import Box, Link, Mark, Picture, picture
+from flowrl.draw.layout import GAP, Cell, attachment_points, layout
+from flowrl.draw.picture import Arrow, Box, Mark, Picture, picture
 
 _CHAR, _LINE, _SMALL = 7.3, 16.0, 6.4  # pixels: a character and a line of a box, a character of a label
 _MARGIN, _LEGEND, _HEAD, _NARROWEST = 24.0, 34.0, 8.0, 84.0
@@ -31,29 +31,29 @@ def svg(subject: Graph | Diff) -> str:
 
 def draw(drawn: Picture) -> str:
     """The SVG of a picture."""
-    slots = {box.name: Slot(*_size(box)) for box in drawn.boxes}
-    forward = [link for link in drawn.links if link.kind != "back"]
-    backward = [link for link in drawn.links if link.kind == "back"]
-    routes = layout(slots, forward, _label_width, _MARGIN, _MARGIN + _LEGEND)
-    places = [*slots.values(), *(slot for route in routes for slot in route)]
-    at = ports(slots, narrow=36.0)
-    right = max(slot.x + slot.width / 2 for slot in places)
-    lane = right + GAP + max((_label_width(link.label) / 2 for link in backward), default=0.0)
+    cells = {box.name: Cell(*_size(box)) for box in drawn.boxes}
+    forward = [arrow for arrow in drawn.arrows if arrow.kind != "back"]
+    backward = [arrow for arrow in drawn.arrows if arrow.kind == "back"]
+    routes = layout(cells, forward, _label_width, _MARGIN, _MARGIN + _LEGEND)
+    places = [*cells.values(), *(cell for route in routes for cell in route)]
+    at = attachment_points(cells, narrow=36.0)
+    right = max(cell.x + cell.width / 2 for cell in places)
+    lane = right + GAP + max((_label_width(arrow.label) / 2 for arrow in backward), default=0.0)
     legend, legend_width = _legend(drawn)
     width = max(2 * lane - right if backward else right, legend_width) + _MARGIN + GAP * len(backward)
-    height = max(slot.bottom for slot in places) + 2 * _MARGIN
+    height = max(cell.bottom for cell in places) + 2 * _MARGIN
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
             f'height="{height:.0f}" font-family="{_FONT}">',
             f"<title>{escape(drawn.title)}</title>",
-            f"<defs>{''.join(map(_arrow, sorted({_style(link) for link in drawn.links})))}</defs>",
+            f"<defs>{''.join(map(_marker, sorted({_style(arrow) for arrow in drawn.arrows})))}</defs>",
             '<rect width="100%" height="100%" fill="#ffffff"/>',
             *legend,
-            *(_path(link, route, slots, at) for link, route in zip(forward, routes, strict=True)),
-            *(_label(link, *route[-2].centre) for link, route in zip(forward, routes, strict=True)),
-            *(_back_path(link, slots, lane + GAP * i, i) for i, link in enumerate(backward)),
-            *(_box(box, slots[box.name], drawn) for box in drawn.boxes),
+            *(_path(arrow, route, cells, at) for arrow, route in zip(forward, routes, strict=True)),
+            *(_label(arrow, *route[-2].centre) for arrow, route in zip(forward, routes, strict=True)),
+            *(_back_path(arrow, cells, lane + GAP * i, i) for i, arrow in enumerate(backward)),
+            *(_box(box, cells[box.name], drawn) for box in drawn.boxes),
             "</svg>",
         ]
     )
@@ -65,11 +65,11 @@ def _size(box: Box) -> tuple[float, float]:
     return max(width, _NARROWEST), _LINE * (1 + len(box.lines)) + 16.0
 
 
-def _style(link: Link) -> str:
-    return link.mark or link.kind
+def _style(arrow: Arrow) -> str:
+    return arrow.mark or arrow.kind
 
 
-def _arrow(style: str) -> str:
+def _marker(style: str) -> str:
     return (
         f'<marker id="arrow-{style}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
         f'markerUnits="userSpaceOnUse" orient="auto-start-reverse">'
@@ -77,55 +77,55 @@ def _arrow(style: str) -> str:
     )
 
 
-def _stroke(link: Link, end: str = "end") -> str:
-    style = _style(link)
+def _stroke(arrow: Arrow, end: str = "end") -> str:
+    style = _style(arrow)
     width = {"state": 0.8, "added": 2.0, "back": 1.8}.get(style, 1.2)
     dash = _DASHES.get(style, "")
     return f'fill="none" stroke="{_STROKES[style]}" stroke-width="{width}"{dash} marker-{end}="url(#arrow-{style})"'
 
 
-def _path(link: Link, route: list[Slot], slots: dict[str, Slot], at: dict[tuple[Slot, Slot], float]) -> str:
+def _path(arrow: Arrow, route: list[Cell], cells: dict[str, Cell], at: dict[tuple[Cell, Cell], float]) -> str:
     """A curve between rows, straight within them."""
     first, *between, last = route
-    downward = slots[link.target] is last
+    downward = cells[arrow.target] is last
     x, y = at[first, between[0]], first.bottom if downward else first.bottom + _HEAD
     d = [f"M{x:.1f} {first.centre[1] + first.height / 2:.1f}V{y:.1f}"]
-    for slot in (*between, last):
-        target, top = (at[last, between[-1]], slot.top - _HEAD) if slot is last else (slot.x, slot.top)
+    for cell in (*between, last):
+        target, top = (at[last, between[-1]], cell.top - _HEAD) if cell is last else (cell.x, cell.top)
         bend = (y + top) / 2
         d.append(f"C{x:.1f} {bend:.1f} {target:.1f} {bend:.1f} {target:.1f} {top:.1f}")
-        x, y = target, slot.bottom
-        d.append(f"V{last.centre[1] - last.height / 2 if slot is last else y:.1f}")
-    return f'<path d="{"".join(d)}" {_stroke(link, "end" if downward else "start")}/>'
+        x, y = target, cell.bottom
+        d.append(f"V{last.centre[1] - last.height / 2 if cell is last else y:.1f}")
+    return f'<path d="{"".join(d)}" {_stroke(arrow, "end" if downward else "start")}/>'
 
 
-def _back_path(link: Link, slots: dict[str, Slot], lane: float, number: int) -> str:
+def _back_path(arrow: Arrow, cells: dict[str, Cell], lane: float, number: int) -> str:
     """Below its source, up the lane on the right of everything, and into its target from above."""
-    source, target = slots[link.source], slots[link.target]
+    source, target = cells[arrow.source], cells[arrow.target]
     low, high = source.bottom + 10.0 + 3 * number, target.top - 10.0 - 3 * number
     x = target.x + target.width / 2 - 10.0
     d = f"M{source.x:.1f} {source.centre[1] + source.height / 2:.1f}V{low:.1f}H{lane:.1f}V{high:.1f}"
     d += f"H{x:.1f}V{target.centre[1] - target.height / 2:.1f}"
-    return f'<path d="{d}" {_stroke(link)}/>' + _label(link, lane, (low + high) / 2 + 20.0 * number)
+    return f'<path d="{d}" {_stroke(arrow)}/>' + _label(arrow, lane, (low + high) / 2 + 20.0 * number)
 
 
 def _label_width(text: str) -> float:
     return _SMALL * len(text) + 4.0
 
 
-def _label(link: Link, x: float, y: float) -> str:
-    width = _label_width(link.label)
+def _label(arrow: Arrow, x: float, y: float) -> str:
+    width = _label_width(arrow.label)
     return (
         f'<rect x="{x - width / 2:.1f}" y="{y - 8:.1f}" width="{width:.1f}" height="16" fill="#ffffff"/>'
-        f'<text x="{x:.1f}" y="{y + 3.5:.1f}" font-size="10.5" text-anchor="middle" fill="{_STROKES[_style(link)]}">'
-        f"{escape(link.label)}</text>"
+        f'<text x="{x:.1f}" y="{y + 3.5:.1f}" font-size="10.5" text-anchor="middle" fill="{_STROKES[_style(arrow)]}">'
+        f"{escape(arrow.label)}</text>"
     )
 
 
-def _box(box: Box, slot: Slot, drawn: Picture) -> str:
-    left, right = slot.x - slot.width / 2, slot.x + slot.width / 2
-    middle = slot.centre[1]
-    top, bottom = middle - slot.height / 2, middle + slot.height / 2
+def _box(box: Box, cell: Cell, drawn: Picture) -> str:
+    left, right = cell.x - cell.width / 2, cell.x + cell.width / 2
+    middle = cell.centre[1]
+    top, bottom = middle - cell.height / 2, middle + cell.height / 2
     fill, stroke = _colours(box.mark, box.role, drawn)
     style = f'{fill} stroke="{stroke}" stroke-width="1.5"{_DASHES.get(box.mark, "")}'
     if box.shape == "writes":
@@ -133,11 +133,11 @@ def _box(box: Box, slot: Slot, drawn: Picture) -> str:
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (*corners, (left + 12, bottom)))
         shape = f'<polygon points="{points}" {style}/>'
     else:
-        radius = slot.height / 2 if box.shape == "input" else 4.0
-        place = f'x="{left:.1f}" y="{top:.1f}" width="{slot.width:.1f}" height="{slot.height:.1f}"'
+        radius = cell.height / 2 if box.shape == "input" else 4.0
+        place = f'x="{left:.1f}" y="{top:.1f}" width="{cell.width:.1f}" height="{cell.height:.1f}"'
         shape = f'<rect {place} rx="{radius}" {style}/>'
     texts = [
-        f'<text x="{slot.x:.1f}" y="{top + 8 + _LINE * (i + 0.75):.1f}" font-size="12" text-anchor="middle" '
+        f'<text x="{cell.x:.1f}" y="{top + 8 + _LINE * (i + 0.75):.1f}" font-size="12" text-anchor="middle" '
         f'font-weight="{"normal" if i else "bold"}" fill="#24292f">{escape(line)}</text>'
         for i, line in enumerate((box.name, *box.lines))
     ]

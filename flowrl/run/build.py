@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from flowrl.core.protocols import Backend
+from flowrl.core.backend import Backend, refuse_unserved
+from flowrl.core.protocols import Closable
 from flowrl.errors import BindError
 
 
 class EngineBuilder:
     """Builds engines, each once, those that another asks for first; the `BuildContext` of the backends."""
 
-    def __init__(self, bindings: Mapping[str, Any], seed: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, bindings: Mapping[str, Backend], seed: int, rank: int = 0, world_size: int = 1) -> None:
         self.bindings, self._seed = bindings, seed
         self.rank, self.world_size = rank, world_size
         self._built: dict[str, Any] = {}
@@ -28,7 +29,8 @@ class EngineBuilder:
         """The engine of `role`, built if need be.
 
         Raises:
-            BindError: the role is not bound, or roles ask for each other in a circle.
+            BindError: the role is not bound, roles ask for each other in a circle, or the engine lacks what its
+                backend says that it serves.
         """
         if role in self._built:
             return self._built[role]
@@ -42,10 +44,11 @@ class EngineBuilder:
             raise BindError(
                 f"roles share weights in a circle: {' -> '.join([*self._building, role])}; give one a model of its own."
             )
-        backend: Backend = self.bindings[role]
+        backend = self.bindings[role]
         self._building.append(role)
         self._built[role] = backend.build(self)
         self._building.pop()
+        refuse_unserved(role, backend, self._built[role])
         return self._built[role]
 
     def all(self) -> dict[str, Any]:
@@ -54,16 +57,16 @@ class EngineBuilder:
 
     @contextmanager
     def live(self) -> Iterator[dict[str, Any]]:
-        """Every engine; those that have a `close` are closed at the end of the block, also where others fail to."""
+        """Every engine; those that are `Closable` are closed at the end of the block, also where others fail to."""
         try:
             yield self.all()
         finally:
             self.close()
 
     def close(self) -> None:
-        """End the engines that were built, the last one first, those that have something to end by a `close`."""
+        """Close the engines that are `Closable`, the one that was built last first."""
         with ExitStack() as stack:
             for engine in self._built.values():
-                if hasattr(engine, "close"):
+                if isinstance(engine, Closable):
                     stack.callback(engine.close)
             self._built = {}

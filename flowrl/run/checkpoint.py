@@ -1,16 +1,14 @@
-"""Checkpoints: folders that are whole or not there, and that say what should be in them.
+"""Checkpoints: folders that are either whole or absent, each with a manifest of what belongs in it.
 
-A checkpoint is written beside its place, closed by a manifest with the xxh3-128 of every file, and moved into its place
-by a rename. One that is damaged is passed over, with a warning, for the one before it.
+A checkpoint is written next to its place, closed with a manifest of the xxh3-128 of every file, and renamed into place.
+A damaged one is passed over, with a warning, for the one before it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from flowrl.data.files import file_digest, remove, replaced
 from flowrl.data.formats import check_json
 from flowrl.errors import DataError, ParameterError
 
@@ -25,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Checkpoints:
     """The checkpoints of a run, ``<folder>/step-000010`` and so on.
 
     Args:
-        folder: where they are; one run at a time writes there.
+        folder: where they are; only one run at a time writes there.
         keep: how many of the newest are kept; older ones are removed once a newer one is complete.
 
     Raises:
@@ -48,11 +46,11 @@ class Checkpoints:
             raise ParameterError(f"Checkpoints(keep={self.keep}) would keep none; expected at least 1.")
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
-        """Write the checkpoint after `step`; it takes the place of those after it, which a resumed run has left behind.
+        """Write the checkpoint after `step`, and remove any later ones, left over from before a resume.
 
         Args:
             step: steps done.
-            state: what is not in the engines; comes back as it is, with ``"step"``.
+            state: what is not in the engines; `latest` returns it unchanged, with ``"step"``.
             write: writes the engines into the folder that it is given.
 
         Raises:
@@ -61,39 +59,32 @@ class Checkpoints:
         stated = {**state, "step": step}
         check_json(stated, "the state of a checkpoint")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._clear()
-        draft, final = self.folder / f".step-{step:06d}.partial", self._path(step)
-        draft.mkdir()
-        write(draft)
-        (draft / STATE).write_text(json.dumps(stated, indent=2), encoding="utf-8")
-        files = {
-            path.relative_to(draft).as_posix(): _digest(path) for path in sorted(draft.rglob("*")) if path.is_file()
-        }
-        manifest = {"files": files, "digest": _seal(files)}
-        (draft / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-        for path in [*draft.rglob("*"), draft]:
-            _flush(path)
-        if final.exists():
-            os.replace(final, self.folder / f".{final.name}.replaced")
-        os.replace(draft, final)
-        _flush(self.folder)
+        for leftover in self.folder.glob(".step-*"):  # of saves that were cut off
+            remove(leftover)
+        with replaced(self._path(step)) as draft:
+            draft.mkdir()
+            write(draft)
+            (draft / STATE).write_text(json.dumps(stated, indent=2), encoding="utf-8")
+            paths = sorted(path for path in draft.rglob("*") if path.is_file())
+            files = {path.relative_to(draft).as_posix(): file_digest(path) for path in paths}
+            manifest = {"files": files, "digest": _seal(files)}
+            (draft / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         kept = [other for other in self.steps() if other <= step][-self.keep :]
         for other in self.steps():
             if other not in kept:
-                shutil.rmtree(self._path(other))
-        self._clear()
-        return final
+                remove(self._path(other))
+        return self._path(step)
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, whole or not."""
+        """The steps that have a checkpoint, whole or damaged."""
         names = [path.name for path in self.folder.glob("step-*") if path.is_dir()]
         return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{6,}", name))
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint that is whole, and its state; None where there is none at all.
+        """The newest whole checkpoint and its state; None if there are no checkpoints.
 
         Raises:
-            DataError: there are checkpoints, and all are damaged.
+            DataError: there are checkpoints, but all are damaged.
         """
         faults: list[str] = []
         for step in reversed(self.steps()):
@@ -108,21 +99,16 @@ class Checkpoints:
         if faults:
             raise DataError(
                 f"no checkpoint in {self.folder} is whole: {'; '.join(faults)}. Put back a copy of one, or move the "
-                f"folder away to start the run anew."
+                f"folder away to start the run afresh."
             )
         return None
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def _clear(self) -> None:
-        """Remove what a save left that was cut off, or has put in another's place."""
-        for leftover in self.folder.glob(".step-*"):
-            shutil.rmtree(leftover)
-
 
 def find_fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None; a file that the manifest does not name is no fault."""
+    """What is wrong with a checkpoint, or None; a file that the manifest does not name is not a fault."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files: dict[str, str] = manifest["files"]
@@ -132,7 +118,7 @@ def find_fault(path: Path) -> str | None:
         return f"the checkpoint {path} has no {MANIFEST} that can be read ({type(error).__name__})"
     for name, digest in files.items():
         try:
-            found = _digest(path / name)
+            found = file_digest(path / name)
         except OSError as error:
             return f"the checkpoint {path} is damaged: {name} cannot be read ({type(error).__name__})"
         if found != digest:
@@ -142,20 +128,3 @@ def find_fault(path: Path) -> str | None:
 
 def _seal(files: Mapping[str, str]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """To the disk, so that a crash of the machine cannot leave a renamed folder with empty files."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

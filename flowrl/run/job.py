@@ -9,13 +9,14 @@ from typing import Any, Generic, TypeVar
 
 from flowrl.core.edit import edit
 from flowrl.core.graph import Graph
-from flowrl.core.plan import Plan, home
+from flowrl.core.plan import Plan
 from flowrl.core.rules import require
 from flowrl.core.session import Session
 from flowrl.errors import BindError, GraphError
 from flowrl.run.build import EngineBuilder
-from flowrl.run.local import Executor, LocalExecutor
-from flowrl.run.place import Place, lay_out, ranks_of, slots_per_rank
+from flowrl.run.local import local_steps
+from flowrl.run.place import Place, lay_out
+from flowrl.run.steps import Steps
 
 GraphT = TypeVar("GraphT", bound=Graph)
 
@@ -61,15 +62,14 @@ class Job(Generic[GraphT]):
             )
         require(self.graph, prompts)
         _ = Plan(self.graph).order
-        many = [role for role, backend in self.graph.bindings.items() if ranks_of(backend) > 1]
+        many = [role for role, backend in self.graph.bindings.items() if backend.ranks > 1]
         if self.place is not None:
             lay_out(self.graph, self.place)
         elif many:
             backend = self.graph.bindings[many[0]]
-            ranks = ranks_of(backend)
             raise BindError(
-                f"the role {many[0]!r} wants {ranks} ranks, which one process cannot be; say where they run: "
-                f"graph.bind(..., place=Colocate(gpus={ranks * slots_per_rank(backend)}))."
+                f"the role {many[0]!r} wants {backend.ranks} ranks, which one process cannot be; say where they run: "
+                f"graph.bind(..., place=Colocate(gpus={backend.ranks * backend.slots_per_rank}))."
             )
 
     def plan(self) -> str:
@@ -91,7 +91,7 @@ class Job(Generic[GraphT]):
             for host in hosts
             if len(host.slots) > 1
         ]
-        if any(home(node) is None for node in plan.order):
+        if any(node.home is None for node in plan.order):
             lines.append("  no slot: general")
         return "\n".join(lines)
 
@@ -100,8 +100,8 @@ class Job(Generic[GraphT]):
         return EngineBuilder(self.graph.bindings, seed).all()
 
     @contextmanager
-    def open(self, seed: int = 0) -> Iterator[Executor]:
-        """An executor with all engines loaded, in this process or at the job's place; what it starts ends with it.
+    def open(self, seed: int = 0) -> Iterator[Steps]:
+        """The job with all engines loaded, in this process or at its place; what it starts ends with the block.
 
         Raises:
             RuleError, BindError, GraphError: before any model is loaded; see `refuse_unready`.
@@ -109,10 +109,10 @@ class Job(Generic[GraphT]):
         self.refuse_unready()
         if self.place is None:
             with EngineBuilder(self.graph.bindings, seed).live() as engines:
-                yield LocalExecutor(Plan(self.graph), Session(engines, seed))
+                yield local_steps(Plan(self.graph), engines, seed)
             return
-        with self.place.open(self.graph, seed) as executor:
-            yield executor
+        with self.place.open(self.graph, seed) as steps:
+            yield steps
 
     @contextmanager
     def eager(self, seed: int = 0) -> Iterator[Session]:
@@ -124,6 +124,6 @@ class Job(Generic[GraphT]):
         replace(self, place=None).refuse_unready()
         with EngineBuilder(self.graph.bindings, seed).live() as engines:
             session = Session(engines, seed)
-            LocalExecutor(Plan(self.graph), session).sync()
+            local_steps(Plan(self.graph), engines, seed).sync()
             with session.active():
                 yield session

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import Field
 
+from flowrl.core.backend import Backend, refuse_uncheckpointed
 from flowrl.core.graph import Graph
 from flowrl.core.protocols import Rollout
 from flowrl.errors import BindError
-from flowrl.run.local import Executor
+from flowrl.run.steps import Steps
 from flowrl.spec import Spec, non_default
 
 
 class Place(Spec):
-    """Base of places: how many slots there are, who may take which, and how a job is opened there.
+    """Base of places: how many slots there are, which roles may take them, and how a job is opened there.
 
     A slot is a GPU, or on a machine without GPUs a CPU.
 
@@ -32,12 +32,17 @@ class Place(Spec):
         """How many slots the place has."""
         raise NotImplementedError
 
+    @property
+    def rebuilds(self) -> bool:
+        """Whether a role that died is rebuilt, from what its trained weights were after the last step."""
+        return False
+
     def slots_of(self, role: str, generates: bool) -> range:
         """The slots that a role's ranks may take."""
         raise NotImplementedError
 
-    def open(self, graph: Graph, seed: int) -> AbstractContextManager[Executor]:
-        """An executor with all engines of a bound graph loaded; its processes end with the block.
+    def open(self, graph: Graph, seed: int) -> AbstractContextManager[Steps]:
+        """A bound graph ready to step, with all engines loaded; its processes end with the block.
 
         Raises:
             BindError, GraphError: the graph does not fit the place; before any model loads.
@@ -64,30 +69,20 @@ class ProcessSpec:
         return self != other and not set(self.slots).isdisjoint(other.slots)
 
 
-def ranks_of(backend: Any) -> int:
-    """How many ranks a backend asks for."""
-    return int(getattr(backend, "ranks", 1))
-
-
-def slots_per_rank(backend: Any) -> int:
-    """How many slots one rank of a backend computes on."""
-    return int(getattr(backend, "slots_per_rank", 1))
-
-
 def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
     """Every host of a bound graph, with its slots: ranks go to the slots that have the fewest hosts yet. A rank of
     several slots takes neighbours, the first of them a multiple of as many from where the role's slots begin.
 
-    A backend says by its attributes what it takes: `ranks`; `slots_per_rank`, over which one process computes;
-    `memory`, GiB of a slot, while the role has its turn; `shares`, the role whose weights it uses in the same process;
-    `collective`, false if its ranks have no dealings with each other and want no group of `torch.distributed`; and
-    `forgets`, true if its engine loses its weights when it is put to sleep. Each may be left out.
+    What each role takes is what its backend declares; see `flowrl.core.backend.Backend`.
 
     Raises:
         BindError: more ranks than there are slots for, roles that share weights with one that is not bound or with
-            unequal ranks, or a role that does not fit into a slot's memory by the size that it states.
+            unequal ranks, a role that does not fit into a slot's memory by the size that it states, or a trained role
+            that cannot be restored where the place rebuilds roles.
     """
-    bindings = graph.bindings
+    bindings: Mapping[str, Backend] = graph.bindings
+    if place.rebuilds:
+        refuse_uncheckpointed(graph.trained, bindings, _shown(place), "drop restart='role'")
     groups: dict[str, list[str]] = {}
     for role in bindings:
         groups.setdefault(_owner(role, bindings), []).append(role)
@@ -96,7 +91,7 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
     for owner, roles in groups.items():
         generates = any(use.protocol is Rollout for use in graph.roles()[owner])
         allowed = place.slots_of(owner, generates)
-        ranks, each = ranks_of(bindings[owner]), max(slots_per_rank(bindings[role]) for role in roles)
+        ranks, each = bindings[owner].ranks, max(bindings[role].slots_per_rank for role in roles)
         if ranks * each > len(allowed):
             wide = f" of {each} slots each" if each > 1 else ""
             narrower = ", or fewer slots a rank (tensor_parallel)" if each > 1 else ""
@@ -104,9 +99,9 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
                 f"the role {owner!r} wants {ranks} ranks{wide}, and {_shown(place)} has {len(allowed)} slot(s) for it; "
                 f"expected at most one rank a slot: give the place more slots, or {owner} fewer ranks{narrower}."
             )
-        if odd := next((role for role in roles if ranks_of(bindings[role]) not in (1, ranks)), None):
+        if odd := next((role for role in roles if bindings[role].ranks not in (1, ranks)), None):
             raise BindError(
-                f"the role {odd!r} wants {ranks_of(bindings[odd])} ranks and shares the weights of {owner!r}, which "
+                f"the role {odd!r} wants {bindings[odd].ranks} ranks and shares the weights of {owner!r}, which "
                 f"has {ranks}; expected as many, or 1, which follows {owner}: bind {odd} without ranks."
             )
         together = tuple(sorted(roles, key=lambda role: role != owner))
@@ -120,10 +115,10 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
     return hosts
 
 
-def _owner(role: str, bindings: Mapping[str, Any]) -> str:
+def _owner(role: str, bindings: Mapping[str, Backend]) -> str:
     """The role whose process `role` lives in."""
     path = [role]
-    while (shared := getattr(bindings[path[-1]], "shares", None)) is not None:
+    while (shared := bindings[path[-1]].shares) is not None:
         if shared not in bindings:
             raise BindError(
                 f"the role {path[-1]!r} shares the weights of {shared!r}, which is not bound; bind {shared}=..., or "
@@ -137,15 +132,13 @@ def _owner(role: str, bindings: Mapping[str, Any]) -> str:
     return path[-1]
 
 
-def _refuse_too_large(bindings: Mapping[str, Any], hosts: list[ProcessSpec], place: Place) -> None:
+def _refuse_too_large(bindings: Mapping[str, Backend], hosts: list[ProcessSpec], place: Place) -> None:
     """Hosts of one slot take turns, so each must fit alone; roles of one host are there together."""
     if place.memory is None:
         return
     for slot in range(place.slots):
         sizes = {
-            host.name: sum(getattr(bindings[role], "memory", None) or 0.0 for role in host.roles)
-            for host in hosts
-            if slot in host.slots
+            host.name: sum(bindings[role].memory or 0.0 for role in host.roles) for host in hosts if slot in host.slots
         }
         if sizes and max(sizes.values()) > place.memory:
             named = ", ".join(f"{name} {size:g}" for name, size in sizes.items() if size)

@@ -16,33 +16,33 @@ _SHOWN = {"reward/mean": "reward", "kl/ref": "KL", "response_length/mean": "leng
 
 
 class Reporter(Protocol):
-    """Who is told how a run goes. `end` is called once for every `start` that returned, however the run ends."""
+    """Receives the progress of a run. `end` is called once for every `start` that returned, however the run ends."""
 
     def start(self, name: str, steps: int, folder: Path, done: int) -> None:
         """The run begins: the graph's name, the number of steps, the run folder, and the steps done before."""
         ...
 
     def node(self, name: str) -> None:
-        """This node, or this validation, runs now."""
+        """This node, or this validation, starts."""
         ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """So many steps are done; the numbers of the last one."""
+        """This many steps are done; the metrics are those of the last one."""
         ...
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What a validation after so many steps found."""
+        """The metrics of a validation after this many steps."""
         ...
 
     def end(self, summary: Summary | None) -> None:
-        """The run is over: what it spent its time on; None where it has failed, or had no step left to do."""
+        """The run is over: where its time went; None if it failed or had no steps left to do."""
         ...
 
 
 class Terminal:
-    """Progress on a terminal: the node that runs now, reward, KL, length, and the time left; at the end where it went.
+    """Progress on a terminal: the current node, reward, KL, length and time left; at the end, where the time went.
 
-    Where the output is no terminal, a line is printed about ten times in a run and at every validation.
+    Where the output is not a terminal, about ten lines per run are printed, and one at every validation.
 
     Args:
         console: where to print.
@@ -96,9 +96,9 @@ class Terminal:
 
 
 class TensorBoard:
-    """Every number to TensorBoard, in the run's own folder; wants ``pip install flowrl[tensorboard]``.
+    """Writes every number to TensorBoard, in the run's own folder; needs ``pip install flowrl[tensorboard]``.
 
-    A run that is resumed hides what was written after the step that it resumes from.
+    A resumed run hides what was written after the step that it resumes from.
 
     Raises:
         ParameterError: TensorBoard is not installed.

@@ -1,4 +1,4 @@
-"""The folder of a run."""
+"""What a run writes: `RunFolder`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.data.files import write_text
 from flowrl.errors import ParameterError
 
 LINES = ("metrics.jsonl", "predictions.jsonl")
@@ -25,7 +26,7 @@ class RunFolder:
 
     Args:
         path: where it is.
-        before: what ``run.json`` said of the run that the folder held already; None where it held none.
+        before: what ``run.json`` said of the run that the folder already held; None if it held none.
     """
 
     def __init__(self, path: Path, before: Mapping[str, Any] | None = None) -> None:
@@ -33,7 +34,7 @@ class RunFolder:
 
     @staticmethod
     def create(folder: str | None, name: str, resume: bool) -> RunFolder:
-        """A new folder, or one whose run failed before its first step was done; with `resume` any.
+        """A new folder, or one whose run failed before its first step was done; with `resume`, any folder.
 
         Raises:
             ParameterError: `folder` already holds a run, or cannot be written.
@@ -54,7 +55,7 @@ class RunFolder:
                     number += 1
                     path = path.with_name(f"{name}-{number:03d}")
                 found = RunFolder(path)
-            with tempfile.TemporaryFile(dir=path):  # so that what nobody may write to is known before a model loads
+            with tempfile.TemporaryFile(dir=path):  # an unwritable folder is found before a model loads
                 return found
         except OSError as error:
             raise ParameterError(
@@ -64,43 +65,39 @@ class RunFolder:
 
     @property
     def failed_at_once(self) -> bool:
-        """The run that the folder held has ended before its first step was done."""
+        """Whether the run that the folder held ended before its first step was done."""
         failed = self.before is not None and self.before["status"] in ("failed", "interrupted")
         return failed and not any("timing/step" in line for line in self._read("metrics.jsonl"))
 
     def describe(self, described: Mapping[str, Any]) -> None:
         """Write ``run.json``, whole or not at all."""
-        partial = self.path / "run.json.partial"
-        partial.write_text(json.dumps(jsonable(described), indent=2) + "\n", encoding="utf-8")
-        partial.replace(self.path / "run.json")
+        write_text(self.path / "run.json", json.dumps(jsonable(described), indent=2) + "\n")
 
     def append(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add lines to a JSONL file; NaN and infinity are written as null, and what JSON does not know as text."""
+        """Add lines to a JSONL file; NaN and infinity are written as null, and types unknown to JSON as text."""
         with (self.path / file).open("a", encoding="utf-8") as lines:
             for record in records:
                 lines.write(_line(record))
 
     def flush(self) -> None:
-        """All lines to the disk: a checkpoint must not outlast the lines of the steps before it."""
+        """Flush all lines to disk: a checkpoint must not outlast the lines of the steps before it."""
         for file in LINES:
             if (self.path / file).exists():
                 with (self.path / file).open("a") as lines:
                     os.fsync(lines.fileno())
 
     def rewind(self, step: int) -> tuple[list[Mapping[str, float]], list[Mapping[str, float]]]:
-        """Drop what was written after `step`; returns the lines of steps and those of validations that are left."""
+        """Drop what was written after `step`; returns the remaining lines of steps, and those of validations."""
         for file in LINES:
             if (self.path / file).exists():
                 kept = [record for record in self._read(file) if record["step"] <= step]
-                partial = self.path / f"{file}.partial"
-                partial.write_text("".join(_line(record) for record in kept), encoding="utf-8")
-                partial.replace(self.path / file)
-        # what is no number to JSON was written as null
+                write_text(self.path / file, "".join(_line(record) for record in kept))
+        # numbers that JSON does not know were written as null
         lines = [{k: math.nan if v is None else v for k, v in line.items()} for line in self._read("metrics.jsonl")]
         return [line for line in lines if "timing/step" in line], [line for line in lines if "timing/step" not in line]
 
     def _read(self, file: str) -> list[dict[str, Any]]:
-        """The records of a JSONL file, less a last line that was cut off; none where there is no file."""
+        """The records of a JSONL file, without a last line that was cut off; none if there is no file."""
         if not (self.path / file).exists():
             return []
         with (self.path / file).open(encoding="utf-8") as lines:  # splitlines() would end one at U+2028, too
@@ -108,10 +105,10 @@ class RunFolder:
 
 
 def _described(path: Path) -> Mapping[str, Any] | None:
-    """What ``run.json`` says; None where there is none.
+    """What ``run.json`` says; None if there is none.
 
     Raises:
-        ParameterError: no run wrote it.
+        ParameterError: it was not written by a run.
     """
     if not (path / "run.json").exists():
         return None
@@ -126,7 +123,7 @@ def _described(path: Path) -> Mapping[str, Any] | None:
 
 
 def _is_made(path: Path) -> bool:
-    """Make a folder, unless another process was faster."""
+    """Make a folder; False if another process was faster."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
@@ -139,7 +136,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """`value` as it comes back from a JSON file: NaN and infinity as None, and what JSON does not know as text."""
+    """`value` as it comes back from a JSON file: NaN and infinity as None, and types unknown to JSON as text."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import networkx as nx
 from rich.table import Table
@@ -17,13 +17,26 @@ from rich.text import Text
 
 from flowrl.core.plan import Plan
 from flowrl.data.column_math import size
+from flowrl.data.files import write_text
 
 Kind = Literal["node", "transfer", "wait"]
+_LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "lengths": ()}  # is written where it is known
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time: its name, where it was, Unix seconds, bytes that it fetched, and what it was."""
+    """Something that took time.
+
+    Args:
+        name: of a node, or of what was done for one.
+        place: where it was.
+        start, end: Unix seconds.
+        bytes: that it fetched.
+        kind: what it was.
+        step: of the run; None between steps.
+        rows, tokens: that it was given, as far as known.
+        lengths: of a node that wrote tokens, ``(tokens, response tokens)`` of each row.
+    """
 
     name: str
     place: str
@@ -31,14 +44,18 @@ class Span:
     end: float
     bytes: int = 0
     kind: Kind = "node"
+    step: int | None = None
+    rows: int = 0
+    tokens: int = 0
+    lengths: tuple[tuple[int, int], ...] = ()
 
     @property
     def seconds(self) -> float:
         return self.end - self.start
 
 
-class Trace:
-    """The spans of a run."""
+class Timeline:
+    """What took time in a run, as spans."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -71,14 +88,13 @@ class Trace:
             # both ends are rounded, and not the duration, so that rounding makes no overlap
             start, end = (round((t - begin) * 1e6) for t in (span.start, span.end))
             event = {"ph": "X", "name": span.name, "cat": span.kind, "pid": places[span.place], "tid": lane + 1}
-            events.append({**event, "ts": start, "dur": end - start, "args": {"bytes": span.bytes}})
+            load = {key: value for key, none in _LOAD.items() if (value := getattr(span, key)) != none}
+            events.append({**event, "ts": start, "dur": end - start, "args": {"bytes": span.bytes, **load}})
         trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begin": begin}}
-        partial = path.with_name(f"{path.name}.partial")  # whole or not at all, since a resumed run adds to it
-        partial.write_text(json.dumps(trace), encoding="utf-8")
-        partial.replace(path)
+        write_text(path, json.dumps(trace))  # whole or not at all, since a resumed run adds to it
 
     @classmethod
-    def load(cls, path: Path) -> Trace:
+    def load(cls, path: Path) -> Timeline:
         """The trace that `save` wrote, its times rounded to microseconds."""
         written, trace = json.loads(path.read_text(encoding="utf-8")), cls()
         begin, events = written["otherData"]["begin"], written["traceEvents"]
@@ -86,7 +102,8 @@ class Trace:
         for event in events:
             if event["ph"] == "X":
                 start, end = (begin + t / 1e6 for t in (event["ts"], event["ts"] + event["dur"]))
-                trace.add(event["name"], places[event["pid"]], start, end, event["args"]["bytes"], event["cat"])
+                args = {**event["args"], "lengths": tuple(map(tuple, event["args"].get("lengths", ())))}
+                trace.spans.append(Span(event["name"], places[event["pid"]], start, end, kind=event["cat"], **args))
         return trace
 
     def summary(self, plan: Plan, steps: Sequence[Mapping[str, float]], makespans: Sequence[float]) -> Summary:

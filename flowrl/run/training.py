@@ -15,22 +15,25 @@ from typing import Any, Self
 import torch
 from pydantic import Field, field_validator, model_validator
 
+from flowrl.core.backend import refuse_uncheckpointed
 from flowrl.core.diff import backend_changes
 from flowrl.core.graph import Graph
 from flowrl.core.graph_io import encode, graph_to_dict
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import Trainer
+from flowrl.data.dataproto import DataProto
 from flowrl.data.formats import check_json
 from flowrl.data.keys import Key
 from flowrl.data.prompts import PromptData, PromptStream
 from flowrl.errors import BindError, DataError, GraphError
 from flowrl.records import PromptBatch
 from flowrl.run.checkpoint import Checkpoints
+from flowrl.run.flight import StepResult
 from flowrl.run.job import Job
-from flowrl.run.local import Executor, LocalExecutor, StepResult
 from flowrl.run.report import Reporter
 from flowrl.run.run_folder import RunFolder, jsonable
-from flowrl.run.timeline import Summary, Trace, idle
+from flowrl.run.steps import Steps
+from flowrl.run.timeline import Summary, Timeline, idle
 from flowrl.run.validation import Validation
 from flowrl.spec import Spec, parameters
 
@@ -125,8 +128,8 @@ class Training(Spec):
             if missing := [c for c in graph[name].operator.signature.outputs if c not in PromptBatch._fields]:
                 raise GraphError(
                     f"the input {name!r} of {graph.name} wants the columns {', '.join(missing)}, which prompts do not "
-                    f"have; Training feeds {', '.join(PromptBatch._fields)}: compute the others in the graph, or walk "
-                    f"it by LocalExecutor(...).step(batch, step)."
+                    f"have; Training feeds {', '.join(PromptBatch._fields)}: compute the others in the graph, or run "
+                    f"it by `with job.open() as steps: steps.step(batch, step)`."
                 )
         if not graph.generators:
             raise BindError(
@@ -138,6 +141,8 @@ class Training(Spec):
         for data in (self.data, *(validation.data for validation in self.validations)):
             data.refuse_missing()
         if self.checkpoint_every is not None:
+            asker = f"checkpoint_every={self.checkpoint_every}"
+            refuse_uncheckpointed(graph.trained, graph.bindings, asker, "leave checkpoint_every out")
             for node in graph.nodes.values():
                 for field, state in node.operator.states.items():
                     check_json(state.initial(node.operator), f"the state {node.name}.{field}")
@@ -158,8 +163,8 @@ class Training(Spec):
         found = self._found(folder, checkpoints) if self.resume else None
         folder.describe({"status": "running", **described})
         try:
-            with self.job.open(self.seed) as executor:
-                run = _Loop(self, executor, folder, checkpoints, reporters).run(found)
+            with self.job.open(self.seed) as steps:
+                run = _Loop(self, steps, folder, checkpoints, reporters).run(found)
         except BaseException as error:
             status = "failed" if isinstance(error, Exception) else "interrupted"
             folder.describe({"status": status, "error": f"{type(error).__name__}: {error}", **described})
@@ -261,14 +266,14 @@ class _Loop:
     def __init__(
         self,
         training: Training,
-        executor: Executor,
+        steps: Steps,
         folder: RunFolder,
         checkpoints: Checkpoints,
         reporters: Sequence[Reporter],
     ) -> None:
-        self.training, self.executor, self.folder, self.reporters = training, executor, folder, reporters
+        self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
         self.checkpoints = checkpoints
-        graph, tokenizer = training.job.graph, executor.tokenizer()
+        graph, tokenizer = training.job.graph, steps.tokenizer()
         self.stream = training.data.load(tokenizer, training.seed)
         if len(self.stream) < training.prompts:
             left_out = f" ({self.stream.dropped} longer ones are left out)" if self.stream.dropped else ""
@@ -282,10 +287,9 @@ class _Loop:
             )
         # Validations draw from keys of their own, the same ones every time: curves differ by the policy alone.
         held_out = Key.of(training.seed).derive("validation").bits
-        self.validations: list[tuple[Validation, Executor, PromptStream]] = []
+        self.validations: list[tuple[Validation, Steps, PromptStream]] = []
         for validation in training.validations:
-            fork = executor.fork(Plan(validation.graph(graph)), held_out)
-            fork.trace = Trace()  # its nodes bear the names of the steps' own
+            fork = steps.fork(Plan(validation.graph(graph)), held_out)
             self.validations.append((validation, fork, validation.data.load(tokenizer, training.seed)))
         self.metrics: list[Mapping[str, float]] = []
         self.validated: list[Mapping[str, float]] = []
@@ -293,7 +297,8 @@ class _Loop:
         self.makespans: list[float] = []
         self.summary: Summary | None = None
         traced = folder.path / "trace.json"
-        self.before = Trace.load(traced) if traced.exists() else Trace()  # the starts that this run resumes
+        self.started = 0.0
+        self.before = Timeline.load(traced) if traced.exists() else Timeline()  # the starts that this run resumes
 
     def run(self, found: Found | None) -> Run:
         """Go through all steps, or those after the checkpoint that was found."""
@@ -304,35 +309,31 @@ class _Loop:
                     reporter.start(self.training.job.graph.name, self.training.steps, self.folder.path, done)
                     ends.callback(lambda reporter: reporter.end(self.summary), reporter)
                 self._begin(found)
-                for step in range(done, self.training.steps):
-                    self._step(step)
-                    self._validate(step + 1)
-                    self._checkpoint(step + 1)
+                self._go(range(done, self.training.steps))
                 if self.makespans:
-                    steps = self.executor.trace.summary(self.executor.plan, self.seconds, self.makespans)
-                    self.summary = dataclasses.replace(steps, idle=idle(self._trace().spans))
+                    summary = self.steps.timeline.summary(self.steps.plan, self.seconds, self.makespans)
+                    self.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
         finally:
-            trace = self._trace()
-            trace.spans[:0] = self.before.spans
-            trace.save(self.folder.path / "trace.json")
+            timeline = self._timeline()
+            timeline.spans[:0] = self.before.spans
+            timeline.save(self.folder.path / "trace.json")
         if self.training.save_model:
             for role in self._policies():
-                self.executor.save_pretrained(role, str(self.folder.path / role))
-        engines = self.executor.session.engines if isinstance(self.executor, LocalExecutor) else {}
-        return Run(self.folder.path, self.metrics, self.validated, engines)
+                self.steps.save_pretrained(role, self.folder.path / role)
+        return Run(self.folder.path, self.metrics, self.validated, self.steps.runner.engines)
 
     def _begin(self, found: Found | None) -> None:
         """Bring engines, state, data and the lines of the folder to where the run starts."""
         if found is None:
             if self.folder.before is not None:
                 self.folder.rewind(-1)  # what an earlier start left that came to no checkpoint
-            self.executor.sync()
+            self.steps.sync()
             self._validate(0)
             return
         path, state = found
-        self.executor.state.update(state["state"])
+        self.steps.state.update(state["state"])
         self.stream.seek(state["data"])
-        self.executor.load(path)
+        self.steps.load(path)
         self.metrics, self.validated = self.folder.rewind(state["step"])
 
     def _checkpoint(self, step: int) -> None:
@@ -341,7 +342,7 @@ class _Loop:
             return
         state = {
             "data": self.stream.position,
-            "state": self.executor.state,
+            "state": self.steps.state,
             "made_with": self.training.identity(),
             "bindings": self.training._bindings(),
         }
@@ -350,30 +351,40 @@ class _Loop:
 
     def _write(self, checkpoint: Path) -> None:
         """All that the trained roles need to go on; and policies as Hugging Face folders, for others to load."""
-        self.executor.save(checkpoint)
+        self.steps.save(checkpoint)
         for role in self._policies():
-            self.executor.save_pretrained(role, str(checkpoint / role / "huggingface"))
+            self.steps.save_pretrained(role, checkpoint / role / "huggingface")
 
     def _policies(self) -> list[str]:
         """The roles whose language model is trained."""
         roles = self.training.job.graph.roles().items()
         return [role for role, uses in roles if any((use.protocol, use.mode) == (Trainer, "writes") for use in uses)]
 
-    def _trace(self) -> Trace:
+    def _timeline(self) -> Timeline:
         """All spans of this start; those of a validation under its name."""
-        trace = Trace()
-        trace.spans += self.executor.trace.spans
-        for validation, executor, _ in self.validations:
-            trace.spans += [
-                dataclasses.replace(span, name=f"{validation.name}/{span.name}") for span in executor.trace.spans
+        timeline = Timeline()
+        timeline.spans += self.steps.timeline.spans
+        for validation, steps, _ in self.validations:
+            timeline.spans += [
+                dataclasses.replace(span, name=f"{validation.name}/{span.name}") for span in steps.timeline.spans
             ]
-        return trace
+        return timeline
 
-    def _step(self, step: int) -> None:
+    def _go(self, steps: range) -> None:
+        """Run steps, each with the validation and the checkpoint that are due after it."""
+        results = self.steps.run(self._draw, steps, on_node=self._tell_node)
+        for step in steps:
+            result = next(results)
+            self._enter(step, result, time.perf_counter() - self.started)
+            self._validate(step + 1)
+            self._checkpoint(step + 1)
+
+    def _draw(self, step: int) -> DataProto:
         batch = self.stream.next(self.training.prompts)
-        started = time.perf_counter()
-        result = self.executor.step(batch, step, on_node=self._tell_node)
-        seconds = time.perf_counter() - started
+        self.started = time.perf_counter()  # to read data is no part of the step
+        return batch
+
+    def _enter(self, step: int, result: StepResult, seconds: float) -> None:
         metrics = {"step": step + 1, **result.metrics.compute(), **_timing(result, seconds)}
         self.metrics.append(metrics)
         self.seconds.append(result.seconds)
@@ -383,15 +394,15 @@ class _Loop:
             reporter.step(step + 1, metrics)
 
     def _validate(self, step: int) -> None:
-        for validation, executor, stream in self.validations:
+        for validation, steps, stream in self.validations:
             if step % validation.every and step != self.training.steps:
                 continue
             self._tell_node(validation.name)
-            executor.state.clear()  # so that a validation does not depend on those before it
+            steps.state.clear()  # so that a validation does not depend on those before it
             total: dict[str, Any] = {}
             predictions: list[dict[str, Any]] = []
             for batch in stream.batches(validation.batch):
-                result = executor.step(batch, 0, keep=tuple(executor.plan.graph.nodes))
+                result = steps.step(batch, 0, keep=tuple(steps.plan.graph.nodes))
                 predictions += _predictions(result, step, validation.name)
                 for key, metric in result.metrics.items():
                     total[key] = total[key].merge(metric) if key in total else metric

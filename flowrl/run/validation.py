@@ -14,17 +14,17 @@ from flowrl.spec import Spec
 
 
 class Validation(Spec):
-    """Every so many steps, and before the first, the job's engines answer held-out prompts.
+    """Every few steps, and before the first, the job's engines answer held-out prompts.
 
-    The graph of a validation is the job's own up to `until`, with `changes` made to it.
+    The graph of a validation is the job's own graph up to `until`, with `changes` applied.
 
     Args:
         data: the held-out prompts.
-        every: steps between two validations; the last step is always followed by one.
+        every: steps between two validations; there is always one after the last step.
         name: metrics are logged as ``<name>/<key>``.
-        changes: ``"node.parameter"`` to value; by default one greedy answer a prompt.
+        changes: ``"node.parameter"`` to value; by default one greedy answer per prompt.
         until: the node that scores.
-        batch: prompts at a time.
+        batch: how many prompts are answered at a time.
     """
 
     data: PromptData

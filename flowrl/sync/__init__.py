@@ -1,1 +1,1 @@
-"""Weights on their way from a trainer to an engine, with a digest and a probe on either side."""
+"""Carries weights from a trainer to an engine, and proves on either side that they are the same."""

@@ -1,7 +1,7 @@
-"""The probe: after a sync, an engine and the trainer must score the same few tokens alike.
+"""The probe: after a sync, the engine and the trainer must give the same few tokens the same log-probs.
 
-A digest proves that tensors arrived; what an engine made of them (fused, transposed, quantised, or silently dropped)
-shows in its log-probs only.
+A digest proves that tensors arrived. What an engine made of them (fused, transposed, quantised or silently dropped)
+shows in its log-probs alone.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from flowrl.core.protocols import Scorer
 from flowrl.errors import SyncError
 
 TOKENS = (17, 3, 29, 8, 22, 11, 30, 5, 26, 14, 2, 19, 31, 7, 24, 12)
-"""Any ids would do; these are in every vocabulary. A log-prob is normalised over the whole vocabulary, so each of them
-depends on every row of the output embedding, and on every layer."""
+"""Any ids would do; these are in every vocabulary. A log-prob is normalised over the whole vocabulary, so each one
+depends on every row of the output embedding and on every layer."""
 
 
 class Probe(NamedTuple):
-    """`TOKENS` as one sequence, all but the first its response: what `Scorer.log_probs` reads."""
+    """`TOKENS` as one sequence, as `Scorer.log_probs` reads it: all but the first are its response."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -31,7 +31,7 @@ class Probe(NamedTuple):
 
 
 def probe() -> Probe:
-    """The sequence: ``[1 len(TOKENS)]`` ids, its response one token shorter, at temperature 1."""
+    """The probe: ids ``[1 len(TOKENS)]``, a response that is one token shorter, temperature 1."""
     ids = torch.tensor([TOKENS])
     return Probe(
         input_ids=ids,
@@ -46,8 +46,8 @@ class Scores(NamedTuple):
     """Log-probs of ``TOKENS[1:]``, natural, at temperature 1.
 
     Args:
-        engine: by an engine, after a sync.
-        trainer: by the trainer whose weights it took over.
+        engine: the engine's, after a sync.
+        trainer: those of the trainer whose weights it took over.
     """
 
     engine: tuple[float, ...]
@@ -55,19 +55,19 @@ class Scores(NamedTuple):
 
 
 def refuse_other_weights(engine: str, log_probs: Sequence[float], source: Scorer, tolerance: float) -> Scores:
-    """Hold an engine's log-probs of ``TOKENS[1:]`` against those of the trainer that it took its weights from.
+    """Compare an engine's log-probs of ``TOKENS[1:]`` with those of the trainer whose weights it took over.
 
     Args:
-        engine: its name, for the error.
+        engine: the engine's name, for the error.
         log_probs: natural, at temperature 1, one for each of ``TOKENS[1:]``.
         source: the trainer.
-        tolerance: nats, of the mean absolute difference.
+        tolerance: the largest mean absolute difference that is accepted, in nats.
 
     Returns:
         the scores of both, for `refuse_old_weights`.
 
     Raises:
-        SyncError: it is above `tolerance`, or not a number.
+        SyncError: the mean absolute difference is above `tolerance`, or not a number.
     """
     expected = source.log_probs(probe())[0].cpu()
     scores = Scores(tuple(log_probs), tuple(expected.tolist()))
@@ -76,32 +76,32 @@ def refuse_other_weights(engine: str, log_probs: Sequence[float], source: Scorer
     if not mean <= tolerance:  # NaN is refused too
         raise SyncError(
             f"after the sync {engine} and the trainer score the same {len(difference)} tokens differently, by "
-            f"{mean:.3g} nats a token on the mean and {float(difference.max()):.3g} at most; expected at most "
-            f"{tolerance:g} on the mean, so the engine does not compute with the weights that it was sent. Look for "
-            f"quantisation, adapters or kernels that it applies on top; if its arithmetic is that coarse by intent, "
+            f"{mean:.3g} nats a token on average and {float(difference.max()):.3g} at most; expected at most "
+            f"{tolerance:g} on average, so the engine does not compute with the weights that it was sent. Look for "
+            f"quantisation, adapters or kernels that it applies on top; if its arithmetic is meant to be that coarse, "
             f"set tolerance=... there."
         )
     return scores
 
 
 def refuse_old_weights(engine: str, scores: Scores, before: Scores | None, resolution: float) -> Scores:
-    """Refuse an engine that answers as before, bit by bit, although the trainer does not.
+    """Refuse an engine whose scores are the same as before, bit by bit, although the trainer's have changed.
 
     An update may be smaller than the tolerance of `refuse_other_weights`, and smaller than what weights in bfloat16
-    can show. What the trainer has moved is counted from where the engine last moved, so that small updates add up:
-    an engine that takes over none of them is found after some syncs.
+    can show. The trainer's change is counted from when the engine's scores last changed, so small updates add up: an
+    engine that takes over none of them is found after some syncs.
 
     Args:
-        engine: its name, for the error.
+        engine: the engine's name, for the error.
         scores: after this sync.
-        before: what this returned after the last one; None at first.
-        resolution: nats; a larger mean absolute change of the trainer's shows in some of the engine's.
+        before: what this returned after the last sync; None at first.
+        resolution: in nats; a larger mean absolute change of the trainer's scores must change some of the engine's.
 
     Returns:
-        what to hold the next scores against.
+        what to compare the next scores with.
 
     Raises:
-        SyncError: the trainer's have moved by more than `resolution` since the engine's last did.
+        SyncError: the trainer's scores have moved by more than `resolution` since the engine's last changed.
     """
     if before is None or scores.engine != before.engine:
         return scores
@@ -109,7 +109,7 @@ def refuse_old_weights(engine: str, scores: Scores, before: Scores | None, resol
     if moved > resolution:
         raise SyncError(
             f"after the sync {engine} scores {len(scores.engine)} tokens exactly as it did before, bit by bit, and the "
-            f"trainer has moved by {moved:.3g} nats a token on the mean since the scores of {engine} last changed; "
+            f"trainer has moved by {moved:.3g} nats a token on average since the scores of {engine} last changed; "
             f"expected them to change with more than {resolution:g}, so it keeps old weights. Look for what it caches "
             f"or freezes, or merges when it starts; the next engine.sync(trainer) starts it anew."
         )

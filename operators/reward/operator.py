@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -29,13 +30,13 @@ from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError, RewardError
-from flowrl.operators.reward.pool import Outcome, Pool, Source, ThreadWorker, process_pool
-from flowrl.operators.reward.worker import Failed, Scored, digest
+from flowrl.operators.reward.pool import FunctionSource, Outcome, Pool, ThreadWorker, process_pool
+from flowrl.operators.reward.worker import NoScore, Scored, digest
 
 logger = logging.getLogger(__name__)
 
 TAKEN = frozenset({"mean", "min", "max", "errors"})
-"""Names under ``reward/`` that a function's own numbers may not bear."""
+"""Names under ``reward/`` that a function's own numbers may not have."""
 
 MAX_SCORE = torch.finfo(torch.float32).max
 
@@ -63,7 +64,7 @@ class Answerable(Protocol):
 
 
 def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
-    """Each row's score on its last token *under the mask*, and 0 elsewhere; a row without such a token gets none.
+    """Each row's score on its last token *on the mask*, and 0 elsewhere; a row without such a token gets none.
 
     Args:
         scores: float ``[batch]``.
@@ -78,26 +79,26 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
 
 
 class Reward(Operator):
-    """Score each response by a function of verl's signature, on the last token under the mask.
+    """Score each response by a function of verl's signature, on the last token on the mask.
 
     The function is called by keyword, ``fn(data_source=, solution_str=, ground_truth=, extra_info=)``, and returns a
     finite number, or a dict with one under ``"score"``; further numbers in that dict are logged as ``reward/<key>``
-    (mean over the rows that have it), and entries that are no numbers are left out. It should depend on nothing but its
-    arguments. A row that is masked entirely has no token that could bear a score; the function is not called for it.
+    (mean over the rows that have it), and entries that are not numbers are left out. It should depend on its arguments
+    alone. A row that is masked entirely has no token to put a score on; the function is not called for it.
 
-    A function that a fresh process can import runs in worker processes, which see the arguments as JSON and import its
-    module by themselves; a hang is ended there whatever it does, also in C code that holds the interpreter's lock. A
-    lambda, closure, `functools.partial` or callable object runs in threads of this process, and so does a function of a
-    running script without ``if __name__ == "__main__":`` (to import it would run the script again). There a call over
-    its limit is left behind in its thread, and one that holds the interpreter's lock cannot be interrupted; but a
-    debugger can step in.
+    A function that a fresh process can import runs in worker processes, which get the arguments as JSON and import its
+    module themselves; a call that hangs is ended there, even in C code that holds the interpreter's lock. A lambda,
+    closure, `functools.partial` or callable object runs in threads of this process, and so does a function of a running
+    script without ``if __name__ == "__main__":`` (importing it would run the script again). There a call over its limit
+    is left behind in its thread, and one that holds the interpreter's lock cannot be interrupted; but a debugger can
+    step in.
 
     Args:
         fn: a function, or where to find one: ``"package.module:name"`` or ``"path/to/file.py:name"``.
-        timeout: seconds that one call may take.
+        timeout: seconds allowed for one call.
         on_error: ``"raise"``, or the score of a row whose call raised, hung, died or returned no finite number; such
             rows are counted in ``reward/errors``, and the first is logged.
-        workers: how many calls run at once; by default one for each CPU, at most 4.
+        workers: how many calls run at once; by default one per CPU, at most 4.
 
     Reads:
         rollout: `response_text` and `response_mask`.
@@ -107,8 +108,8 @@ class Reward(Operator):
         `token_level_scores`, float32 ``[batch response]``. Metrics: ``reward/mean, reward/min, reward/max``.
 
     Raises:
-        ParameterError: where it is made: there is no such function, it is async, or it does not take those arguments.
-        RewardError: a call gave no score, named by row (unless `on_error` says otherwise); a worker cannot import it.
+        ParameterError: on construction: there is no such function, it is async, or it does not take those arguments.
+        RewardError: a call gave no score, named by row (unless `on_error` is a score); a worker cannot import it.
         DataError: a value cannot be handed to a process as JSON, named by row and column.
     """
 
@@ -123,10 +124,10 @@ class Reward(Operator):
     def __post_init__(self) -> None:
         if isinstance(self.fn, str):
             functions.check(self.fn)
-        outline = functions.outline(self.fn) if isinstance(self.fn, str) else self.fn
-        if outline is not None:
-            _check_call(outline, self._function_name)
-        self.__dict__["_source"] = _source(self.fn)
+        stub = functions.stub_of(self.fn) if isinstance(self.fn, str) else self.fn
+        if stub is not None:
+            _check_call(stub, self._function_name)
+        self._source  # noqa: B018 (the file as it is now)
 
     def __call__(self, rollout: Scorable, prompts: Answerable, metrics: Metrics = INJECTED) -> TokenLevelScores:
         rows = rollout.response_mask.any(-1).nonzero().flatten().tolist()
@@ -136,7 +137,7 @@ class Reward(Operator):
         with closing(self._outcomes(calls)) as outcomes:
             for row, outcome in zip(rows, outcomes, strict=True):
                 scored = _checked(outcome)
-                if isinstance(scored, Failed):
+                if isinstance(scored, NoScore):
                     message = self._describe(scored, prompts, row)
                     if self.on_error == "raise":
                         raise RewardError(message)
@@ -154,6 +155,11 @@ class Reward(Operator):
             metrics.sum("reward/errors", errors)
         return place_scores(scores.to(rollout.response_mask.device), rollout.response_mask)
 
+    @cached_property
+    def _source(self) -> FunctionSource | None:
+        """Where a worker process finds the function; None if it has to run in this process."""
+        return _source_of(self.fn)
+
     @property
     def _function_name(self) -> str:
         return self.fn if isinstance(self.fn, str) else getattr(self.fn, "__qualname__", repr(self.fn))
@@ -165,7 +171,7 @@ class Reward(Operator):
             "ground_truth": prompts.ground_truth,
             "extra_info": prompts.extra_info,
         }
-        if self.__dict__["_source"] is None:
+        if self._source is None:
             return {name: column[row] for name, column in columns.items()}
         arguments = {}
         for name, column in columns.items():
@@ -182,8 +188,8 @@ class Reward(Operator):
 
     def _outcomes(self, calls: Sequence[Mapping[str, Any]]) -> Generator[Outcome, None, None]:
         workers = self.workers or min(4, os.cpu_count() or 1)
-        if (source := self.__dict__["_source"]) is not None:
-            yield from process_pool(source, workers).results(calls, self.timeout)
+        if self._source is not None:
+            yield from process_pool(self._source, workers).results(calls, self.timeout)
             return
         fn = functions.resolve(self.fn) if isinstance(self.fn, str) else self.fn
         pool = Pool(lambda: ThreadWorker(fn), workers)
@@ -192,51 +198,50 @@ class Reward(Operator):
         finally:
             pool.close()
 
-    def _describe(self, failure: Failed, prompts: Answerable, row: int) -> str:
+    def _describe(self, failure: NoScore, prompts: Answerable, row: int) -> str:
         cls = type(self).__name__
         more_time = f", or give it more time by {cls}(..., timeout=...)" if failure.what.startswith("did not") else ""
         details = f"\n{failure.traceback}" if failure.traceback else ""
         return (
             f"{self.name}: the reward function {self._function_name} {failure.what}, for row {prompts.row_id[row]!r} "
-            f"(data_source {prompts.data_source[row]!r}, number {row} of {len(prompts.row_id)}). Mend the "
+            f"(data_source {prompts.data_source[row]!r}, number {row} of {len(prompts.row_id)}). Fix the "
             f"function{more_time}, or choose the score of such rows by {cls}(..., on_error=0.0).{details}"
         )
 
 
 def _checked(outcome: Outcome) -> Outcome:
-    """What came back, unless it cannot be a score or cannot be logged."""
-    if isinstance(outcome, Failed):
+    """The outcome, or a failure in its place where it cannot be a score or cannot be logged."""
+    if isinstance(outcome, NoScore):
         return outcome
     if not abs(outcome.score) <= MAX_SCORE:  # NaN compares false
-        return Failed(f"returned the score {outcome.score}, expected a finite number in the range of float32")
+        return NoScore(f"returned the score {outcome.score}, expected a finite number in the range of float32")
     if taken := TAKEN & outcome.extras.keys():
-        return Failed(f"returned a number named {min(taken)!r}, but reward/{min(taken)} is logged already; rename it")
+        return NoScore(f"returned a number named {min(taken)!r}, but reward/{min(taken)} is logged already; rename it")
     return outcome
 
 
-def _source(fn: Callable[..., Any] | str) -> Source | None:
-    """Where a worker process finds `fn`; None where it has to run in this one."""
+def _source_of(fn: Callable[..., Any] | str) -> FunctionSource | None:
     ref = fn if isinstance(fn, str) else functions.reference(fn)
     if ref is None:
         return None
     file = functions.source_file(ref)
     if file is None:
-        return Source(ref, None)
+        return FunctionSource(ref, None)
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is not None and os.path.abspath(script) == file and not functions.has_main_guard(file):
         return None
     with open(file, "rb") as stream:
         content = stream.read()
-    module, name = functions.split(ref)
-    return Source(f"{file if module.endswith('.py') else module}:{name}", digest(content))
+    module, name = functions.parse_reference(ref)
+    return FunctionSource(f"{file if module.endswith('.py') else module}:{name}", digest(content))
 
 
 def _check_call(fn: Callable[..., Any], name: str) -> None:
-    """Refuse what cannot be called as a reward function is, or whose calls give no score."""
+    """Refuse what cannot be called like a reward function, or whose calls give no score."""
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
         raise ParameterError(
             f"the reward function {name} is async, so a call of it gives a coroutine and no score; define it by `def`, "
-            f"and run in it what is to be awaited: asyncio.run(...)."
+            f"and await inside it with asyncio.run(...)."
         )
     try:
         signature = inspect.signature(fn)

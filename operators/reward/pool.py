@@ -1,9 +1,15 @@
 """Many calls of a reward function at once, each with a time limit.
 
-A function that can be imported runs in worker processes (`reward_worker`): a call that hangs, be it in C code that
-holds the interpreter's lock, is ended with its process, and a fresh process takes over. Processes stay from step to
-step and end with the program. Any other callable runs in threads of this process.
+A function that can be imported runs in worker processes (`worker`): a call that hangs, even in C code that holds the
+interpreter's lock, is ended with its process, and a fresh process takes over. Processes stay from step to step and end
+with the program. Any other callable runs in threads of this process.
 """
+
+# Why not `concurrent.futures`, or `pebble` (version 5.2.3)? The former has no time limit for a call that runs, and one
+# dead worker breaks its pool. Pebble's workers are `multiprocessing` processes: they either fork a process that has
+# threads, or import `__main__` (running an unguarded script again) and, to find their own code, flowrl and torch. An
+# import that fails breaks the whole pool without saying why, a worker is ended without what it started, and one that
+# hangs outlives a program that was killed.
 
 from __future__ import annotations
 
@@ -22,19 +28,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from flowrl.core.references import split
+from flowrl.core.references import parse_reference
 from flowrl.errors import RewardError
 from flowrl.operators.reward import worker as reward_worker
-from flowrl.operators.reward.worker import Failed, Scored
+from flowrl.operators.reward.worker import NoScore, Scored
 
 START_LIMIT = 300.0
-"""Seconds that importing the module of a reward function may take."""
+"""Seconds allowed for importing the module of a reward function."""
 
-Outcome = Scored | Failed
+Outcome = Scored | NoScore
 Arguments = Mapping[str, Any]
 
 
-class Source(NamedTuple):
+class FunctionSource(NamedTuple):
     """An importable function: its reference (files by absolute path), and the digest of its source file, if any."""
 
     reference: str
@@ -45,20 +51,20 @@ class Worker(Protocol):
     """One place where calls run, one after the other."""
 
     def start(self) -> None:
-        """Make ready for calls; RewardError if that cannot be."""
+        """Get ready for calls, or raise a RewardError."""
 
     def call(self, arguments: Arguments, timeout: float) -> Outcome:
-        """Make a call; it may take `timeout` seconds."""
+        """Make a call of at most `timeout` seconds."""
 
     @property
     def alive(self) -> bool:
         """Whether it can take another call."""
 
     def kill(self) -> None:
-        """Break off what it does; may be called from any thread."""
+        """Interrupt whatever it is doing; may be called from any thread."""
 
     def end(self) -> object:
-        """Give back what it holds; for the thread that makes its calls."""
+        """Release what it holds; called by the thread that makes its calls."""
 
 
 class ThreadWorker:
@@ -73,7 +79,7 @@ class ThreadWorker:
         """Nothing to do."""
 
     def call(self, arguments: Arguments, timeout: float) -> Outcome:
-        """Make a call in a thread of its own."""
+        """Make a call in a new thread."""
         future: Future[Outcome] = Future()
         threading.Thread(
             target=lambda: future.set_result(reward_worker.call(self._fn, arguments)), name="flowrl-reward", daemon=True
@@ -84,16 +90,16 @@ class ThreadWorker:
             return _over(timeout)
 
     def kill(self) -> None:
-        """A thread cannot be ended from outside."""
+        """Nothing: a thread cannot be ended from outside."""
 
     def end(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class ProcessWorker:
-    """Calls a function in a process of its own."""
+    """Calls a function in a separate process."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: FunctionSource) -> None:
         self._source = source
         self.alive = True
         self._lock = threading.Lock()
@@ -103,8 +109,8 @@ class ProcessWorker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env={"OMP_NUM_THREADS": "1", **os.environ},  # there are several workers, and a model that computes
-            start_new_session=True,  # Ctrl-C is for the parent to handle; and the group can be ended as one
+            env={"OMP_NUM_THREADS": "1", **os.environ},  # there are several workers, beside a model that computes
+            start_new_session=True,  # the parent handles Ctrl-C; and the group can be ended as one
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -114,12 +120,12 @@ class ProcessWorker:
         """Import the function.
 
         Raises:
-            RewardError: that raised, or took longer than `START_LIMIT`.
+            RewardError: the import raised, or took longer than `START_LIMIT`.
         """
-        source, name = split(self._source.reference)
+        source, name = parse_reference(self._source.reference)
         job = {"path": sys.path, "source": source, "name": name, "digest": self._source.digest}
         reply = self._ask(job, START_LIMIT)
-        if not isinstance(reply, Failed):
+        if not isinstance(reply, NoScore):
             return
         if self.alive:
             self.end()
@@ -131,22 +137,22 @@ class ProcessWorker:
         )
 
     def call(self, arguments: Arguments, timeout: float) -> Outcome:
-        """Make a call; one over its limit, or one that ended the process, leaves the worker dead."""
+        """Make a call; the worker is dead after one that exceeded its limit or ended the process."""
         reply = self._ask({"arguments": arguments, "timeout": timeout}, timeout)
-        return reply if isinstance(reply, Failed) else Scored(**reply)
+        return reply if isinstance(reply, NoScore) else Scored(**reply)
 
-    def _ask(self, message: Any, limit: float) -> dict[str, Any] | Failed:
+    def _ask(self, message: Any, limit: float) -> dict[str, Any] | NoScore:
         try:
             line = self._exchange(json.dumps(message).encode() + b"\n", time.monotonic() + limit)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             status = self.end()
             how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            return Failed(f"ended its process ({how})")
+            return NoScore(f"ended its process ({how})")
         if line is None:
             self.end()
             return _over(limit)
         reply: dict[str, Any] = json.loads(line)
-        return Failed(**reply) if "what" in reply else reply
+        return NoScore(**reply) if "what" in reply else reply
 
     def _exchange(self, line: bytes, deadline: float) -> bytes | None:
         """Send a line and read one; None if the deadline comes first. Neither direction blocks past it."""
@@ -170,7 +176,7 @@ class ProcessWorker:
         return received
 
     def kill(self) -> None:
-        """End the process and all it started; the thread that owns the worker sees the pipe close."""
+        """End the process and all that it started; the thread that owns the worker sees the pipe close."""
         with self._lock:
             if self.alive:
                 with contextlib.suppress(ProcessLookupError):
@@ -203,7 +209,7 @@ class Pool:
         self._closed = False
 
     def results(self, calls: Sequence[Arguments], timeout: float) -> Iterator[Outcome]:
-        """What each call came to, in their order; closing the iterator drops the calls that have not begun.
+        """The outcome of each call, in order; closing the iterator drops the calls that have not begun.
 
         Raises:
             RewardError: a worker could not be started, or the pool is closed.
@@ -225,7 +231,7 @@ class Pool:
                 future.cancel()
 
     def close(self) -> None:
-        """End all workers now; calls that wait or run come to an error."""
+        """End all workers now; calls that wait or run end in an error."""
         with self._lock:
             self._closed = True
             for worker in self._live:
@@ -281,19 +287,18 @@ class Pool:
         return worker
 
 
-_pools: dict[tuple[Source, int], Pool] = {}
+_pools: dict[tuple[FunctionSource, int], Pool] = {}
 _pools_lock = threading.Lock()
 
 
-def process_pool(source: Source, workers: int) -> Pool:
-    """The pool of processes for a function; there is one for the life of the program, or until `close_pools`.
+def process_pool(source: FunctionSource, workers: int) -> Pool:
+    """The pool of processes for a function; it lives as long as the program, or until `close_pools`.
 
     Raises:
         RewardError: called inside a worker, whose module would otherwise start workers without end.
     """
-    if os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or "") == os.path.abspath(
-        reward_worker.__file__
-    ):
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    if os.path.abspath(script) == os.path.abspath(reward_worker.__file__):
         raise RewardError(
             "a Reward ran while a reward worker imported the module of the reward function; put what that module runs "
             "under `if __name__ == '__main__':`, or move the function to a module of its own."
@@ -317,5 +322,5 @@ def close_pools() -> None:
         pool.join()
 
 
-def _over(limit: float) -> Failed:
-    return Failed(f"did not return within {limit:g} s")
+def _over(limit: float) -> NoScore:
+    return NoScore(f"did not return within {limit:g} s")

@@ -1,9 +1,9 @@
-"""The process that a reward function runs in, and what a call of one comes to.
+"""The process that a reward function runs in, and the outcome of a call.
 
-`reward_pool` starts this file by its path, so that neither flowrl nor torch is imported (only what the user's module
-imports); hence nothing but the standard library stands here. Requests and replies are JSON, one a line, over the pipes
-that were stdin and stdout; what the function prints goes to stderr. The process ends when its requests do, so it cannot
-outlive the one that started it.
+`pool` starts this file by its path, so that neither flowrl nor torch is imported (only what the user's module imports);
+hence only the standard library is used here. Requests and replies are JSON, one per line, over the pipes that were
+stdin and stdout; what the function prints goes to stderr. The process ends when its requests do, so it cannot outlive
+the one that started it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ ALARM_SLACK = 1.0
 """A call ends its own process after ``ALARM_FACTOR * timeout + ALARM_SLACK`` seconds, if nobody else has ended it."""
 
 FRAMES = 3
-"""How many frames of a traceback are told, the innermost."""
+"""How many frames of a traceback are reported, counted from the innermost."""
 
 
 class Scored(NamedTuple):
-    """A score, and the other numbers that the function returned beside it."""
+    """A score, and the other numbers that the function returned with it."""
 
     score: float
     extras: dict[str, float]
 
 
-class Failed(NamedTuple):
-    """There is no score: what the function did (``"raised ValueError: ..."``), and the end of the traceback."""
+class NoScore(NamedTuple):
+    """Why there is no score: what the function did (``"raised ValueError: ..."``), and the end of the traceback."""
 
     what: str
     traceback: str = ""
 
 
-def call(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> Scored | Failed:
+def call(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> Scored | NoScore:
     """Call a reward function and read what it returned: a number, or a dict with a number under ``"score"``."""
     try:
         result = fn(**arguments)
@@ -54,16 +54,16 @@ def call(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> Scored | Faile
     score = number(result.get("score") if isinstance(result, dict) else result)
     if score is None:
         wanted = "a number under 'score'" if isinstance(result, dict) else "a number or a dict with a 'score'"
-        return Failed(f"returned {_short(repr(result))}, expected {wanted}")
+        return NoScore(f"returned {_short(repr(result))}, expected {wanted}")
     rest = result.items() if isinstance(result, dict) else ()
     return Scored(score, {str(k): x for k, v in rest if k != "score" and (x := number(v)) is not None})
 
 
-def failed(error: BaseException) -> Failed:
+def failed(error: BaseException) -> NoScore:
     """An exception, with the innermost frames of its traceback."""
     lines = traceback.format_list(traceback.extract_tb(error.__traceback__)[1:][-FRAMES:])
     text = str(error)
-    return Failed(f"raised {type(error).__name__}{': ' + _short(text) if text else ''}", "".join(lines).rstrip())
+    return NoScore(f"raised {type(error).__name__}{': ' + _short(text) if text else ''}", "".join(lines).rstrip())
 
 
 def number(value: Any) -> float | None:
@@ -79,12 +79,12 @@ def number(value: Any) -> float | None:
 
 
 def digest(content: bytes) -> str:
-    """What tells one state of a source file from another."""
+    """A digest that differs between two states of a source file."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def load(source: str, name: str, expected: str | None) -> Callable[..., Any]:
-    """Import the function from a module or ``.py`` file, and see that its source is the one that was asked for."""
+    """Import the function from a module or ``.py`` file, after checking that its source is the one asked for."""
     if source.endswith(".py"):
         module_name = f"{os.path.splitext(os.path.basename(source))[0]}_{digest(source.encode())}"
         spec = importlib.util.spec_from_file_location(module_name, source)
@@ -98,7 +98,7 @@ def load(source: str, name: str, expected: str | None) -> Callable[..., Any]:
     if expected is not None:
         with open(str(module.__file__), "rb") as stream:
             if digest(stream.read()) != expected:
-                raise ImportError(f"{module.__file__} has changed since the operator was made; make it anew")
+                raise ImportError(f"{module.__file__} has changed since the operator was made; make a new one")
     fn = functools.reduce(getattr, name.split("."), module)
     if not callable(fn):
         raise TypeError(f"{name} is a {type(fn).__name__}, expected a function")
@@ -123,11 +123,11 @@ def _read(requests: int, lines: queue.SimpleQueue[bytes]) -> None:
     with open(requests, "rb") as stream:
         for line in stream:
             lines.put(line)
-    os._exit(0)  # whoever asked is gone; a call that still runs has nobody to answer
+    os._exit(0)  # whoever asked is gone, and with it the reader of a call that still runs
 
 
 def main() -> None:
-    """Load the function that the first line names, then answer one call a line."""
+    """Load the function that the first line names, then answer one call per line."""
     requests, replies = _take_pipes()
 
     def reply(message: Any) -> None:
@@ -147,7 +147,7 @@ def main() -> None:
     reply({"ready": True})
     while True:
         request = json.loads(lines.get())
-        # The kernel ends a call that holds the interpreter's lock for ever, should the asker be gone and not do it.
+        # The kernel ends a call that holds the interpreter's lock for ever, in case the asker is gone and cannot.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, ALARM_FACTOR * request["timeout"] + ALARM_SLACK)
         outcome = call(fn, request["arguments"])

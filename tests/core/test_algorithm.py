@@ -14,6 +14,7 @@ import torch
 
 from flowrl import columns as c
 from flowrl.core.operator import Operator
+from flowrl.core.ports import PortField
 from flowrl.core.session import Session
 from flowrl.core.symbols import Edge
 from flowrl.data.record_types import record_tuple
@@ -53,7 +54,7 @@ def test_traces_into_a_graph() -> None:
     assert graph.sinks == ("reward",)
     assert graph["repeat"].operator == Repeat(3)
     assert graph["reward"].sources == ["generate", "repeat"]
-    assert graph["reward"].inputs["rollout.response_text"] == Edge("generate", "response_text")
+    assert graph["reward"].inputs[PortField("rollout", "response_text")] == Edge("generate", "response_text")
     assert graph.inputs == {"batch": PromptBatch}
     assert scored(n=3).fingerprint() == graph.fingerprint() != scored(n=4).fingerprint()
 

@@ -152,7 +152,7 @@ def test_another_class_of_one_name_is_a_change() -> None:
 
 
 def test_what_is_no_graph_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"a str is no graph; expected a Graph: flowrl.load\('ppo.yaml'\)"):
+    with pytest.raises(GraphError, match=r"a str is not a graph; expected a Graph: flowrl.load\('ppo.yaml'\)"):
         ppo(exact).diff("ppo.yaml")  # type: ignore[arg-type]
 
 

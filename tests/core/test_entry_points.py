@@ -41,7 +41,9 @@ def test_a_graph_file_may_name_operators_barely() -> None:
 
 def test_an_unknown_name_lists_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, ("GAE", "flowrl.operators:GAE"))
-    with pytest.raises(GraphError, match=r"'GEA' is no import path, .* expected 'package.module:Class', or one of GAE"):
+    with pytest.raises(
+        GraphError, match=r"'GEA' is not an import path, .* expected 'package.module:Class', or one of GAE"
+    ):
         installed.load("GEA")
 
 
@@ -53,5 +55,5 @@ def test_two_packages_must_not_mean_different_operators_by_one_name(monkeypatch:
 
 def test_an_entry_point_must_name_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, ("Column", "flowrl.columns:Column"))
-    with pytest.raises(GraphError, match=r"names flowrl.columns:Column, which is no operator"):
+    with pytest.raises(GraphError, match=r"names flowrl.columns:Column, which is not an operator"):
         installed.load("Column")

@@ -14,14 +14,18 @@ import networkx as nx
 import pytest
 
 from flowrl import columns as c
-from flowrl.core.graph import Node
+from flowrl.core.edit import After
+from flowrl.core.graph import Node, Use
 from flowrl.core.operator import Operator
+from flowrl.core.ports import PortField
+from flowrl.core.protocols import Rollout, Trainer
 from flowrl.core.symbols import Edge
 from flowrl.errors import BindError, GraphError
 from flowrl.graph import Graph, algorithm
 from flowrl.graphs import ppo
-from flowrl.operators import GAE, Generate, Value
-from tests.kernel import BINDINGS, FakeCritic, FakeRollout, FakeTrainer, exact, scored, two_rewards
+from flowrl.operators import GAE, Generate, OldLogProb, Value
+from flowrl.records import PromptBatch
+from tests.kernel import BINDINGS, FakeCritic, FakeRollout, FakeTrainer, TrainerEngine, exact, scored, two_rewards
 
 
 class Seed(NamedTuple):
@@ -180,6 +184,49 @@ def test_lookup_names_what_there_is() -> None:
         graph.ancestors("value")
 
 
+def test_a_node_says_what_it_does_with_which_roles() -> None:
+    graph = ppo(exact)
+    assert graph["sync"].uses == (
+        Use("sync", "actor", "actor", "reads", Trainer),
+        Use("sync", "rollout", "rollout", "writes", Rollout),
+    )
+    assert (graph["sync"].reads, graph["sync"].writes, graph["sync"].roles) == (
+        ["actor"], ["rollout"], ["rollout", "actor"]
+    )  # fmt: skip
+    assert (graph["sync"].home, graph["sync"].is_sync) == ("rollout", True)
+    assert (graph["gae"].uses, graph["gae"].roles, graph["gae"].home, graph["gae"].is_sync) == ((), [], None, False)
+    assert (graph["value"].home, graph["value"].is_sync) == ("critic", False)
+
+
+OLD = OldLogProb(actor=TrainerEngine())
+
+
+@algorithm
+def with_a_live_engine(batch: PromptBatch) -> Any:
+    return OLD(Generate()(batch))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        with_a_live_engine,  # so there is nothing to check, plan, draw, compare, bind or write
+        lambda: ppo(exact).edit(replace={"old_log_prob": OLD}),
+        lambda: ppo(exact).edit(set={"old_log_prob.actor": TrainerEngine()}),
+        lambda: ppo(exact).edit(insert={"old_log_prob_2nd": After("old_log_prob", OLD)}),
+        lambda: Graph.build("one", {"old_log_prob": Node("old_log_prob", OLD, {})}, ["old_log_prob"]),
+    ],
+    ids=["trace", "replace", "set", "insert", "build"],
+)
+def test_a_live_engine_is_no_part_of_a_graph(make: Callable[[], Any]) -> None:
+    """It is for calls on tensors; a graph is refused by name while it is made, so none that has one is there to run."""
+    said = (
+        r"old_log_prob(_2nd)?\.actor is a live engine \(TrainerEngine\), and the nodes of a graph only name roles; "
+        r"write OldLogProb\(actor=Role\('actor'\)\), and bind the role: graph\.bind\(actor=\.\.\.\)"
+    )
+    with pytest.raises(GraphError, match=said):
+        make()
+
+
 def test_subgraph_keeps_what_it_uses() -> None:
     graph = ppo(exact).edit(bind=BINDINGS, lag=1)
     part = graph.subgraph(until="reward")
@@ -195,7 +242,9 @@ def test_subgraph_keeps_what_it_uses() -> None:
 
 def nodes_of(*wires: tuple[str, str]) -> dict[str, Node]:
     sources = dict.fromkeys((name for wire in wires for name in wire), "seed") | {b: a for a, b in wires}
-    return {name: Node(name, One().named(name), {"values": Edge(a, "values")}) for name, a in sources.items()}
+    return {
+        name: Node(name, One().named(name), {PortField("values"): Edge(a, "values")}) for name, a in sources.items()
+    }
 
 
 def test_a_cycle_is_named() -> None:
@@ -217,12 +266,12 @@ def test_a_cycle_that_no_sink_reaches_is_no_matter() -> None:
     [
         ({}, [], r"g has no sink"),
         (
-            {"b": Node("b", One(), {"values": Edge("a", "values")})},
+            {"b": Node("b", One(), {PortField("values"): Edge("a", "values")})},
             ["b"],
             r"b\.values comes from a\.values, which g does",
         ),
         (
-            {**scored().nodes, "b": Node("b", One(), {"values": Edge("reward", "values")})},
+            {**scored().nodes, "b": Node("b", One(), {PortField("values"): Edge("reward", "values")})},
             ["b"],
             r"comes from reward\.v",
         ),
@@ -252,7 +301,7 @@ def test_nothing_about_a_graph_can_be_changed() -> None:
     with pytest.raises(TypeError):
         graph.nodes["reward"] = graph["generate"]  # type: ignore[index]
     with pytest.raises(TypeError):
-        del graph["reward"].inputs["prompts.ground_truth"]  # type: ignore[attr-defined]
+        del graph["reward"].inputs[PortField("prompts", "ground_truth")]  # type: ignore[attr-defined]
     with pytest.raises(TypeError):
         graph.bindings["rollout"] = None  # type: ignore[index]
     with pytest.raises(TypeError):
@@ -262,12 +311,12 @@ def test_nothing_about_a_graph_can_be_changed() -> None:
     assert graph.fingerprint() == before
 
 
-def test_the_networkx_view_carries_operators_and_slots() -> None:
+def test_the_networkx_view_carries_operators_and_fields() -> None:
     network = two_rewards().network
     assert isinstance(network, nx.DiGraph)
     assert network.name == "two_rewards"
     assert network.nodes["mix"]["operator"].weight == 0.5
-    assert network.edges["second", "mix"]["slots"] == {"second": Edge("second", "token_level_scores")}
+    assert network.edges["second", "mix"]["fields"] == {PortField("second"): Edge("second", "token_level_scores")}
     assert nx.is_directed_acyclic_graph(network)
     generations = [sorted(names) for names in nx.topological_generations(network)]
     assert generations == [["batch"], ["repeat"], ["generate"], ["first", "second"], ["mix"]]

@@ -56,7 +56,7 @@ def test_a_file_reads_like_the_graph(tmp_path: Path) -> None:
     save(scored(), tmp_path / "g.yaml")
     data = yaml.safe_load((tmp_path / "g.yaml").read_text())
     assert data["nodes"]["repeat"] == {
-        "operator": {"$type": "flowrl.operators.repeat:Repeat", "n": 2},
+        "operator": {"$type": "flowrl.operators.generate:Repeat", "n": 2},
         "inputs": {"prompts": "batch"},
     }
     assert data["nodes"]["generate"]["operator"]["rollout"] == {"$role": "rollout"}
@@ -142,7 +142,10 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda d: d.pop("flowrl"), r"the data lacks 'flowrl', so this is no flowrl graph, or a damaged one; expected"),
+        (
+            lambda d: d.pop("flowrl"),
+            r"the data lacks 'flowrl', so this is not a flowrl graph, or a damaged one; expected",
+        ),
         (lambda d: d.pop("nodes"), r"the data lacks 'nodes'"),
         (lambda d: d.pop("sinks"), r"the data lacks 'sinks'"),
         (lambda d: d.pop("lag"), r"the data lacks 'lag'"),
@@ -179,7 +182,7 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         (lambda d: d["nodes"]["gae"]["operator"].update({"$type": 3}), r"gae cannot be read: '3' names no"),
         (
             lambda d: d["nodes"]["gae"]["operator"].update({"$type": "json:dumps"}),
-            r"gae names json:dumps, which is no Spec",
+            r"gae names json:dumps, which is not a Spec",
         ),
         (
             lambda d: d["nodes"]["gae"].update(operator=d["nodes"]["update_actor"]["operator"]["loss"]),

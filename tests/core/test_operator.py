@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import pytest
 import torch
-from jaxtyping import Float, Float32, Shaped
 from torch import Tensor
 
 from flowrl import columns as c
-from flowrl.columns import Column
-from flowrl.core.operator import Operator, State
-from flowrl.core.ports import INJECTED, snake_case
+from flowrl.core.operator import Operator
+from flowrl.core.ports import INJECTED, PortField
 from flowrl.core.roles import Reads, Role, Writes
 from flowrl.core.session import Session
+from flowrl.core.state import State
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError
 from flowrl.operators import GAE, Generate, KLShape, OldLogProb, Reward, UpdateActor
 from flowrl.records import Tokens, Updated
-from tests.kernel import Clip, LengthPenalty, TrainerEngine, TwoHeads, answers, exact
+from tests.kernel import Clip, Impure, LengthPenalty, TrainerEngine, TwoHeads, answers, exact
 
 
 @runtime_checkable
@@ -71,45 +69,7 @@ class Noise(Operator):
         return torch.rand(values.shape, generator=key.generator())
 
 
-# ---------------------------------------------------------------------------------------------------------- definition
-
-
-@pytest.mark.parametrize(
-    ("name", "snake"),
-    [
-        ("GAE", "gae"),
-        ("KLShape", "kl_shape"),
-        ("OldLogProb", "old_log_prob"),
-        ("UpdateActor", "update_actor"),
-        ("RefLogProb", "ref_log_prob"),
-        ("Value", "value"),
-        ("Top1Filter", "top1_filter"),
-    ],
-)
-def test_names_are_snake_case(name: str, snake: str) -> None:
-    assert snake_case(name) == snake
-
-
-def test_ports_come_from_annotations() -> None:
-    gae = GAE().signature
-    assert list(gae.ports) == ["token_level_rewards", "values", "response_mask"]
-    assert [str(t) for t in gae.slots.values()] == [
-        "reward[batch response] float32",
-        "value[batch response] float32",
-        "mask[batch response] bool",
-    ]
-    assert list(gae.outputs) == ["advantages", "returns"]
-    update = UpdateActor().signature
-    assert list(update.ports["rollout"].slots) == [
-        f"rollout.{column}"
-        for column in (
-            "input_ids", "attention_mask", "position_ids", "response_mask", "temperature", "policy_version"
-        )
-    ]  # fmt: skip
-    assert update.ports["ref_log_prob"].optional
-    assert not update.ports["advantages"].optional
-    assert update.injected == {"key": Key, "metrics": Metrics}
-    assert [str(t) for t in update.outputs.values()] == ["Updated"]
+# -------------------------------------------------------------------------------------------------------------- classes
 
 
 def test_roles_and_states_are_known_of_the_class() -> None:
@@ -134,127 +94,6 @@ def test_class_constants_may_be_set_without_annotation() -> None:
     assert (Operator.granularity, RowWise.granularity, Child.granularity) == ("batch", "row", "row")
     assert (RowWise.changes_rows, Child.changes_rows) == (True, False)
     assert Child().signature is RowWise().signature
-
-
-def operator(call: Callable[..., Any] | None = None, **body: Any) -> type:
-    annotations = body.pop("annotations", {})
-    members = {"__annotations__": annotations, "__module__": __name__, **body}
-    return type("Faulty", (Operator,), members if call is None else members | {"__call__": call})
-
-
-def _no_annotation(self, values) -> c.Values: ...  # type: ignore[no-untyped-def]
-def _no_return(self, values: c.Values): ...  # type: ignore[no-untyped-def]
-def _returns_none(self: Any, values: c.Values) -> None: ...
-def _unknown(self: Any, values: c.Valuse) -> c.Values: ...  # type: ignore[name-defined]
-def _undefined(self: Any, values: Valuse) -> c.Values: ...  # type: ignore[name-defined]
-def _bare_tensor(self: Any, values: Tensor) -> c.Values: ...
-def _bare_array(self: Any, values: np.ndarray) -> c.Values: ...
-def _no_column(self: Any, values: Float32[Tensor, "batch response"]) -> c.Values: ...
-def _number(self: Any, values: c.Values, size: int) -> c.Values: ...
-def _union(self: Any, values: c.Values | c.Returns) -> c.Values: ...
-def _optional_without_default(self: Any, values: c.Values, old: c.OldLogProbs | None) -> c.Values: ...
-def _star(self: Any, *values: c.Values) -> c.Values: ...
-def _positional(self: Any, values: c.Values, /) -> c.Values: ...
-def _returns_protocol(self: Any, values: c.Values) -> Tokens: ...
-def _returns_tensor(self: Any, values: c.Values) -> Tensor: ...
-
-
-Wide = Annotated[Float[Tensor, "batch response"], Column("wide", "value")]
-Numbers = Annotated[Float32[np.ndarray, "batch"], Column("numbers", "number")]
-Anything = Annotated[Shaped[Tensor, "batch"], Column("anything", "number")]
-Fixed = Annotated[Float32[Tensor, "batch 3"], Column("fixed", "number")]
-Batchless = Annotated[Float32[Tensor, "response"], Column("batchless", "number")]
-NoArray = Annotated[float, Column("no_array", "number")]
-Twisted = Annotated[Float32[Tensor, "batch"], Column("values", "value")]
-
-
-def _wide(self: Any, values: Wide) -> c.Values: ...
-def _numbers(self: Any, values: Numbers) -> c.Values: ...
-def _anything(self: Any, values: Anything) -> c.Values: ...
-def _fixed(self: Any, values: Fixed) -> c.Values: ...
-def _batchless(self: Any, values: Batchless) -> c.Values: ...
-def _no_array(self: Any, values: NoArray) -> c.Values: ...
-def _twisted(self: Any, values: Twisted) -> c.Values: ...
-
-
-class Impure(NamedTuple):
-    """A record with a bare number in it."""
-
-    values: c.Values
-    temperature: float
-
-
-def _impure(self: Any, record: Impure) -> c.Values: ...
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (
-            _no_annotation,
-            r"Faulty\.__call__ has the parameter 'values' without an annotation; annotate it with a column",
-        ),
-        (_no_return, r"Faulty\.__call__ has no return annotation; say which column, record or value it returns"),
-        (_returns_none, r"Faulty\.__call__ has no return annotation"),
-        (_unknown, r"Faulty\.__call__: an annotation uses a name that is not defined: .*Valuse"),
-        (_undefined, r"Faulty\.__call__: an annotation uses a name that is not defined: .*Valuse"),
-        (_bare_tensor, r"Faulty\.__call__\(values\): the annotation Tensor is neither a column.*use a column of"),
-        (_bare_array, r"Faulty\.__call__\(values\): the annotation ndarray is neither a column"),
-        (_no_column, r"Faulty\.__call__\(values\): the annotation Float32\[Tensor, 'batch response'\] is neither a"),
-        (_number, r"Faulty\.__call__\(size\): the annotation int is neither a column"),
-        (_union, r"Faulty\.__call__\(values\): the annotation .* is neither a column"),
-        (_optional_without_default, r"Faulty\.__call__\(old\) is optional; give it the default None"),
-        (_star, r"Faulty\.__call__ takes \*values as variadic positional; ports are fixed"),
-        (_positional, r"Faulty\.__call__ takes values as positional-only; ports are fixed"),
-        (_returns_protocol, r"return value: the Protocol Tokens can only be read; expected a NamedTuple"),
-        (_returns_tensor, r"Faulty\.__call__, return value: the annotation Tensor is neither a column"),
-        (_wide, r"\(values\): column 'wide' annotates .*; expected a Tensor of exactly one dtype"),
-        (_numbers, r"\(values\): column 'numbers' annotates .*; expected a Tensor of exactly one dtype, such as"),
-        (_anything, r"\(values\): column 'anything' annotates .*; expected a Tensor of exactly one dtype"),
-        (_fixed, r"\(values\): column 'fixed' has the axes 'batch 3'; expected different names"),
-        (_batchless, r"\(values\): column 'batchless' has the axes 'response'; expected different names of which the"),
-        (_no_array, r"\(values\): column 'no_array' annotates <class 'float'>; expected a jaxtyping array"),
-        (_twisted, r"\(values\): column 'values' is already defined as value\[batch response\].*name of its own"),
-        (_impure, r"\(record\): Impure\.temperature: the annotation float is neither a column"),
-    ],
-)
-def test_faulty_ports_are_told_with_file_and_line(call: Callable[..., Any], said: str) -> None:
-    with pytest.raises(DefinitionError, match=said) as error:
-        operator(call)
-    assert f"test_operator.py:{call.__code__.co_firstlineno}: Faulty" in str(error.value)
-
-
-def _fine(self: Any, values: c.Values) -> c.Values:
-    return values
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ({}, r"Faulty has no __call__; define one whose annotations are its ports"),
-        ({"call": _fine, "gamma": 0.9}, r"Faulty\.gamma = 0\.9 has no annotation"),
-        ({"call": _fine, "seen": [], "annotations": {"seen": "list[int]"}}, r"Faulty\.seen has the mutable default"),
-        ({"call": _fine, "actor": Role("actor")}, r"Faulty\.actor = Role\('actor'\) has no annotation"),
-        (
-            {"call": _fine, "n": State(lambda self: 0), "annotations": {"n": "State[int]"}},
-            r"Faulty\.n is a State with an annotation.*write `n = State\(\.\.\.\)`",
-        ),
-    ],
-)
-def test_faulty_classes_are_told_with_file_and_line(body: dict[str, Any], said: str) -> None:
-    line = operator.__code__.co_firstlineno + 3
-    with pytest.raises(DefinitionError, match=rf"test_operator\.py:{line}: {said}"):
-        operator(body.pop("call", None), **body)
-
-
-def test_an_operator_in_a_function_may_use_columns_of_the_function() -> None:
-    Entropy = Annotated[Float32[Tensor, "batch response"], Column("local_entropy", "entropy")]
-
-    class Negated(Operator):
-        def __call__(self, local_entropy: Entropy) -> Entropy:
-            return -local_entropy
-
-    assert torch.equal(Negated()(torch.ones(2, 3)), -torch.ones(2, 3))
 
 
 # ---------------------------------------------------------------------------------------------------------- on tensors
@@ -305,8 +144,12 @@ F32, BOOL = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
             r"response_mask has the shape \(1, 3\), so its batch axis is 1 long.* have 2; expected one",
         ),
         ((F32, BOOL[:, :2]), {}, r"its response axis is 2 long, but other columns of this call have 3"),
-        ((F32, BOOL, F32), {}, r"cannot be called so: too many.* Its ports are \(token_level_scores, response_mask\)"),
-        ((F32, BOOL), {"mask": BOOL}, r"cannot be called so: got an unexpected keyword argument 'mask'"),
+        (
+            (F32, BOOL, F32),
+            {},
+            r"cannot be called like this: too many.* Its ports are \(token_level_scores, response_mask\)",
+        ),
+        ((F32, BOOL), {"mask": BOOL}, r"cannot be called like this: got an unexpected keyword argument 'mask'"),
     ],
 )
 def test_eager_calls_are_checked(arguments: tuple[Any, ...], keywords: dict[str, Any], said: str) -> None:
@@ -322,7 +165,7 @@ def test_record_ports_are_checked_too() -> None:
         old(answers()._replace(temperature=torch.ones(2, dtype=torch.float64)))
     rollout = answers()._replace(response_text=np.array(["a", "b"]))
     with pytest.raises(PortError, match=r"response_text wants text\[batch\] object, but is <U1; .*astype\(object\)"):
-        Reward(exact).run({"rollout.response_text": rollout.response_text})
+        Reward(exact).run({PortField("rollout", "response_text"): rollout.response_text})
 
 
 @pytest.mark.parametrize(
@@ -478,7 +321,7 @@ def test_names() -> None:
     assert (gae.name, gae.named("gae_long").name, gae.name) == ("gae", "gae_long", "gae")
     assert gae.named("gae_long").gamma == 0.9
     for wrong in ("gae-long", "a.b", "", "1st"):
-        with pytest.raises(ParameterError, match="is no node name; expected an identifier"):
+        with pytest.raises(ParameterError, match="is not a node name; expected an identifier"):
             gae.named(wrong)
 
 

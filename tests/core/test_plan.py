@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from flowrl import columns as c
 from flowrl.core.graph import Input, Node
 from flowrl.core.operator import Operator
-from flowrl.core.plan import Plan, StateEdge, home, state_edges
+from flowrl.core.plan import Plan, StateEdge, state_edges
+from flowrl.core.ports import PortField
 from flowrl.core.protocols import Critic
 from flowrl.core.roles import Reads, Role, Writes
 from flowrl.core.symbols import Edge
@@ -172,7 +173,7 @@ class TestText:
 
     def test_homes(self) -> None:
         graph = ppo(score)
-        homes = {name: home(graph[name]) for name in ("generate", "update_critic", "sync", "gae")}
+        homes = {name: graph[name].home for name in ("generate", "update_critic", "sync", "gae")}
         assert homes == {"generate": "rollout", "update_critic": "critic", "sync": "rollout", "gae": None}
 
 
@@ -240,12 +241,12 @@ class Start(Operator):
 @st.composite
 def graphs(draw: st.DrawFn) -> Graph:
     """Up to eight nodes that read or write one of two critics, each fed by two nodes before it."""
-    batch = {slot: Edge("batch", slot.partition(".")[2]) for slot in Start().signature.slots}
+    batch = {field: Edge("batch", field.name) for field in Start().signature.fields}
     nodes = {"batch": Node("batch", Input(PromptBatch), {}), "n0": Node("n0", Start().named("n0"), batch)}
     for i in range(1, draw(st.integers(1, 8)) + 1):
         kind = draw(st.sampled_from([Plain, Reader, Writer]))
         operator = Plain() if kind is Plain else kind(critic=Role(draw(st.sampled_from(["p", "q"]))))
-        inputs = {slot: Edge(f"n{draw(st.integers(0, i - 1))}", "values") for slot in ("a", "b")}
+        inputs = {PortField(port): Edge(f"n{draw(st.integers(0, i - 1))}", "values") for port in ("a", "b")}
         nodes[f"n{i}"] = Node(f"n{i}", operator.named(f"n{i}"), inputs)
     return Graph.build("random", nodes, list(nodes))
 

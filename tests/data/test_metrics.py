@@ -89,9 +89,9 @@ def test_is_a_mapping_that_travels() -> None:
     assert metrics.compute()["sum"] == 9.0
 
 
-def test_what_every_rank_reports_whole_counts_once() -> None:
-    """Two ranks of a node that are given the same rows: the operator's own numbers are the same on both, an engine's
-    are parts. Of a node whose ranks have rows of their own, all are parts. So it is after a journey."""
+def test_what_ranks_report_of_the_same_rows_counts_once() -> None:
+    """Two ranks of a node are given the same rows: the operator's own numbers are the same on both, an engine's are
+    parts. Where each rank has its own rows, all are parts. The same holds after pickling."""
     reports = []
     for rank in range(2):
         engine, own = Metrics(), Metrics()
@@ -101,8 +101,8 @@ def test_what_every_rank_reports_whole_counts_once() -> None:
         own.mean("kl/ref", 6.0, 3)
         own.merge(engine)
         reports.append(pickle.loads(pickle.dumps(own)))
-    whole, parts = of_ranks(reports, whole=True), of_ranks(reports, whole=False)
-    assert whole.compute() == {"sync/bytes": 100, "kl/ref": 2.0, "actor/rows": 7, "actor/longest": 10}
-    assert whole["kl/ref"].weight == 3
-    assert parts.compute() == whole.compute() | {"sync/bytes": 200}
+    once, parts = of_ranks(reports, replicated=True), of_ranks(reports, replicated=False)
+    assert once.compute() == {"sync/bytes": 100, "kl/ref": 2.0, "actor/rows": 7, "actor/longest": 10}
+    assert once["kl/ref"].weight == 3
+    assert parts.compute() == once.compute() | {"sync/bytes": 200}
     assert reports[0].compute()["actor/rows"] == 3

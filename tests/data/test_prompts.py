@@ -1,73 +1,22 @@
-"""Reading prompts from JSONL and parquet, drawing them in epochs, resuming, and refusing what is not in the format."""
+"""Reading prompts from JSONL and parquet, and refusing what is not in the format."""
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from flowrl.data.dataproto import DataProto
-from flowrl.data.keys import Key
-from flowrl.data.prompts import FilePath, PromptData, PromptStream
+from flowrl.data.prompts import PromptData
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError
-from flowrl.records import PromptBatch
 from tests.models import char_tokenizer, tiny_folder
-
-
-class Characters:
-    """Stands in for `ChatTokenizer`: one id per character of all contents; counts what it was asked to tokenise."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        self.calls += 1
-        return [ord(c) for m in messages for c in m["content"]]
-
-    def pad_left(self, rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        width = max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
-        return ids, ids != 0
-
-
-def record(i: int, content: str | None = None) -> dict[str, Any]:
-    return {
-        "prompt": [{"role": "system", "content": "add"}, {"role": "user", "content": content or "x" * (i + 1)}],
-        "data_source": f"source-{i % 2}",
-        "reward_model": {"style": "rule", "ground_truth": str(i)},
-        "extra_info": {"index": i, "split": "train"},
-    }
-
-
-def write_jsonl(path: Path, records: Sequence[Any]) -> str:
-    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
-    return str(path)
-
-
-def write_parquet(path: Path, records: Sequence[Any]) -> str:
-    pq.write_table(pa.Table.from_pylist(list(records)), path)
-    return str(path)
-
-
-def load(path: FilePath | tuple[FilePath, ...], seed: int = 0, **settings: Any) -> PromptStream:
-    return PromptData(path, **settings).load(Characters(), seed)  # type: ignore[arg-type]
-
-
-def truths(batch: DataProto) -> list[Any]:
-    return list(batch["ground_truth"])
+from tests.prompt_files import Characters, load, record, truths, write_jsonl, write_parquet
 
 
 def refused(tmp_path: Path, row: Any, good: int = 1) -> str:
@@ -79,62 +28,6 @@ def refused(tmp_path: Path, row: Any, good: int = 1) -> str:
     assert message.startswith(f"{path}:{good + 1}: ")
     assert "\n" not in message
     return message
-
-
-# ---- batches
-
-
-def test_a_batch_has_the_columns_of_prompt_batch(tmp_path: Path) -> None:
-    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(0, "ab"), record(1, "c")]), shuffle=False)
-    batch = stream.next(2)
-    assert list(batch.columns) == list(PromptBatch._fields)
-    assert batch["prompts"].tolist() == [[*map(ord, "addab")], [0, *map(ord, "addc")]]
-    assert batch["prompts"].dtype == torch.int64
-    assert batch["prompt_mask"].tolist() == [[True] * 5, [False] + [True] * 4]
-    assert list(batch["uid"]) == list(batch["row_id"]) == ["0/0/0", "0/1/0"]
-    assert list(batch["data_source"]) == ["source-0", "source-1"]
-    assert truths(batch) == ["0", "1"]
-    assert list(batch["extra_info"]) == [{"index": 0, "split": "train"}, {"index": 1, "split": "train"}]
-    assert batch["raw_prompt"][1] == [{"role": "system", "content": "add"}, {"role": "user", "content": "c"}]
-    batch.to_record(PromptBatch)
-
-
-def test_a_batch_is_padded_to_its_own_longest(tmp_path: Path) -> None:
-    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(4)]), shuffle=False)
-    assert len(stream) == 4
-    assert [stream.next(2)["prompts"].shape[1] for _ in range(2)] == [5, 7]
-
-
-def test_lists_of_equal_length_stay_one_object_a_row(tmp_path: Path) -> None:
-    rows = [record(i) | {"reward_model": {"ground_truth": [i, i + 1]}} for i in range(3)]
-    batch = load(write_jsonl(tmp_path / "a.jsonl", rows), shuffle=False).all()
-    for name in ("uid", "row_id", "data_source", "ground_truth", "extra_info", "raw_prompt"):
-        assert batch[name].shape == (3,) and batch[name].dtype == np.dtype(object)
-    assert truths(batch) == [[0, 1], [1, 2], [2, 3]]
-
-
-def test_extra_info_is_optional_and_other_columns_are_not_read(tmp_path: Path) -> None:
-    rows = [record(i) | {"ability": "math"} for i in range(2)]
-    del rows[0]["extra_info"]
-    rows[1]["extra_info"] = None
-    assert list(load(write_jsonl(tmp_path / "a.jsonl", rows)).all()["extra_info"]) == [{}, {}]
-
-
-def test_what_a_reader_does_to_a_record_does_not_reach_later_epochs(tmp_path: Path) -> None:
-    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
-    first = stream.next(1)
-    first["extra_info"][0]["index"] = "changed"
-    first["raw_prompt"][0].clear()
-    assert stream.next(1)["extra_info"][0] == {"index": 0, "split": "train"}
-    assert len(stream.next(1)["raw_prompt"][0]) == 2
-
-
-def test_everything_is_tokenised_once(tmp_path: Path) -> None:
-    tokenizer = Characters()
-    stream = PromptData(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(5)])).load(tokenizer, 0)  # type: ignore[arg-type]
-    stream.next(12)
-    stream.all()
-    assert tokenizer.calls == 5
 
 
 # ---- files
@@ -198,7 +91,7 @@ def test_a_path_may_be_a_path_object(tmp_path: Path) -> None:
 def test_missing_files_are_found_without_a_tokeniser(tmp_path: Path) -> None:
     path = Path(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
     PromptData(path).refuse_missing()
-    with pytest.raises(DataError, match=r"gone\.jsonl' is not a file on this machine .looked in .*mend PromptData"):
+    with pytest.raises(DataError, match=r"gone\.jsonl' is not a file on this machine .looked in .*correct PromptData"):
         PromptData((path, path.with_name("gone.jsonl"))).refuse_missing()
     with pytest.raises(DataError, match="is not a file"):
         PromptData(tmp_path / "a.jsonl" / "b.jsonl").refuse_missing()
@@ -207,107 +100,6 @@ def test_missing_files_are_found_without_a_tokeniser(tmp_path: Path) -> None:
 def test_more_rows_than_one_parquet_read(tmp_path: Path) -> None:
     stream = load(write_parquet(tmp_path / "a.parquet", [record(i, "q") for i in range(2500)]), shuffle=False)
     assert truths(stream.all()) == [str(i) for i in range(2500)]
-
-
-# ---- epochs
-
-
-def test_the_order_is_the_permutation_of_the_epoch_s_key(tmp_path: Path) -> None:
-    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(10)]), seed=5)
-    for epoch in range(3):
-        order = torch.randperm(10, generator=Key.of(5).derive("data", epoch).generator()).tolist()
-        batch = stream.next(10)
-        assert truths(batch) == [str(i) for i in order]
-        assert list(batch["uid"]) == [f"{epoch}/{i}/0" for i in order]
-
-
-def test_seeds_and_epochs_differ(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(20)])
-    a, b = load(path, seed=0), load(path, seed=1)
-    orders = [truths(s.next(20)) for s in (a, a, b, b)]
-    assert len({tuple(order) for order in orders}) == 4
-
-
-def test_without_shuffling_rows_come_in_file_order(tmp_path: Path) -> None:
-    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(3)]), shuffle=False)
-    assert list(stream.next(7)["uid"]) == ["0/0/0", "0/1/0", "0/2/0", "1/0/0", "1/1/0", "1/2/0", "2/0/0"]
-
-
-@settings(max_examples=40)
-@given(
-    rows=st.integers(1, 9),
-    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=8),
-    seed=st.integers(0, 99),
-    shuffle=st.booleans(),
-)
-def test_every_epoch_holds_every_row_once(rows: int, sizes: list[int], seed: int, shuffle: bool) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        stream = load(write_jsonl(Path(folder) / "a.jsonl", [record(i) for i in range(rows)]), seed, shuffle=shuffle)
-    uids = []
-    for size in sizes:
-        batch = stream.next(size)
-        assert len(batch) == size
-        assert truths(batch) == [uid.split("/")[1] for uid in batch["uid"]]
-        uids += list(batch["uid"])
-    assert len(set(uids)) == len(uids)
-    epochs = [int(uid.split("/")[0]) for uid in uids]
-    assert epochs == sorted(epochs)
-    full, rest = divmod(len(uids), rows)
-    assert Counter(epochs) == Counter({**{e: rows for e in range(full)}, **({full: rest} if rest else {})})
-    assert stream.position == {"epoch": full, "offset": rest, "rows": rows}
-
-
-@settings(max_examples=40)
-@given(
-    rows=st.integers(1, 9),
-    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=8),
-    stop=st.integers(0, 8),
-    seed=st.integers(0, 99),
-    shuffle=st.booleans(),
-)
-def test_a_resumed_stream_gives_the_batches_of_the_uninterrupted_one(
-    rows: int, sizes: list[int], stop: int, seed: int, shuffle: bool
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_jsonl(Path(folder) / "a.jsonl", [record(i) for i in range(rows)])
-        whole, resumed = load(path, seed, shuffle=shuffle), load(path, seed, shuffle=shuffle)
-    for size in sizes[:stop]:
-        whole.next(size)
-    resumed.next(3)  # wherever it was before does not count
-    resumed.seek(json.loads(json.dumps(whole.position)))
-    assert resumed.position == whole.position
-    for size in [*sizes[stop:], rows]:
-        assert resumed.next(size).equal(whole.next(size))
-
-
-def test_seek_refuses_what_is_no_position(tmp_path: Path) -> None:
-    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(3)]))
-    stream.next(1)
-    for wrong in ({"offset": 3}, {"epoch": -1}, {"epoch": 0.0}, {"rows": 4}, {"rows": 2}, {"row": 3}):
-        with pytest.raises(DataError, match=r"seek\(.*3 rows; expected epoch, offset .below the rows. and rows"):
-            stream.seek({"epoch": 0, "offset": 0, "rows": 3} | wrong)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="is no position"):
-        stream.seek({"epoch": 0, "offset": 0})
-    assert stream.position == {"epoch": 0, "offset": 1, "rows": 3}
-
-
-def test_validation_is_every_row_once_in_file_order(tmp_path: Path) -> None:
-    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(5)]))
-    stream.next(2)
-    before = stream.position
-    batches = list(stream.batches(2))
-    assert [len(b) for b in batches] == [2, 2, 1]
-    assert [t for b in batches for t in truths(b)] == truths(stream.all()) == ["0", "1", "2", "3", "4"]
-    assert list(stream.all()["uid"]) == [f"0/{i}/0" for i in range(5)]
-    assert stream.position == before
-
-
-def test_a_batch_has_at_least_one_row(tmp_path: Path) -> None:
-    stream = load(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
-    with pytest.raises(ParameterError, match=r"next\(0\).*at least 1"):
-        stream.next(0)
-    with pytest.raises(ParameterError, match=r"batches\(-1\).*at least 1"):
-        stream.batches(-1)
 
 
 # ---- over-long prompts: record(i) has 4 + i characters

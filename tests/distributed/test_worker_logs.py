@@ -1,4 +1,4 @@
-"""What flowrl warns of in another process is said in this one."""
+"""What flowrl warns of in another process is logged in this one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from flowrl.distributed.worker_logs import Said, heard, say
+from flowrl.distributed.worker_logs import Warned, collect_warnings, relay_warnings
 
 
-def test_warnings_of_flowrl_are_heard_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    with heard() as said:
+def test_warnings_of_flowrl_are_collected_and_relayed_once(caplog: pytest.LogCaptureFixture) -> None:
+    with collect_warnings() as collected:
         logging.getLogger("flowrl.operators.reward.operator").warning("%d rows, 100%% of them", 3)
         logging.getLogger("flowrl").error("worse")
         logging.getLogger("flowrl").info("nothing of note")
@@ -22,17 +22,17 @@ def test_warnings_of_flowrl_are_heard_and_said_once(caplog: pytest.LogCaptureFix
         other.join()
     logging.getLogger("flowrl").warning("afterwards")
     expected = [
-        Said("flowrl.operators.reward.operator", logging.WARNING, "3 rows, 100% of them"),
-        Said("flowrl", logging.ERROR, "worse"),
+        Warned("flowrl.operators.reward.operator", logging.WARNING, "3 rows, 100% of them"),
+        Warned("flowrl", logging.ERROR, "worse"),
     ]
-    assert said == expected
+    assert collected == expected
     caplog.clear()
-    say(pickle.loads(pickle.dumps([*said, *said])))
-    assert [Said(r.name, r.levelno, r.getMessage()) for r in caplog.records] == expected
+    relay_warnings(pickle.loads(pickle.dumps([*collected, *collected])))
+    assert [Warned(r.name, r.levelno, r.getMessage()) for r in caplog.records] == expected
 
 
-def test_an_ear_is_taken_off_where_the_block_raises() -> None:
+def test_the_handler_is_removed_where_the_block_raises() -> None:
     before = list(logging.getLogger("flowrl").handlers)
-    with pytest.raises(ValueError, match="no"), heard():
+    with pytest.raises(ValueError, match="no"), collect_warnings():
         raise ValueError("no")
     assert logging.getLogger("flowrl").handlers == before

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from flowrl import columns as c
+from flowrl.core.backend import Backend
 from flowrl.core.edit import After
 from flowrl.core.operator import Operator
-from flowrl.core.protocols import Critic
+from flowrl.core.protocols import Critic, Scorer
 from flowrl.core.roles import Reads, Role
 from flowrl.draw.mermaid import draw
 from flowrl.graph import Graph, algorithm
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, Generate, Reward, UpdateCritic, Value
 from flowrl.records import CriticUpdated, PromptBatch, Tokens
-from flowrl.spec import Spec
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
@@ -186,7 +186,9 @@ class Engine:
     def log_probs(self, batch: Any) -> Any: ...
 
 
-class Frozen(Spec):
+class Frozen(Backend):
+    serves = (Scorer,)
+
     model: str
 
     def build(self, context: Any) -> Engine: ...

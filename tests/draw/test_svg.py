@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from flowrl.core.edit import After
 from flowrl.draw.html import page
-from flowrl.draw.layout import GAP, Slot, layout
-from flowrl.draw.picture import Link
+from flowrl.draw.layout import GAP, Cell, layout
+from flowrl.draw.picture import Arrow
 from flowrl.draw.svg import svg
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import Whiten
@@ -187,21 +187,21 @@ class TestDrawing:
 
 
 @st.composite
-def drawings(draw: st.DrawFn) -> tuple[dict[str, Slot], list[Link]]:
+def drawings(draw: st.DrawFn) -> tuple[dict[str, Cell], list[Arrow]]:
     count = draw(st.integers(1, 9))
     sizes = st.floats(10, 200)
-    slots = {f"n{i}": Slot(draw(sizes), draw(sizes)) for i in range(count)}
+    cells = {f"n{i}": Cell(draw(sizes), draw(sizes)) for i in range(count)}
     pairs = draw(st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), unique=True, max_size=20))
     labels = st.text("abc", max_size=9)
-    return slots, [Link(f"n{a}", f"n{b}", draw(labels), "data") for a, b in pairs if a != b]
+    return cells, [Arrow(f"n{a}", f"n{b}", draw(labels), "data") for a, b in pairs if a != b]
 
 
 @given(drawings())
-def test_any_layout_keeps_its_slots_apart(drawing: tuple[dict[str, Slot], list[Link]]) -> None:
-    slots, links = drawing
-    routes = layout(slots, links, lambda label: 7.0 * len(label), left=5.0, top=3.0)
-    assert [{r[0], r[-1]} for r in routes] == [{slots[k.source], slots[k.target]} for k in links]
-    places = list(dict.fromkeys([*slots.values(), *(slot for route in routes for slot in route)]))
+def test_any_layout_keeps_its_cells_apart(drawing: tuple[dict[str, Cell], list[Arrow]]) -> None:
+    cells, arrows = drawing
+    routes = layout(cells, arrows, lambda label: 7.0 * len(label), left=5.0, top=3.0)
+    assert [{r[0], r[-1]} for r in routes] == [{cells[k.source], cells[k.target]} for k in arrows]
+    places = list(dict.fromkeys([*cells.values(), *(cell for route in routes for cell in route)]))
     assert min(s.x - s.width / 2 for s in places) == pytest.approx(5.0)
     assert min(s.top for s in places) == 3.0
     for a, b in combinations(places, 2):

@@ -25,6 +25,7 @@ from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
 from flowrl.sync.digest import weights_digest
 from tests.engines.sources import Altered, Batch
+from tests.hashes import hashes
 from tests.models import EOS, SPECIALS, VOCAB
 
 CONTEXT = EngineBuilder({}, seed=0)
@@ -278,7 +279,9 @@ class SyncTests:
     def test_it_brings_the_new_weights_and_a_receipt(self, engine: Any, trainer: Any, other: Any, folder: str) -> None:
         prompts, mask = ragged(engine, [4, 9, 1])
         old = rows(engine.generate(prompts, mask, names(3), GREEDY, KEY))
-        receipt = engine.sync(Altered(other, version=7))
+        with hashes() as hashed:
+            receipt = engine.sync(Altered(other, version=7))
+        assert hashed == {("MainThread", name): 1 for name, _ in other.weights()}
         assert receipt == engine.receipt
         size = sum(tensor.nbytes for _, tensor in other.weights())
         assert receipt._replace(seconds=0) == Receipt(7, weights_digest(other.weights()), size, 0, self.transport)

@@ -87,16 +87,15 @@ def refuse_other_answers(executor: Any, folder: str, scratch: Path, ranks: int) 
     single = executor.fork(Plan(greedy.edit(set={"repeat.n": 1})), 0)  # so that there are fewer rows than ranks
     alone = single.step(proto(prompt_batch(PROMPTS[:1])), 1, keep=("generate",)).columns["generate"]
     assert alone["responses"].tolist() == expected[:1]
-    at_work = {span.place for span in executor.trace.spans if span.name == "generate"}
+    at_work = {span.place for span in executor.timeline.spans if span.name == "generate"}
     assert at_work == {f"rollout rank {rank}" for rank in range(ranks)}
     return step
 
 
 def refuse_other_death(executor: Any, rank: int) -> None:
     """Kill a rank as it is about to generate: it is named, in time."""
-    [pid] = [
-        pid for host, pid in process_ids(executor).items() if host in executor.hosts.ranks("rollout")[rank : rank + 1]
-    ]
+    victim = executor.runner.hosts.ranks("rollout")[rank]
+    [pid] = [pid for host, pid in process_ids(executor).items() if host == victim]
 
     def on_node(node: str) -> None:
         if node == "generate":

@@ -25,9 +25,9 @@ from safetensors.torch import load, save
 
 from flowrl import PromptData, Training
 from flowrl.backends import AdamW, SGLang, TorchTrainer
-from flowrl.backends.hosted.ending import Ending
 from flowrl.backends.hosted.keeper import members, shared_memory
 from flowrl.backends.hosted.process import EngineProcess
+from flowrl.backends.rollout import Ending
 from flowrl.backends.sglang.engine import SGLangEngine
 from flowrl.backends.torch.trainer import TorchTrainerEngine
 from flowrl.core.protocols import Sampling

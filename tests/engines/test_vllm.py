@@ -280,8 +280,8 @@ def test_arguments_that_flowrl_sets_are_refused(name: str, words: str) -> None:
 
 
 def test_the_deeper_sleep_forgets() -> None:
-    assert VLLM("somewhere", sleep_level=2).forgets
-    assert not VLLM("somewhere").forgets
+    assert VLLM("somewhere", sleep_level=2).loses_weights_asleep
+    assert not VLLM("somewhere").loses_weights_asleep
 
 
 def test_weights_that_an_adapter_is_added_to_are_not_dropped() -> None:

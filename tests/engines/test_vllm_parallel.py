@@ -23,6 +23,7 @@ from flowrl.errors import BindError, EngineError, SyncError
 from flowrl.run.build import EngineBuilder
 from flowrl.sync.digest import weights_digest
 from tests.engines.sources import Altered, shared_by_name
+from tests.hashes import hashes
 from tests.models import tiny_folder
 
 pytestmark = [pytest.mark.engines("vllm"), pytest.mark.timeout(480)]
@@ -92,11 +93,34 @@ def by_torch(source: Any, folder: str) -> list[list[int]]:
     return rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY))
 
 
+def count_hashes(worker: Any) -> None:
+    """In a worker of vLLM's: note each tensor that it hashes."""
+    from flowrl.backends.vllm import worker as module
+
+    honest, worker.hashed = module.tensor_digest, []
+
+    def counted(name: str, tensor: Any) -> str:
+        worker.hashed.append(name)
+        return honest(name, tensor)
+
+    module.tensor_digest = counted  # type: ignore[assignment]
+
+
+def hashed_so_far(worker: Any) -> list[str]:
+    return list(worker.hashed)
+
+
 def test_weights_reach_both_workers(
     engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, folder: str
 ) -> None:
+    """Which hash each tensor once, as this process does."""
+    engine._llm.collective_rpc(count_hashes)
     for version, source in enumerate([trainer, other, trainer]):
-        receipt = engine.sync(Altered(source, version=version))
+        with hashes() as hashed:
+            receipt = engine.sync(Altered(source, version=version))
+        assert hashed == {("MainThread", name): 1 for name, _ in source.weights()}
+        names = [name for name, _ in source.weights()]
+        assert engine._llm.collective_rpc(hashed_so_far) == [names * (version + 1)] * 2
         assert (receipt.version, receipt.transport) == (version, "gloo")
         assert receipt.digest == weights_digest(source.weights())
         answers = rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY))

@@ -13,12 +13,12 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group_table
 
-from flowrl.distributed.executor import RayExecutor
+from flowrl.run.steps import Steps
 
 
-def process_ids(executor: RayExecutor) -> dict[Any, int]:
+def process_ids(executor: Steps) -> dict[Any, int]:
     """By host plan, None being the general one."""
-    actors = {None: executor.hosts.general, **executor.hosts.actors}
+    actors = {None: executor.runner.hosts.general, **executor.runner.hosts.actors}
     return dict(zip(actors, ray.get([actor.pid.remote() for actor in actors.values()]), strict=True))
 
 

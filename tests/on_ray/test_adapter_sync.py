@@ -6,8 +6,8 @@ import pytest
 
 from flowrl.backends import SGD, LoRA, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.data.dataproto import DataProto
-from flowrl.distributed.executor import open_ray
 from flowrl.distributed.place import Colocate
+from flowrl.distributed.runner import open_ray
 from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
 from flowrl.run.job import Job

@@ -47,7 +47,7 @@ JOB = """
             executor.sync()
             result = executor.step(proto(prompt_batch([[11, 12], [13]])), 0)
             print("trained", result.metrics["actor/trained"].compute())
-            return executor.hosts.plans
+            return executor.runner.hosts.processes
 """
 
 
@@ -268,7 +268,7 @@ def test_nodes_that_no_process_could_run(tiny: str, tmp_path: Path) -> None:
     """Roles that live apart; groups that nobody can tell; state that ranks would each have of their own."""
     graph = grpo(digits, n=2)
     apart = toy_job(graph.edit(replace={"ref_log_prob": Both()}), tmp_path, tiny, place=Colocate(1))
-    said = "both uses the roles 'judge', 'ref', and 'ref' lives in another process than 'judge'"
+    said = "both uses the roles 'ref', 'judge', and 'judge' lives in another process than 'ref'"
     with pytest.raises(BindError, match=said), apart.open():
         raise AssertionError("opened")
     blind = toy_job(graph.edit(replace={"ref_log_prob": Blind()}), tmp_path, tiny, {"ref": 2}, Colocate(2))

@@ -52,7 +52,7 @@ def batch() -> Any:
 
 
 def process_of(executor: Any, role: str | None, rank: int = 0) -> int:
-    plan = next((p for p in executor.hosts.plans if role in p.roles and p.rank == rank), None)
+    plan = next((p for p in executor.runner.hosts.processes if role in p.roles and p.rank == rank), None)
     return process_ids(executor)[plan]
 
 

@@ -16,9 +16,9 @@ from flowrl.distributed.place import Split
 from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
 from flowrl.run.build import EngineBuilder
-from flowrl.sync import source, stream
+from flowrl.sync.carriers import GlooCarrier
+from flowrl.sync.group import TransferGroup
 from flowrl.sync.probe import probe
-from flowrl.sync.stream import Gloo, Link
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job
@@ -36,7 +36,7 @@ def batch() -> Any:
 
 def test_a_stream_has_the_bits_of_the_object_store(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two FSDP ranks and an engine, each on a node of its own, in many buckets; one job goes both ways."""
-    monkeypatch.setattr(source, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(delivery, "BUCKET_BYTES", 20_000)
     bindings = {
         "actor": TorchTrainer(tiny, SGD(lr=0.05), device="cpu", ranks=2),
         "ref": TorchScorer(tiny, device="cpu"),
@@ -45,8 +45,8 @@ def test_a_stream_has_the_bits_of_the_object_store(tiny: str, tmp_path: Path, mo
     found = {}
     with leaves_nothing() as processes, GRAPH.bind(**bindings, place=Split(2, 1)).open(seed=3) as executor:
         processes += process_ids(executor).values()
-        assert len({seat.node for seat in executor.hosts.seats.values()}) == 3
-        exported = executor.hosts.ask_role("actor", "test", "export", "actor", "weights", True, 20_000)[0]
+        assert len({seat.node for seat in executor.runner.hosts.seats.values()}) == 3
+        exported = executor.runner.hosts.ask_role("actor", "test", "export", "actor", "weights", True, 20_000)[0]
         scored = TorchScorer(tiny, device="cpu").build(EngineBuilder({}, seed=0)).log_probs(probe())[0]
         assert exported.origin.scores == pytest.approx(scored.tolist(), abs=1e-5)
         executor.save(tmp_path / "start")
@@ -78,9 +78,9 @@ class CrookedEngine(ToyTrainerEngine):
 class Crooked(ToyTrainer):
     def build(self, context: Any) -> CrookedEngine:
         engine = CrookedEngine("actor", self, context)
-        tell, carry = Link.tell, Gloo.send
+        tell, carry = TransferGroup.tell, GlooCarrier.send
 
-        def told(link: Link, message: Any) -> None:
+        def told(group: TransferGroup, message: Any) -> None:
             match engine.mischief():
                 case "missing" if "tensors" in message:
                     message = message | {"tensors": message["tensors"][:-1]}
@@ -88,15 +88,15 @@ class Crooked(ToyTrainer):
                     message = message | {"version": message["version"] - 1}
                 case "old" if "role" in message:
                     message = message | {"version": message["version"] - 1}
-            tell(link, message)
+            tell(group, message)
 
-        def carried(carrier: Gloo, link: Link, flat: Tensor) -> None:
+        def carried(carrier: GlooCarrier, flat: Tensor) -> None:
             if engine.mischief() == "flip":
                 flat = flat.clone()
                 flat[3] ^= 1
-            carry(carrier, link, flat)
+            carry(carrier, flat)
 
-        stream.Link.tell, stream.Gloo.send = told, carried  # type: ignore[method-assign]  # in this process alone
+        TransferGroup.tell, GlooCarrier.send = told, carried  # type: ignore[method-assign]  # in this process alone
         return engine
 
 
@@ -129,7 +129,7 @@ def test_what_goes_wrong_is_named_and_the_next_sync_works(tiny: str, tmp_path: P
             executor.sync()
         receipt = executor.step(batch(), 6).values["sync"]["receipt"]
         assert (receipt.version, receipt.transport) == (7, "gloo")
-        spans = [span for span in executor.trace.spans if span.name == "send by sync"]
+        spans = [span for span in executor.timeline.spans if span.name == "send by sync"]
         assert [(span.place, span.bytes) for span in spans[-1:]] == [("actor rank 0", receipt.bytes)]
 
         thread = kill_blocked(desk, "actor.weights")

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from flowrl.core.protocols import Closable
 from flowrl.distributed import delivery
 from flowrl.distributed.place import Colocate
 from flowrl.graphs import grpo
 from flowrl.run.place import ProcessSpec
-from flowrl.sync import stream
-from flowrl.sync.stream import Seat
+from flowrl.sync import ipc
+from flowrl.sync.route import Seat
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import (
@@ -41,7 +42,7 @@ GRAPH = grpo(digits, n=2, max_new_tokens=4)
 def share_the_cpu() -> None:
     """In the process of a role, which ends with the job."""
     torch.multiprocessing.set_sharing_strategy("file_system")
-    stream.shared_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+    ipc.shared_device = lambda: torch.device("cpu")  # type: ignore[assignment]
 
 
 class Trainer(ToyTrainer):
@@ -56,6 +57,8 @@ class RolloutEngine(ToyRolloutEngine):
 
 
 class Rollout(ToyRollout):
+    serves = (*ToyRollout.serves, Closable)
+
     def build(self, context: Any) -> RolloutEngine:
         share_the_cpu()
         return RolloutEngine("rollout", self, context)
@@ -105,7 +108,7 @@ def test_each_rank_sends_to_the_one_beside_it(tiny: str, tmp_path: Path, monkeyp
         processes += process_ids(executor).values()
         executor.sync()
         step = executor.step(proto(prompt_batch(PROMPTS)), 0)
-        sent = [span for span in executor.trace.spans if span.name == "send by sync"]
+        sent = [span for span in executor.timeline.spans if span.name == "send by sync"]
     assert step.values["sync"]["receipt"].transport == "cuda ipc"
     assert step.values["sync"]["receipt"].version == 1
     assert sorted(event["rank"] for event in desk.events() if event["what"] == "sync") == [0, 0, 1, 1]
@@ -126,4 +129,4 @@ def test_both_are_awake_only_where_they_fit_together(memory: float | None, trans
     )
     chosen = delivery.Delivery(hosts, "actor", "rollout", "sync")
     assert chosen.transport == transport
-    assert chosen.beside == ([actor] if transport == "cuda ipc" else [])
+    assert chosen.stay_awake == ([actor] if transport == "cuda ipc" else [])

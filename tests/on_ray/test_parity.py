@@ -152,7 +152,7 @@ def test_two_fsdp_ranks_agree_with_one_process(
             remote = executor.step(batch, 0, keep=keep)
             executor.save_pretrained("actor", str(tmp_path / "ray"))
             receipt = remote.values["sync"]["receipt"]
-            actors = [plan for plan in executor.hosts.plans if "actor" in plan.roles]
+            actors = [plan for plan in executor.runner.hosts.processes if "actor" in plan.roles]
 
             fate.touch()
             after = executor.step(batch, 1)

@@ -65,7 +65,7 @@ def test_they_take_turns_and_are_rebuilt(tiny: str, tmp_path: Path) -> None:
     job = job_at(tmp_path / "ray", tiny, Colocate(4, restart="role"))
     desk = Desk(str(tmp_path / "ray"))
     with leaves_nothing() as processes, job.open(seed=5) as executor:
-        plans = executor.hosts.plans
+        plans = executor.runner.hosts.processes
         slots = {plan.name: plan.slots for plan in plans}
         assert slots == {
             "actor[0]": (0,), "actor[1]": (1,), "actor[2]": (2,), "ref[0]": (3,),
@@ -84,7 +84,7 @@ def test_they_take_turns_and_are_rebuilt(tiny: str, tmp_path: Path) -> None:
                 os.kill(ids[due[1]], signal.SIGKILL)
                 assert ends(ids[due[1]])
                 role = due[1].partition("[")[0]
-                for plan in executor.hosts.ranks(role):  # which all end with it
+                for plan in executor.runner.hosts.ranks(role):  # which all end with it
                     desk.record(role, plan.rank, "dead")
                 due = None
 

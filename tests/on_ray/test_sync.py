@@ -18,18 +18,17 @@ from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.torch.trainer import TorchTrainerEngine
 from flowrl.core.protocols import BuildContext
 from flowrl.data.metrics import Metrics
-from flowrl.distributed import export
+from flowrl.distributed import delivery, export
 from flowrl.distributed.export import Export
 from flowrl.distributed.host import Report
 from flowrl.distributed.place import Colocate
-from flowrl.distributed.walk import refuse_unequal
+from flowrl.distributed.runner import refuse_unequal
 from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
 from flowrl.records import Receipt
 from flowrl.run.job import Job
-from flowrl.sync import source
 from flowrl.sync.digest import weights_digest
-from flowrl.sync.source import Origin
+from flowrl.sync.received import Origin
 from tests.jobs import job_of, prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.rewards import digits
@@ -83,7 +82,7 @@ def test_what_arrives_is_what_was_sent_or_is_refused(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one slot, so that a sync wakes the engine; in small buckets; with each kind of damage."""
-    monkeypatch.setattr(source, "BUCKET_BYTES", BUCKET)
+    monkeypatch.setattr(delivery, "BUCKET_BYTES", BUCKET)
     mischief = tmp_path / "mischief"
     graph = job_of("grpo", tiny, n=2).edit(bind={"rollout": TorchRollout(tiny, device="cpu")}).graph
     actor = graph.bindings["actor"]
@@ -98,10 +97,10 @@ def test_what_arrives_is_what_was_sent_or_is_refused(
         held = load_file(tmp_path / "actor" / "model.safetensors")
         assert receipt == Receipt(1, weights_digest(held.items()), receipt.bytes, receipt.seconds, "object store")
         assert receipt.bytes == sum(tensor.nbytes for tensor in held.values())
-        spans = [span for span in executor.trace.spans if span.name == "export actor"]
+        spans = [span for span in executor.timeline.spans if span.name == "export actor"]
         assert [span.bytes for span in spans] == [receipt.bytes]  # that of the first sync is no part of a step
 
-        sent = executor.hosts.ask_role("actor", "test", "export", "actor", "weights", False, BUCKET)[0]
+        sent = executor.runner.hosts.ask_role("actor", "test", "export", "actor", "weights", False, BUCKET)[0]
         sizes = [[raw.nbytes for *_, raw in ray.get(bucket)] for bucket in sent.buckets]
         assert len(sizes) > 5
         assert all(sum(bucket) <= BUCKET or len(bucket) == 1 for bucket in sizes)

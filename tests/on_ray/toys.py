@@ -20,15 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowrl import columns as c
-from flowrl.core.operator import Granularity, Operator, State
-from flowrl.core.protocols import Sampled, Scorer
+from flowrl.core.backend import Backend
+from flowrl.core.operator import Granularity, Operator
+from flowrl.core.protocols import Checkpointed, Critic, Rollout, Sampled, Scorer, Sleeper, Trainer
 from flowrl.core.roles import Reads, Role
+from flowrl.core.state import State
 from flowrl.data.metrics import Metrics
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import EngineError, SyncError
 from flowrl.records import Receipt, Sequences
 from flowrl.run.job import Job
-from flowrl.spec import Spec
 from flowrl.sync.digest import weights_digest
 
 
@@ -111,13 +112,13 @@ def kill_blocked(desk: Desk, call: str) -> threading.Thread:
     return thread
 
 
-class Toy(Spec):
+class Toy(Backend):
     """Base of toy backends.
 
     Args:
         desk: folder of the `Desk`.
         folder: of a tokeniser.
-        ranks, slots_per_rank, memory, collective, forgets: as places and hosts read them.
+        ranks, slots_per_rank, memory, collective, loses_weights_asleep: see `Backend`.
     """
 
     desk: str
@@ -126,7 +127,7 @@ class Toy(Spec):
     slots_per_rank: int = 1
     memory: float | None = None
     collective: bool = True
-    forgets: bool = False
+    loses_weights_asleep: bool = False
 
 
 class ToyEngine:
@@ -186,21 +187,16 @@ class ToyLearner(ToyEngine):
         self.version += 1
         return metrics
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"w": self.w, "version": self.version}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.w, self.version = state["w"], state["version"]
-
     def save_checkpoint(self, folder: str) -> None:
         self._enter("save_checkpoint")
         Path(folder).mkdir(parents=True, exist_ok=True)
         if self.rank == 0:
-            torch.save(self.state_dict(), Path(folder) / "state.pt")
+            torch.save({"w": self.w, "version": self.version}, Path(folder) / "state.pt")
 
     def load_checkpoint(self, folder: str) -> None:
         self._enter("load_checkpoint")
-        self.load_state_dict(torch.load(Path(folder) / "state.pt"))
+        state = torch.load(Path(folder) / "state.pt")
+        self.w, self.version = state["w"], state["version"]
 
 
 class ToyTrainerEngine(ToyLearner):
@@ -253,7 +249,7 @@ class ToyRolloutEngine(ToyEngine):
 
     def sleep(self) -> None:
         super().sleep()
-        if self.spec.forgets:
+        if self.spec.loses_weights_asleep:
             self.receipt, self.w = None, torch.full_like(self.w, torch.nan)
 
     def sync(self, source: Any) -> Receipt:
@@ -269,21 +265,29 @@ class ToyRolloutEngine(ToyEngine):
 
 
 class ToyTrainer(Toy):
+    serves = (Trainer, Checkpointed, Sleeper)
+
     def build(self, context: Any) -> ToyTrainerEngine:
         return ToyTrainerEngine("actor", self, context)
 
 
 class ToyScorer(Toy):
+    serves = (Scorer, Sleeper)
+
     def build(self, context: Any) -> ToyScorerEngine:
         return ToyScorerEngine("ref", self, context)
 
 
 class ToyCritic(Toy):
+    serves = (Critic, Checkpointed, Sleeper)
+
     def build(self, context: Any) -> ToyCriticEngine:
         return ToyCriticEngine("critic", self, context)
 
 
 class ToyRollout(Toy):
+    serves = (Rollout, Sleeper)
+
     def build(self, context: Any) -> ToyRolloutEngine:
         return ToyRolloutEngine("rollout", self, context)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from flowrl.errors import DataError, ParameterError
 from flowrl.operators.advantage import GAE, GroupAdvantage, Whiten, gae, group_advantage, whiten
-from flowrl.operators.masked import masked_mean, masked_sum, select
 
 NAN = float("nan")
 unit = st.floats(0, 1)
@@ -202,25 +201,6 @@ class TestWhiten:
     def test_equal_numbers_become_zero(self) -> None:
         mask = torch.ones(7, 3, dtype=torch.bool)
         assert (whiten(torch.full((7, 3), 0.1), mask) == 0).all()
-
-
-class TestMasked:
-    def test_sums_and_means_see_only_the_mask(self) -> None:
-        x = torch.tensor([[1.0, NAN, 3.0], [NAN, NAN, float("inf")]])
-        mask = torch.tensor([[True, False, True], [False, False, False]])
-        assert masked_sum(x, mask) == 4 and masked_mean(x, mask) == 2
-        assert masked_sum(x, mask, -1).tolist() == [4, 0]
-        row_means = masked_mean(x, mask, -1)
-        assert row_means[0] == 2 and row_means[1].isnan()
-
-    def test_no_gradient_reaches_what_is_off_the_mask(self) -> None:
-        x = torch.tensor([[2.0, NAN]], requires_grad=True)
-        select(x, torch.tensor([[True, False]])).square().sum().backward()
-        assert x.grad is not None and x.grad.tolist() == [[4.0, 0.0]]
-
-    def test_refuses_a_mask_that_is_not_bool(self) -> None:
-        with pytest.raises(DataError, match=r"mask\.bool\(\)"):
-            select(torch.zeros(1, 2), torch.ones(1, 2))
 
 
 class TestOperators:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowrl import PromptData, Training, Validation
 from flowrl.core.edit import After
+from flowrl.core.ports import PortField
 from flowrl.core.session import Session
 from flowrl.data.formats import check_json
 from flowrl.data.metrics import Metrics
@@ -219,9 +220,9 @@ class TestFormulas:
             RolloutCorrection(**parameters)
 
 
-def source(graph: Graph, slot: str) -> str:
-    node, _, port = slot.partition(".")
-    return str(graph[node].inputs[port])
+def source(graph: Graph, end: str) -> str:
+    node, _, field = end.partition(".")
+    return str(graph[node].inputs[PortField.parse(field)])
 
 
 class TestInGraphs:

@@ -120,12 +120,9 @@ class TestCutOff:
     def test_while_writing(self, checkpoints: Checkpoints) -> None:
         with pytest.raises(OSError, match="no space"):
             checkpoints.save(30, {}, self.fail)
-        assert names(checkpoints.folder) == [".step-000030.partial", "step-000010", "step-000020"]
-        assert checkpoints.steps() == [10, 20]
+        assert names(checkpoints.folder) == ["step-000010", "step-000020"]
         found = checkpoints.latest()
         assert found is not None and found[1]["step"] == 20
-        checkpoints.save(40, {}, engines())  # not the step that failed
-        assert names(checkpoints.folder) == ["step-000010", "step-000020", "step-000040"]
 
     @pytest.mark.parametrize("call", ["fsync", "replace"])
     def test_at_any_call_to_the_system(
@@ -156,13 +153,18 @@ class TestCutOff:
             shutil.rmtree(checkpoints.folder / "step-000030", ignore_errors=True)
         assert 0 < survived < 20
 
-    def test_a_leftover_of_the_same_step(self, checkpoints: Checkpoints) -> None:
-        leftover = checkpoints.folder / ".step-000030.partial"
+    @pytest.mark.parametrize("step", [30, 40])
+    def test_a_leftover_of_a_killed_process(self, checkpoints: Checkpoints, step: int) -> None:
+        leftover = checkpoints.folder / f".step-{step:06d}.partial"
         leftover.mkdir()
         (leftover / "old").write_text("of another attempt")
+        assert checkpoints.steps() == [10, 20]
+        found = checkpoints.latest()
+        assert found is not None and found[1]["step"] == 20
         path = checkpoints.save(30, {}, engines())
         assert find_fault(path) is None
-        assert not (path / "old").exists() and not leftover.exists()
+        assert not (path / "old").exists()
+        assert names(checkpoints.folder) == ["step-000010", "step-000020", "step-000030"]
 
 
 class TestAgain:

@@ -1,4 +1,4 @@
-"""`LocalExecutor` and `Job`: nodes run in the plan's order, on the caller's own stack, as the same lines do eagerly;
+"""`LocalRunner` and `Job`: nodes run in the plan's order, on the caller's own stack, as the same lines do eagerly;
 and what cannot run is refused before a model loads."""
 
 from __future__ import annotations
@@ -8,20 +8,23 @@ import re
 import threading
 import traceback
 import weakref
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import pytest
 import torch
 
-from flowrl import INJECTED, Key, Metrics, Operator, PromptBatch, PromptData, Training, algorithm
+from flowrl import INJECTED, Colocate, Key, Metrics, Operator, PromptBatch, PromptData, Training, algorithm, backends
 from flowrl import columns as c
-from flowrl.backends import TorchRollout
+from flowrl.backends import Backend, TorchRollout
 from flowrl.backends.torch.rollout import TorchRolloutEngine
 from flowrl.backends.torch.trainer import TorchScorerEngine, TorchTrainerEngine
+from flowrl.core import protocols
+from flowrl.core.backend import members
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import BuildContext
-from flowrl.core.session import Session, current
+from flowrl.core.session import current
 from flowrl.data.dataproto import DataProto
 from flowrl.errors import BindError, DataError, FlowrlError, GraphError, NodeError
 from flowrl.graph import Graph
@@ -43,8 +46,8 @@ from flowrl.operators.correction import Mismatched
 from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
 from flowrl.run.job import Job
-from flowrl.run.local import LocalExecutor
-from flowrl.spec import Spec
+from flowrl.run.local import local_steps
+from flowrl.run.steps import Steps
 from tests.jobs import job_of, prompt_batch, proto, weights_of
 from tests.rewards import digits
 
@@ -68,8 +71,8 @@ class Failing(Operator):
         raise DataError(self.message)
 
 
-def walk(graph: Graph, **engines: Any) -> LocalExecutor:
-    return LocalExecutor(Plan(graph), Session(engines, seed=0))
+def walk(graph: Graph, **engines: Any) -> Steps:
+    return local_steps(Plan(graph), engines, 0)
 
 
 # ---- the walk
@@ -199,7 +202,7 @@ def test_a_key_depends_on_seed_step_and_node_and_not_on_the_order_of_the_walk() 
         return Draw().named("a")(batch.prompt_mask), b
 
     def numbers(algorithm: Any, seed: int, step: int) -> dict[str, int]:
-        executor = LocalExecutor(Plan(algorithm()), Session({}, seed))
+        executor = local_steps(Plan(algorithm()), {}, seed)
         values = executor.step(PROMPTS, step).values
         return {name: values[name]["drawn"].number for name in ("a", "b")}
 
@@ -208,7 +211,7 @@ def test_a_key_depends_on_seed_step_and_node_and_not_on_the_order_of_the_walk() 
     others = [numbers(forwards, 1, 0), numbers(forwards, 0, 1)]
     drawn = [n for found in (reference, *others) for n in found.values()]
     assert len(set(drawn)) == len(drawn)
-    executor = LocalExecutor(Plan(forwards()), Session({}, 0))  # nor on the steps before
+    executor = local_steps(Plan(forwards()), {}, 0)  # nor on the steps before
     executor.step(PROMPTS, 5)
     assert executor.step(PROMPTS, 0).values["a"]["drawn"].number == reference["a"]
 
@@ -317,8 +320,8 @@ def record_of(batch: DataProto) -> PromptBatch:
 def test_the_same_lines_give_the_same_bits_eagerly_and_in_an_executor(tiny: str, prompts_file: str, name: str) -> None:
     seed, steps = 3, 3
     job = job_of(name, tiny, mini_batch=4)
-    executor = LocalExecutor(Plan(job.graph), Session(job.build(seed), seed))
-    engines = executor.session.engines
+    executor = local_steps(Plan(job.graph), job.build(seed), seed)
+    engines = executor.runner.engines
     stream = PromptData(prompts_file).load(engines["rollout"].tokenizer, seed)
     drawn = [stream.next(4) for _ in range(steps)]
     executor.sync()
@@ -357,15 +360,21 @@ def test_grpo_written_out_is_the_same_graph_as_grpo_by_edit() -> None:
 class Untouched:
     """Backends whose build must never be reached."""
 
-    class Trainer(Spec):
+    class Trainer(Backend):
+        serves = (protocols.Trainer,)
+
         def build(self, context: BuildContext) -> TorchTrainerEngine:
             raise AssertionError("the trainer was built")
 
-    class Scorer(Spec):
+    class Scorer(Backend):
+        serves = (protocols.Scorer,)
+
         def build(self, context: BuildContext) -> TorchScorerEngine:
             raise AssertionError("the scorer was built")
 
-    class Rollout(Spec):
+    class Rollout(Backend):
+        serves = (protocols.Rollout,)
+
         def build(self, context: BuildContext) -> TorchRolloutEngine:
             raise AssertionError("the rollout was built")
 
@@ -411,38 +420,44 @@ def test_a_broken_rule_is_refused(prompts_file: str) -> None:
 def test_a_backend_that_cannot_serve_is_refused_where_it_is_bound() -> None:
     with pytest.raises(BindError, match=r"'actor' is bound to Scorer, but .* needs a Trainer.* declares no .*update"):
         grpo(digits).bind(actor=Untouched.Scorer())
-    with pytest.raises(BindError, match="'actor' is bound to 'gpt2', which is no backend"):
+    with pytest.raises(BindError, match=r"'actor' is bound to 'gpt2', which is no backend.* flowrl\.backends\.Backend"):
         grpo(digits).bind(actor="gpt2")
+    with pytest.raises(BindError, match=r"'actor' is bound to Backend, but .* Backend serves no Protocol, which"):
+        grpo(digits).bind(actor=Backend())
     with pytest.raises(BindError, match="no role 'critic' to bind"):
         grpo(digits).bind(critic=Untouched.Scorer())
 
 
-def test_a_backend_says_what_it_builds() -> None:
-    class Silent:
-        def build(self, context: BuildContext):  # type: ignore[no-untyped-def]
-            raise AssertionError
+def test_a_trainer_that_cannot_be_saved_is_refused_where_checkpoints_are_asked_for(prompts_file: str) -> None:
+    job = untouched(grpo(digits))
+    found = refuse(job, prompts_file, checkpoint_every=2)
+    assert found.startswith("BindError: checkpoint_every=2 saves and restores the role 'actor', but Trainer does not")
+    assert "declares no load_checkpoint, save_checkpoint; give its engine both" in found
+    assert found.endswith("or leave checkpoint_every out.")
+    with pytest.raises(
+        BindError, match=r"restart='role', gpus=3\) saves and restores the role 'actor'.* or drop restart="
+    ):
+        replace(job, place=Colocate(3, restart="role")).refuse_unready()
+    replace(job, place=Colocate(3)).refuse_unready()
 
-    class Unknown:
-        def build(self, context: BuildContext) -> NobodyKnows:  # type: ignore[name-defined]
-            raise AssertionError
 
-    class Declared:
-        receipt: Receipt | None
-        tokenizer: Any
+def test_an_engine_that_lacks_what_its_backend_says_is_refused() -> None:
+    class Hollow(Backend):
+        serves = (protocols.Scorer, protocols.Closable)
 
-        def generate(self) -> None: ...
-        def sync(self) -> None: ...
-
-    class ByAttributes:
         def build(self, context: BuildContext) -> Any:
-            raise AssertionError
+            return object()
 
-    ByAttributes.build.__annotations__["return"] = Declared
-    with pytest.raises(BindError, match=r"Silent.build returns None .*annotate the class of its live engine"):
-        grpo(digits).bind(rollout=Silent())
-    with pytest.raises(BindError, match=r"Unknown.build cannot be resolved .*NobodyKnows"):
-        grpo(digits).bind(rollout=Unknown())
-    assert "rollout" in grpo(digits).bind(rollout=ByAttributes()).graph.bindings
+    with pytest.raises(BindError, match=r"Hollow, bound to the role 'ref', .* serves Scorer, .* has no log_probs"):
+        EngineBuilder({"ref": Hollow()}, seed=0).all()
+
+
+@pytest.mark.parametrize("name", ["TorchTrainer", "TorchScorer", "TorchCritic", "TorchRollout", "VLLM", "SGLang"])
+def test_the_engines_have_what_their_backends_say(name: str) -> None:
+    backend = getattr(backends, name)
+    engine = get_type_hints(backend.build)["return"]
+    for protocol in backend.serves:
+        assert members(protocol) <= set(dir(engine))
 
 
 # ---- engines
@@ -451,9 +466,9 @@ def test_a_backend_says_what_it_builds() -> None:
 def test_engines_are_built_once_and_what_they_share_first(tiny: str) -> None:
     order: list[str] = []
 
-    class Noting:
-        def __init__(self, name: str, wants: tuple[str, ...] = ()) -> None:
-            self.name, self.wants = name, wants
+    class Noting(Backend):
+        name: str
+        wants: tuple[str, ...] = ()
 
         def build(self, context: BuildContext) -> Any:
             others = [context.engine(role) for role in self.wants]
@@ -495,9 +510,8 @@ def test_engines_are_closed(fault: str | None) -> None:
     """At the end of the block, the last one first; also where it ends by an error, or does not begin."""
     closed: list[str] = []
 
-    class Spec:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    class Named(Backend):
+        name: str
 
         def build(self, context: BuildContext) -> Any:
             if self.name == "d":
@@ -505,7 +519,7 @@ def test_engines_are_closed(fault: str | None) -> None:
             return object() if self.name == "plain" else Closing(self.name, closed)
 
     names = ["a", "plain", "b", *{"while they are built": "d", "while they are closed": "c"}.get(fault or "", "")]
-    engines = EngineBuilder({name: Spec(name) for name in names}, seed=0)
+    engines = EngineBuilder({name: Named(name) for name in names}, seed=0)
     try:
         with engines.live() as live:
             assert list(live) == names and not closed

@@ -9,21 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.backends import TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends import Backend, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.backends.sglang.engine import SGLang
 from flowrl.backends.vllm.engine import VLLM
+from flowrl.core import protocols
 from flowrl.distributed.place import Colocate, Split
 from flowrl.distributed.slots import by_machine, refuse_torn
 from flowrl.errors import BindError, ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.run.place import Place, ProcessSpec, lay_out
-from flowrl.spec import Spec
 from tests.kernel import CriticEngine, RolloutEngine, TrainerEngine, exact
 
 
-class Trainer(Spec):
+class Trainer(Backend):
     """Backends that say where they want to be, and must not be built."""
+
+    serves = (protocols.Trainer, protocols.Checkpointed)
 
     ranks: int = 1
     slots_per_rank: int = 1
@@ -35,17 +37,23 @@ class Trainer(Spec):
 
 
 class Critic(Trainer):
+    serves = (protocols.Critic, protocols.Checkpointed)
+
     def build(self, context: Any) -> CriticEngine:
         raise AssertionError("built")
 
 
 class Rollout(Trainer):
+    serves = (protocols.Rollout,)
+
     def build(self, context: Any) -> RolloutEngine:
         raise AssertionError("built")
 
 
-class Silent(Spec):
+class Silent(Backend):
     """Says nothing of ranks, memory or sharing."""
+
+    serves = (protocols.Rollout,)
 
     def build(self, context: Any) -> RolloutEngine:
         raise AssertionError("built")
@@ -361,4 +369,4 @@ class TestEngines:
         """vLLM and SGLang start groups of their own, and a default group of ours would be in their way."""
         for backend in (VLLM("model", ranks=2), SGLang("model", ranks=2), TorchRollout("model", ranks=2)):
             assert not backend.collective
-        assert not hasattr(TorchTrainer("model", ranks=2), "collective")
+        assert TorchTrainer("model", ranks=2).collective

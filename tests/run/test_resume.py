@@ -30,9 +30,9 @@ from flowrl.operators import KLShape, Repeat
 from flowrl.operators.kl import AdaptiveKL
 from flowrl.run.checkpoint import MANIFEST
 from flowrl.run.job import Job
-from flowrl.run.local import LocalExecutor
 from flowrl.run.run_folder import RunFolder
-from flowrl.run.timeline import Trace
+from flowrl.run.steps import Steps
+from flowrl.run.timeline import Timeline
 from flowrl.run.training import Run
 from flowrl.sync.digest import weights_digest
 from tests.jobs import job_of, weights_of, write_prompts
@@ -183,7 +183,7 @@ class TestSameNumbers:
         for step in (2, 3, 4, 5):
             cut_off(job, prompts_file, tmp_path, step, resume=True)
         assert_same(run(job, prompts_file, tmp_path, resume=True), whole("ppo"))
-        updates = [span for span in Trace.load(tmp_path / "trace.json").spans if span.name == "update_actor"]
+        updates = [span for span in Timeline.load(tmp_path / "trace.json").spans if span.name == "update_actor"]
         assert len(updates) > STEPS  # of all starts: some steps were done more than once
 
     def test_a_reward_that_raises_once(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
@@ -274,18 +274,18 @@ class TestCheckpoints:
     def test_half_written(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        save = LocalExecutor.save
+        save = Steps.save
 
-        def save_critic_and_stop(self: LocalExecutor, folder: Path) -> None:
+        def save_critic_and_stop(self: Steps, folder: Path) -> None:
             if "000002" in folder.name:
                 return save(self, folder)
-            self.session.engines["critic"].save_checkpoint(str(folder / "critic"))
+            self.runner.engines["critic"].save_checkpoint(str(folder / "critic"))
             raise Stop
 
         with monkeypatch.context() as patched, pytest.raises(Stop):
-            patched.setattr(LocalExecutor, "save", save_critic_and_stop)
+            patched.setattr(Steps, "save", save_critic_and_stop)
             run(jobs("ppo", tiny), prompts_file, tmp_path)
-        assert checkpoints(tmp_path) == [".step-000004.partial", "step-000002"]
+        assert checkpoints(tmp_path) == ["step-000002"]
         assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True), whole("ppo"))
         assert checkpoints(tmp_path) == ["step-000002", "step-000004", "step-000006"]
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from flowrl.core.plan import Plan
 from flowrl.graphs import ppo
-from flowrl.run.timeline import Span, Trace, critical_path, idle, lanes
+from flowrl.run.timeline import Span, Timeline, critical_path, idle, lanes
 from tests.kernel import exact
 
 TIMES = st.tuples(st.integers(0, 10_000), st.integers(0, 3_000))
@@ -26,8 +26,8 @@ NO_SPANS: list[Span] = []
 
 
 @st.composite
-def traces(draw: st.DrawFn) -> Trace:
-    trace = Trace()
+def traces(draw: st.DrawFn) -> Timeline:
+    trace = Timeline()
     for name, place, (start, length) in draw(
         st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["x", "y"]), TIMES), max_size=30)
     ):
@@ -35,7 +35,7 @@ def traces(draw: st.DrawFn) -> Trace:
     return trace
 
 
-def written(trace: Trace, folder: Path) -> list[dict[str, Any]]:
+def written(trace: Timeline, folder: Path) -> list[dict[str, Any]]:
     trace.save(folder / "trace.json")
     whole = json.loads((folder / "trace.json").read_text())
     assert whole.keys() == {"traceEvents", "displayTimeUnit", "otherData"}  # what the format knows
@@ -45,7 +45,7 @@ def written(trace: Trace, folder: Path) -> list[dict[str, Any]]:
 
 class TestFile:
     def test_by_hand(self, tmp_path: Path) -> None:
-        trace = Trace()
+        trace = Timeline()
         trace.add("generate", "rollout rank 0", START + 1, START + 3, bytes=64)
         trace.add("export actor", "driver", START, START + 0.5, kind="transfer")
         assert written(trace, tmp_path) == [
@@ -58,10 +58,10 @@ class TestFile:
         ]  # fmt: skip
 
     def test_nothing(self, tmp_path: Path) -> None:
-        assert written(Trace(), tmp_path) == []
+        assert written(Timeline(), tmp_path) == []
 
     @given(trace=traces())
-    def test_events(self, tmp_path_factory: pytest.TempPathFactory, trace: Trace) -> None:
+    def test_events(self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline) -> None:
         events = written(trace, tmp_path_factory.getbasetemp())
         places = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
         assert sorted(places.values()) == sorted({span.place for span in trace.spans})
@@ -75,15 +75,17 @@ class TestFile:
         assert min((event["ts"] for event in complete), default=0) == 0
 
     @given(trace=traces())
-    def test_read_again(self, tmp_path_factory: pytest.TempPathFactory, trace: Trace) -> None:
+    def test_read_again(self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline) -> None:
         path = tmp_path_factory.getbasetemp() / "again.json"
         trace.save(path)
-        for span, read in zip(trace.spans, Trace.load(path).spans, strict=True):
+        for span, read in zip(trace.spans, Timeline.load(path).spans, strict=True):
             assert (read.name, read.place, read.bytes, read.kind) == (span.name, span.place, span.bytes, span.kind)
             assert abs(read.start - span.start) <= 2e-6 and abs(read.end - span.end) <= 2e-6
 
     @given(trace=traces())
-    def test_spans_of_one_lane_follow_each_other(self, tmp_path_factory: pytest.TempPathFactory, trace: Trace) -> None:
+    def test_spans_of_one_lane_follow_each_other(
+        self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline
+    ) -> None:
         threads: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         for event in written(trace, tmp_path_factory.getbasetemp()):
             if event["ph"] == "X":
@@ -92,14 +94,14 @@ class TestFile:
             assert all(before[1] <= after[0] for before, after in pairwise(sorted(spans)))
 
     def test_rounding_makes_no_overlap(self, tmp_path: Path) -> None:
-        trace = Trace()
+        trace = Timeline()
         for i in range(50):  # each ends as the next one starts, at fractions of a microsecond
             trace.add("a", "x", START + i * 1.6e-6, START + (i + 1) * 1.6e-6)
         spans = [event for event in written(trace, tmp_path) if event["ph"] == "X"]
         assert all(a["ts"] + a["dur"] == b["ts"] for a, b in pairwise(spans))
 
     @given(traces())
-    def test_no_more_lanes_than_run_at_once(self, trace: Trace) -> None:
+    def test_no_more_lanes_than_run_at_once(self, trace: Timeline) -> None:
         for place in {span.place for span in trace.spans}:
             spans = [span for span in trace.spans if span.place == place]
             at_once = max(sum(a.start <= b.start < a.end for a in spans) + (b.start == b.end) for b in spans)
@@ -108,7 +110,7 @@ class TestFile:
 
 class TestSpan:
     def test_a_block(self) -> None:
-        trace = Trace()
+        trace = Timeline()
         with trace.span("export", "driver", kind="transfer"):
             pass
         (span,) = trace.spans
@@ -116,7 +118,7 @@ class TestSpan:
         assert 0 <= span.seconds < 60
 
     def test_a_block_that_fails(self) -> None:
-        trace = Trace()
+        trace = Timeline()
         with pytest.raises(RuntimeError), trace.span("export", "driver"):
             raise RuntimeError
         assert len(trace.spans) == 1
@@ -188,15 +190,15 @@ class TestIdle:
         assert idle([Span("a", "x", 1.0, 1.0)]) == {"x": 0.0}
 
     @given(traces())
-    def test_a_share(self, trace: Trace) -> None:
+    def test_a_share(self, trace: Timeline) -> None:
         assert all(-1e-6 <= share <= 1 for share in idle(trace.spans).values())
 
 
 class TestSummary:
     plan = Plan(ppo(exact))
 
-    def trace(self) -> Trace:
-        trace = Trace()
+    def trace(self) -> Timeline:
+        trace = Timeline()
         for step in range(2):
             at = START + 10 * step
             trace.add("generate", "rollout rank 0", at, at + 4, bytes=1000)
@@ -234,6 +236,6 @@ class TestSummary:
         assert "reward *" not in text
 
     def test_no_steps(self) -> None:
-        summary = Trace().summary(self.plan, [], [])
+        summary = Timeline().summary(self.plan, [], [])
         assert (summary.totals, summary.path, summary.path_seconds, summary.step_seconds) == ((), (), 0.0, 0.0)
         Console(quiet=True).print(summary.table())

@@ -190,7 +190,8 @@ def test_the_trace_holds_every_call_and_tells_validations_apart(tiny: str, promp
     found = Counter(span["name"] for span in spans(tmp_path))
     nodes = [name for name in job.graph.nodes if name != "batch"]
     # 3 steps, and 3 validations (0, 2, 3) of 12 prompts in batches of 5
-    assert found == {**dict.fromkeys(nodes, 3), **{f"held/{n}": 9 for n in ("repeat", "generate", "reward")}}
+    held = {f"held/{name}": 9 for name in ("repeat", "generate", "reward")}
+    assert found == {**dict.fromkeys(nodes, 3), "sync": 4, **held}  # one sync before the first step
     (_, summary) = reporter.told[-1]
     assert [total.name for total in summary.totals] == nodes
     for total in summary.totals:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,15 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowrl.core.protocols import Adapted, Trainer
-from flowrl.distributed.delivery import Delivery
 from flowrl.errors import SyncError
 from flowrl.records import Receipt
-from flowrl.run.place import ProcessSpec
-from flowrl.sync import stream
+from flowrl.sync import ipc, stream
+from flowrl.sync.carriers import GlooCarrier
 from flowrl.sync.digest import weights_digest
+from flowrl.sync.group import Interrupted, TransferGroup
 from flowrl.sync.probe import TOKENS, probe
-from flowrl.sync.source import Origin, Source
-from flowrl.sync.stream import Gloo, Interrupted, Link, Seat, Ticket, choose, send
+from flowrl.sync.received import Origin, ReceivedWeights
+from flowrl.sync.stream import Ticket, send
 
 BUCKET = 4096
 ORIGIN = Origin("actor", 3)
@@ -73,7 +72,9 @@ def meeting() -> Iterator[Callable[..., Ticket]]:
     yield ticket
 
 
-def received(ticket: Ticket, rank: int = 0, take: Callable[[Source], Any] = lambda source: None) -> tuple[Any, ...]:
+def received(
+    ticket: Ticket, rank: int = 0, take: Callable[[ReceivedWeights], Any] = lambda source: None
+) -> tuple[Any, ...]:
     """What a receiver gets: the weights, its receipt, and what it took of the source before."""
     with ticket.open(rank) as source:
         taken = take(source)
@@ -129,29 +130,29 @@ def test_a_source_stands_in_for_a_trainer(meeting: Callable[..., Ticket]) -> Non
         source.log_probs(other)
 
 
-class Damaging(Gloo):
+class Damaging(GlooCarrier):
     """A carrier that changes what it carries."""
 
-    def send(self, link: Link, flat: Tensor) -> None:
+    def send(self, flat: Tensor) -> None:
         flat = flat.clone()
         flat[len(flat) // 2] ^= 1
-        super().send(link, flat)
+        super().send(flat)
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
     """Change the heads of buckets on their way."""
-    honest = Link.tell
+    honest = TransferGroup.tell
 
-    def tell(link: Link, message: Any) -> None:
+    def tell(group: TransferGroup, message: Any) -> None:
         message = json.loads(json.dumps(message))
         change(message)
-        honest(link, message)
+        honest(group, message)
 
-    monkeypatch.setattr(Link, "tell", tell)
+    monkeypatch.setattr(TransferGroup, "tell", tell)
 
 
 def test_a_flipped_bit(meeting: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "Gloo", Damaging)
+    monkeypatch.setattr(stream, "GlooCarrier", Damaging)
     sender, takers = both(meeting(2), weights_of())
     for taker in takers:
         with pytest.raises(SyncError, match=r"weights of actor at version 3 are damaged: .* is not what was sent"):
@@ -221,10 +222,10 @@ def test_a_sender_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticke
 def test_a_receiver_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticket]) -> None:
     """In the middle, or before it takes any; the one that does not know why says that the other is gone."""
 
-    def refuse(source: Source) -> None:
+    def refuse(source: ReceivedWeights) -> None:
         raise ValueError("not mine")
 
-    def stop(source: Source) -> None:
+    def stop(source: ReceivedWeights) -> None:
         next(source.weights())
         raise ValueError("not mine")
 
@@ -285,7 +286,7 @@ def test_the_memory_of_a_stream_is_bounded(meeting: Callable[..., Ticket], monke
             del tensor
             assert sum(sent.values()) <= 2 * BUCKET // 5
 
-    monkeypatch.setattr(stream.torch, "empty", counted)
+    monkeypatch.setattr(torch, "empty", counted)
     sender, [taker] = both(meeting(), weights())
     assert sender.result() == 40 * 4 * (BUCKET // 20)
     assert all(
@@ -296,11 +297,10 @@ def test_the_memory_of_a_stream_is_bounded(meeting: Callable[..., Ticket], monke
 
 OTHER_SIDE = """if True:
     import sys, torch
-    from flowrl.sync.digest import weights_digest
-    from flowrl.sync import stream
+    from flowrl.sync import ipc, stream
     from tests.sync.test_stream import ORIGIN, BUCKET, weights_of
     torch.multiprocessing.set_sharing_strategy("file_system")
-    stream.shared_device = lambda: torch.device("cpu")
+    ipc.shared_device = lambda: torch.device("cpu")
     transport, port, what = sys.argv[1:]
     ticket = stream.Ticket(transport, "127.0.0.1", int(port), (0,), 600)
     if what == "send":
@@ -328,7 +328,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Handles to shared memory of the CPU in place of a GPU's."""
     strategy = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
-    monkeypatch.setattr(stream, "shared_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(ipc, "shared_device", lambda: torch.device("cpu"))
     yield
     torch.multiprocessing.set_sharing_strategy(strategy)
 
@@ -358,42 +358,6 @@ def test_a_receiver_that_is_killed(transport: str, meeting: Callable[..., Ticket
             sender.result()
 
 
-HERE, THERE = "node a", "node b"
-
-
-@pytest.mark.parametrize(
-    ("senders", "receivers", "transport"),
-    [
-        ([Seat(HERE, 1)], [Seat(HERE, 1)], "in process"),
-        ([Seat(HERE, 1), Seat(HERE, 2)], [Seat(HERE, 1), Seat(HERE, 2)], "in process"),
-        ([Seat(HERE, 1)], [Seat(HERE, 2)], "object store"),
-        ([Seat(HERE, 1), Seat(THERE, 2)], [Seat(HERE, 3)], "object store"),  # the first rank sends
-        ([Seat(HERE, 1)], [Seat(THERE, 1)], "gloo"),  # process ids are a node's own
-        ([Seat(HERE, 1)], [Seat(HERE, 2), Seat(THERE, 3)], "gloo"),
-        ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2, ("0",))], "cuda ipc"),
-        ([Seat(HERE, 1, ("0",))], [Seat(THERE, 2, ("0",))], "nccl"),
-        ([Seat(HERE, 1, ("0",)), Seat(HERE, 2, ("1",))], [Seat(HERE, 3, ("2",)), Seat(HERE, 4, ("3",))], "nccl"),
-        ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2, ("0",)), Seat(HERE, 3, ("1",))], "object store"),
-        ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2, ("0",)), Seat(THERE, 3, ("0",))], "gloo"),
-        ([Seat(HERE, 1, ("0",)), Seat(HERE, 2)], [Seat(HERE, 3, ("0",)), Seat(HERE, 4)], "object store"),
-        ([Seat(HERE, 1, ("0",))], [Seat(THERE, 2)], "gloo"),
-        ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2)], "object store"),
-    ],
-)
-def test_the_nearest_way(senders: list[Seat], receivers: list[Seat], transport: str) -> None:
-    assert choose(senders, receivers) == (transport, (0,) * len(receivers))
-
-
-def test_ranks_of_the_trainer_send_to_those_beside_them() -> None:
-    """On GPUs that several ranks of both sides share, here and on another node, in whatever order."""
-    trainer = [Seat(HERE, 1, ("0",)), Seat(HERE, 2, ("1",)), Seat(THERE, 1, ("0",)), Seat(THERE, 2, ("1",))]
-    replicas = [Seat(THERE, 3, ("1",)), Seat(HERE, 3, ("0",)), Seat(THERE, 4, ("0",)), Seat(HERE, 4, ("1",))]
-    assert choose(trainer, replicas) == ("cuda ipc", (3, 0, 2, 1))
-    parallel = [Seat(HERE, 3, ("0", "1")), Seat(THERE, 3, ("0", "1"))]  # each takes them on its first GPU
-    assert choose(trainer, parallel) == ("cuda ipc", (0, 2))
-    assert choose(trainer[:1], parallel) == ("gloo", (0, 0))
-
-
 def test_each_sender_has_receivers_of_its_own(meeting: Callable[..., Ticket]) -> None:
     ticket = dataclasses.replace(meeting(), senders=(2, 0, 2))
     weights = weights_of()
@@ -402,16 +366,3 @@ def test_each_sender_has_receivers_of_its_own(meeting: Callable[..., Ticket]) ->
         senders = [pool.submit(send, ticket, ORIGIN, weights, BUCKET, rank) for rank in (0, 2)]
     assert {sender.result() for sender in senders} == {sum(tensor.nbytes for _, tensor in weights)}
     assert {weights_digest(taker.result()[0].items()) for taker in takers} == {weights_digest(weights)}
-
-
-@pytest.mark.parametrize(
-    ("slots", "nodes", "transport"), [((0, 1, 2), "aab", "gloo"), ((0, 1, 1), "abb", "object store")]
-)
-def test_hosts_that_take_turns_do_not_stream(slots: tuple[int, ...], nodes: str, transport: str) -> None:
-    """Two ranks of a trainer, and an engine that may have to wait until one of them sleeps."""
-    trainer = [ProcessSpec(("actor",), rank, 2, (slots[rank],)) for rank in range(2)]
-    engine = ProcessSpec(("rollout",), 0, 1, (slots[2],))
-    seats = {host: Seat(node, i) for i, (host, node) in enumerate(zip((*trainer, engine), nodes, strict=True))}
-    ranks = {"actor": trainer, "rollout": [engine]}
-    hosts: Any = SimpleNamespace(ranks=ranks.__getitem__, seats=seats, bindings={"rollout": None})
-    assert Delivery(hosts, "actor", "rollout", "sync").transport == transport

@@ -1,9 +1,8 @@
-"""A process that is spoken to in frames: what it answers, how it dies, and that nothing of it is left."""
+"""A process that is spoken to over pipes: what it answers, how it dies, and that nothing of it is left."""
 
 from __future__ import annotations
 
 import gc
-import io
 import json
 import os
 import resource
@@ -13,17 +12,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flowrl.backends import TorchTrainer
 from flowrl.backends.hosted.arrival import Arrival, weight_shapes
-from flowrl.backends.hosted.frames import read_frame, write_frame
-from flowrl.backends.hosted.keeper import keep, members, shared_memory
+from flowrl.backends.hosted.keeper import members, shared_memory, start_keeper
 from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.sglang import engine as sglang
 from flowrl.backends.sglang.engine import SGLang
@@ -31,27 +30,6 @@ from flowrl.errors import EngineError, SyncError
 from flowrl.run.build import EngineBuilder
 from flowrl.sync.digest import weights_digest
 from tests.models import tiny_folder
-
-Frames = st.lists(st.tuples(st.dictionaries(st.text(), st.integers() | st.text() | st.floats(-1, 1)), st.binary()))
-
-
-class TestFrames:
-    @given(Frames)
-    def test_come_out_as_they_went_in(self, frames: list[tuple[dict[str, object], bytes]]) -> None:
-        stream = io.BytesIO()
-        for message, body in frames:
-            write_frame(stream, message, body)
-        stream.seek(0)
-        assert [read_frame(stream) for _ in frames] == frames
-        with pytest.raises(EOFError):
-            read_frame(stream)
-
-    @pytest.mark.parametrize("cut", [1, 15, 17, 30])
-    def test_a_frame_that_breaks_off_is_no_frame(self, cut: int) -> None:
-        stream = io.BytesIO()
-        write_frame(stream, {"call": "echo"}, b"0123456789")
-        with pytest.raises(EOFError):
-            read_frame(io.BytesIO(stream.getvalue()[:cut]))
 
 
 @pytest.fixture
@@ -124,7 +102,7 @@ class TestProcess:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], number + 1), limits[1]))
         low = process._replies.fileno()
         try:
-            with open(os.dup2(low, number), "rb") as replies:
+            with Connection(os.dup2(low, number), writable=False) as replies:
                 process._replies = replies
                 assert process.ask("echo", n=1)["n"] == 1
                 with pytest.raises(EngineError, match="exited with 3 during die"):
@@ -161,9 +139,9 @@ class TestProcess:
         """As Ray kills an actor: nobody is left who would remove it."""
         code = (
             "import os, signal; from pathlib import Path; from multiprocessing.shared_memory import SharedMemory;"
-            "from flowrl.backends.hosted.keeper import keep;"
+            "from flowrl.backends.hosted.keeper import start_keeper;"
             "memory = SharedMemory(create=True, size=64);"
-            "life = keep([Path('/dev/shm', memory.name)]);"
+            "life = start_keeper([Path('/dev/shm', memory.name)]);"
             "print(memory.name, flush=True);"
             "from multiprocessing.resource_tracker import _resource_tracker;"
             "os.kill(_resource_tracker._pid, signal.SIGKILL); os.kill(os.getpid(), signal.SIGKILL)"
@@ -176,7 +154,7 @@ class TestProcess:
         """So that who ends a process with its children leaves it alone; it ends with its descriptor."""
         descriptor, name = tempfile.mkstemp(dir="/dev/shm")
         os.close(descriptor)
-        life = keep([Path(name)])
+        life = start_keeper([Path(name)])
         children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
         of_mine = [Path(f"/proc/{pid}/cmdline") for path in children for pid in path.read_text().split()]
         assert not [path for path in of_mine if b"keeper" in path.read_bytes()]
@@ -203,8 +181,8 @@ def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> 
     trainer = TorchTrainer(folder, device="cpu").build(EngineBuilder({}, seed=0))
     sent = {name: tensor.shape for name, tensor in trainer.weights()}
     assert weight_shapes(folder) == sent
-    arrival = Arrival(sent, folder)
-    assert [name for name, _ in arrival.pass_on(trainer.weights(), 0)] == list(sent)
+    arrival = Arrival(trainer, None, sent, folder)
+    assert [name for name, _ in arrival.weights()] == list(sent)
     assert arrival.digest == weights_digest(trainer.weights())
     assert arrival.nbytes == sum(tensor.nbytes for _, tensor in trainer.weights())
 
@@ -220,9 +198,10 @@ def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> 
 )
 def test_other_weights_are_refused(sent: list[tuple[str, tuple[int, ...]]], words: str) -> None:
     weights = [(name, torch.zeros(shape)) for name, shape in sent]
-    arrival = Arrival({"a": torch.Size((2, 3)), "b": torch.Size((4,))}, "folder")
+    source: Any = SimpleNamespace(version=4, weights=lambda: weights)
+    arrival = Arrival(source, None, {"a": torch.Size((2, 3)), "b": torch.Size((4,))}, "folder")
     with pytest.raises(SyncError, match=rf"weights of version 4 are not those of 'folder': {words}"):
-        list(arrival.pass_on(weights, 4))
+        list(arrival.weights())
 
 
 def test_ranks_of_sglang_draw_from_generators_of_their_own(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A process for tests of `EngineProcess`: it echoes frames, has shared memory and a child, and dies when told to."""
+"""A process for tests of `EngineProcess`: it echoes requests, has shared memory and a child, and dies when told to."""
 
 from __future__ import annotations
 
@@ -7,38 +7,36 @@ import subprocess
 import sys
 import time
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from flowrl.backends.hosted.frames import read_frame, write_frame
 from flowrl.backends.hosted.keeper import NOTE
 
 
-def main(requests: int, replies: int) -> None:
+def main(requests: Connection, replies: Connection) -> None:
     """Answers until its parent is gone."""
     memory = SharedMemory(create=True, size=4096)
     resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]  # nobody cleans up
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     print("these are its words", flush=True)
-    with open(requests, "rb") as incoming, open(replies, "wb") as outgoing:
-        while True:
-            message, body = read_frame(incoming)
-            match message.pop("call"):
-                case "echo":
-                    write_frame(outgoing, {**message, "size": len(body), "child": child.pid, "memory": memory.name})
-                case "fail":
-                    write_frame(outgoing, {"error": "ValueError: no"})
-                case "die":
-                    os._exit(3)
-                case "grow":  # and die, once it is noted
-                    more = SharedMemory(create=True, size=4096)
-                    resource_tracker.unregister(more._name, "shared_memory")  # type: ignore[attr-defined]
-                    print(more.name, flush=True)
-                    note = Path(os.environ["TMPDIR"], NOTE)
-                    while not note.exists() or more.name not in note.read_text():
-                        time.sleep(0.01)
-                    os._exit(3)
-                case "half":
-                    outgoing.write(b"\0" * 7)
-                    outgoing.flush()
-                    os.abort()
+    while True:
+        message, body = requests.recv(), requests.recv_bytes()
+        match message.pop("call"):
+            case "echo":
+                replies.send({**message, "size": len(body), "child": child.pid, "memory": memory.name})
+            case "fail":
+                replies.send({"error": "ValueError: no"})
+            case "die":
+                os._exit(3)
+            case "grow":  # and die, once it is noted
+                more = SharedMemory(create=True, size=4096)
+                resource_tracker.unregister(more._name, "shared_memory")  # type: ignore[attr-defined]
+                print(more.name, flush=True)
+                note = Path(os.environ["TMPDIR"], NOTE)
+                while not note.exists() or more.name not in note.read_text():
+                    time.sleep(0.01)
+                os._exit(3)
+            case "half":
+                os.write(replies.fileno(), b"\0" * 7)
+                os.abort()

@@ -35,6 +35,8 @@ KEY = Key.of(3)
 class Actor:
     """What a rollout needs of a trainer: a model, its folder, a version, and weights to send."""
 
+    sharded = False
+
     def __init__(self, folder: str, version: int = 0) -> None:
         self.folder = folder
         self.version = version

@@ -8,16 +8,16 @@ import sys
 import pytest
 import torch
 
-from flowrl.backends.hosted.handles import can_share, handles, opened
 from flowrl.sync.digest import weights_digest
+from flowrl.sync.ipc import can_share, export_handles, open_handles
 from tests.engines.sources import shared_by_name
 
 OTHER = """
 import sys
-from flowrl.backends.hosted.handles import opened
+from flowrl.sync.ipc import open_handles
 from flowrl.sync.digest import weights_digest
 
-tensors = opened(sys.stdin.buffer.read())
+tensors = open_handles(sys.stdin.buffer.read())
 digest = weights_digest(tensors.items())
 assert tensors["b"].fill_(7).tolist() == [7] * 5
 print(digest)
@@ -31,7 +31,7 @@ def test_another_process_opens_the_very_memory(device: str) -> None:
     assert can_share(tensors.values()) == (device == "cuda")
     digest = weights_digest(tensors.items())
     with shared_by_name():
-        data = handles(tensors)
+        data = export_handles(tensors)
         done = subprocess.run([sys.executable, "-c", OTHER], input=data, capture_output=True)
     assert done.stdout.decode().strip() == digest, done.stderr.decode()
     assert tensors["b"].tolist() == [7] * 5
@@ -41,5 +41,5 @@ def test_another_process_opens_the_very_memory(device: str) -> None:
 def test_what_is_opened_here_is_the_same_memory() -> None:
     tensor = torch.zeros(3)
     with shared_by_name():
-        opened(handles({"a": tensor}))["a"].fill_(2)
+        open_handles(export_handles({"a": tensor}))["a"].fill_(2)
     assert tensor.tolist() == [2] * 3

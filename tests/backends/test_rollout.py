@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from flowrl.backends.hosted.ending import Ending
+from flowrl.backends.rollout import Ending
 from flowrl.core.protocols import Sampling
 from flowrl.data.tokenizer import ChatTokenizer
 

@@ -11,6 +11,7 @@ import pytest
 
 from flowrl.data.dataproto import DataProto
 from flowrl.distributed.place import Colocate, Split
+from flowrl.distributed.runner import Traffic
 from flowrl.distributed.wire import pack
 from flowrl.errors import DataError, GraphError, NodeError
 from flowrl.graphs import grpo, ppo
@@ -83,9 +84,10 @@ def test_any_ranks_give_the_bits_of_one_process(
         remote = run(executor, rows, 3, keep)
         refuse_difference(local, remote)
         # Nothing asked for, so no tensor in the driver; the prompts went in once.
+        executor.runner.traffic = Traffic()
         executor.step(proto(prompt_batch(PROMPTS[:rows])), 3)
-        assert executor.traffic.driver == 0
-        assert 0 < executor.traffic.input < 4096
+        assert executor.runner.traffic.driver == 0
+        assert 0 < executor.runner.traffic.input < 4096
     events = Desk(str(tmp_path / "ray")).events()
     shares = [event for event in events if (event["role"], event["what"]) == ("ref", "log_probs")]
     assert Counter(event["rank"] for event in shares) == dict.fromkeys(range(ranks["ref"]), 4)
@@ -100,8 +102,10 @@ def test_traffic_is_what_nodes_read(tiny: str, tmp_path: Path, caplog: pytest.Lo
     with leaves_nothing() as processes, toy_job(graph, tmp_path / "desk", tiny, place=Colocate(1)).open() as executor:
         processes += process_ids(executor).values()
         keep = tuple(graph.nodes)
-        [result] = run(executor, 4, 1, keep)
-        fetched, driver = executor.traffic.hosts, executor.traffic.driver
+        executor.sync()
+        executor.runner.traffic = Traffic()
+        result = executor.step(proto(prompt_batch(PROMPTS[:4])), 0, keep=keep)
+        fetched, driver = executor.runner.traffic.hosts, executor.runner.traffic.driver
         made = {
             (node, name): pack(column).nbytes
             for node, p in result.columns.items()
@@ -111,10 +115,12 @@ def test_traffic_is_what_nodes_read(tiny: str, tmp_path: Path, caplog: pytest.Lo
         assert fetched == sum(made[edge] for edge in reads if edge in made)
         assert driver == sum(size for size in made.values())
         # Padding does not travel: a batch twice as wide costs what the narrow one does.
+        executor.runner.traffic = Traffic()
         executor.step(proto(prompt_batch(PROMPTS[:4])), 0)
-        narrow = executor.traffic.hosts
+        narrow = executor.runner.traffic.hosts
+        executor.runner.traffic = Traffic()
         executor.step(proto(prompt_batch(PROMPTS[:4], width=100)), 0)
-        assert abs(executor.traffic.hosts - narrow) < 0.35 * narrow
+        assert abs(executor.runner.traffic.hosts - narrow) < 0.35 * narrow
         # What raises is named, and the executor goes on afterwards.
         with pytest.raises(GraphError, match="the batch lacks prompt_mask"):
             executor.step(proto(prompt_batch(PROMPTS[:4])).drop("prompt_mask"), 1)
@@ -144,7 +150,7 @@ def test_independent_nodes_run_at_once(tiny: str, tmp_path: Path) -> None:
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         run(executor, 3, 2)
-        assert len({plan.slots for plan in executor.hosts.plans}) == 4
+        assert len({plan.slots for plan in executor.runner.hosts.processes}) == 4
     # Updates of actor and critic do not wait for each other either; nobody had to sleep.
     assert not [event for event in Desk(str(desk)).events() if event["what"] in ("sleep", "wake")]
 
@@ -155,7 +161,7 @@ def test_one_slot_is_taken_by_turns(tiny: str, tmp_path: Path) -> None:
     with leaves_nothing() as processes, toy_job(graph_of("ppo"), desk, tiny, place=Colocate(1)).open() as executor:
         processes += process_ids(executor).values()
         run(executor, 3, 2)
-        kinds = Counter(span.kind for span in executor.trace.spans)
+        kinds = Counter(span.kind for span in executor.timeline.spans)
         assert kinds["wait"] > 0
         assert kinds["transfer"] > 0
     awake: set[str] = set()
@@ -214,7 +220,7 @@ def test_an_engine_that_forgets_asleep_is_synced_before_it_generates(restart: An
         local = run(executor, 3, 3)
     desk = tmp_path / "desk"
     job = toy_job(graph, desk, tiny, place=Colocate(1, restart=restart))
-    job = job.edit(bind={"rollout": ToyRollout(desk=str(desk), folder=tiny, forgets=True)})
+    job = job.edit(bind={"rollout": ToyRollout(desk=str(desk), folder=tiny, loses_weights_asleep=True)})
     with leaves_nothing() as processes, job.open(seed=3) as executor:
         processes += process_ids(executor).values()
         executor.sync()

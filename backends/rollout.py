@@ -1,0 +1,188 @@
+"""What all rollout engines share: a receipt, without which they do not sample; checks of prompts; and one rule for
+where responses end, whichever engine stops by itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flowrl.core.protocols import Sampled, Sampling
+from flowrl.data.keys import Key
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.errors import DataError, SyncError
+from flowrl.records import Receipt
+
+
+class RolloutEngine(ABC):
+    """Base of live rollout engines; `sync` sets `_receipt`, and whatever else is abstract is the engine's own.
+
+    Args:
+        tokenizer: of the model's folder.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._receipt: Receipt | None = None
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """The receipt of the last sync; None before the first one and after one that failed."""
+        return self._receipt
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """The tokeniser of the model's folder."""
+        return self._tokenizer
+
+    def generate(
+        self, prompts: Tensor, prompt_mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key
+    ) -> Sampled:
+        """Sample one response per row.
+
+        A response ends with EOS, a stop token, or the token that completes a stop string, which is part of it, or after
+        `sampling.max_new_tokens`. Log-probs are of the distribution that was drawn from: after temperature, top-k and
+        top-p, renormalised; at temperature 0, of temperature 1.
+
+        Args:
+            prompts: int64 ``[batch prompt]``, padded on the left.
+            prompt_mask: bool ``[batch prompt]``.
+            row_ids: one per row; what a row draws depends on its id and on no other row.
+            sampling: how tokens are drawn.
+            key: where the random numbers come from.
+
+        Returns:
+            responses, mask and log-probs ``[batch response]``, as wide as the longest response, on the prompts' device.
+
+        Raises:
+            SyncError: the engine holds no receipt, or its weights are not those of its receipt.
+            DataError: prompts that the model cannot take (shapes, padding, vocabulary, length), or what the engine
+                itself refuses.
+            AsleepError: the engine sleeps.
+            EngineError: the engine or one of its processes failed.
+        """
+        self._require_awake("generate")
+        if self._receipt is None:
+            raise SyncError(
+                "this rollout engine holds no receipt, so nobody knows which version of the policy it would sample "
+                "from; call engine.sync(trainer) first (in a graph: end the step with Sync()(actor))."
+            )
+        check_prompts(prompts, prompt_mask, row_ids, sampling, *self._limits(), self.tokenizer.folder)
+        sampled = self._sample(prompts, prompt_mask, row_ids, sampling, key)
+        return Sampled(*(column.to(prompts.device) for column in sampled))
+
+    @abstractmethod
+    def _require_awake(self, what: str) -> None:
+        """Refuse to do `what` asleep; raises `AsleepError`."""
+
+    @abstractmethod
+    def _limits(self) -> tuple[int, int | None]:
+        """How many tokens there are, and how many a sequence may have (None: any number)."""
+
+    @abstractmethod
+    def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:
+        """`generate`, of prompts that have been checked, on any device."""
+
+
+def check_prompts(
+    prompts: Tensor,
+    mask: Tensor,
+    row_ids: Sequence[str],
+    sampling: Sampling,
+    vocabulary: int,
+    positions: int | None,
+    folder: str,
+) -> None:
+    """Refuse prompts that a model cannot take.
+
+    Args:
+        prompts: int64 ``[batch prompt]``, padded on the left.
+        mask: bool ``[batch prompt]``.
+        row_ids: one per row.
+        sampling: for how many tokens there must be room.
+        vocabulary: token ids that the model has, from 0.
+        positions: tokens that a sequence may have, None for any number.
+        folder: of the model's tokeniser.
+
+    Raises:
+        DataError: shapes, padding, vocabulary or length are not what is expected.
+    """
+    if prompts.ndim != 2 or mask.shape != prompts.shape or mask.dtype != torch.bool or len(row_ids) != len(prompts):
+        raise DataError(
+            f"prompts are {tuple(prompts.shape)} with a {mask.dtype} mask {tuple(mask.shape)} and {len(row_ids)} "
+            f"row ids; expected two [batch prompt] tensors, the mask a bool, and one id per row."
+        )
+    if len(prompts) == 0:
+        return
+    holes = (~mask[:, -1]) | (mask[:, :-1] & ~mask[:, 1:]).any(1)
+    if holes.any():
+        raise DataError(
+            f"prompt {int(holes.nonzero()[0])} is empty, padded on the right, or has a hole in its mask; expected "
+            f"tokens padded on the left, as tokenizer.pad_left(rows) makes them."
+        )
+    tokens = prompts[mask]
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+        raise DataError(
+            f"prompts hold token ids from {int(tokens.min())} to {int(tokens.max())}, but the model's vocabulary is 0 "
+            f"to {vocabulary - 1}; make prompts with its own tokeniser ({folder!r})."
+        )
+    longest = int(mask.sum(1).max())
+    if positions is not None and longest + sampling.max_new_tokens > positions:
+        raise DataError(
+            f"the longest prompt has {longest} tokens, and {longest} + max_new_tokens={sampling.max_new_tokens} is "
+            f"more than the {positions} tokens that a sequence may have here, by the model or the engine's "
+            f"max_model_len; raise that where the model allows it, lower max_new_tokens, or drop prompts of more than "
+            f"{positions - sampling.max_new_tokens} tokens."
+        )
+
+
+class Ending:
+    """The rule of a `Sampling`: EOS, a stop token, or the token that completes a stop string ends a response.
+
+    Args:
+        tokenizer: whose text and EOS count.
+        sampling: `stop_token_ids`, `stop` and `ignore_eos`.
+        token_ids: the tokens that end a response.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, sampling: Sampling) -> None:
+        self.token_ids = [*([] if sampling.ignore_eos else [tokenizer.eos_id]), *sampling.stop_token_ids]
+        self.stop = sampling.stop
+        self._tokenizer = tokenizer
+
+    def watch(self) -> Watch:
+        """Looks at one response, from its first token on."""
+        return Watch(self._tokenizer, self.stop)
+
+    def length(self, ids: Sequence[int]) -> int | None:
+        """How many tokens of `ids` are the response: up to the first that ends it, inclusive; None if none does."""
+        length = next((i + 1 for i, token in enumerate(ids) if token in self.token_ids), None)
+        text = self._tokenizer.text(ids[:length]) if self.stop else ""
+        if any(string in text for string in self.stop):
+            watch = self.watch()
+            length = next((i + 1 for i, token in enumerate(ids[:length]) if watch.completes(token)), length)
+        return length
+
+
+class Watch:
+    """Finds the token that completes a stop string.
+
+    Text is made of the last tokens only. They are as many as the longest string has bytes, since a token that is not
+    special is a byte at least, and one more, whose text may depend on what came before it.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, stop: Sequence[str]) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._last: deque[int] = deque(maxlen=1 + max((len(string.encode()) for string in stop), default=0))
+
+    def completes(self, token: int) -> bool:
+        """Whether a stop string is complete with the next token."""
+        if not self._stop or token in self._tokenizer.special_ids:
+            return False
+        self._last.append(token)
+        text = self._tokenizer.text(self._last)
+        return any(string in text for string in self._stop)

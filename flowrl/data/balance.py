@@ -1,0 +1,43 @@
+"""Dealing out work to ranks in about equal parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def deal(weights: Sequence[int], ranks: int) -> list[int]:
+    """The rank that each item goes to: the heaviest first, each to the rank that has the least yet (Graham 1969).
+
+    So no rank has more than the average and the heaviest item together. Of equal items the earlier is dealt first, and
+    of equal ranks the lower one takes it.
+
+    Args:
+        weights: of the items.
+        ranks: how many there are.
+    """
+    loads = [(0, rank) for rank in range(ranks)]
+    rank_of = [0] * len(weights)
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        load, rank = min(loads)
+        rank_of[item] = rank
+        loads[rank] = (load + weights[item], rank)
+    return rank_of
+
+
+def split_rows(tokens: Tensor, ranks: int) -> list[Tensor]:
+    """Deal rows to ranks so that each has about as many tokens, and of equal ones as many rows.
+
+    Args:
+        tokens: int64 ``[rows]``.
+        ranks: how many shares.
+
+    Returns:
+        one int64 tensor of row numbers, ascending, per rank; some are empty where there are fewer rows than ranks.
+    """
+    # A token weighs more than all rows together, so rows only decide between ranks of equally many tokens.
+    weights = (tokens * (len(tokens) + 1) + 1).tolist()
+    rank_of = torch.tensor(deal(weights, ranks), dtype=torch.int64)
+    return [(rank_of == rank).nonzero().flatten() for rank in range(ranks)]

@@ -1,0 +1,397 @@
+"""`RayRunner`: runs instances on the hosts of a job. Nodes on slots of their own run at once.
+
+The driver passes references: it never touches a tensor column that nobody asks it for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import ObjectLostError
+
+from flowrl.columns import ColumnType
+from flowrl.core.graph import Graph, Node
+from flowrl.core.plan import Plan
+from flowrl.data.metrics import of_ranks
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.distributed.cluster import connected
+from flowrl.distributed.delivery import Delivery
+from flowrl.distributed.faults import Failure, HostDiedError, answer, chain, died, named, stuck
+from flowrl.distributed.host import HostTask, Report, Sent, join_pieces
+from flowrl.distributed.hosts import GRACE_SECONDS, Hosts
+from flowrl.distributed.ray_place import RayPlace
+from flowrl.distributed.shards import shard
+from flowrl.distributed.wire import Array, Piece, pack, widths
+from flowrl.distributed.worker_logs import relay_warnings
+from flowrl.errors import DataError, EngineError, NodeError, SyncError
+from flowrl.records import Receipt
+from flowrl.run.place import ProcessSpec, lay_out
+from flowrl.run.placement import processes_of, refuse_unplaceable, slots_of, uid_field
+from flowrl.run.runner import Done, Lengths, Task, pairs
+from flowrl.run.steps import Steps
+from flowrl.run.timeline import Span, Timeline
+from flowrl.run.weights import TrainedWeights
+from flowrl.sync.group import Interrupted
+
+
+@contextlib.contextmanager
+def open_ray(graph: Graph, place: RayPlace, seed: int) -> Iterator[Steps]:
+    """The steps of a graph on Ray, with all engines loaded; its processes end with the block, whatever happens in it.
+
+    Raises:
+        BindError, GraphError: the graph does not fit the place, the cluster is too small, or none answers; before
+            any model loads.
+    """
+    plan, processes = Plan(graph), lay_out(graph, place)
+    refuse_unplaceable(plan, processes)
+    with connected(place), tempfile.TemporaryDirectory(prefix="flowrl-") as folder:
+        hosts = Hosts(processes, graph.bindings, place, seed)
+        try:
+            hosts.start(processes)
+            runner = RayRunner(hosts)
+            spare = Path(folder) if place.restart == "role" else None
+            yield Steps(plan, runner, seed, TrainedWeights(plan, runner, seed, spare))
+        finally:
+            hosts.close()
+
+
+@dataclass
+class Traffic:
+    """Bytes of columns as they travel: what the driver put in, what it fetched, and what hosts fetched."""
+
+    input: int = 0
+    driver: int = 0
+    hosts: int = 0
+
+
+@dataclass
+class Running:
+    """An instance that runs now.
+
+    Args:
+        task: which.
+        hosts: where, by the reference of the answer; None is the general host. Those of a sync may be the trainer's
+            too, while it sends its weights.
+        rows: of each rank; None is all.
+        since: when it was launched, by `time.monotonic`.
+        delivery: of the weights that it carries.
+        reports: the answers so far.
+    """
+
+    task: Task
+    hosts: dict[Any, ProcessSpec | None]
+    rows: dict[Any, Array | None]
+    since: float
+    delivery: Delivery | None
+    reports: dict[Any, Report | Sent] = field(default_factory=dict)
+
+    @property
+    def all(self) -> list[Report]:
+        """The reports in order of rank; complete only when the instance is."""
+        return [report for ref in self.hosts if isinstance(report := self.reports[ref], Report)]
+
+
+class RayRunner:
+    """Runs instances on the hosts of a job; a `flowrl.run.runner.Runner`.
+
+    Args:
+        hosts: the processes of the job.
+    """
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
+        self.traffic = Traffic()
+        self._running: dict[Any, Running] = {}
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of whoever steps now."""
+        return self.hosts.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline) -> None:
+        self.hosts.timeline = timeline
+
+    @property
+    def engines(self) -> Mapping[str, Any]:
+        """None of them is in this process."""
+        return {}
+
+    def slots(self, node: Node) -> frozenset[int]:
+        """The slots of all roles of a node; those without one run beside everything."""
+        return slots_of(node, self.hosts.processes)
+
+    def put(self, node: Node, columns: Mapping[str, Any]) -> Mapping[str, list[Piece]]:
+        """Put columns into the object store, each as one piece."""
+        sizes: dict[str, int] = {}
+        for name, column in columns.items():
+            sizes |= dict(zip(column_type(node, name).axes, column.shape, strict=True))
+        held: dict[str, list[Piece]] = {}
+        for name, column in columns.items():
+            packed = pack(column)
+            held[name] = [Piece(np.arange(len(column)), ray.put(packed), *widths(sizes), packed.nbytes)]
+            self.traffic.input += packed.nbytes
+        return held
+
+    def launch(self, task: Task) -> None:
+        """Start an instance on all its hosts, after whoever is in their way has been put to sleep.
+
+        Raises:
+            NodeError: a process died, or could not make room.
+        """
+        hosts: list[ProcessSpec | None] = [*processes_of(task.node, self.hosts.processes)] or [None]
+        delivery = self._delivery(task)
+        sources = delivery.prepare() if delivery else {}
+        beside = delivery.stay_awake if delivery else []
+        self.hosts.take_turns([host for host in hosts if host is not None], str(task), beside)
+        running = Running(task, {}, {}, time.monotonic(), delivery)
+        for host, rows in zip(hosts, self._shares(task, len(hosts)), strict=True):
+            actor = self.hosts.general if host is None else self.hosts.actors[host]
+            order = HostTask(task.node.operator, task.step, task.seed, task.state, task.inputs, rows, sources)
+            ref = actor.run.remote(order)
+            running.hosts[ref], running.rows[ref] = host, rows
+        if delivery:
+            running.hosts |= delivery.start()
+        self._running |= dict.fromkeys(running.hosts, running)
+
+    def wait(self) -> Sequence[Done]:
+        """The instances of which all hosts have answered next.
+
+        Raises:
+            HostDiedError, NodeError: naming node, role, rank and step; no host waits for another afterwards.
+        """
+        try:
+            while not (complete := self._answered()):
+                pass
+            return [self._done(running) for running in complete]
+        except BaseException:
+            for running in self._running.values():
+                if running.delivery:
+                    running.delivery.close()  # so that no host waits for one that will not come
+            self._running = {}
+            raise
+
+    def fetch(self, node: Node, output: str, held: list[Piece]) -> Any:
+        """A column in the driver; counted as its traffic."""
+        return self._fetch(held, column_type(node, output), f"{node.name}, whose outputs are fetched,")
+
+    def _delivery(self, task: Task) -> Delivery | None:
+        """Of the weights that an instance carries, if it is a sync."""
+        if not task.node.is_sync:
+            return None
+        return Delivery(self.hosts, task.node.reads[0], task.node.writes[0], str(task))
+
+    def _shares(self, task: Task, ranks: int) -> list[Array | None]:
+        """The rows of each rank, in ascending order; None where all run on all."""
+        operator = task.node.operator
+        columns = [place for place, wanted in operator.signature.fields.items() if isinstance(wanted, ColumnType)]
+        columns = [place for place in columns if place in task.inputs]
+        # Rows that a node makes anew are in its own order, which parts of them would not be.
+        granularity = "batch" if operator.changes_rows else operator.granularity
+        if ranks == 1 or granularity == "batch" or not columns:
+            return [None] * ranks
+        groups = None
+        if granularity == "group" and (uid := uid_field(task.node)) is not None:
+            wanted = operator.signature.fields[uid]
+            assert isinstance(wanted, ColumnType)
+            groups = list(self._fetch(task.inputs[uid], wanted, str(task)))  # the one column that the driver looks at
+        rows = sum(len(piece.rows) for piece in task.inputs[columns[0]])
+        tokens = task.lengths.tokens if task.lengths is not None else None
+        return [*shard(granularity, rows, ranks, tokens, groups)]
+
+    def _answered(self) -> list[Running]:
+        """Wait for an answer, and return the instances that are complete by it."""
+        place = self.hosts.place
+        first = min(self._running.values(), key=lambda running: running.since)
+        left = first.since + place.deadline - time.monotonic()
+        answered, _ = ray.wait(list(self._running), num_returns=1, timeout=max(0.0, left))
+        if not answered:
+            host = next(host for ref, host in first.hosts.items() if ref not in first.reports)
+            raise stuck(host, str(first.task), place, place.deadline)
+        complete = []
+        for ref in answered:
+            running = self._running.pop(ref)
+            host = running.hosts[ref]
+            report: Report | Sent | Failure = answer(ref, host, str(running.task), place)
+            if isinstance(report, Failure):
+                raise self._blame(*self._cause(report, running, host), str(running.task), running.hosts.values())
+            running.reports[ref] = report
+            self._enter(running, report, host, running.rows.get(ref))
+            if len(running.reports) == len(running.hosts):
+                complete.append(running)
+        return complete
+
+    def _enter(self, running: Running, report: Report | Sent, host: ProcessSpec | None, rows: Array | None) -> None:
+        """What one host did, in the timeline."""
+        name, place, task = running.task.node.name, named(host), running.task
+        if isinstance(report, Sent):
+            self.timeline.add(f"send by {name}", place, report.started, report.ended, report.nbytes, "transfer")
+            return
+        lengths = report.lengths or (task.lengths and task.lengths.of(rows))
+        count, tokens = (0, 0) if lengths is None else (len(lengths.tokens), int(lengths.tokens.sum()))
+        span = Span(name, place, report.started, report.ended, report.received, "node", task.step, count, tokens)
+        self.timeline.spans.append(replace(span, lengths=pairs(report.lengths)))
+        self.timeline.add("fetch", place, report.started, report.fetched, kind="transfer")
+        self.traffic.hosts += report.received
+
+    def _done(self, running: Running) -> Done:
+        """What all ranks of an instance left."""
+        task, reports = running.task, running.all
+        operator = task.node.operator
+        if task.node.is_sync:
+            self.hosts.forgetful.difference_update(running.hosts.values())
+        if running.delivery:
+            running.delivery.finish()
+        refuse_unequal(reports, task.node)
+        relay_warnings(said for report in reports for said in report.said)
+        whole = operator.granularity == "batch" or operator.changes_rows
+        parts = reports[:1] if whole else reports
+        columns = {name: [report.columns[name] for report in parts] for name in reports[0].columns}
+        return Done(
+            task,
+            {**columns, **reports[0].values},
+            of_ranks([report.metrics for report in reports], whole),
+            reports[0].state,
+            _joined(parts),
+            max(report.ended for report in reports) - min(report.started for report in reports),
+        )
+
+    def _fetch(self, pieces: list[Piece], wanted: ColumnType, what: str) -> Any:
+        self.traffic.driver += sum(piece.nbytes for piece in pieces)
+        try:
+            return join_pieces(pieces, wanted)
+        except ObjectLostError as error:
+            failure = Failure.of(error, f"{what}: the column {wanted.name} is lost: {error}")
+            raise self._blame(failure, None, what, []) from error
+
+    # ---- faults
+
+    def _cause(
+        self, failure: Failure, running: Running, host: ProcessSpec | None
+    ) -> tuple[Failure, ProcessSpec | None]:
+        """Where one side of a transfer says no more than that the other is gone: what that one says.
+
+        Raises:
+            HostDiedError, NodeError: it died, or is silent.
+        """
+        if not _interrupted(failure):
+            return failure, host
+        what, place = str(running.task), self.hosts.place
+        for ref, other in running.hosts.items():
+            if ref in running.reports or other == host:
+                continue
+            left = running.since + place.deadline - time.monotonic()
+            if not ray.wait([ref], timeout=max(0.0, min(GRACE_SECONDS, left)))[0]:
+                raise stuck(other, what, place, time.monotonic() - running.since)
+            report: Report | Sent | Failure = answer(ref, other, what, place)
+            if isinstance(report, Failure) and not _interrupted(report):
+                return report, other
+        return failure, host
+
+    def _blame(
+        self, failure: Failure, host: ProcessSpec | None, what: str, peers: Iterable[ProcessSpec | None]
+    ) -> Exception:
+        """What raised may have done so since another process died: a peer, or one that wrote what it reads."""
+        suspects = [None, *self.hosts.actors] if failure.lost else [peer for peer in peers if peer != host]
+        error: Exception = failure.error()
+        if dead := self.hosts.dead(suspects):
+            first, _, _ = failure.message.partition("\n")
+            raise died(dead[0], what, self.hosts.place, first) from error
+        return error
+
+    def mends(self, error: NodeError) -> bool:
+        """A process that died is started anew; an engine that ended itself starts anew with its next sync."""
+        return isinstance(error, HostDiedError) or any(isinstance(one, EngineError) for one in chain(error))
+
+    def mend(self, error: NodeError) -> None:
+        """Start the processes of the lost role anew."""
+        if isinstance(error, HostDiedError):
+            self.hosts.rebuild(error.host)
+
+    # ---- engines
+
+    @property
+    def needs_sync(self) -> bool:
+        """Whether an engine has lost its weights in its sleep."""
+        return bool(self.hosts.forgetful)
+
+    def version(self, role: str) -> int:
+        """The version of a trained role's weights."""
+        return int(self.hosts.ask(self.hosts.ranks(role), f"the version of {role}", "version", role)[0])
+
+    def tokenizer(self, role: str) -> ChatTokenizer:
+        """The tokenizer of a role that generates, loaded in the driver."""
+        return ChatTokenizer(self.hosts.ask(self.hosts.ranks(role), "tokenizer", "tokenizer_folder", role)[0])
+
+    def save(self, role: str, folder: Path) -> None:
+        """Write what a trained role needs to go on, each rank its part.
+
+        Raises:
+            DataError: a rank is on a machine that does not share the folder.
+        """
+        self._refuse_elsewhere(role, folder.parent)
+        self.hosts.ask_role(role, f"saving {role}", "save_checkpoint", role, str(folder.absolute()))
+
+    def load(self, role: str, folder: Path) -> None:
+        """Take a trained role back to what `save` wrote."""
+        self.hosts.ask_role(role, f"loading {role}", "load_checkpoint", role, str(folder.absolute()))
+
+    def save_pretrained(self, role: str, folder: Path) -> None:
+        """Write a role's weights as a Hugging Face folder."""
+        self.hosts.ask_role(role, f"writing {role}", "save_pretrained", role, str(folder.absolute()))
+
+    def _refuse_elsewhere(self, role: str, folder: Path) -> None:
+        """Refuse a folder that the processes of a role would not share with the driver."""
+        ranks = self.hosts.ranks(role)
+        with tempfile.NamedTemporaryFile(dir=folder.absolute()) as probe:
+            seen = self.hosts.ask(ranks, f"saving {role}", "sees", probe.name)
+        if not all(seen):
+            raise DataError(
+                f"{named(ranks[seen.index(False)])} is on a machine that does not share {folder.absolute()} with this "
+                f"one, so a checkpoint there would lack its part; give the run a folder that all machines of the "
+                f"cluster share by the same path: Training(folder=...)."
+            )
+
+
+def column_type(node: Node, output: str) -> ColumnType:
+    """The type of a column that a node writes."""
+    wanted = node.operator.signature.outputs[output]
+    assert isinstance(wanted, ColumnType)
+    return wanted
+
+
+def _joined(reports: Sequence[Report]) -> Lengths | None:
+    """How long the rows are that several ranks wrote, in the order of the rows."""
+    found = [report for report in reports if report.lengths is not None]
+    if not found:
+        return None
+    rows = np.concatenate([next(iter(report.columns.values())).rows for report in found])
+    order = np.argsort(rows)
+    tokens = np.concatenate([report.lengths.tokens for report in found if report.lengths])
+    responses = [report.lengths.response for report in found if report.lengths]
+    whole = [response for response in responses if response is not None]
+    return Lengths(tokens[order], np.concatenate(whole)[order] if len(whole) == len(found) else None)
+
+
+def _interrupted(failure: Failure) -> bool:
+    """Whether it comes of another side that is gone."""
+    return any(isinstance(cause, Interrupted) for cause in failure.causes)
+
+
+def refuse_unequal(reports: Sequence[Report], node: Node) -> None:
+    """Refuse receipts of which the ranks of one engine got different ones.
+
+    Raises:
+        SyncError: they differ in version or digest.
+    """
+    receipts = [value for report in reports for value in report.values.values() if isinstance(value, Receipt)]
+    if len({(receipt.version, receipt.digest) for receipt in receipts}) > 1:
+        raise SyncError(f"{node.name}: the ranks of the engine received different weights: {receipts}; sync again.")

@@ -1,0 +1,116 @@
+"""`Schedule`: a run as one DAG. A run is the graph once for each step; an *instance* is a node in one of these steps.
+
+What an instance waits for is a pure function of the plan and the lag:
+
+- data and state edges, within the step (`Plan.network`);
+- between steps, whoever reads a role's weights comes after those who wrote them in the step before, and whoever writes
+  them comes after those who still read what was written before; a node with state comes after itself; batches are drawn
+  in order;
+- what generates at step s comes after the sync of step s - 1 - lag, and that is the newest it may see: the sync of
+  step s waits for what generates at step s + lag. So the version that samples a row does not depend on the clock.
+- At most lag + 1 steps are in flight: a batch is drawn when the step lag + 1 before it is done.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+import networkx as nx
+
+from flowrl.core.plan import Plan
+
+
+class Instance(NamedTuple):
+    """A node in one step."""
+
+    step: int
+    node: str
+
+    def __str__(self) -> str:
+        return f"{self.node} in step {self.step}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every instance of a run waits for.
+
+    Args:
+        plan: the graph with its state edges.
+        lag: how many versions generation may run ahead; 0 is on-policy.
+    """
+
+    plan: Plan
+    lag: int = 0
+
+    @property
+    def flight(self) -> int:
+        """How many steps may be in flight."""
+        return self.lag + 1
+
+    @cached_property
+    def waits(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
+        """By node, what it waits for: ``(other, k)`` is the other node, k steps before (-1: one step later)."""
+        found: dict[str, dict[tuple[str, int], None]] = {name: {} for name in self.plan.graph.nodes}
+        for node, other, offset in (*self._within(), *self._drawn(), *self._with_state(), *self._with_weights()):
+            found[node][other, offset] = None
+        return {node: tuple(waits) for node, waits in found.items()}
+
+    @cached_property
+    def frees(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
+        """By node, who waits for it: ``(other, k)`` is the other node, k steps later."""
+        frees: dict[str, list[tuple[str, int]]] = {name: [] for name in self.plan.graph.nodes}
+        for node, waits in self.waits.items():
+            for other, offset in waits:
+                frees[other].append((node, offset))
+        return {node: tuple(found) for node, found in frees.items()}
+
+    def before(self, instance: Instance, steps: range) -> list[Instance]:
+        """The instances that `instance` waits for, in a run of these steps."""
+        found = [Instance(instance.step - offset, other) for other, offset in self.waits[instance.node]]
+        return [one for one in found if one.step in steps]
+
+    def network(self, steps: range) -> nx.DiGraph[Instance]:
+        """All instances of a run of these steps, with what each waits for."""
+        network: nx.DiGraph[Instance] = nx.DiGraph()
+        for step, node in product(steps, self.plan.graph.nodes):
+            network.add_node(Instance(step, node))
+            network.add_edges_from((other, Instance(step, node)) for other in self.before(Instance(step, node), steps))
+        return network
+
+    # ---- rules: (node, whom it waits for, how many steps before)
+
+    def _within(self) -> Iterator[tuple[str, str, int]]:
+        for before, after in self.plan.network.edges:
+            yield after, before, 0
+
+    def _drawn(self) -> Iterator[tuple[str, str, int]]:
+        for source, node in product(self.plan.graph.inputs, self.plan.graph.nodes):
+            yield source, node, self.flight
+        for source in self.plan.graph.inputs:
+            yield source, source, 1
+
+    def _with_state(self) -> Iterator[tuple[str, str, int]]:
+        for node in self.plan.order:
+            if node.operator.states:
+                yield node.name, node.name, 1
+
+    def _with_weights(self) -> Iterator[tuple[str, str, int]]:
+        ahead = set(self.plan.graph.generators)
+        for role, uses in self.plan.graph.roles().items():
+            by_mode = defaultdict(list)
+            for use in uses:
+                by_mode[use.mode].append(use.node)
+            lag = self.lag if role in ahead else 0
+            for writer, reader in product(by_mode["writes"], by_mode["reads"]):
+                if reader in self.plan.downstream(writer):  # it reads what was just written
+                    yield writer, reader, 1
+                else:
+                    yield reader, writer, 1 + lag
+                    yield writer, reader, -lag
+            for one, other in product(by_mode["writes"], repeat=2):
+                yield one, other, 1

@@ -1,0 +1,139 @@
+"""`Steps`: runs the steps of a plan: draws batches, flies them (`Flight`), and goes back where something is lost.
+
+Where things run is the runner's alone: in this process, on Ray, or on a virtual clock.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowrl.core.plan import Plan
+from flowrl.data.dataproto import DataProto
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.run.flight import Flight, StepResult
+from flowrl.run.runner import Runner
+from flowrl.run.schedule import Schedule
+from flowrl.run.timeline import Timeline
+from flowrl.run.weights import TrainedWeights
+
+Draw = Callable[[int], DataProto]
+OnNode = Callable[[str], None]
+
+
+class Steps:
+    """Runs the steps of a plan.
+
+    Args:
+        plan: what to run.
+        runner: where.
+        seed: root of the keys.
+        weights: of the job, which forks share; when something is lost, all trained roles go back to what they were
+            after the last step, and what was in flight is repeated with the same batches and keys. So no row is lost,
+            and none is trained on twice.
+    """
+
+    def __init__(self, plan: Plan, runner: Runner, seed: int, weights: TrainedWeights) -> None:
+        self.plan, self.runner, self.seed = plan, runner, seed
+        self.timeline = Timeline()
+        self.state: dict[str, Any] = {}
+        self._weights = weights
+
+    def fork(self, plan: Plan, seed: int) -> Steps:
+        """Another plan on the same engines, with keys and state cells of its own."""
+        return Steps(plan, self.runner, seed, self._weights)
+
+    def step(
+        self, batch: DataProto, step: int, *, keep: Sequence[str] = (), on_node: OnNode = lambda name: None
+    ) -> StepResult:
+        """Run every node once.
+
+        Args:
+            batch: columns of the graph's inputs.
+            step: the step's number, from which keys are derived.
+            keep: nodes whose outputs the result holds, besides the sinks.
+            on_node: called with the name of each node as it starts; again, where a step is repeated.
+
+        Raises:
+            NodeError: a node raised, or a process died; names node and step, with the error as its cause.
+            GraphError: `batch` lacks a column of an input, or `keep` names a node that is not there.
+        """
+        [result] = self.run(lambda step: batch, range(step, step + 1), keep=keep, on_node=on_node)
+        return result
+
+    def run(
+        self, draw: Draw, steps: range, *, lag: int = 0, keep: Sequence[str] = (), on_node: OnNode = lambda name: None
+    ) -> Iterator[StepResult]:
+        """Run these steps, and give the result of each, in order.
+
+        Nothing starts while the caller holds a result, so with ``lag=0`` the engines stand still between two steps.
+
+        Args:
+            draw: gives the batch of a step, called once for each, in order.
+            steps: their numbers.
+            lag: see `Schedule`.
+            keep, on_node: see `step`.
+
+        Raises:
+            NodeError, GraphError: see `step`.
+        """
+        for name in keep:
+            self.plan.graph[name]
+        wanted = {*keep, *self.plan.graph.sinks}
+        flight = Flight(Schedule(self.plan, lag), self.runner, self.seed, steps, self.state, wanted, on_node)
+        for step in steps:
+            self.runner.timeline = self.timeline
+            for ahead in steps[steps.index(step) :][: lag + 1]:
+                if ahead not in flight:
+                    flight.open(ahead, draw(ahead))
+            result = self._weights.protect(functools.partial(self._finish, flight, step), flight.restart)
+            flight.close(step)
+            self.state = flight.state
+            yield result
+
+    def _finish(self, flight: Flight, step: int) -> StepResult:
+        if self.runner.needs_sync:
+            self._weights.sync()
+        result = flight.finish(step)
+        if self.plan.graph.trained:
+            self._weights.keep()
+        return result
+
+    # ---- between steps
+
+    def sync(self) -> None:
+        """Carry the trainers' weights to the engines that generate: before the first step, and after a restore.
+
+        Raises:
+            NodeError: they did not arrive; with a `SyncError` as its cause.
+        """
+        self.runner.timeline = self.timeline
+        self._weights.sync()
+        self._weights.keep()
+
+    def save(self, folder: Path) -> None:
+        """Write the state of every trained role into a folder of its own.
+
+        Raises:
+            DataError: machines that would write there do not share the folder.
+        """
+        self._weights.protect(lambda: self._weights.save(folder))
+
+    def load(self, folder: Path) -> None:
+        """Take every trained role back to what `save` wrote, and sync.
+
+        Raises:
+            DataError: a role's folder is of another model or optimiser, or damaged.
+        """
+        self._weights.load(folder)
+        self._weights.keep()
+
+    def save_pretrained(self, role: str, folder: Path) -> None:
+        """Write the weights of a role as a Hugging Face folder."""
+        self._weights.protect(lambda: self.runner.save_pretrained(role, folder))
+
+    def tokenizer(self) -> ChatTokenizer:
+        """The tokenizer of the engine that generates."""
+        return self.runner.tokenizer(self.plan.graph.generators[0])

@@ -1,0 +1,94 @@
+"""Weights in buckets: some tensors at a time, so that nobody has to hold a second copy of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from flowrl.sync.digest import tensor_digest
+
+BUCKET_BYTES = 256 << 20
+"""The bytes of a bucket, at most, unless said otherwise (a larger tensor is a bucket of its own)."""
+
+_ALIGNED = 16  # bytes: packed tensors start at multiples of it, so that their memory can be seen as any dtype
+
+Entry = tuple[str, str, list[int], str]
+"""What is said of a packed tensor: name, dtype, shape, digest."""
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.nbytes
+
+
+def in_buckets(
+    weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, size: Callable[[Tensor], int] = _nbytes
+) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Weights in order, in buckets of at most `bucket_bytes`; a larger tensor is a bucket of its own.
+
+    A bucket is read as its tensors come, and to its end before the next; one tensor is read ahead.
+
+    Args:
+        weights: names and tensors.
+        bucket_bytes: of a bucket.
+        size: the bytes that a tensor takes in a bucket.
+    """
+    coming = iter(weights)
+    ahead = next(coming, None)
+
+    def bucket() -> Iterator[tuple[str, Tensor]]:
+        nonlocal ahead
+        room = bucket_bytes
+        first = True
+        while ahead is not None and (first or size(ahead[1]) <= room):
+            room -= size(ahead[1])
+            first = False
+            yield ahead
+            ahead = next(coming, None)
+
+    while ahead is not None:
+        yield bucket()
+
+
+def packed(
+    weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, device: torch.device
+) -> Iterator[tuple[list[Entry], int, Tensor]]:
+    """Weights side by side in buckets, all in the same memory, so that each is good for one turn of the loop.
+
+    Returns:
+        for each bucket what is in it, the bytes of its tensors, and uint8 ``[size]`` on the device.
+    """
+    memory = torch.empty(0, dtype=torch.uint8)
+    for bucket in in_buckets(weights, bucket_bytes, _room):
+        entries: list[Entry] = []
+        used = nbytes = 0
+        for name, tensor in bucket:
+            if used + _room(tensor) > len(memory):  # at the first tensor of a bucket, or never
+                memory = torch.empty(0, dtype=torch.uint8)  # before there are two
+                memory = torch.empty(max(bucket_bytes, _room(tensor)), dtype=torch.uint8, device=device)
+            place = _view(memory, used, tensor.dtype, tensor.shape)
+            place.copy_(tensor.detach())
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            entries.append((name, dtype, list(tensor.shape), tensor_digest(name, place)))
+            used, nbytes = used + _room(tensor), nbytes + tensor.nbytes
+            del place
+        yield entries, nbytes, memory[:used]
+
+
+def unpacked(entries: Iterable[Entry], memory: Tensor) -> Iterator[tuple[str, Tensor, str]]:
+    """The tensors of a packed bucket: names, copies, and the digests that they were packed with."""
+    used = 0
+    for name, dtype, shape, digest in entries:
+        place = _view(memory, used, getattr(torch, dtype), torch.Size(shape))
+        yield name, place.clone(), digest
+        used += _room(place)
+
+
+def _room(tensor: Tensor) -> int:
+    return (tensor.nbytes // _ALIGNED + 1) * _ALIGNED
+
+
+def _view(memory: Tensor, start: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    size = shape.numel() * dtype.itemsize
+    return memory[start : start + size].view(dtype).view(shape)

@@ -1,0 +1,124 @@
+"""`TransferGroup`: one process that sends and some that receive, in a gloo group of their own."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flowrl.errors import SyncError
+
+c10d: Any = dist  # whose annotations hide the stores and groups that it documents
+_CONNECTED = timedelta(seconds=30)
+
+
+class Interrupted(SyncError):
+    """The other side of a transfer is gone, or silent; it may know why."""
+
+
+class TransferGroup:
+    """One rank of a gloo group, apart from whatever other groups its process has.
+
+    Args:
+        store: where the ranks meet; see `connect`.
+        name: of the group, which is not the only one to meet there.
+        rank: of this process in the group; rank 0 sends.
+        size: how many ranks there are.
+        host: of the store, so an address that all ranks can reach.
+        timeout: seconds that a rank waits for the others.
+
+    Raises:
+        Interrupted: the others do not come. Every method raises it too, when they are gone or silent.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int, size: int, host: str, timeout: float) -> None:
+        self._timeout = timeout
+        options = c10d.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout)
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_address_towards(host))]
+        with interrupting(timeout):
+            self._group = c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send a CPU tensor from rank 0; the others receive into theirs."""
+        with interrupting(self._timeout):
+            self._group.broadcast([tensor], from_rank_0()).wait()
+
+    def meet(self) -> None:
+        """Wait for all others."""
+        with interrupting(self._timeout):
+            self._group.barrier().wait()
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Rank 0 sends a message to all others."""
+        self.tell_bytes(json.dumps(message).encode())
+
+    def hear(self) -> Any:
+        """The others receive the message of rank 0."""
+        return json.loads(self.hear_bytes())
+
+    def tell_bytes(self, raw: bytes) -> None:
+        """Rank 0 sends bytes, at least one."""
+        self.broadcast(torch.tensor([len(raw)]))
+        self.broadcast(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+
+    def hear_bytes(self) -> bytes:
+        """The others receive the bytes of rank 0."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self.broadcast(size)
+        raw = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast(raw)
+        return raw.numpy().tobytes()
+
+    def leave(self) -> None:
+        """Close all connections, so that the others no longer wait. gloo does so once nobody holds the group, and
+        therefore nothing else here does, not even the traceback of an error."""
+        self._group = None
+
+
+def connect(host: str, port: int, timeout: float) -> Any:
+    """A client of the TCPStore at an address, which must be there already: if it is not, the transfer is over.
+
+    Raises:
+        Interrupted: nobody answers.
+    """
+    patience = timedelta(seconds=timeout)
+    with interrupting(timeout):
+        store = c10d.TCPStore(host, port, None, False, timeout=min(patience, _CONNECTED))
+        store.set_timeout(patience)
+    return store
+
+
+def from_rank_0() -> Any:
+    """The options of a broadcast from rank 0."""
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    return options
+
+
+@contextmanager
+def interrupting(timeout: float) -> Iterator[None]:
+    """Turn the errors of c10d, which say nothing of transfers, into `Interrupted`."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0].partition(". ")[0]
+        raise Interrupted(
+            f"the other side of the transfer is gone, or silent for {timeout:g} s ({said}); look for what happened "
+            f"there, and sync again."
+        ) from error
+
+
+def _address_towards(host: str) -> str:
+    """The address of this machine for others that can reach `host`."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as way:
+        way.connect(address)  # sends nothing
+        return str(way.getsockname()[0])

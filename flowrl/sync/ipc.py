@@ -1,0 +1,37 @@
+"""Tensors that another process of this machine opens where they are, by a handle: CUDA IPC in place of bytes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Mapping
+from multiprocessing.reduction import ForkingPickler
+
+import torch
+import torch.multiprocessing  # which teaches ForkingPickler to make handles of tensors
+from torch import Tensor
+
+
+def can_share(tensors: Collection[Tensor]) -> bool:
+    """Whether these go by handles: all are on GPUs. What is in CPU memory travels faster as bytes."""
+    return all(tensor.is_cuda for tensor in tensors)
+
+
+def export_handles(tensors: Mapping[str, Tensor]) -> bytes:
+    """Handles of `tensors`, whose memory must live until the other process is done with it.
+
+    For CPU memory both processes must share tensors by files (`torch.multiprocessing.set_sharing_strategy`).
+    """
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.current_stream().synchronize()  # so that the memory is written when the handle is there
+    return bytes(ForkingPickler.dumps(dict(tensors)))
+
+
+def open_handles(handles: bytes) -> dict[str, Tensor]:
+    """The tensors behind the handles of another process, in its memory; it must be trusted, since this is pickle."""
+    tensors: dict[str, Tensor] = pickle.loads(handles)
+    return tensors
+
+
+def shared_device() -> torch.device:
+    """Where processes that pass each other handles have their memory."""
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,196 @@
+"""`ReceivedWeights`: what stands in for a trainer where its weights arrive, whichever way they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import SyncError
+from flowrl.records import Receipt, Sequences
+from flowrl.sync.digest import combine, tensor_digest
+from flowrl.sync.probe import probe
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is known of weights before any of them arrives.
+
+    Args:
+        role: the trainer's.
+        version: of the weights.
+        adapter_of: see `flowrl.core.protocols.Adapted`; None where whole weights come.
+        scores: the trainer's log-probs of `flowrl.sync.probe.TOKENS`, after the first; None where nobody probes.
+    """
+
+    role: str
+    version: int
+    adapter_of: str | None = None
+    scores: tuple[float, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"the weights of {self.role} at version {self.version}"
+
+    def damaged(self, what: str) -> SyncError:
+        """An error to raise where something is wrong with them."""
+        return SyncError(f"{self} are damaged: {what}; sync again.")
+
+
+class Weight(NamedTuple):
+    """One tensor of a set of weights.
+
+    Args:
+        name: its Hugging Face name.
+        tensor: as it came.
+        digest: its `tensor_digest` when it left the trainer.
+    """
+
+    name: str
+    tensor: Tensor
+    digest: str
+
+
+class Shipment(Protocol):
+    """Weights that can be taken as they come in, once."""
+
+    @property
+    def transport(self) -> str:
+        """The way by which they come, as the receipt names it."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """The digest of all of them as they were sent, which the receipt must carry."""
+        ...
+
+    def weights(self) -> Iterator[Weight]:
+        """The weights, in memory that is the receiver's to keep; nothing is hashed here.
+
+        Raises:
+            SyncError: a tensor was not sent, came twice, or has not arrived; or it is of another version.
+        """
+        ...
+
+
+class ReceivedWeights:
+    """Weights of one version: `flowrl.core.protocols.Rollout.sync` takes them in place of a trainer.
+
+    Args:
+        origin: whose they are.
+        shipment: the weights themselves.
+    """
+
+    def __init__(self, origin: Origin, shipment: Shipment) -> None:
+        self._origin, self._shipment = origin, shipment
+
+    @property
+    def version(self) -> int:
+        """The version of the weights."""
+        return self._origin.version
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors, each of which is checked as it comes; see `checked`."""
+        return ((name, tensor) for name, tensor, _ in self.checked())
+
+    def checked(self) -> Iterator[Weight]:
+        """The weights, each hashed as it comes.
+
+        Raises:
+            SyncError: a tensor is not what was sent; or as of `Shipment.weights`.
+        """
+        for weight in self.unchecked():
+            if tensor_digest(weight.name, weight.tensor) != weight.digest:
+                raise self._origin.damaged(f"{weight.name} is not what was sent")
+            yield weight
+
+    def unchecked(self) -> Iterator[Weight]:
+        """The weights as they come, for an engine that hashes each where it ends, and compares digests there; see
+        `Shipment.weights`."""
+        return self._shipment.weights()
+
+    def log_probs(self, batch: Sequences) -> Tensor:
+        """The trainer's log-probs of `flowrl.sync.probe.probe`, which it took before it sent its weights.
+
+        Raises:
+            SyncError: it took none, or `batch` is another one.
+        """
+        if self._origin.scores is None or not torch.equal(batch.input_ids, probe().input_ids):
+            raise SyncError(
+                f"{self._origin} come from another process, without {self._origin.role} to score tokens; expected to "
+                f"be asked for flowrl.sync.probe.probe() alone, by an engine whose backend says that it probes."
+            )
+        return torch.tensor([self._origin.scores])
+
+    def check(self, receipt: Receipt) -> Receipt:
+        """The receipt of an engine that took these weights over, with the transport by which they came.
+
+        Raises:
+            SyncError: it is for other weights.
+        """
+        if (receipt.version, receipt.digest) != (self.version, self._shipment.digest):
+            raise SyncError(
+                f"{self._origin} have the digest {self._shipment.digest}, and the receipt is for version "
+                f"{receipt.version} with {receipt.digest}; expected the same on both sides: the engine must digest "
+                f"what it received, and sync again."
+            )
+        return receipt._replace(transport=self._shipment.transport)
+
+
+class ReceivedAdapter(ReceivedWeights):
+    """The weights of an adapter alone; it is `flowrl.core.protocols.Adapted`."""
+
+    @property
+    def adapter_of(self) -> str:
+        """What the adapter is added to, and how."""
+        assert self._origin.adapter_of is not None
+        return self._origin.adapter_of
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's names and tensors; see `weights`."""
+        return self.weights()
+
+
+def received(origin: Origin, shipment: Shipment) -> ReceivedWeights:
+    """Whole weights, or an adapter, as `origin` says."""
+    return ReceivedWeights(origin, shipment) if origin.adapter_of is None else ReceivedAdapter(origin, shipment)
+
+
+class Manifest:
+    """Which tensors of a shipment have come, to be held against those that were sent.
+
+    Args:
+        origin: whose weights they are.
+    """
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+        self._come: dict[str, str] = {}
+
+    def enter(self, name: str, tensor: Tensor, sent: str | None) -> Weight:
+        """Enter a tensor that was sent with this digest; None says that none of this name was.
+
+        Raises:
+            SyncError: it was not sent, or comes twice.
+        """
+        if sent is None or name in self._come:
+            raise self._origin.damaged(f"{name} was not sent, or twice")
+        self._come[name] = sent
+        return Weight(name, tensor, sent)
+
+    def finish(self, sent: Mapping[str, str]) -> str:
+        """The digest of all weights, once all have come.
+
+        Args:
+            sent: the digest of every tensor that left the trainer.
+
+        Raises:
+            SyncError: some did not come, or others than were sent.
+        """
+        if missing := sorted(sent.keys() - self._come.keys()):
+            raise SyncError(f"{self._origin} are not whole: {', '.join(missing[:5])} did not arrive; sync again.")
+        if wrong := sorted(name for name, digest in self._come.items() if sent.get(name) != digest):
+            raise self._origin.damaged(f"{', '.join(wrong[:5])} came otherwise than the trainer says at the end")
+        return combine(self._come)

@@ -1,0 +1,101 @@
+"""References: functions are named, found again, looked at without being run, and told from other versions of them."""
+
+from __future__ import annotations
+
+import functools
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowrl.core import references as functions
+from flowrl.errors import ParameterError
+from tests.reward_rows import SCORES
+
+
+class Called:
+    def __call__(self, x: float) -> float:
+        return x
+
+
+def test_reference_and_resolve_are_inverse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "user" / "scores.py"
+    file.parent.mkdir()
+    file.write_text(SCORES, encoding="utf-8")
+
+    def scores(name: str) -> str:
+        return f"{file}:{name}"
+
+    for name in ("exact", "Marker.length"):
+        fn = functions.resolve(scores(name))
+        assert fn is functions.resolve(scores(name))
+        assert functions.reference(fn) == scores(name)
+    monkeypatch.chdir(file.parent.parent)  # below the working directory, a path is relative
+    assert functions.reference(fn) == f"{file.parent.name}/scores.py:Marker.length"
+    assert functions.resolve(f"{file.parent.name}/scores.py:Marker.length") is fn
+    assert functions.reference(textwrap.dedent) == "textwrap:dedent"
+    assert functions.resolve("textwrap:dedent") is textwrap.dedent
+    for unnamed in (lambda: 1, functools.partial(textwrap.dedent), Called().__call__):
+        assert functions.reference(unnamed) is None
+    with pytest.raises(ParameterError, match="has a float under that name"):
+        functions.resolve(scores("number"))
+
+
+def test_check_looks_without_running(tmp_path: Path) -> None:
+    file = tmp_path / "loud.py"
+    file.write_text("def f(): pass\nif f:\n    from os import path as g\nraise SystemExit('was run')\n")
+    functions.check(f"{file}:f")
+    functions.check(f"{file}:g")
+    with pytest.raises(ParameterError, match="does not define 'h'; it defines f"):
+        functions.check(f"{file}:h")
+    file.write_text("from os import *\n")
+    functions.check(f"{file}:anything")
+    file.write_text("def f(:\n")
+    with pytest.raises(ParameterError, match=r"loud.py:1 does not compile"):
+        functions.check(f"{file}:f")
+
+
+def test_source_hash_tells_functions_apart(tmp_path: Path) -> None:
+    def bounded(limit: float) -> Callable[[float], float]:
+        def inner(x: float) -> float:
+            return min(x, limit)
+
+        return inner
+
+    def recursive() -> Callable[[int], int]:
+        def count(n: int) -> int:
+            return count(n - 1) if n else 0
+
+        return count
+
+    one, two = (lambda x: x + 1), (lambda x: x + 2)
+    hashes = [
+        functions.source_hash(fn)
+        for fn in (
+            *(
+                one,
+                two,
+                lambda x, y=3: x,
+                lambda x, y=4: x,
+                bounded,
+                bounded(1.0),
+                bounded(2.0),
+                recursive(),
+                len,
+                Called,
+            ),
+            *(Called(), functools.partial(one, 1), functools.partial(one, 2), functools.partial(one, x=1)),
+        )
+    ]
+    assert len({*hashes}) == len(hashes) - 1  # an instance is as its class is
+    assert functions.source_hash(bounded(1.0)) == functions.source_hash(bounded(1.0))
+    assert all(re.fullmatch("[0-9a-f]{32}", h) for h in hashes)
+    file = tmp_path / "versions.py"
+    file.write_text("def f():\n    return 1\n")
+    first = functions.source_hash(functions.resolve(f"{file}:f"))
+    file.write_text("\n\n# moved\ndef f():\n    return 1\n")
+    assert functions.source_hash(functions.resolve(f"{file}:f")) == first
+    file.write_text("def f():\n    return 2\n")
+    assert functions.source_hash(functions.resolve(f"{file}:f")) != first

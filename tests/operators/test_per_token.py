@@ -1,0 +1,112 @@
+"""What a mask lets through, and KL estimators against exact KL by enumeration."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flowrl.errors import DataError
+from flowrl.operators.per_token import Estimator, kl_penalty, select
+
+NAN = float("nan")
+ESTIMATORS: list[Estimator] = ["k1", "k2", "k3", "abs"]
+
+
+def by_formula(log_prob: float, ref: float, estimator: str) -> float:
+    d = log_prob - ref
+    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "abs": abs(d)}[estimator]
+
+
+def categoricals(seed: int, size: int = 5, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Logits of a policy (with gradient) and of a reference."""
+    generator = torch.Generator().manual_seed(seed)
+    policy, ref = (scale * torch.randn(size, generator=generator) for _ in range(2))
+    return policy.requires_grad_(), ref
+
+
+class TestMasked:
+    def test_only_what_is_on_the_mask_is_left(self) -> None:
+        x = torch.tensor([[1.0, NAN, 3.0], [NAN, NAN, float("inf")]])
+        mask = torch.tensor([[True, False, True], [False, False, False]])
+        assert select(x, mask).tolist() == [[1, 0, 3], [0, 0, 0]]
+
+    def test_no_gradient_reaches_what_is_off_the_mask(self) -> None:
+        x = torch.tensor([[2.0, NAN]], requires_grad=True)
+        select(x, torch.tensor([[True, False]])).square().sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [[4.0, 0.0]]
+
+    def test_refuses_a_mask_that_is_not_bool(self) -> None:
+        with pytest.raises(DataError, match=r"mask\.bool\(\)"):
+            select(torch.zeros(1, 2), torch.ones(1, 2))
+
+
+class TestEstimators:
+    @pytest.mark.parametrize("estimator", ESTIMATORS)
+    @settings(deadline=None, max_examples=60)
+    @given(st.floats(-15, 0), st.floats(-15, 0))
+    def test_value_and_gradient(self, estimator: Estimator, log_prob: float, ref: float) -> None:
+        x = torch.tensor([log_prob], requires_grad=True)
+        y = torch.tensor([ref])
+        value = kl_penalty(x, y, estimator)
+        value.sum().backward()
+        at, against = x.item(), y.item()  # what float32 made of them
+        assert value.item() == pytest.approx(by_formula(at, against, estimator), rel=1e-4, abs=1e-9)
+        d = at - against
+        slope = {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d), "abs": (d > 0) - (d < 0)}[estimator]
+        assert x.grad is not None and float(x.grad) == pytest.approx(slope, rel=1e-4, abs=1e-6)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_k1_and_k3_are_unbiased(self, seed: int) -> None:
+        policy, ref = (x.detach().double().log_softmax(0) for x in categoricals(seed))
+        exact = sum(math.exp(p) * (p - q) for p, q in zip(policy.tolist(), ref.tolist(), strict=True))
+        for estimator in ("k1", "k3"):
+            mean = (policy.exp() * kl_penalty(policy, ref, estimator)).sum()
+            assert float(mean) == pytest.approx(exact, rel=1e-5)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_gradients_follow_what_the_docs_say(self, seed: int) -> None:
+        """As a loss on own samples, in expectation: k1 nothing, k2 KL(policy || ref), k3 KL(ref || policy)."""
+        policy, ref = categoricals(seed)
+        p, q = policy.detach().softmax(0), ref.softmax(0)
+
+        def gradient(objective: Tensor) -> Tensor:
+            return torch.autograd.grad(objective, policy)[0]
+
+        def of_estimator(estimator: Estimator) -> Tensor:
+            return gradient((p * kl_penalty(policy.log_softmax(0), ref.log_softmax(0), estimator)).sum())
+
+        log_p, log_q = policy.log_softmax(0), ref.log_softmax(0)
+        reverse = gradient((log_p.exp() * (log_p - log_q)).sum())
+        forward = gradient((q * (log_q - policy.log_softmax(0))).sum())
+        torch.testing.assert_close(of_estimator("k1"), torch.zeros(5), atol=1e-6, rtol=0)
+        torch.testing.assert_close(of_estimator("k2"), reverse, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(of_estimator("k3"), forward, atol=1e-6, rtol=1e-5)
+
+    def test_k3_keeps_its_digits_near_zero(self) -> None:
+        # At d = 2**-13 the value is 7.45e-9: exp(-d) - 1 + d in float32 would give 0 or 6e-8.
+        d = 2.0**-13
+        assert float(kl_penalty(torch.tensor([d]), torch.zeros(1), "k3")) == pytest.approx(d * d / 2, rel=1e-3)
+
+    @pytest.mark.parametrize("log_prob", [-1e4, -200.0, -21.0])
+    def test_k3_never_overflows(self, log_prob: float) -> None:
+        x = torch.tensor([log_prob], requires_grad=True)
+        value = kl_penalty(x, torch.zeros(1), "k3")
+        value.sum().backward()
+        assert value.item() == pytest.approx(math.exp(20) - 21, rel=1e-5)
+        assert x.grad is not None and float(x.grad) == 0
+
+    def test_k3_still_pulls_where_verl_clamps(self) -> None:
+        x = torch.tensor([-5.0, -0.01], requires_grad=True)
+        kl_penalty(x, torch.tensor([-0.01, -40.0]), "k3").sum().backward()  # k3 is 141 and 39
+        assert x.grad is not None
+        assert x.grad.tolist() == pytest.approx([1 - math.exp(4.99), 1.0], rel=1e-5)
+
+    def test_bf16_gives_float32_and_shapes_must_agree(self) -> None:
+        assert kl_penalty(torch.zeros(2).bfloat16(), torch.zeros(2).bfloat16(), "k2").dtype == torch.float32
+        with pytest.raises(DataError, match=r"\(2, 3\).*\(2, 1\)"):
+            kl_penalty(torch.zeros(2, 3), torch.zeros(2, 1), "k1")

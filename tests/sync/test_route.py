@@ -1,0 +1,60 @@
+"""Which way weights take, by where trainer and engine are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flowrl.distributed.delivery import Delivery
+from flowrl.run.place import ProcessSpec
+from flowrl.sync.route import Seat, choose
+
+HERE, THERE = "node a", "node b"
+
+
+@pytest.mark.parametrize(
+    ("senders", "receivers", "transport"),
+    [
+        ([Seat(HERE, 1)], [Seat(HERE, 1)], "in process"),
+        ([Seat(HERE, 1), Seat(HERE, 2)], [Seat(HERE, 1), Seat(HERE, 2)], "in process"),
+        ([Seat(HERE, 1)], [Seat(HERE, 2)], "object store"),
+        ([Seat(HERE, 1), Seat(THERE, 2)], [Seat(HERE, 3)], "object store"),  # the first rank sends
+        ([Seat(HERE, 1)], [Seat(THERE, 1)], "gloo"),  # process ids are a node's own
+        ([Seat(HERE, 1)], [Seat(HERE, 2), Seat(THERE, 3)], "gloo"),
+        ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2, ("0",))], "cuda ipc"),
+        ([Seat(HERE, 1, ("0",))], [Seat(THERE, 2, ("0",))], "nccl"),
+        ([Seat(HERE, 1, ("0",)), Seat(HERE, 2, ("1",))], [Seat(HERE, 3, ("2",)), Seat(HERE, 4, ("3",))], "nccl"),
+        ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2, ("0",)), Seat(HERE, 3, ("1",))], "object store"),
+        ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2, ("0",)), Seat(THERE, 3, ("0",))], "gloo"),
+        ([Seat(HERE, 1, ("0",)), Seat(HERE, 2)], [Seat(HERE, 3, ("0",)), Seat(HERE, 4)], "object store"),
+        ([Seat(HERE, 1, ("0",))], [Seat(THERE, 2)], "gloo"),
+        ([Seat(HERE, 1, ("0",))], [Seat(HERE, 2)], "object store"),
+    ],
+)
+def test_the_nearest_way(senders: list[Seat], receivers: list[Seat], transport: str) -> None:
+    assert choose(senders, receivers) == (transport, (0,) * len(receivers))
+
+
+def test_ranks_of_the_trainer_send_to_those_beside_them() -> None:
+    """On GPUs that several ranks of both sides share, here and on another node, in whatever order."""
+    trainer = [Seat(HERE, 1, ("0",)), Seat(HERE, 2, ("1",)), Seat(THERE, 1, ("0",)), Seat(THERE, 2, ("1",))]
+    replicas = [Seat(THERE, 3, ("1",)), Seat(HERE, 3, ("0",)), Seat(THERE, 4, ("0",)), Seat(HERE, 4, ("1",))]
+    assert choose(trainer, replicas) == ("cuda ipc", (3, 0, 2, 1))
+    parallel = [Seat(HERE, 3, ("0", "1")), Seat(THERE, 3, ("0", "1"))]  # each takes them on its first GPU
+    assert choose(trainer, parallel) == ("cuda ipc", (0, 2))
+    assert choose(trainer[:1], parallel) == ("gloo", (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("slots", "nodes", "transport"), [((0, 1, 2), "aab", "gloo"), ((0, 1, 1), "abb", "object store")]
+)
+def test_hosts_that_take_turns_do_not_stream(slots: tuple[int, ...], nodes: str, transport: str) -> None:
+    """Two ranks of a trainer, and an engine that may have to wait until one of them sleeps."""
+    trainer = [ProcessSpec(("actor",), rank, 2, (slots[rank],)) for rank in range(2)]
+    engine = ProcessSpec(("rollout",), 0, 1, (slots[2],))
+    seats = {host: Seat(node, i) for i, (host, node) in enumerate(zip((*trainer, engine), nodes, strict=True))}
+    ranks = {"actor": trainer, "rollout": [engine]}
+    hosts: Any = SimpleNamespace(ranks=ranks.__getitem__, seats=seats, bindings={"rollout": None})
+    assert Delivery(hosts, "actor", "rollout", "sync").transport == transport
