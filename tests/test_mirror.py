@@ -25,7 +25,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
         "flowrl/run/flight.py",
         "flowrl/run/job.py",
         "flowrl/run/runner.py",
-        "flowrl/run/schedule.py",
         "flowrl/run/steps.py",
     ),
     "tests/sync/test_stream.py": ("flowrl/sync/group.py", "flowrl/sync/received.py"),
