@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flowrl.core.operator import Operator
     from flowrl.core.ports import INJECTED
     from flowrl.core.roles import Reads, Role, Writes
-    from flowrl.core.state import State
+    from flowrl.core.session import State
     from flowrl.data.dataproto import DataProto
     from flowrl.data.keys import Key
     from flowrl.data.metrics import Metrics
@@ -72,7 +72,7 @@ _MODULES = {
     "Key": "data.keys",
     "Metrics": "data.metrics",
     "Operator": "core.operator",
-    "State": "core.state",
+    "State": "core.session",
     "INJECTED": "core.ports",
     "DataProto": "data.dataproto",
     "PromptBatch": "records",

@@ -24,7 +24,7 @@ from torch import Tensor
 from flowrl.columns import Advantages, OldLogProbs, ResponseMask, RolloutLogProbs
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
-from flowrl.core.state import State
+from flowrl.core.session import State
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError
 from flowrl.operators.per_token import MAX_EXPONENT, kl_penalty, select

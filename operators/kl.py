@@ -11,7 +11,7 @@ from torch import Tensor
 from flowrl.columns import OldLogProbs, RefLogProbs, ResponseMask, TokenLevelRewards, TokenLevelScores
 from flowrl.core.operator import Operator
 from flowrl.core.ports import INJECTED
-from flowrl.core.state import State
+from flowrl.core.session import State
 from flowrl.data.metrics import Metrics
 from flowrl.errors import ParameterError
 from flowrl.operators.per_token import Estimator, kl_penalty, select, select_rewards

@@ -27,10 +27,9 @@ import numpy as np
 import torch
 
 from flowrl.core import session as sessions
-from flowrl.core.call import Call, Check
 from flowrl.core.ports import Port, PortField, Signature, signature_of, snake_case
 from flowrl.core.roles import RoleUse, role_use
-from flowrl.core.state import Cell, State
+from flowrl.core.session import Call, Cell, Check, State
 from flowrl.core.symbols import Symbol
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError
@@ -146,13 +145,13 @@ class Operator(Spec):
         for place, value in inputs.items():
             Check(place, self.signature.fields[place])(self.name, value, sizes, "wants")
         if session is not None:
-            return Call(self, session.engine).run_in(session, inputs, injected)
+            return Call(self, session.engine).run_in(session, inputs, injected)[0]
         given = dict(injected or {})
         for name, cls in self.signature.injected.items():
             if given.get(name) is None:
                 given[name] = self._by_hand(name, cls)
         cells = {field: Cell(getattr(self, field).value) for field in self.states}
-        result = Call(self, self._no_engine).run(inputs, given, cells)
+        result, _ = Call(self, self._no_engine).run(inputs, given, cells)
         for field, cell in cells.items():
             getattr(self, field).value = cell.value
         return result

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin
 from flowrl import columns
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
-from flowrl.data.record_types import FieldType, hints_of, located, record_columns, record_tuple, value_type
+from flowrl.data.record_types import FieldType, hints_of, located, record_columns, value_type
 from flowrl.errors import DefinitionError
 
 INJECTED: Any = None
@@ -63,14 +63,6 @@ class Port:
     record: type | None = None
     optional: bool = False
 
-    def pack(self, values: Mapping[PortField, Any]) -> Any:
-        """What the operator is called with, given the values of the fields; None where the port has none."""
-        if any(field not in values for field in self.fields):
-            return None
-        if self.record is None:
-            return values[PortField(self.name)]
-        return record_tuple(self.record)(**{field.name: values[field] for field in self.fields})
-
 
 @dataclass(frozen=True)
 class Signature:
@@ -90,12 +82,6 @@ class Signature:
         """The same ports, but the one called `name` takes what `annotation` says."""
         fields, record = _fields(name, annotation, {})
         return replace(self, ports={**self.ports, name: replace(self.ports[name], fields=fields, record=record)})
-
-    def unpack(self, result: Any) -> dict[str, Any]:
-        """What the operator returned, by output name."""
-        if self.output_record is None:
-            return {name: result for name in self.outputs}
-        return {name: getattr(result, name) for name in self.outputs}
 
 
 def _fields(port: str, annotation: Any, localns: Mapping[str, Any]) -> tuple[dict[PortField, FieldType], type | None]:

@@ -1,21 +1,36 @@
-"""A session: what operators have around them while they run on tensors.
+"""How an operator is run: the session around it, its state cells, and the call that binds it to engines.
 
-It resolves roles to live engines, derives keys, holds the state cells and collects the metrics. An executor runs a
-graph inside one; ``with job.eager():`` opens one for code that calls operators by hand. Both run the same operators the
-same way.
+A `Session` resolves roles to live engines, derives keys, holds the state cells and collects the metrics. Runners run
+each node inside one; ``with job.eager():`` opens one for code that calls operators by hand. Both run the same operators
+the same way.
+
+Columns are checked where they are written, once: a `Call` trusts what other nodes wrote, and checks what this one
+writes. Whoever calls an operator by hand has its inputs checked too (`Operator.run`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final, Generic, TypeVar, cast, overload
 
+import numpy as np
+import torch
+
+from flowrl.columns import ColumnType
+from flowrl.core.ports import Port, PortField
+from flowrl.core.roles import RoleRef
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
-from flowrl.errors import BindError
+from flowrl.data.record_types import FieldType, ValueType, record_tuple
+from flowrl.errors import BindError, DefinitionError, PortError
+from flowrl.spec import where_defined
 
+T = TypeVar("T")
 _active: ContextVar[Session | None] = ContextVar("flowrl_session", default=None)
 
 
@@ -94,3 +109,212 @@ class Session:
 def current() -> Session | None:
     """The active session, or None."""
     return _active.get()
+
+
+class Cell(Generic[T]):
+    """The value of a state field during one call; what it holds at the end is kept for the next step."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+
+class State(Generic[T]):
+    """A field that changes over steps, such as an adaptive coefficient: ``beta = State(lambda self: self.coef)``.
+
+    Inside `__call__` it is a `Cell`: read and assign ``self.beta.value``. Whoever runs the operator owns the cell: it
+    is handed in, stored when the call succeeded, and goes into checkpoints; the operator itself stays frozen.
+
+    Args:
+        initial: the first value, given the operator. Values must be JSON-able.
+
+    Raises:
+        DefinitionError: `initial` is not a function.
+    """
+
+    def __init__(self, initial: Callable[[Any], T]) -> None:
+        if not callable(initial):
+            raise DefinitionError(
+                f"{where_defined(sys._getframe(1))}: State({initial!r}) wants a function of the operator that gives "
+                f"the first value; write State(lambda self: {initial!r})."
+            )
+        self.initial = initial
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> State[T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> Cell[T]: ...
+    def __get__(self, instance: Any, owner: type) -> State[T] | Cell[T]:
+        if instance is None:
+            return self
+        # Outside a session the operator's own instance keeps the cell (this descriptor does not shadow __dict__).
+        return cast(Cell[T], instance.__dict__.setdefault(self.name, Cell(self.initial(instance))))
+
+
+class Call:
+    """One operator, bound to engines.
+
+    Args:
+        operator: under its node's name.
+        engine: gives the live engine of a role, given its name and who asks for it.
+    """
+
+    def __init__(self, operator: Any, engine: Callable[[str, str], Any]) -> None:
+        signature = operator.signature
+        self._name, self._operator, self._states = operator.name, operator, tuple(operator.states)
+        self._bound = copy.copy(operator)
+        for field in operator.role_uses:
+            if isinstance(ref := getattr(operator, field), RoleRef):
+                self._bound.__dict__[field] = engine(ref.name, f"{operator.name}.{field}")
+        self._compute = inspect.unwrap(type(operator).__call__)
+        self._ports = tuple(_packed(port) for port in signature.ports.values())
+        self._injected = tuple(signature.injected.items())
+        self._record, self._outputs = signature.output_record, tuple(signature.outputs)
+        self._checks = tuple((name, Check(name, wanted)) for name, wanted in signature.outputs.items())
+        # Where the size of each axis is seen; rows that are made anew have no size before the call.
+        self._axes: dict[str, tuple[PortField, int]] = {}
+        for port in sorted(signature.ports.values(), key=lambda port: port.optional):
+            for place, wanted in port.fields.items():
+                for dimension, axis in enumerate(wanted.axes if isinstance(wanted, ColumnType) else ()):
+                    if not (axis == "batch" and operator.changes_rows):
+                        self._axes.setdefault(axis, (place, dimension))
+
+    def run(
+        self, inputs: Mapping[PortField, Any], injected: Mapping[str, Any], cells: Mapping[str, Cell[Any]]
+    ) -> tuple[Any, dict[str, Any]]:
+        """What the operator returns, as it is and by output.
+
+        Args:
+            inputs: columns and values, those of optional ports perhaps missing.
+            injected: keys and metrics, by parameter.
+            cells: its state, by field; what they hold afterwards is the new state.
+
+        Raises:
+            PortError: what it returns is not what its `__call__` declares.
+        """
+        bound = self._bound
+        if cells:
+            bound = copy.copy(bound)
+            bound.__dict__.update(cells)
+        arguments: dict[str, Any] = {}
+        for name, record, places in self._ports:
+            if any(place not in inputs for place in places):
+                arguments[name] = None
+            else:
+                arguments[name] = inputs[places[0]] if record is None else record(*[inputs[place] for place in places])
+        result = self._compute(bound, **arguments, **injected)
+        if self._record is None:
+            written = {self._outputs[0]: result}
+        elif isinstance(result, self._record):
+            written = {name: getattr(result, name) for name in self._outputs}
+        else:
+            raise PortError(
+                f"{self._name} returned {article(type(result).__name__)}; expected the record that its __call__ "
+                f"declares: return {self._record.__name__}({', '.join(f'{name}=...' for name in self._outputs)})."
+            )
+        sizes = {axis: inputs[at].shape[dim] for axis, (at, dim) in self._axes.items() if at in inputs}
+        for name, check in self._checks:
+            check(self._name, written[name], sizes, "declares")
+        return result, written
+
+    def run_in(
+        self, session: Session, inputs: Mapping[PortField, Any], given: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """What the operator returns, as it is and by output; keys, state and metrics are those of `session`.
+
+        Args:
+            session: what surrounds the call.
+            inputs: see `run`.
+            given: what is passed by hand in place of what would be injected.
+        """
+        cells = {field: Cell(session.cell(self._operator, field)) for field in self._states}
+        injected: dict[str, Any] = {}
+        for parameter, cls in self._injected:
+            value = None if given is None else given.get(parameter)
+            injected[parameter] = self._inject(cls, session) if value is None else value
+        result, written = self.run(inputs, injected, cells)
+        for field, cell in cells.items():
+            session.state[f"{self._name}.{field}"] = cell.value
+        for parameter, cls in self._injected:
+            if cls is Metrics:
+                session.report(self._name, injected[parameter])
+        return result, written
+
+    def _inject(self, cls: type, session: Session) -> Any:
+        return Metrics() if cls is Metrics else session.key(self._name)
+
+
+def _packed(port: Port) -> tuple[str, type | None, tuple[PortField, ...]]:
+    """The port's parameter, the record that it takes, and its fields in the order of that record."""
+    if port.record is None:
+        return port.name, None, tuple(port.fields)
+    record: Any = record_tuple(port.record)
+    by_name = {place.name: place for place in port.fields}
+    return port.name, record, tuple(by_name[name] for name in record._fields)
+
+
+class Check:
+    """Whether a value is what a port or an output declares.
+
+    Args:
+        name: of the port or output, for messages.
+        wanted: its type.
+    """
+
+    def __init__(self, name: PortField | str, wanted: FieldType) -> None:
+        self._name, self._wanted = name, wanted
+        self._cls: Final[type | None] = wanted.cls if isinstance(wanted, ValueType) else None
+        self._dtype = None if isinstance(wanted, ValueType) else _dtype(wanted.dtype)
+        self._axes = () if isinstance(wanted, ValueType) else wanted.axes
+
+    def __call__(self, node: str, value: Any, sizes: dict[str, int], verb: str) -> None:
+        """Check class, or dtype and shape; sizes of axes that are not known yet are entered in `sizes`.
+
+        Args:
+            node: for messages.
+            value: what is there.
+            sizes: by axis, of the columns of this call.
+            verb: what the node does with the type, for messages.
+
+        Raises:
+            PortError: it is something else; names what is declared, what was found, and what mends it.
+        """
+        if self._cls is not None:
+            if not isinstance(value, self._cls):
+                self._refuse(node, verb, f"{article(type(value).__name__)}; pass {article(self._cls.__name__)}.")
+            return
+        if not isinstance(value, np.ndarray if self._dtype is np.dtype(object) else torch.Tensor):
+            self._refuse(node, verb, f"{article(type(value).__name__)}; pass {self._example()}.")
+        if value.dtype != self._dtype:
+            found = str(value.dtype).removeprefix("torch.")
+            call = "astype(object)" if self._dtype is np.dtype(object) else f"to({self._dtype})"
+            self._refuse(node, verb, f"{found}; convert it: .{call}.")
+        shape = value.shape
+        if len(shape) != len(self._axes):
+            axes = " ".join(self._axes)
+            self._refuse(node, verb, f"of the shape {tuple(shape)}; expected {len(self._axes)} axes: {axes}.")
+        for axis, size in zip(self._axes, shape, strict=True):
+            if sizes.setdefault(axis, size) != size:
+                raise PortError(
+                    f"{node}.{self._name} has the shape {tuple(shape)}, so its {axis} axis is {size} long, but other "
+                    f"columns of this call have {sizes[axis]}; expected one length for all."
+                )
+
+    def _refuse(self, node: str, verb: str, found: str) -> None:
+        raise PortError(f"{node}.{self._name} {verb} {self._wanted}, but is {found}")
+
+    def _example(self) -> str:
+        if self._dtype is np.dtype(object):
+            return "a numpy array of dtype object"
+        return f"a torch.Tensor of dtype {str(self._dtype).removeprefix('torch.')}"
+
+
+def article(noun: str) -> str:
+    """The noun with its article."""
+    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
+
+
+def _dtype(name: str) -> Any:
+    return np.dtype(object) if name == "object" else getattr(torch, name)

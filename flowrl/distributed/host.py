@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowrl.columns import ColumnType
-from flowrl.core.call import Call
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
 from flowrl.core.protocols import Adapted, Sleeper
-from flowrl.core.session import Session
+from flowrl.core.session import Call, Session
 from flowrl.data.metrics import Metrics
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults import Failure, named
@@ -32,9 +31,9 @@ from flowrl.distributed.worker_logs import Warned, collect_warnings
 from flowrl.errors import SyncError
 from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
-from flowrl.run.local import failure
+from flowrl.run.local import failure, lengths_of
 from flowrl.run.place import ProcessSpec
-from flowrl.run.runner import Lengths, lengths_of, when
+from flowrl.run.runner import Lengths, when
 from flowrl.sync.probe import probe
 from flowrl.sync.received import Origin
 from flowrl.sync.route import Seat
@@ -278,8 +277,7 @@ class Host:
             session = Session({**self.engines, **sources}, task.seed, task.state)
             session.begin_step(task.step or 0)
             with session.active():
-                returned = Call(task.operator, session.engine).run_in(session, inputs)
-            written = task.operator.signature.unpack(returned)
+                _, written = Call(task.operator, session.engine).run_in(session, inputs)
             for source in sources.values():
                 written = {n: source.check(v) if isinstance(v, Receipt) else v for n, v in written.items()}
         types = task.operator.signature.outputs

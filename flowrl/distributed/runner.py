@@ -33,9 +33,10 @@ from flowrl.distributed.wire import Array, Piece, pack, widths
 from flowrl.distributed.worker_logs import relay_warnings
 from flowrl.errors import DataError, EngineError, NodeError, SyncError
 from flowrl.records import Receipt
+from flowrl.run.local import pairs
 from flowrl.run.place import ProcessSpec, lay_out
 from flowrl.run.placement import processes_of, refuse_unplaceable, slots_of, uid_field
-from flowrl.run.runner import Done, Lengths, Task, pairs
+from flowrl.run.runner import Done, Lengths, Task
 from flowrl.run.steps import Steps
 from flowrl.run.timeline import Span, Timeline
 from flowrl.run.weights import TrainedWeights

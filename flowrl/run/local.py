@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from flowrl.core.call import Call
 from flowrl.core.graph import Node
 from flowrl.core.operator import Operator
 from flowrl.core.plan import Plan
-from flowrl.core.session import Session
+from flowrl.core.session import Call, Session
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import FlowrlError, NodeError
-from flowrl.run.runner import Done, Task, lengths_of, span_of, when
+from flowrl.run.runner import Counts, Done, Lengths, Task, when
 from flowrl.run.steps import Steps
-from flowrl.run.timeline import Timeline
+from flowrl.run.timeline import Span, Timeline
 from flowrl.run.weights import TrainedWeights
 
 Column = Tensor | np.ndarray[Any, Any]
@@ -67,7 +66,7 @@ class LocalRunner:
         start = time.time()
         try:
             with session.active():
-                outputs = operator.signature.unpack(call.run_in(session, task.inputs))
+                _, outputs = call.run_in(session, task.inputs)
         except Exception as error:
             self.timeline.spans.append(span_of(task, "this process", start, time.time(), None))
             raise NodeError(failure(operator, when(task.step), error, task.inputs)) from error
@@ -153,3 +152,31 @@ def shapes(inputs: Mapping[Any, Any]) -> str:
         return repr(value)
 
     return ", ".join(f"{place}: {shape(value)}" for place, value in inputs.items())
+
+
+def span_of(task: Task, place: str, start: float, end: float, written: Lengths | None) -> Span:
+    """The span of a task that ran on all its rows, with what is known of these."""
+    lengths = written or task.lengths
+    rows, tokens = (0, 0) if lengths is None else (len(lengths.tokens), int(lengths.tokens.sum()))
+    return Span(task.node.name, place, start, end, 0, "node", task.step, rows, tokens, pairs(written))
+
+
+def pairs(lengths: Lengths | None) -> tuple[tuple[int, int], ...]:
+    """Both lengths of each row, as a span holds them; none of rows without a response."""
+    if lengths is None or lengths.response is None:
+        return ()
+    return tuple(zip(lengths.tokens.tolist(), lengths.response.tolist(), strict=True))
+
+
+def lengths_of(columns: Mapping[str, Any]) -> Lengths | None:
+    """How long the rows of a node that writes tokens are; None of one that does not."""
+    attended = columns.get("attention_mask", columns.get("prompt_mask"))
+    if attended is None:
+        return None
+    response = columns.get("response_mask")
+    return Lengths(_counted(attended), None if response is None else _counted(response))
+
+
+def _counted(mask: Tensor) -> Counts:
+    counted: Counts = mask.sum(-1).cpu().numpy()
+    return counted

@@ -19,7 +19,7 @@ from flowrl.core.ports import PortField
 from flowrl.data.metrics import Metrics
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import NodeError
-from flowrl.run.timeline import Span, Timeline
+from flowrl.run.timeline import Timeline
 
 Held = Any
 """What a runner holds a column by."""
@@ -168,31 +168,3 @@ class Runner(Protocol):
 def when(step: int | None) -> str:
     """When something happened, for messages."""
     return "between steps" if step is None else f"in step {step}"
-
-
-def span_of(task: Task, place: str, start: float, end: float, written: Lengths | None) -> Span:
-    """The span of a task that ran on all its rows, with what is known of these."""
-    lengths = written or task.lengths
-    rows, tokens = (0, 0) if lengths is None else (len(lengths.tokens), int(lengths.tokens.sum()))
-    return Span(task.node.name, place, start, end, 0, "node", task.step, rows, tokens, pairs(written))
-
-
-def pairs(lengths: Lengths | None) -> tuple[tuple[int, int], ...]:
-    """Both lengths of each row, as a span holds them; none of rows without a response."""
-    if lengths is None or lengths.response is None:
-        return ()
-    return tuple(zip(lengths.tokens.tolist(), lengths.response.tolist(), strict=True))
-
-
-def lengths_of(columns: Mapping[str, Any]) -> Lengths | None:
-    """How long the rows of a node that writes tokens are; None of one that does not."""
-    attended = columns.get("attention_mask", columns.get("prompt_mask"))
-    if attended is None:
-        return None
-    response = columns.get("response_mask")
-    return Lengths(_counted(attended), None if response is None else _counted(response))
-
-
-def _counted(mask: Tensor) -> Counts:
-    counted: Counts = mask.sum(-1).cpu().numpy()
-    return counted

@@ -1,26 +1,271 @@
-"""`Steps`: runs the steps of a plan: draws batches, flies them (`Flight`), and goes back where something is lost.
+"""`Steps`: runs the steps of a plan: draws batches, flies them, and goes back where something is lost.
 
-Where things run is the runner's alone: in this process, on Ray, or on a virtual clock.
+A `Flight` holds the steps that are under way: which instances are ready, and what those that are done left. Where
+things run is the runner's alone: in this process, on Ray, or on a virtual clock.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flowrl.columns import ColumnType
+from flowrl.core.graph import Graph, Node
 from flowrl.core.plan import Plan
+from flowrl.core.ports import PortField
+from flowrl.core.symbols import Edge
 from flowrl.data.dataproto import DataProto
+from flowrl.data.metrics import Metric, Metrics
 from flowrl.data.tokenizer import ChatTokenizer
-from flowrl.run.flight import Flight, StepResult
-from flowrl.run.runner import Runner
+from flowrl.errors import GraphError
+from flowrl.run.runner import Done, Held, Lengths, Runner, Task
 from flowrl.run.schedule import Schedule
 from flowrl.run.timeline import Timeline
 from flowrl.run.weights import TrainedWeights
 
 Draw = Callable[[int], DataProto]
 OnNode = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step left.
+
+    Args:
+        columns: the columns of the nodes that were asked for, by node.
+        values: their batchless values, by node.
+        metrics: every number that was reported; a key that two nodes report is prefixed by the node.
+        seconds: how long each node took.
+    """
+
+    columns: Mapping[str, DataProto]
+    values: Mapping[str, Mapping[str, Any]]
+    metrics: Metrics
+    seconds: Mapping[str, float]
+
+
+@dataclass
+class _Step:
+    """A step under way.
+
+    Args:
+        batch: what it was opened with.
+        waits: by node that has not started, how many instances it still waits for.
+        outputs: what nodes left that is still read, or wanted in the end.
+        readers: by node, how many of its readers are not done.
+        lengths: of the rows of each batch axis.
+        metrics, seconds: of the nodes that are done.
+    """
+
+    batch: DataProto
+    waits: dict[str, int] = field(default_factory=dict)
+    readers: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, Mapping[str, Held]] = field(default_factory=dict)
+    lengths: dict[str, Lengths] = field(default_factory=dict)
+    metrics: dict[str, Metrics] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """What is known of a node before it runs.
+
+    Args:
+        node: which.
+        position: in the plan's order.
+        slots: that it takes while it runs.
+        inputs: of each port field, the node that writes it, and the output.
+        columns: of its outputs, those that are columns.
+        read, written: the row axis of what it reads and of what it writes; None where these are no columns.
+        waits, frees: see `Schedule`.
+        readers: how many nodes read what it writes.
+    """
+
+    node: Node
+    position: int
+    slots: frozenset[int]
+    inputs: tuple[tuple[PortField, str, str], ...]
+    columns: tuple[str, ...]
+    read: str | None
+    written: str | None
+    waits: tuple[tuple[str, int], ...]
+    frees: tuple[tuple[str, int], ...]
+    readers: int
+
+    @staticmethod
+    def all(schedule: Schedule, runner: Runner) -> dict[str, Stop]:
+        """Every node of a schedule's plan: the inputs, then the others in the plan's order."""
+        plan, graph = schedule.plan, schedule.plan.graph
+        nodes = [*(graph[name] for name in graph.inputs), *plan.order]
+        stops = {}
+        for position, node in enumerate(nodes):
+            outputs = node.operator.signature.outputs.items()
+            stops[node.name] = Stop(
+                node,
+                position,
+                frozenset() if node.is_input else runner.slots(node),
+                tuple((place, edge.node, edge.output) for place, edge in node.inputs.items()),
+                tuple(name for name, wanted in outputs if isinstance(wanted, ColumnType)),
+                *_row_axes(graph, node),
+                schedule.waits[node.name],
+                schedule.frees[node.name],
+                plan.readers.get(node.name, 0),
+            )
+        return stops
+
+
+class Flight:
+    """Steps under way: their instances run in the schedule's order, as far as what they wait for allows.
+
+    Args:
+        stops: the nodes, by name.
+        lag: see `Schedule`.
+        runner: where they run.
+        seed: root of the keys.
+        steps: all steps of the run.
+        state: the state cells of all operators.
+        wanted: nodes whose outputs the results hold.
+        on_node: called with the name of each node as it starts.
+    """
+
+    def __init__(
+        self,
+        stops: Mapping[str, Stop],
+        lag: int,
+        runner: Runner,
+        seed: int,
+        steps: range,
+        state: Mapping[str, Any],
+        wanted: set[str],
+        on_node: OnNode,
+    ) -> None:
+        self._stops, self._lag, self._runner, self._seed, self._all = stops, lag, runner, seed, steps
+        self._wanted, self._on_node = wanted, on_node
+        self._order = list(stops.values())
+        self._count = sum(not stop.node.is_input for stop in self._order)
+        self.state = dict(state)
+        self._committed = self.state  # as it was when the last step was closed
+        self._steps: dict[int, _Step] = {}
+        self._ready: list[tuple[int, int]] = []  # a heap of (step, position)
+        self._done: set[tuple[int, str]] = set()
+        self._busy: set[int] = set()
+
+    def __contains__(self, step: object) -> bool:
+        return step in self._steps
+
+    def open(self, step: int, batch: DataProto) -> None:
+        """Take up a step with its batch, which has the columns of all inputs."""
+        self._steps[step] = _Step(batch)
+        self._begin(step)
+
+    def restart(self) -> None:
+        """Begin all open steps anew, from the state cells after the last one that was closed."""
+        self.state = dict(self._committed)
+        self._ready, self._busy = [], set()
+        self._done = {instance for instance in self._done if instance[0] not in self._steps}
+        for step, opened in self._steps.items():
+            self._steps[step] = _Step(opened.batch)
+        for step in self._steps:
+            self._begin(step)
+
+    def finish(self, step: int) -> StepResult:
+        """Run until a step is done; what it left.
+
+        Raises:
+            NodeError: an instance failed, of this step or of one after it.
+        """
+        one = self._steps[step]
+        while len(one.seconds) < self._count:
+            self._launch()
+            self._collect()
+        return self._result(one)
+
+    def close(self, step: int) -> None:
+        """A step that is done will not be run again: from now on, others begin anew from after it."""
+        del self._steps[step]
+        self._done = {instance for instance in self._done if instance[0] >= step - self._lag}
+        self._committed = dict(self.state)
+
+    def _begin(self, step: int) -> None:
+        """Put in the batch of a step, and see what its instances wait for."""
+        one = self._steps[step]
+        for name, stop in self._stops.items():
+            one.readers[name] = stop.readers
+            if not stop.node.is_input:
+                before = [(step - k, other) for other, k in stop.waits if step - k in self._all]
+                one.waits[name] = sum(instance not in self._done for instance in before)
+                if not one.waits[name]:
+                    heapq.heappush(self._ready, (step, stop.position))
+        for name, stop in self._stops.items():
+            if stop.node.is_input:
+                given = {column: one.batch.columns[column] for column in stop.columns}
+                one.outputs[name] = self._runner.put(stop.node, given)
+                self._free(step, stop)
+
+    def _launch(self) -> None:
+        """Start what is ready, as far as its slots are free; what comes first in the schedule's order goes first."""
+        blocked = []
+        while self._ready:
+            step, position = entry = heapq.heappop(self._ready)
+            stop, one = self._order[position], self._steps[step]
+            if stop.slots & self._busy:
+                blocked.append(entry)
+                continue
+            self._on_node(stop.node.name)
+            inputs = {place: one.outputs[node][output] for place, node, output in stop.inputs}
+            lengths = None if stop.read is None else one.lengths.get(stop.read)
+            self._runner.launch(Task(stop.node, step, self._seed, inputs, self.state, lengths))
+            self._busy |= stop.slots
+        for entry in blocked:
+            heapq.heappush(self._ready, entry)
+
+    def _collect(self) -> None:
+        """Wait, and enter what is done; in a frame of its own, so that nothing here holds on to it."""
+        for done in self._runner.wait():
+            self._accept(done)
+
+    def _accept(self, done: Done) -> None:
+        """Enter what an instance left, and let go of what nobody reads any more."""
+        step, name = done.task.step, done.task.node.name
+        assert step is not None
+        stop, one = self._stops[name], self._steps[step]
+        one.metrics[name], one.seconds[name] = done.metrics, done.seconds
+        if done.lengths is not None and stop.written is not None:
+            one.lengths[stop.written] = done.lengths
+        self.state |= done.state
+        if stop.readers or name in self._wanted:
+            one.outputs[name] = done.outputs
+        for source in stop.node.sources:
+            one.readers[source] -= 1
+            if not one.readers[source] and source not in self._wanted:
+                del one.outputs[source]
+        self._busy -= stop.slots
+        self._free(step, stop)
+
+    def _free(self, step: int, stop: Stop) -> None:
+        """An instance is done: those that waited for nothing else are ready."""
+        self._done.add((step, stop.node.name))
+        for other, k in stop.frees:
+            if (one := self._steps.get(step + k)) is not None and other in one.waits:
+                one.waits[other] -= 1
+                if not one.waits[other]:
+                    heapq.heappush(self._ready, (step + k, self._stops[other].position))
+
+    def _result(self, one: _Step) -> StepResult:
+        columns: dict[str, DataProto] = {}
+        values: dict[str, dict[str, Any]] = {}
+        for name in (name for name in self._stops if name in self._wanted):
+            stop, left = self._stops[name], one.outputs[name]
+            fetched = {output: self._runner.fetch(stop.node, output, left[output]) for output in stop.columns}
+            columns[name] = DataProto(fetched) if fetched else _EMPTY
+            values[name] = {output: value for output, value in left.items() if output not in fetched}
+        ordered = {name: one.metrics[name] for name in self._stops if name in one.metrics}
+        return StepResult(columns, values, merge_metrics(ordered), one.seconds)
 
 
 class Steps:
@@ -40,6 +285,7 @@ class Steps:
         self.timeline = Timeline()
         self.state: dict[str, Any] = {}
         self._weights = weights
+        self._stops: dict[int, dict[str, Stop]] = {}  # by lag
 
     def fork(self, plan: Plan, seed: int) -> Steps:
         """Another plan on the same engines, with keys and state cells of its own."""
@@ -79,25 +325,41 @@ class Steps:
         Raises:
             NodeError, GraphError: see `step`.
         """
-        for name in keep:
-            self.plan.graph[name]
-        wanted = {*keep, *self.plan.graph.sinks}
-        flight = Flight(Schedule(self.plan, lag), self.runner, self.seed, steps, self.state, wanted, on_node)
+        wanted = {*map(self._known, keep), *self.plan.graph.sinks}
+        if lag not in self._stops:
+            self._stops[lag] = Stop.all(Schedule(self.plan, lag), self.runner)
+        flight = Flight(self._stops[lag], lag, self.runner, self.seed, steps, self.state, wanted, on_node)
         for step in steps:
             self.runner.timeline = self.timeline
             for ahead in steps[steps.index(step) :][: lag + 1]:
                 if ahead not in flight:
-                    flight.open(ahead, draw(ahead))
-            result = self._weights.protect(functools.partial(self._finish, flight, step), flight.restart)
+                    flight.open(ahead, self._complete(draw(ahead), lag))
+            finish = functools.partial(self._finish, flight, step)
+            result = self._weights.protect(finish, flight.restart) if self._weights.spare else finish()
             flight.close(step)
             self.state = flight.state
             yield result
+
+    def _complete(self, batch: DataProto, lag: int) -> DataProto:
+        """The batch, which has the columns of all inputs."""
+        for name in self.plan.graph.inputs:
+            wanted = self._stops[lag][name].columns
+            if missing := [column for column in wanted if column not in batch.columns]:
+                raise GraphError(
+                    f"the input {name!r} of {self.plan.graph.name} wants the columns {', '.join(wanted)}, and the "
+                    f"batch lacks {', '.join(missing)}; pass a batch that has them, such as "
+                    f"PromptData(...).load(...).next(n)."
+                )
+        return batch
+
+    def _known(self, name: str) -> str:
+        return self.plan.graph[name].name
 
     def _finish(self, flight: Flight, step: int) -> StepResult:
         if self.runner.needs_sync:
             self._weights.sync()
         result = flight.finish(step)
-        if self.plan.graph.trained:
+        if self._weights.spare and self.plan.graph.trained:
             self._weights.keep()
         return result
 
@@ -137,3 +399,24 @@ class Steps:
     def tokenizer(self) -> ChatTokenizer:
         """The tokenizer of the engine that generates."""
         return self.runner.tokenizer(self.plan.graph.generators[0])
+
+
+_EMPTY = DataProto({})
+
+
+def _row_axes(graph: Graph, node: Node) -> tuple[str | None, str | None]:
+    """The row axis of what a node reads, and of what it writes; None where these are no columns."""
+    read = (graph.types[edge].axes for edge in node.inputs.values())
+    written = (graph.types[Edge(node.name, output)].axes for output in node.operator.signature.outputs)
+    first, second = (next((axes[0] for axes in side if axes), None) for side in (read, written))
+    return first, second
+
+
+def merge_metrics(reported: Mapping[str, Metrics]) -> Metrics:
+    """All nodes' metrics; a key that two nodes report is prefixed by the node."""
+    merged: dict[str, Metric] = {}
+    times = Counter(key for metrics in reported.values() for key in metrics)
+    for node, metrics in reported.items():
+        for key, metric in metrics.items():
+            merged[f"{node}/{key}" if times[key] > 1 else key] = metric
+    return Metrics(merged)

@@ -28,11 +28,10 @@ from flowrl.data.prompts import PromptData, PromptStream
 from flowrl.errors import BindError, DataError, GraphError
 from flowrl.records import PromptBatch
 from flowrl.run.checkpoint import Checkpoints
-from flowrl.run.flight import StepResult
 from flowrl.run.job import Job
 from flowrl.run.report import Reporter
 from flowrl.run.run_folder import RunFolder, jsonable
-from flowrl.run.steps import Steps
+from flowrl.run.steps import StepResult, Steps
 from flowrl.run.timeline import Summary, Timeline, idle
 from flowrl.run.validation import Validation
 from flowrl.spec import Spec, parameters

@@ -34,7 +34,7 @@ class TrainedWeights:
     """
 
     def __init__(self, plan: Plan, runner: Runner, seed: int, spare: Path | None = None) -> None:
-        self._plan, self._runner, self._seed, self._spare = plan, runner, seed, spare
+        self._plan, self._runner, self._seed, self.spare = plan, runner, seed, spare
         self._kept: Path | None = None
         self._numbers = itertools.count()
 
@@ -64,9 +64,9 @@ class TrainedWeights:
 
     def keep(self) -> None:
         """Where there is a spare folder: this is what to go back to."""
-        if self._spare is None:
+        if self.spare is None:
             return
-        fresh, old = self._spare / str(next(self._numbers)), self._kept
+        fresh, old = self.spare / str(next(self._numbers)), self._kept
         self.save(fresh)
         self._kept = fresh
         if old is not None:

@@ -15,8 +15,7 @@ from flowrl import columns as c
 from flowrl.core.operator import Operator
 from flowrl.core.ports import INJECTED, PortField
 from flowrl.core.roles import Reads, Role, Writes
-from flowrl.core.session import Session
-from flowrl.core.state import State
+from flowrl.core.session import Session, State
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError

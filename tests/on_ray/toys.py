@@ -24,7 +24,7 @@ from flowrl.core.backend import Backend
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.protocols import Checkpointed, Critic, Rollout, Sampled, Scorer, Sleeper, Trainer
 from flowrl.core.roles import Reads, Role
-from flowrl.core.state import State
+from flowrl.core.session import State
 from flowrl.data.metrics import Metrics
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import EngineError, SyncError

@@ -98,9 +98,9 @@ def test_an_untrained_policy_validates_alike_whatever_it_is_trained_with(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"changes": {"repeat.m": 1}}, r"set={'repeat.m': ...}\) names no parameter; repeat has n"),
+        ({"changes": {"repeat.m": 1}}, r"set={'repeat.m': ...}\) does not name a parameter; repeat has n"),
         ({"changes": {"sampler.n": 1}}, r"names 'sampler', which grpo does not have; it has batch, repeat"),
-        ({"changes": {"repeat": 1}}, r"set={'repeat': ...}\) names no parameter"),
+        ({"changes": {"repeat": 1}}, r"set={'repeat': ...}\) does not name a parameter"),
         ({"changes": {"repeat.n": 0}}, r"n=0"),
         ({"until": "judge"}, r"no node 'judge'"),
     ],
