@@ -16,13 +16,12 @@ SMALL = 100
 TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/core/test_algorithm.py": ("flowrl/core/symbols.py", "flowrl/data/record_types.py"),
     "tests/core/test_graph.py": ("flowrl/graph.py", "flowrl/core/backend.py", "flowrl/core/protocols.py"),
-    "tests/core/test_operator.py": ("flowrl/core/call.py",),
+    "tests/core/test_operator.py": ("flowrl/core/session.py",),
     "tests/test_types.py": ("flowrl/core/inference.py",),
     "tests/data/test_dataproto.py": ("flowrl/data/column_math.py",),
     "tests/draw/test_mermaid.py": ("flowrl/draw/picture.py",),
     "tests/draw/test_svg.py": ("flowrl/draw/layout.py",),
     "tests/run/test_local.py": (
-        "flowrl/run/flight.py",
         "flowrl/run/job.py",
         "flowrl/run/runner.py",
         "flowrl/run/steps.py",
