@@ -112,5 +112,7 @@ class Schedule:
                 else:
                     yield reader, writer, 1 + lag
                     yield writer, reader, -lag
+                    if lag:  # in order, or in the first steps a later one could let a sync overtake an earlier one
+                        yield reader, reader, 1
             for one, other in product(by_mode["writes"], repeat=2):
                 yield one, other, 1
