@@ -1,4 +1,4 @@
-"""Graphs on paper: small operators of every kind that compute nothing, backends that load nothing, and costs by hand."""
+"""Graphs on paper: small operators that compute nothing, backends that load nothing, and costs by hand."""
 
 from __future__ import annotations
 

@@ -69,9 +69,9 @@ class Cost:
         units = np.median(terms, axis=0)
         known = np.flatnonzero(units > 0)
         grows = (known > 0) & (known < 4)
-        penalty = _PRIOR * (~grows if grows.any() else np.zeros(len(known)))
+        penalty: Floats = np.where(grows, 0.0, _PRIOR * grows.any())
         shares = terms[:, known] / units[known]
-        each = np.where(grows, 1.0, 0.0) if grows.any() else np.ones(len(known))
+        each: Floats = np.where(grows, 1.0, 0.0) if grows.any() else np.ones(len(known))
         each *= np.median(times / np.maximum(shares @ each, 1e-9))
         for _ in range(_ROUNDS):
             usual = np.maximum(shares @ each, 1e-9)

@@ -82,7 +82,7 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
     """
     bindings: Mapping[str, Backend] = graph.bindings
     if place.rebuilds:
-        refuse_uncheckpointed(graph.trained, bindings, _shown(place), "drop restart='role'")
+        refuse_uncheckpointed(graph.trained, bindings, shown(place), "drop restart='role'")
     groups: dict[str, list[str]] = {}
     for role in bindings:
         groups.setdefault(_owner(role, bindings), []).append(role)

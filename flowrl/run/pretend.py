@@ -40,7 +40,7 @@ _TOKENS = {"prompt_mask", "attention_mask"}  # who writes these writes tokens
 class Rows(NamedTuple):
     """What a column is held by: how many rows it has."""
 
-    count: int
+    number: int
 
 
 class PretendRunner:
@@ -108,7 +108,7 @@ class PretendRunner:
         """A column of as many rows, and of nothing."""
         wanted = node.operator.signature.outputs[output]
         assert isinstance(wanted, ColumnType)
-        return blank(wanted, held.count)
+        return blank(wanted, held.number)
 
     def _turn(self, processes: Sequence[ProcessSpec], node: str) -> None:
         """Let some processes have their slots; the driver waits for that."""
@@ -189,7 +189,7 @@ def blank(column: ColumnType, rows: int) -> Tensor | np.ndarray[Any, Any]:
 
 def _rows(task: Task) -> int:
     """How many rows an instance is given."""
-    return next((held.count for held in task.inputs.values() if isinstance(held, Rows)), 0)
+    return next((held.number for held in task.inputs.values() if isinstance(held, Rows)), 0)
 
 
 def _shares(task: Task, rows: int, ranks: int) -> list[Counts | None]:
