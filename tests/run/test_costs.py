@@ -205,6 +205,16 @@ class TestOfTraining:
         assert [len(step.tokens) for step in steps] == [8] * 3
         assert all(1 <= n <= 6 for step in steps for n in step.response)  # max_new_tokens=6
 
+    def test_spans_say_what_nodes_were_given(self, trained: tuple[Training, str]) -> None:
+        spans = {(span.name, span.step): span for span in Timeline.load(Path(trained[1]) / "trace.json").spans}
+        for step in range(3):
+            answered, updated = spans["generate", step], spans["update_actor", step]
+            tokens = [tokens for tokens, _ in answered.lengths]
+            for span in (answered, updated, spans["reward", step]):
+                assert (span.rows, span.tokens, span.padded) == (8, sum(tokens), 8 * max(tokens))
+            assert updated.lengths == ()
+            assert all(tokens > response for tokens, response in answered.lengths)  # there is a prompt, too
+
     def test_run_json_holds_what_was_predicted_and_measured(
         self, trained: tuple[Training, str], tmp_path: Path
     ) -> None:
