@@ -30,7 +30,7 @@ from torch import Tensor
 from flowrl.core import session as sessions
 from flowrl.core.ports import Port, PortField, Signature, signature_of, snake_case
 from flowrl.core.roles import RoleUse, role_use
-from flowrl.core.session import Call, Cell, State
+from flowrl.core.session import Call, Cell, State, refuse_misfits
 from flowrl.core.symbols import Symbol
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key
