@@ -1,5 +1,5 @@
-"""What engines by others (vLLM, SGLang) share: they hold weights of their own, a sync fills them, a fault ends them, and
-the next sync starts them anew.
+"""What engines by others (vLLM, SGLang) share: they hold weights of their own, a sync fills them, a fault ends them,
+and the next sync starts them anew.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class HostedRollout(RolloutEngine):
     """
 
     name: ClassVar[str]
-    """As errors call it."""
+    """What errors call it."""
 
     def __init__(self, spec: EngineSpec, tokenizer: ChatTokenizer, seed: int) -> None:
         super().__init__(tokenizer)
