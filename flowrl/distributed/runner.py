@@ -9,7 +9,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -247,9 +247,9 @@ class RayRunner:
             self.timeline.add(f"send by {name}", place, report.started, report.ended, report.nbytes, "transfer")
             return
         lengths = report.lengths or (task.lengths and task.lengths.of(rows))
-        count, tokens = (0, 0) if lengths is None else (len(lengths.tokens), int(lengths.tokens.sum()))
-        span = Span(name, place, report.started, report.ended, report.received, "node", task.step, count, tokens)
-        self.timeline.spans.append(replace(span, lengths=pairs(report.lengths)))
+        load, times = (0, 0, 0) if lengths is None else lengths.load, (report.started, report.ended)
+        written = pairs(report.lengths)
+        self.timeline.spans.append(Span(name, place, *times, report.received, "node", task.step, *load, written))
         self.timeline.add("fetch", place, report.started, report.fetched, kind="transfer")
         self.traffic.hosts += report.received
 

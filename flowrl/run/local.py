@@ -157,8 +157,8 @@ def shapes(inputs: Mapping[Any, Any]) -> str:
 def span_of(task: Task, place: str, start: float, end: float, written: Lengths | None) -> Span:
     """The span of a task that ran on all its rows, with what is known of these."""
     lengths = written or task.lengths
-    rows, tokens = (0, 0) if lengths is None else (len(lengths.tokens), int(lengths.tokens.sum()))
-    return Span(task.node.name, place, start, end, 0, "node", task.step, rows, tokens, pairs(written))
+    load = (0, 0, 0) if lengths is None else lengths.load
+    return Span(task.node.name, place, start, end, 0, "node", task.step, *load, pairs(written))
 
 
 def pairs(lengths: Lengths | None) -> tuple[tuple[int, int], ...]:

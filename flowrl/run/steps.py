@@ -330,11 +330,14 @@ class Steps:
             keep, on_node: see `step`.
 
         Raises:
-            NodeError, GraphError: see `step`.
+            NodeError, GraphError: see `step`; or the graph does not allow this lag.
         """
         wanted = {*map(self._known, keep), *self.plan.graph.sinks}
         if lag not in self._stops:
-            self._stops[lag] = Stop.all(Schedule(self.plan, lag), self.runner)
+            schedule = Schedule(self.plan, lag)
+            if lag:
+                schedule.refuse_deadlock()
+            self._stops[lag] = Stop.all(schedule, self.runner)
         flight = Flight(self._stops[lag], lag, self.runner, self.seed, steps, self.state, wanted, on_node)
         for step in steps:
             self.runner.timeline = self.timeline
