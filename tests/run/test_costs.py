@@ -90,6 +90,10 @@ class TestLengths:
         assert len({response > 4 for _, response in self.drawn(4, seed)}) == 1
         assert sorted(self.drawn(8, seed)) == sorted(self.drawn(8, 0))  # both steps, each whole
 
+    def test_of_no_rows_and_of_a_node_without_lengths(self) -> None:
+        assert len(self.costs.draw("generate", 0, Key.of(0)).tokens) == 0
+        assert self.costs.draw("other", 3, Key.of(0)).tokens.tolist() == [0, 0, 0]
+
     def test_keys_differ(self) -> None:
         assert len({tuple(self.drawn(3, seed)) for seed in range(20)}) > 4
 
