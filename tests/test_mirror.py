@@ -29,7 +29,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/on_ray/test_parity.py": ("flowrl/distributed/executor.py",),
     "tests/on_ray/test_sync.py": ("flowrl/distributed/delivery.py",),
     "tests/on_ray/test_walk.py": ("flowrl/distributed/walk.py",),
-    "tests/operators/test_operators.py": ("operators/generate.py", "operators/update.py"),
+    "tests/operators/test_operators.py": ("operators/engines.py", "operators/update.py"),
     "tests/operators/test_reward.py": (
         "operators/reward/operator.py",
         "operators/reward/pool.py",
