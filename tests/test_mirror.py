@@ -38,13 +38,12 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/backends/hosted/test_process.py": ("backends/hosted/keeper.py",),
     "tests/backends/torch/test_fsdp.py": (
         "backends/torch/checkpoint.py",
-        "backends/torch/mesh.py",
         "backends/torch/shards.py",
     ),
     "tests/backends/torch/test_trainer.py": (
+        "backends/torch/engine.py",
         "backends/torch/learner.py",
         "backends/torch/model.py",
-        "backends/torch/optim.py",
     ),
     "tests/engines/answers.py": ("backends/hosted/base.py",),
     "tests/engines/test_sglang.py": ("backends/sglang/engine.py", "backends/sglang/server.py"),
