@@ -6,8 +6,8 @@ if __name__ != "flowrl.backends":
 
 from flowrl.backends.sglang.engine import SGLang
 from flowrl.backends.torch.critic import TorchCritic
+from flowrl.backends.torch.learner import SGD, AdamW, Constant, Cosine, Linear
 from flowrl.backends.torch.lora import LoRA
-from flowrl.backends.torch.optim import SGD, AdamW, Constant, Cosine, Linear
 from flowrl.backends.torch.rollout import TorchRollout
 from flowrl.backends.torch.trainer import TorchScorer, TorchTrainer
 from flowrl.backends.vllm.engine import VLLM

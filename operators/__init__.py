@@ -5,13 +5,11 @@ if __name__ != "flowrl.operators":
 
 from flowrl.operators.advantage import GAE, GroupAdvantage, Whiten
 from flowrl.operators.correction import Mismatch, RolloutCorrection
-from flowrl.operators.generate import Generate, Repeat
+from flowrl.operators.engines import Generate, OldLogProb, RefLogProb, Repeat, Value
 from flowrl.operators.kl import AdaptiveKL, KLShape
-from flowrl.operators.log_prob import OldLogProb, RefLogProb
 from flowrl.operators.losses import KLLoss, PPOClip, ValueClip
 from flowrl.operators.reward.operator import Reward
 from flowrl.operators.update import Sync, UpdateActor, UpdateCritic
-from flowrl.operators.value import Value
 
 __all__ = [
     "GAE",

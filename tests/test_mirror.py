@@ -32,7 +32,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/on_ray/test_nodes.py": ("flowrl/distributed/host.py", "flowrl/distributed/hosts.py"),
     "tests/on_ray/test_sync.py": ("flowrl/distributed/delivery.py",),
     "tests/on_ray/test_runner.py": ("flowrl/distributed/runner.py",),
-    "tests/operators/test_operators.py": ("operators/generate.py", "operators/update.py"),
+    "tests/operators/test_operators.py": ("operators/engines.py", "operators/update.py"),
     "tests/operators/test_reward.py": (
         "operators/reward/operator.py",
         "operators/reward/pool.py",
@@ -41,15 +41,14 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/backends/hosted/test_process.py": ("backends/hosted/keeper.py",),
     "tests/backends/torch/test_fsdp.py": (
         "backends/torch/checkpoint.py",
-        "backends/torch/mesh.py",
         "backends/torch/sharded.py",
         "backends/torch/shards.py",
     ),
     "tests/backends/torch/test_trainer.py": (
+        "backends/torch/engine.py",
         "backends/torch/learner.py",
         "backends/torch/load.py",
         "backends/torch/model.py",
-        "backends/torch/optim.py",
     ),
     "tests/engines/answers.py": ("backends/hosted/arrival.py", "backends/hosted/base.py"),
     "tests/engines/test_sglang.py": ("backends/sglang/engine.py", "backends/sglang/server.py"),

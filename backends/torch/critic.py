@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from flowrl.backends.torch.learner import Learner, TrainedEngine, TrainedSpec
+from flowrl.backends.torch.engine import Residence, TrainedEngine
+from flowrl.backends.torch.learner import AdamW, Learner, Optimizer, TrainedSpec
 from flowrl.backends.torch.load import load_tokenizer
-from flowrl.backends.torch.mesh import GatheredCall, Residence
+from flowrl.backends.torch.mesh import Gathered
 from flowrl.backends.torch.model import Rows, TokenInputs, TorchModel, check_tokens, scatter, score_rows
-from flowrl.backends.torch.optim import AdamW, Optimizer
 from flowrl.core.protocols import BuildContext, Checkpointed, Critic, Loss, MiniBatch, Sleeper
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError
@@ -50,11 +50,11 @@ class TorchCritic(TrainedSpec):
         tokenizer = load_tokenizer(self.model)
         body = TorchModel(self.model, self.dtype, mesh, self.gradient_checkpointing, with_head=False)
         head = _value_head(self.model, body.width()).to(mesh.device)
-        call_with_head = mesh.gathered(head)
+        gathered_head = mesh.gathered(head)
         whole = nn.ModuleDict({"model": body.module, "value_head": head})
         learner = Learner(whole, self, "critic", mesh)
-        residence = Residence(mesh.device, [body.gathered.root, call_with_head.root], learner.optimizer, self.offload)
-        return TorchCriticEngine(body, head, call_with_head, self.max_tokens, residence, tokenizer, learner)
+        residence = Residence(mesh.device, [body.gathered.root, gathered_head.root], learner.optimizer, self.offload)
+        return TorchCriticEngine(body, head, gathered_head, self.max_tokens, residence, tokenizer, learner)
 
 
 def _value_head(folder: str, width: int) -> nn.Linear:
@@ -79,7 +79,7 @@ class TorchCriticEngine(TrainedEngine):
 
     Args:
         body: the model below the LM head.
-        head, call_with_head: the value head, and what runs functions while its weights are whole.
+        head, gathered_head: the value head; its weights may be in shards.
         max_tokens: as in the spec.
         residence: where the weights are now.
         tokenizer: written beside the weights.
@@ -90,17 +90,17 @@ class TorchCriticEngine(TrainedEngine):
         self,
         body: TorchModel,
         head: nn.Linear,
-        call_with_head: GatheredCall,
+        gathered_head: Gathered,
         max_tokens: int,
         residence: Residence,
         tokenizer: Any,
         learner: Learner,
     ) -> None:
-        self._body, self._head, self._call_with_head, self._max_tokens = body, head, call_with_head, max_tokens
+        self._body, self._head, self._gathered_head, self._max_tokens = body, head, gathered_head, max_tokens
         self.residence, self._tokenizer, self.learner = residence, tokenizer, learner
 
     def _values(self, batch: Tokens) -> Tensor:
-        values = self._call_with_head(self._head, self._body.states(batch).float())
+        values = self._gathered_head.call(self._head, self._body.states(batch).float())
         return scatter(values.squeeze(1), batch.response_mask)
 
     @torch.no_grad()

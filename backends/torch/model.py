@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flowrl.backends.torch.load import load_causal_lm, quiet
 from flowrl.backends.torch.lora import Adapter, LoRA
-from flowrl.backends.torch.mesh import GatheredCall, Mesh
+from flowrl.backends.torch.mesh import Gathered, Mesh
 from flowrl.errors import BindError, DataError
 from flowrl.records import Sequences, Tokens
 from flowrl.sync.buckets import BUCKET_BYTES
@@ -202,7 +202,7 @@ class TorchModel:
     ) -> None:
         self.mesh, self.device = mesh, mesh.device
         self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
-        self.gathered: GatheredCall
+        self.gathered: Gathered
         if mesh.sharded:
             from flowrl.backends.torch.shards import load_sharded  # here and below, since it takes seconds
 
@@ -251,7 +251,7 @@ class TorchModel:
         ids = torch.arange(4, device=self.device)[None] % embedding.num_embeddings
         probe = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
         with self.arithmetic():
-            return self.gathered(ask, probe, *args)
+            return self.gathered.call(ask, probe, *args)
 
     def width(self) -> int:
         """The size of what `states` gives; models whose body projects its output have another than ``hidden_size``."""
@@ -301,7 +301,7 @@ class TorchModel:
         ``sequence - response - 1 + t`` for response token ``t``.
         """
         with self.arithmetic():
-            return self.gathered(self._states, batch)
+            return self.gathered.call(self._states, batch)
 
     def _states(self, batch: Tokens) -> Tensor:
         first, last = _ends(batch.attention_mask)
@@ -339,7 +339,7 @@ class TorchModel:
         Returns:
             float32 ``[batch response]`` twice (None where no entropy is wanted), 0 off the mask.
         """
-        return self.gathered(self._log_probs, batch, chunk, _SCORES[entropy])
+        return self.gathered.call(self._log_probs, batch, chunk, _SCORES[entropy])
 
     def _log_probs(
         self, batch: Sequences, chunk: int, score: Callable[..., tuple[Tensor, ...]]

@@ -18,9 +18,9 @@ from torch import LongTensor, Tensor, nn
 from flowrl.backends.hosted.arrival import weights_for
 from flowrl.backends.rollout import Ending, RolloutEngine
 from flowrl.backends.torch.device import device_of
+from flowrl.backends.torch.engine import Residence, Resident
 from flowrl.backends.torch.load import Folder, load_causal_lm
 from flowrl.backends.torch.lora import Adapter, LoRA, require_peft
-from flowrl.backends.torch.mesh import Residence, Resident
 from flowrl.core.backend import Backend
 from flowrl.core.protocols import BuildContext, Rollout, Sampled, Sampling, Sleeper, Trainer
 from flowrl.data.keys import Key

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from flowrl.backends.torch.mesh import GatheredCall, Mesh
+from flowrl.backends.torch.mesh import Gathered, Mesh
 from flowrl.core.protocols import BuildContext
 from flowrl.errors import BindError, RankError
 from flowrl.sync.buckets import in_buckets
@@ -65,7 +65,7 @@ class Sharded(Mesh):
         """Where the shards are kept."""
         return torch.device("cpu") if self.offload else self.device
 
-    def gathered(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> GatheredCall:
+    def gathered(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> Gathered:
         """Shard `module` in place; what is returned runs functions while its weights are whole.
 
         Those of a block are whole while the block's own forward runs, all others while the function runs. A backward
@@ -76,7 +76,7 @@ class Sharded(Mesh):
             narrow = self._bfloat16 and not any(isinstance(part, nn.LayerNorm) for part in block.modules())
             self._shard(block, self._narrow if narrow else MixedPrecisionPolicy())
         self._shard(root, MixedPrecisionPolicy())
-        return _GatheredCall(root)
+        return Gathered(root, root.call)
 
     def rows(self, total: int) -> tuple[int, int]:
         """First row of this rank, and one past the last, of a sharded tensor of `total` rows; the last may be none."""
@@ -168,12 +168,10 @@ class _Root(nn.Module):
     def forward(self, function: Callable[..., T], *args: Any) -> T:
         return function(*args)
 
-
-class _GatheredCall(GatheredCall):
-    def __call__(self, function: Callable[..., T], *args: Any) -> T:
-        output = self.root(function, *args)
+    def call(self, function: Callable[..., T], /, *args: Any) -> T:
+        output = self(function, *args)
         if not torch.is_grad_enabled():  # FSDP keeps a root gathered for a backward pass, which will not come
-            cast(FSDPModule, self.root).reshard()
+            cast(FSDPModule, self).reshard()
         return cast(T, output)
 
 

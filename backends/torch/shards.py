@@ -24,13 +24,13 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from flowrl.backends.torch.load import load_causal_lm, loading, quiet
 from flowrl.backends.torch.lora import Adapter, LoRA, base_state
-from flowrl.backends.torch.mesh import GatheredCall, Mesh
+from flowrl.backends.torch.mesh import Gathered, Mesh
 from flowrl.backends.torch.sharded import Sharded
 
 
 def load_sharded(
     mesh: Mesh, folder: str, with_head: bool, lora: LoRA | None, seed: int
-) -> tuple[PreTrainedModel, GatheredCall, Adapter | None]:
+) -> tuple[PreTrainedModel, Gathered, Adapter | None]:
     """The causal LM of a Hugging Face folder in float32, sharded over `mesh`, and what runs functions while
     its weights are whole.
 

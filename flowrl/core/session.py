@@ -66,9 +66,9 @@ class Session:
             )
         return self.engines[role]
 
-    def cell(self, operator: Any, field: str) -> Any:
-        """What a state cell of an operator holds."""
-        name = f"{operator.name}.{field}"
+    def cell(self, node: str, field: str, operator: Any) -> Any:
+        """What a state cell of a node holds; at first, what the node's operator begins with."""
+        name = f"{node}.{field}"
         return self.state[name] if name in self.state else operator.states[field].initial(operator)
 
     def key(self, node: str) -> Key:
@@ -219,7 +219,7 @@ class Call:
             inputs: see `run`.
             given: what is passed by hand in place of what would be injected.
         """
-        cells = {field: Cell(session.cell(self._operator, field)) for field in self._states}
+        cells = {field: Cell(session.cell(self._name, field, self._operator)) for field in self._states}
         injected: dict[str, Any] = {}
         for parameter, cls in self._layout.injected:
             value = None if given is None else given.get(parameter)

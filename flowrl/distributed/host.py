@@ -312,19 +312,26 @@ class Host:
         """
         sizes: dict[str, int] = {}
         received = 0
+        fields = task.operator.signature.fields
+        pieces = [piece for end, held in task.inputs.items() if isinstance(fields[end], ColumnType) for piece in held]
+        # As wide as the widest, since the same rows may be in pieces of other widths in another column.
+        least = max((p.prompt for p in pieces), default=0), max((p.response for p in pieces), default=0)
         for end, source in task.inputs.items():
-            wanted = task.operator.signature.fields[end]
+            wanted = fields[end]
             if not isinstance(wanted, ColumnType):
                 inputs[end] = source
                 continue
-            inputs[end], nbytes = join_pieces(source, wanted, None if end.name in task.operator.whole else task.rows)
+            rows = None if end.name in task.operator.whole else task.rows
+            inputs[end], nbytes = join_pieces(source, wanted, rows, least)
             received += nbytes
             sizes |= dict(zip(wanted.axes, inputs[end].shape, strict=True))
         return received, sizes
 
 
-def join_pieces(pieces: list[Piece], wanted: ColumnType, rows: Array | None = None) -> tuple[Any, int]:
-    """The column of which these are pieces, out of the object store: these rows of it, or all.
+def join_pieces(
+    pieces: list[Piece], wanted: ColumnType, rows: Array | None = None, least: tuple[int, int] = (0, 0)
+) -> tuple[Any, int]:
+    """The column of which these are pieces, out of the object store: these rows of it, or all; see `join`.
 
     Returns:
         the column, and the bytes that were taken for it: those of its rows, as they travel.
@@ -338,7 +345,7 @@ def join_pieces(pieces: list[Piece], wanted: ColumnType, rows: Array | None = No
         taken = packed if len(own) == len(piece.rows) else packed.take(own)
         parts.append((piece.rows[own], unpack(taken), piece.prompt, piece.response))
         nbytes += taken.nbytes
-    return join(parts, wanted.axes, wanted.pad, everything), nbytes
+    return join(parts, wanted.axes, wanted.pad, everything, least), nbytes
 
 
 def _put(column: Any, task: HostTask, sizes: Mapping[str, int]) -> Piece:

@@ -149,8 +149,15 @@ class RayRunner:
         """Start an instance on all its hosts, after whoever is in their way has been put to sleep.
 
         Raises:
-            NodeError: a process died, or could not make room.
+            NodeError: a process died, or could not make room; what else runs is given up.
         """
+        try:
+            self._start(task)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _start(self, task: Task) -> None:
         hosts: list[ProcessSpec | None] = [*processes_of(task.node, self.hosts.processes)] or [None]
         delivery = self._delivery(task)
         sources = delivery.prepare() if delivery else {}
@@ -169,6 +176,13 @@ class RayRunner:
             running.hosts |= delivery.start()
         self._running |= dict.fromkeys(running.hosts, running)
 
+    def _give_up(self) -> None:
+        """Forget what runs; nobody waits there for one that will not come."""
+        for running in self._running.values():
+            if running.delivery:
+                running.delivery.close()
+        self._running = {}
+
     def wait(self) -> Sequence[Done]:
         """The instances of which all hosts have answered next.
 
@@ -180,10 +194,7 @@ class RayRunner:
                 pass
             return [self._done(running) for running in complete]
         except BaseException:
-            for running in self._running.values():
-                if running.delivery:
-                    running.delivery.close()  # so that no host waits for one that will not come
-            self._running = {}
+            self._give_up()
             raise
 
     def fetch(self, node: Node, output: str, held: list[Piece]) -> Any:

@@ -144,7 +144,11 @@ class Piece:
 
 
 def join(
-    parts: Sequence[tuple[Array, Tensor | Array, int, int]], axes: Sequence[str], pad: Any, wanted: Array
+    parts: Sequence[tuple[Array, Tensor | Array, int, int]],
+    axes: Sequence[str],
+    pad: Any,
+    wanted: Array,
+    least: tuple[int, int] = (0, 0),
 ) -> Tensor | Array:
     """One column of the `wanted` rows, from pieces of unequal width, padded as by `DataProto.concat`.
 
@@ -154,11 +158,12 @@ def join(
             is a prompt with its response.
         pad: the value to fill with.
         wanted: int64, the rows of the result, in order; each at most once.
+        least: how wide prompts and responses become at least, where other pieces of the batch are wider.
 
     Raises:
         DataError: a wanted row is in no piece or in several, or pieces differ in an axis that is not padded.
     """
-    grown = growth([{"prompt": prompt, "response": response} for *_, prompt, response in parts])
+    *grown, _ = growth([{"prompt": p, "response": r} for p, r in (*((p, r) for *_, p, r in parts), least)])
     margins = [[margin_of(PAD_SIDE.get(axis), own) for axis in axes[1:]] for own in grown]
     shapes = {tuple(padded_widths(column, own)) for (_, column, *_), own in zip(parts, margins, strict=True)}
     if len(shapes) > 1:
@@ -168,7 +173,7 @@ def join(
         )
     targets = _targets([rows for rows, *_ in parts], wanted)
     first = parts[0][1]
-    if len(parts) == 1 and np.array_equal(parts[0][0], wanted):
+    if len(parts) == 1 and np.array_equal(parts[0][0], wanted) and {tuple(first.shape[1:])} == shapes:
         return first  # as it is, without a copy
     whole: Tensor | Array = (
         first.new_full((len(wanted), *shapes.pop()), pad)

@@ -21,7 +21,7 @@ from flowrl.core.backend import Backend
 from flowrl.core.graph import Graph, Node
 from flowrl.data.balance import deal
 from flowrl.data.dataproto import DataProto
-from flowrl.data.keys import Key
+from flowrl.data.keys import Key, node_key
 from flowrl.data.metrics import Metrics
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import NodeError
@@ -195,8 +195,12 @@ def _rows(task: Task) -> int:
 def _shares(task: Task, rows: int, ranks: int) -> list[Counts | None]:
     """The rows of each rank; None is all. Groups are split here, since nobody knows which row is of which."""
     operator = task.node.operator
-    if ranks == 1 or operator.changes_rows or operator.granularity == "batch" or not rows:
+    if ranks == 1 or operator.changes_rows or not rows:
         return [None] * ranks
+    if operator.granularity == "batch":
+        key = node_key(task.seed, task.step or 0, operator.name)
+        dealt = None if task.lengths is None else operator.shares(torch.from_numpy(task.lengths.tokens), ranks, key)
+        return [None] * ranks if dealt is None else [own.numpy() for own in dealt]
     weights = np.ones(rows, dtype=np.int64) if task.lengths is None else task.lengths.tokens + 1
     rank_of = np.array(deal(weights.tolist(), ranks))
     return [np.flatnonzero(rank_of == rank) for rank in range(ranks)]

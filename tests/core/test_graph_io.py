@@ -56,7 +56,7 @@ def test_a_file_reads_like_the_graph(tmp_path: Path) -> None:
     save(scored(), tmp_path / "g.yaml")
     data = yaml.safe_load((tmp_path / "g.yaml").read_text())
     assert data["nodes"]["repeat"] == {
-        "operator": {"$type": "flowrl.operators.generate:Repeat", "n": 2},
+        "operator": {"$type": "flowrl.operators.engines:Repeat", "n": 2},
         "inputs": {"prompts": "batch"},
     }
     assert data["nodes"]["generate"]["operator"]["rollout"] == {"$role": "rollout"}

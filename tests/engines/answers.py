@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.backends import LoRA, TorchRollout, TorchTrainer
-from flowrl.backends.torch.trainer import LoRATrainerEngine, TorchTrainerEngine
+from flowrl.backends.torch.engine import LoRATrainerEngine, TorchTrainerEngine
 from flowrl.core.protocols import Rollout, Sampled, Sampling, Sleeper
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import assemble

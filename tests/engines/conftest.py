@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import pytest
 
 from flowrl.backends import TorchTrainer
-from flowrl.backends.torch.trainer import TorchTrainerEngine
+from flowrl.backends.torch.engine import TorchTrainerEngine
 from tests.engines.answers import CONTEXT
 from tests.models import tiny_folder
 

@@ -10,7 +10,7 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from flowrl.backends.torch.trainer import TorchTrainerEngine
+from flowrl.backends.torch.engine import TorchTrainerEngine
 
 
 @contextmanager

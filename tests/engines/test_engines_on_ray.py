@@ -19,7 +19,7 @@ from torch import Tensor
 from flowrl import Colocate
 from flowrl.backends import SGD, TorchTrainer
 from flowrl.backends.sglang.engine import SGLang
-from flowrl.backends.torch.trainer import TorchTrainerEngine
+from flowrl.backends.torch.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLM
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import Sampling

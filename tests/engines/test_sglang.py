@@ -29,7 +29,7 @@ from flowrl.backends.hosted.keeper import members, shared_memory
 from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.rollout import Ending
 from flowrl.backends.sglang.engine import SGLangEngine
-from flowrl.backends.torch.trainer import TorchTrainerEngine
+from flowrl.backends.torch.engine import TorchTrainerEngine
 from flowrl.core.protocols import Sampling
 from flowrl.distributed.place import Colocate
 from flowrl.errors import BindError, DataError, EngineError, ParameterError, SyncError

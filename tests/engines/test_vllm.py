@@ -18,7 +18,7 @@ import torch
 
 from flowrl.backends import VLLM, TorchTrainer
 from flowrl.backends.hosted.arrival import weight_shapes
-from flowrl.backends.torch.trainer import TorchTrainerEngine
+from flowrl.backends.torch.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLMEngine
 from flowrl.core.protocols import Sampling
 from flowrl.data.keys import Key

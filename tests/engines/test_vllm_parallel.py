@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flowrl.backends import VLLM, TorchRollout, TorchTrainer
-from flowrl.backends.torch.trainer import TorchTrainerEngine
+from flowrl.backends.torch.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLMEngine
 from flowrl.core.protocols import Sampled, Sampling
 from flowrl.data.keys import Key

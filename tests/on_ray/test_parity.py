@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from flowrl import PromptData, Training, Validation
 from flowrl.backends import SGD, AdamW, TorchRollout, TorchTrainer
-from flowrl.backends.torch.trainer import TorchTrainerEngine
+from flowrl.backends.torch.engine import TorchTrainerEngine
 from flowrl.core.protocols import BuildContext
 from flowrl.distributed.place import Colocate, Split
 from flowrl.run.job import Job

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl.backends import TorchRollout, TorchTrainer
-from flowrl.backends.torch.trainer import TorchTrainerEngine
+from flowrl.backends.torch.engine import TorchTrainerEngine
 from flowrl.core.protocols import BuildContext
 from flowrl.data.metrics import Metrics
 from flowrl.distributed import delivery, export

@@ -18,8 +18,8 @@ import torch
 from flowrl import INJECTED, Colocate, Key, Metrics, Operator, PromptBatch, PromptData, Training, algorithm, backends
 from flowrl import columns as c
 from flowrl.backends import Backend, TorchRollout
+from flowrl.backends.torch.engine import TorchScorerEngine, TorchTrainerEngine
 from flowrl.backends.torch.rollout import TorchRolloutEngine
-from flowrl.backends.torch.trainer import TorchScorerEngine, TorchTrainerEngine
 from flowrl.core import protocols
 from flowrl.core.backend import members
 from flowrl.core.plan import Plan

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flowrl import INJECTED, Colocate, Metrics, Operator, PromptData, State, TensorBoard, Training, Validation
 from flowrl import columns as c
 from flowrl.backends import SGD, AdamW, TorchRollout
-from flowrl.backends.torch.optim import Cosine
+from flowrl.backends.torch.learner import Cosine
 from flowrl.core.edit import After
 from flowrl.errors import DataError, NodeError, ParameterError
 from flowrl.operators import KLShape, Repeat

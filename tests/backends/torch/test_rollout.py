@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from flowrl.backends import LoRA, TorchRollout, TorchTrainer
+from flowrl.backends.torch.engine import TorchTrainerEngine
 from flowrl.backends.torch.rollout import TorchRolloutEngine, next_token
-from flowrl.backends.torch.trainer import TorchTrainerEngine
 from flowrl.core.protocols import Rollout, Sampled, Sampling
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import assemble

@@ -1,4 +1,4 @@
-"""`Repeat` and `Generate`: the rows of a step, and what the rollout engine answers to each."""
+"""What is asked of engines, row by row: answers (`Generate`, of rows that `Repeat` makes), log-probs and values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pydantic import Field
 from flowrl import columns as c
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
-from flowrl.core.protocols import Rollout, Sampling
+from flowrl.core.protocols import Critic, Rollout, Sampling, Scorer
 from flowrl.core.roles import Reads, Role
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.tokenizer import assemble
 from flowrl.errors import SyncError
-from flowrl.records import PromptBatch, RolloutBatch
+from flowrl.records import PromptBatch, RolloutBatch, Sequences, Tokens
 
 
 class Repeat(Operator):
@@ -136,3 +136,40 @@ class Generate(Operator):
             temperature=torch.full((rows,), self.temperature, device=sampled.responses.device),
             policy_version=torch.full((rows,), receipt.version, dtype=torch.int64, device=sampled.responses.device),
         )
+
+
+class OldLogProb(Operator):
+    """The sampled tokens' log-probs, recomputed by the trainer with its weights at the start of the step.
+
+    The ratio of PPO is taken against these and not against the rollout engine's own, since engines differ in kernels,
+    precision and sampling masks. Float32 ``[batch response]`` at each row's temperature, 0 off the mask.
+    """
+
+    granularity: ClassVar[Granularity] = "row"
+    actor: Reads[Scorer] = Role("actor")
+
+    def __call__(self, rollout: Sequences) -> c.OldLogProbs:
+        return self.actor.log_probs(rollout)
+
+
+class RefLogProb(Operator):
+    """The sampled tokens' log-probs under the frozen reference, the anchor of KL.
+
+    Float32 ``[batch response]`` at each row's temperature, 0 off the mask.
+    """
+
+    granularity: ClassVar[Granularity] = "row"
+    ref: Reads[Scorer] = Role("ref")
+
+    def __call__(self, rollout: Sequences) -> c.RefLogProbs:
+        return self.ref.log_probs(rollout)
+
+
+class Value(Operator):
+    """State values, float32 ``[batch response]``: entry ``t`` is of the state in which token ``t`` was sampled."""
+
+    granularity: ClassVar[Granularity] = "row"
+    critic: Reads[Critic] = Role("critic")
+
+    def __call__(self, rollout: Tokens) -> c.Values:
+        return self.critic.values(rollout)

@@ -1,0 +1,283 @@
+"""Live engines on a torch model: one that scores, one that is trained too; and how they give their device to others.
+
+The model is whole in this process, or sharded over several that each hold one rank of the engine and make the same
+calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.backends.torch.learner import Learner
+from flowrl.backends.torch.model import Rows, SequenceInputs, TorchModel, check_sequences, score_rows
+from flowrl.core.protocols import Loss, MiniBatch
+from flowrl.data.metrics import Metrics
+from flowrl.errors import AsleepError
+from flowrl.records import Sequences
+from flowrl.sync.buckets import BUCKET_BYTES
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
+
+
+class Residence:
+    """Moves modules and the state of their optimiser off `device` and back; on a CPU only the mark is moved.
+
+    Args:
+        device: where the modules compute.
+        modules: whose parameters and buffers move; parameters stay the same objects.
+        optimizer: whose state moves with them.
+        offload: the weights live in CPU memory anyway, and stay there.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        modules: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | None = None,
+        offload: bool = False,
+    ) -> None:
+        self._device, self._modules, self._optimizer = device, modules, optimizer
+        self._moves = not offload and device.type != "cpu"
+        self.asleep = False
+
+    def sleep(self) -> None:
+        """Release the device; twice is as good as once."""
+        if not self.asleep and self._moves:
+            self._move(torch.device("cpu"))
+            torch.cuda.empty_cache()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Take the device back; twice is as good as once."""
+        if self.asleep and self._moves:
+            self._move(self._device)
+        self.asleep = False
+
+    def require_awake(self, what: str) -> None:
+        """Refuse to do `what` asleep.
+
+        Raises:
+            AsleepError: the engine sleeps.
+        """
+        if self.asleep:
+            raise AsleepError(
+                f"{what} was called while the engine sleeps, its weights off {self._device}; expected an engine that "
+                f"is awake: call engine.wake() first."
+            )
+
+    def _move(self, device: torch.device) -> None:
+        for module in self._modules:
+            module.to(device)
+        if self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and key != "step":  # torch counts steps on the CPU
+                        state[key] = value.to(device)
+
+
+class Resident:
+    """The turns of an engine that sets `residence`: `sleep` gives its device to others, `wake` takes it back.
+
+    Of an engine of several ranks, all ranks sleep and wake together.
+    """
+
+    residence: Residence
+
+    def sleep(self) -> None:
+        """Move weights and optimiser state to CPU memory; what is computed with them is refused until `wake`."""
+        self.residence.sleep()
+
+    def wake(self) -> None:
+        """Bring back what `sleep` has moved."""
+        self.residence.wake()
+
+
+class TrainedEngine(Resident):
+    """What the live engines of trainers and critics share: an engine that sets `learner` can go on where it stopped."""
+
+    learner: Learner
+
+    @property
+    def version(self) -> int:
+        """How many `update` calls the weights have seen."""
+        return self.learner.version
+
+    def state_dict(self) -> dict[str, Any]:
+        """``weights``, ``optimizer``, ``steps``, ``version``, ``over``; the tensors are the live ones, as in torch.
+
+        Of an adapter, ``weights`` are its own alone, and ``over`` says what they are added to. Of several ranks, each
+        has its own shards (`torch.distributed.tensor.DTensor`).
+        """
+        return self.learner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, which is of as many ranks, bit for bit.
+
+        Raises:
+            DataError: the state is of a model with other weights, or of another number of ranks.
+        """
+        self.learner.load_state_dict(state)
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write what `state_dict` holds to a new folder, each rank its shards; a collective.
+
+        Raises:
+            DataError: the folder holds a checkpoint, or cannot be written.
+        """
+        self.learner.save_checkpoint(folder)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Go on from a checkpoint of any number of ranks, bit for bit where there are as many; a collective.
+
+        Raises:
+            DataError: there is none, it is of another model, adapter or optimiser, or damaged.
+        """
+        self.learner.load_checkpoint(folder)
+
+
+class TorchScorerEngine(Resident):
+    """A live `Scorer`; made by `TorchScorer.build`.
+
+    Args:
+        folder: where the model came from.
+        scorer: the model at work.
+        max_tokens, logprob_chunk: as in the spec.
+        residence: where the weights are now.
+    """
+
+    def __init__(
+        self, folder: str, scorer: TorchModel, max_tokens: int, logprob_chunk: int, residence: Residence
+    ) -> None:
+        self.folder, self.residence = folder, residence
+        self._scorer, self._max_tokens, self._chunk = scorer, max_tokens, logprob_chunk
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The causal LM itself, in evaluation mode; a rollout in this process may share it."""
+        return self._scorer.module
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the weights of `model` are in shards, and not whole."""
+        return self._scorer.mesh.sharded
+
+    @torch.no_grad()
+    def log_probs(self, batch: Sequences) -> Tensor:
+        """Log-probs of the response tokens at each row's temperature: float32 ``[batch response]``, 0 off the mask.
+
+        Each rank passes rows of its own, as many as it has, and gets their log-probs; a collective.
+
+        Raises:
+            DataError: a temperature is not positive, or a response token counts that nothing predicts.
+            RankError: that is so on another rank.
+            AsleepError: the engine sleeps.
+        """
+        self.residence.require_awake("log_probs")
+        with self._scorer.mesh.all_or_none("log_probs"):
+            inputs = SequenceInputs.of(batch)
+
+        def score(micro: SequenceInputs) -> Tensor:
+            return self._scorer.log_probs(micro, self._chunk, "none")[0]
+
+        return score_rows(self._scorer.mesh, inputs, self._max_tokens, score)
+
+
+class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
+    """A live `Trainer`; made by `TorchTrainer.build`.
+
+    Args:
+        folder, scorer, max_tokens, logprob_chunk, residence: as in `TorchScorerEngine`.
+        learner: trains the weights of `scorer`.
+        tokenizer: written beside the weights.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        scorer: TorchModel,
+        max_tokens: int,
+        logprob_chunk: int,
+        residence: Residence,
+        learner: Learner,
+        tokenizer: Any,
+    ) -> None:
+        super().__init__(folder, scorer, max_tokens, logprob_chunk, residence)
+        self.learner, self._tokenizer = learner, tokenizer
+
+    def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], loss: Loss[Rows]) -> Metrics:
+        """One optimiser step per mini-batch, in order; then `version` grows by one.
+
+        Reports what `loss` reports, and ``actor/grad_norm`` (before clipping) and ``actor/lr``, the means over
+        mini-batches.
+
+        Each rank passes its own parts of the same mini-batches, and reports its part of the metrics; a collective.
+
+        Raises:
+            DataError: as `log_probs`; or the gradient of a mini-batch is not finite (on all ranks).
+            AsleepError: the engine sleeps.
+        """
+        self.residence.require_awake("update")
+        with self._scorer.mesh.all_or_none("update"):
+            check_sequences(batch)  # type: ignore[arg-type]
+
+        def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
+            # Entropy is always reported; its gradient is only taken where the loss has a use for it.
+            return self._scorer.log_probs(micro, self._chunk, "gradient" if loss.wants_entropy else "value")
+
+        return self.learner.update(batch, mini_batches, loss, forward)
+
+    def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """The float32 weights under the names that `save_pretrained` writes, sorted, tied ones once.
+
+        The tensors are the live ones, except that an adapter is merged into copies; copy what must outlast the next
+        update. Sharded weights are gathered, bucket by bucket of at most `bucket_bytes`, of which three exist at a
+        time: a collective that all ranks must go through to the end. See `Sharded.full`.
+        """
+        return self._scorer.weights(bucket_bytes)
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write weights (float32, an adapter merged into them), configuration and tokeniser as a Hugging Face folder.
+
+        A collective: rank 0 writes, and holds all weights in CPU memory meanwhile.
+        """
+        self._scorer.save_pretrained(folder, BUCKET_BYTES)
+        if self._scorer.mesh.rank == 0:
+            self._tokenizer.save_pretrained(folder)
+
+
+class LoRATrainerEngine(TorchTrainerEngine):
+    """A `TorchTrainerEngine` whose adapter is trained and nothing else; it is `Adapted`."""
+
+    @property
+    def adapter_of(self) -> str:
+        """The digest of the weights that stay, and the scaling of the adapter that is added to them."""
+        assert self._scorer.adapter_of is not None
+        return self._scorer.adapter_of
+
+    def adapter_weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's float32 weights under the names that PEFT writes, sorted; otherwise as `weights`."""
+        return self._scorer.adapter_weights(bucket_bytes)
+
+
+class AdapterOffEngine(TorchScorerEngine):
+    """A live `Scorer` with the weights of a trainer as they are without its adapter: those that it started from."""
+
+    def __init__(self, actor: LoRATrainerEngine) -> None:
+        residence = Residence(actor.model.device, [])  # what is shared moves with the trainer
+        super().__init__(actor.folder, actor._scorer, actor._max_tokens, actor._chunk, residence)
+        self._actor = actor
+
+    def log_probs(self, batch: Sequences) -> Tensor:
+        """As `TorchScorerEngine.log_probs`, with the adapter off; it is on again afterwards.
+
+        Raises:
+            AsleepError: this engine sleeps, or the trainer.
+        """
+        self._actor.residence.require_awake("log_probs")
+        with self._scorer.without_adapter():
+            return super().log_probs(batch)
