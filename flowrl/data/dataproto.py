@@ -61,6 +61,8 @@ class DataProto:
 
     columns: Columns
     """All columns by name, read-only, in the order they came."""
+    _meta: dict[str, Any]
+    _rows: int
 
     def __init__(self, columns: Columns, meta: Mapping[str, Any] | None = None) -> None:
         checked = {name: check_column(name, column) for name, column in columns.items()}
