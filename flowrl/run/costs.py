@@ -123,7 +123,7 @@ class Costs:
         """
         draw = np.random.Generator(np.random.Philox(key=key.bits))
         known, found = self.lengths.get(node, ()), list[Lengths]()
-        if not known:
+        if not known or not rows:
             return Lengths(np.zeros(rows, dtype=np.int64))
         order: list[int] = []
         while rows > 0:
@@ -144,7 +144,10 @@ def _read(folder: Path) -> tuple[dict[str, Any], Timeline, dict[int | None, floa
             what = "holds no run" if file == "run.json" else f"holds a run that has left no {file} yet"
             raise DataError(f"{folder} {what}; expected the folder of one that went some steps, such as runs/grpo-001.")
     described = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    with (folder / "metrics.jsonl").open(encoding="utf-8") as text:
+        lines = [
+            json.loads(line) for line in text if line.endswith("\n")
+        ]  # a run that was killed may end in half a line
     steps: dict[int | None, float] = {line["step"] - 1: line["timing/step"] for line in lines if "timing/step" in line}
     timeline = Timeline.load(folder / "trace.json")
     if not steps or not any(span.kind == "node" for span in timeline.spans):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flowrl.core.plan import Plan
 from flowrl.data.dataproto import DataProto
 from flowrl.distributed.place import Colocate, Split
 from flowrl.distributed.runner import Traffic
@@ -16,9 +17,15 @@ from flowrl.distributed.wire import pack
 from flowrl.errors import DataError, GraphError, NodeError
 from flowrl.graphs import grpo, ppo
 from flowrl.run.job import Job
+from flowrl.run.place import lay_out
+from flowrl.run.pretend import PretendRunner, blank_batch
+from flowrl.run.steps import Steps
+from flowrl.run.timeline import Span
+from flowrl.run.weights import TrainedWeights
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, GroupScore, ToyRollout, ToyTrainer, ToyTrainerEngine, toy_job
+from tests.paper import fixed
 from tests.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -159,15 +166,32 @@ def test_independent_nodes_run_at_once(tiny: str, tmp_path: Path) -> None:
     assert not [event for event in Desk(str(desk)).events() if event["what"] in ("sleep", "wake")]
 
 
+def turns_of(spans: list[Span]) -> list[str]:
+    """What happens on the slots, and for whom they are cleared, in order, from the second step on."""
+    shown = [span for span in spans if span.kind == "wait" or (span.kind == "node" and "general" not in span.place)]
+    names = [span.name for span in sorted(shown, key=lambda span: span.start)]
+    return names[len(names) - names[::-1].index("generate") :]
+
+
 def test_one_slot_is_taken_by_turns(tiny: str, tmp_path: Path) -> None:
-    """On a shared slot the one who works is awake, and alone; so are both sides of a sync, one after the other."""
+    """On a shared slot the one who works is awake, and alone; so are both sides of a sync, one after the other. The
+    pretend runner takes the same turns."""
     desk = tmp_path / "desk"
-    with leaves_nothing() as processes, toy_job(graph_of("ppo"), desk, tiny, place=Colocate(1)).open() as executor:
+    job = toy_job(graph_of("ppo"), desk, tiny, place=Colocate(1))
+    with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         run(executor, 3, 2)
         kinds = Counter(span.kind for span in executor.timeline.spans)
         assert kinds["wait"] > 0
         assert kinds["transfer"] > 0
+    plan, costs = Plan(job.graph), fixed(**dict.fromkeys(job.graph.nodes, 1.0))
+    runner = PretendRunner(lay_out(job.graph, Colocate(1)), costs, job.graph.bindings)
+    pretended = Steps(plan, runner, 0, TrainedWeights(plan, runner, 0))
+    pretended.sync()
+    for step in range(2):
+        pretended.step(blank_batch(job.graph, 3), step)
+    assert turns_of(pretended.timeline.spans) == turns_of(executor.timeline.spans)
+    assert turns_of(executor.timeline.spans).count("wake") >= 4
     awake: set[str] = set()
     worked = Counter[str]()
     for event in Desk(str(desk)).events():

@@ -90,6 +90,10 @@ class TestLengths:
         assert len({response > 4 for _, response in self.drawn(4, seed)}) == 1
         assert sorted(self.drawn(8, seed)) == sorted(self.drawn(8, 0))  # both steps, each whole
 
+    def test_of_no_rows_and_of_a_node_without_lengths(self) -> None:
+        assert len(self.costs.draw("generate", 0, Key.of(0)).tokens) == 0
+        assert self.costs.draw("other", 3, Key.of(0)).tokens.tolist() == [0, 0, 0]
+
     def test_keys_differ(self) -> None:
         assert len({tuple(self.drawn(3, seed)) for seed in range(20)}) > 4
 
@@ -204,6 +208,16 @@ class TestOfTraining:
         steps = Costs.of(trained[1]).lengths["generate"]
         assert [len(step.tokens) for step in steps] == [8] * 3
         assert all(1 <= n <= 6 for step in steps for n in step.response)  # max_new_tokens=6
+
+    def test_spans_say_what_nodes_were_given(self, trained: tuple[Training, str]) -> None:
+        spans = {(span.name, span.step): span for span in Timeline.load(Path(trained[1]) / "trace.json").spans}
+        for step in range(3):
+            answered, updated = spans["generate", step], spans["update_actor", step]
+            tokens = [tokens for tokens, _ in answered.lengths]
+            for span in (answered, updated, spans["reward", step]):
+                assert (span.rows, span.tokens, span.padded) == (8, sum(tokens), 8 * max(tokens))
+            assert updated.lengths == ()
+            assert all(tokens > response for tokens, response in answered.lengths)  # there is a prompt, too
 
     def test_run_json_holds_what_was_predicted_and_measured(
         self, trained: tuple[Training, str], tmp_path: Path
