@@ -7,6 +7,7 @@ that makes one; graph files (``.yaml``, ``.json``) are targets too. Misuse ends 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import sys
@@ -149,15 +150,40 @@ def check(
 
 
 @app.command()
-def plan(target: Target) -> None:
-    """Print how a graph would run: which nodes at once, where, and what each of them reads."""
+def plan(
+    target: Target,
+    costs: Annotated[
+        str | None, typer.Option(help="Folder of a run: predict a step by what that run measured.")
+    ] = None,
+    place: Annotated[
+        list[str] | None, typer.Option(help="Predict for 'local', 'Colocate(gpus=2)', ... too; may be repeated.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(help="Prompts a step, instead of the training's own.", min=1)] = None,
+    cost: Annotated[
+        list[str] | None, typer.Option(help="NODE=SECONDS of a node that was not measured; may be repeated.")
+    ] = None,
+) -> None:
+    """Print how a graph would run: which nodes at once, where, what each reads; with --costs, how long a step takes."""
     from flowrl.core.plan import Plan
     from flowrl.run.job import Job
     from flowrl.run.training import Training
 
+    if costs is None and (place or prompts or cost):
+        raise ParameterError("--place, --prompts and --cost are for predictions; say by which run: --costs RUN.")
     found = _load(target)
     job = found.job if isinstance(found, Training) else found
     out.print(job.plan() if isinstance(job, Job) else str(Plan(_graph(found, target))), markup=False)
+    if costs is None:
+        return
+    from flowrl.run.costs import Costs
+    from flowrl.run.prediction import predict
+
+    measured = Costs.of(costs).given(**dict(map(_cost, cost or ())))
+    own = job.place if isinstance(job, Job) else measured.place
+    count = prompts or (found.prompts if isinstance(found, Training) else measured.prompts)
+    out.print(f"predicted from {costs}, with {count} prompts a step:", markup=False)
+    for one in [own, *map(_place, place or ())]:
+        out.print(str(predict(_graph(found, target), one, count, measured)), markup=False)
 
 
 @app.command()
@@ -185,6 +211,7 @@ def run(
     steps: Annotated[int | None, typer.Option(help="Instead of the training's own.")] = None,
     seed: Annotated[int | None, typer.Option(help="Instead of the training's own.")] = None,
     folder: Annotated[str | None, typer.Option(help="Where the run is written, instead of the training's own.")] = None,
+    costs: Annotated[str | None, typer.Option(help="Folder of a run to predict this one's steps by.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard in the run's folder.")] = False,
 ) -> None:
@@ -198,7 +225,7 @@ def run(
             f"{target} is of type {type(training).__name__}, which says neither on which data to train nor how long; "
             f"expected a training: Training(graph.bind(...), data, steps=..., prompts=...)."
         )
-    given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder, "resume": resume or None}
+    given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder, "costs": costs, "resume": resume or None}
     training = dataclasses.replace(training, **{k: v for k, v in given.items() if v is not None})
     terminal = Terminal(out)
     try:
@@ -272,6 +299,44 @@ def _load(target: str) -> Any:
             f"`graph = {found.__name__}(...)` in your file and FILE.py:graph here."
         ) from error
     return found()
+
+
+def _cost(text: str) -> tuple[str, float]:
+    """Of ``NODE=SECONDS``.
+
+    Raises:
+        ParameterError: it is not of that form.
+    """
+    node, _, seconds = text.partition("=")
+    try:
+        return node, float(seconds)
+    except ValueError:
+        raise ParameterError(f"--cost {text} says no number of seconds; expected such as --cost {node}=0.1.") from None
+
+
+def _place(text: str) -> Any:
+    """The place that is written in Python; None is this process.
+
+    Raises:
+        ParameterError: it is none, or wants other parameters.
+    """
+    from flowrl import Colocate, Split
+
+    if text == "local":
+        return None
+    places = {place.__name__: place for place in (Colocate, Split)}
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        match call:
+            case ast.Call(func=ast.Name(id=name), args=[]) if name in places:
+                given = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+            case _:
+                raise ValueError(text)
+    except (SyntaxError, ValueError):
+        raise ParameterError(
+            f"--place {text} is no place; expected local, or such as 'Colocate(gpus=2)' or 'Split(train=1, rollout=1)'."
+        ) from None
+    return places[name](**given)
 
 
 def _folder(target: str) -> Path | None:

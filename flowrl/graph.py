@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -13,8 +14,10 @@ from flowrl.core.edit import After
 from flowrl.core.operator import Operator
 from flowrl.core.rules import Finding
 from flowrl.draw import mermaid
+from flowrl.run.costs import Costs
 from flowrl.run.job import Job
 from flowrl.run.place import Place
+from flowrl.run.prediction import predict
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,9 +70,23 @@ class Graph(graph.Graph):
         """
         return Job(self.edit(bind=backends), place)
 
-    def diff(self, other: graph.Graph) -> Diff:
-        """What changes from this graph to `other`."""
-        return diff.diff(Diff, self, other)
+    def diff(self, other: graph.Graph, costs: Costs | None = None) -> Diff:
+        """What changes from this graph to `other`.
+
+        Args:
+            other: the graph after the edit.
+            costs: of a run; then the diff says what the edit does to the time of a step, with as many prompts as in
+                that run, and at its place.
+
+        Raises:
+            DataError: a node of the two that `costs` does not know.
+            BindError: the run was on Ray, and roles of the two are not bound, or do not fit there.
+        """
+        found = diff.diff(Diff, self, other)
+        if costs is None:
+            return found
+        before, after = (predict(graph, costs.place, costs.prompts, costs).seconds for graph in (self, other))
+        return replace(found, seconds=(before, after))
 
     def check(self, *, prompts: int | None = None) -> list[Finding]:
         """Everything that the rules find wrong, at once; `prompts` is the number of prompts a step, where known."""
@@ -105,8 +122,21 @@ class Graph(graph.Graph):
         return {"text/plain": repr(self), "text/markdown": f"```mermaid\n{self.mermaid()}\n```"}
 
 
+@dataclass(frozen=True, repr=False)
 class Diff(diff.Diff):
-    """What changes from one graph to another: text by ``str()``, a picture by `mermaid()`; falsy where nothing does."""
+    """What changes from one graph to another: text by ``str()``, a picture by `mermaid()`; falsy where nothing does.
+
+    Args:
+        seconds: of a step, before and after, as predicted; None is not asked for.
+    """
+
+    seconds: tuple[float, float] | None = None
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if self.seconds is None:
+            return text
+        return f"{text}\nthis edit: {self.seconds[0]:.3g} s → {self.seconds[1]:.3g} s"
 
     def mermaid(self) -> str:
         """Both graphs in one picture, with added, removed and changed nodes marked."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED, Signature
 from flowrl.core.protocols import Critic, MiniBatch, Rollout, Trainer
 from flowrl.core.roles import Reads, Role, Writes
+from flowrl.data.balance import Share, split_rows
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, StalePolicyError, SyncError
@@ -67,14 +68,51 @@ def draw_mini_batches(
             f"{rows} rows cannot be cut into equal mini-batches (mini_batch={mini_batch}); expected at least one row, "
             f"and a divisor of prompts x n: change mini_batch, the prompts a step, or Repeat(n)."
         )
-    batches = []
+    return [MiniBatch(index, loss.weights(response_mask[index])) for index in _draw_rows(rows, size, epochs, key)]
+
+
+def _draw_rows(rows: int, size: int, epochs: int, key: Key) -> list[Tensor]:
+    """The rows of each mini-batch."""
+    drawn: list[Tensor] = []
     for epoch in range(epochs):
         generator = key.derive("epoch", epoch).generator()
         # One mini-batch of all rows keeps their order, and so the micro-batches of OldLogProb: ratios are exactly 1.
         order = torch.randperm(rows, generator=generator) if size < rows else torch.arange(rows)
-        for index in order.split(size):
-            batches.append(MiniBatch(index, loss.weights(response_mask[index])))
-    return batches
+        drawn += order.split(size)
+    return drawn
+
+
+def rank_rows(rows: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]:
+    """The rows that each rank computes on, given those of all mini-batches: int64, ascending, for each rank."""
+    parts = [[index[own] for own in split_rows(tokens[index], ranks)] for index in rows]
+    return [torch.cat([part[rank] for part in parts]).unique() for rank in range(ranks)]
+
+
+def rank_parts(steps: Sequence[MiniBatch], share: Share | None, attention_mask: Tensor) -> Sequence[MiniBatch]:
+    """The part that a rank has in each mini-batch; the weights of its tokens stay those of the whole.
+
+    Args:
+        steps: whole mini-batches, by the rows of the step.
+        share: what the rank is given; None is everything.
+        attention_mask: bool ``[rows of the rank, sequence]``.
+
+    Returns:
+        mini-batches by the rows of the rank.
+    """
+    if share is None:
+        return steps
+    tokens = attention_mask.sum(1) if share.tokens is None else share.tokens
+    rows = torch.arange(len(tokens)) if share.rows is None else share.rows
+    parts = []
+    for index, weights in steps:
+        own = split_rows(tokens[index].cpu(), share.ranks)[share.rank]
+        parts.append(MiniBatch(torch.searchsorted(rows, index[own]), weights[own]))
+    return parts
+
+
+def _own(column: Tensor, share: Share | None) -> Tensor:
+    """The rows of a rank, of a column that it is given whole."""
+    return column if share is None or share.rows is None else column[share.rows]
 
 
 def _divisors(mini_batch: int | None) -> Mapping[str, int]:
@@ -100,6 +138,7 @@ class UpdateActor(Operator):
     """
 
     granularity: ClassVar[Granularity] = "batch"
+    whole: ClassVar[frozenset[str]] = frozenset({"response_mask", "policy_version"})  # all weigh, and all refuse
     loss: PPOClip = PPOClip()
     ppo_epochs: int = Field(default=1, ge=1)
     mini_batch: int | None = Field(default=None, ge=1)
@@ -125,6 +164,10 @@ class UpdateActor(Operator):
     def wants(self) -> Mapping[str, bool]:
         return {"ref_log_prob": self.loss.kl is not None}
 
+    def shares(self, tokens: Tensor, ranks: int, key: Key) -> Sequence[Tensor]:
+        """The rows of each rank's parts in the mini-batches."""
+        return rank_rows(_draw_rows(len(tokens), self.mini_batch or len(tokens), self.ppo_epochs, key), tokens, ranks)
+
     def __call__(
         self,
         rollout: VersionedSequences,
@@ -133,6 +176,7 @@ class UpdateActor(Operator):
         ref_log_prob: c.RefLogProbs | None = None,
         key: Key = INJECTED,
         metrics: Metrics = INJECTED,
+        share: Share | None = INJECTED,
     ) -> Updated:
         stale = (rollout.policy_version != self.actor.version).nonzero().flatten()
         if len(stale):
@@ -143,21 +187,22 @@ class UpdateActor(Operator):
                 f"{self.actor.version}; expected all rows of this step from its own weights: run Sync after every "
                 f"update, then Generate."
             )
+        mask = _own(rollout.response_mask, share)
         if ref_log_prob is not None:
-            mask = rollout.response_mask
             metrics.mean("kl/ref", (old_log_probs - ref_log_prob)[mask].sum(), mask.sum())
         batch = PolicyBatch(
             rollout.input_ids,
             rollout.attention_mask,
             rollout.position_ids,
-            rollout.response_mask,
+            mask,
             rollout.temperature,
             old_log_probs,
             advantages,
             ref_log_prob,
         )
         steps = draw_mini_batches(self.loss, rollout.response_mask, self.mini_batch, self.ppo_epochs, key)
-        metrics.merge(self.actor.update(batch, steps, self.loss))
+        parts = rank_parts(steps, share, rollout.attention_mask)
+        metrics.merge(self.actor.update(batch, parts, self.loss))
         return Updated(self.actor.version)
 
 
@@ -175,6 +220,7 @@ class UpdateCritic(Operator):
     """
 
     granularity: ClassVar[Granularity] = "batch"
+    whole: ClassVar[frozenset[str]] = frozenset({"response_mask"})
     loss: ValueClip = ValueClip()
     ppo_epochs: int = Field(default=1, ge=1)
     mini_batch: int | None = Field(default=None, ge=1)
@@ -185,14 +231,24 @@ class UpdateCritic(Operator):
         """What must divide the rows: the mini-batch, if there is one."""
         return _divisors(self.mini_batch)
 
+    def shares(self, tokens: Tensor, ranks: int, key: Key) -> Sequence[Tensor]:
+        """The rows of each rank's parts in the mini-batches."""
+        return rank_rows(_draw_rows(len(tokens), self.mini_batch or len(tokens), self.ppo_epochs, key), tokens, ranks)
+
     def __call__(
-        self, rollout: Tokens, values: c.Values, returns: c.Returns, key: Key = INJECTED, metrics: Metrics = INJECTED
+        self,
+        rollout: Tokens,
+        values: c.Values,
+        returns: c.Returns,
+        key: Key = INJECTED,
+        metrics: Metrics = INJECTED,
+        share: Share | None = INJECTED,
     ) -> CriticUpdated:
-        batch = ValueBatch(
-            rollout.input_ids, rollout.attention_mask, rollout.position_ids, rollout.response_mask, values, returns
-        )
+        mask = _own(rollout.response_mask, share)
+        batch = ValueBatch(rollout.input_ids, rollout.attention_mask, rollout.position_ids, mask, values, returns)
         steps = draw_mini_batches(self.loss, rollout.response_mask, self.mini_batch, self.ppo_epochs, key)
-        metrics.merge(self.critic.update(batch, steps, self.loss))
+        parts = rank_parts(steps, share, rollout.attention_mask)
+        metrics.merge(self.critic.update(batch, parts, self.loss))
         return CriticUpdated(self.critic.version)
 
 

@@ -195,6 +195,8 @@ def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
         (["show", "graphs.py:first", "--to", "graphs.py/x.md"], "--to graphs.py/x.md cannot be written"),
         (["diff", "graphs.py:first", "graphs.py:second", "--to", "x.yaml"], "expected one of .md, .html, .svg."),
         (["plan", "graphs.py:number"], "graphs.py:number is of type int; expected a graph"),
+        (["plan", "graphs.py:second", "--prompts", "2"], "--place, --prompts and --cost are for predictions"),
+        (["run", "graphs.py:second", "--costs", "own"], "graphs.py:second is of type Graph"),
         (["plan", "graphs.py:crowded"], "the role 'actor' wants 3 ranks, and Colocate(gpus=2) has 2 slot(s)"),
         (["run", "graphs.py:first"], "graphs.py:first is of type Graph, which says neither on which data to train"),
         (["run", "graphs.py:unbound"], "graphs.py:unbound is of type Job"),
@@ -331,6 +333,19 @@ processes of Split; those of one slot take turns:
   no slot: general
 """
     assert command("plan", "graphs.py:placed") == (0, plan + placed, "")
+
+
+def test_plan_predicts_a_step_from_a_run(command: Command, training: Path) -> None:
+    assert command("run", f"{training}:training").code == 0
+    asked = ("plan", f"{training}:training", "--costs", "own")
+    answer = command(*asked, "--place", "Colocate(gpus=1)", "--prompts", "6", "--cost", "reward=9")
+    _, _, predicted = answer.out.partition("everything runs in one process\n")
+    where = [line.partition(":")[0] for line in predicted.splitlines() if not line.startswith("  ")]
+    assert where == ["predicted from own, with 6 prompts a step", "in one process", "Colocate()"]
+    assert all(9 < float(line.split()[-2]) < 99 for line in predicted.splitlines() if "a step takes" in line)
+    for place in ("Colocate(2)", "Colocate(gpus=", "Elsewhere(gpus=1)", "Colocate(gpus=len(x))"):
+        assert f"flowrl: --place {place} is no place; expected local, or" in command(*asked, "--place", place).err
+    assert "--cost reward=long says no number of seconds" in command(*asked, "--cost", "reward=long").err
 
 
 def test_diff_prints_what_changes(command: Command, graphs: Path) -> None:

@@ -120,7 +120,7 @@ class HostedRollout(RolloutEngine):
     """
 
     name: ClassVar[str]
-    """As errors call it."""
+    """What errors call it."""
 
     def __init__(self, spec: EngineSpec, tokenizer: ChatTokenizer, seed: int) -> None:
         super().__init__(tokenizer)

@@ -127,14 +127,15 @@ class TorchCriticEngine(TrainedEngine):
         Reports what `loss` reports, and ``critic/grad_norm`` (before clipping) and ``critic/lr``, the means over
         mini-batches.
 
-        Every rank is given all rows and the same mini-batches, and reports its part of the metrics; a collective.
+        Each rank passes its own parts of the same mini-batches, and reports its part of the metrics; a collective.
 
         Raises:
             DataError: as `values`; or the gradient of a mini-batch is not finite (on all ranks).
             AsleepError: the engine sleeps.
         """
         self.residence.require_awake("update")
-        check_tokens(batch)  # type: ignore[arg-type]
+        with self._body.mesh.all_or_none("update"):
+            check_tokens(batch)  # type: ignore[arg-type]
 
         def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
             return self._values(micro), None

@@ -215,14 +215,15 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
         Reports what `loss` reports, and ``actor/grad_norm`` (before clipping) and ``actor/lr``, the means over
         mini-batches.
 
-        Every rank is given all rows and the same mini-batches, and reports its part of the metrics; a collective.
+        Each rank passes its own parts of the same mini-batches, and reports its part of the metrics; a collective.
 
         Raises:
             DataError: as `log_probs`; or the gradient of a mini-batch is not finite (on all ranks).
             AsleepError: the engine sleeps.
         """
         self.residence.require_awake("update")
-        check_sequences(batch)  # type: ignore[arg-type]
+        with self._scorer.mesh.all_or_none("update"):
+            check_sequences(batch)  # type: ignore[arg-type]
 
         def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
             # Entropy is always reported; its gradient is only taken where the loss has a use for it.

@@ -22,7 +22,6 @@ from flowrl.backends.torch.mesh import Mesh
 from flowrl.backends.torch.model import Dtype, Rows, SequenceInputs, micro_batches, take
 from flowrl.core.backend import Backend
 from flowrl.core.protocols import BuildContext, Loss, MiniBatch
-from flowrl.data.balance import split_rows
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
 from flowrl.spec import Spec
@@ -209,9 +208,9 @@ class Learner:
         Weights of a mini-batch already make its loss a sum over rows, so gradients of micro-batches and ranks simply
         add up. A micro-batch whose weights are all 0 is not run.
 
-        Every rank is given all rows and the same mini-batches. It computes on its share of each, of about as many
-        tokens as the others have (`split_rows`), and reports the metrics of these rows; what is known to all ranks
-        (gradient norm, learning rate) is reported by rank 0 alone, so that the parts of all ranks merge exactly.
+        Each rank passes the rows of its own part in each mini-batch, and reports the metrics of these rows; what is
+        known to all ranks (gradient norm, learning rate) is reported by rank 0 alone, so that the parts of all ranks
+        merge exactly. A collective.
 
         Args:
             forward: output and entropy, as `loss` wants them, of the rows of one micro-batch on the module's device.
@@ -226,15 +225,12 @@ class Learner:
             # Zeros, not None: where all micro-batches of a parameter are skipped, its momentum and decay still act.
             for parameter in self._parameters:
                 parameter.grad = torch.zeros_like(parameter)
-            shares = split_rows(attended[rows].sum(1), mesh.size) if mesh.size > 1 else [torch.arange(len(rows))]
-            work = [self._runs(attended[rows[share]], weights[share]) for share in shares]
-            mine, runs = shares[mesh.rank], work[mesh.rank]
-            part, part_weights = take(batch, rows[mine]), weights[mine]
+            part, runs = take(batch, rows), self._runs(attended[rows], weights)
             for run in runs:
                 micro = take(part, run, mesh.device)
                 output, entropy = forward(micro)
-                loss(output, entropy, micro, part_weights[run].to(mesh.device), metrics).backward()
-            for _ in range(max(map(len, work)) - len(runs)):
+                loss(output, entropy, micro, weights[run].to(mesh.device), metrics).backward()
+            for _ in range(mesh.max_over_ranks(len(runs)) - len(runs)):
                 forward(idle)[0].sum().backward()
             norm, lr = self._step(f"mini-batch {index} of {len(mini_batches)} ({len(rows)} rows)")
             if mesh.rank == 0:

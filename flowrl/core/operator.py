@@ -20,17 +20,20 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from flowrl.core import session as sessions
 from flowrl.core.ports import Port, PortField, Signature, signature_of, snake_case
 from flowrl.core.roles import RoleUse, role_use
-from flowrl.core.session import Call, Cell, Check, State
+from flowrl.core.session import Call, Cell, State, refuse_misfits
 from flowrl.core.symbols import Symbol
+from flowrl.data.balance import Share
+from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError
 from flowrl.spec import Spec, defining_frame, where_defined
@@ -112,6 +115,22 @@ class Operator(Spec):
         """Parameters that must divide the number of rows, by name."""
         return {}
 
+    whole: ClassVar[frozenset[str]] = frozenset()
+    """Columns of which every rank is given all rows, even where `shares` deals the rows out."""
+
+    def shares(self, tokens: Tensor, ranks: int, key: Key) -> Sequence[Tensor] | None:
+        """Which rows each rank is given by an operator over the whole batch; None gives all rows to every rank.
+
+        Args:
+            tokens: int64 ``[rows]``, attended tokens of each row.
+            ranks: of the role that runs it.
+            key: of the node in this step.
+
+        Returns:
+            int64 row numbers, ascending, for each rank; the operator takes a `Share` to know which it has.
+        """
+        return None
+
     def wants(self) -> Mapping[str, bool]:
         """The optional ports that the hyper-parameters need (True) or cannot use (False); others may be left open."""
         return {}
@@ -141,9 +160,8 @@ class Operator(Spec):
             PortError: an array has a wrong dtype or shape.
             BindError: a role is not bound, or a key is wanted and there is no session.
         """
-        session, sizes = sessions.current(), dict[str, int]()
-        for place, value in inputs.items():
-            Check(place, self.signature.fields[place])(self.name, value, sizes, "wants")
+        refuse_misfits(self, inputs)
+        session = sessions.current()
         if session is not None:
             return Call(self, session.engine).run_in(session, inputs, injected)[0]
         given = dict(injected or {})
@@ -165,6 +183,8 @@ class Operator(Spec):
     def _by_hand(self, name: str, cls: type) -> Any:
         if cls is Metrics:
             return Metrics()
+        if cls is Share:
+            return None  # whoever calls by hand passes all rows
         raise BindError(
             f"{self.name} draws random numbers, and no job is active to derive its key; call it inside "
             f"`with job.eager():`, or pass {name}=Key.of(seed)."

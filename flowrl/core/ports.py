@@ -15,15 +15,16 @@ from functools import cached_property
 from typing import Any, NamedTuple, Union, get_args, get_origin
 
 from flowrl import columns
+from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import FieldType, hints_of, located, record_columns, value_type
 from flowrl.errors import DefinitionError
 
 INJECTED: Any = None
-"""Default of a parameter that the executor fills in: ``key: Key = INJECTED`` or ``metrics: Metrics = INJECTED``."""
+"""Default of a parameter that the runner fills in: ``key: Key``, ``metrics: Metrics``, or ``share: Share | None``."""
 
-INJECTABLE: tuple[type, ...] = (Key, Metrics)
+INJECTABLE: tuple[type, ...] = (Key, Metrics, Share)
 
 
 class PortField(NamedTuple):

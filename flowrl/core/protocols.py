@@ -27,9 +27,10 @@ class MiniBatch(NamedTuple):
     """The rows of one optimiser step, and the weight of each of their tokens in the loss.
 
     Args:
-        rows: int64 ``[rows]``, indices into the batch of the step.
-        weights: float32 ``[rows response]``; the loss of the mini-batch is ``(weights * per_token_loss).sum()``, so
-            neither micro-batches nor ranks change it: every one sums its own rows.
+        rows: int64 ``[rows]``, indices into the batch; of several ranks each has those of its own part.
+        weights: float32 ``[rows response]``, taken over the whole mini-batch; its loss is
+            ``(weights * per_token_loss).sum()``, so neither micro-batches nor ranks change it: every one sums its own
+            rows.
     """
 
     rows: Tensor

@@ -24,7 +24,8 @@ import torch
 from flowrl.columns import ColumnType
 from flowrl.core.ports import Port, PortField
 from flowrl.core.roles import RoleRef
-from flowrl.data.keys import Key
+from flowrl.data.balance import Share
+from flowrl.data.keys import Key, node_key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import FieldType, ValueType, record_tuple
 from flowrl.errors import BindError, DefinitionError, PortError
@@ -50,6 +51,7 @@ class Session:
         self._given = state or {}
         self.state: dict[str, Any] = dict(self._given)
         self.metrics: dict[str, Metrics] = {}
+        self.share: Share | None = None  # of the node that runs, where several ranks share its rows
 
     def engine(self, role: str, asked_by: str) -> Any:
         """The live engine of `role`.
@@ -71,7 +73,7 @@ class Session:
 
     def key(self, node: str) -> Key:
         """The key of a node in this step."""
-        return Key.of(self.seed).derive("step", self.step, node)
+        return node_key(self.seed, self.step, node)
 
     def report(self, node: str, metrics: Metrics) -> None:
         """Keep what a node reported in this step."""
@@ -162,24 +164,12 @@ class Call:
     """
 
     def __init__(self, operator: Any, engine: Callable[[str, str], Any]) -> None:
-        signature = operator.signature
         self._name, self._operator, self._states = operator.name, operator, tuple(operator.states)
         self._bound = copy.copy(operator)
         for field in operator.role_uses:
             if isinstance(ref := getattr(operator, field), RoleRef):
                 self._bound.__dict__[field] = engine(ref.name, f"{operator.name}.{field}")
-        self._compute = inspect.unwrap(type(operator).__call__)
-        self._ports = tuple(_packed(port) for port in signature.ports.values())
-        self._injected = tuple(signature.injected.items())
-        self._record, self._outputs = signature.output_record, tuple(signature.outputs)
-        self._checks = tuple((name, Check(name, wanted)) for name, wanted in signature.outputs.items())
-        # Where the size of each axis is seen; rows that are made anew have no size before the call.
-        self._axes: dict[str, tuple[PortField, int]] = {}
-        for port in sorted(signature.ports.values(), key=lambda port: port.optional):
-            for place, wanted in port.fields.items():
-                for dimension, axis in enumerate(wanted.axes if isinstance(wanted, ColumnType) else ()):
-                    if not (axis == "batch" and operator.changes_rows):
-                        self._axes.setdefault(axis, (place, dimension))
+        self._layout = _layout_of(operator)
 
     def run(
         self, inputs: Mapping[PortField, Any], injected: Mapping[str, Any], cells: Mapping[str, Cell[Any]]
@@ -194,28 +184,28 @@ class Call:
         Raises:
             PortError: what it returns is not what its `__call__` declares.
         """
-        bound = self._bound
+        bound, layout = self._bound, self._layout
         if cells:
             bound = object.__new__(type(bound))
             bound.__dict__.update(self._bound.__dict__ | dict(cells))
         arguments: dict[str, Any] = {}
-        for name, record, places in self._ports:
+        for name, record, places in layout.ports:
             if any(place not in inputs for place in places):
                 arguments[name] = None
             else:
                 arguments[name] = inputs[places[0]] if record is None else record(*[inputs[place] for place in places])
-        result = self._compute(bound, **arguments, **injected)
-        if self._record is None:
-            written = {self._outputs[0]: result}
-        elif isinstance(result, self._record):
-            written = {name: getattr(result, name) for name in self._outputs}
+        result = layout.compute(bound, **arguments, **injected)
+        if layout.record is None:
+            written = {layout.outputs[0]: result}
+        elif isinstance(result, layout.record):
+            written = {name: getattr(result, name) for name in layout.outputs}
         else:
             raise PortError(
                 f"{self._name} returned {article(type(result).__name__)}; expected the record that its __call__ "
-                f"declares: return {self._record.__name__}({', '.join(f'{name}=...' for name in self._outputs)})."
+                f"declares: return {layout.record.__name__}({', '.join(f'{name}=...' for name in layout.outputs)})."
             )
-        sizes = {axis: inputs[at].shape[dim] for axis, (at, dim) in self._axes.items() if at in inputs}
-        for name, check in self._checks:
+        sizes = {axis: inputs[at].shape[dim] for axis, (at, dim) in layout.axes.items() if at in inputs}
+        for name, check in layout.checks:
             check(self._name, written[name], sizes, "declares")
         return result, written
 
@@ -231,19 +221,63 @@ class Call:
         """
         cells = {field: Cell(session.cell(self._name, field, self._operator)) for field in self._states}
         injected: dict[str, Any] = {}
-        for parameter, cls in self._injected:
+        for parameter, cls in self._layout.injected:
             value = None if given is None else given.get(parameter)
             injected[parameter] = self._inject(cls, session) if value is None else value
         result, written = self.run(inputs, injected, cells)
         for field, cell in cells.items():
             session.state[f"{self._name}.{field}"] = cell.value
-        for parameter, cls in self._injected:
+        for parameter, cls in self._layout.injected:
             if cls is Metrics:
                 session.report(self._name, injected[parameter])
         return result, written
 
     def _inject(self, cls: type, session: Session) -> Any:
-        return Metrics() if cls is Metrics else session.key(self._name)
+        if cls is Metrics:
+            return Metrics()
+        return session.share if cls is Share else session.key(self._name)
+
+
+class _Layout:
+    """What calls of an operator class have in common."""
+
+    def __init__(self, operator: Any) -> None:
+        signature = self.signature = operator.signature
+        self.compute: Callable[..., Any] = inspect.unwrap(type(operator).__call__)
+        self.ports = tuple(_packed(port) for port in signature.ports.values())
+        self.injected = tuple(signature.injected.items())
+        self.record, self.outputs = signature.output_record, tuple(signature.outputs)
+        self.checks = tuple((name, Check(name, wanted)) for name, wanted in signature.outputs.items())
+        self.takes = {place: Check(place, wanted) for place, wanted in signature.fields.items()}
+        # Where the size of each axis is seen; rows that are made anew have no size before the call.
+        self.axes: dict[str, tuple[PortField, int]] = {}
+        for port in sorted(signature.ports.values(), key=lambda port: port.optional):
+            for place, wanted in port.fields.items():
+                for dimension, axis in enumerate(wanted.axes if isinstance(wanted, ColumnType) else ()):
+                    if not (axis == "batch" and operator.changes_rows):
+                        self.axes.setdefault(axis, (place, dimension))
+
+
+_layouts: dict[type, _Layout] = {}
+
+
+def _layout_of(operator: Any) -> _Layout:
+    """The layout of the operator's class, made once unless its parameters change its ports."""
+    layout = _layouts.get(type(operator))
+    if layout is None or layout.signature is not operator.signature:
+        layout = _layouts[type(operator)] = _Layout(operator)
+    return layout
+
+
+def refuse_misfits(operator: Any, inputs: Mapping[PortField, Any]) -> None:
+    """Check what an operator is given by hand.
+
+    Raises:
+        PortError: an array has a wrong dtype or shape.
+    """
+    sizes: dict[str, int] = {}
+    for place, value in inputs.items():
+        _layout_of(operator).takes[place](operator.name, value, sizes, "wants")
 
 
 def _packed(port: Port) -> tuple[str, type | None, tuple[PortField, ...]]:

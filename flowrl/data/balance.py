@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,21 @@ def deal(weights: Sequence[int], ranks: int) -> list[int]:
         rank_of[item] = rank
         loads[rank] = (load + weights[item], rank)
     return rank_of
+
+
+class Share(NamedTuple):
+    """What one of several ranks is given of an operator's rows.
+
+    Args:
+        rank, ranks: which of how many.
+        rows: int64, ascending, the rows that it is given; None where it is given all.
+        tokens: int64 ``[rows of the step]``, the attended tokens of every row; None where they are not known.
+    """
+
+    rank: int
+    ranks: int
+    rows: Tensor | None
+    tokens: Tensor | None
 
 
 def split_rows(tokens: Tensor, ranks: int) -> list[Tensor]:

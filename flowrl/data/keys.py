@@ -46,3 +46,8 @@ class Key:
         """
         rows = [np.random.Generator(np.random.Philox(key=self.derive(row).bits)).random(count) for row in row_ids]
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, count, dtype=torch.float64)
+
+
+def node_key(seed: int, step: int, node: str) -> Key:
+    """The key of a node in a step of a run."""
+    return Key.of(seed).derive("step", step, node)

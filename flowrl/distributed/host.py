@@ -23,6 +23,7 @@ from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
 from flowrl.core.protocols import Adapted, Sleeper
 from flowrl.core.session import Call, Session
+from flowrl.data.balance import Share
 from flowrl.data.metrics import Metrics
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults import Failure, named
@@ -31,9 +32,10 @@ from flowrl.distributed.worker_logs import Warned, collect_warnings
 from flowrl.errors import SyncError
 from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
-from flowrl.run.local import failure, lengths_of
+from flowrl.run.local import failure
 from flowrl.run.place import ProcessSpec
 from flowrl.run.runner import Lengths, when
+from flowrl.run.steps import lengths_of
 from flowrl.sync.probe import probe
 from flowrl.sync.received import Origin
 from flowrl.sync.route import Seat
@@ -50,6 +52,7 @@ class HostTask:
         state: the state cells.
         inputs: by port field, the pieces of a column, or a value.
         rows: which rows to run on; None for all.
+        share: what the operator is told of these rows, where several ranks share the batch.
         sources: where the weights of trainers that live elsewhere are to be had, by role.
     """
 
@@ -59,6 +62,7 @@ class HostTask:
     state: Mapping[str, Any]
     inputs: Mapping[PortField, Any]
     rows: Array | None
+    share: Share | None = None
     sources: Mapping[str, Export | Ticket] = field(default_factory=dict)
 
 
@@ -276,6 +280,7 @@ class Host:
             sources = {role: stack.enter_context(sent.open(rank)) for role, sent in task.sources.items()}
             session = Session({**self.engines, **sources}, task.seed, task.state)
             session.begin_step(task.step or 0)
+            session.share = task.share
             with session.active():
                 _, written = Call(task.operator, session.engine).run_in(session, inputs)
             for source in sources.values():
@@ -300,10 +305,10 @@ class Host:
         )
 
     def _gather(self, task: HostTask, inputs: dict[PortField, Any]) -> tuple[int, dict[str, int]]:
-        """Enter the node's inputs: pieces fetched, joined, and cut to the rows of this rank.
+        """Enter the inputs: of every column the rows of this rank, out of the pieces that hold them.
 
         Returns:
-            the bytes that were fetched, and the size of every axis.
+            the bytes that were taken, and the size of every axis.
         """
         sizes: dict[str, int] = {}
         received = 0
@@ -312,23 +317,28 @@ class Host:
             if not isinstance(wanted, ColumnType):
                 inputs[end] = source
                 continue
-            rows = task.rows if task.rows is not None else np.sort(np.concatenate([piece.rows for piece in source]))
-            # Where no row is wanted, any piece says what a column of none looks like.
-            needed = [p for p in source if np.isin(p.rows, rows, assume_unique=True).any()] or source[:1]
-            received += sum(piece.nbytes for piece in needed)
-            inputs[end] = join_pieces(needed, wanted, rows)
+            inputs[end], nbytes = join_pieces(source, wanted, None if end.name in task.operator.whole else task.rows)
+            received += nbytes
             sizes |= dict(zip(wanted.axes, inputs[end].shape, strict=True))
         return received, sizes
 
 
-def join_pieces(pieces: list[Piece], wanted: ColumnType, rows: Array | None = None) -> Any:
-    """The column of which these are pieces, fetched from the object store: of these rows, or of all."""
-    parts = [
-        (piece.rows, unpack(packed), piece.prompt, piece.response)
-        for piece, packed in zip(pieces, ray.get([piece.ref for piece in pieces]), strict=True)
-    ]
+def join_pieces(pieces: list[Piece], wanted: ColumnType, rows: Array | None = None) -> tuple[Any, int]:
+    """The column of which these are pieces, out of the object store: these rows of it, or all.
+
+    Returns:
+        the column, and the bytes that were taken for it: those of its rows, as they travel.
+    """
     everything = np.sort(np.concatenate([piece.rows for piece in pieces])) if rows is None else rows
-    return join(parts, wanted.axes, wanted.pad, everything)
+    mine = [np.flatnonzero(np.isin(piece.rows, everything, assume_unique=True)) for piece in pieces]
+    # Where no row is wanted, any piece says what a column of none looks like.
+    needed = [(piece, own) for piece, own in zip(pieces, mine, strict=True) if len(own)] or [(pieces[0], mine[0])]
+    parts, nbytes = [], 0
+    for (piece, own), packed in zip(needed, ray.get([piece.ref for piece, _ in needed]), strict=True):
+        taken = packed if len(own) == len(piece.rows) else packed.take(own)
+        parts.append((piece.rows[own], unpack(taken), piece.prompt, piece.response))
+        nbytes += taken.nbytes
+    return join(parts, wanted.axes, wanted.pad, everything), nbytes
 
 
 def _put(column: Any, task: HostTask, sizes: Mapping[str, int]) -> Piece:

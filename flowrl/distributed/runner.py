@@ -9,17 +9,20 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
+import torch
 from ray.exceptions import ObjectLostError
 
 from flowrl.columns import ColumnType
 from flowrl.core.graph import Graph, Node
 from flowrl.core.plan import Plan
+from flowrl.data.balance import Share
+from flowrl.data.keys import node_key
 from flowrl.data.metrics import of_ranks
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.distributed.cluster import connected
@@ -146,22 +149,39 @@ class RayRunner:
         """Start an instance on all its hosts, after whoever is in their way has been put to sleep.
 
         Raises:
-            NodeError: a process died, or could not make room.
+            NodeError: a process died, or could not make room; what else runs is given up.
         """
+        try:
+            self._start(task)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _start(self, task: Task) -> None:
         hosts: list[ProcessSpec | None] = [*processes_of(task.node, self.hosts.processes)] or [None]
         delivery = self._delivery(task)
         sources = delivery.prepare() if delivery else {}
         beside = delivery.stay_awake if delivery else []
         self.hosts.take_turns([host for host in hosts if host is not None], str(task), beside)
         running = Running(task, {}, {}, time.monotonic(), delivery)
-        for host, rows in zip(hosts, self._shares(task, len(hosts)), strict=True):
+        operator = task.node.operator
+        for rank, (host, rows) in enumerate(zip(hosts, self._rows(task, len(hosts)), strict=True)):
             actor = self.hosts.general if host is None else self.hosts.actors[host]
-            order = HostTask(task.node.operator, task.step, task.seed, task.state, task.inputs, rows, sources)
-            ref = actor.run.remote(order)
+            share = None if len(hosts) == 1 else _share(rank, len(hosts), rows, task.lengths)
+            ref = actor.run.remote(
+                HostTask(operator, task.step, task.seed, task.state, task.inputs, rows, share, sources)
+            )
             running.hosts[ref], running.rows[ref] = host, rows
         if delivery:
             running.hosts |= delivery.start()
         self._running |= dict.fromkeys(running.hosts, running)
+
+    def _give_up(self) -> None:
+        """Forget what runs; nobody waits there for one that will not come."""
+        for running in self._running.values():
+            if running.delivery:
+                running.delivery.close()
+        self._running = {}
 
     def wait(self) -> Sequence[Done]:
         """The instances of which all hosts have answered next.
@@ -174,10 +194,7 @@ class RayRunner:
                 pass
             return [self._done(running) for running in complete]
         except BaseException:
-            for running in self._running.values():
-                if running.delivery:
-                    running.delivery.close()  # so that no host waits for one that will not come
-            self._running = {}
+            self._give_up()
             raise
 
     def fetch(self, node: Node, output: str, held: list[Piece]) -> Any:
@@ -190,22 +207,26 @@ class RayRunner:
             return None
         return Delivery(self.hosts, task.node.reads[0], task.node.writes[0], str(task))
 
-    def _shares(self, task: Task, ranks: int) -> list[Array | None]:
+    def _rows(self, task: Task, ranks: int) -> list[Array | None]:
         """The rows of each rank, in ascending order; None where all run on all."""
         operator = task.node.operator
         columns = [place for place, wanted in operator.signature.fields.items() if isinstance(wanted, ColumnType)]
         columns = [place for place in columns if place in task.inputs]
         # Rows that a node makes anew are in its own order, which parts of them would not be.
         granularity = "batch" if operator.changes_rows else operator.granularity
-        if ranks == 1 or granularity == "batch" or not columns:
+        if ranks == 1 or not columns:
             return [None] * ranks
+        tokens = task.lengths.tokens if task.lengths is not None else None
+        if granularity == "batch":
+            key = node_key(task.seed, task.step or 0, operator.name)
+            dealt = None if tokens is None else operator.shares(torch.from_numpy(tokens), ranks, key)
+            return [None] * ranks if dealt is None else [rows.numpy() for rows in dealt]
         groups = None
         if granularity == "group" and (uid := uid_field(task.node)) is not None:
             wanted = operator.signature.fields[uid]
             assert isinstance(wanted, ColumnType)
             groups = list(self._fetch(task.inputs[uid], wanted, str(task)))  # the one column that the driver looks at
         rows = sum(len(piece.rows) for piece in task.inputs[columns[0]])
-        tokens = task.lengths.tokens if task.lengths is not None else None
         return [*shard(granularity, rows, ranks, tokens, groups)]
 
     def _answered(self) -> list[Running]:
@@ -237,23 +258,22 @@ class RayRunner:
             self.timeline.add(f"send by {name}", place, report.started, report.ended, report.nbytes, "transfer")
             return
         lengths = report.lengths or (task.lengths and task.lengths.of(rows))
-        count, tokens = (0, 0) if lengths is None else (len(lengths.tokens), int(lengths.tokens.sum()))
-        span = Span(name, place, report.started, report.ended, report.received, "node", task.step, count, tokens)
-        self.timeline.spans.append(replace(span, lengths=pairs(report.lengths)))
+        load, times = (0, 0, 0) if lengths is None else lengths.load, (report.started, report.ended)
+        written = pairs(report.lengths)
+        self.timeline.spans.append(Span(name, place, *times, report.received, "node", task.step, *load, written))
         self.timeline.add("fetch", place, report.started, report.fetched, kind="transfer")
         self.traffic.hosts += report.received
 
     def _done(self, running: Running) -> Done:
         """What all ranks of an instance left."""
         task, reports = running.task, running.all
-        operator = task.node.operator
         if task.node.is_sync:
             self.hosts.forgetful.difference_update(running.hosts.values())
         if running.delivery:
             running.delivery.finish()
         refuse_unequal(reports, task.node)
         relay_warnings(said for report in reports for said in report.said)
-        whole = operator.granularity == "batch" or operator.changes_rows
+        whole = all(rows is None for rows in running.rows.values())
         parts = reports[:1] if whole else reports
         columns = {name: [report.columns[name] for report in parts] for name in reports[0].columns}
         return Done(
@@ -266,9 +286,10 @@ class RayRunner:
         )
 
     def _fetch(self, pieces: list[Piece], wanted: ColumnType, what: str) -> Any:
-        self.traffic.driver += sum(piece.nbytes for piece in pieces)
         try:
-            return join_pieces(pieces, wanted)
+            column, nbytes = join_pieces(pieces, wanted)
+            self.traffic.driver += nbytes
+            return column
         except ObjectLostError as error:
             failure = Failure.of(error, f"{what}: the column {wanted.name} is lost: {error}")
             raise self._blame(failure, None, what, []) from error
@@ -367,6 +388,15 @@ def column_type(node: Node, output: str) -> ColumnType:
     wanted = node.operator.signature.outputs[output]
     assert isinstance(wanted, ColumnType)
     return wanted
+
+
+def _share(rank: int, ranks: int, rows: Array | None, lengths: Lengths | None) -> Share:
+    return Share(
+        rank,
+        ranks,
+        None if rows is None else torch.from_numpy(rows),
+        None if lengths is None else torch.from_numpy(lengths.tokens),
+    )
 
 
 def _joined(reports: Sequence[Report]) -> Lengths | None:

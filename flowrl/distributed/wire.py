@@ -68,6 +68,17 @@ class Packed:
         arrays = [self.flat, *([e.left, e.right, e.left_value, e.right_value] if e is not None else [])]
         return sum(int(array.nbytes) for array in arrays)
 
+    def take(self, rows: Array) -> Packed:
+        """Some rows of the column, by their numbers, without unpacking the others."""
+        if self.ends is None:
+            return Packed(self.flat[rows], self.dtype)
+        e = self.ends
+        counts = np.maximum(e.width - e.left - e.right, 0)
+        starts = np.cumsum(counts) - counts
+        parts = [self.flat[starts[row] : starts[row] + counts[row]] for row in rows]
+        ends = Ends(e.left[rows], e.right[rows], e.left_value[rows], e.right_value[rows], e.width)
+        return Packed(np.concatenate(parts) if parts else self.flat[:0], self.dtype, ends)
+
 
 def pack(column: Tensor | Array) -> Packed:
     """A column as it travels: a tensor ``[rows ...]`` of up to 8 bytes an element on any device, or objects ``[rows]``.

@@ -21,8 +21,8 @@ from flowrl.core.plan import Plan
 from flowrl.core.session import Call, Session
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import FlowrlError, NodeError
-from flowrl.run.runner import Counts, Done, Lengths, Task, when
-from flowrl.run.steps import Steps
+from flowrl.run.runner import Done, Lengths, Task, when
+from flowrl.run.steps import Steps, lengths_of
 from flowrl.run.timeline import Span, Timeline
 from flowrl.run.weights import TrainedWeights
 
@@ -157,8 +157,8 @@ def shapes(inputs: Mapping[Any, Any]) -> str:
 def span_of(task: Task, place: str, start: float, end: float, written: Lengths | None) -> Span:
     """The span of a task that ran on all its rows, with what is known of these."""
     lengths = written or task.lengths
-    rows, tokens = (0, 0) if lengths is None else (len(lengths.tokens), int(lengths.tokens.sum()))
-    return Span(task.node.name, place, start, end, 0, "node", task.step, rows, tokens, pairs(written))
+    load = (0, 0, 0) if lengths is None else lengths.load
+    return Span(task.node.name, place, start, end, 0, "node", task.step, *load, pairs(written))
 
 
 def pairs(lengths: Lengths | None) -> tuple[tuple[int, int], ...]:
@@ -166,17 +166,3 @@ def pairs(lengths: Lengths | None) -> tuple[tuple[int, int], ...]:
     if lengths is None or lengths.response is None:
         return ()
     return tuple(zip(lengths.tokens.tolist(), lengths.response.tolist(), strict=True))
-
-
-def lengths_of(columns: Mapping[str, Any]) -> Lengths | None:
-    """How long the rows of a node that writes tokens are; None of one that does not."""
-    attended = columns.get("attention_mask", columns.get("prompt_mask"))
-    if attended is None:
-        return None
-    response = columns.get("response_mask")
-    return Lengths(_counted(attended), None if response is None else _counted(response))
-
-
-def _counted(mask: Tensor) -> Counts:
-    counted: Counts = mask.sum(-1).cpu().numpy()
-    return counted

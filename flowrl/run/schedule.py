@@ -7,7 +7,7 @@ What an instance waits for is a pure function of the plan and the lag:
   them comes after those who still read what was written before; a node with state comes after itself; batches are drawn
   in order;
 - what generates at step s comes after the sync of step s - 1 - lag, and that is the newest it may see: the sync of
-  step s waits for what generates at step s + lag. So the version that samples a row does not depend on the clock.
+  step s waits for what generates up to step s + lag. So the version that samples a row does not depend on the clock.
 - At most lag + 1 steps are in flight: a batch is drawn when the step lag + 1 before it is done.
 """
 
@@ -23,6 +23,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from flowrl.core.plan import Plan
+from flowrl.errors import GraphError
 
 
 class Instance(NamedTuple):
@@ -82,6 +83,21 @@ class Schedule:
             network.add_edges_from((other, Instance(step, node)) for other in self.before(Instance(step, node), steps))
         return network
 
+    def refuse_deadlock(self) -> None:
+        """Refuse a lag by which instances would wait for each other in a circle.
+
+        Raises:
+            GraphError: naming them.
+        """
+        network = self.network(range(2 * self.flight))  # no circle is longer: one edge leads back, by lag steps
+        if not nx.is_directed_acyclic_graph(network):
+            circle = [str(one) for one, _ in nx.find_cycle(network)]
+            raise GraphError(
+                f"{self.plan.graph.name} cannot let generation run {self.lag} version(s) ahead: it would wait in a "
+                f"circle ({' -> '.join([*circle, circle[0]])}); generate from what does not depend on training in the "
+                f"same step, or edit(lag=0)."
+            )
+
     # ---- rules: (node, whom it waits for, how many steps before)
 
     def _within(self) -> Iterator[tuple[str, str, int]]:
@@ -111,6 +127,6 @@ class Schedule:
                     yield writer, reader, 1
                 else:
                     yield reader, writer, 1 + lag
-                    yield writer, reader, -lag
+                    yield from ((writer, reader, -ahead) for ahead in range(1, lag + 1))
             for one, other in product(by_mode["writes"], repeat=2):
                 yield one, other, 1

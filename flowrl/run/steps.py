@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from flowrl.columns import ColumnType
 from flowrl.core.graph import Graph, Node
 from flowrl.core.plan import Plan
@@ -23,7 +25,7 @@ from flowrl.data.dataproto import DataProto
 from flowrl.data.metrics import Metric, Metrics
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import GraphError
-from flowrl.run.runner import Done, Held, Lengths, Runner, Task
+from flowrl.run.runner import Counts, Done, Held, Lengths, Runner, Task
 from flowrl.run.schedule import Schedule
 from flowrl.run.timeline import Timeline
 from flowrl.run.weights import TrainedWeights
@@ -208,6 +210,8 @@ class Flight:
             if stop.is_input:
                 given = {column: one.batch.columns[column] for column in stop.columns}
                 one.outputs[name] = self._runner.put(stop.node, given)
+                if (lengths := lengths_of(given)) is not None and stop.written is not None:
+                    one.lengths[stop.written] = lengths
                 self._free(step, stop)
 
     def _launch(self) -> None:
@@ -326,11 +330,14 @@ class Steps:
             keep, on_node: see `step`.
 
         Raises:
-            NodeError, GraphError: see `step`.
+            NodeError, GraphError: see `step`; or the graph does not allow this lag.
         """
         wanted = {*map(self._known, keep), *self.plan.graph.sinks}
         if lag not in self._stops:
-            self._stops[lag] = Stop.all(Schedule(self.plan, lag), self.runner)
+            schedule = Schedule(self.plan, lag)
+            if lag:
+                schedule.refuse_deadlock()
+            self._stops[lag] = Stop.all(schedule, self.runner)
         flight = Flight(self._stops[lag], lag, self.runner, self.seed, steps, self.state, wanted, on_node)
         for step in steps:
             self.runner.timeline = self.timeline
@@ -423,3 +430,17 @@ def merge_metrics(reported: Mapping[str, Metrics]) -> Metrics:
         for key, metric in metrics.items():
             merged[f"{node}/{key}" if times[key] > 1 else key] = metric
     return Metrics(merged)
+
+
+def lengths_of(columns: Mapping[str, Any]) -> Lengths | None:
+    """How long the rows of a node that writes tokens are; None of one that does not."""
+    attended = columns.get("attention_mask", columns.get("prompt_mask"))
+    if attended is None:
+        return None
+    response = columns.get("response_mask")
+    return Lengths(_counted(attended), None if response is None else _counted(response))
+
+
+def _counted(mask: Tensor) -> Counts:
+    counted: Counts = mask.sum(-1).cpu().numpy()
+    return counted

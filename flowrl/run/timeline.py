@@ -20,7 +20,7 @@ from flowrl.data.column_math import size
 from flowrl.data.files import write_text
 
 Kind = Literal["node", "transfer", "wait"]
-_LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "lengths": ()}  # is written where it is known
+_LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "padded": 0, "lengths": ()}  # is written where known
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class Span:
         kind: what it was.
         step: of the run; None between steps.
         rows, tokens: that it was given, as far as known.
+        padded: tokens if every row were as long as the longest.
         lengths: of a node that wrote tokens, ``(tokens, response tokens)`` of each row.
     """
 
@@ -47,6 +48,7 @@ class Span:
     step: int | None = None
     rows: int = 0
     tokens: int = 0
+    padded: int = 0
     lengths: tuple[tuple[int, int], ...] = ()
 
     @property

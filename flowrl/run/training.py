@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import platform
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -28,7 +29,9 @@ from flowrl.data.prompts import PromptData, PromptStream
 from flowrl.errors import BindError, DataError, GraphError
 from flowrl.records import PromptBatch
 from flowrl.run.checkpoint import Checkpoints
+from flowrl.run.costs import Costs
 from flowrl.run.job import Job
+from flowrl.run.prediction import predict
 from flowrl.run.report import Reporter
 from flowrl.run.run_folder import RunFolder, jsonable
 from flowrl.run.steps import StepResult, Steps
@@ -68,6 +71,8 @@ class Training(Spec):
         checkpoint_every: steps between two checkpoints, in ``<folder>/checkpoints``; None writes none.
         keep: how many checkpoints are kept.
         resume: go on from the newest whole checkpoint in `folder`; where there is none, start.
+        costs: the folder of a run by whose costs a step is predicted; ``run.json`` then holds what was predicted and
+            what was measured. None predicts nothing.
 
     Raises:
         ParameterError: two validations share a name, under which their numbers are logged; `resume` without `folder`.
@@ -84,6 +89,7 @@ class Training(Spec):
     checkpoint_every: int | None = Field(default=None, ge=1)
     keep: int = Field(default=3, ge=1)
     resume: bool = False
+    costs: str | None = None
 
     @field_validator("job", mode="before")
     @classmethod
@@ -151,12 +157,16 @@ class Training(Spec):
 
         Raises:
             RuleError, BindError, GraphError, ParameterError: before any model is loaded; see `refuse_unready`.
-            DataError: before any model is loaded, where data is missing, or a checkpoint cannot be gone on from;
-                otherwise, as everything below, after ``run.json`` was written, which says so.
+            DataError: before any model is loaded, where data or costs are missing, or a checkpoint cannot be gone on
+                from; otherwise, as everything below, after ``run.json`` was written, which says so.
             NodeError: a node failed; the run folder holds all that was measured until then.
         """
         self.refuse_unready()
         described = self.describe()  # now: the source of a reward function may be edited while the run goes
+        seconds: dict[str, float] = {}
+        if self.costs is not None:
+            seconds["predicted"] = predict(self.job.graph, self.job.place, self.prompts, Costs.of(self.costs)).seconds
+            described["step_seconds"] = seconds
         folder = RunFolder.create(self.folder, self.job.graph.name, self.resume)
         checkpoints = Checkpoints(folder.path / "checkpoints", self.keep)
         found = self._found(folder, checkpoints) if self.resume else None
@@ -168,6 +178,8 @@ class Training(Spec):
             status = "failed" if isinstance(error, Exception) else "interrupted"
             folder.describe({"status": status, "error": f"{type(error).__name__}: {error}", **described})
             raise
+        if seconds:
+            seconds["measured"] = statistics.median(step["timing/step"] for step in run.metrics)
         folder.describe({"status": "finished", **described})
         return run
 

@@ -16,6 +16,7 @@ from flowrl.columns import Column
 from flowrl.core.operator import Operator, State
 from flowrl.core.ports import PortField, snake_case
 from flowrl.core.roles import Role
+from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DefinitionError
@@ -60,7 +61,7 @@ def test_ports_come_from_annotations() -> None:
     ]  # fmt: skip
     assert update.ports["ref_log_prob"].optional
     assert not update.ports["advantages"].optional
-    assert update.injected == {"key": Key, "metrics": Metrics}
+    assert update.injected == {"key": Key, "metrics": Metrics, "share": Share}
     assert [str(t) for t in update.outputs.values()] == ["Updated"]
 
 

@@ -5,7 +5,9 @@ Whatever they compute depends on their weights and on each row alone, so any exe
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import select
 import signal
@@ -174,16 +176,19 @@ class ToyLearner(ToyEngine):
     version = 0
 
     def update(self, batch: Any, mini_batches: Sequence[Any], loss: Any) -> Metrics:
-        """Moves the weights by sums over all rows; each rank reports those rows that it would train on."""
+        """Moves the weights by sums over the rows of all ranks; each reports its own."""
         self._enter("update", rows=len(batch.input_ids), width=batch.input_ids.shape[1])
         metrics = Metrics()
         signal = batch.advantages if hasattr(batch, "advantages") else batch.returns - batch.values
         for rows, weights in mini_batches:
-            pulled = (signal[rows].double() * weights.double()).sum(1)
-            self.w += 0.01 * torch.tanh(pulled.sum()) * torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
-            mine = [i for i in range(len(rows)) if i % self.ranks == self.rank]
-            metrics.sum(f"{self.role}/trained", len(mine))
-            metrics.mean(f"{self.role}/tokens", batch.response_mask[rows[mine]].sum(), len(mine))
+            own: list[float] = (signal[rows].double() * weights.double()).sum(1).tolist()
+            pulled = [own] * self.ranks
+            if self.ranks > 1:
+                dist.all_gather_object(pulled, own)
+            total = torch.tensor(math.fsum(itertools.chain.from_iterable(pulled)), dtype=torch.float64)  # in any order
+            self.w += 0.01 * torch.tanh(total) * torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
+            metrics.sum(f"{self.role}/trained", len(rows))
+            metrics.mean(f"{self.role}/tokens", batch.response_mask[rows].sum(), len(rows))
         self.version += 1
         return metrics
 

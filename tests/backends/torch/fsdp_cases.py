@@ -24,9 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowrl.backends import SGD, AdamW, Cosine, LoRA, TorchCritic, TorchScorer, TorchTrainer
 from flowrl.core.protocols import MiniBatch
+from flowrl.data.balance import Share
 from flowrl.data.metrics import Metrics
 from flowrl.operators.losses import KLLoss, PPOClip, ValueClip
-from flowrl.operators.update import PolicyBatch, ValueBatch
+from flowrl.operators.update import PolicyBatch, ValueBatch, rank_parts
 from tests.models import ragged
 
 ROWS = 7
@@ -97,7 +98,9 @@ def value_batch(ranks: Ranks, kind: str) -> ValueBatch:
 
 def minis(batch: Any, loss: Any, *parts: Sequence[int]) -> list[MiniBatch]:
     """Mini-batches of these rows, with the weights that `loss` gives their tokens."""
-    return [MiniBatch(torch.tensor(rows), loss.weights(batch.response_mask[torch.tensor(rows)])) for rows in parts]
+    whole = [MiniBatch(torch.tensor(rows), loss.weights(batch.response_mask[torch.tensor(rows)])) for rows in parts]
+    share = Share(dist.get_rank(), dist.get_world_size(), None, None) if dist.is_initialized() else None
+    return list(rank_parts(whole, share, batch.attention_mask))
 
 
 ALL = range(ROWS)

@@ -1,0 +1,100 @@
+"""`Cost`: what a node takes on one rank, fitted to what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_ROUNDS = 20  # of the reweighting that turns least squares into least absolute deviations
+_NOISE = 0.02  # relative; what differs by less counts as equal
+_PRIOR = 20.0  # how strongly a part of the cost that does not grow with rows must be shown by the data
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class Load(NamedTuple):
+    """What one rank is given.
+
+    Args:
+        rows: how many.
+        tokens: of all of them, prompt and response together.
+        padded: tokens if every row were as long as the longest.
+        longest: response tokens of the longest row: how often a node that generates decodes.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    padded: int = 0
+    longest: int = 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that a node takes on one rank, none of them negative.
+
+    Args:
+        fixed: whatever it is given.
+        row, token, padded: for each row, token, and token with padding.
+        decode: for each token of the longest response.
+    """
+
+    fixed: float = 0.0
+    row: float = 0.0
+    token: float = 0.0
+    padded: float = 0.0
+    decode: float = 0.0
+
+    def seconds(self, load: Load) -> float:
+        """How long it takes for a load."""
+        grows = self.row * load.rows + self.token * load.tokens + self.padded * load.padded
+        return self.fixed + grows + self.decode * load.longest
+
+    @staticmethod
+    def fit(loads: Sequence[Load], seconds: Sequence[float]) -> Cost:
+        """The cost that explains best what was measured, by the median of relative errors.
+
+        Where loads hardly differ they do not say how much of the time is fixed; then it is taken to grow with rows and
+        tokens.
+
+        Args:
+            loads: at least one.
+            seconds: measured, one for each load.
+        """
+        times = np.maximum(np.asarray(seconds, dtype=np.float64), 1e-9)
+        terms = np.array([[1.0, *load] for load in loads], dtype=np.float64)
+        units = np.median(terms, axis=0)
+        known = np.flatnonzero(units > 0)
+        grows = (known > 0) & (known < 4)
+        penalty: Floats = np.where(grows, 0.0, _PRIOR * grows.any())
+        shares = terms[:, known] / units[known]
+        each: Floats = np.where(grows, 1.0, 0.0) if grows.any() else np.ones(len(known))
+        each *= np.median(times / np.maximum(shares @ each, 1e-9))
+        for _ in range(_ROUNDS):
+            usual = np.maximum(shares @ each, 1e-9)
+            error = np.abs(times / usual - 1.0)
+            noise = max(float(np.median(error)), _NOISE)
+            weight = 1.0 / (usual * np.sqrt(np.maximum(error, _NOISE)))
+            unit = float(np.median(usual))
+            each = _non_negative(shares * unit * weight[:, None], times * weight, noise * penalty) * unit
+        found = np.zeros(5)
+        found[known] = each / units[known]
+        return Cost(*found.tolist())
+
+
+def _non_negative(terms: Floats, wanted: Floats, penalty: Floats) -> Floats:
+    """The x >= 0 of the least ``|terms x - wanted|² + penalty x²``: the best of those that leave some terms out."""
+    square, image = terms.T @ terms + np.diag(penalty), terms.T @ wanted
+    square += 1e-9 * np.trace(square) * np.eye(len(square))
+    best, least = np.zeros(len(image)), 0.0
+    for count in range(1, len(image) + 1):
+        for some in map(list, combinations(range(len(image)), count)):
+            part = np.linalg.solve(square[np.ix_(some, some)], image[some])
+            loss = float(part @ square[np.ix_(some, some)] @ part - 2 * part @ image[some])
+            if (part >= 0).all() and loss < least:
+                best, least = np.zeros(len(image)), loss
+                best[some] = part
+    return best

@@ -1,0 +1,128 @@
+"""`predict`: how long a step would take, by the engine that would run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from flowrl.core.graph import Graph
+from flowrl.core.plan import Plan
+from flowrl.errors import BindError
+from flowrl.run.costs import Costs
+from flowrl.run.place import Place, lay_out, shown
+from flowrl.run.placement import refuse_unplaceable
+from flowrl.run.pretend import PretendRunner, blank_batch, place_of
+from flowrl.run.steps import Steps
+from flowrl.run.timeline import critical_path
+from flowrl.run.weights import TrainedWeights
+
+_STEPS = 40
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step of a job would be like.
+
+    Args:
+        where: the place.
+        seconds: of a step, the median.
+        idle: by slot, the share of time in which no node runs there.
+        busiest: seconds of a step in which a node runs on the slot that has most to do.
+        path: the nodes of the critical path of the median step.
+        path_seconds: how long these take.
+        lag: how many steps run ahead.
+        unknown: what was not measured, as a sentence; empty where nothing is missing.
+    """
+
+    where: str
+    seconds: float
+    idle: Mapping[str, float]
+    busiest: float
+    path: tuple[str, ...]
+    path_seconds: float
+    lag: int
+    unknown: str = ""
+
+    @property
+    def bound(self) -> float:
+        """Seconds that a step takes at least, on these slots and with this lag."""
+        return max(self.busiest, self.path_seconds / (self.lag + 1))
+
+    def __str__(self) -> str:
+        by_path = self.path_seconds / (self.lag + 1) > self.busiest
+        why = f"the critical path {' → '.join(self.path)}" if by_path else "the work of the busiest slot"
+        if by_path and self.lag:
+            why = f"{why}, over {self.lag + 1} steps in flight"
+        lines = [
+            f"{self.where}: a step takes {self.seconds:.3f} s",
+            f"  at least {self.bound:.3f} s: {why}",
+            f"  idle: {', '.join(f'{slot} {share:.0%}' for slot, share in self.idle.items())}",
+        ]
+        if not self.lag and self.busiest < self.bound:
+            lines.insert(2, f"  with lag at least {self.busiest:.3f} s: the work of the busiest slot")
+        return "\n".join([*lines, *([f"  {self.unknown}"] if self.unknown else [])])
+
+
+def predict(graph: Graph, place: Place | None, prompts: int, costs: Costs, *, seed: int = 0) -> Prediction:
+    """What a step would be like; no model is loaded.
+
+    Args:
+        graph: bound, unless `place` is None.
+        place: where it would run; None is one process.
+        prompts: a step.
+        costs: what its nodes take.
+        seed: of the draw of lengths.
+
+    Raises:
+        DataError: a node that `costs` does not know.
+        BindError, GraphError: the graph does not fit the place, or a role is not bound.
+    """
+    costs.refuse_unmeasured(graph)
+    plan, processes = Plan(graph), None
+    if place is not None:
+        _refuse_unbound(graph, place)
+        processes = lay_out(graph, place)
+        refuse_unplaceable(plan, processes)
+    runner = PretendRunner(processes, costs, graph.bindings)
+    steps = Steps(plan, runner, seed, TrainedWeights(plan, runner, seed))
+    batch, ends, nodes = blank_batch(graph, prompts), [0.0], list[Mapping[str, float]]()
+    for result in steps.run(lambda step: batch, range(_STEPS), lag=graph.lag):
+        ends.append(runner.now)
+        nodes.append(result.seconds)
+    steady = ends[graph.lag + 1 : len(ends) - graph.lag]  # while the flight is full
+    each = (steady[-1] - steady[0]) / (len(steady) - 1)
+    slots = [place_of(slot) for slot in range(1 if place is None else place.slots)]
+    busy = {slot: sum(s.seconds for s in steps.timeline.spans if s.place == slot) / _STEPS for slot in slots}
+    path, path_seconds = critical_path(plan.network, {node: median(n[node] for n in nodes) for node in nodes[0]})
+    return Prediction(
+        "in one process" if place is None else shown(place),
+        median(after - before for before, after in pairwise(steady)),
+        {slot: max(0.0, 1.0 - seconds / each) if each else 0.0 for slot, seconds in busy.items()},
+        max(busy.values()),
+        tuple(path),
+        path_seconds,
+        graph.lag,
+        _unknown(place, costs),
+    )
+
+
+def _refuse_unbound(graph: Graph, place: Place) -> None:
+    """Refuse roles of which nobody says how many ranks they have.
+
+    Raises:
+        BindError: naming them.
+    """
+    if unbound := [role for role in graph.roles() if role not in graph.bindings]:
+        raise BindError(
+            f"{graph.name} leaves {', '.join(map(repr, unbound))} unbound, so nobody knows which slots of "
+            f"{shown(place)} they take; bind them: graph.bind({', '.join(f'{role}=...' for role in unbound)}).graph."
+        )
+
+
+def _unknown(place: Place | None, costs: Costs) -> str:
+    """What the costs cannot say of a place."""
+    if place is None or costs.place is not None:
+        return ""
+    return f"{costs.source} ran in one process, so it does not say what syncs and turns between processes cost here"
