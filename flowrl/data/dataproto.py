@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import numpy as np
 import torch
@@ -57,12 +57,11 @@ class DataProto:
         DataError: columns of unequal length, of a wrong dtype or shape, or meta that is not JSON-able.
     """
 
-    __slots__ = ("_meta", "_rows", "columns")
+    __slots__ = ("_meta", "columns")
 
     columns: Columns
     """All columns by name, read-only, in the order they came."""
     _meta: dict[str, Any]
-    _rows: int
 
     def __init__(self, columns: Columns, meta: Mapping[str, Any] | None = None) -> None:
         checked = {name: check_column(name, column) for name, column in columns.items()}
@@ -75,25 +74,23 @@ class DataProto:
         bind_axes(checked)
         if meta:
             formats.check_json(dict(meta), "meta")
-        self.__setstate__((checked, copy.deepcopy(dict(meta or {}))))
+        self._fill(checked, copy.deepcopy(dict(meta or {})))
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a DataProto cannot be changed, so {name} cannot be set; make another one.")
-
-    def __getstate__(self) -> tuple[dict[str, Tensor | Objects], dict[str, Any]]:
-        return dict(self.columns), self._meta
-
-    def __setstate__(self, state: tuple[dict[str, Tensor | Objects], dict[str, Any]]) -> None:
-        columns, meta = state
+    def _fill(self, columns: dict[str, Tensor | Objects], meta: dict[str, Any]) -> None:
         object.__setattr__(self, "columns", MappingProxyType(columns))
         object.__setattr__(self, "_meta", meta)
-        object.__setattr__(self, "_rows", len(next(iter(columns.values()), ())))
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"{name} cannot be set, as a DataProto is immutable; union and with_meta make another.")
+
+    def __reduce__(self) -> Any:  # a mapping proxy cannot be copied or pickled
+        return DataProto, (dict(self.columns), self._meta)
 
     # ---- reading
 
     def __len__(self) -> int:
         """The number of rows."""
-        return self._rows
+        return len(next(iter(self.columns.values()), ()))
 
     def __contains__(self, name: object) -> bool:
         return name in self.columns
@@ -389,7 +386,7 @@ class DataProto:
     def _with(self, columns: dict[str, Tensor | Objects]) -> DataProto:
         """Columns of this one, or the same rows of each, which need no second check; its meta."""
         made = DataProto.__new__(DataProto)
-        made.__setstate__((columns, self._meta))
+        made._fill(columns, self._meta)
         return made
 
     def _require(self, *names: str) -> None:
