@@ -187,8 +187,8 @@ class Graph:
             )
         if self.lag and not self.back_edges:
             raise GraphError(
-                f"lag={self.lag} belongs to the back-edge Sync -> Generate, which {self.name} does not have; add a Sync, "
-                "or edit(lag=0)."
+                f"lag={self.lag} belongs to the back-edge Sync -> Generate, which {self.name} does not have; add a "
+                "Sync, or edit(lag=0)."
             )
 
     @cached_property
