@@ -1,4 +1,4 @@
-"""`LocalRunner`: nodes run on the caller's own stack, a failing one is named, and eager lines do the same."""
+"""`LocalRunner`: nodes run on the caller's own stack, a failing one is named, and eager lines give the same bits."""
 
 from __future__ import annotations
 

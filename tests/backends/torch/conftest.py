@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flowrl.backends.torch.rollout import TorchRolloutEngine
-from tests.backends.torch.rollouts import KINDS, Actor, synced
+from tests.backends.torch.rollouts import Actor, synced
 from tests.backends.torch.trainers import Folder
-from tests.models import tiny_folder
+from tests.models import KINDS, tiny_folder
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from flowrl.data.keys import Key
 from flowrl.sync.digest import named_weights
 from tests.models import EOS, VOCAB
 
-KINDS = ["llama", "qwen2", "gpt2", "gemma2"]
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, max_new_tokens=12)
 SAMPLED = Sampling(temperature=0.8, top_k=0, top_p=1.0, max_new_tokens=12)
 KEY = Key.of(3)

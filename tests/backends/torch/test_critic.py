@@ -17,8 +17,8 @@ from flowrl.backends import SGD, AdamW, Linear, TorchCritic
 from flowrl.core.protocols import Critic, MiniBatch
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, DataError
-from tests.backends.torch.trainers import CONTEXT, KINDS, Folder
-from tests.models import VOCAB, Ragged, ragged, unpadded
+from tests.backends.torch.trainers import CONTEXT, Folder
+from tests.models import KINDS, VOCAB, Ragged, ragged, unpadded
 
 
 def critic(model: str, **settings: Any) -> Any:

@@ -23,8 +23,7 @@ from flowrl.graphs import grpo
 from flowrl.run.job import Job
 from flowrl.run.training import Training
 from flowrl.sync.digest import named_weights, weights_digest
-from tests.backends.torch.rollouts import KINDS
-from tests.models import VOCAB, Ragged, char_tokenizer, ragged, tiny_folder
+from tests.models import KINDS, VOCAB, Ragged, char_tokenizer, ragged, tiny_folder
 from tests.rewards import digits
 
 ADAPTER = LoRA(r=4, alpha=8)

@@ -21,7 +21,6 @@ from flowrl.errors import DataError
 from tests.backends.torch.rollouts import (
     GREEDY,
     KEY,
-    KINDS,
     SAMPLED,
     Actor,
     as_lists,
@@ -31,7 +30,7 @@ from tests.backends.torch.rollouts import (
     synced,
 )
 from tests.engines.answers import CONTEXT, AnswerTests
-from tests.models import EOS, PAD, VOCAB
+from tests.models import EOS, KINDS, PAD, VOCAB
 
 
 @pytest.fixture(scope="module")

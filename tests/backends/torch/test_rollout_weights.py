@@ -16,8 +16,8 @@ from flowrl.core.protocols import Rollout, Sampling
 from flowrl.data.keys import Key
 from flowrl.errors import AsleepError, BindError, ParameterError, SyncError
 from flowrl.sync.digest import named_weights, tensor_digest, weights_digest
-from tests.backends.torch.rollouts import GREEDY, KEY, KINDS, SAMPLED, Actor, Context, as_lists, names, ragged, synced
-from tests.models import VOCAB, char_tokenizer, tiny_folder
+from tests.backends.torch.rollouts import GREEDY, KEY, SAMPLED, Actor, Context, as_lists, names, ragged, synced
+from tests.models import KINDS, VOCAB, char_tokenizer, tiny_folder
 
 # Weights: sharing
 

@@ -21,8 +21,8 @@ from flowrl.backends.torch.model import micro_batches
 from flowrl.core.protocols import MiniBatch, Scorer, Trainer
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
-from tests.backends.torch.trainers import CONTEXT, KINDS, Folder, Pull, change, trainer, whole
-from tests.models import VOCAB, Ragged, ragged, unpadded
+from tests.backends.torch.trainers import CONTEXT, Folder, Pull, change, trainer, whole
+from tests.models import KINDS, VOCAB, Ragged, ragged, unpadded
 
 
 def rows_of(batch: Ragged, rows: Tensor) -> Ragged:

@@ -28,8 +28,8 @@ from flowrl.backends import (
 )
 from flowrl.core.protocols import MiniBatch, Trainer
 from flowrl.errors import BindError, DataError, ParameterError
-from tests.backends.torch.trainers import CONTEXT, KINDS, Folder, Pull, change, trainer, whole
-from tests.models import ragged
+from tests.backends.torch.trainers import CONTEXT, Folder, Pull, change, trainer, whole
+from tests.models import KINDS, ragged
 
 
 @pytest.mark.parametrize(

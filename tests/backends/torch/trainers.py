@@ -15,7 +15,6 @@ from flowrl.core.protocols import MiniBatch
 from flowrl.data.metrics import Metrics
 from tests.models import Ragged
 
-KINDS = ["llama", "qwen2", "gpt2", "gemma2"]
 CONTEXT: Any = SimpleNamespace(seed=0)
 Folder = Callable[[str], str]
 
