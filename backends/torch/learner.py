@@ -233,7 +233,7 @@ class Learner:
                 loss(output, entropy, micro, weights[run].to(mesh.device), metrics).backward()
             for _ in range(idle_runs):
                 forward(idle)[0].sum().backward()
-            norm, lr = self._step(f"mini-batch {index} of {len(mini_batches)} ({len(rows)} rows)")
+            norm, lr = self._step(f"mini-batch {index} of {len(mini_batches)}")
             if mesh.rank == 0:
                 metrics.mean(f"{self._prefix}/grad_norm", norm)
                 metrics.mean(f"{self._prefix}/lr", lr)
