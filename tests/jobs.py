@@ -108,3 +108,7 @@ def column(values: Sequence[Any]) -> np.ndarray:
 def weights_of(engine: Any) -> dict[str, torch.Tensor]:
     """A copy of a trainer's weights."""
     return {name: tensor.detach().clone() for name, tensor in engine.weights()}
+
+
+PROMPTS = proto(prompt_batch([[10, 11], [12], [13, 14, 15]]))
+"""Three prompts of unequal length."""

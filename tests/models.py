@@ -24,6 +24,7 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:
 SPECIALS = ("<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>")
 VOCAB = len(SPECIALS) + len(CHARACTERS)
 PAD, EOS = 0, 1
+KINDS = ["llama", "qwen2", "gpt2", "gemma2"]
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<eos>{% endfor %}"

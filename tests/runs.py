@@ -1,4 +1,4 @@
-"""Small runs for tests, what they leave in their folder, and a reporter that keeps what it is told."""
+"""Small runs and steps for tests, what runs leave in their folder, and a reporter that keeps what it is told."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from flowrl import PromptData, Training
+from flowrl.core.plan import Plan
+from flowrl.graph import Graph
+from flowrl.run.local import local_steps
+from flowrl.run.steps import Steps
 from flowrl.run.timeline import Summary
 from flowrl.run.training import Run
 
@@ -38,6 +42,11 @@ def described(folder: Path) -> dict[str, Any]:
 def timeless(records: list[Any]) -> list[dict[str, Any]]:
     """Metrics without what the clock decides."""
     return [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in records]
+
+
+def walk(graph: Graph, **engines: Any) -> Steps:
+    """The steps of a graph in this process, at seed 0."""
+    return local_steps(Plan(graph), engines, 0)
 
 
 class Recorder:

@@ -226,13 +226,14 @@ class Learner:
             for parameter in self._parameters:
                 parameter.grad = torch.zeros_like(parameter)
             part, runs = take(batch, rows), self._runs(attended[rows], weights)
+            idle_runs = mesh.max_over_ranks(len(runs)) - len(runs)  # now, while no rank is in a forward pass
             for run in runs:
                 micro = take(part, run, mesh.device)
                 output, entropy = forward(micro)
                 loss(output, entropy, micro, weights[run].to(mesh.device), metrics).backward()
-            for _ in range(mesh.max_over_ranks(len(runs)) - len(runs)):
+            for _ in range(idle_runs):
                 forward(idle)[0].sum().backward()
-            norm, lr = self._step(f"mini-batch {index} of {len(mini_batches)} ({len(rows)} rows)")
+            norm, lr = self._step(f"mini-batch {index} of {len(mini_batches)}")
             if mesh.rank == 0:
                 metrics.mean(f"{self._prefix}/grad_norm", norm)
                 metrics.mean(f"{self._prefix}/lr", lr)

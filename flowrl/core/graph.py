@@ -176,16 +176,20 @@ class Graph:
             MappingProxyType(dict(bindings or {})),
         )
         _ = graph.types  # every connection is checked here
-        if isinstance(lag, bool) or not isinstance(lag, int) or lag < 0:
-            raise GraphError(
-                f"{name} has lag={lag!r}; expected how many versions generation may run ahead: 0, 1, 2, ..."
-            )
-        if lag and not graph.back_edges:
-            raise GraphError(
-                f"lag={lag} belongs to the back-edge Sync -> Generate, which {name} does not have; add a Sync, or "
-                "edit(lag=0)."
-            )
+        graph._check_lag()
         return graph
+
+    def _check_lag(self) -> None:
+        """Raise a `GraphError` for a lag that is no count, or that has no back-edge."""
+        if isinstance(self.lag, bool) or not isinstance(self.lag, int) or self.lag < 0:
+            raise GraphError(
+                f"{self.name} has lag={self.lag!r}; expected how many versions generation may run ahead: 0, 1, 2, ..."
+            )
+        if self.lag and not self.back_edges:
+            raise GraphError(
+                f"lag={self.lag} belongs to the back-edge Sync -> Generate, which {self.name} does not have; add a "
+                f"Sync, or edit(lag=0)."
+            )
 
     @cached_property
     def types(self) -> Mapping[Edge, EdgeType]:

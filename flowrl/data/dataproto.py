@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import numpy as np
 import torch
@@ -57,35 +57,43 @@ class DataProto:
         DataError: columns of unequal length, of a wrong dtype or shape, or meta that is not JSON-able.
     """
 
-    __slots__ = ("_columns", "_meta", "_rows")
+    __slots__ = ("_meta", "columns")
+
+    columns: Columns
+    """All columns by name, read-only, in the order they came."""
+    _meta: dict[str, Any]
 
     def __init__(self, columns: Columns, meta: Mapping[str, Any] | None = None) -> None:
-        self._columns = {name: check_column(name, column) for name, column in columns.items()}
-        lengths = {name: len(column) for name, column in self._columns.items()}
+        checked = {name: check_column(name, column) for name, column in columns.items()}
+        lengths = {name: len(column) for name, column in checked.items()}
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{name} has {n}" for name, n in lengths.items())
             raise DataError(
                 f"columns differ in their number of rows: {found}; expected one batch axis: index them alike."
             )
-        self._rows = next(iter(lengths.values()), 0)
-        bind_axes(self._columns)
+        bind_axes(checked)
         if meta:
             formats.check_json(dict(meta), "meta")
-        self._meta = copy.deepcopy(dict(meta or {}))
+        self._fill(checked, copy.deepcopy(dict(meta or {})))
+
+    def _fill(self, columns: dict[str, Tensor | Objects], meta: dict[str, Any]) -> None:
+        object.__setattr__(self, "columns", MappingProxyType(columns))
+        object.__setattr__(self, "_meta", meta)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"{name} cannot be set, as a DataProto is immutable; union and with_meta make another.")
+
+    def __reduce__(self) -> Any:  # a mapping proxy cannot be copied or pickled
+        return DataProto, (dict(self.columns), self._meta)
 
     # ---- reading
 
     def __len__(self) -> int:
         """The number of rows."""
-        return self._rows
+        return len(next(iter(self.columns.values()), ()))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._columns
-
-    @property
-    def columns(self) -> Columns:
-        """All columns by name, read-only, in the order they came."""
-        return MappingProxyType(self._columns)
+        return name in self.columns
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -106,12 +114,12 @@ class DataProto:
         """
         if isinstance(key, str):
             self._require(key)
-            return self._columns[key]
+            return self.columns[key]
         if isinstance(key, slice) and key.step in (None, 1):
-            return self._with({name: column[key] for name, column in self._columns.items()})
+            return self._with({name: column[key] for name, column in self.columns.items()})
         index = self._index(key)
         picked: dict[str, Tensor | Objects] = {}
-        for name, column in self._columns.items():
+        for name, column in self.columns.items():
             if isinstance(column, Tensor):
                 picked[name] = column[index.to(column.device)]
             else:
@@ -122,17 +130,17 @@ class DataProto:
 
     def with_meta(self, meta: Mapping[str, Any]) -> DataProto:
         """The same columns with `meta` in place of the old; ``with_meta({**proto.meta, "k": 1})`` adds to it."""
-        return DataProto(self._columns, meta)
+        return DataProto(self.columns, meta)
 
     def select(self, *names: str) -> DataProto:
         """Only these columns, in this order."""
         self._require(*names)
-        return self._with({name: self._columns[name] for name in names})
+        return self._with({name: self.columns[name] for name in names})
 
     def drop(self, *names: str) -> DataProto:
         """All columns but these."""
         self._require(*names)
-        return self._with({name: column for name, column in self._columns.items() if name not in names})
+        return self._with({name: column for name, column in self.columns.items() if name not in names})
 
     def rename(self, names: Mapping[str, str]) -> DataProto:
         """Columns under new names (``{old: new}``), in place; two columns may swap theirs.
@@ -141,13 +149,13 @@ class DataProto:
             DataError: two columns would have one name.
         """
         self._require(*names)
-        new = [names.get(name, name) for name in self._columns]
+        new = [names.get(name, name) for name in self.columns]
         twice = sorted({name for name in new if new.count(name) > 1})
         if twice:
             raise DataError(
                 f"rename({dict(names)}) gives two columns the name {twice[0]!r}; choose another, or drop one."
             )
-        return DataProto(dict(zip(new, self._columns.values(), strict=True)), self._meta)
+        return DataProto(dict(zip(new, self.columns.values(), strict=True)), self._meta)
 
     def union(self, other: DataProto) -> DataProto:
         """The columns and meta of both; what both have must be equal, bit for bit.
@@ -155,17 +163,17 @@ class DataProto:
         Raises:
             DataError: the two differ; names the column and its first such row, or the meta key.
         """
-        if self._columns and other._columns and len(self) != len(other):
+        if self.columns and other.columns and len(self) != len(other):
             raise DataError(
                 f"union of {len(self)} rows with {len(other)}; expected the same rows: index or repeat() one."
             )
-        for name in (name for name in self._columns if name in other._columns):
-            if found := difference(self._columns[name], other._columns[name]):
+        for name in (name for name in self.columns if name in other.columns):
+            if found := difference(self.columns[name], other.columns[name]):
                 raise DataError(
                     f"both sides of union have a column {name!r}, and they differ: {found}; drop({name!r}) or "
                     f"rename({{{name!r}: ...}}) on one side."
                 )
-        return DataProto({**self._columns, **other._columns}, _merge_meta([self, other], "union"))
+        return DataProto({**self.columns, **other.columns}, _merge_meta([self, other], "union"))
 
     # ---- rows
 
@@ -188,16 +196,16 @@ class DataProto:
         first, pad = protos[0], pad or {}
         first._require(*pad)
         for i, proto in enumerate(protos):
-            if odd := sorted(proto._columns.keys() ^ first._columns.keys()):
+            if odd := sorted(proto.columns.keys() ^ first.columns.keys()):
                 raise DataError(
                     f"concat wants the same columns in all, but numbers 0 and {i} differ in {odd}; select() them."
                 )
         for name, value in pad.items():
-            check_pad(name, first._columns[name], value)
-        grown = growth([bind_axes(proto._columns) for proto in protos])
+            check_pad(name, first.columns[name], value)
+        grown = growth([bind_axes(proto.columns) for proto in protos])
         joined: dict[str, Tensor | Objects] = {}
-        for name in first._columns:
-            parts = [proto._columns[name] for proto in protos]
+        for name in first.columns:
+            parts = [proto.columns[name] for proto in protos]
             tensors = [part for part in parts if isinstance(part, Tensor)]
             arrays = [part for part in parts if not isinstance(part, Tensor)]
             if tensors and arrays:
@@ -288,15 +296,15 @@ class DataProto:
 
     def to(self, device: torch.device | str) -> DataProto:
         """All tensors on `device`."""
-        return self._with({name: c.to(device) if isinstance(c, Tensor) else c for name, c in self._columns.items()})
+        return self._with({name: c.to(device) if isinstance(c, Tensor) else c for name, c in self.columns.items()})
 
     # ---- content
 
     def equal(self, other: DataProto) -> bool:
         """The same columns (bit for bit, so NaN equals NaN; objects by type and value) and meta, on any device."""
         return (
-            self._columns.keys() == other._columns.keys()
-            and all(difference(column, other._columns[name]) is None for name, column in self._columns.items())
+            self.columns.keys() == other.columns.keys()
+            and all(difference(column, other.columns[name]) is None for name, column in self.columns.items())
             and same(self._meta, other._meta)
         )
 
@@ -306,7 +314,7 @@ class DataProto:
         Raises:
             DataError: an object is not JSON-able.
         """
-        return formats.digest(self._columns, self._meta)
+        return formats.digest(self.columns, self._meta)
 
     # ---- other forms
 
@@ -327,7 +335,7 @@ class DataProto:
         """
         fields = _record_fields(record)
         self._require(*fields.values())
-        packed: R = record_tuple(record)(**{field: self._columns[name] for field, name in fields.items()})
+        packed: R = record_tuple(record)(**{field: self.columns[name] for field, name in fields.items()})
         return packed
 
     def save(self, folder: str | Path) -> None:
@@ -336,7 +344,7 @@ class DataProto:
         Raises:
             DataError: the folder is not empty, or an object is not JSON-able.
         """
-        formats.save(folder, self._columns, self._meta)
+        formats.save(folder, self.columns, self._meta)
 
     @staticmethod
     def load(folder: str | Path) -> DataProto:
@@ -349,7 +357,7 @@ class DataProto:
 
     def to_tensordict(self) -> Any:
         """A `tensordict.TensorDict`: objects as `NonTensorStack`, meta as `NonTensorData`."""
-        return formats.to_tensordict(self._columns, self._meta, len(self))
+        return formats.to_tensordict(self.columns, self._meta, len(self))
 
     @staticmethod
     def from_tensordict(data: Any) -> DataProto:
@@ -358,7 +366,7 @@ class DataProto:
 
     def to_verl(self) -> dict[str, dict[str, Any]]:
         """``{"batch": ..., "non_tensor_batch": ..., "meta_info": ...}``, known masks as int64."""
-        return formats.to_verl(self._columns, self.meta)
+        return formats.to_verl(self.columns, self.meta)
 
     @staticmethod
     def from_verl(data: Any) -> DataProto:
@@ -366,26 +374,25 @@ class DataProto:
         return DataProto(*formats.from_verl(data))
 
     def __repr__(self) -> str:
-        tensors = [c for c in self._columns.values() if isinstance(c, Tensor)]
+        tensors = [c for c in self.columns.values() if isinstance(c, Tensor)]
         devices = ", ".join(sorted({str(c.device) for c in tensors})) or "no device"
         total = size(sum(c.nbytes for c in tensors))
-        head = f"DataProto: {len(self)} rows, {len(self._columns)} columns, {total} of tensors on {devices}"
+        head = f"DataProto: {len(self)} rows, {len(self.columns)} columns, {total} of tensors on {devices}"
         meta = [f"meta: {short(self._meta, 100)}"] if self._meta else []
-        return "\n".join([head, table(self._columns), *meta])
+        return "\n".join([head, table(self.columns), *meta])
 
     # ---- helpers
 
     def _with(self, columns: dict[str, Tensor | Objects]) -> DataProto:
         """Columns of this one, or the same rows of each, which need no second check; its meta."""
         made = DataProto.__new__(DataProto)
-        made._columns, made._meta = columns, self._meta
-        made._rows = len(next(iter(columns.values()), ()))
+        made._fill(columns, self._meta)
         return made
 
     def _require(self, *names: str) -> None:
         for name in names:
-            if name not in self._columns:
-                found = ", ".join(self._columns) or "no columns"
+            if name not in self.columns:
+                found = ", ".join(self.columns) or "no columns"
                 raise ColumnNotFoundError(f"no column {name!r} in this DataProto; it has {found}.")
 
     def _index(self, key: Rows) -> Tensor:

@@ -36,7 +36,7 @@ from flowrl.distributed.wire import Array, Piece, pack, widths
 from flowrl.distributed.worker_logs import relay_warnings
 from flowrl.errors import DataError, EngineError, NodeError, SyncError
 from flowrl.records import Receipt
-from flowrl.run.local import pairs
+from flowrl.run.local import load_of, pairs
 from flowrl.run.place import ProcessSpec, lay_out
 from flowrl.run.placement import processes_of, refuse_unplaceable, slots_of, uid_field
 from flowrl.run.runner import Done, Lengths, Task
@@ -258,7 +258,7 @@ class RayRunner:
             self.timeline.add(f"send by {name}", place, report.started, report.ended, report.nbytes, "transfer")
             return
         lengths = report.lengths or (task.lengths and task.lengths.of(rows))
-        load, times = (0, 0, 0) if lengths is None else lengths.load, (report.started, report.ended)
+        load, times = load_of(lengths), (report.started, report.ended)
         written = pairs(report.lengths)
         self.timeline.spans.append(Span(name, place, *times, report.received, "node", task.step, *load, written))
         self.timeline.add("fetch", place, report.started, report.fetched, kind="transfer")

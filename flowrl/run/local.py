@@ -156,9 +156,16 @@ def shapes(inputs: Mapping[Any, Any]) -> str:
 
 def span_of(task: Task, place: str, start: float, end: float, written: Lengths | None) -> Span:
     """The span of a task that ran on all its rows, with what is known of these."""
-    lengths = written or task.lengths
-    load = (0, 0, 0) if lengths is None else lengths.load
+    load = load_of(written or task.lengths)
     return Span(task.node.name, place, start, end, 0, "node", task.step, *load, pairs(written))
+
+
+def load_of(lengths: Lengths | None) -> tuple[int, int, int]:
+    """Rows; tokens; and tokens if every row were padded to the longest; zeros where nothing is known."""
+    if lengths is None:
+        return 0, 0, 0
+    rows = len(lengths.tokens)
+    return rows, int(lengths.tokens.sum()), rows * int(lengths.tokens.max(initial=0))
 
 
 def pairs(lengths: Lengths | None) -> tuple[tuple[int, int], ...]:

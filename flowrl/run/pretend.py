@@ -27,6 +27,7 @@ from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import NodeError
 from flowrl.run.cost import Load
 from flowrl.run.costs import Costs
+from flowrl.run.local import load_of
 from flowrl.run.place import ProcessSpec
 from flowrl.run.placement import processes_of, slots_of
 from flowrl.run.runner import Counts, Done, Lengths, Task
@@ -211,4 +212,4 @@ def _load(lengths: Lengths | None, rows: Counts | None) -> Load:
         return Load()
     mine = lengths.of(rows)
     longest = 0 if mine.response is None else int(mine.response.max(initial=0))
-    return Load(*mine.load, longest)
+    return Load(*load_of(mine), longest)

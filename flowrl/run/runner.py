@@ -38,12 +38,6 @@ class Lengths(NamedTuple):
     tokens: Counts
     response: Counts | None = None
 
-    @property
-    def load(self) -> tuple[int, int, int]:
-        """Rows; tokens; and tokens if every row were padded to the longest."""
-        rows = len(self.tokens)
-        return rows, int(self.tokens.sum()), rows * int(self.tokens.max(initial=0))
-
     def of(self, rows: Counts | None) -> Lengths:
         """Those of some rows; None is all."""
         if rows is None:

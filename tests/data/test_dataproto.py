@@ -83,8 +83,9 @@ def test_nothing_reaches_in_from_outside(proto: DataProto) -> None:
         made["x"] = torch.zeros(2)  # type: ignore[index]
     with pytest.raises(AttributeError):
         made.extra = 1  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError):
-        made.columns = {}  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="columns cannot be set"):
+        made.columns = {}
+    assert copy.deepcopy(made).equal(made)
     with pytest.raises(ValueError, match="read-only"):
         made["o"][0] = 5
 

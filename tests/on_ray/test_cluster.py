@@ -129,6 +129,24 @@ def head(token: dict[str, str]) -> Iterator[str]:
         process.communicate()
 
 
+def joining(address: str, token: dict[str, str]) -> str:
+    """What a process says that joins the cluster at `address` with `token`."""
+    return script(
+        """
+        import sys
+        from flowrl.distributed.cluster import connected
+        from flowrl.errors import BindError
+        try:
+            with connected(Colocate(1, address=sys.argv[1])):
+                print("connected")
+        except BindError as error:
+            print(error)
+        """,
+        address,
+        **token,
+    )
+
+
 @pytest.mark.timeout(900)
 def test_what_is_joined_is_left_running(head: str, token: dict[str, str], tiny: str, tmp_path: Path) -> None:
     """Refused are too small a cluster, another address than the one connected to, and a wrong token.
@@ -175,20 +193,7 @@ def test_what_is_joined_is_left_running(head: str, token: dict[str, str], tiny: 
     for slot, number in zip(slots, gpus, strict=True):
         assert gpu.setdefault(slot, number) == number
     assert len(gpu) == len(set(gpu.values())), "each slot has a GPU of its own"
-    refused = script(
-        """
-        import sys
-        from flowrl.distributed.cluster import connected
-        from flowrl.errors import BindError
-        try:
-            with connected(Colocate(1, address=sys.argv[1])):
-                print("connected")
-        except BindError as error:
-            print(error)
-        """,
-        head,
-        **token | {"RAY_AUTH_TOKEN": secrets.token_hex(32)},
-    )
+    refused = joining(head, token | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
     assert f"the Ray cluster at '{head}' does not accept this process" in refused
     assert "RAY_AUTH_TOKEN" in refused
     assert "Colocate(address='127.0.0.1:1'), but this process is connected to the Ray cluster at" in said

@@ -19,6 +19,7 @@ from flowrl import PromptData, Training, Validation
 from flowrl.backends import SGD, AdamW, TorchRollout, TorchTrainer
 from flowrl.backends.torch.engine import TorchTrainerEngine
 from flowrl.core.protocols import BuildContext
+from flowrl.data.dataproto import DataProto
 from flowrl.distributed.place import Colocate, Split
 from flowrl.run.job import Job
 from flowrl.run.place import Place
@@ -129,6 +130,19 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).double().norm() / a.double().norm().clamp_min(1e-30))
 
 
+def assert_columns_close(found: Mapping[str, DataProto], expected: Mapping[str, DataProto]) -> None:
+    """By node: floats up to rounding, all else equal."""
+    for node, columns in expected.items():
+        for name, column in columns.columns.items():
+            other = found[node][name]
+            if isinstance(column, torch.Tensor) and column.is_floating_point():
+                torch.testing.assert_close(other, column, rtol=1e-6, atol=2e-6)
+            elif isinstance(column, torch.Tensor):
+                assert torch.equal(other, column), f"{node}.{name}"
+            else:
+                assert list(other) == list(column), f"{node}.{name}"
+
+
 @pytest.mark.parametrize(
     ("algorithm", "optimizer", "place"),
     [("grpo", SGD(lr=0.05), Split(2, 1)), ("ppo", AdamW(lr=1e-3, eps=1e-5), Colocate(2))],
@@ -167,15 +181,7 @@ def test_two_fsdp_ranks_agree_with_one_process(
             first, second = executor.step(batch, 0), executor.step(batch, 1)
 
     assert torch.equal(local.columns["generate"]["responses"], remote.columns["generate"]["responses"])
-    for node, columns in local.columns.items():
-        for name, column in columns.columns.items():
-            other = remote.columns[node][name]
-            if isinstance(column, torch.Tensor) and column.is_floating_point():
-                torch.testing.assert_close(other, column, rtol=1e-6, atol=2e-6)
-            elif isinstance(column, torch.Tensor):
-                assert torch.equal(other, column), f"{node}.{name}"
-            else:
-                assert list(other) == list(column), f"{node}.{name}"
+    assert_columns_close(remote.columns, local.columns)
     here, there = local.metrics, remote.metrics
     assert list(here) == list(there)
     for key in here:

@@ -15,6 +15,7 @@ from flowrl import columns as c
 from flowrl.core.edit import After
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
+from flowrl.run.run_folder import RunFolder
 from tests.jobs import job_of, weights_of
 from tests.rewards import digits
 from tests.runs import Recorder, described, lines, train
@@ -110,3 +111,22 @@ def test_numbers_that_are_not_finite_are_null_in_the_file(tiny: str, prompts_fil
     (record,) = lines(tmp_path / "metrics.jsonl")
     assert record["odd/mean"] is None
     assert record["odd/max"] is None
+
+
+def test_rewind(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.rewind(3) == ([], [])
+    texts = ["\u2028 ends no line", "nor does \x85", 'quote " and \n', "é"]
+    folder.append("predictions.jsonl", [{"step": i, "response": text} for i, text in enumerate(texts)])
+    folder.append("metrics.jsonl", [{"step": 0, "val/x": 0.1}, {"step": 1, "timing/step": 2.0, "x": 1e-300}])
+    written = (tmp_path / "predictions.jsonl").read_text(), (tmp_path / "metrics.jsonl").read_text()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "timi')  # cut off
+    folder.flush()
+    assert folder.rewind(3) == ([{"step": 1, "timing/step": 2.0, "x": 1e-300}], [{"step": 0, "val/x": 0.1}])
+    assert written == ((tmp_path / "predictions.jsonl").read_text(), (tmp_path / "metrics.jsonl").read_text())
+    assert folder.rewind(0) == ([], [{"step": 0, "val/x": 0.1}])
+    assert len((tmp_path / "predictions.jsonl").read_text().split("\n")) == 2
+    assert folder.rewind(-1) == ([], [])
+    assert not (tmp_path / "predictions.jsonl").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "predictions.jsonl"]

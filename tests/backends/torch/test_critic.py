@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,23 +17,8 @@ from flowrl.backends import SGD, AdamW, Linear, TorchCritic
 from flowrl.core.protocols import Critic, MiniBatch
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, DataError
-from tests.models import VOCAB, Ragged, ragged, tiny_folder, unpadded
-
-KINDS = ["llama", "qwen2", "gpt2", "gemma2"]
-CONTEXT: Any = SimpleNamespace(seed=0)
-Folder = Callable[[str], str]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    made: dict[str, str] = {}
-
-    def of(kind: str) -> str:
-        if kind not in made:
-            made[kind] = tiny_folder(tmp_path_factory.mktemp("models"), kind)
-        return made[kind]
-
-    return of
+from tests.backends.torch.trainers import CONTEXT, Folder
+from tests.models import KINDS, VOCAB, Ragged, ragged, unpadded
 
 
 def critic(model: str, **settings: Any) -> Any:

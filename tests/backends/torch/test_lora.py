@@ -23,10 +23,9 @@ from flowrl.graphs import grpo
 from flowrl.run.job import Job
 from flowrl.run.training import Training
 from flowrl.sync.digest import named_weights, weights_digest
-from tests.models import VOCAB, Ragged, char_tokenizer, ragged, tiny_folder
+from tests.models import KINDS, VOCAB, Ragged, char_tokenizer, ragged, tiny_folder
 from tests.rewards import digits
 
-KINDS = ["llama", "qwen2", "gpt2", "gemma2"]
 ADAPTER = LoRA(r=4, alpha=8)
 
 
@@ -39,12 +38,6 @@ class Context:
     def engine(self, role: str) -> Any:
         assert role == "actor"
         return self.actor
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    path = tmp_path_factory.mktemp("models")
-    return {kind: tiny_folder(path, kind) for kind in KINDS}
 
 
 def trainer(folder: str, seed: int = 0, **settings: Any) -> Any:
