@@ -74,7 +74,7 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class Stop:
+class NodeInfo:
     """What is known of a node before it runs.
 
     Args:
@@ -102,14 +102,14 @@ class Stop:
     readers: int
 
     @staticmethod
-    def all(schedule: Schedule, runner: Runner) -> dict[str, Stop]:
+    def all(schedule: Schedule, runner: Runner) -> dict[str, NodeInfo]:
         """Every node of a schedule's plan: the inputs, then the others in the plan's order."""
         plan, graph = schedule.plan, schedule.plan.graph
         nodes = [*(graph[name] for name in graph.inputs), *plan.order]
-        stops = {}
+        infos = {}
         for position, node in enumerate(nodes):
             outputs = node.operator.signature.outputs.items()
-            stops[node.name] = Stop(
+            infos[node.name] = NodeInfo(
                 node,
                 node.is_input,
                 position,
@@ -121,14 +121,14 @@ class Stop:
                 schedule.frees[node.name],
                 plan.readers.get(node.name, 0),
             )
-        return stops
+        return infos
 
 
 class Flight:
     """Steps under way: their instances run in the schedule's order, as far as what they wait for allows.
 
     Args:
-        stops: the nodes, by name.
+        infos: the nodes, by name.
         lag: see `Schedule`.
         runner: where they run.
         seed: root of the keys.
@@ -140,7 +140,7 @@ class Flight:
 
     def __init__(
         self,
-        stops: Mapping[str, Stop],
+        infos: Mapping[str, NodeInfo],
         lag: int,
         runner: Runner,
         seed: int,
@@ -149,12 +149,12 @@ class Flight:
         wanted: set[str],
         on_node: OnNode,
     ) -> None:
-        self._stops, self._lag, self._runner, self._seed, self._all = stops, lag, runner, seed, steps
+        self._infos, self._lag, self._runner, self._seed, self._all = infos, lag, runner, seed, steps
         self._wanted, self._on_node = wanted, on_node
-        self._order = list(stops.values())
-        self._count = sum(not stop.is_input for stop in self._order)
+        self._order = list(infos.values())
+        self._count = sum(not info.is_input for info in self._order)
         self.state = dict(state)
-        self._committed = self.state  # as it was when the last step was closed
+        self._committed = dict(state)  # as it was when the last step was closed
         self._steps: dict[int, _Step] = {}
         self._ready: list[tuple[int, int]] = []  # a heap of (step, position)
         self._done: set[tuple[int, str]] = set()
@@ -199,35 +199,35 @@ class Flight:
     def _begin(self, step: int) -> None:
         """Put in the batch of a step, and see what its instances wait for."""
         one = self._steps[step]
-        for name, stop in self._stops.items():
-            one.readers[name] = stop.readers
-            if not stop.is_input:
-                before = [(step - k, other) for other, k in stop.waits if step - k in self._all]
+        for name, info in self._infos.items():
+            one.readers[name] = info.readers
+            if not info.is_input:
+                before = [(step - k, other) for other, k in info.waits if step - k in self._all]
                 one.waits[name] = sum(instance not in self._done for instance in before)
                 if not one.waits[name]:
-                    heapq.heappush(self._ready, (step, stop.position))
-        for name, stop in self._stops.items():
-            if stop.is_input:
-                given = {column: one.batch.columns[column] for column in stop.columns}
-                one.outputs[name] = self._runner.put(stop.node, given)
-                if (lengths := lengths_of(given)) is not None and stop.written is not None:
-                    one.lengths[stop.written] = lengths
-                self._free(step, stop)
+                    heapq.heappush(self._ready, (step, info.position))
+        for name, info in self._infos.items():
+            if info.is_input:
+                given = {column: one.batch.columns[column] for column in info.columns}
+                one.outputs[name] = self._runner.put(info.node, given)
+                if (lengths := lengths_of(given)) is not None and info.written is not None:
+                    one.lengths[info.written] = lengths
+                self._free(step, info)
 
     def _launch(self) -> None:
         """Start what is ready, as far as its slots are free; what comes first in the schedule's order goes first."""
         blocked = []
         while self._ready:
             step, position = entry = heapq.heappop(self._ready)
-            stop, one = self._order[position], self._steps[step]
-            if stop.slots & self._busy:
+            info, one = self._order[position], self._steps[step]
+            if info.slots & self._busy:
                 blocked.append(entry)
                 continue
-            self._on_node(stop.node.name)
-            inputs = {place: one.outputs[node][output] for place, node, output in stop.inputs}
-            lengths = None if stop.read is None else one.lengths.get(stop.read)
-            self._runner.launch(Task(stop.node, step, self._seed, inputs, self.state, lengths))
-            self._busy |= stop.slots
+            self._on_node(info.node.name)
+            inputs = {place: one.outputs[node][output] for place, node, output in info.inputs}
+            lengths = None if info.read is None else one.lengths.get(info.read)
+            self._runner.launch(Task(info.node, step, self._seed, inputs, self.state, lengths))
+            self._busy |= info.slots
         for entry in blocked:
             heapq.heappush(self._ready, entry)
 
@@ -240,38 +240,38 @@ class Flight:
         """Enter what an instance left, and let go of what nobody reads any more."""
         step, name = done.task.step, done.task.node.name
         assert step is not None
-        stop, one = self._stops[name], self._steps[step]
+        info, one = self._infos[name], self._steps[step]
         one.metrics[name], one.seconds[name] = done.metrics, done.seconds
-        if done.lengths is not None and stop.written is not None:
-            one.lengths[stop.written] = done.lengths
+        if done.lengths is not None and info.written is not None:
+            one.lengths[info.written] = done.lengths
         self.state |= done.state
-        if stop.readers or name in self._wanted:
+        if info.readers or name in self._wanted:
             one.outputs[name] = done.outputs
-        for source in stop.node.sources:
+        for source in info.node.sources:
             one.readers[source] -= 1
             if not one.readers[source] and source not in self._wanted:
                 del one.outputs[source]
-        self._busy -= stop.slots
-        self._free(step, stop)
+        self._busy -= info.slots
+        self._free(step, info)
 
-    def _free(self, step: int, stop: Stop) -> None:
+    def _free(self, step: int, info: NodeInfo) -> None:
         """An instance is done: those that waited for nothing else are ready."""
-        self._done.add((step, stop.node.name))
-        for other, k in stop.frees:
+        self._done.add((step, info.node.name))
+        for other, k in info.frees:
             if (one := self._steps.get(step + k)) is not None and other in one.waits:
                 one.waits[other] -= 1
                 if not one.waits[other]:
-                    heapq.heappush(self._ready, (step + k, self._stops[other].position))
+                    heapq.heappush(self._ready, (step + k, self._infos[other].position))
 
     def _result(self, one: _Step) -> StepResult:
         columns: dict[str, DataProto] = {}
         values: dict[str, dict[str, Any]] = {}
-        for name in (name for name in self._stops if name in self._wanted):
-            stop, left = self._stops[name], one.outputs[name]
-            fetched = {output: self._runner.fetch(stop.node, output, left[output]) for output in stop.columns}
+        for name in (name for name in self._infos if name in self._wanted):
+            info, left = self._infos[name], one.outputs[name]
+            fetched = {output: self._runner.fetch(info.node, output, left[output]) for output in info.columns}
             columns[name] = DataProto(fetched) if fetched else _EMPTY
             values[name] = {output: value for output, value in left.items() if output not in fetched}
-        ordered = {name: one.metrics[name] for name in self._stops if name in one.metrics}
+        ordered = {name: one.metrics[name] for name in self._infos if name in one.metrics}
         return StepResult(columns, values, merge_metrics(ordered), one.seconds)
 
 
@@ -292,7 +292,7 @@ class Steps:
         self.timeline = Timeline()
         self.state: dict[str, Any] = {}
         self._weights = weights
-        self._stops: dict[int, dict[str, Stop]] = {}  # by lag
+        self._infos: dict[int, dict[str, NodeInfo]] = {}  # by lag
 
     def fork(self, plan: Plan, seed: int) -> Steps:
         """Another plan on the same engines, with keys and state cells of its own."""
@@ -333,12 +333,12 @@ class Steps:
             NodeError, GraphError: see `step`; or the graph does not allow this lag.
         """
         wanted = {*map(self._known, keep), *self.plan.graph.sinks}
-        if lag not in self._stops:
+        if lag not in self._infos:
             schedule = Schedule(self.plan, lag)
             if lag:
                 schedule.refuse_deadlock()
-            self._stops[lag] = Stop.all(schedule, self.runner)
-        flight = Flight(self._stops[lag], lag, self.runner, self.seed, steps, self.state, wanted, on_node)
+            self._infos[lag] = NodeInfo.all(schedule, self.runner)
+        flight = Flight(self._infos[lag], lag, self.runner, self.seed, steps, self.state, wanted, on_node)
         for step in steps:
             self.runner.timeline = self.timeline
             for ahead in steps[steps.index(step) :][: lag + 1]:
@@ -352,8 +352,8 @@ class Steps:
 
     def _complete(self, batch: DataProto, lag: int) -> DataProto:
         """The batch, which has the columns of all inputs."""
-        for name, stop in self._stops[lag].items():
-            wanted = stop.columns if stop.is_input else ()
+        for name, info in self._infos[lag].items():
+            wanted = info.columns if info.is_input else ()
             if missing := [column for column in wanted if column not in batch.columns]:
                 raise GraphError(
                     f"the input {name!r} of {self.plan.graph.name} wants the columns {', '.join(wanted)}, and the "

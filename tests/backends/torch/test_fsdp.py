@@ -224,7 +224,10 @@ def test_a_gradient_that_is_not_finite_is_refused_by_all_ranks(found: Any) -> No
     for rank in ranks:
         here = rank["not finite"]
         assert here["error"] == alone["not finite"]["error"]
-        assert "DataError: the actor's gradient norm is nan in mini-batch 1 of 2; expected a finite number" in here["error"]
+        assert (
+            "DataError: the actor's gradient norm is nan in mini-batch 1 of 2; expected a finite number"
+            in here["error"]
+        )
         assert here["version"] == 1 and apart(here["after"], alone["not finite"]["after"]) < 1e-6
 
 
