@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flowrl.errors import FlowrlError
     from flowrl.graph import Graph, algorithm, load
     from flowrl.records import PromptBatch, RolloutBatch
+    from flowrl.run.costs import Costs
     from flowrl.run.job import Job
     from flowrl.run.report import TensorBoard, Terminal
     from flowrl.run.training import Training
@@ -36,6 +37,7 @@ __all__ = [
     "After",
     "Colocate",
     "Column",
+    "Costs",
     "DataProto",
     "FlowrlError",
     "Graph",
@@ -62,6 +64,7 @@ __all__ = [
 
 _MODULES = {
     "Column": "columns",
+    "Costs": "run.costs",
     "Colocate": "distributed.place",
     "Split": "distributed.place",
     "PromptData": "data.prompts",

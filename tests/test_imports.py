@@ -13,6 +13,8 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
+import flowrl
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("operators", "graphs", "backends")
 
@@ -223,3 +225,13 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
     assert circles({"flowrl.data.a": tmp_path / "a.py", "flowrl.data.b": tmp_path / "b.py"}) == [
         ["flowrl.data.a", "flowrl.data.b"]
     ]
+
+
+def test_the_public_names_are_these() -> None:
+    """Pinned: whoever adds or takes away one says so here and in the changelog."""
+    assert flowrl.__all__ == [
+        "INJECTED", "After", "Colocate", "Column", "Costs", "DataProto", "FlowrlError", "Graph", "Job", "Key", "Metrics",
+        "Operator", "PromptBatch", "PromptData", "Reads", "Role", "RolloutBatch", "Split", "State", "TensorBoard",
+        "Terminal", "Training", "Validation", "Writes", "algorithm", "load", "save",
+    ]  # fmt: skip
+    assert all(getattr(flowrl, name) is not None or name == "INJECTED" for name in flowrl.__all__)
