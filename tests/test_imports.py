@@ -231,7 +231,7 @@ def test_the_public_names_are_these() -> None:
     """Pinned: whoever adds or takes away one says so here and in the changelog."""
     assert flowrl.__all__ == [
         "INJECTED", "After", "Colocate", "Column", "Costs", "DataProto", "FlowrlError", "Graph", "Job", "Key",
-        "Metrics", "Operator", "PromptBatch", "PromptData", "Reads", "Role", "RolloutBatch", "Split", "State", "TensorBoard",
-        "Terminal", "Training", "Validation", "Writes", "algorithm", "load", "save",
+        "Metrics", "Operator", "PromptBatch", "PromptData", "Reads", "Role", "RolloutBatch", "Split", "State",
+        "TensorBoard", "Terminal", "Training", "Validation", "Writes", "algorithm", "load", "save",
     ]  # fmt: skip
     assert all(getattr(flowrl, name) is not None or name == "INJECTED" for name in flowrl.__all__)
