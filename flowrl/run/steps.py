@@ -402,9 +402,9 @@ class Steps:
         self._weights.load(folder)
         self._weights.keep()
 
-    def save_pretrained(self, role: str, folder: Path) -> None:
+    def save_pretrained(self, role: str, folder: str | Path) -> None:
         """Write the weights of a role as a Hugging Face folder."""
-        self._weights.protect(lambda: self.runner.save_pretrained(role, folder))
+        self._weights.protect(lambda: self.runner.save_pretrained(role, Path(folder)))
 
     def tokenizer(self) -> ChatTokenizer:
         """The tokenizer of the engine that generates."""
