@@ -27,7 +27,7 @@ from flowrl.backends import (
     TorchScorer,
     TorchTrainer,
 )
-from flowrl.backends.torch import critic as torch_critic
+from flowrl.backends.torch import learner as torch_learner
 from flowrl.backends.torch import trainer as torch_trainer
 from flowrl.backends.torch.sharded import Sharded
 from flowrl.core.plan import Plan
@@ -276,7 +276,7 @@ def sharding(group: DeviceMesh, device: str, monkeypatch: pytest.MonkeyPatch) ->
         return Sharded(group, torch.device(device), bfloat16, offload)
 
     monkeypatch.setattr(torch_trainer, "mesh_of", mesh_of)
-    monkeypatch.setattr(torch_critic, "mesh_of", mesh_of)
+    monkeypatch.setattr(torch_learner, "mesh_of", mesh_of)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])

@@ -209,13 +209,13 @@ weights are read before they are written:
   actor: old_log_prob before update_actor"""
 
 
-class TestLastReader:
+class TestReaders:
     def test_ppo(self) -> None:
         plan = Plan(ppo(score))
-        order = names(plan)
         for name in plan.graph.nodes:
-            readers = [node.name for node in plan.graph.nodes.values() if name in node.sources]
-            assert plan.last_reader.get(name) == (max(readers, key=order.index) if readers else None)
+            readers = {node.name for node in plan.graph.nodes.values() if name in node.sources}
+            assert plan.readers.get(name, 0) == len(readers)
+            assert readers <= plan.downstream(name)
 
 
 class Plain(Operator):

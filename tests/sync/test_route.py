@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flowrl.core.backend import Backend
 from flowrl.distributed.delivery import Delivery
 from flowrl.run.place import ProcessSpec
 from flowrl.sync.route import Seat, choose
@@ -56,5 +57,5 @@ def test_hosts_that_take_turns_do_not_stream(slots: tuple[int, ...], nodes: str,
     engine = ProcessSpec(("rollout",), 0, 1, (slots[2],))
     seats = {host: Seat(node, i) for i, (host, node) in enumerate(zip((*trainer, engine), nodes, strict=True))}
     ranks = {"actor": trainer, "rollout": [engine]}
-    hosts: Any = SimpleNamespace(ranks=ranks.__getitem__, seats=seats, bindings={"rollout": None})
+    hosts: Any = SimpleNamespace(ranks=ranks.__getitem__, seats=seats, bindings={"rollout": Backend()})
     assert Delivery(hosts, "actor", "rollout", "sync").transport == transport
