@@ -93,16 +93,18 @@ def predict(graph: Graph, place: Place | None, prompts: int, costs: Costs, *, se
         nodes.append(result.seconds)
     steady = ends[graph.lag + 1 : len(ends) - graph.lag]  # while the flight is full
     each = (steady[-1] - steady[0]) / (len(steady) - 1)
+    seconds = median(after - before for before, after in pairwise(steady))
     slots = [place_of(slot) for slot in range(1 if place is None else place.slots)]
     busy = {slot: sum(s.seconds for s in steps.timeline.spans if s.place == slot) / _STEPS for slot in slots}
+    share = {slot: min(1.0, spent / each) if each else 0.0 for slot, spent in busy.items()}
     path, path_seconds = critical_path(plan.network, {node: median(n[node] for n in nodes) for node in nodes[0]})
     return Prediction(
         "in one process" if place is None else shown(place),
-        median(after - before for before, after in pairwise(steady)),
-        {slot: max(0.0, 1.0 - seconds / each) if each else 0.0 for slot, seconds in busy.items()},
-        max(busy.values()),
+        seconds,
+        {slot: 1.0 - worked for slot, worked in share.items()},
+        max(share.values()) * seconds,  # of the median step, as all numbers here
         tuple(path),
-        path_seconds,
+        path_seconds if graph.lag else min(path_seconds, seconds),
         graph.lag,
         _unknown(place, costs),
     )
