@@ -24,7 +24,7 @@ from flowrl.graphs import grpo, ppo
 from flowrl.run.place import Place
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
-from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job
+from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, assert_same_numbers, kill_blocked, toy_job
 from tests.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -132,7 +132,8 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
         result = executor.step(batch(), len(found), on_node=kill_all)
         found.append(result)
         processes += [*gone, *process_ids(executor).values()]
-    assert [one.metrics.compute() for one in found] == metrics
+    for one, expected in zip(found, metrics, strict=True):
+        assert_same_numbers(one.metrics.compute(), expected)
     assert result.values["sync"]["receipt"].digest == digest
 
 
@@ -216,7 +217,8 @@ def test_an_engine_that_ended_is_synced_and_the_step_repeated(
         desk.fail("rollout.generate")
         with pytest.raises(NodeError, match=r"rollout\.generate was told to fail"):
             executor.step(batch(), 3)
-    assert [one.metrics.compute() for one in found] == metrics
+    for one, expected in zip(found, metrics, strict=True):
+        assert_same_numbers(one.metrics.compute(), expected)
     assert found[-1].values["sync"]["receipt"].digest == digest
 
 
@@ -241,7 +243,8 @@ def test_one_rank_of_several_dies(tiny: str, tmp_path: Path) -> None:
         found.append(executor.step(batch(), 1, on_node=on_node))
         assert all(ends(one) for one in ids)
         processes += process_ids(executor).values()
-    assert [one.metrics.compute() for one in found] == metrics
+    for one, expected in zip(found, metrics, strict=True):
+        assert_same_numbers(one.metrics.compute(), expected)
     assert found[-1].values["sync"]["receipt"].digest == digest
 
 
@@ -293,7 +296,8 @@ def test_a_rank_that_dies_in_a_collective_call_is_the_one_that_is_blamed(
         (desk / "build.die").touch()  # no death, so it is told as it would be without Ray
         with pytest.raises(BindError, match="this rank was told to refuse"):
             executor.step(batch(), 4)
-    assert [one.metrics.compute() for one in found] == metrics
+    for one, expected in zip(found, metrics, strict=True):
+        assert_same_numbers(one.metrics.compute(), expected)
     assert found[-1].values["sync"]["receipt"].digest == digest
 
 
@@ -319,7 +323,8 @@ def test_an_engine_that_ends_itself_in_its_turn_is_named_and_mended(
         with pytest.raises(NodeError, match=f"in step 2, {turn}, failed on rollout rank 0: ValueError") as caught:
             executor.step(batch(), 2)
         assert isinstance(caught.value.__cause__, ValueError)
-    assert [one.metrics.compute() for one in found] == metrics
+    for one, expected in zip(found, metrics, strict=True):
+        assert_same_numbers(one.metrics.compute(), expected)
 
 
 def test_a_failure_keeps_all_its_causes_but_those_that_cannot_travel() -> None:
