@@ -16,7 +16,7 @@ from flowrl.run.job import Job
 from flowrl.run.place import ProcessSpec
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
-from tests.on_ray.toys import Desk, ToyRollout, toy_job
+from tests.on_ray.toys import Desk, ToyRollout, assert_same_numbers, toy_job
 from tests.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -90,7 +90,10 @@ def test_they_take_turns_and_are_rebuilt(tiny: str, tmp_path: Path) -> None:
 
             return on_node
 
-        assert run(executor, kill_once) == expected
+        *found, last = run(executor, kill_once)
+        assert last == expected[-1]
+        for there, here in zip(found, expected[:-1], strict=True):
+            assert_same_numbers(there, here)
         processes += process_ids(executor).values()
     events = desk.events()
     refuse_two_at_once(events, plans)
