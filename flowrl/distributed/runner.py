@@ -22,7 +22,6 @@ from flowrl.columns import ColumnType
 from flowrl.core.graph import Graph, Node
 from flowrl.core.plan import Plan
 from flowrl.data.balance import Share
-from flowrl.data.keys import node_key
 from flowrl.data.metrics import of_ranks
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.distributed.cluster import connected
@@ -38,7 +37,7 @@ from flowrl.errors import DataError, EngineError, NodeError, SyncError
 from flowrl.records import Receipt
 from flowrl.run.local import load_of, pairs
 from flowrl.run.place import ProcessSpec, lay_out
-from flowrl.run.placement import processes_of, refuse_unplaceable, slots_of, uid_field
+from flowrl.run.placement import processes_of, refuse_unplaceable, rows_of_ranks, slots_of, uid_field
 from flowrl.run.runner import Done, Lengths, Task
 from flowrl.run.steps import Steps
 from flowrl.run.timeline import Span, Timeline
@@ -213,21 +212,17 @@ class RayRunner:
         columns = [place for place, wanted in operator.signature.fields.items() if isinstance(wanted, ColumnType)]
         columns = [place for place in columns if place in task.inputs]
         # Rows that a node makes anew are in its own order, which parts of them would not be.
-        granularity = "batch" if operator.changes_rows else operator.granularity
-        if ranks == 1 or not columns:
+        if ranks == 1 or not columns or operator.changes_rows:
             return [None] * ranks
-        tokens = task.lengths.tokens if task.lengths is not None else None
-        if granularity == "batch":
-            key = node_key(task.seed, task.step or 0, operator.name)
-            dealt = None if tokens is None else operator.shares(torch.from_numpy(tokens), ranks, key)
-            return [None] * ranks if dealt is None else [rows.numpy() for rows in dealt]
-        groups = None
-        if granularity == "group" and (uid := uid_field(task.node)) is not None:
+        if operator.granularity == "batch":
+            return rows_of_ranks(task, ranks)
+        tokens, groups = task.lengths.tokens if task.lengths is not None else None, None
+        if operator.granularity == "group" and (uid := uid_field(task.node)) is not None:
             wanted = operator.signature.fields[uid]
             assert isinstance(wanted, ColumnType)
             groups = list(self._fetch(task.inputs[uid], wanted, str(task)))  # the one column that the driver looks at
         rows = sum(len(piece.rows) for piece in task.inputs[columns[0]])
-        return [*shard(granularity, rows, ranks, tokens, groups)]
+        return [*shard(operator.granularity, rows, ranks, tokens, groups)]
 
     def _answered(self) -> list[Running]:
         """Wait for an answer, and return the instances that are complete by it."""

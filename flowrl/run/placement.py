@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from flowrl.core.graph import Node
 from flowrl.core.plan import Plan
 from flowrl.core.ports import PortField
+from flowrl.data.keys import node_key
 from flowrl.errors import BindError, GraphError
 from flowrl.run.place import ProcessSpec
+from flowrl.run.runner import Counts, Task
 
 
 def processes_of(node: Node, processes: Sequence[ProcessSpec]) -> list[ProcessSpec]:
@@ -21,6 +25,19 @@ def slots_of(node: Node, processes: Sequence[ProcessSpec]) -> frozenset[int]:
     """The slots that a node takes while it runs: those of all its roles, since a sync keeps the trainer too."""
     roles = set(node.roles)
     return frozenset(slot for process in processes if roles & set(process.roles) for slot in process.slots)
+
+
+def rows_of_ranks(task: Task, ranks: int) -> list[Counts | None]:
+    """The rows of each rank of an operator over the whole batch, as it deals them out itself; None is all.
+
+    Where nobody knows how long the rows are, every rank gets all.
+    """
+    operator = task.node.operator
+    if task.lengths is None:
+        return [None] * ranks
+    key = node_key(task.seed, task.step or 0, operator.name)
+    dealt = operator.shares(torch.from_numpy(task.lengths.tokens), ranks, key)
+    return [None] * ranks if dealt is None else [rows.numpy() for rows in dealt]
 
 
 def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:

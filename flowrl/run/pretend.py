@@ -21,7 +21,7 @@ from flowrl.core.backend import Backend
 from flowrl.core.graph import Graph, Node
 from flowrl.data.balance import deal
 from flowrl.data.dataproto import DataProto
-from flowrl.data.keys import Key, node_key
+from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import NodeError
@@ -29,7 +29,7 @@ from flowrl.run.cost import Load
 from flowrl.run.costs import Costs
 from flowrl.run.local import load_of
 from flowrl.run.place import ProcessSpec
-from flowrl.run.placement import processes_of, slots_of
+from flowrl.run.placement import processes_of, rows_of_ranks, slots_of
 from flowrl.run.runner import Counts, Done, Lengths, Task
 from flowrl.run.timeline import Span, Timeline
 from flowrl.run.turns import Turns
@@ -199,9 +199,7 @@ def _shares(task: Task, rows: int, ranks: int) -> list[Counts | None]:
     if ranks == 1 or operator.changes_rows or not rows:
         return [None] * ranks
     if operator.granularity == "batch":
-        key = node_key(task.seed, task.step or 0, operator.name)
-        dealt = None if task.lengths is None else operator.shares(torch.from_numpy(task.lengths.tokens), ranks, key)
-        return [None] * ranks if dealt is None else [own.numpy() for own in dealt]
+        return rows_of_ranks(task, ranks)
     weights = np.ones(rows, dtype=np.int64) if task.lengths is None else task.lengths.tokens + 1
     rank_of = np.array(deal(weights.tolist(), ranks))
     return [np.flatnonzero(rank_of == rank) for rank in range(ranks)]
