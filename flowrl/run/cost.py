@@ -54,17 +54,18 @@ class Cost:
         return self.fixed + grows + self.decode * load.longest
 
     @staticmethod
-    def fit(loads: Sequence[Load], seconds: Sequence[float]) -> Cost:
+    def fit(loads: Sequence[Load], seconds: Sequence[float], least: float = 0.0) -> Cost:
         """The cost that explains best what was measured, by the median of relative errors.
 
-        Where loads hardly differ they do not say how much of the time is fixed; then it is taken to grow with rows and
-        tokens.
+        Where loads hardly differ they do not say how much of the time is fixed; then all of it but `least` is taken to
+        grow with rows and tokens.
 
         Args:
             loads: at least one.
             seconds: measured, one for each load.
+            least: what any node takes there, whatever it does.
         """
-        times = np.maximum(np.asarray(seconds, dtype=np.float64), 1e-9)
+        times = np.maximum(np.asarray(seconds, dtype=np.float64) - least, 1e-9)
         terms = np.array([[1.0, *load] for load in loads], dtype=np.float64)
         units = np.median(terms, axis=0)
         known = np.flatnonzero(units > 0)
@@ -82,6 +83,7 @@ class Cost:
             each = _non_negative(shares * unit * weight[:, None], times * weight, noise * penalty) * unit
         found = np.zeros(5)
         found[known] = each / units[known]
+        found[0] += least
         return Cost(*found.tolist())
 
 

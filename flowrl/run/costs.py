@@ -185,9 +185,13 @@ def _fitted(spans: Sequence[Span]) -> dict[str, dict[int, Cost]]:
     for ranks in _instances(spans):
         name = ranks[0].name.rpartition("/")[2]
         samples[name][len(ranks)] += [(_load(span), span.seconds) for span in ranks]
+    medians = [median(seconds for _, seconds in found) for by in samples.values() for found in by.values()]
+    least = min(medians, default=0.0)  # the quickest node shows what a call takes there: on Ray, milliseconds
     return {
-        name: {ranks: Cost.fit(*zip(*found, strict=True)) for ranks, found in by_ranks.items()}
-        for name, by_ranks in samples.items()
+        name: {
+            ranks: Cost.fit([load for load, _ in found], [s for _, s in found], least) for ranks, found in by.items()
+        }
+        for name, by in samples.items()
     }
 
 

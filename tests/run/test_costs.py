@@ -148,6 +148,15 @@ class TestOfARun:
         assert [len(step.tokens) for step in costs.lengths["a"]] == [16] * 4
         assert len(costs.noise) == 3 and costs.noise[0]["b"] == pytest.approx(1.0)
 
+    def test_what_every_call_takes_does_not_grow_with_rows(self, tmp_path: Path) -> None:
+        spans = [span for step in range(4) for span in on_ray(step)]
+        spans += [
+            Span("c", "ref rank 0", at + 90.0, at + 90.4, 0, "node", step, 8, 0) for step, at in enumerate((0, 100))
+        ]
+        costs = Costs.of(write_run(tmp_path, spans, dict.fromkeys(range(4), 4.5)))
+        assert costs.seconds("c", 1, Load(800)) == pytest.approx(0.4)  # the quickest node shows what a call takes
+        assert costs.seconds("b", 1, Load(32)) == pytest.approx(0.4 + 2 * 0.6)
+
     def test_validations_tell_of_nodes_and_not_of_steps(self, tmp_path: Path) -> None:
         spans = [span for step in range(3) for span in on_ray(step)]
         spans += [Span("val/b", "ref rank 0", at, at + 3.0, 0, "node", 0, 160, 0) for at in (50.0, 500.0, 600.0)]
