@@ -23,8 +23,8 @@ def test_ppo_to_grpo() -> None:
     assert str(diff).splitlines() == [
         "ppo -> grpo",
         "+ group_advantage: GroupAdvantage()  <- reward, generate, repeat",
-        "- gae: GAE()",
-        "- whiten: Whiten()",
+        "- gae: GAE()  (in its place: group_advantage)",
+        "- whiten: Whiten()  (in its place: group_advantage)",
         "- update_critic: UpdateCritic()",
         "- value: Value()  (nothing reads it any more)",
         "- kl_shape: KLShape()  (nothing reads it any more)",
@@ -64,7 +64,10 @@ def test_no_difference() -> None:
         ),
         (
             {"drop": ["whiten"]},
-            ["- whiten: Whiten()", "~ update_actor <- advantages: whiten.advantages -> gae.advantages"],
+            [
+                "- whiten: Whiten()  (in its place: gae)",
+                "~ update_actor <- advantages: whiten.advantages -> gae.advantages",
+            ],
         ),
         (
             {"insert": {"penalty": After("reward", LengthPenalty(0.1))}},
@@ -109,7 +112,7 @@ def test_what_is_renamed_and_changed_is_another_node() -> None:
 def test_a_rename_beside_a_change_of_its_reader() -> None:
     edited = PPO.edit(rename={"gae": "adv"}, drop=["whiten"])
     assert str(PPO.diff(edited)).splitlines()[1:] == [
-        "- whiten: Whiten()",
+        "- whiten: Whiten()  (in its place: adv)",
         "~ gae -> adv (renamed)",
         "~ update_actor <- advantages: whiten.advantages -> adv.advantages",
     ]

@@ -179,7 +179,10 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
             lambda d: d["nodes"]["gae"]["operator"].update({"$type": "no.such:GAE"}),
             r"gae cannot be read: 'no\.such:GAE'",
         ),
-        (lambda d: d["nodes"]["gae"]["operator"].update({"$type": 3}), r"gae cannot be read: '3' names no"),
+        (
+            lambda d: d["nodes"]["gae"]["operator"].update({"$type": 3}),
+            r"gae has a int under '\$type'; expected a name",
+        ),
         (
             lambda d: d["nodes"]["gae"]["operator"].update({"$type": "json:dumps"}),
             r"gae names json:dumps, which is not a Spec",
