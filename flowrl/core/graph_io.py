@@ -164,7 +164,7 @@ def _spec(data: Mapping[str, Any], where: str, imports: bool) -> Spec:
 def _function(data: Mapping[str, Any], form: Literal["$function", "$named"], where: str, imports: bool) -> Any:
     """The function of this path, held to its source; or the path, where it is a string in Python."""
     path, source = data[form], data.get("source")
-    if not imports:
+    if not imports and not _comes_with_flowrl(path):
         return NotImported(path, source, form)
     found = _import(path, where)
     if source_hash(found) != source:
@@ -187,8 +187,8 @@ def _class(path: str, where: str, imports: bool) -> Any:
 
 def _comes_with_flowrl(path: str) -> bool:
     """Whether what is named is flowrl's own, or an operator that an installed package brings."""
-    module = path.rpartition(":")[0]
-    if module.startswith("flowrl.") and not module.endswith(".py"):
+    module, _, name = path.rpartition(":")
+    if module.startswith("flowrl.") and not module.endswith(".py") and name.isidentifier():
         return True
     return any(path == point.value for point in entry_points.names().values())
 

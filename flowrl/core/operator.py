@@ -31,7 +31,7 @@ from torch import Tensor
 from flowrl.core import session as sessions
 from flowrl.core.ports import Port, PortField, Signature, signature_of, snake_case
 from flowrl.core.roles import RoleUse, role_use
-from flowrl.core.session import Call, Cell, State, computes, refuse_misfits, supplied_to
+from flowrl.core.session import Call, Cell, State, article, computes, refuse_misfits, supplied_to
 from flowrl.core.symbols import Symbol
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key
@@ -241,7 +241,7 @@ def _dispatching(call: Callable[..., Any], signature: Signature) -> Callable[...
 def _refuse_no_function(call: Any, where: str) -> None:
     """Refuse a `__call__` that would not compute when it is called on an instance."""
     kind = (
-        f"a {type(call).__name__}"
+        article(type(call).__name__)
         if not inspect.isfunction(call)
         else "async"
         if inspect.iscoroutinefunction(call)

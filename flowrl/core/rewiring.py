@@ -66,8 +66,8 @@ class Rewiring:
         sinks = self._sinks()
         nodes = self._resolved(sinks)
         # What writes weights does not fall away with its last reader; rules then say what is missing.
-        if left := [n for n in self.graph.nodes if self.graph[n].writes and self._falls_away(n, nodes)]:
-            sinks += [self.new_names[n] for n in left]
+        if left := [new for new in self.old_names if new not in nodes and _writes(self.operators[new])]:
+            sinks += left
             nodes = self._resolved(sinks)
         if not sinks:
             raise GraphError(
@@ -75,9 +75,6 @@ class Rewiring:
             )
         self._refuse_vanished(nodes, sinks)
         return {n: nodes[n] for n in self.operators if n in nodes}, sinks
-
-    def _falls_away(self, old: str, nodes: Mapping[str, Node]) -> bool:
-        return old not in self.drop and old not in self.replace and self.new_names[old] not in nodes
 
     def _resolved(self, sinks: Sequence[str]) -> dict[str, Node]:
         """The nodes that the sinks reach; only these have to resolve."""
@@ -294,3 +291,7 @@ class Rewiring:
                     f"away; the sinks are {', '.join(sinks)}: leave {verb}= out, or wire a reader to it: "
                     f"wire={{'node.port': '{name}.{next(iter(self.operators[name].signature.outputs))}'}}."
                 )
+
+
+def _writes(operator: Operator) -> bool:
+    return any(use.mode == "writes" for use in operator.role_uses.values())

@@ -12,8 +12,8 @@ from flowrl.core.operator import Operator
 from flowrl.errors import GraphError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
-from flowrl.operators import GAE, Generate
-from tests.kernel import BINDINGS, FakeRollout, LengthPenalty, exact, scored
+from flowrl.operators import GAE, Generate, Reward
+from tests.kernel import BINDINGS, FakeRollout, LengthPenalty, Waits, exact, scored
 
 PPO = ppo(exact)
 
@@ -123,6 +123,20 @@ class ClipAdvantages(Operator):
 
     def __call__(self, advantages: c.Advantages) -> c.Advantages:
         return advantages.clamp(-1, 1)
+
+
+def test_what_was_supplanted_is_said() -> None:
+    graph = PPO.edit(
+        insert={"judge": After("reward", Reward(exact, timeout=1.0))},
+        wire={"kl_shape.token_level_scores": "judge.token_level_scores"},
+    )
+    diff = PPO.diff(graph)
+    assert diff.supplanted == {"reward": ("judge",)}
+    assert "- reward: Reward(fn=tests.kernel:exact)  (in its place: judge)" in str(diff).splitlines()
+    renamed = PPO.diff(graph.edit(rename={"kl_shape": "shape", "judge": "jury"}))
+    assert renamed.supplanted["reward"] == ("jury",), "though what reads it has another name"
+    assert PPO.diff(PPO.edit(drop=["update_critic"])).supplanted == {}, "in the place of a sink is nothing"
+    assert PPO.diff(PPO.edit(replace={"sync": Waits()})).supplanted == {}
 
 
 def test_sinks_and_bindings() -> None:
