@@ -149,7 +149,7 @@ def _describe(cls: type, error: ValidationError, args: Sequence[Any], kwargs: Ma
         said = (str(raised) if isinstance(raised, Exception) else f"{e['msg'][0].lower()}{e['msg'][1:]}").rstrip(".")
         first = e["loc"][0] if e["loc"] else ""
         name = names[first] if isinstance(first, int) and first < len(names) else str(first)
-        if not name:
+        if not e["loc"]:
             sentences[said] = None
         elif len(e["loc"]) == 1 and e["type"] in _MISNAMED:
             sentences[_MISNAMED[e["type"]].format(name=name, value=_brief(e["input"]))] = None

@@ -56,6 +56,11 @@ class NotImported:
             f"it names: flowrl.load(..., imports=True)."
         )
 
+    @property
+    def __name__(self) -> str:
+        """As a picture shows it: the name of a function, and all of a string."""
+        return self.path.rpartition(":")[2] if self.key == "$function" else self.path
+
     def __repr__(self) -> str:
         return self.path
 

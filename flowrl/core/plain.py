@@ -18,6 +18,8 @@ from flowrl.errors import GraphError
 DEPTH = 64
 """Lists and mappings within each other."""
 
+_NESTS = f"it nests more than {DEPTH} lists and mappings"
+
 SIZE = 200_000
 """Values in all, those of aliases each time."""
 
@@ -42,7 +44,7 @@ def read(path: Path) -> Any:
     except OSError as error:
         raise _broken(path, error.strerror or str(error)) from error
     except RecursionError as error:
-        raise _broken(path, f"it nests more than {DEPTH} lists and mappings") from error
+        raise _broken(path, _NESTS) from error
     except (ValueError, LookupError, AttributeError, TypeError) as error:  # a scalar that its tag does not allow
         raise _broken(path, f"{type(error).__name__}: {error}") from error
     check(data, path)
@@ -75,8 +77,8 @@ def check(data: Any, source: object) -> None:
     while left:
         value, at, depth = left.pop()
         seen += 1
-        if depth > DEPTH:
-            raise _broken(source, f"it nests more than {DEPTH} lists and mappings")
+        if depth >= DEPTH and isinstance(value, Mapping | list | tuple):
+            raise _broken(source, _NESTS)
         if seen > SIZE:
             raise _broken(source, f"it holds more than {SIZE} values, counting what aliases repeat")
         if isinstance(value, Mapping):
@@ -103,7 +105,17 @@ def _yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which also refuses a key that stands twice."""
+    """PyYAML's safe loader, which also refuses what nests deeply, and a key that stands twice."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.depth > DEPTH:  # its scanner would take seconds for what follows
+            raise yaml.composer.ComposerError(problem=_NESTS)
+        self.depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
