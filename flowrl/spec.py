@@ -174,7 +174,7 @@ def _steps(value: Any, path: Sequence[int | str]) -> list[str]:
     """Those of pydantic's steps into a value that lead somewhere; the others name members of a union."""
     steps: list[str] = []
     for step in path:
-        inside = parameters(value) if isinstance(value, Spec) else value
+        inside: Any = parameters(value) if isinstance(value, Spec) else value
         if isinstance(inside, list | tuple):
             inside = dict(enumerate(inside))
         if isinstance(inside, Mapping) and step in inside:
