@@ -55,6 +55,10 @@ Target = Annotated[
     ),
 ]
 
+Import = Annotated[
+    bool, typer.Option("--import", help="Import what a graph in .yaml or .json names, which runs that code.")
+]
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script; always ends in `SystemExit`, except for an error under ``--debug``.
@@ -107,10 +111,11 @@ def options(
 def show(
     target: Target,
     to: Annotated[Path | None, typer.Option(help="Write to .md, .html, .svg, .json or .yaml instead.")] = None,
+    imports: Import = False,
 ) -> None:
     """Print a graph as Mermaid, or write it to a file."""
     write = None if to is None else _writer(to, (".md", ".html", ".svg", ".json", ".yaml", ".yml"))
-    graph = _graph(_load(target), target)
+    graph = _graph(_load(target, imports), target)
     if write is None:
         out.print(graph.mermaid(), markup=False)
     else:
@@ -124,13 +129,15 @@ def check(
     prompts: Annotated[
         int | None, typer.Option(help="Prompts a step, to check that mini-batches divide.", min=1)
     ] = None,
+    imports: Import = False,
 ) -> None:
     """List everything that keeps a graph, job or training from running; exits with 1 if there is anything."""
+    from flowrl.core.graph_io import not_imported
     from flowrl.core.plan import Plan
     from flowrl.run.job import Job
     from flowrl.run.training import Training
 
-    found = _load(target)
+    found = _load(target, imports)
     graph = _graph(found, target)
     if prompts is None and isinstance(found, Training):
         prompts = found.prompts
@@ -147,6 +154,8 @@ def check(
         raise typer.Exit(1)
     bound = "" if found is graph else ", every role is bound"
     out.print(f"{graph.name}: {len(graph.nodes)} nodes, every connection fits{bound} and no rule is broken.")
+    if left := not_imported(graph):
+        out.print(f"Not imported, so not looked at: {', '.join(left)}; --import does.", markup=False)
 
 
 @app.command()
@@ -162,6 +171,7 @@ def plan(
     cost: Annotated[
         list[str] | None, typer.Option(help="NODE=SECONDS of a node that was not measured; may be repeated.")
     ] = None,
+    imports: Import = False,
 ) -> None:
     """Print how a graph would run: which nodes at once, where, what each reads; with --costs, how long a step takes."""
     from flowrl.core.plan import Plan
@@ -170,7 +180,7 @@ def plan(
 
     if costs is None and (place or prompts or cost):
         raise ParameterError("--place, --prompts and --cost are for predictions; say by which run: --costs RUN.")
-    found = _load(target)
+    found = _load(target, imports)
     job = found.job if isinstance(found, Training) else found
     out.print(job.plan() if isinstance(job, Job) else str(Plan(_graph(found, target))), markup=False)
     if costs is None:
@@ -191,12 +201,13 @@ def diff(
     before: Target,
     after: Target,
     to: Annotated[Path | None, typer.Option(help="Write to .md, .html or .svg instead.")] = None,
+    imports: Import = False,
 ) -> None:
     """Show what changes from one graph to another."""
     write = None if to is None else _writer(to, (".md", ".html", ".svg"))
-    first = _graph(_load(before), before)
+    first = _graph(_load(before, imports), before)
     _refuse_namesakes(before, after)
-    difference = first.diff(_graph(_load(after), after))
+    difference = first.diff(_graph(_load(after, imports), after))
     if write is None:
         out.print(str(difference), markup=False)
     else:
@@ -271,11 +282,15 @@ def demo(
     run_demo(out, folder, steps, seed)
 
 
-def _load(target: str) -> Any:
+def _load(target: str, imports: bool = True) -> Any:
     """The object that a target names; if that is an algorithm or a function, what it returns.
 
+    Args:
+        target: a file or module with a name in it, or a graph file.
+        imports: import what a graph file names; see `flowrl.load`.
+
     Raises:
-        GraphError: a graph file cannot be read, or a function wants arguments.
+        GraphError: a graph file cannot be read, or names what would have to be imported; a function wants arguments.
         ParameterError: a name does not exist, or a file raises when it is imported.
     """
     from flowrl.core.algorithm import Algorithm
@@ -283,7 +298,7 @@ def _load(target: str) -> Any:
     from flowrl.graph import load
 
     if target.endswith((".yaml", ".yml", ".json")):
-        return load(target)
+        return load(target, imports=imports)
     if (folder := _folder(target)) is not None:
         sys.path.insert(0, str(folder))  # so that the file can import its neighbours, as `python FILE.py` lets it
     found = load_object(target)

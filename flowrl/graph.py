@@ -14,6 +14,7 @@ from flowrl.core.edit import After
 from flowrl.core.operator import Operator
 from flowrl.core.rules import Finding
 from flowrl.draw import mermaid
+from flowrl.errors import GraphError
 from flowrl.run.costs import Costs
 from flowrl.run.job import Job
 from flowrl.run.place import Place
@@ -34,6 +35,7 @@ class Graph(graph.Graph):
         bindings: backends by role, as far as they are bound.
     """
 
+    @edit.refuses_other_verbs
     def edit(
         self,
         *,
@@ -47,7 +49,13 @@ class Graph(graph.Graph):
         lag: int | None = None,
         name: str | None = None,
     ) -> Graph:
-        """A changed copy, in one atomic call; see `flowrl.core.edit`."""
+        """A changed copy, in one atomic call; see `flowrl.core.edit`.
+
+        Raises:
+            GraphError: an edit that is not clear, or that names what is not there; this graph is as it was.
+            PortError: the changed graph connects what does not fit.
+            BindError: a backend for a role that the changed graph does not have, or that cannot serve it.
+        """
         return edit.edit(
             self,
             replace=replace,
@@ -67,7 +75,16 @@ class Graph(graph.Graph):
         Args:
             place: where they run, such as ``Colocate(gpus=2)``, on Ray; None is this process.
             backends: by role.
+
+        Raises:
+            BindError: a role that the graph does not have, or a backend that cannot serve it.
+            GraphError: the graph was read without the functions that it names.
         """
+        if missing := graph_io.not_imported(self):
+            raise GraphError(
+                f"{self.name} was read without importing {', '.join(missing)}, so it cannot run; read it with what it "
+                f"names: flowrl.load(..., imports=True)."
+            )
         return Job(self.edit(bind=backends), place)
 
     def diff(self, other: graph.Graph, costs: Costs | None = None) -> Diff:
@@ -89,7 +106,11 @@ class Graph(graph.Graph):
         return replace(found, seconds=(before, after))
 
     def check(self, *, prompts: int | None = None) -> list[Finding]:
-        """Everything that the rules find wrong, at once; `prompts` is the number of prompts a step, where known."""
+        """Everything that the rules find wrong, at once; `prompts` is the number of prompts a step, where known.
+
+        Raises:
+            ParameterError: `prompts` is no count.
+        """
         return rules.check(self, prompts)
 
     def mermaid(self) -> str:
@@ -105,13 +126,13 @@ class Graph(graph.Graph):
         return graph_io.graph_to_dict(self)
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Graph:
-        """The graph that `to_dict` wrote.
+    def from_dict(data: Mapping[str, Any], *, imports: bool = True) -> Graph:
+        """The graph that `to_dict` wrote; see `load` for `imports`.
 
         Raises:
-            GraphError: not a graph, of another format, or naming what is not there.
+            GraphError: not a graph, of another format, naming what is not there, or what would have to be imported.
         """
-        return graph_io.graph_from_dict(Graph, data)
+        return graph_io.graph_from_dict(Graph, data, imports)
 
     def fingerprint(self) -> str:
         """xxh3-128 (hex) of the canonical form: equal for graphs that compute the same, whatever their name."""
@@ -156,10 +177,16 @@ def algorithm(function: Callable[P, R]) -> Algorithm[P, R, Graph]:
     return Algorithm(function, sys._getframe(1).f_locals, Graph)
 
 
-def load(path: str | Path) -> Graph:
+def load(path: str | Path, *, imports: bool = True) -> Graph:
     """The graph in a ``.yaml``/``.yml`` or ``.json`` file.
 
+    Args:
+        path: of the file.
+        imports: import the classes and functions that the file names, which runs the files that these are in. With
+            False nothing of others is run: functions are names only, so that the graph can be shown, checked and
+            compared but not bound, and a class that neither flowrl nor an installed package brings is refused.
+
     Raises:
-        GraphError: the file is missing, broken, or no graph.
+        GraphError: the file is missing, broken, no graph, or names what would have to be imported.
     """
-    return graph_io.load(Graph, path)
+    return graph_io.load(Graph, path, imports)

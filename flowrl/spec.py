@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar, cast, dataclass_transform
 
@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.dataclasses import rebuild_dataclass
 from pydantic.errors import PydanticUndefinedAnnotation
 
-from flowrl.errors import DefinitionError, FrozenError, ParameterError
+from flowrl.errors import DefinitionError, FrozenError, ParameterError, offer
 
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True)
 
@@ -107,7 +107,7 @@ def _raise_parameter_errors(cls: type) -> None:
         try:
             init(self, *args, **kwargs)
         except ValidationError as error:
-            raise ParameterError(_describe(cls, error)) from None
+            raise ParameterError(_describe(cls, error, args, kwargs)) from None
 
     cls.__init__ = __init__  # type: ignore[misc]
 
@@ -136,32 +136,51 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"
 
 
-def _describe(cls: type, error: ValidationError) -> str:
-    fields = dataclasses.fields(cast(Any, cls))
-    sentences = []
+def _describe(cls: type, error: ValidationError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What is wrong with the arguments of a spec, each parameter once."""
+    names = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.init]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    sentences: dict[str, None] = {}
+    wrong: dict[str, list[str]] = {}  # of a union, pydantic says for each member what is wrong
+    takes = ""
     for e in error.errors():
         # what a validator or __post_init__ of the class says is a sentence already
         raised = e.get("ctx", {}).get("error")
-        said = str(raised) if isinstance(raised, Exception) else f"{e['msg'][0].lower()}{e['msg'][1:]}"
-        path = [str(part) for part in e["loc"]]
-        if path and isinstance(e["loc"][0], int) and e["loc"][0] < len(fields):  # an argument by position
-            path[0] = fields[e["loc"][0]].name
-        if e["type"] in ("missing", "missing_argument"):
-            sentences.append(f"{'.'.join(path)} is missing")
-        elif not path:
-            sentences.append(said.rstrip("."))
-        elif e["type"] == "unexpected_positional_argument":
-            sentences.append(f"{_brief(e['input'])} is one argument too many")
-        elif e["type"] == "unexpected_keyword_argument":
-            sentences.append(f"there is no parameter {path[0]!r} (given {_brief(e['input'])})")
+        said = (str(raised) if isinstance(raised, Exception) else f"{e['msg'][0].lower()}{e['msg'][1:]}").rstrip(".")
+        first = e["loc"][0] if e["loc"] else ""
+        name = names[first] if isinstance(first, int) and first < len(names) else str(first)
+        if not e["loc"]:
+            sentences[said] = None
+        elif len(e["loc"]) == 1 and e["type"] in _MISNAMED:
+            sentences[_MISNAMED[e["type"]].format(name=name, value=_brief(e["input"]))] = None
+            takes = f" {offer(name if name not in names else '', names, 'It takes')}"
         else:
-            sentences.append(f"{'.'.join(path)}={_brief(e['input'])}: {said.rstrip('.')}")
-    signature = ", ".join(f"{f.name}: {_shown(f)}" for f in fields if f.init)
-    return f"{cls.__name__}(...): {'; '.join(sentences)}. It takes {cls.__name__}({signature})."
+            path = ".".join([name, *_steps(given.get(name), e["loc"][1:])])
+            members = wrong.setdefault(f"{path}={_brief(e['input'])}", [])
+            members.append(said.removeprefix("input should be ") if members else said)
+    reasons = [f"{what}: {', or '.join(dict.fromkeys(why))}" for what, why in wrong.items()]
+    return f"{cls.__name__}(...): {'; '.join([*sentences, *reasons])}.{takes}"
 
 
-def _shown(field: dataclasses.Field[Any]) -> str:
-    return field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
+_MISNAMED = {
+    "missing": "{name} is missing",
+    "missing_argument": "{name} is missing",
+    "unexpected_positional_argument": "{value} is one argument too many",
+    "unexpected_keyword_argument": "there is no parameter {name!r} (given {value})",
+}
+
+
+def _steps(value: Any, path: Sequence[int | str]) -> list[str]:
+    """Those of pydantic's steps into a value that lead somewhere; the others name members of a union."""
+    steps: list[str] = []
+    for step in path:
+        inside: Any = parameters(value) if isinstance(value, Spec) else value
+        if isinstance(inside, list | tuple):
+            inside = dict(enumerate(inside))
+        if isinstance(inside, Mapping) and step in inside:
+            value = inside[step]
+            steps.append(str(step))
+    return steps
 
 
 def parameters(spec: Spec) -> dict[str, Any]:

@@ -15,8 +15,7 @@ SMALL = 100
 # modules by what they do together.
 TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/core/test_algorithm.py": ("flowrl/core/symbols.py", "flowrl/data/record_types.py"),
-    "tests/core/test_graph.py": ("flowrl/graph.py", "flowrl/core/backend.py", "flowrl/core/protocols.py"),
-    "tests/core/test_operator.py": ("flowrl/core/session.py",),
+    "tests/core/test_graph.py": ("flowrl/graph.py", "flowrl/core/backend.py"),
     "tests/test_types.py": ("flowrl/core/inference.py",),
     "tests/data/test_dataproto.py": ("flowrl/data/column_math.py",),
     "tests/draw/test_mermaid.py": ("flowrl/draw/picture.py",),

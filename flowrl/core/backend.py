@@ -5,6 +5,8 @@ Places, hosts and rules read these declarations alone, so a job is refused befor
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -127,7 +129,9 @@ def refuse_unserved(role: str, backend: Backend, engine: Any) -> None:
             )
 
 
-def members(protocol: type) -> set[str]:
+@functools.cache
+def members(protocol: type) -> frozenset[str]:
     """Names of everything that a Protocol class and its Protocol bases declare."""
     bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False) and base is not Protocol]
-    return {name for base in bases for name in vars(base) if not name.startswith("_")}
+    declared = (name for base in bases for name in (*vars(base), *inspect.get_annotations(base)))
+    return frozenset(name for name in declared if not name.startswith("_"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,8 +27,9 @@ class Diff:
     """What changes from `before` to `after`: text by ``str()``, and falsy where nothing does.
 
     `pruned` are nodes that fell away because nothing reads them any more; `removed` are the others that are gone:
-    sinks, those whose readers live on, and those whose outputs an added node writes instead. `renamed` are those
-    that differ only in their name, old name to new; they are neither added nor removed.
+    sinks, those whose readers live on, and those whose outputs an added node writes instead. `supplanted` says of these
+    what stands in their place: the nodes that their readers read now, or that write what they wrote. `renamed` are
+    those that differ only in their name, old name to new; they are neither added nor removed.
     """
 
     before: Graph
@@ -41,6 +42,7 @@ class Diff:
     lag: tuple[int, int] | None = None
     sinks: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
+    supplanted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         nodes = self.added or self.removed or self.pruned or self.changed or self.renamed
@@ -52,14 +54,16 @@ class Diff:
             sources = ", ".join(self.after[name].sources)
             lines.append(f"+ {name}: {describe(self.after[name])}" + (f"  <- {sources}" if sources else ""))
         for name in self.removed:
-            lines.append(f"- {name}: {describe(self.before[name])}")
+            place = f"  (in its place: {', '.join(self.supplanted[name])})" if name in self.supplanted else ""
+            lines.append(f"- {name}: {describe(self.before[name])}{place}")
         for name in self.pruned:
             lines.append(f"- {name}: {describe(self.before[name])}  (nothing reads it any more)")
         for old_name, new_name in self.renamed.items():
             lines.append(f"~ {old_name} -> {new_name} (renamed)")
         for name, change in self.changed.items():
             for parameter, (old, new) in change.parameters.items():
-                lines.append(f"~ {name}.{parameter}: {_show(old)} -> {_show(new)}")
+                other = " (with another source)" if _show(old) == _show(new) else ""
+                lines.append(f"~ {name}.{parameter}: {_show(old)} -> {_show(new)}{other}")
             for port, (source, target) in change.ports.items():
                 lines.append(f"~ {name} <- {port}: {source or 'unwired'} -> {target or 'unwired'}")
         for role, (old, new) in self.bindings.items():
@@ -112,18 +116,39 @@ def diff(kind: type[DiffT], before: Graph, after: Graph) -> DiffT:
         for r in roles
         if before.bindings.get(r) != after.bindings.get(r)
     }
+    removed = tuple(name for name in gone if name not in pruned)
     moved = {renamed.get(s, s) for s in before.sinks if s not in gone} != set(after.sinks).difference(added)
     return kind(
         before,
         after,
         tuple(added),
-        tuple(name for name in gone if name not in pruned),
+        removed,
         tuple(pruned),
         changed,
         bindings,
         (before.lag, after.lag) if before.lag != after.lag else None,
         (before.sinks, after.sinks) if moved else None,
         renamed,
+        {name: place for name in removed if (place := _in_place_of(name, before, after, added, renamed))},
+    )
+
+
+def _in_place_of(
+    name: str, before: Graph, after: Graph, added: Sequence[str], renamed: Mapping[str, str]
+) -> tuple[str, ...]:
+    """The nodes that the readers of a removed node read now; without such readers, those that write what it wrote."""
+    now: dict[str, None] = {}
+    for reader in before.nodes.values():
+        new = renamed.get(reader.name, reader.name)
+        edges = after[new].inputs if new in after else {}
+        now |= {edges[f].node: None for f, edge in reader.inputs.items() if edge.node == name and f in edges}
+    if now:
+        return tuple(now)
+    outputs = before[name].operator.signature.outputs.values()
+    return tuple(
+        other
+        for other in added
+        if any(accepts(t, written) for t in outputs for written in after[other].operator.signature.outputs.values())
     )
 
 

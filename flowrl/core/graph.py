@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -10,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import networkx as nx
 
-from flowrl.core.backend import refuse_unfit
+from flowrl.core.backend import members, refuse_unfit
 from flowrl.core.inference import infer
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField, Signature
@@ -43,6 +44,10 @@ class Use(NamedTuple):
     mode: Literal["reads", "writes"]
     protocol: type
 
+    def goes_through(self, protocol: type) -> bool:
+        """Whether the engine is asked for all of `protocol`: by itself, by one that extends it, or by one alike."""
+        return members(protocol) <= members(self.protocol)
+
 
 @dataclass(frozen=True)
 class Node:
@@ -59,6 +64,7 @@ class Node:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
+        self._refuse_misdeclared()
         for name in self.operator.role_uses:
             if not isinstance(engine := getattr(self.operator, name), RoleRef):
                 raise GraphError(
@@ -66,6 +72,19 @@ class Node:
                     f"name roles; write {type(self.operator).__name__}({name}=Role({name!r})), and bind the role: "
                     f"graph.bind({name}=...). An operator with a live engine can be called on tensors."
                 )
+
+    def _refuse_misdeclared(self) -> None:
+        """Raise a `GraphError` for what the operator says of itself and rules could not read."""
+        said = self.operator
+        optional = [port.name for port in said.signature.ports.values() if port.optional]
+        for what, value, holds, expected in (
+            ("effects", said.effects, isinstance(said.effects, Set), "a set of texts, such as frozenset({'kl'})"),
+            ("rows_factor", said.rows_factor, _is_count(said.rows_factor), "a count: 1, 2, ..."),
+            ("row_divisors", said.row_divisors, all(map(_is_count, said.row_divisors.values())), "counts by parameter"),
+            ("wants()", said.wants(), said.wants().keys() <= set(optional), f"optional ports only: {optional}"),
+        ):
+            if not holds:
+                raise GraphError(f"{self.name} says that its {what} is {value!r}; expected {expected}.")
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
@@ -98,7 +117,7 @@ class Node:
     @property
     def is_sync(self) -> bool:
         """Whether it carries weights to an engine that generates."""
-        return any(use.protocol is Rollout and use.mode == "writes" for use in self.uses)
+        return any(use.goes_through(Rollout) and use.mode == "writes" for use in self.uses)
 
     @property
     def is_input(self) -> bool:
@@ -108,6 +127,10 @@ class Node:
     def sources(self) -> list[str]:
         """The nodes it reads from, without repetition."""
         return list(dict.fromkeys(edge.node for edge in self.inputs.values()))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True)
@@ -140,9 +163,14 @@ class Graph:
         """A graph of those of `nodes` that `sinks` reach, checked.
 
         Raises:
-            GraphError: no sink, an edge from nowhere, a cycle (which is named), or a lag without a back-edge.
+            GraphError: no name, no sink, an edge from nowhere, a cycle (which is named), or a lag without a back-edge.
             PortError: a connection that does not fit.
         """
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w .+-]*", name):
+            raise GraphError(
+                f"{name!r} is no name of a graph; expected letters, digits, spaces and any of _.+- (it names pictures "
+                f"and folders), such as 'grpo'."
+            )
         data: nx.DiGraph[str] = nx.DiGraph()
         for position, node in enumerate(nodes.values()):
             data.add_node(node.name, position=position)
@@ -156,7 +184,7 @@ class Graph:
                 data.add_edge(edge.node, node.name)
         if not sinks:
             raise GraphError(f"{name} has no sink, so nothing would be computed; return at least one output.")
-        if unknown := [sink for sink in sinks if sink not in nodes]:
+        if unknown := [sink for sink in sinks if not isinstance(sink, str) or sink not in nodes]:
             raise GraphError(f"{name} has no node {unknown[0]!r} to be a sink; {offer(unknown[0], nodes)}")
         reached = set(sinks).union(*(nx.ancestors(data, sink) for sink in sinks))
         data = data.subgraph(reached)
@@ -228,7 +256,7 @@ class Graph:
     @property
     def back_edges(self) -> list[tuple[str, str]]:
         """The edges across steps: from each node that writes an engine's weights to each that generates with them."""
-        engines = [(role, uses) for role, uses in self.roles().items() if any(u.protocol is Rollout for u in uses)]
+        engines = [(role, us) for role, us in self.roles().items() if any(u.goes_through(Rollout) for u in us)]
         return [
             (writer.node, reader.node)
             for _, uses in engines
@@ -239,13 +267,19 @@ class Graph:
     @property
     def generators(self) -> list[str]:
         """The roles that generate."""
-        return [r for r, uses in self.roles().items() if any(u.protocol is Rollout and u.mode == "reads" for u in uses)]
+        return [
+            role
+            for role, uses in self.roles().items()
+            if any(use.goes_through(Rollout) and use.mode == "reads" for use in uses)
+        ]
 
     @property
     def trained(self) -> list[str]:
         """The roles whose weights are trained."""
         return [
-            r for r, uses in self.roles().items() if any(u.protocol is not Rollout and u.mode == "writes" for u in uses)
+            role
+            for role, uses in self.roles().items()
+            if any(use.mode == "writes" and not use.goes_through(Rollout) for use in uses)
         ]
 
     def bound(self, bindings: Mapping[str, Any]) -> Self:
@@ -282,7 +316,12 @@ class Graph:
         """The part that computes `until` (a node, or several), to validate or to look at.
 
         Bindings of roles that it does not use are left out, and so is the lag if it has no back-edge.
+
+        Raises:
+            GraphError: a node that is not there.
         """
+        if not isinstance(until, Iterable):
+            raise GraphError(f"subgraph(until={until!r}) does not name nodes; {offer(until, self.nodes)}")
         part = self.build(self.name, self.nodes, (until,) if isinstance(until, str) else tuple(until))
         bindings = {role: backend for role, backend in self.bindings.items() if role in part.roles()}
         return replace(part, lag=self.lag if part.back_edges else 0, bindings=MappingProxyType(bindings))

@@ -1,32 +1,68 @@
 """Graphs as data: JSON-able dictionaries, files, and the canonical form behind fingerprints.
 
 A spec is written as its class and its parameters, a callable as its import path and the hash of its source, a role as
-its name. Nothing is pickled; reading imports the classes and functions that the data names, as any Python import would.
+its name. Nothing is pickled. Reading with ``imports=True`` imports the classes and functions that the data names, which
+runs their files as any Python import would; with ``imports=False`` it imports what flowrl itself and the installed
+operators bring, and nothing else.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import xxhash
 import yaml
 
-from flowrl.core import entry_points
+from flowrl.core import entry_points, plain
 from flowrl.core.graph import Graph, Node
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
 from flowrl.core.references import named_source_hash, parse_reference, reference, resolve, source_hash
 from flowrl.core.roles import RoleRef
 from flowrl.core.symbols import Edge
-from flowrl.errors import GraphError, ParameterError
+from flowrl.data.files import write_text
+from flowrl.errors import GraphError, ParameterError, offer
 from flowrl.spec import Spec, parameters
 
 FORMAT = 1
+KEYS = ("flowrl", "name", "nodes", "sinks", "lag", "bindings")
+"""What a graph is written under."""
+
 GraphT = TypeVar("GraphT", bound=Graph)
+
+
+@dataclass(frozen=True)
+class NotImported:
+    """A function that data names and that was not imported: it can be shown and compared, and not called.
+
+    Args:
+        path: how the data names it.
+        source: the hash of its source, as the data gives it.
+        key: ``"$function"``, or ``"$named"`` where it is a string in Python.
+    """
+
+    path: str
+    source: str | None
+    key: Literal["$function", "$named"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise GraphError(
+            f"{self.path} was not imported when its graph was read, so it cannot be called; read the graph with what "
+            f"it names: flowrl.load(..., imports=True)."
+        )
+
+    @property
+    def __name__(self) -> str:
+        """As a picture shows it: the name of a function, and all of a string."""
+        return self.path.rpartition(":")[2] if self.key == "$function" else self.path
+
+    def __repr__(self) -> str:
+        return self.path
 
 
 def encode(value: Any, where: str, portable: bool = True) -> Any:
@@ -56,6 +92,8 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
             for k, v in parameters(value).items()
         }
         return {"$type": _path(type(value), where, portable), **fields}
+    if isinstance(value, NotImported):
+        return {value.key: value.path, "source": value.source}
     if isinstance(value, type):
         return {"$class": _path(value, where, portable)}
     if callable(value):
@@ -74,42 +112,96 @@ def _reference(ref: str) -> dict[str, str]:
     return {"$named": f"{source}:{name}", "source": named_source_hash(ref)}
 
 
-def decode(data: Any, where: str) -> Any:
+def decode(data: Any, where: str, imports: bool) -> Any:
     """What `encode` wrote.
 
+    Args:
+        data: plain data.
+        where: ``node.field`` for messages.
+        imports: import what the data names. False leaves functions as `NotImported`.
+
     Raises:
-        GraphError: a class or function that is not there, or whose source has changed since.
+        GraphError: data of no form that `encode` writes; a class or function that is not there, whose source has
+            changed since, or that would have to be imported.
     """
-    if isinstance(data, list):
-        return tuple(decode(item, where) for item in data)
+    if isinstance(data, list | tuple):
+        return tuple(decode(item, where, imports) for item in data)
     if not isinstance(data, Mapping):
         return data
-    if "$role" in data:
-        return RoleRef(data["$role"])
-    if "$class" in data:
-        return _import(data["$class"], where)
-    if "$function" in data or "$named" in data:
-        path = data.get("$function", data.get("$named"))
-        found = _import(path, where)
-        if source_hash(found) != data.get("source"):
-            raise GraphError(
-                f"{where} names {path}, whose source has changed since the graph was written, so it would not be the "
-                f"same graph; write the graph again from its Python file, or restore the function."
-            )
-        return found if "$function" in data else path
-    if "$type" in data:
-        name = data["$type"]
-        bare = isinstance(name, str) and name.isidentifier()
-        cls = entry_points.load(name) if bare else _import(name, where)
-        if not isinstance(cls, type) or not issubclass(cls, Spec):
-            raise GraphError(
-                f"{where} names {data['$type']}, which is not a Spec; expected an operator, loss or backend."
-            )
+    form = next((key for key in data if key.startswith("$")), None)
+    if form is None:
+        return {k: decode(v, f"{where}[{k!r}]", imports) for k, v in data.items()}
+    if not isinstance(data[form], str):
+        raise GraphError(f"{where} has a {type(data[form]).__name__} under {form!r}; expected a name.")
+    if form == "$type":
+        return _spec(data, where, imports)
+    allowed = {"$role": (), "$class": (), "$function": ("source",), "$named": ("source",)}
+    if form not in allowed:
+        raise GraphError(f"{where} has {form!r}; {offer(form, ('$type', *allowed), 'what may stand there is')}")
+    _refuse_other_keys(data, (form, *allowed[form]), where)
+    if form == "$role":
         try:
-            return cls(**{k: decode(v, f"{where}.{k}") for k, v in data.items() if k != "$type"})
+            return RoleRef(data[form])
         except ParameterError as error:
-            raise GraphError(f"{where} cannot be made from what is written: {error}") from error
-    return {k: decode(v, f"{where}[{k!r}]") for k, v in data.items()}
+            raise GraphError(f"{where}: {error}") from error
+    if form != "$class":
+        return _function(data, form, where, imports)
+    if not isinstance(found := _class(data[form], where, imports), type):
+        raise GraphError(f"{where} names {data[form]}, which is not a class; expected a record.")
+    return found
+
+
+def _spec(data: Mapping[str, Any], where: str, imports: bool) -> Spec:
+    """The spec of this class and these parameters."""
+    name = data["$type"]
+    cls = entry_points.load(name) if name.isidentifier() else _class(name, where, imports)
+    if not isinstance(cls, type) or not issubclass(cls, Spec):
+        raise GraphError(f"{where} names {name}, which is not a Spec; expected an operator, loss or backend.")
+    given = {k: decode(v, f"{where}.{k}", imports) for k, v in data.items() if k != "$type"}
+    if not imports:  # to look at a function that a string names may import its package
+        given |= {k: NotImported(v, None, "$named") for k, v in given.items() if k in cls.references and type(v) is str}
+    try:
+        return cls(**given)
+    except ParameterError as error:
+        raise GraphError(f"{where} cannot be made from what is written: {error}") from error
+
+
+def _function(data: Mapping[str, Any], form: Literal["$function", "$named"], where: str, imports: bool) -> Any:
+    """The function of this path, held to its source; or the path, where it is a string in Python."""
+    path, source = data[form], data.get("source")
+    if not imports and not _comes_with_flowrl(path):
+        return NotImported(path, source, form)
+    found = _import(path, where)
+    if source_hash(found) != source:
+        raise GraphError(
+            f"{where} names {path}, whose source has changed since the graph was written, so it would not be the "
+            f"same graph; write the graph again from its Python file, or restore the function."
+        )
+    return found if form == "$function" else path
+
+
+def _class(path: str, where: str, imports: bool) -> Any:
+    """What this path names, which should be a class."""
+    if not imports and not _comes_with_flowrl(path):
+        raise GraphError(
+            f"{where} is of the class {path}, which has to be imported to know what it is, and importing runs its "
+            f"file; if you trust that, say so: --import on the command line, flowrl.load(..., imports=True) in Python."
+        )
+    return _import(path, where)
+
+
+def _comes_with_flowrl(path: str) -> bool:
+    """Whether what is named is flowrl's own, or an operator that an installed package brings."""
+    module, _, name = path.rpartition(":")
+    if module.startswith("flowrl.") and not module.endswith(".py") and name.isidentifier():
+        return True
+    return any(path == point.value for point in entry_points.names().values())
+
+
+def _refuse_other_keys(data: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Refuse keys that mean nothing: they may be misspelled."""
+    if other := [key for key in data if key not in known]:
+        raise GraphError(f"{where} has {other[0]!r}, which means nothing there; {offer(other[0], known, 'expected')}")
 
 
 def graph_to_dict(graph: Graph, portable: bool = True) -> dict[str, Any]:
@@ -143,31 +235,39 @@ def fingerprint(graph: Graph) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
 
 
-def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any]) -> GraphT:
-    """The graph, of this class, that `graph_to_dict` wrote.
+def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) -> GraphT:
+    """The graph, of this class, that `graph_to_dict` wrote; see `decode` for `imports`.
 
     Raises:
-        GraphError: not a graph, of another format, or naming what is not there.
+        GraphError: not a graph, of another format, naming what is not there, or what would have to be imported.
     """
+    if not isinstance(data, Mapping):
+        raise GraphError(f"a {type(data).__name__} is not a graph as data; expected what graph.to_dict() gives.")
+    plain.check(data, "the data")
     if _part(data, "flowrl", int, "the data") != FORMAT:
         raise GraphError(
             f"the graph is written in format {data['flowrl']!r}, and this flowrl reads {FORMAT}; write it again from "
             f"its Python file."
         )
+    _refuse_other_keys(data, KEYS, "the data")
     nodes = {}
     written: Mapping[str, Any] = _part(data, "nodes", Mapping, "the data")
     for name in written:
         entry = _part(written, name, Mapping, "nodes")
-        operator = decode(_part(entry, "operator", Mapping, name), name)
+        _refuse_other_keys(entry, ("operator", "inputs"), name)
+        operator = decode(_part(entry, "operator", Mapping, name), name, imports)
         if not isinstance(operator, Operator):
-            raise GraphError(f"the node {name} is {operator!r}; expected an operator.")
+            found = repr(operator) if isinstance(operator, Spec) else f"a {type(operator).__name__}"
+            raise GraphError(f"the node {name} is {found}; expected an operator.")
         nodes[name] = Node(
             name, operator.named(name), _expand_inputs(name, operator, _part(entry, "inputs", Mapping, name))
         )
     sinks, lag = _part(data, "sinks", list, "the data"), _part(data, "lag", int, "the data")
+    if odd := [sink for sink in sinks if not isinstance(sink, str)]:
+        raise GraphError(f"the sinks of the data hold a {type(odd[0]).__name__}; expected names of nodes.")
     graph = kind.build(_part(data, "name", str, "the data"), nodes, sinks, lag)
     bindings: Mapping[str, Any] = _part(data, "bindings", Mapping, "the data")
-    return graph.bound({role: decode(backend, f"bindings.{role}") for role, backend in bindings.items()})
+    return graph.bound({role: decode(backend, f"bindings.{role}", imports) for role, backend in bindings.items()})
 
 
 def _part(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
@@ -182,35 +282,45 @@ def _part(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
 
 
 def save(graph: Graph, path: str | Path) -> None:
-    """Write a graph to ``.yaml``/``.yml`` or ``.json``."""
-    path, data = Path(path), graph_to_dict(graph)
-    text = json.dumps(data, indent=2) + "\n" if _is_json(path) else yaml.safe_dump(data, sort_keys=False, width=120)
-    path.write_text(text, encoding="utf-8")
-
-
-def load(kind: type[GraphT], path: str | Path) -> GraphT:
-    """The graph, of this class, in a ``.yaml``/``.yml`` or ``.json`` file.
+    """Write a graph to ``.yaml``/``.yml`` or ``.json``, whole or not at all.
 
     Raises:
-        GraphError: the file is missing, broken, or no graph.
+        GraphError: a parameter that cannot be written, or a file that cannot.
     """
     path = Path(path)
+    is_json, data = plain.is_json(path), graph_to_dict(graph)
+    text = json.dumps(data, indent=2) + "\n" if is_json else yaml.safe_dump(data, sort_keys=False, width=120)
     try:
-        text = path.read_text(encoding="utf-8")
-        data = json.loads(text) if _is_json(path) else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+        write_text(path, text)
+    except OSError as error:
         raise GraphError(
-            f"{path} cannot be read as a graph: {error}; expected a file that flowrl.save(...) wrote."
+            f"{path} cannot be written: {error.strerror}; expected a folder that is there, and room in it."
         ) from error
+
+
+def load(kind: type[GraphT], path: str | Path, imports: bool) -> GraphT:
+    """The graph, of this class, in a ``.yaml``/``.yml`` or ``.json`` file; see `decode` for `imports`.
+
+    Raises:
+        GraphError: the file is missing, broken, no graph, or names what would have to be imported.
+    """
+    data = plain.read(Path(path))
     if not isinstance(data, Mapping):
         raise GraphError(f"{path} holds a {type(data).__name__}; expected a graph as flowrl.save(...) writes it.")
-    return graph_from_dict(kind, data)
+    return graph_from_dict(kind, data, imports)
 
 
-def _is_json(path: Path) -> bool:
-    if path.suffix not in (".json", ".yaml", ".yml"):
-        raise GraphError(f"{path} has the ending {path.suffix!r}; expected .json, .yaml or .yml.")
-    return path.suffix == ".json"
+def not_imported(graph: Graph) -> list[str]:
+    """The functions that `graph` names and that were not imported when it was read."""
+    found: dict[str, None] = {}
+    specs: list[Spec] = [node.operator for node in graph.nodes.values()]
+    while specs:
+        for value in parameters(specs.pop()).values():
+            if isinstance(value, NotImported):
+                found[value.path] = None
+            elif isinstance(value, Spec):
+                specs.append(value)
+    return list(found)
 
 
 def compact_inputs(node: Node) -> dict[str, str]:
@@ -254,8 +364,8 @@ def _path(value: Callable[..., Any], where: str, portable: bool) -> str:
     return f"{value.__module__}:{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
-def _import(path: Any, where: str) -> Any:
+def _import(path: str, where: str) -> Any:
     try:
-        return resolve(str(path))
+        return resolve(path)
     except ParameterError as error:
         raise GraphError(f"{where} cannot be read: {error}") from error

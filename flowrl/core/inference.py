@@ -97,19 +97,20 @@ def candidates(wanted: FieldType, binding: Binding, available: Available) -> lis
 
     Those of exactly the wanted kind where there are any, else those of an acceptable one.
     """
-
-    def fits(typed: EdgeType) -> bool:
-        if not accepts(wanted, typed.type):
-            return False
-        axes = wanted.axes if isinstance(wanted, ColumnType) else ()
-        return all(
-            axis not in binding or binding[axis].identity == identity
-            for axis, identity in zip(axes, typed.axes, strict=True)
-        )
-
-    fitting = [edge for edge, typed in available.items() if fits(typed)]
+    fitting = [edge for edge, typed in available.items() if fits(wanted, binding, typed)]
     exact = [edge for edge in fitting if _kind(available[edge].type) == _kind(wanted)]
     return exact or fitting
+
+
+def fits(wanted: FieldType, binding: Binding, typed: EdgeType) -> bool:
+    """Whether an output may be wired to a field, given the axes that other fields have bound."""
+    if not accepts(wanted, typed.type):
+        return False
+    axes = wanted.axes if isinstance(wanted, ColumnType) else ()
+    return all(
+        axis not in binding or binding[axis].identity == identity
+        for axis, identity in zip(axes, typed.axes, strict=True)
+    )
 
 
 def _kind(type: FieldType) -> Any:

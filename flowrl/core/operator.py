@@ -10,7 +10,8 @@ An operator is a frozen record of hyper-parameters plus one `__call__` whose ann
             return torch.where(response_mask, token_level_scores - self.coef / length, token_level_scores)
 
 Called with tensors it computes; called with the symbols of an `algorithm` it records a node. Inside `__call__` columns
-are plain tensors, records are NamedTuples of just the columns that the port names, and role fields are live engines.
+are plain tensors, records are NamedTuples of just the columns that the port names, and role fields are live engines. A
+subclass may call ``super().__call__(...)`` there: that computes at once, with the same engines, state, key and metrics.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from torch import Tensor
 from flowrl.core import session as sessions
 from flowrl.core.ports import Port, PortField, Signature, signature_of, snake_case
 from flowrl.core.roles import RoleUse, role_use
-from flowrl.core.session import Call, Cell, State, refuse_misfits
+from flowrl.core.session import Call, Cell, State, article, computes, refuse_misfits, supplied_to
 from flowrl.core.symbols import Symbol
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
+from flowrl.data.record_types import located
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError
 from flowrl.spec import Spec, defining_frame, where_defined
 
@@ -52,12 +54,12 @@ class Operator(Spec):
 
     Raises:
         DefinitionError: where a subclass is defined, with file and line: a port without annotation, an unknown column,
-            a mutable default, no `__call__`.
+            a default that nothing would use, two things of one name, no `__call__`.
     """
 
     granularity: ClassVar[Granularity] = "batch"
     changes_rows: ClassVar[bool] = False
-    role_uses: ClassVar[Mapping[str, RoleUse]] = {}
+    role_uses: ClassVar[dict[str, RoleUse]] = {}
     states: ClassVar[Mapping[str, State[Any]]] = {}
     _signature: ClassVar[Signature]
 
@@ -66,8 +68,12 @@ class Operator(Spec):
         definer = defining_frame()
         where = f"{where_defined(definer)}: {cls.__name__}"
         hints = typing.get_type_hints(cls, localns=dict(definer.f_locals), include_extras=True)
-        fields = [f.name for f in dataclasses.fields(typing.cast(Any, cls))]  # in their order
-        cls.role_uses = {name: use for name in fields if (use := role_use(hints[name])) is not None}
+        fields = {f.name: f.default for f in dataclasses.fields(typing.cast(Any, cls))}  # in their order
+        cls.role_uses = {}
+        for name, default in fields.items():
+            with located(f"{where}.{name}"):
+                if (use := role_use(hints[name], getattr(default, "default", default))) is not None:
+                    cls.role_uses[name] = use
         cls.states = {n: v for base in reversed(cls.__mro__) for n, v in vars(base).items() if isinstance(v, State)}
         if parameter := next((name for name in cls.states if name in fields), None):
             raise DefinitionError(
@@ -81,9 +87,12 @@ class Operator(Spec):
                 f"`def __call__(self, values: Values) -> Returns`."
             )
         if call is not None:
-            line = f"{call.__code__.co_filename}:{call.__code__.co_firstlineno}"
+            _refuse_no_function(call, where)
+            code = inspect.unwrap(call).__code__
+            line = f"{code.co_filename}:{code.co_firstlineno}"
             cls._signature = signature_of(call, f"{line}: {cls.__name__}", definer.f_locals)
-            cls.__call__ = _dispatching(call)  # type: ignore[method-assign]
+            cls.__call__ = _dispatching(call, cls._signature)  # type: ignore[method-assign]
+        _refuse_misdeclared(cls, fields, where)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if any(_is_column(value) for value in (*args, *kwargs.values())):
@@ -141,8 +150,12 @@ class Operator(Spec):
         return self.__dict__.get("_name") or snake_case(type(self).__name__)
 
     def named(self, name: str) -> Self:
-        """The same operator under another node name."""
-        if not name.isidentifier():
+        """The same operator under another node name.
+
+        Raises:
+            ParameterError: `name` is no identifier.
+        """
+        if not isinstance(name, str) or not name.isidentifier():
             raise ParameterError(f"{name!r} is not a node name; expected an identifier such as 'gae_long'.")
         renamed = copy.copy(self)
         object.__setattr__(renamed, "_name", name)
@@ -168,8 +181,13 @@ class Operator(Spec):
         for name, cls in self.signature.injected.items():
             if given.get(name) is None:
                 given[name] = self._by_hand(name, cls)
+        supplied = {cls: given[name] for name, cls in self.signature.injected.items()}
         cells = {field: Cell(getattr(self, field).value) for field in self.states}
-        result, _ = Call(self, self._no_engine).run(inputs, given, cells)
+
+        def supply(cls: type) -> Any:
+            return supplied[cls] if cls in supplied else self._by_hand(cls.__name__.lower(), cls)
+
+        result, _ = Call(self, self._no_engine).run(inputs, given, cells, supply)
         for field, cell in cells.items():
             getattr(self, field).value = cell.value
         return result
@@ -191,17 +209,23 @@ class Operator(Spec):
         )
 
 
-def _dispatching(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The `__call__` that records on symbols and computes on tensors."""
+def _dispatching(call: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
+    """The `__call__` that records on symbols and computes on tensors; by ``super()``, it is just `call`."""
     parameters = inspect.signature(call)
 
     @functools.wraps(call)
     def __call__(self: Operator, *args: Any, **kwargs: Any) -> Any:
         try:
-            arguments = parameters.bind_partial(self, *args, **kwargs).arguments
+            bound = parameters.bind_partial(self, *args, **kwargs)
         except TypeError as error:
-            ports = ", ".join(self.signature.ports)
+            ports = ", ".join(signature.ports)
             raise PortError(f"{self.name}(...) cannot be called like this: {error}. Its ports are ({ports}).") from None
+        arguments = bound.arguments
+        if computes(type(self)) is not call:  # by super(), in the `__call__` of a subclass
+            for name, cls in signature.injected.items():
+                if arguments.get(name) is None:
+                    arguments[name] = supplied_to(self, cls)
+            return call(*bound.args, **bound.kwargs)
         inputs: dict[PortField, Any] = {}
         for port in self.signature.ports.values():
             inputs.update(_field_values(self.name, port, arguments.get(port.name)))
@@ -212,6 +236,52 @@ def _dispatching(call: Callable[..., Any]) -> Callable[..., Any]:
         return self.run(inputs, {name: arguments.get(name) for name in self.signature.injected})
 
     return __call__
+
+
+def _refuse_no_function(call: Any, where: str) -> None:
+    """Refuse a `__call__` that would not compute when it is called on an instance."""
+    kind = (
+        article(type(call).__name__)
+        if not inspect.isfunction(call)
+        else "async"
+        if inspect.iscoroutinefunction(call)
+        else "a generator"
+        if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call)
+        else None
+    )
+    if kind is not None:
+        raise DefinitionError(
+            f"{where}.__call__ is {kind}; expected an ordinary method that returns what it declares: "
+            f"`def __call__(self, values: Values) -> Returns`."
+        )
+
+
+def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: str) -> None:
+    """Refuse what a class says of itself, where it is not what can be said, or has a name that is taken."""
+    if taken := next((name for name in fields if hasattr(Operator, name)), None):
+        raise DefinitionError(
+            f"{where}.{taken} is a parameter, and every operator has something of that name; give it another, or write "
+            f"`{taken}: ClassVar[...] = ...` to declare that."
+        )
+    if cls.granularity not in typing.get_args(Granularity):
+        raise DefinitionError(
+            f"{where}.granularity is {cls.granularity!r}; expected one of "
+            f"{', '.join(map(repr, typing.get_args(Granularity)))}: what an executor may split the rows by."
+        )
+    if not isinstance(cls.changes_rows, bool):
+        raise DefinitionError(f"{where}.changes_rows is {cls.changes_rows!r}; expected True or False.")
+    ports = cls._signature.ports if hasattr(cls, "_signature") else {}
+    if both := next((name for name in ports if name in fields or name in cls.states), None):
+        raise DefinitionError(
+            f"{where} has the port {both!r} and a parameter or state of that name; give one of them another name, so "
+            f"that '{snake_case(cls.__name__)}.{both}' means one thing."
+        )
+    columns = {place.name for port in ports.values() for place in port.fields}
+    if not isinstance(cls.whole, frozenset) or (ports and not cls.whole <= columns):
+        raise DefinitionError(
+            f"{where}.whole is {cls.whole!r}; expected a frozenset of columns that it reads, some of "
+            f"{', '.join(sorted(columns))}."
+        )
 
 
 def _is_column(value: Any) -> bool:

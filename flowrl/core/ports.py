@@ -114,12 +114,16 @@ def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any
         _refuse_unfixed(parameter, hints, where)
         name, (annotation, optional) = parameter.name, _strip_none(hints[parameter.name])
         if annotation in INJECTABLE:
+            _refuse_default(parameter, where, "the runner fills it in; write `= INJECTED`")
             injected[name] = annotation
             continue
         with located(f"{where}.__call__({name})"):
             fields, record = _fields(name, annotation, localns)
         if optional and parameter.default is parameter.empty:
             raise DefinitionError(f"{where}.__call__({name}) is optional; give it the default None.")
+        if not optional and parameter.default is None:
+            raise DefinitionError(f"{where}.__call__({name}) has the default None; annotate it with `X | None`.")
+        _refuse_default(parameter, where, "a port reads what is wired to it; leave the default out, or make it None")
         ports[name] = Port(name, fields, record, optional)
     if "return" not in hints or hints["return"] is type(None):
         raise DefinitionError(
@@ -142,6 +146,13 @@ def _refuse_unfixed(parameter: inspect.Parameter, hints: Mapping[str, Any], wher
             f"{where}.__call__ has the parameter {parameter.name!r} without an annotation; annotate it with a column "
             f"(flowrl.columns), a record (flowrl.records) or a class of value."
         )
+
+
+def _refuse_default(parameter: inspect.Parameter, where: str, instead: str) -> None:
+    """Refuse a default that would never be used."""
+    if parameter.default is not parameter.empty and parameter.default is not None:
+        said = type(parameter.default).__name__
+        raise DefinitionError(f"{where}.__call__({parameter.name}) has a default, of type {said}, but {instead}.")
 
 
 def _outputs(returned: Any, localns: Mapping[str, Any]) -> tuple[Mapping[str, FieldType], type | None]:

@@ -7,11 +7,14 @@ tensors; the nodes of a graph only name roles.
 
 from __future__ import annotations
 
+import keyword
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
+
+from flowrl.errors import DefinitionError, ParameterError
 
 T = TypeVar("T")
 
@@ -21,6 +24,18 @@ class RoleRef:
     """A role that is not resolved yet."""
 
     name: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier() or keyword.iskeyword(self.name):
+            raise ParameterError(
+                f"Role({self.name!r}) does not name a role; expected an identifier such as Role('actor'), since "
+                f"backends are bound by it: graph.bind(actor=...)."
+            )
+        if self.name == "place":
+            raise ParameterError(
+                "Role('place') could not be bound, since graph.bind(place=...) says where a job runs; give the role "
+                "another name."
+            )
 
     def __repr__(self) -> str:
         return f"Role({self.name!r})"
@@ -35,7 +50,11 @@ class RoleRef:
 
 
 def Role(name: str) -> Any:
-    """The default of a role field. Typed `Any`, so that the field keeps the Protocol as its type."""
+    """The default of a role field. Typed `Any`, so that the field keeps the Protocol as its type.
+
+    Raises:
+        ParameterError: `name` is no identifier that a backend could be bound by.
+    """
     return RoleRef(name)
 
 
@@ -66,11 +85,34 @@ class RoleUse:
     protocol: type
 
 
-def role_use(annotation: Any) -> RoleUse | None:
-    """The `RoleUse` of a field annotation, or None if it is not a role field."""
-    if get_origin(annotation) is Annotated:
-        protocol, *extras = get_args(annotation)
-        for extra in extras:
-            if isinstance(extra, Access):
-                return RoleUse(extra.mode, protocol)
-    return None
+def role_use(annotation: Any, default: Any) -> RoleUse | None:
+    """The `RoleUse` of a field, or None if it is not a role field.
+
+    Raises:
+        DefinitionError: a role field whose annotation does not say what is done with which Protocol.
+    """
+    protocol, *extras = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+    access = [extra for extra in extras if isinstance(extra, Access)]
+    if not access:
+        if isinstance(default, RoleRef) or _names_a_role(annotation):
+            raise DefinitionError(
+                f"the annotation {annotation!r} does not say what is done with the role; expected Reads[...] or "
+                f"Writes[...] of a Protocol by itself, such as `actor: Reads[Scorer] = Role('actor')`."
+            )
+        return None
+    if len(access) > 1:
+        raise DefinitionError(
+            "the annotation says twice what is done with the role; expected Writes[...] where its weights are written, "
+            "else Reads[...]."
+        )
+    # `_is_protocol` is how `typing` itself tells; an engine in the field is checked by `isinstance`
+    if not getattr(protocol, "_is_protocol", False) or not getattr(protocol, "_is_runtime_protocol", False):
+        raise DefinitionError(
+            f"the annotation takes {getattr(protocol, '__name__', protocol)} for what the engine must have; expected a "
+            f"Protocol that is decorated with @runtime_checkable, such as Scorer of flowrl.core.protocols."
+        )
+    return RoleUse(access[0].mode, protocol)
+
+
+def _names_a_role(annotation: Any) -> bool:
+    return isinstance(annotation, Access) or any(map(_names_a_role, get_args(annotation)))

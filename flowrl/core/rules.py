@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from flowrl.core.graph import Graph, Node, Use
 from flowrl.core.protocols import Critic, Rollout, Trainer
-from flowrl.errors import RuleError
+from flowrl.errors import ParameterError, RuleError
 
 Findings = Iterator[tuple[str, str]]
 
@@ -64,7 +64,13 @@ def rule(
 
 
 def check(graph: Graph, prompts: int | None = None) -> list[Finding]:
-    """All findings of all rules. They concern training, so a graph that writes no trained weights has none."""
+    """All findings of all rules. They concern training, so a graph that writes no trained weights has none.
+
+    Raises:
+        ParameterError: `prompts` is no count.
+    """
+    if prompts is not None and (isinstance(prompts, bool) or not isinstance(prompts, int) or prompts < 1):
+        raise ParameterError(f"check(prompts={prompts!r}) is no number of prompts a step; expected 1, 2, ... or None.")
     if not _writers(graph, Trainer) and not _writers(graph, Critic):
         return []
     return [Finding(r.id, node, message) for r in RULES for node, message in r.check(graph, prompts)]
@@ -83,7 +89,8 @@ def require(graph: Graph, prompts: int | None = None) -> None:
 
 def _writers(graph: Graph, protocol: type) -> list[tuple[Node, str]]:
     """Nodes that write a role through `protocol`, with the role."""
-    return [(n, u.role) for n in graph.nodes.values() for u in n.uses if u.mode == "writes" and u.protocol is protocol]
+    uses = [(node, use) for node in graph.nodes.values() for use in node.uses if use.mode == "writes"]
+    return [(node, use.role) for node, use in uses if use.goes_through(protocol)]
 
 
 def _line(graph: Graph, name: str) -> list[Node]:
@@ -94,7 +101,7 @@ def _line(graph: Graph, name: str) -> list[Node]:
 
 def _read(graph: Graph, name: str, protocol: type) -> set[str]:
     """Roles that are read through `protocol` on the way to a node, or by it."""
-    return {u.role for n in _line(graph, name) for u in n.uses if u.mode == "reads" and u.protocol is protocol}
+    return {u.role for n in _line(graph, name) for u in n.uses if u.mode == "reads" and u.goes_through(protocol)}
 
 
 def _rows_per_prompt(graph: Graph, name: str) -> int:

@@ -11,7 +11,6 @@ writes. Whoever calls an operator by hand has its inputs checked too (`Operator.
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -172,7 +171,11 @@ class Call:
         self._layout = _layout_of(operator)
 
     def run(
-        self, inputs: Mapping[PortField, Any], injected: Mapping[str, Any], cells: Mapping[str, Cell[Any]]
+        self,
+        inputs: Mapping[PortField, Any],
+        injected: Mapping[str, Any],
+        cells: Mapping[str, Cell[Any]],
+        supply: Callable[[type], Any],
     ) -> tuple[Any, dict[str, Any]]:
         """What the operator returns, as it is and by output.
 
@@ -180,14 +183,15 @@ class Call:
             inputs: columns and values, those of optional ports perhaps missing.
             injected: keys and metrics, by parameter.
             cells: its state, by field; what they hold afterwards is the new state.
+            supply: gives what a `__call__` that is called by ``super()`` wants injected, by class.
 
         Raises:
             PortError: what it returns is not what its `__call__` declares.
         """
         bound, layout = self._bound, self._layout
-        if cells:
+        if cells or layout.supplies:
             bound = object.__new__(type(bound))
-            bound.__dict__.update(self._bound.__dict__ | dict(cells))
+            bound.__dict__.update(self._bound.__dict__ | dict(cells) | {_SUPPLY: supply})
         arguments: dict[str, Any] = {}
         for name, record, places in layout.ports:
             if any(place not in inputs for place in places):
@@ -221,15 +225,21 @@ class Call:
         """
         cells = {field: Cell(session.cell(self._name, field, self._operator)) for field in self._states}
         injected: dict[str, Any] = {}
+        supplied: dict[type, Any] = {}
         for parameter, cls in self._layout.injected:
             value = None if given is None else given.get(parameter)
-            injected[parameter] = self._inject(cls, session) if value is None else value
-        result, written = self.run(inputs, injected, cells)
+            injected[parameter] = supplied[cls] = self._inject(cls, session) if value is None else value
+
+        def supply(cls: type) -> Any:
+            if cls not in supplied:
+                supplied[cls] = self._inject(cls, session)
+            return supplied[cls]
+
+        result, written = self.run(inputs, injected, cells, supply)
         for field, cell in cells.items():
             session.state[f"{self._name}.{field}"] = cell.value
-        for parameter, cls in self._layout.injected:
-            if cls is Metrics:
-                session.report(self._name, injected[parameter])
+        if Metrics in supplied:
+            session.report(self._name, supplied[Metrics])
         return result, written
 
     def _inject(self, cls: type, session: Session) -> Any:
@@ -238,12 +248,29 @@ class Call:
         return session.share if cls is Share else session.key(self._name)
 
 
+_SUPPLY = "_supply"
+
+
+def computes(operator: type) -> Callable[..., Any]:
+    """The `__call__` of an operator class as it was written, with its decorators."""
+    written: Callable[..., Any] = operator.__call__.__wrapped__  # type: ignore[attr-defined]
+    return written
+
+
+def supplied_to(bound: Any, cls: type) -> Any:
+    """What a bound operator that runs is given of `cls` (a key, say); None outside of a call."""
+    supply = bound.__dict__.get(_SUPPLY)
+    return None if supply is None else supply(cls)
+
+
 class _Layout:
     """What calls of an operator class have in common."""
 
     def __init__(self, operator: Any) -> None:
         signature = self.signature = operator.signature
-        self.compute: Callable[..., Any] = inspect.unwrap(type(operator).__call__)
+        self.compute = computes(type(operator))
+        calls = (vars(base).get("__call__") for base in type(operator).__mro__)
+        self.supplies = sum(hasattr(call, "__wrapped__") for call in calls) > 1  # it may call one by super()
         self.ports = tuple(_packed(port) for port in signature.ports.values())
         self.injected = tuple(signature.injected.items())
         self.record, self.outputs = signature.output_record, tuple(signature.outputs)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from flowrl.columns import ColumnType
-from flowrl.core.inference import Available, Bound, candidates
+from flowrl.core.inference import Available, Bound, candidates, fits
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
 from flowrl.core.symbols import Edge
 from flowrl.data.record_types import FieldType, accepts
 from flowrl.errors import GraphError
+
+Wires = Mapping[PortField, Edge]
 
 
 class End(NamedTuple):
@@ -28,66 +30,139 @@ class End(NamedTuple):
 def wire_by_type(
     name: str,
     operator: Operator,
-    inherited: Mapping[PortField, Edge],
+    inherited: Wires,
     pools: Sequence[Available],
     types: Available,
-    by_hand: Container[PortField],
+    by_hand: Wires,
 ) -> dict[PortField, Edge]:
     """The edges of a node, except those that are set by hand.
+
+    A port that takes a record reads all of it from one node, where there is one that writes it.
 
     Args:
         name: of the node.
         operator: whose ports are wired. An optional port stays open unless the operator wants it or inherits its edge.
-        inherited: edges that are kept where they still fit.
+        inherited: edges that are kept where they still fit; the other fields of their port come from the same node.
         pools: what may be read; an earlier pool that offers anything goes before a later one.
         types: of every output.
-        by_hand: the fields to leave out.
+        by_hand: the edges of the fields to leave out.
 
     Raises:
-        GraphError: a field for which there is no output, or more than one.
+        GraphError: a field for which there is no output, or more than one; two ports of one type that would read the
+            same output.
     """
-    wiring, wants = _Wiring(types), operator.wants()
-    still_open: dict[PortField, FieldType] = {}
-    for field, wanted in operator.signature.fields.items():
-        if field in by_hand or wants.get(field.port) is False:
+    wiring, wants = _Wiring(name, types), operator.wants()
+    still_open: list[list[End]] = []
+    for port in operator.signature.ports.values():
+        if wants.get(port.name) is False:
             continue
-        if field in inherited and accepts(wanted, types[inherited[field]].type):
-            wiring.take(field, wanted, inherited[field])
-        elif wants.get(field.port) or not operator.signature.ports[field.port].optional:
-            still_open[field] = wanted
-    while still_open:
-        found = {field: wiring.offers(wanted, pools) for field, wanted in still_open.items()}
-        field = next((field for field, edges in found.items() if len(edges) == 1), next(iter(found)))
-        wanted = still_open.pop(field)
-        wiring.take(field, wanted, _only(found[field], End(name, field, wanted)))
-    return wiring.edges
+        ends = [End(name, field, wanted) for field, wanted in port.fields.items() if field not in by_hand]
+        kept = [e for e in ends if e.field in inherited and accepts(e.wanted, types[inherited[e.field]].type)]
+        for end in kept:
+            wiring.take({end: inherited[end.field]})
+        rest = [end for end in ends if end not in kept]
+        if rest and (kept or wants.get(port.name) or not port.optional):
+            before = {edge.node for field, edge in inherited.items() if field.port == port.name}
+            whole = wiring.records(rest, types, before) if len(before) == 1 else []
+            if whole:
+                wiring.take(whole[0])
+            else:
+                still_open.append(rest)
+    wiring.settle(still_open, pools)
+    wires = {end.field: edge for end, edge in wiring.edges.items()}
+    for end, edge in wiring.edges.items():
+        if inherited.get(end.field) != edge:
+            _refuse_double(end, edge, {**wires, **by_hand}, operator.signature.fields)
+    return wires
 
 
 class _Wiring:
     """The edges that are settled so far; each binds axes, and so may settle the rest."""
 
-    def __init__(self, types: Available) -> None:
-        self.edges: dict[PortField, Edge] = {}
-        self._types = types
+    def __init__(self, node: str, types: Available) -> None:
+        self.edges: dict[End, Edge] = {}
+        self._node, self._types = node, types
         self._binding: dict[str, Bound] = {}
 
-    def take(self, field: PortField, wanted: FieldType, edge: Edge) -> None:
-        """Settle a field."""
-        self.edges[field] = edge
-        if isinstance(wanted, ColumnType):
-            for axis, identity in zip(wanted.axes, self._types[edge].axes, strict=True):
-                self._binding.setdefault(axis, Bound(identity, field, edge))
+    def take(self, wires: Mapping[End, Edge]) -> None:
+        """Settle fields."""
+        self.edges |= wires
+        for end, edge in wires.items():
+            if isinstance(end.wanted, ColumnType):
+                for axis, identity in zip(end.wanted.axes, self._types[edge].axes, strict=True):
+                    self._binding.setdefault(axis, Bound(identity, end.field, edge))
 
-    def offers(self, wanted: FieldType, pools: Sequence[Available]) -> list[Edge]:
-        """What a field could read, from the first pool that has any of it."""
-        return next((found for pool in pools if (found := candidates(wanted, self._binding, pool))), [])
+    def settle(self, still_open: Sequence[list[End]], pools: Sequence[Available]) -> None:
+        """Settle all fields of these ports, those first for which there is one choice.
+
+        Raises:
+            GraphError: a field or record for which there is no output, or more than one.
+        """
+        units = [*still_open]
+        while units:
+            found = [self._offers(unit, pools) for unit in units]
+            at = next((i for i, offers in enumerate(found) if len(offers) == 1), 0)
+            unit, offers = units.pop(at), found[at]
+            if len(offers) == 1:
+                self.take(offers[0])
+            elif not offers and len(unit) > 1:  # no node writes the whole record
+                units += [[end] for end in unit]
+            else:
+                _refuse_choice(unit, offers)
+
+    def records(self, ends: Sequence[End], pool: Available, nodes: Iterable[str]) -> list[dict[End, Edge]]:
+        """Each way to read all of `ends` from one of `nodes`, by the names of its outputs."""
+        ways = ({end: Edge(node, end.field.name) for end in ends} for node in nodes)
+        return [way for way in ways if self._all_fit(way, pool)]
+
+    def _offers(self, unit: list[End], pools: Sequence[Available]) -> list[dict[End, Edge]]:
+        """What a port could read, from the first pool that has any of it."""
+        for pool in pools:
+            if len(unit) == 1:
+                found = [{unit[0]: edge} for edge in candidates(unit[0].wanted, self._binding, pool)]
+            else:
+                found = self.records(unit, pool, dict.fromkeys(edge.node for edge in pool))
+            if found:
+                return found
+        return []
+
+    def _all_fit(self, way: Mapping[End, Edge], pool: Available) -> bool:
+        binding = dict(self._binding)
+        for end, edge in way.items():
+            if edge not in pool or not fits(end.wanted, binding, pool[edge]):
+                return False
+            if isinstance(end.wanted, ColumnType):
+                for axis, identity in zip(end.wanted.axes, pool[edge].axes, strict=True):
+                    binding.setdefault(axis, Bound(identity, end.field, edge))
+        return True
 
 
-def _only(found: Sequence[Edge], end: End) -> Edge:
-    """The one edge that was found."""
-    if len(found) != 1:
-        several = f"several nodes write one: {', '.join(map(str, found))}; say which"
-        none = "no node that it could read writes one; insert one that does, and wire it"
-        choice = found[0] if found else "node.column"
-        raise GraphError(f"{end} wants {end.wanted}, and {several if found else none}: wire={{'{end}': '{choice}'}}.")
-    return found[0]
+def same(one: FieldType, other: FieldType) -> bool:
+    """Whether either may be read where the other is wanted."""
+    return accepts(one, other) and accepts(other, one)
+
+
+def _refuse_double(end: End, edge: Edge, wires: Wires, fields: Mapping[PortField, FieldType]) -> None:
+    """Refuse two ports of one type, and of different names, that would read the same output: it is a guess."""
+    for field, read in wires.items():
+        if read == edge and field.name != end.field.name and same(fields[field], end.wanted):
+            raise GraphError(
+                f"{end} and {end.node}.{field} both want {end.wanted}, and by type both would read {edge}; say what "
+                f"each reads: wire={{'{end}': '{edge}', '{end.node}.{field}': 'node.column'}}."
+            )
+
+
+def _refuse_choice(unit: Sequence[End], offers: Sequence[Mapping[End, Edge]]) -> None:
+    """Refuse a port for which there is no output, or more than one."""
+    end = unit[0]
+    if len(unit) > 1:
+        nodes = [next(iter(way.values())).node for way in offers]
+        raise GraphError(
+            f"{end.node}.{end.field.port} wants a record of {', '.join(e.field.name for e in unit)}, and several nodes "
+            f"write one: {', '.join(nodes)}; say which: wire={{'{end.node}.{end.field.port}': '{nodes[0]}'}}."
+        )
+    found = [str(way[end]) for way in offers]
+    several = f"several nodes write one: {', '.join(found)}; say which"
+    none = "no node that it could read writes one; insert one that does, and wire it"
+    choice = found[0] if found else "node.column"
+    raise GraphError(f"{end} wants {end.wanted}, and {several if found else none}: wire={{'{end}': '{choice}'}}.")

@@ -71,7 +71,7 @@ class Costs:
             *_driver(trained),
             _between(trained, steps),
             int(described["training"]["prompts"]),
-            decode(described["place"], "place"),
+            decode(described["place"], "place", imports=False),
         )
 
     def given(self, **seconds: float) -> Costs:

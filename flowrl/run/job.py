@@ -33,9 +33,9 @@ class Job(Generic[GraphT]):
     graph: GraphT
     place: Place | None = None
 
-    def edit(self, **verbs: Any) -> Job[GraphT]:
+    def edit(self, *misplaced: Any, **verbs: Any) -> Job[GraphT]:
         """`Graph.edit` on the job's graph; ``edit(bind={"rollout": ...})`` swaps an engine and nothing else."""
-        return replace(self, graph=edit(self.graph, **verbs))
+        return replace(self, graph=edit(self.graph, *misplaced, **verbs))
 
     def refuse_unready(self, prompts: int | None = None) -> None:
         """Everything that can be refused before a model loads.

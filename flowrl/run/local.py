@@ -6,6 +6,9 @@ held against.
 
 from __future__ import annotations
 
+import inspect
+import os
+import sysconfig
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -132,8 +135,10 @@ def local_steps(plan: Plan, engines: Mapping[str, Any], seed: int) -> Steps:
 
 def failure(operator: Operator, where: str, error: Exception, inputs: Mapping[Any, Any]) -> str:
     """The message of a `NodeError`: what an operator raised, when and where, at which line of its file, on what."""
-    call = getattr(type(operator).__call__, "__wrapped__", None)
-    own = [f for f in traceback.extract_tb(error.__traceback__) if call and f.filename == call.__code__.co_filename]
+    frames = traceback.extract_tb(error.__traceback__)
+    file = inspect.unwrap(type(operator).__call__).__code__.co_filename
+    # the user's line, be it of the operator or of a loss that an operator of flowrl was given
+    own = [f for f in frames if _is_of_a_user(f.filename)] or [f for f in frames if f.filename == file]
     # what flowrl itself raises says where to look
     line = f"\n  at {own[-1].filename}:{own[-1].lineno}" if own and not isinstance(error, FlowrlError) else ""
     return (
@@ -141,6 +146,14 @@ def failure(operator: Operator, where: str, error: Exception, inputs: Mapping[An
         f"  it is {operator!r}\n"
         f"  it was given {shapes(inputs)}"
     )
+
+
+# Where the code of flowrl, of Python and of installed packages is.
+_OTHERS = (str(Path(__file__).parents[1]), *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")))
+
+
+def _is_of_a_user(file: str) -> bool:
+    return not file.startswith(("<frozen", *(f"{folder}{os.sep}" for folder in _OTHERS)))
 
 
 def shapes(inputs: Mapping[Any, Any]) -> str:

@@ -89,7 +89,7 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
     hosts: list[ProcessSpec] = []
     load = dict.fromkeys(range(place.slots), 0)
     for owner, roles in groups.items():
-        generates = any(use.protocol is Rollout for use in graph.roles()[owner])
+        generates = any(use.goes_through(Rollout) for use in graph.roles()[owner])
         allowed = place.slots_of(owner, generates)
         ranks, each = bindings[owner].ranks, max(bindings[role].slots_per_rank for role in roles)
         if ranks * each > len(allowed):

@@ -369,7 +369,7 @@ class _Loop:
     def _policies(self) -> list[str]:
         """The roles whose language model is trained."""
         roles = self.training.job.graph.roles().items()
-        return [role for role, uses in roles if any((use.protocol, use.mode) == (Trainer, "writes") for use in uses)]
+        return [r for r, uses in roles if any(use.goes_through(Trainer) and use.mode == "writes" for use in uses)]
 
     def _timeline(self) -> Timeline:
         """All spans of this start; those of a validation under its name."""

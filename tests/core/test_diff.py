@@ -12,8 +12,8 @@ from flowrl.core.operator import Operator
 from flowrl.errors import GraphError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
-from flowrl.operators import GAE, Generate
-from tests.kernel import BINDINGS, FakeRollout, LengthPenalty, exact, scored
+from flowrl.operators import GAE, Generate, Reward
+from tests.kernel import BINDINGS, FakeRollout, LengthPenalty, Waits, exact, scored
 
 PPO = ppo(exact)
 
@@ -23,8 +23,8 @@ def test_ppo_to_grpo() -> None:
     assert str(diff).splitlines() == [
         "ppo -> grpo",
         "+ group_advantage: GroupAdvantage()  <- reward, generate, repeat",
-        "- gae: GAE()",
-        "- whiten: Whiten()",
+        "- gae: GAE()  (in its place: group_advantage)",
+        "- whiten: Whiten()  (in its place: group_advantage)",
         "- update_critic: UpdateCritic()",
         "- value: Value()  (nothing reads it any more)",
         "- kl_shape: KLShape()  (nothing reads it any more)",
@@ -64,7 +64,10 @@ def test_no_difference() -> None:
         ),
         (
             {"drop": ["whiten"]},
-            ["- whiten: Whiten()", "~ update_actor <- advantages: whiten.advantages -> gae.advantages"],
+            [
+                "- whiten: Whiten()  (in its place: gae)",
+                "~ update_actor <- advantages: whiten.advantages -> gae.advantages",
+            ],
         ),
         (
             {"insert": {"penalty": After("reward", LengthPenalty(0.1))}},
@@ -109,7 +112,7 @@ def test_what_is_renamed_and_changed_is_another_node() -> None:
 def test_a_rename_beside_a_change_of_its_reader() -> None:
     edited = PPO.edit(rename={"gae": "adv"}, drop=["whiten"])
     assert str(PPO.diff(edited)).splitlines()[1:] == [
-        "- whiten: Whiten()",
+        "- whiten: Whiten()  (in its place: adv)",
         "~ gae -> adv (renamed)",
         "~ update_actor <- advantages: whiten.advantages -> adv.advantages",
     ]
@@ -120,6 +123,20 @@ class ClipAdvantages(Operator):
 
     def __call__(self, advantages: c.Advantages) -> c.Advantages:
         return advantages.clamp(-1, 1)
+
+
+def test_what_was_supplanted_is_said() -> None:
+    graph = PPO.edit(
+        insert={"judge": After("reward", Reward(exact, timeout=1.0))},
+        wire={"kl_shape.token_level_scores": "judge.token_level_scores"},
+    )
+    diff = PPO.diff(graph)
+    assert diff.supplanted == {"reward": ("judge",)}
+    assert "- reward: Reward(fn=tests.kernel:exact)  (in its place: judge)" in str(diff).splitlines()
+    renamed = PPO.diff(graph.edit(rename={"kl_shape": "shape", "judge": "jury"}))
+    assert renamed.supplanted["reward"] == ("jury",), "though what reads it has another name"
+    assert PPO.diff(PPO.edit(drop=["update_critic"])).supplanted == {}, "in the place of a sink is nothing"
+    assert PPO.diff(PPO.edit(replace={"sync": Waits()})).supplanted == {}
 
 
 def test_sinks_and_bindings() -> None:

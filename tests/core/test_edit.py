@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +13,7 @@ from flowrl.core.operator import Operator
 from flowrl.core.roles import Role
 from flowrl.core.symbols import Edge
 from flowrl.errors import BindError, FlowrlError, GraphError, PortError
-from flowrl.graph import algorithm
+from flowrl.graph import Graph, algorithm
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import (
     GAE,
@@ -334,6 +335,69 @@ def test_the_original_is_untouched_also_by_an_edit_that_fails() -> None:
 def test_misuse_is_refused(verbs: dict[str, Any], said: str) -> None:
     with pytest.raises(GraphError, match=said):
         PPO.edit(**verbs)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda g: g.edit({"gae": GAE()}),
+            r"edit\(\.\.\.\) cannot be called like this: too many positional .* given by n",
+        ),
+        (
+            lambda g: g.edit(remove=["gae"]),
+            r"unexpected keyword argument 'remove'\. Its verbs are replace, drop, insert,",
+        ),
+        (lambda g: g.bind(**BINDINGS).edit({"gae": GAE()}), r"too many positional arguments\. Its verbs are replace, "),
+        (
+            lambda g: g.bind(**BINDINGS).edit(remove=["gae"]),
+            r"unexpected keyword argument 'remove'\. Its verbs are rep",
+        ),
+        (
+            lambda g: g.edit(rename={"gae": 3}),
+            r"edit\(rename=\{'gae': 3\}\) has 3 where a name is due; expected rename=",
+        ),
+        (lambda g: g.edit(rename={3: "gae"}), r"has 3 where a name is due"),
+        (lambda g: g.edit(replace={None: GAE()}), r"has None where a name is due; expected replace=\{'gae': GAE\("),
+        (lambda g: g.edit(insert={3: After("gae", Whiten())}), r"has 3 where a name is due; expected insert="),
+        (lambda g: g.edit(set={("gae", "lam"): 0.5}), r"has \('gae', 'lam'\) where a name is due; expected set="),
+        (
+            lambda g: g.edit(wire={"gae.values": PPO["value"]}),
+            r"where a name is due; expected wire=\{'gae\.values': 'va",
+        ),
+        (lambda g: g.edit(bind={3: FakeTrainer()}), r"has 3 where a name is due; expected bind=\{'rollout': "),
+        (lambda g: g.edit(insert={"x": After(3, Whiten())}), r"does not say where; expected \{'x': After\('reward', "),
+        (lambda g: g.edit(drop=3), r"edit\(drop=3\) does not name nodes; expected names: drop=\['whiten'\]\."),
+        (lambda g: g.edit(drop=[["gae"]]), r"edit\(drop=\[\['gae'\]\]\) does not name nodes"),
+        (lambda g: g.edit(drop={"whiten": None}), r"edit\(drop=\{'whiten': None\}\) does not name nodes"),
+        (lambda g: g.edit(name=3), r"3 is no name of a graph; expected letters, digits, .* such as 'grpo'\."),
+        (lambda g: g.edit(name=""), r"'' is no name of a graph"),
+        (lambda g: g.edit(name="../up"), r"'\.\./up' is no name of a graph"),
+        (lambda g: g.edit(name="a\nb"), r"'a\\nb' is no name of a graph"),
+        (lambda g: g.edit(lag=True), r"lag=True"),
+        (lambda g: g.edit(set={"gae.lam.": 1}), r"edit\(set=\{'gae\.lam\.': \.\.\.\}\) does not name a parameter"),
+        (
+            lambda g: g.edit(set={"batch.record": Clipped}),
+            r"goes into the input 'batch', whose columns are those of the",
+        ),
+        (
+            lambda g: g.edit(replace={"batch": Clipped()}),
+            r"edit replaces the input 'batch', .* insert=\{'mine': After\('b",
+        ),
+        (lambda g: g.subgraph(until=3), r"subgraph\(until=3\) does not name nodes; it has batch, repeat"),
+        (lambda g: g.subgraph(until=[["gae"]]), r"ppo has no node \['gae'\] to be a sink"),
+    ],
+)
+def test_a_call_that_python_or_a_type_would_trip_over_is_refused(call: Callable[[Graph], Any], said: str) -> None:
+    before = (PPO.fingerprint(), repr(PPO))
+    with pytest.raises(GraphError, match=said):
+        call(PPO)
+    assert (PPO.fingerprint(), repr(PPO)) == before
+
+
+@pytest.mark.parametrize("name", ["mine", "ppo-2", "PPO + KL 0.1", "grpo_v1.2"])
+def test_names_of_graphs(name: str) -> None:
+    assert PPO.edit(name=name).name == name
 
 
 def test_rows_stay_apart_through_edits() -> None:

@@ -212,7 +212,10 @@ def with_a_live_engine(batch: PromptBatch) -> Any:
         with_a_live_engine,  # so there is nothing to check, plan, draw, compare, bind or write
         lambda: ppo(exact).edit(replace={"old_log_prob": OLD}),
         lambda: ppo(exact).edit(set={"old_log_prob.actor": TrainerEngine()}),
-        lambda: ppo(exact).edit(insert={"old_log_prob_2nd": After("old_log_prob", OLD)}),
+        lambda: ppo(exact).edit(
+            insert={"old_log_prob_2nd": After("old_log_prob", OLD)},
+            wire={"kl_shape.old_log_probs": "old_log_prob_2nd.old_log_probs"},
+        ),
         lambda: Graph.build("one", {"old_log_prob": Node("old_log_prob", OLD, {})}, ["old_log_prob"]),
     ],
     ids=["trace", "replace", "set", "insert", "build"],

@@ -14,12 +14,13 @@ from flowrl.core.edit import After
 from flowrl.core.graph_io import save
 from flowrl.core.references import resolve
 from flowrl.core.roles import Role
-from flowrl.errors import BindError, FlowrlError, GraphError, PortError
+from flowrl.errors import BindError, FlowrlError, GraphError, ParameterError, PortError
 from flowrl.graph import Graph, load
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, AdaptiveKL, Generate, KLShape
 from tests.kernel import BINDINGS, LengthPenalty, exact, scored, two_rewards
 
+PPO = ppo(exact)
 GRAPHS: dict[str, Callable[[], Graph]] = {
     "ppo": lambda: ppo(exact),
     "grpo": lambda: grpo(exact),
@@ -179,7 +180,10 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
             lambda d: d["nodes"]["gae"]["operator"].update({"$type": "no.such:GAE"}),
             r"gae cannot be read: 'no\.such:GAE'",
         ),
-        (lambda d: d["nodes"]["gae"]["operator"].update({"$type": 3}), r"gae cannot be read: '3' names no"),
+        (
+            lambda d: d["nodes"]["gae"]["operator"].update({"$type": 3}),
+            r"gae has a int under '\$type'; expected a name",
+        ),
         (
             lambda d: d["nodes"]["gae"]["operator"].update({"$type": "json:dumps"}),
             r"gae names json:dumps, which is not a Spec",
@@ -238,6 +242,63 @@ def test_a_truncated_file_is_refused_wherever_it_ends(ending: str, tmp_path: Pat
             assert load(path) == whole, "what loads must be the whole graph"
         except FlowrlError:
             continue
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d.update(lags=1), r"the data has 'lags', which means nothing there; expected flowrl, .* did you"),
+        (lambda d: d["nodes"]["gae"].update(input={}), r"gae has 'input', which means nothing there; expected"),
+        (
+            lambda d: d["nodes"]["reward"]["operator"]["fn"].update(sources="0"),
+            r"reward\.fn has 'sources', which means nothing there; expected \$function, source",
+        ),
+        (
+            lambda d: d["nodes"]["value"]["operator"]["critic"].update(x=1),
+            r"value\.critic has 'x', which means nothing there; expected \$role",
+        ),
+        (lambda d: d["nodes"]["gae"]["operator"].update({"": 1}), r"there is no parameter ''"),
+        (lambda d: d["nodes"]["gae"]["operator"].update(lam={"$rolle": "x"}), r"gae\.lam has '\$rolle'; what may"),
+        (lambda d: d["nodes"]["value"]["operator"].update(critic={"$role": {"a": 1}}), r"critic has a dict under"),
+        (lambda d: d["nodes"]["value"]["operator"].update(critic={"$role": "a b"}), r"value\.critic: Role\('a b'\)"),
+        (lambda d: d["nodes"]["value"]["operator"].update(critic={"$role": None}), r"has a NoneType under '\$role';"),
+        (lambda d: d["nodes"]["batch"]["operator"].update(record={"$class": []}), r"record has a list under '\$class'"),
+        (
+            lambda d: d["nodes"]["batch"]["operator"].update(record={"$class": "json:dumps"}),
+            r"batch\.record names json:dumps, which is not a class; expected a record",
+        ),
+        (
+            lambda d: d["nodes"]["reward"]["operator"].update(fn={"$function": {}, "source": 3}),
+            r"reward\.fn has a dict under '\$function'; expected a name",
+        ),
+        (lambda d: d.update(sinks=[[]]), r"the sinks of the data hold a list; expected names of nodes"),
+        (lambda d: d.update(sinks=[3]), r"the sinks of the data hold a int"),
+        (lambda d: d.update(name="../up"), r"'\.\./up' is no name of a graph"),
+        (lambda d: d.update(name=""), r"'' is no name of a graph"),
+        (lambda d: d["nodes"].update({"a b": d["nodes"]["gae"]}), r"'a b' is not a node name"),
+        (lambda d: d["nodes"].update({3: d["nodes"]["gae"]}), r"nodes has the key 3, a int, and keys are text"),
+        (lambda d: d["nodes"]["gae"]["inputs"].update({3: "value.values"}), r"nodes\.gae\.inputs has the key 3, a int"),
+        (lambda d: d["nodes"]["gae"]["operator"].update(lam=d), r"it nests more than 64 lists and mappings"),
+        (lambda d: d["nodes"]["gae"]["operator"].update(lam={1}), r"gae\.operator\.lam is a set, which JSON does not"),
+    ],
+)
+def test_what_means_nothing_in_a_graph_is_refused(change: Callable[[dict[str, Any]], Any], said: str) -> None:
+    with pytest.raises((GraphError, ParameterError), match=said):
+        Graph.from_dict(damaged(change))
+
+
+@pytest.mark.parametrize("data", [3, None, "text", [], PPO])
+def test_what_is_no_data_is_refused(data: Any) -> None:
+    with pytest.raises(
+        GraphError, match=rf"a {type(data).__name__} is not a graph as data; expected what graph\.to_dict"
+    ):
+        Graph.from_dict(data)
+
+
+def test_a_graph_is_saved_where_there_is_a_folder(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "g.yaml"
+    with pytest.raises(GraphError, match=r"g\.yaml cannot be written: No such file .*; expected a folder that is"):
+        save(scored(), path)
 
 
 def test_an_ending_is_needed_to_write(tmp_path: Path) -> None:

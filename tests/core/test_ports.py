@@ -106,6 +106,15 @@ def _no_array(self: Any, values: NoArray) -> c.Values: ...
 def _twisted(self: Any, values: Twisted) -> c.Values: ...
 
 
+def _default(self: Any, values: c.Values = 3) -> c.Values: ...  # type: ignore[assignment]
+def _none(self: Any, values: c.Values = None) -> c.Values: ...  # type: ignore[assignment]
+def _optional_default(self: Any, values: c.Values, old: c.OldLogProbs | None = 0) -> c.Values: ...  # type: ignore
+def _injected_default(self: Any, values: c.Values, key: Key = 3) -> c.Values: ...  # type: ignore[assignment]
+async def _async(self: Any, values: c.Values) -> c.Values: ...
+def _generator(self: Any, values: c.Values) -> c.Values:  # type: ignore[misc]
+    yield values
+
+
 def _impure(self: Any, record: Impure) -> c.Values: ...
 
 
@@ -137,6 +146,13 @@ def _impure(self: Any, record: Impure) -> c.Values: ...
         (_batchless, r"\(values\): column 'batchless' has the axes 'response'; expected different names of which the"),
         (_no_array, r"\(values\): column 'no_array' annotates <class 'float'>; expected a jaxtyping array"),
         (_twisted, r"\(values\): column 'values' is already defined as value\[batch response\].*name of its own"),
+        (
+            _default,
+            r"Faulty\.__call__\(values\) has a default, of type int, but a port reads what is wired to it; leave",
+        ),
+        (_none, r"Faulty\.__call__\(values\) has the default None; annotate it with `X \| None`\."),
+        (_optional_default, r"Faulty\.__call__\(old\) has a default, of type int, but .* or make it None\."),
+        (_injected_default, r"Faulty\.__call__\(key\) has a default, of type int, but the runner .* `= INJECTED`\."),
         (_impure, r"\(record\): Impure\.temperature: the annotation float is neither a column"),
     ],
 )
@@ -158,6 +174,36 @@ def _fine(self: Any, values: c.Values) -> c.Values:
         ({"call": _fine, "seen": [], "annotations": {"seen": "list[int]"}}, r"Faulty\.seen has the mutable default"),
         ({"call": _fine, "actor": Role("actor")}, r"Faulty\.actor = Role\('actor'\) has no annotation"),
         (
+            {"call": _fine, "granularity": "rows"},
+            r"Faulty\.granularity is 'rows'; expected one of 'row', 'group', 'batch'",
+        ),
+        ({"call": _fine, "changes_rows": "no"}, r"Faulty\.changes_rows is 'no'; expected True or False\."),
+        (
+            {"call": _fine, "whole": frozenset({"value"})},
+            r"Faulty\.whole is frozenset\(\{'value'\}\); expected a frozenset of columns that it reads, some of",
+        ),
+        ({"call": _fine, "whole": "values"}, r"Faulty\.whole is 'values'; expected a frozenset of columns"),
+        (
+            {"call": _fine, "values": 1.0, "annotations": {"values": "float"}},
+            r"Faulty has the port 'values' and a parameter or state of that name; .* so that 'faulty\.values' means",
+        ),
+        ({"call": _fine, "values": State(lambda self: 0)}, r"Faulty has the port 'values' and a parameter or state"),
+        (
+            {"call": _fine, "name": "mine", "annotations": {"name": "str"}},
+            r"Faulty\.name is a parameter, and every operator has something of that name; .*`name: ClassVar\[",
+        ),
+        (
+            {"call": _fine, "whole": 1, "annotations": {"whole": "int"}},
+            r"Faulty\.whole is a parameter, and every operator",
+        ),
+        (
+            {"call": staticmethod(_fine)},
+            r"Faulty\.__call__ is a staticmethod; expected an ordinary method that returns",
+        ),
+        ({"call": 3}, r"Faulty\.__call__ is an int; expected an ordinary method"),
+        ({"call": _async}, r"Faulty\.__call__ is async; expected an ordinary method"),
+        ({"call": _generator}, r"Faulty\.__call__ is a generator; expected an ordinary method"),
+        (
             {"call": _fine, "n": State(lambda self: 0), "annotations": {"n": "State[int]"}},
             r"Faulty\.n is a State with an annotation.*write `n = State\(\.\.\.\)`",
         ),
@@ -167,6 +213,13 @@ def test_faulty_classes_are_told_with_file_and_line(body: dict[str, Any], said: 
     line = operator.__code__.co_firstlineno + 3
     with pytest.raises(DefinitionError, match=rf"test_ports\.py:{line}: {said}"):
         operator(body.pop("call", None), **body)
+
+
+def test_a_name_that_a_subclass_takes_twice_is_told() -> None:
+    with pytest.raises(DefinitionError, match=r"Child has the port 'values' and a parameter"):
+        type(
+            "Child", (operator(_fine),), {"__annotations__": {"values": "float"}, "values": 1.0, "__module__": __name__}
+        )
 
 
 def test_an_operator_in_a_function_may_use_columns_of_the_function() -> None:

@@ -30,6 +30,10 @@ def test_types_places_and_parents_count() -> None:
         key.derive(1, 2),
         key.derive(12),
         key.derive("1\x1fint:2"),
+        key.derive("1", 2),
+        key.derive("1", "2"),
+        key.derive("1\x1fstr:2"),
+        key.derive("1\x1f\x1fstr:2"),
         key.derive(1).derive(2),
         Key.of(1).derive(1),
     ]

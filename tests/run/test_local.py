@@ -84,6 +84,23 @@ def test_what_an_operator_raises_is_told_with_its_line() -> None:
         walk(broken()).step(PROMPTS, 0)
 
 
+class Forgetful(PPOClip):
+    """A loss of the user's own; what it calls of torch's raises."""
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        return torch.stack([])
+
+
+def test_what_a_loss_raises_is_told_with_its_line(tiny: str) -> None:
+    """And not with the line of the operator that it was given to, which is flowrl's."""
+    job = job_of("grpo", tiny).edit(set={"update_actor.loss": Forgetful()})
+    line = Forgetful.__call__.__code__.co_firstlineno + 1
+    executor = local_steps(Plan(job.graph), job.build(0), 0)
+    executor.sync()
+    with pytest.raises(NodeError, match=rf"update_actor failed in step 0: RuntimeError: .*\n  at {__file__}:{line}\n"):
+        executor.step(PROMPTS, 0)
+
+
 def test_an_interrupt_is_not_dressed_up_as_a_failing_node() -> None:
     class Interrupted(Operator):
         """Ctrl-C."""

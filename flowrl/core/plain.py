@@ -1,0 +1,135 @@
+"""Plain data (JSON's types) out of files that others wrote: read without a surprise, or refused by line.
+
+Text that nests deeply, that refers to itself or grows by aliases, and keys that stand twice are refused, so that what
+comes out can be walked without a thought.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowrl.errors import GraphError
+
+DEPTH = 64
+"""Lists and mappings within each other."""
+
+_NESTS = f"it nests more than {DEPTH} lists and mappings"
+
+SIZE = 200_000
+"""Values in all, those of aliases each time."""
+
+
+def read(path: Path) -> Any:
+    """What a ``.json``, ``.yaml`` or ``.yml`` file holds.
+
+    Raises:
+        GraphError: it cannot be read, or holds something else than plain data; names file and line.
+    """
+    parse = _json if is_json(path) else _yaml
+    try:
+        data = parse(path.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        raise _broken(path, f"{at}{error.problem}") from error
+    except json.JSONDecodeError as error:
+        raise _broken(path, f"line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except yaml.reader.ReaderError as error:
+        raise _broken(path, f"character {error.position + 1}: {error.reason}") from error
+    except OSError as error:
+        raise _broken(path, error.strerror or str(error)) from error
+    except RecursionError as error:
+        raise _broken(path, _NESTS) from error
+    except (ValueError, LookupError, AttributeError, TypeError) as error:  # a scalar that its tag does not allow
+        raise _broken(path, f"{type(error).__name__}: {error}") from error
+    check(data, path)
+    return data
+
+
+def is_json(path: Path) -> bool:
+    """Whether a file is JSON, by its ending; otherwise it is YAML.
+
+    Raises:
+        GraphError: the ending is of neither.
+    """
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        raise GraphError(f"{path} has the ending {path.suffix!r}; expected .json, .yaml or .yml.")
+    return path.suffix == ".json"
+
+
+def check(data: Any, source: object) -> None:
+    """Refuse what is not plain data, nests deeply, or is too much.
+
+    Args:
+        data: what to look at.
+        source: where it comes from, for messages.
+
+    Raises:
+        GraphError: naming the place and what was found there.
+    """
+    left: list[tuple[Any, str, int]] = [(data, "", 0)]
+    seen = 0
+    while left:
+        value, at, depth = left.pop()
+        seen += 1
+        if depth >= DEPTH and isinstance(value, Mapping | list | tuple):
+            raise _broken(source, _NESTS)
+        if seen > SIZE:
+            raise _broken(source, f"it holds more than {SIZE} values, counting what aliases repeat")
+        if isinstance(value, Mapping):
+            if odd := [key for key in value if not isinstance(key, str)]:
+                found = f"{odd[0]!r}, a {type(odd[0]).__name__}"
+                raise _broken(source, f"{at or 'it'} has the key {found}, and keys are text")
+            left += [(item, f"{at}.{key}".lstrip("."), depth + 1) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            left += [(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(value)]
+        elif value is not None and not isinstance(value, bool | int | float | str):
+            raise _broken(source, f"{at or 'it'} is a {type(value).__name__}, which JSON does not have")
+
+
+def _broken(source: object, what: str) -> GraphError:
+    return GraphError(f"{source} cannot be read as a graph: {what}; expected a file that flowrl.save(...) wrote.")
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which also refuses what nests deeply, and a key that stands twice."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.depth > DEPTH:  # its scanner would take seconds for what follows
+            raise yaml.composer.ComposerError(problem=_NESTS)
+        self.depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        try:
+            _unique((key, None) for key in keys)
+        except ValueError as error:
+            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
+        return super().construct_mapping(node, deep)
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands twice in one mapping")
+        found[key] = value
+    return found
