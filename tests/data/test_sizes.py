@@ -18,7 +18,14 @@ BIG = DataProto({"x": torch.zeros(1024, 1024), "o": objects(["text" * 1000] * 10
 
 @pytest.mark.parametrize(
     "part",
-    [BIG[3:4], BIG[[3]], BIG.select("x")[:1], BIG.chunk(1024)[7], BIG.to("cpu")[5:6], DataProto({"x": BIG["x"][:, :1]})],
+    [
+        BIG[3:4],
+        BIG[[3]],
+        BIG.select("x")[:1],
+        BIG.chunk(1024)[7],
+        BIG.to("cpu")[5:6],
+        DataProto({"x": BIG["x"][:, :1]}),
+    ],
 )
 def test_a_part_is_pickled_alone(part: DataProto) -> None:
     raw = pickle.dumps(part)
