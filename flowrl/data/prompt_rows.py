@@ -81,11 +81,11 @@ class Row:
 class Length(NamedTuple):
     """How long a prompt is, in ``"tokens"``, or in ``"characters"`` where these are too many to be tokenised."""
 
-    count: int
+    number: int
     unit: str
 
     def __str__(self) -> str:
-        return f"{self.count} {self.unit}"
+        return f"{self.number} {self.unit}"
 
 
 def read(path: Path) -> Iterator[tuple[str, Any]]:

@@ -113,10 +113,10 @@ class PromptData(Spec):
         for index, (where, record) in enumerate(itertools.chain.from_iterable(map(read, _paths(self.path)))):
             row = checked(index, where, record)
             length = Length(row.characters, "characters")
-            if length.count <= most:
+            if length.number <= most:
                 row = row.tokenised(where, tokenizer)
                 length = Length(len(row.ids), "tokens")
-            if length.unit == "tokens" and (limit is None or length.count <= limit):
+            if length.unit == "tokens" and (limit is None or length.number <= limit):
                 rows.append(row)
             else:
                 long.append((length, where))
@@ -133,11 +133,11 @@ class PromptData(Spec):
                 f"prompts have more than {_CHARACTERS}); shorten it, or say how many tokens it may have by "
                 f"PromptData(..., max_prompt_length=...){drop}."
             )
-        longest = max((length for length, _ in long), key=lambda length: (length.unit == "characters", length.count))
-        mend = f"set max_prompt_length={longest.count}" if longest.unit == "tokens" else "shorten them"
+        longest = max((length for length, _ in long), key=lambda length: (length.unit == "characters", length.number))
+        mend = f"set max_prompt_length={longest.number}" if longest.unit == "tokens" else "shorten them"
         raise DataError(
             f"{where}: the prompt has {length}, but max_prompt_length is {self.max_prompt_length} "
-            f"({len(long)} of {rest + len(long)} prompts are longer, the longest has {longest.count} {longest.unit}); "
+            f"({len(long)} of {rest + len(long)} prompts are longer, the longest has {longest.number} {longest.unit}); "
             f"{mend}{drop}."
         )
 

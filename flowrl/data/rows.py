@@ -45,7 +45,7 @@ def row_numbers(key: Any, rows: int) -> Tensor:
 
 def is_count(n: Any, least: int = 1) -> bool:
     """Whether `n` is a whole number of at least `least`; True is none."""
-    return isinstance(n, int | np.integer) and not isinstance(n, bool) and n >= least
+    return isinstance(n, int | np.integer) and not isinstance(n, bool) and int(n) >= least
 
 
 def refuse_no_count(call: str, n: Any, what: str, error: type[FlowrlError] = DataError) -> None:
