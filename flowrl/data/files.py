@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from safetensors import SafetensorError
 
 from flowrl.data.column_math import size
 from flowrl.errors import FlowrlError, StorageError
@@ -48,12 +49,8 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def writing(path: Path, also: type[Exception] = OSError) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Lay what fails in the block to the file or folder that is written there.
-
-    Args:
-        path: what is written.
-        also: what else is taken for a failure to write, as libraries have errors of their own for a full disk.
 
     Raises:
         StorageError: naming `path`, with what is free there.
@@ -62,8 +59,8 @@ def writing(path: Path, also: type[Exception] = OSError) -> Iterator[None]:
         yield
     except FlowrlError:
         raise
-    except (OSError, also) as error:
-        place = next(folder for folder in [path.absolute(), *path.absolute().parents] if folder.exists())
+    except (OSError, SafetensorError) as error:
+        place = next(folder for folder in [path.absolute(), *path.absolute().parents] if os.path.exists(folder))
         said = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
         raise StorageError(
             f"{path} cannot be written ({said}; {size(shutil.disk_usage(place).free)} are free there); make room or "

@@ -104,7 +104,7 @@ def save(folder: str | Path, columns: Columns, meta: Meta) -> None:
     }
     # safetensors requires a separate storage for every tensor
     tensors = {name: c.detach().cpu().contiguous().clone() for name, c in columns.items() if isinstance(c, Tensor)}
-    with writing(folder, also=SafetensorError):
+    with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with replaced(folder) as draft:
             draft.mkdir()

@@ -56,7 +56,7 @@ class Checkpoints:
 
         Raises:
             DataError: JSON would not give `state` back exactly; nothing is written then.
-            StorageError: it cannot be written, as `write` fails or the disk is full; those before it stay.
+            StorageError: it cannot be written; those before it stay.
         """
         stated = {**state, "step": step}
         check_json(stated, "the state of a checkpoint")
@@ -68,8 +68,7 @@ class Checkpoints:
                     remove(leftover)
         with replaced(path) as draft:
             draft.mkdir()
-            with writing(path, also=Exception):  # libraries have errors of their own for a full disk
-                write(draft)
+            write(draft)
             (draft / STATE).write_text(json.dumps(stated, indent=2), encoding="utf-8")
             paths = sorted(path for path in draft.rglob("*") if path.is_file())
             files = {path.relative_to(draft).as_posix(): file_digest(path) for path in paths}

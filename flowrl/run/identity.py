@@ -31,7 +31,7 @@ def identity_of(graph: Graph, data: PromptData, seed: int, prompts: int) -> dict
         "prompts": prompts,
         "data": {name: value for name, value in parameters(data).items() if name != "path"},
         "content of the data": data.digests(),
-        "starting weights": _weights(graph),
+        "starting model": _weights(graph),
     }
 
 

@@ -275,7 +275,7 @@ class _Loop:
         self._trace()
         if self.training.save_model:
             for role in self._policies():
-                with writing(self.folder.path / role, also=Exception):
+                with writing(self.folder.path / role):
                     self.steps.save_pretrained(role, self.folder.path / role)
         return Run(self.folder.path, self.metrics, self.validated, self.steps.runner.engines)
 
