@@ -65,6 +65,14 @@ class ColumnNotFoundError(DataError, KeyError, AttributeError):
     """A column that was asked for, by index or as an attribute of a record, is not there."""
 
 
+class InPlaceError(FlowrlError, RuntimeError):
+    """An operator wrote into a column that it was given, and that others read."""
+
+
+class StorageError(FlowrlError, OSError):
+    """Something could not be written to the disk, which may be full."""
+
+
 class SyncError(FlowrlError, RuntimeError):
     """Weights did not arrive as they were sent, or an engine holds no valid receipt."""
 

@@ -70,6 +70,11 @@ class EngineSpec(Backend):
     engine_args: Mapping[str, Any] = Field(default_factory=dict)
 
     @property
+    def starts_from(self) -> str | None:
+        """The model's folder."""
+        return self.model
+
+    @property
     def slots_per_rank(self) -> int:
         """Devices that one engine computes on."""
         return self.tensor_parallel

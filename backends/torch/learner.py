@@ -163,6 +163,11 @@ class TrainedSpec(Backend):
     ranks: int = Field(default=1, ge=1)
     offload: bool = False
 
+    @property
+    def starts_from(self) -> str | None:
+        """The model's folder."""
+        return self.model
+
     def mesh(self, context: BuildContext) -> Mesh:
         """Where the weights are to be, in this process."""
         return mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)

@@ -72,6 +72,11 @@ class TorchRollout(Backend):
         return self
 
     @property
+    def starts_from(self) -> str | None:
+        """The model's folder."""
+        return self.model
+
+    @property
     def shares(self) -> str | None:
         """The role in whose process this engine lives, since it uses its weights."""
         return "actor" if self.model is None else None

@@ -65,6 +65,12 @@ class Backend(Spec):
         """Whether the engine's `sync` asks the trainer for log-probs of `flowrl.sync.probe.probe()`."""
         return False
 
+    @property
+    def starts_from(self) -> str | None:
+        """The folder of this machine whose weights the engine starts with; None has none of its own. A run that is
+        resumed must find the same weights there."""
+        return None
+
     def build(self, context: BuildContext) -> Any:
         """The live engine, which has every Protocol in `serves`."""
         raise NotImplementedError

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from flowrl.columns import ColumnType
+from flowrl.core.in_place import Watch, guarded
 from flowrl.core.ports import Port, PortField
 from flowrl.core.roles import RoleRef
 from flowrl.data.balance import Share
@@ -187,6 +188,7 @@ class Call:
 
         Raises:
             PortError: what it returns is not what its `__call__` declares.
+            InPlaceError: it wrote into a column that it was given.
         """
         bound, layout = self._bound, self._layout
         if cells or layout.supplies:
@@ -197,8 +199,11 @@ class Call:
             if any(place not in inputs for place in places):
                 arguments[name] = None
             else:
-                arguments[name] = inputs[places[0]] if record is None else record(*[inputs[place] for place in places])
+                given = [guarded(inputs[place]) for place in places]
+                arguments[name] = given[0] if record is None else record(*given)
+        watch = Watch(inputs)
         result = layout.compute(bound, **arguments, **injected)
+        watch.refuse_written(self._operator)
         if layout.record is None:
             written = {layout.outputs[0]: result}
         elif isinstance(result, layout.record):

@@ -68,6 +68,31 @@ def check_column(name: str, column: Any) -> Tensor | Objects:
     return checked
 
 
+def own(column: Tensor | Objects) -> Tensor | Objects:
+    """The column in memory of its own: pickled, some rows of a tensor would take all rows with them."""
+    if not isinstance(column, Tensor) or column.untyped_storage().nbytes() <= column.nbytes:
+        return column
+    return column.detach().clone().requires_grad_(column.requires_grad)
+
+
+def moved(columns: Columns, device: torch.device | str) -> dict[str, Tensor | Objects]:
+    """The columns, with all tensors on `device`.
+
+    Raises:
+        DataError: there is no such device on this machine.
+    """
+    try:
+        target = torch.device(device)
+        torch.empty(0, device=target)
+        return {name: c.to(target) if isinstance(c, Tensor) else c for name, c in columns.items()}
+    except (RuntimeError, TypeError, AssertionError) as error:  # torch without CUDA asserts
+        first, _, _ = str(error).partition("\n")
+        raise DataError(
+            f"the columns cannot be moved to {device!r} ({first}); expected a device of this machine, such as "
+            f"{'cuda' if torch.cuda.is_available() else 'cpu'!r}."
+        ) from error
+
+
 def bind_axes(columns: Columns) -> dict[str, int]:
     """The width of every axis symbol of the known columns (batch aside).
 

@@ -30,6 +30,8 @@ from flowrl.data.column_math import (
     concat_padded,
     difference,
     growth,
+    moved,
+    own,
     read_only,
     same,
     short,
@@ -38,11 +40,12 @@ from flowrl.data.column_math import (
 )
 from flowrl.data.keys import Key
 from flowrl.data.record_types import record_columns, record_tuple
+from flowrl.data.rows import Rows, is_count, refuse_no_count, row_numbers
 from flowrl.errors import ColumnNotFoundError, DataError
 
 R = TypeVar("R")
-Rows = slice | Sequence[int] | Sequence[bool] | Tensor | np.ndarray
-"""Which rows: a slice, indices, or a bool mask over all rows."""
+_ENDS = {int, type(None)}
+"""Of a slice that is taken without a copy."""
 
 
 class DataProto:
@@ -54,7 +57,8 @@ class DataProto:
         meta: JSON-able; copied.
 
     Raises:
-        DataError: columns of unequal length, of a wrong dtype or shape, or meta that is not JSON-able.
+        DataError: columns of unequal length, of a wrong dtype or shape, or meta that is not JSON-able; or either is no
+            mapping.
     """
 
     __slots__ = ("_meta", "columns")
@@ -64,6 +68,12 @@ class DataProto:
     _meta: dict[str, Any]
 
     def __init__(self, columns: Columns, meta: Mapping[str, Any] | None = None) -> None:
+        for what, given in (("columns", columns), ("meta", {} if meta is None else meta)):
+            if not isinstance(given, Mapping):
+                raise DataError(
+                    f"the {what} of a DataProto were given as {short(given, 80)}; expected a dict, such as "
+                    f'DataProto({{"values": tensor}}, {{"step": 3}}).'
+                )
         checked = {name: check_column(name, column) for name, column in columns.items()}
         lengths = {name: len(column) for name, column in checked.items()}
         if len(set(lengths.values())) > 1:
@@ -84,7 +94,7 @@ class DataProto:
         raise AttributeError(f"{name} cannot be set, as a DataProto is immutable; union and with_meta make another.")
 
     def __reduce__(self) -> Any:  # a mapping proxy cannot be copied or pickled
-        return DataProto, (dict(self.columns), self._meta)
+        return DataProto, ({name: own(column) for name, column in self.columns.items()}, self._meta)
 
     # ---- reading
 
@@ -115,9 +125,9 @@ class DataProto:
         if isinstance(key, str):
             self._require(key)
             return self.columns[key]
-        if isinstance(key, slice) and key.step in (None, 1):
+        if isinstance(key, slice) and key.step in (None, 1) and not {type(key.start), type(key.stop)} - _ENDS:
             return self._with({name: column[key] for name, column in self.columns.items()})
-        index = self._index(key)
+        index = row_numbers(key, len(self))
         picked: dict[str, Tensor | Objects] = {}
         for name, column in self.columns.items():
             if isinstance(column, Tensor):
@@ -148,6 +158,8 @@ class DataProto:
         Raises:
             DataError: two columns would have one name.
         """
+        if not isinstance(names, Mapping):
+            raise DataError(f"rename({names!r}): expected a dict of old names to new ones.")
         self._require(*names)
         new = [names.get(name, name) for name in self.columns]
         twice = sorted({name for name in new if new.count(name) > 1})
@@ -163,6 +175,7 @@ class DataProto:
         Raises:
             DataError: the two differ; names the column and its first such row, or the meta key.
         """
+        _refuse_others("union", [other])
         if self.columns and other.columns and len(self) != len(other):
             raise DataError(
                 f"union of {len(self)} rows with {len(other)}; expected the same rows: index or repeat() one."
@@ -193,6 +206,7 @@ class DataProto:
         """
         if not protos:
             raise DataError("concat was given no DataProto; expected at least one.")
+        _refuse_others("concat", protos)
         first, pad = protos[0], pad or {}
         first._require(*pad)
         for i, proto in enumerate(protos):
@@ -224,7 +238,7 @@ class DataProto:
         Raises:
             DataError: `n` is less than 1 or more than the rows.
         """
-        if not 1 <= n <= len(self):
+        if not (is_count(n) and n <= len(self)):
             raise DataError(f"chunk({n}) of {len(self)} rows; expected 1 to {len(self)} parts, so that none is empty.")
         small, larger = divmod(len(self), n)
         ends = [small * i + min(i, larger) for i in range(n + 1)]
@@ -232,14 +246,12 @@ class DataProto:
 
     def split(self, size: int) -> list[DataProto]:
         """Parts of `size` rows; the last may be smaller."""
-        if size < 1:
-            raise DataError(f"split({size}): the size of a part must be at least 1.")
+        refuse_no_count("split", size, "row a part")
         return [self[a : a + size] for a in range(0, max(len(self), 1), size)]
 
     def repeat(self, n: int, interleave: bool = True) -> DataProto:
         """Every row `n` times: ``a a b b`` interleaved (the rows of a group stay together), else ``a b a b``."""
-        if n < 1:
-            raise DataError(f"repeat({n}): expected at least 1.")
+        refuse_no_count("repeat", n, "time")
         rows = torch.arange(len(self))
         return self[rows.repeat_interleave(n) if interleave else rows.repeat(n)]
 
@@ -249,7 +261,7 @@ class DataProto:
         Raises:
             DataError: `index` is not a permutation of all rows.
         """
-        rows = self._index(index)
+        rows = row_numbers(index, len(self))
         if not torch.equal(rows.sort().values, torch.arange(len(self))):
             raise DataError(
                 f"reorder wants each of the {len(self)} rows exactly once; proto[index] picks or repeats rows."
@@ -258,14 +270,13 @@ class DataProto:
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
         """Rows repeated from the start, in turn, until `divisor` divides the number; and how many (for `unpad`)."""
-        if divisor < 1:
-            raise DataError(f"pad_to_divisor({divisor}): expected at least 1.")
+        refuse_no_count("pad_to_divisor", divisor, "row")
         extra = -len(self) % divisor
         return (self[torch.arange(len(self) + extra) % len(self)] if extra else self), extra
 
     def unpad(self, n: int) -> DataProto:
         """All rows but the last `n`."""
-        if not 0 <= n <= len(self):
+        if not (is_count(n, least=0) and n <= len(self)):
             raise DataError(f"unpad({n}) of {len(self)} rows; expected the number that pad_to_divisor gave.")
         return self[: len(self) - n]
 
@@ -275,7 +286,8 @@ class DataProto:
         Raises:
             DataError: `size` does not divide the rows (at the call, not at the first mini-batch).
         """
-        if size < 1 or len(self) % size:
+        refuse_no_count("minibatches", size, "row")
+        if len(self) % size:
             raise DataError(f"mini-batches of {size} do not divide {len(self)} rows; choose a size that does.")
         order = torch.randperm(len(self), generator=key.generator())
         return (self[order[a : a + size]] for a in range(0, len(self), size))
@@ -295,8 +307,12 @@ class DataProto:
         return {uid: torch.tensor(indices) for uid, indices in rows.items()}
 
     def to(self, device: torch.device | str) -> DataProto:
-        """All tensors on `device`."""
-        return self._with({name: c.to(device) if isinstance(c, Tensor) else c for name, c in self.columns.items()})
+        """All tensors on `device`.
+
+        Raises:
+            DataError: there is no such device on this machine.
+        """
+        return self._with(moved(self.columns, device))
 
     # ---- content
 
@@ -395,28 +411,6 @@ class DataProto:
                 found = ", ".join(self.columns) or "no columns"
                 raise ColumnNotFoundError(f"no column {name!r} in this DataProto; it has {found}.")
 
-    def _index(self, key: Rows) -> Tensor:
-        """`key` as int64 row numbers on the CPU, each in ``[0, rows)``."""
-        if isinstance(key, int):
-            raise DataError(
-                f"proto[{key}] is one row, but a DataProto keeps its batch axis; use proto[{key}:{key + 1}]."
-            )
-        if isinstance(key, slice):
-            return torch.tensor(range(len(self))[key], dtype=torch.int64)
-        index = key.cpu().numpy() if isinstance(key, Tensor) else np.array(key)
-        if index.dtype == bool and index.shape == (len(self),):
-            index = index.nonzero()[0]
-        if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
-            raise DataError(
-                f"an index of {index.dtype} {list(index.shape)} does not pick rows; expected int64 [n] or a bool mask "
-                f"[{len(self)}] (select(...) picks columns)."
-            )
-        index = index.astype(np.int64)
-        wrong = index[(index < -len(self)) | (index >= len(self))]
-        if len(wrong):
-            raise DataError(f"row {wrong[0]} is out of range; this DataProto has {len(self)} rows.")
-        return torch.from_numpy(np.where(index < 0, index + len(self), index))
-
 
 def _record_fields(record: type) -> dict[str, str]:
     """Field to column name of a record class whose fields are all columns."""
@@ -432,6 +426,12 @@ def _record_fields(record: type) -> dict[str, str]:
             f"{record.__name__} is no record of columns; expected a NamedTuple or Protocol as in flowrl.records."
         )
     return names
+
+
+def _refuse_others(call: str, given: Sequence[Any]) -> None:
+    for one in given:
+        if not isinstance(one, DataProto):
+            raise DataError(f"{call} was given a {type(one).__name__}; expected a DataProto, such as DataProto(...).")
 
 
 def _merge_meta(protos: Sequence[DataProto], operation: str) -> dict[str, Any]:

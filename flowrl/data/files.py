@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
+from safetensors import SafetensorError
+
+from flowrl.data.column_math import size
+from flowrl.errors import FlowrlError, StorageError
 
 _CHUNK = 1 << 24
 
@@ -19,34 +25,70 @@ def replaced(path: Path) -> Iterator[Path]:
 
     An error leaves `path` as it was. What is cut off with the process stays as ``.<name>.partial`` until the next
     attempt.
+
+    Raises:
+        StorageError: it cannot be written; see `writing`.
     """
     draft, old = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.replaced")
-    remove(draft)
-    try:
-        yield draft
-        for written in [*draft.rglob("*"), draft]:
-            _flush(written)
-    except BaseException:
-        with suppress(OSError):  # a process that still writes there
-            remove(draft)
-        raise
-    if path.is_dir():  # no call replaces a folder that has something in it
+    with writing(path):
+        remove(draft)
+        try:
+            yield draft
+            for written in [*draft.rglob("*"), draft]:
+                _flush(written)
+        except BaseException:
+            with suppress(OSError):  # a process that still writes there
+                remove(draft)
+            raise
+        if os.path.lexists(path) and (path.is_dir() or draft.is_dir()):  # which no call replaces
+            remove(old)
+            os.replace(path, old)
+        os.replace(draft, path)
+        _flush(path.parent)
         remove(old)
-        os.replace(path, old)
-    os.replace(draft, path)
-    _flush(path.parent)
-    remove(old)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file (UTF-8) as `replaced` does."""
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Lay what fails in the block to the file or folder that is written there.
+
+    Raises:
+        StorageError: naming `path`, with what is free there.
+    """
+    try:
+        yield
+    except FlowrlError:
+        raise
+    except (OSError, SafetensorError) as error:
+        place = next(folder for folder in [path.absolute(), *path.absolute().parents] if os.path.exists(folder))
+        said = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+        raise StorageError(
+            f"{path} cannot be written ({said}; {size(shutil.disk_usage(place).free)} are free there); make room or "
+            f"give the right to write, or name another folder."
+        ) from error
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file as `replaced` does."""
     with replaced(path) as draft:
-        draft.write_text(text, encoding="utf-8")
+        draft.write_bytes(content)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON text says.
+
+    Raises:
+        ValueError: it is broken, not UTF-8, or nested more deeply than Python follows.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with all that is in it; nothing happens where there is none."""
-    if path.is_dir():
+    """Remove a file, a link or a folder with all that is in it; nothing happens where there is none."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ Everything here works on plain columns and meta; `DataProto` puts the methods on
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
 from flowrl.columns import lookup
 from flowrl.data.column_math import Columns, Objects, bits, objects
-from flowrl.data.files import file_digest, replaced
+from flowrl.data.files import file_digest, parse_json, replaced, writing
 from flowrl.errors import DataError
 
 Meta = Mapping[str, Any]
@@ -34,18 +36,25 @@ def check_json(value: Any, where: str) -> None:
     NaN and the infinities are written as Python's `json` writes them, and come back.
 
     Raises:
-        DataError: names the place inside `value`, and its type.
+        DataError: names the place inside `value`, and its type; or it is nested too deeply.
     """
+    try:
+        _check_json(value, where)
+    except RecursionError:
+        raise DataError(f"{where} is nested more deeply than Python follows; expected a flatter one.") from None
+
+
+def _check_json(value: Any, where: str) -> None:
     if type(value) is list:
         for i, item in enumerate(value):
-            check_json(item, f"{where}[{i}]")
+            _check_json(item, f"{where}[{i}]")
     elif type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
                 raise DataError(
                     f"{where} has the key {key!r}, a {type(key).__name__}; JSON keys are str: use {str(key)!r}."
                 )
-            check_json(item, f"{where}[{key!r}]")
+            _check_json(item, f"{where}[{key!r}]")
     elif type(value) not in (str, int, float, bool, type(None)):
         raise DataError(
             f"{where} is a {type(value).__name__}, which JSON does not give back exactly; expected str, int, float, "
@@ -82,9 +91,10 @@ def save(folder: str | Path, columns: Columns, meta: Meta) -> None:
 
     Raises:
         DataError: the folder has something in it already, or an object is not JSON-able.
+        StorageError: it cannot be written.
     """
     folder = Path(folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise DataError(f"{folder} exists and is not an empty folder; save to a new folder, or remove this one first.")
     content_digest = digest(columns, meta)  # refuses what cannot be written before anything is
     listing = {
@@ -94,13 +104,14 @@ def save(folder: str | Path, columns: Columns, meta: Meta) -> None:
     }
     # safetensors requires a separate storage for every tensor
     tensors = {name: c.detach().cpu().contiguous().clone() for name, c in columns.items() if isinstance(c, Tensor)}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(folder) as draft:
-        draft.mkdir()
-        save_file(tensors, draft / TENSORS)
-        (draft / OBJECTS).write_bytes(json.dumps(listing, indent=1).encode())
-        files = {name: file_digest(draft / name) for name in (TENSORS, OBJECTS)}
-        (draft / MANIFEST).write_bytes(_manifest(content_digest, files))
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(folder) as draft:
+            draft.mkdir()
+            save_file(tensors, draft / TENSORS)
+            (draft / OBJECTS).write_bytes(json.dumps(listing, indent=1).encode())
+            files = {name: file_digest(draft / name) for name in (TENSORS, OBJECTS)}
+            (draft / MANIFEST).write_bytes(_manifest(content_digest, files))
 
 
 def load(folder: str | Path) -> tuple[dict[str, Tensor | Objects], dict[str, Any]]:
@@ -115,22 +126,29 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor | Objects], dict[str, Any
             raise DataError(f"{folder / name} is missing; expected a folder with the files that DataProto.save writes.")
     content_digest, files = _read_manifest(folder / MANIFEST)
     # what is verified is what is used: a memory map would follow (or crash on) later changes of the file
-    raw = {name: (folder / name).read_bytes() for name in files}
+    raw = {name: _bytes(folder / name) for name in files}
     for name, expected in files.items():
         if (found := xxhash.xxh3_128_hexdigest(raw[name])) != expected:
             raise DataError(
                 f"{folder / name} is damaged: its xxh3-128 is {found}, but {folder / MANIFEST} says {expected}; "
                 f"save the DataProto again."
             )
-    tensors, listing = parse_tensors(raw[TENSORS]), json.loads(raw[OBJECTS])
-    columns: dict[str, Tensor | Objects] = {
-        name: tensors[name] if name in tensors else objects(listing["objects"][name]) for name in listing["columns"]
-    }
-    if (found := digest(columns, listing["meta"])) != content_digest:
+    try:
+        tensors, listing = parse_tensors(raw[TENSORS]), parse_json(raw[OBJECTS])
+        columns: dict[str, Tensor | Objects] = {
+            name: tensors[name] if name in tensors else objects(listing["objects"][name]) for name in listing["columns"]
+        }
+        meta, found = dict(listing["meta"]), digest(columns, listing["meta"])
+    except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        raise DataError(
+            f"{folder} is damaged, though its digests are right ({type(error).__name__}: {error}); expected what "
+            f"DataProto.save writes there, so save the DataProto again."
+        ) from error
+    if found != content_digest:
         raise DataError(
             f"{folder / MANIFEST} is damaged: it says digest {content_digest}, but the content has {found}."
         )
-    return columns, listing["meta"]
+    return columns, meta
 
 
 def to_tensordict(columns: Columns, meta: Meta, rows: int) -> Any:
@@ -249,6 +267,18 @@ def _is_mask(name: str) -> bool:
     return known is not None and known.dtype == "bool"
 
 
+def _bytes(path: Path) -> bytes:
+    """A file's content.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); give the right to read it.") from error
+
+
 def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
@@ -259,9 +289,9 @@ def _manifest(content_digest: str, files: Mapping[str, str]) -> bytes:
 
 def _read_manifest(path: Path) -> tuple[str, dict[str, str]]:
     """The digests of content and files; written in one way only, so that any change to the manifest shows."""
-    raw = path.read_bytes()
+    raw = _bytes(path)
     try:
-        manifest = json.loads(raw)
+        manifest = parse_json(raw)
         content_digest = str(manifest["digest"])
         files = {name: str(manifest["files"][name]) for name in (TENSORS, OBJECTS)}
     except (ValueError, LookupError, TypeError) as error:

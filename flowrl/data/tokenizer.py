@@ -79,6 +79,11 @@ class ChatTokenizer:
         """The ids of the tokens that have no text."""
         return frozenset(self._tokenizer.all_special_ids)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters that a token stands for."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids of a conversation by the chat template, up to where the assistant is to go on.
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import xxhash
 
-from flowrl.data.files import file_digest, remove, replaced
+from flowrl.data.files import file_digest, parse_json, remove, replaced, writing
 from flowrl.data.formats import check_json
+from flowrl.data.rows import is_count
 from flowrl.errors import DataError, ParameterError
 
 logger = logging.getLogger(__name__)
@@ -35,14 +36,14 @@ class Checkpoints:
         keep: how many of the newest are kept; older ones are removed once a newer one is complete.
 
     Raises:
-        ParameterError: `keep` is less than 1.
+        ParameterError: `keep` is no number, or less than 1.
     """
 
     folder: Path
     keep: int
 
     def __post_init__(self) -> None:
-        if self.keep < 1:
+        if not is_count(self.keep):
             raise ParameterError(f"Checkpoints(keep={self.keep}) would keep none; expected at least 1.")
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
@@ -55,13 +56,17 @@ class Checkpoints:
 
         Raises:
             DataError: JSON would not give `state` back exactly; nothing is written then.
+            StorageError: it cannot be written; those before it stay.
         """
         stated = {**state, "step": step}
         check_json(stated, "the state of a checkpoint")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob(".step-*"):  # of saves that were cut off
-            remove(leftover)
-        with replaced(self._path(step)) as draft:
+        path = self._path(step)
+        with writing(path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self.folder.iterdir():  # of saves that were cut off
+                if re.fullmatch(r"\.step-\d{6,}\.(partial|replaced)", leftover.name):
+                    remove(leftover)
+        with replaced(path) as draft:
             draft.mkdir()
             write(draft)
             (draft / STATE).write_text(json.dumps(stated, indent=2), encoding="utf-8")
@@ -72,8 +77,9 @@ class Checkpoints:
         kept = [other for other in self.steps() if other <= step][-self.keep :]
         for other in self.steps():
             if other not in kept:
-                remove(self._path(other))
-        return self._path(step)
+                with writing(self._path(other)):
+                    remove(self._path(other))
+        return path
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, whole or damaged."""
@@ -94,7 +100,7 @@ class Checkpoints:
                 continue
             for fault in faults:
                 logger.warning("%s; going on from %s, which is whole.", fault, path.name)
-            state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+            state: dict[str, Any] = parse_json((path / STATE).read_bytes())
             return path, state
         if faults:
             raise DataError(
@@ -104,18 +110,24 @@ class Checkpoints:
         return None
 
     def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:06d}"
+        return self.folder / _name(step)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 def find_fault(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None; a file that the manifest does not name is not a fault."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files: dict[str, str] = manifest["files"]
-        if manifest["digest"] != _seal(files):
+        manifest = parse_json((path / MANIFEST).read_bytes())
+        files: dict[str, str] = dict(manifest["files"])
+        if manifest["digest"] != _seal(manifest["files"]):
             return f"the checkpoint {path} is damaged: its {MANIFEST} is not what was written"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"the checkpoint {path} has no {MANIFEST} that can be read ({type(error).__name__})"
+    if STATE not in files:
+        return f"the checkpoint {path} is damaged: its {MANIFEST} names no {STATE}"
     for name, digest in files.items():
         try:
             found = file_digest(path / name)
@@ -123,6 +135,12 @@ def find_fault(path: Path) -> str | None:
             return f"the checkpoint {path} is damaged: {name} cannot be read ({type(error).__name__})"
         if found != digest:
             return f"the checkpoint {path} is damaged: {name} is not what was written"
+    try:
+        stated = parse_json((path / STATE).read_bytes())
+    except ValueError as error:
+        return f"the checkpoint {path} is damaged: {STATE} is not JSON ({error})"
+    if not isinstance(stated, dict) or type(stated.get("step")) is not int or path.name != _name(stated["step"]):
+        return f"the checkpoint {path} is damaged: {STATE} is not of the step that the folder is named by"
     return None
 
 

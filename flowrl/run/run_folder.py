@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import tempfile
@@ -11,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from flowrl.data.files import write_text
-from flowrl.errors import ParameterError
+from flowrl.data.files import file_digest, parse_json, write, writing
+from flowrl.errors import ParameterError, StorageError
+from flowrl.run.lock import FolderLock
+
+logger = logging.getLogger(__name__)
 
 LINES = ("metrics.jsonl", "predictions.jsonl")
+Lines = list[Mapping[str, float]]
 
 
 class RunFolder:
@@ -27,81 +33,150 @@ class RunFolder:
     Args:
         path: where it is.
         before: what ``run.json`` said of the run that the folder already held; None if it held none.
+        lock: on the folder, which `close` releases.
     """
 
-    def __init__(self, path: Path, before: Mapping[str, Any] | None = None) -> None:
-        self.path, self.before = path, before
+    def __init__(self, path: Path, before: Mapping[str, Any] | None = None, lock: FolderLock | None = None) -> None:
+        self.path, self.before, self._lock = path, before, lock
 
     @staticmethod
     def create(folder: str | None, name: str, resume: bool) -> RunFolder:
-        """A new folder, or one whose run failed before its first step was done; with `resume`, any folder.
+        """A new folder, or one whose run ended before its first step was done; with `resume`, any folder. It is locked.
 
         Raises:
-            ParameterError: `folder` already holds a run, or cannot be written.
+            ParameterError: `folder` already holds a run, is being written by one, or cannot be written.
         """
         path = Path("runs") / f"{name}-001" if folder is None else Path(folder).expanduser()
+        lock = None
         try:
-            if folder is not None:
-                found = RunFolder(path, _described(path))
-                if not (found.before is None or resume or found.failed_at_once):
-                    raise ParameterError(
-                        f"{path} already holds a run; choose another folder (Training(folder=...), --folder), or go on "
-                        f"from its last checkpoint by resume=True / --resume."
-                    )
-                path.mkdir(parents=True, exist_ok=True)
-            else:
+            if folder is None:
                 number = 1
                 while path.exists() or not _is_made(path):
                     number += 1
                     path = path.with_name(f"{name}-{number:03d}")
-                found = RunFolder(path)
+            path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):  # an unwritable folder is found before a model loads
-                return found
+                lock = FolderLock(path)
+            found = RunFolder(path, _described(path), lock)
+            if not (found.before is None or resume or found.failed_at_once):
+                raise ParameterError(
+                    f"{path} already holds a run; choose another folder (Training(folder=...), --folder), or go on "
+                    f"from its last checkpoint by resume=True / --resume."
+                )
         except OSError as error:
+            if lock is not None:
+                lock.release()
             raise ParameterError(
                 f"the folder {path} cannot be written ({error.strerror}); choose another by Training(folder=...) or "
                 f"--folder."
             ) from error
+        except ParameterError:
+            if lock is not None:
+                lock.release()
+            raise
+        return found
+
+    def close(self) -> None:
+        """Let others write there."""
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def failed_at_once(self) -> bool:
-        """Whether the run that the folder held ended before its first step was done."""
-        failed = self.before is not None and self.before["status"] in ("failed", "interrupted")
-        return failed and not any("timing/step" in line for line in self._read("metrics.jsonl"))
+        """Whether the run that the folder held ended before its first step was done. One that says to be running has
+        died, since it does not hold the folder any more."""
+        failed = self.before is not None and self.before["status"] != "finished"
+        return failed and not any("timing/step" in record for _, record in self._read("metrics.jsonl"))
 
     def describe(self, described: Mapping[str, Any]) -> None:
-        """Write ``run.json``, whole or not at all."""
-        write_text(self.path / "run.json", json.dumps(jsonable(described), indent=2) + "\n")
+        """Write ``run.json``, whole or not at all.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        text = json.dumps(jsonable(described), indent=2).encode() + b"\n"
+        try:
+            write(self.path / "run.json", text)
+        except StorageError:
+            if self._lock is None:
+                raise
+            self._lock.give_way()
+            write(self.path / "run.json", text)
 
     def append(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add lines to a JSONL file; NaN and infinity are written as null, and types unknown to JSON as text."""
-        with (self.path / file).open("a", encoding="utf-8") as lines:
+        """Add lines to a JSONL file; NaN and infinity are written as null, and types unknown to JSON as text.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        with writing(self.path / file), (self.path / file).open("ab") as lines:
             for record in records:
                 lines.write(_line(record))
 
-    def flush(self) -> None:
-        """Flush all lines to disk: a checkpoint must not outlast the lines of the steps before it."""
-        for file in LINES:
-            if (self.path / file).exists():
-                with (self.path / file).open("a") as lines:
-                    os.fsync(lines.fileno())
+    def marks(self) -> dict[str, str]:
+        """The digest of each file of lines, which are flushed to disk: a checkpoint must not outlast the lines of the
+        steps before it.
 
-    def rewind(self, step: int) -> tuple[list[Mapping[str, float]], list[Mapping[str, float]]]:
-        """Drop what was written after `step`; returns the remaining lines of steps, and those of validations."""
+        Raises:
+            StorageError: a file cannot be written.
+        """
+        found = {}
+        for file in (file for file in LINES if (self.path / file).exists()):
+            with writing(self.path / file):
+                with (self.path / file).open("ab") as lines:
+                    os.fsync(lines.fileno())
+                found[file] = file_digest(self.path / file)
+        return found
+
+    def rewind(self, step: int, marks: Mapping[str, str] | None = None) -> tuple[Lines, Lines]:
+        """Drop what was written after `step`, and what cannot be read; a warning says where lines from before are gone.
+
+        Args:
+            step: the last one that is kept.
+            marks: what `marks` gave after that step.
+
+        Returns:
+            The remaining lines of steps, and those of validations.
+        """
         for file in LINES:
+            kept = b"".join(line for line, record in self._read(file) if record["step"] <= step)
             if (self.path / file).exists():
-                kept = [record for record in self._read(file) if record["step"] <= step]
-                write_text(self.path / file, "".join(_line(record) for record in kept))
+                write(self.path / file, kept)
+            if marks is not None and marks.get(file, _digest(b"")) != _digest(kept):
+                self._tell_gone(file, step)
         # numbers that JSON does not know were written as null
-        lines = [{k: math.nan if v is None else v for k, v in line.items()} for line in self._read("metrics.jsonl")]
+        lines = [{k: math.nan if v is None else v for k, v in line.items()} for _, line in self._read("metrics.jsonl")]
         return [line for line in lines if "timing/step" in line], [line for line in lines if "timing/step" not in line]
 
-    def _read(self, file: str) -> list[dict[str, Any]]:
-        """The records of a JSONL file, without a last line that was cut off; none if there is no file."""
+    def _tell_gone(self, file: str, step: int) -> None:
+        """Warn that a file of lines is not what it was after a step."""
+        there = {record["step"] for _, record in self._read(file) if "timing/step" in record}
+        gone = [str(number) for number in range(1, step + 1) if number not in there]
+        what = f", and lacks the steps {', '.join(gone)}" if file == "metrics.jsonl" and gone else ""
+        logger.warning(
+            "%s is not what it was when the checkpoint after step %d was written%s: it was shortened, changed or "
+            "removed since. The run goes on with what is there; put a copy of the file back before you resume to have "
+            "it whole.",
+            self.path / file,
+            step,
+            what,
+        )
+
+    def _read(self, file: str) -> list[tuple[bytes, dict[str, Any]]]:
+        """The whole lines of a JSONL file that hold a record of a step, with these; none if there is no file."""
         if not (self.path / file).exists():
             return []
-        with (self.path / file).open(encoding="utf-8") as lines:  # splitlines() would end one at U+2028, too
-            return [json.loads(line) for line in lines if line.endswith("\n")]
+        with (self.path / file).open("rb") as lines:  # splitlines() would end one at U+2028, too
+            return [(line, record) for line in lines if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None if it was cut off, or is damaged."""
+    try:
+        record = parse_json(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and type(record.get("step")) is int else None
 
 
 def _described(path: Path) -> Mapping[str, Any] | None:
@@ -113,9 +188,9 @@ def _described(path: Path) -> Mapping[str, Any] | None:
     if not (path / "run.json").exists():
         return None
     try:
-        described = json.loads((path / "run.json").read_text(encoding="utf-8"))
-        return {"status": described["status"], **described}
-    except (ValueError, KeyError, TypeError) as error:
+        described = parse_json((path / "run.json").read_bytes())
+        return {"status": str(described["status"]), "identity": dict(described.get("identity", {}))}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ParameterError(
             f"{path / 'run.json'} is not what a run writes there; choose another folder (Training(folder=...), "
             f"--folder)."
@@ -131,8 +206,12 @@ def _is_made(path: Path) -> bool:
     return True
 
 
-def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n"
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n").encode(errors="backslashreplace")
+
+
+def _digest(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
 
 
 def jsonable(value: Any) -> Any:

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from flowrl.core.plan import Plan
 from flowrl.data.column_math import size
-from flowrl.data.files import write_text
+from flowrl.data.files import parse_json, write
+from flowrl.errors import DataError
 
 Kind = Literal["node", "transfer", "wait"]
 _LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "padded": 0, "lengths": ()}  # is written where known
@@ -93,19 +94,30 @@ class Timeline:
             load = {key: value for key, none in _LOAD.items() if (value := getattr(span, key)) != none}
             events.append({**event, "ts": start, "dur": end - start, "args": {"bytes": span.bytes, **load}})
         trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begin": begin}}
-        write_text(path, json.dumps(trace))  # whole or not at all, since a resumed run adds to it
+        write(path, json.dumps(trace).encode())  # whole or not at all, since a resumed run adds to it
 
     @classmethod
     def load(cls, path: Path) -> Timeline:
-        """The trace that `save` wrote, its times rounded to microseconds."""
-        written, trace = json.loads(path.read_text(encoding="utf-8")), cls()
-        begin, events = written["otherData"]["begin"], written["traceEvents"]
-        places = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-        for event in events:
-            if event["ph"] == "X":
-                start, end = (begin + t / 1e6 for t in (event["ts"], event["ts"] + event["dur"]))
-                args = {**event["args"], "lengths": tuple(map(tuple, event["args"].get("lengths", ())))}
-                trace.spans.append(Span(event["name"], places[event["pid"]], start, end, kind=event["cat"], **args))
+        """The trace that `save` wrote, its times rounded to microseconds.
+
+        Raises:
+            DataError: the file is not what `save` writes.
+        """
+        trace = cls()
+        try:
+            written = parse_json(path.read_bytes())
+            begin, events = written["otherData"]["begin"], written["traceEvents"]
+            places = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+            for event in events:
+                if event["ph"] == "X":
+                    start, end = (begin + t / 1e6 for t in (event["ts"], event["ts"] + event["dur"]))
+                    args = {**event["args"], "lengths": tuple(map(tuple, event["args"].get("lengths", ())))}
+                    trace.spans.append(Span(event["name"], places[event["pid"]], start, end, kind=event["cat"], **args))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} is not the trace that a run writes ({type(error).__name__}: {error}); put a copy of it back, "
+                f"or remove it."
+            ) from error
         return trace
 
     def summary(self, plan: Plan, steps: Sequence[Mapping[str, float]], makespans: Sequence[float]) -> Summary:

@@ -7,8 +7,8 @@ import logging
 import platform
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -16,33 +16,32 @@ from typing import Any, Self
 import torch
 from pydantic import Field, field_validator, model_validator
 
-from flowrl.core.backend import refuse_uncheckpointed
-from flowrl.core.diff import backend_changes
+from flowrl.core.backend import members, refuse_uncheckpointed
 from flowrl.core.graph import Graph
 from flowrl.core.graph_io import encode, graph_to_dict
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import Trainer
 from flowrl.data.dataproto import DataProto
+from flowrl.data.files import writing
 from flowrl.data.formats import check_json
-from flowrl.data.keys import Key
-from flowrl.data.prompts import PromptData, PromptStream
-from flowrl.errors import BindError, DataError, GraphError
+from flowrl.data.prompts import PromptData
+from flowrl.errors import BindError, DataError, GraphError, ParameterError, StorageError
 from flowrl.records import PromptBatch
 from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.costs import Costs
+from flowrl.run.identity import identity_of
 from flowrl.run.job import Job
 from flowrl.run.prediction import predict
 from flowrl.run.report import Reporter
+from flowrl.run.resume import Found, find, tell_changed_prompts
 from flowrl.run.run_folder import RunFolder, jsonable
+from flowrl.run.signals import ended_in_order
 from flowrl.run.steps import StepResult, Steps
 from flowrl.run.timeline import Summary, Timeline, idle
-from flowrl.run.validation import Validation
-from flowrl.spec import Spec, parameters
+from flowrl.run.validation import Validating, Validation
+from flowrl.spec import Spec
 
 logger = logging.getLogger(__name__)
-
-Found = tuple[Path, Mapping[str, Any]]
-"""A checkpoint's folder, and its state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +160,7 @@ class Training(Spec):
                 from; otherwise, as everything below, after ``run.json`` was written, which says so.
             NodeError: a node failed; the run folder holds all that was measured until then.
         """
+        _refuse_no_reporters(reporters)
         self.refuse_unready()
         described = self.describe()  # now: the source of a reward function may be edited while the run goes
         seconds: dict[str, float] = {}
@@ -168,83 +168,32 @@ class Training(Spec):
             seconds["predicted"] = predict(self.job.graph, self.job.place, self.prompts, Costs.of(self.costs)).seconds
             described["step_seconds"] = seconds
         folder = RunFolder.create(self.folder, self.job.graph.name, self.resume)
-        checkpoints = Checkpoints(folder.path / "checkpoints", self.keep)
-        found = self._found(folder, checkpoints) if self.resume else None
-        folder.describe({"status": "running", **described})
-        try:
-            with self.job.open(self.seed) as steps:
-                run = _Loop(self, steps, folder, checkpoints, reporters).run(found)
-        except BaseException as error:
-            status = "failed" if isinstance(error, Exception) else "interrupted"
-            folder.describe({"status": status, "error": f"{type(error).__name__}: {error}", **described})
-            raise
-        if seconds:
-            seconds["measured"] = statistics.median(step["timing/step"] for step in run.metrics)
-        folder.describe({"status": "finished", **described})
+        with closing(folder), ended_in_order():
+            checkpoints = Checkpoints(folder.path / "checkpoints", self.keep)
+            found = None
+            if self.resume:
+                found = find(folder, checkpoints, described["identity"], self._bindings(), self.steps)
+            folder.describe({"status": "running", **described})
+            try:
+                with self.job.open(self.seed) as steps:
+                    run = _Loop(self, steps, folder, checkpoints, reporters, described["identity"]).run(found)
+                if seconds:
+                    seconds["measured"] = statistics.median(step["timing/step"] for step in run.metrics)
+                folder.describe({"status": "finished", **described})
+            except BaseException as error:
+                status = "failed" if isinstance(error, Exception) else "interrupted"
+                with noting(error):
+                    folder.describe({"status": status, "error": f"{type(error).__name__}: {error}", **described})
+                raise
         return run
 
-    def _found(self, folder: RunFolder, checkpoints: Checkpoints) -> Found | None:
-        """The newest whole checkpoint, where there is one; None is to start anew.
-
-        Raises:
-            DataError: it is of another run, or of more steps; or all checkpoints are damaged; or there is none, and the
-                folder holds a run that is finished, or another one.
-        """
-        found = checkpoints.latest()
-        if found is None:
-            self._refuse_to_replace(folder)
-            return None
-        path, state = found
-        made_with, now = state["made_with"], self.identity()
-        if other := [key for key, value in now.items() if made_with[key] != value]:
-            raise DataError(
-                f"{path} is of a run with another {other[0]} ({made_with[other[0]]!r}, and here it is "
-                f"{now[other[0]]!r}); resume with what it was made with, or name another folder."
-            )
-        if state["step"] > self.steps:
-            raise DataError(
-                f"{path} stands after step {state['step']}, and steps={self.steps} ends before; ask for more steps, or "
-                f"remove the later checkpoints to go back."
-            )
-        before, after = state["bindings"], self._bindings()
-        if before != after:
-            roles = sorted({*before, *after})
-            changes = [line for role in roles for line in backend_changes(role, before.get(role), after.get(role))]
-            logger.warning(
-                "%s was made with other backends (%s); the run goes on from its weights, and its numbers need not be "
-                "those of the uninterrupted one.",
-                path,
-                "; ".join(changes),
-            )
-        return found
-
-    def _refuse_to_replace(self, folder: RunFolder) -> None:
-        """Without a checkpoint a run starts anew, over what is there: right only where that is this run, cut off.
-
-        Raises:
-            DataError: it is another run, or finished.
-        """
-        before = folder.before
-        if before is None or folder.failed_at_once:
-            return
-        made_with = before.get("identity", {})
-        other = [key for key, value in jsonable(self.identity()).items() if made_with.get(key) != value]
-        if other or before["status"] == "finished":
-            what = f"a run with another {other[0]}" if other else "a finished run"
-            raise DataError(
-                f"{folder.path} holds {what} and no checkpoint to go on from, so resuming would overwrite it; choose "
-                f"another folder (Training(folder=...), --folder)."
-            )
-        logger.warning("%s holds no checkpoint; the run starts anew.", folder.path)
-
     def identity(self) -> dict[str, Any]:
-        """What a run must have in common with the one that it resumes: all but backends, place and how long it goes."""
-        return {
-            "graph": self.job.graph.bound({}).fingerprint(),
-            "seed": self.seed,
-            "prompts": self.prompts,
-            "data": {name: value for name, value in parameters(self.data).items() if name != "path"},
-        }
+        """What a run must have in common with the one that it resumes: all but backends, place and how long it goes.
+
+        Raises:
+            DataError, BindError: data or weights cannot be read.
+        """
+        return identity_of(self.job.graph, self.data, self.seed, self.prompts)
 
     def _bindings(self) -> dict[str, Any]:
         """The backends, as JSON-able data."""
@@ -281,11 +230,11 @@ class _Loop:
         folder: RunFolder,
         checkpoints: Checkpoints,
         reporters: Sequence[Reporter],
+        identity: Mapping[str, Any],
     ) -> None:
         self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
-        self.checkpoints = checkpoints
-        graph, tokenizer = training.job.graph, steps.tokenizer()
-        self.stream = training.data.load(tokenizer, training.seed)
+        self.checkpoints, self.identity = checkpoints, identity
+        self.stream = training.data.load(steps.tokenizer(), training.seed)
         if len(self.stream) < training.prompts:
             left_out = f" ({self.stream.dropped} longer ones are left out)" if self.stream.dropped else ""
             logger.warning(
@@ -296,20 +245,15 @@ class _Loop:
                 training.prompts,
                 len(self.stream),
             )
-        # Validations draw from keys of their own, the same ones every time: curves differ by the policy alone.
-        held_out = Key.of(training.seed).derive("validation").bits
-        self.validations: list[tuple[Validation, Steps, PromptStream]] = []
-        for validation in training.validations:
-            fork = steps.fork(Plan(validation.graph(graph)), held_out)
-            self.validations.append((validation, fork, validation.data.load(tokenizer, training.seed)))
+        self.validations = Validating(training.validations, steps, training.seed)
+        self.content = {"prompts": self.stream.digest(), **self.validations.digests}
         self.metrics: list[Mapping[str, float]] = []
         self.validated: list[Mapping[str, float]] = []
         self.seconds: list[Mapping[str, float]] = []
         self.makespans: list[float] = []
         self.summary: Summary | None = None
-        traced = folder.path / "trace.json"
         self.started = 0.0
-        self.before = Timeline.load(traced) if traced.exists() else Timeline()  # the starts that this run resumes
+        self.before = _traced(folder.path / "trace.json")  # the starts that this run resumes
 
     def run(self, found: Found | None) -> Run:
         """Go through all steps, or those after the checkpoint that was found."""
@@ -324,13 +268,15 @@ class _Loop:
                 if self.makespans:
                     summary = self.steps.timeline.summary(self.steps.plan, self.seconds, self.makespans)
                     self.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
-        finally:
-            timeline = self._timeline()
-            timeline.spans[:0] = self.before.spans
-            timeline.save(self.folder.path / "trace.json")
+        except BaseException as error:
+            with noting(error):
+                self._trace()
+            raise
+        self._trace()
         if self.training.save_model:
             for role in self._policies():
-                self.steps.save_pretrained(role, self.folder.path / role)
+                with writing(self.folder.path / role):
+                    self.steps.save_pretrained(role, self.folder.path / role)
         return Run(self.folder.path, self.metrics, self.validated, self.steps.runner.engines)
 
     def _begin(self, found: Found | None) -> None:
@@ -342,10 +288,11 @@ class _Loop:
             self._validate(0)
             return
         path, state = found
+        tell_changed_prompts(path, state["content"], self.content)
         self.steps.state.update(state["state"])
         self.stream.seek(state["data"])
         self.steps.load(path)
-        self.metrics, self.validated = self.folder.rewind(state["step"])
+        self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
 
     def _checkpoint(self, step: int) -> None:
         every = self.training.checkpoint_every
@@ -354,10 +301,11 @@ class _Loop:
         state = {
             "data": self.stream.position,
             "state": self.steps.state,
-            "made_with": self.training.identity(),
+            "content": self.content,
+            "made_with": jsonable(self.identity),
             "bindings": self.training._bindings(),
+            "lines": self.folder.marks(),
         }
-        self.folder.flush()
         self.checkpoints.save(step, state, self._write)
 
     def _write(self, checkpoint: Path) -> None:
@@ -374,12 +322,13 @@ class _Loop:
     def _timeline(self) -> Timeline:
         """All spans of this start; those of a validation under its name."""
         timeline = Timeline()
-        timeline.spans += self.steps.timeline.spans
-        for validation, steps, _ in self.validations:
-            timeline.spans += [
-                dataclasses.replace(span, name=f"{validation.name}/{span.name}") for span in steps.timeline.spans
-            ]
+        timeline.spans += [*self.steps.timeline.spans, *self.validations.spans]
         return timeline
+
+    def _trace(self) -> None:
+        timeline = self._timeline()
+        timeline.spans[:0] = self.before.spans
+        timeline.save(self.folder.path / "trace.json")
 
     def _go(self, steps: range) -> None:
         """Run steps, each with the validation and the checkpoint that are due after it."""
@@ -397,6 +346,8 @@ class _Loop:
 
     def _enter(self, step: int, result: StepResult, seconds: float) -> None:
         metrics = {"step": step + 1, **result.metrics.compute(), **_timing(result, seconds)}
+        if self.training.checkpoint_every is not None:  # now, and not hours later where it is to be saved
+            check_json(self.steps.state, f"the state after step {step + 1}")
         self.metrics.append(metrics)
         self.seconds.append(result.seconds)
         self.makespans.append(seconds)
@@ -405,19 +356,7 @@ class _Loop:
             reporter.step(step + 1, metrics)
 
     def _validate(self, step: int) -> None:
-        for validation, steps, stream in self.validations:
-            if step % validation.every and step != self.training.steps:
-                continue
-            self._tell_node(validation.name)
-            steps.state.clear()  # so that a validation does not depend on those before it
-            total: dict[str, Any] = {}
-            predictions: list[dict[str, Any]] = []
-            for batch in stream.batches(validation.batch):
-                result = steps.step(batch, 0, keep=tuple(steps.plan.graph.nodes))
-                predictions += _predictions(result, step, validation.name)
-                for key, metric in result.metrics.items():
-                    total[key] = total[key].merge(metric) if key in total else metric
-            metrics = {"step": step, **{f"{validation.name}/{key}": m.compute() for key, m in total.items()}}
+        for metrics, predictions in self.validations.due(step, step == self.training.steps, self._tell_node):
             self.validated.append(metrics)
             self.folder.append("metrics.jsonl", [metrics])
             self.folder.append("predictions.jsonl", predictions)
@@ -435,13 +374,34 @@ def _timing(result: StepResult, seconds: float) -> dict[str, float]:
     return timing | ({"throughput/tokens_per_second": tokens.compute() / seconds} if tokens is not None else {})
 
 
-def _predictions(result: StepResult, step: int, name: str) -> list[dict[str, Any]]:
-    """One record a row of a validation: the prompt, the answer, and what it was worth."""
-    columns = {name: column for proto in result.columns.values() for name, column in proto.columns.items()}
-    scores = columns["token_level_scores"].sum(-1).tolist() if "token_level_scores" in columns else None
-    records = []
-    for row, answer in enumerate(columns["response_text"]):
-        record = {"step": step, "validation": name, "uid": columns["uid"][row], "prompt": columns["raw_prompt"][row]}
-        record |= {"response": answer, "ground_truth": columns["ground_truth"][row]}
-        records.append(record | ({"score": scores[row]} if scores is not None else {}))
-    return records
+def _traced(path: Path) -> Timeline:
+    """The trace of the starts that a run resumes; an empty one where it is damaged, which a warning says."""
+    if not path.exists():
+        return Timeline()
+    try:
+        return Timeline.load(path)
+    except DataError as error:
+        logger.warning("%s The trace of this run begins anew.", error)
+        return Timeline()
+
+
+@contextmanager
+def noting(error: BaseException) -> Iterator[None]:
+    """What cannot be written in the block, since `error` has been raised, is told with it and not in its place."""
+    try:
+        yield
+    except StorageError as other:
+        error.add_note(str(other))
+
+
+def _refuse_no_reporters(reporters: Any) -> None:
+    if isinstance(reporters, str) or not isinstance(reporters, Sequence):
+        raise ParameterError(f"run({reporters!r}): expected a list of reporters, such as run([Terminal()]).")
+    for reporter in reporters:
+        missing = [name for name in sorted(members(Reporter)) if not callable(getattr(reporter, name, None))]
+        if missing or isinstance(reporter, type):
+            what = "is a class" if isinstance(reporter, type) else f"has no {', '.join(missing)}"
+            raise ParameterError(
+                f"run([{reporter!r}]): this reporter {what}; expected reporters that were made, such as "
+                f"run([Terminal()])."
+            )

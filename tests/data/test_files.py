@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from flowrl.data.files import file_digest, replaced, write_text
+from flowrl.data.files import file_digest, parse_json, replaced, write
+from flowrl.errors import StorageError
 
 
 def test_a_file_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     for text in ("first\n", "second ü\u2028\n"):
-        write_text(tmp_path / "run.json", text)
+        write(tmp_path / "run.json", text.encode())
         assert (tmp_path / "run.json").read_text(encoding="utf-8") == text
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
@@ -25,7 +28,7 @@ def test_a_folder_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
 
 
 def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
-    write_text(tmp_path / "lines", "whole")
+    write(tmp_path / "lines", b"whole")
     with pytest.raises(OSError, match="no space"), replaced(tmp_path / "lines") as draft:
         draft.write_text("ha")
         raise OSError("no space left on device")
@@ -47,3 +50,30 @@ def test_the_digest_is_of_the_content_alone(tmp_path: Path) -> None:
     (tmp_path / "c").write_bytes(b"flowrl\n")
     a, b, c = (file_digest(tmp_path / name) for name in "abc")
     assert a == b != c and len(a) == 32
+
+
+def test_a_link_in_the_way_is_replaced_and_what_it_points_to_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").write_text("kept")
+    for name, target in (("folder", "elsewhere"), ("dangling", "nowhere"), ("file", "elsewhere/kept")):
+        (tmp_path / name).symlink_to(target)
+        with replaced(tmp_path / name) as draft:
+            draft.mkdir()
+        assert (tmp_path / name).is_dir() and not (tmp_path / name).is_symlink()
+    assert (tmp_path / "elsewhere" / "kept").read_text() == "kept"
+
+
+def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(StorageError, match=r"run\.json cannot be written \(No space left on device; .* free there\)"):
+        write(tmp_path / "run.json", b"{}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"{", b"\xff", b"", "9" * 5000], ids=lambda text: str(text)[:10])
+def test_json_that_is_none_is_a_value_error(text: bytes | str) -> None:
+    with pytest.raises(ValueError):
+        parse_json(text)

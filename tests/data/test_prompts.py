@@ -263,7 +263,14 @@ def test_other_columns_of_a_wrong_type(tmp_path: Path) -> None:
 
 
 def test_a_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
-    assert "no tokens" in refused(tmp_path, record(0) | {"prompt": [{"role": "user", "content": ""}]})
+    class Silent(Characters):
+        def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+            return []
+
+    path = write_jsonl(tmp_path / "a.jsonl", [record(0)])
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template makes no tokens of the prompt"):
+        PromptData(path).load(Silent(), 0)  # type: ignore[arg-type]
+    assert "says anything" in refused(tmp_path, record(0) | {"prompt": [{"role": "system", "content": ""}]})
 
 
 # ---- with a real tokeniser

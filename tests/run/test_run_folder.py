@@ -122,7 +122,7 @@ def test_rewind(tmp_path: Path) -> None:
     written = (tmp_path / "predictions.jsonl").read_text(), (tmp_path / "metrics.jsonl").read_text()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "timi')  # cut off
-    folder.flush()
+    assert folder.marks().keys() == {"metrics.jsonl", "predictions.jsonl"}
     assert folder.rewind(3) == ([{"step": 1, "timing/step": 2.0, "x": 1e-300}], [{"step": 0, "val/x": 0.1}])
     assert written == ((tmp_path / "predictions.jsonl").read_text(), (tmp_path / "metrics.jsonl").read_text())
     assert folder.rewind(0) == ([], [{"step": 0, "val/x": 0.1}])

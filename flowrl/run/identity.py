@@ -1,0 +1,64 @@
+"""What a run must have in common with the one that it resumes: all but backends, place and how long it goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from flowrl.core.graph import Graph
+from flowrl.core.graph_io import fingerprint
+from flowrl.data.files import file_digest
+from flowrl.data.prompts import PromptData
+from flowrl.errors import BindError
+from flowrl.spec import parameters
+
+WEIGHTS = (".safetensors", ".bin", ".json")
+"""Endings of the files of a model's folder that say what its weights are."""
+
+
+def identity_of(graph: Graph, data: PromptData, seed: int, prompts: int) -> dict[str, Any]:
+    """The identity of a run, as JSON-able data: by content, so that files may lie elsewhere.
+
+    Raises:
+        DataError: a file of prompts is missing, or cannot be read.
+        BindError: a file of weights cannot be read.
+    """
+    return {
+        "graph": fingerprint(graph.bound({})),
+        "seed": seed,
+        "prompts": prompts,
+        "data": {name: value for name, value in parameters(data).items() if name != "path"},
+        "content of the data": data.digests(),
+        "starting model": _weights(graph),
+    }
+
+
+def _weights(graph: Graph) -> dict[str, str | None]:
+    """By role, the digest of the folder that its weights start from; None of one that is not on this machine.
+
+    Those of engines that a trainer's weights are carried to do not count: they are not their own.
+    """
+    synced = {use.role for node in graph.nodes.values() if node.is_sync for use in node.uses if use.mode == "writes"}
+    folders = {role: b.starts_from for role, b in graph.bindings.items() if role not in synced and b.starts_from}
+    digests = {folder: _digest(Path(folder)) for folder in set(folders.values())}  # roles often share one
+    return {role: digests[folder] for role, folder in folders.items()}
+
+
+def _digest(folder: Path) -> str | None:
+    """The xxh3-128 of the files of a model's folder, by name and content.
+
+    Raises:
+        BindError: one cannot be read.
+    """
+    if not folder.is_dir():
+        return None
+    digest = xxhash.xxh3_128()
+    try:
+        for file in sorted(file for file in folder.iterdir() if file.suffix in WEIGHTS and file.is_file()):
+            digest.update(f"{file.name}\0{file_digest(file)}\0".encode())
+    except OSError as error:
+        what = f"{error.filename} cannot be read ({error.strerror})"
+        raise BindError(f"{what}; give the right to read it, or bind a backend with another model.") from error
+    return digest.hexdigest()

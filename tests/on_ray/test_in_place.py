@@ -1,0 +1,54 @@
+"""On Ray, an operator that writes into a column is named as it is in one process, though others have a copy there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl import Operator
+from flowrl import columns as c
+from flowrl.core.edit import After
+from flowrl.distributed.place import Colocate
+from flowrl.errors import InPlaceError, NodeError
+from flowrl.graphs import grpo
+from tests.jobs import prompt_batch, proto
+from tests.on_ray.leftovers import leaves_nothing, process_ids
+from tests.on_ray.toys import toy_job
+from tests.rewards import digits
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+
+class Spoils(Operator):
+    """Writes into the scores, which came out of the object store."""
+
+    def __call__(self, token_level_scores: c.TokenLevelScores) -> c.TokenLevelScores:
+        token_level_scores.mul_(2)
+        return token_level_scores + 1
+
+
+class Renames(Operator):
+    """Writes into an array of objects."""
+
+    def __call__(self, uid: c.Uid, token_level_scores: c.TokenLevelScores) -> c.TokenLevelScores:
+        uid[0] = "another"
+        return token_level_scores
+
+
+@pytest.mark.parametrize(
+    ("operator", "said", "cause"),
+    [
+        (Spoils(), r"InPlaceError: odd wrote into the column token_level_scores", InPlaceError),
+        (Renames(), r"ValueError: assignment destination is read-only", ValueError),
+    ],
+)
+def test_a_write_is_named(operator: Operator, said: str, cause: type, tiny: str, tmp_path: Path) -> None:
+    graph: Any = grpo(digits, n=2, max_new_tokens=4).edit(insert={"odd": After("reward", operator.named("odd"))})
+    with leaves_nothing() as processes, toy_job(graph, tmp_path, tiny, place=Colocate(1)).open(seed=3) as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        with pytest.raises(NodeError, match=rf"odd failed in step \d on .*: {said}") as caught:
+            executor.step(proto(prompt_batch([[11, 12], [13]])), 0)
+        assert isinstance(caught.value.__cause__, cause)
