@@ -236,7 +236,7 @@ import os, re, signal, sys
 def mine(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "kill the parent and hang":
         print(os.getpid(), flush=True, file=sys.stderr)
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(int(os.environ["SCRIPT"]), signal.SIGKILL)
         re.match(r"(a+)+$", "a" * 60 + "b")
     return os.getpid()
 
@@ -264,6 +264,7 @@ def run_script(file: Path, work: str) -> tuple[int, list[int], list[int]]:
 def test_a_killed_script_leaves_neither_an_idle_nor_a_hanging_worker(tmp_path: Path) -> None:
     work = """
     if __name__ == "__main__":
+        os.environ["SCRIPT"] = str(os.getpid())
         print(os.getpid(), run(mine, "ok", 2), flush=True)
         run(mine, "kill the parent and hang", 1)
     """
