@@ -6,7 +6,8 @@ user's code, and imports the standard library alone.
 Killing a group of processes misses what has left it (``setsid``), and a process that is killed cannot clean up itself.
 So there are three: the first is the pool's child, whose exit status is the worker's; whoever kills the pool's process
 may kill this child too, as Ray does. The second is the keeper. On Linux, processes that lose their parent become its
-children, so that it finds all that the worker has started; elsewhere it ends the worker's group. The third runs the file.
+children, so that it finds all that the worker has started; elsewhere it ends the worker's group. The third runs the
+file.
 """
 
 from __future__ import annotations

@@ -146,7 +146,8 @@ class ProcessWorker:
         )
 
     def call(self, arguments: Arguments, timeout: float) -> Outcome:
-        """Make a call; the worker is dead after one that exceeded its limit, ended the process or broke the protocol."""
+        """Make a call; the worker is dead after one that exceeded its limit, ended the process or wrote where it must
+        not."""
         reply = self._ask({"arguments": arguments}, timeout)
         return reply if isinstance(reply, NoScore) else Scored(**reply)
 

@@ -119,7 +119,7 @@ def test_what_breaks_out_of_its_call_fails_it_and_no_other(name: str, file: Path
 def test_an_answer_longer_than_allowed_ends_within_its_time(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever writes without end is not read without end; the limit of time holds too."""
     monkeypatch.setattr(reward_pool, "MAX_REPLY", 1 << 40)
-    with pytest.raises(RewardError, match="did not return within 0.5 s"):
+    with pytest.raises(RewardError, match=r"did not return within 0\.5 s"):
         Reward(f"{file}:write_without_end", timeout=0.5, workers=1)(*rows(["bad"]))
 
 
