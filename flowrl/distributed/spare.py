@@ -24,7 +24,11 @@ def spare_folder() -> Iterator[Path]:
     """A new folder in the one for temporary files, which is removed after the block, or when this process dies."""
     folder = Path(tempfile.mkdtemp(prefix="flowrl-"))
     keeper = subprocess.Popen(
-        [sys.executable, "-I", __file__, str(folder)], stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-I", __file__, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,  # whoever reads the output of this process need not wait for it
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     try:
         yield folder

@@ -1,5 +1,5 @@
-"""Ray's own processes on this machine, without which nothing of Ray's goes on: the raylet, and the GCS of a cluster that
-this process has started."""
+"""Ray's own processes on this machine, without which nothing of Ray's goes on: the raylet, and the GCS of a cluster
+that this process has started."""
 
 from __future__ import annotations
 
