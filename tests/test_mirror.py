@@ -30,6 +30,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/on_ray/test_runner.py": ("flowrl/distributed/runner.py",),
     "tests/operators/test_operators.py": ("operators/engines.py", "operators/update.py"),
     "tests/operators/test_reward.py": (
+        "operators/reward/keeper.py",
         "operators/reward/operator.py",
         "operators/reward/pool.py",
         "operators/reward/worker.py",

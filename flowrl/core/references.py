@@ -111,10 +111,11 @@ def _defined(module: ModuleType) -> str:
 
 
 def check(ref: str) -> None:
-    """Refuse a reference to something that is not there, without running the module or file it names.
+    """Refuse a reference to something that is not there or is no function, without running the module or file it names.
 
     Raises:
-        ParameterError: there is no such module or file, it does not compile, or nothing in it defines the name.
+        ParameterError: there is no such module or file, it does not compile, nothing in it defines the name, or the
+            name is plainly that of a class or of a literal.
     """
     name = parse_reference(ref)[1]
     file = source_file(ref)
@@ -122,7 +123,8 @@ def check(ref: str) -> None:
         return  # no source to look at; `resolve` will find out
     try:
         with open(file, "rb") as stream:
-            code = compile(stream.read(), file, "exec", dont_inherit=True)
+            content = stream.read()
+        code = compile(content, file, "exec", dont_inherit=True)
     except SyntaxError as error:
         raise ParameterError(
             f"{ref!r} cannot be used: {file}:{error.lineno} does not compile ({error.msg})."
@@ -134,6 +136,25 @@ def check(ref: str) -> None:
         raise ParameterError(
             f"{ref!r} does not name a function: {file} does not define {name!r}; {offer(name, functions, 'it defines')}"
         )
+    if bound.count(name) == 1 and (what := _plainly(ast.parse(content, file), name)) is not None:
+        raise ParameterError(
+            f"{ref!r} does not name a function: {file} has {what} under that name; expected a function, or a method "
+            f"as 'path/to/file.py:Class.method'."
+        )
+
+
+def _plainly(module: ast.Module, name: str) -> str | None:
+    """What the top level of a module makes a name that is plainly no function; None where it may be one."""
+    for node in module.body:
+        if isinstance(node, ast.ClassDef) and node.name == name and not node.decorator_list:
+            return "a class"
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            try:
+                return f"a literal ({type(ast.literal_eval(getattr(node, 'value', None) or '')).__name__})"
+            except ValueError:  # an expression that may well be a function
+                return None
+    return None
 
 
 def stub_of(ref: str) -> Callable[..., Any] | None:

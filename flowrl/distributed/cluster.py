@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,8 +42,10 @@ def connected(place: RayPlace) -> Iterator[None]:
                 f"{type(place).__name__}(address={place.address!r}), but this process is connected to the Ray cluster "
                 f"at {here}; leave address out to use that one, or call ray.shutdown() first."
             )
-        yield
+        with _signals_kept(signal.getsignal(signal.SIGTERM)):
+            yield
         return
+    before = signal.getsignal(signal.SIGTERM)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if place.address is not None:
         if wanted is not None:
@@ -61,9 +65,44 @@ def connected(place: RayPlace) -> Iterator[None]:
         with _on_loopback():  # without an address Ray would join whatever cluster of others this machine has
             ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=store, **quiet)
     try:
-        yield
+        with _signals_kept(before):
+            yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _signals_kept(before: Any) -> Iterator[None]:
+    """Within the block and after it, SIGTERM is for whoever it was for before Ray took it.
+
+    Ray puts a handler of C++ below Python's, which prints a stack, and one of its own into Python, which is kept where
+    there was none before. A `SystemExit` that a handler raises while Ray waits, Ray replaces by another.
+
+    Args:
+        before: what `signal.getsignal` said before Ray was started.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = before if callable(before) else signal.getsignal(signal.SIGTERM)
+    raised: list[SystemExit] = []
+
+    def keep(number: int, frame: Any) -> None:
+        try:
+            handler(number, frame)
+        except SystemExit as error:
+            raised.append(error)
+            raise
+
+    if callable(handler):
+        signal.signal(signal.SIGTERM, keep)
+    try:
+        yield
+    except SystemExit as error:
+        raise (raised or [error])[-1] from None
+    finally:
+        if signal.getsignal(signal.SIGTERM) is keep:
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

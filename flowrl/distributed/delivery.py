@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import ray
-import torch.distributed as dist
 
 from flowrl.distributed.export import Export
 from flowrl.distributed.hosts import Hosts
+from flowrl.distributed.meeting import LOOPBACK, store_at
 from flowrl.run.place import ProcessSpec
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.route import choose
 from flowrl.sync.stream import Ticket
 
-c10d: Any = dist  # whose annotations hide the stores that it documents
 _PATIENT = 0.8  # of the deadline: a side that waits for the other gives up before the driver gives up on it
 
 
@@ -82,8 +80,10 @@ class Delivery:
             return {self._role: sent}
         hosts.take_turns(self._senders, self._what)
         seconds = _PATIENT * hosts.place.deadline
-        address = ray.util.get_node_ip_address()
-        self._store = c10d.TCPStore(address, 0, None, True, timeout=timedelta(seconds=seconds), wait_for_workers=False)
+        machines = {hosts.seats[host].node for host in [*self._senders, *self._receivers]}
+        alone = machines == {ray.get_runtime_context().get_node_id()}
+        address = LOOPBACK if alone else ray.util.get_node_ip_address()
+        self._store = store_at(address, seconds)
         self._ticket = Ticket(self.transport, address, self._store.port, self._by, seconds)
         return {self._role: self._ticket}
 

@@ -5,15 +5,31 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from flowrl.distributed.ray_place import RayPlace
 from flowrl.errors import NodeError
 from flowrl.run.place import ProcessSpec
+
+GONE = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
+"""What Ray raises where a process is gone."""
 
 
 class HostDiedError(NodeError):
@@ -95,23 +111,54 @@ def answer(ref: Any, host: ProcessSpec | None, what: str, place: RayPlace, patie
     seconds = place.deadline if patience is None else patience
     try:
         return ray.get(ref, timeout=seconds)
-    except RayActorError as error:
-        if error.actor_init_failed:  # no death that a new process would mend
-            raise NodeError(f"{what} could not start {named(host)}: {str(error).strip()}") from error
-        raise died(host, what, place, str(error).strip().splitlines()[0].rstrip(".")) from error
-    except GetTimeoutError as error:
-        raise stuck(host, what, place, seconds) from error
-    except RayTaskError as error:
+    except RayTaskError as error:  # before those that it may be too, as the cause is
         cause = error.cause
         cause.add_note(f"On the host:\n{error}")
         raise NodeError(f"{what} failed on {named(host)}: {type(cause).__name__}: {cause}") from cause
+    except GetTimeoutError as error:
+        raise stuck(host, what, place, seconds) from error
+    except GONE as error:
+        if getattr(error, "actor_init_failed", False):  # no death that a new process would mend
+            raise NodeError(f"{what} could not start {named(host)}: {str(error).strip()}") from error
+        raise died(host, what, place, _first_line(error)) from error
+    except RayError as error:
+        raise NodeError(f"{what} failed on {named(host)}: {_said(error)}") from error
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """What Ray raises in the block, in this process, becomes an error that says what for.
+
+    Raises:
+        NodeError: from it.
+    """
+    try:
+        yield
+    except RayError as error:
+        raise NodeError(f"{what} failed in the driver: {_said(error)}") from error
+
+
+def _said(error: RayError) -> str:
+    """What an error of Ray's says in short, and what mends it."""
+    if isinstance(error, ObjectStoreFullError):
+        mend = "give Ray's object store more memory (ray start --object-store-memory, or a larger /dev/shm)"
+    elif isinstance(error, OutOfDiskError):
+        mend = "the disk that Ray spills to is full: make room under its --temp-dir (/tmp/ray)"
+    else:
+        mend = "look into Ray's logs, in session_latest/logs under its --temp-dir (/tmp/ray)"
+    return f"{type(error).__name__}: {_first_line(error)}; {mend}."
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 def died(host: ProcessSpec | None, what: str, place: RayPlace, reason: str) -> HostDiedError:
     """The error of a process that is gone."""
     mend = "" if place.restart == "role" else f", or let it be rebuilt: {type(place).__name__}(restart='role')"
     return HostDiedError(
-        f"{what} lost {named(host)}, whose process died ({reason}); look for the kernel's out-of-memory killer{mend}.",
+        f"{what} lost {named(host)}, whose process died ({reason}); look for the kernel's out-of-memory killer or "
+        f"Ray's (RAY_memory_usage_threshold){mend}.",
         host,
     )
 

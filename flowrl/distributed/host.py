@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from flowrl.data.balance import Share
 from flowrl.data.metrics import Metrics
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults import Failure, named
+from flowrl.distributed.meeting import LOOPBACK, c10d, stay_on_loopback, store_at
 from flowrl.distributed.wire import Array, Piece, join, pack, unpack, widths
 from flowrl.distributed.worker_logs import Warned, collect_warnings
 from flowrl.errors import SyncError
@@ -123,6 +123,7 @@ class Host:
         self.plan, self.seed, self._gpus = plan, seed, gpus
         self.engines: dict[str, Any] = {}
         self._built: EngineBuilder | None = None
+        self._store: Any = None
 
     def seat(self) -> Seat:
         """Where this process is, as Ray knows it."""
@@ -139,29 +140,32 @@ class Host:
         """Of this process."""
         return os.getpid()
 
-    def meeting_point(self, alone: bool) -> str:
-        """Where the ranks can meet: an address of this machine (of its loopback, if all are here) and a free port."""
-        address = "127.0.0.1" if alone else ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return f"tcp://{address}:{probe.getsockname()[1]}"
+    def meeting_point(self, alone: bool, timeout: float) -> tuple[str, int]:
+        """Open a store where the ranks can meet: at the loopback, if all are on this machine; its address and port."""
+        address = LOOPBACK if alone else ray.util.get_node_ip_address()
+        self._store = store_at(address, timeout)
+        return address, self._store.port
 
-    def build(self, bindings: Mapping[str, Any], address: str | None, timeout: float) -> None:
+    def build(self, bindings: Mapping[str, Any], meeting: tuple[str, int] | None, timeout: float) -> None:
         """Load the engines.
 
         Args:
             bindings: the backends of the plan's roles.
-            address: where several ranks meet first.
+            meeting: where several ranks meet, see `meeting_point`.
             timeout: seconds that they wait for each other, then and in every collective.
         """
         assert self.plan is not None
-        if address is not None:
+        if meeting is not None:
+            if meeting[0] == LOOPBACK:
+                stay_on_loopback()
+            patience = timedelta(seconds=timeout)
+            store = c10d.TCPStore(*meeting, None, False, timeout=patience) if self._store is None else self._store
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                init_method=address,
+                store=store,
                 rank=self.plan.rank,
                 world_size=self.plan.ranks,
-                timeout=timedelta(seconds=timeout),
+                timeout=patience,
             )
         self._built = EngineBuilder(bindings, self.seed, self.plan.rank, self.plan.ranks)
         self.engines = self._built.all()

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 
 from flowrl.core.protocols import Closable
-from flowrl.distributed.faults import HostDiedError, answer, died, stuck
+from flowrl.distributed import watch
+from flowrl.distributed.faults import GONE, HostDiedError, answer, died, naming, stuck
 from flowrl.distributed.host import Host
 from flowrl.distributed.ray_place import RayPlace
 from flowrl.distributed.slots import Slots
@@ -70,13 +70,13 @@ class Hosts:
             ranks = [plan for plan in plans if plan.roles == roles]
             loading, patience = f"loading {'+'.join(roles)}", max(self.place.deadline, _LOAD_SECONDS)
             self.seats |= zip(ranks, self.ask(ranks, loading, "seat", patience=patience), strict=True)
-            machines = [self.seats[rank].node for rank in ranks]
             bindings = {role: self.bindings[role] for role in roles}
-            address = None
+            meeting, seconds = None, self.place.deadline
             if len(ranks) > 1 and any(backend.collective for backend in bindings.values()):
-                address = self.ask(ranks[:1], loading, "meeting_point", len(set(machines)) == 1)[0]
+                alone = len({self.seats[rank].node for rank in ranks}) == 1
+                meeting = self.ask(ranks[:1], loading, "meeting_point", alone, seconds)[0]
             try:
-                self.ask(ranks, loading, "build", bindings, address, self.place.deadline, patience=patience)
+                self.ask(ranks, loading, "build", bindings, meeting, seconds, patience=patience)
             except NodeError as error:
                 if isinstance(error, HostDiedError) or not isinstance(error.__cause__, FlowrlError):
                     raise
@@ -98,11 +98,12 @@ class Hosts:
             HostDiedError: one died, also where that is only noticed by another that failed for it.
             NodeError: see `answer`.
         """
-        asked = {getattr(self.actors[plan], method).remote(*arguments): plan for plan in plans}
+        with naming(what):
+            asked = {getattr(self.actors[plan], method).remote(*arguments): plan for plan in plans}
         seconds = self.place.deadline if patience is None else patience
         until, answers, waiting = time.monotonic() + seconds, dict[Any, Any](), list(asked)
         while waiting:
-            answered, waiting = ray.wait(waiting, timeout=max(0.0, until - time.monotonic()))
+            answered, waiting = watch.wait(waiting, until - time.monotonic())
             if not answered:
                 raise stuck(asked[waiting[0]], what, self.place, seconds)
             for ref in answered:
@@ -134,15 +135,15 @@ class Hosts:
         gone: list[ProcessSpec | None] = []
         until = time.monotonic() + GRACE_SECONDS
         while pings and not gone:
-            answered, _ = ray.wait(list(pings), timeout=max(0.0, until - time.monotonic()))
+            answered, _ = watch.wait(list(pings), until - time.monotonic())
             if not answered:
                 break
             for ref in answered:
                 plan = pings.pop(ref)
                 try:
                     ray.get(ref)
-                except RayActorError as error:
-                    if not error.actor_init_failed:  # it never was there, for a reason of its own
+                except GONE as error:
+                    if not getattr(error, "actor_init_failed", False):  # it never was there, for a reason of its own
                         gone.append(plan)
         return gone
 
@@ -175,8 +176,10 @@ class Hosts:
 
     def close(self) -> None:
         """End all processes, and the reservation with them; engines that have a `close` get some seconds for it."""
+        if watch.is_gone():
+            return  # and they with it
         if ending := [actor.close.remote() for plan, actor in self.actors.items() if self._closes(plan)]:
-            ray.wait(ending, num_returns=len(ending), timeout=GRACE_SECONDS)
+            watch.wait(ending, GRACE_SECONDS, len(ending))
         self._kill(self.processes)
         ray.kill(self.general)
         self._slots.release()

@@ -26,7 +26,7 @@ class Colocate(_Opened):
         address, memory, deadline, restart: see `RayPlace`.
     """
 
-    gpus: int = Field(default=1, ge=1)
+    gpus: int = Field(default=1, ge=1, strict=True)
 
     @property
     def slots(self) -> int:
@@ -45,8 +45,8 @@ class Split(_Opened):
         address, memory, deadline, restart: see `RayPlace`.
     """
 
-    train: int = Field(default=1, ge=1)
-    rollout: int = Field(default=1, ge=1)
+    train: int = Field(default=1, ge=1, strict=True)
+    rollout: int = Field(default=1, ge=1, strict=True)
 
     @property
     def slots(self) -> int:

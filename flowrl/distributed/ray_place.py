@@ -8,6 +8,8 @@ from pydantic import Field
 
 from flowrl.run.place import Place
 
+_YEAR = 365 * 86400
+
 
 class RayPlace(Place):
     """Base of places whose processes are Ray's.
@@ -15,12 +17,12 @@ class RayPlace(Place):
     Args:
         address: the Ray cluster to join; None starts one on this machine and shuts it down afterwards.
         memory: see `Place`.
-        deadline: seconds that a node may take before it counts as stuck.
+        deadline: seconds that a node may take before it counts as stuck, at most a year.
         restart: ``"role"`` rebuilds a role that died and repeats the step; ``"never"`` raises.
     """
 
     address: str | None = Field(default=None, kw_only=True)
-    deadline: float = Field(default=3600.0, gt=0, kw_only=True)
+    deadline: float = Field(default=3600.0, gt=0, le=_YEAR, strict=True, kw_only=True)
     restart: Literal["never", "role"] = Field(default="never", kw_only=True)
 
     @property

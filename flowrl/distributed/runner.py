@@ -24,13 +24,15 @@ from flowrl.core.plan import Plan
 from flowrl.data.balance import Share
 from flowrl.data.metrics import of_ranks
 from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.distributed import watch
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.delivery import Delivery
-from flowrl.distributed.faults import Failure, HostDiedError, answer, chain, died, named, stuck
+from flowrl.distributed.faults import Failure, HostDiedError, answer, chain, died, named, naming, stuck
 from flowrl.distributed.host import HostTask, Report, Sent, join_pieces
 from flowrl.distributed.hosts import GRACE_SECONDS, Hosts
 from flowrl.distributed.ray_place import RayPlace
 from flowrl.distributed.shards import shard
+from flowrl.distributed.spare import spare_folder
 from flowrl.distributed.wire import Array, Piece, pack, widths
 from flowrl.distributed.worker_logs import relay_warnings
 from flowrl.errors import DataError, EngineError, NodeError, SyncError
@@ -55,12 +57,15 @@ def open_ray(graph: Graph, place: RayPlace, seed: int) -> Iterator[Steps]:
     """
     plan, processes = Plan(graph), lay_out(graph, place)
     refuse_unplaceable(plan, processes)
-    with connected(place), tempfile.TemporaryDirectory(prefix="flowrl-") as folder:
-        hosts = Hosts(processes, graph.bindings, place, seed)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(connected(place))
+        stack.enter_context(watch.watched())
+        spare = stack.enter_context(spare_folder()) if place.restart == "role" else None
+        with naming("opening the job on Ray"):
+            hosts = Hosts(processes, graph.bindings, place, seed)
         try:
             hosts.start(processes)
             runner = RayRunner(hosts)
-            spare = Path(folder) if place.restart == "role" else None
             yield Steps(plan, runner, seed, TrainedWeights(plan, runner, seed, spare))
         finally:
             hosts.close()
@@ -140,7 +145,8 @@ class RayRunner:
         held: dict[str, list[Piece]] = {}
         for name, column in columns.items():
             packed = pack(column)
-            held[name] = [Piece(np.arange(len(column)), ray.put(packed), *widths(sizes), packed.nbytes)]
+            with naming(f"the column {name} of the input {node.name}"):
+                held[name] = [Piece(np.arange(len(column)), ray.put(packed), *widths(sizes), packed.nbytes)]
             self.traffic.input += packed.nbytes
         return held
 
@@ -151,7 +157,8 @@ class RayRunner:
             NodeError: a process died, or could not make room; what else runs is given up.
         """
         try:
-            self._start(task)
+            with naming(str(task)):
+                self._start(task)
         except BaseException:
             self._give_up()
             raise
@@ -229,7 +236,7 @@ class RayRunner:
         place = self.hosts.place
         first = min(self._running.values(), key=lambda running: running.since)
         left = first.since + place.deadline - time.monotonic()
-        answered, _ = ray.wait(list(self._running), num_returns=1, timeout=max(0.0, left))
+        answered, _ = watch.wait(list(self._running), left)
         if not answered:
             host = next(host for ref, host in first.hosts.items() if ref not in first.reports)
             raise stuck(host, str(first.task), place, place.deadline)
@@ -281,13 +288,14 @@ class RayRunner:
         )
 
     def _fetch(self, pieces: list[Piece], wanted: ColumnType, what: str) -> Any:
-        try:
-            column, nbytes = join_pieces(pieces, wanted)
-            self.traffic.driver += nbytes
-            return column
-        except ObjectLostError as error:
-            failure = Failure.of(error, f"{what}: the column {wanted.name} is lost: {error}")
-            raise self._blame(failure, None, what, []) from error
+        with naming(what):
+            try:
+                column, nbytes = join_pieces(pieces, wanted)
+            except ObjectLostError as error:
+                failure = Failure.of(error, f"{what}: the column {wanted.name} is lost: {error}")
+                raise self._blame(failure, None, what, []) from error
+        self.traffic.driver += nbytes
+        return column
 
     # ---- faults
 
@@ -306,7 +314,7 @@ class RayRunner:
             if ref in running.reports or other == host:
                 continue
             left = running.since + place.deadline - time.monotonic()
-            if not ray.wait([ref], timeout=max(0.0, min(GRACE_SECONDS, left)))[0]:
+            if not watch.wait([ref], min(GRACE_SECONDS, left))[0]:
                 raise stuck(other, what, place, time.monotonic() - running.since)
             report: Report | Sent | Failure = answer(ref, other, what, place)
             if isinstance(report, Failure) and not _interrupted(report):

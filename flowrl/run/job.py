@@ -28,10 +28,20 @@ class Job(Generic[GraphT]):
     Args:
         graph: with its bindings.
         place: where it runs, on Ray; None is this process.
+
+    Raises:
+        BindError: `place` is no place.
     """
 
     graph: GraphT
     place: Place | None = None
+
+    def __post_init__(self) -> None:
+        if self.place is not None and not isinstance(self.place, Place):
+            raise BindError(
+                f"place={self.place!r} is no place; expected one such as Colocate(gpus=2) or Split(train=1, rollout=1) "
+                f"of flowrl, or None for this process."
+            )
 
     def edit(self, *misplaced: Any, **verbs: Any) -> Job[GraphT]:
         """`Graph.edit` on the job's graph; ``edit(bind={"rollout": ...})`` swaps an engine and nothing else."""

@@ -25,7 +25,7 @@ class Place(Spec):
         memory: GiB that a slot has, to be held against the sizes that backends state; None does not check.
     """
 
-    memory: float | None = Field(default=None, gt=0, kw_only=True)
+    memory: float | None = Field(default=None, gt=0, allow_inf_nan=False, strict=True, kw_only=True)
 
     @property
     def slots(self) -> int:

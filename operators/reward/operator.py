@@ -117,9 +117,9 @@ class Reward(Operator):
     references: ClassVar[frozenset[str]] = frozenset({"fn"})
 
     fn: Callable[..., Any] | str
-    timeout: float = Field(default=10.0, gt=0, le=86400)
-    on_error: Literal["raise"] | Annotated[float, Field(allow_inf_nan=False)] = "raise"
-    workers: int | None = Field(default=None, ge=1)
+    timeout: float = Field(default=10.0, gt=0, le=86400, strict=True)
+    on_error: Literal["raise"] | Annotated[float, Field(allow_inf_nan=False, strict=True)] = "raise"
+    workers: int | None = Field(default=None, ge=1, strict=True)
 
     def __post_init__(self) -> None:
         if isinstance(self.fn, str):
@@ -177,10 +177,11 @@ class Reward(Operator):
         for name, column in columns.items():
             try:
                 arguments[name] = _plain(column[row])
-            except TypeError as error:
+            except (TypeError, RecursionError) as error:
+                found = error if isinstance(error, TypeError) else "values that nest too deeply"
                 column_name = "response_text" if name == "solution_str" else name
                 raise DataError(
-                    f"{self.name}: {column_name} of row {prompts.row_id[row]!r} holds {error}, which is not JSON, but "
+                    f"{self.name}: {column_name} of row {prompts.row_id[row]!r} holds {found}, which is not JSON, but "
                     f"the reward function {self._function_name} runs in other processes that get its arguments as "
                     f"JSON; keep strings, numbers, booleans, None, lists and dicts with string keys in the data."
                 ) from None
@@ -238,6 +239,11 @@ def _source_of(fn: Callable[..., Any] | str) -> FunctionSource | None:
 
 def _check_call(fn: Callable[..., Any], name: str) -> None:
     """Refuse what cannot be called like a reward function, or whose calls give no score."""
+    if isinstance(fn, type):
+        raise ParameterError(
+            f"the reward function {name} is a class, so a call of it gives an object and no score; give a function, or "
+            f"an object of the class that has a __call__."
+        )
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
         raise ParameterError(
             f"the reward function {name} is async, so a call of it gives a coroutine and no score; define it by `def`, "

@@ -1,8 +1,8 @@
 """Many calls of a reward function at once, each with a time limit.
 
 A function that can be imported runs in worker processes (`worker`): a call that hangs, even in C code that holds the
-interpreter's lock, is ended with its process, and a fresh process takes over. Processes stay from step to step and end
-with the program. Any other callable runs in threads of this process.
+interpreter's lock, is ended with its process and all that it has started (`keeper`), and a fresh process takes over.
+Processes stay from step to step and end with the program. Any other callable runs in threads of this process.
 """
 
 # Why not `concurrent.futures`, or `pebble` (version 5.2.3)? The former has no time limit for a call that runs, and one
@@ -18,8 +18,10 @@ import contextlib
 import json
 import os
 import queue
+import secrets
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,11 +32,18 @@ from typing import Any, NamedTuple, Protocol
 
 from flowrl.core.references import parse_reference
 from flowrl.errors import RewardError
+from flowrl.operators.reward import keeper as reward_keeper
 from flowrl.operators.reward import worker as reward_worker
-from flowrl.operators.reward.worker import NoScore, Scored
+from flowrl.operators.reward.worker import CUT_OFF, NoScore, Scored
 
 START_LIMIT = 300.0
 """Seconds allowed for importing the module of a reward function."""
+
+END_LIMIT = 10.0
+"""Seconds allowed for ending a worker and what it has started."""
+
+MAX_REPLY = 1 << 24
+"""Bytes of a reply."""
 
 Outcome = Scored | NoScore
 Arguments = Mapping[str, Any]
@@ -102,19 +111,19 @@ class ProcessWorker:
     def __init__(self, source: FunctionSource) -> None:
         self._source = source
         self.alive = True
-        self._lock = threading.Lock()
-        self._process = subprocess.Popen(
-            # -P: the folder of the worker's file must not come before the standard library.
-            [sys.executable, "-P", reward_worker.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env={"OMP_NUM_THREADS": "1", **os.environ},  # there are several workers, beside a model that computes
-            start_new_session=True,  # the parent handles Ctrl-C; and the group can be ended as one
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        os.set_blocking(self._stdin.fileno(), False)
+        with contextlib.ExitStack() as undo:
+            ours, theirs = map(undo.enter_context, socket.socketpair())
+            self._process = subprocess.Popen(
+                # -P: the folder of the file must not come before the standard library.
+                [sys.executable, "-P", reward_keeper.__file__, reward_worker.__file__],
+                stdin=theirs,
+                env={"OMP_NUM_THREADS": "1", **os.environ},  # there are several workers, beside a model that computes
+                start_new_session=True,  # the parent handles Ctrl-C
+            )
+            theirs.close()
+            undo.pop_all()
+        self._channel = ours
+        self._channel.setblocking(False)
 
     def start(self) -> None:
         """Import the function.
@@ -137,59 +146,81 @@ class ProcessWorker:
         )
 
     def call(self, arguments: Arguments, timeout: float) -> Outcome:
-        """Make a call; the worker is dead after one that exceeded its limit or ended the process."""
-        reply = self._ask({"arguments": arguments, "timeout": timeout}, timeout)
+        """Make a call; the worker is dead after one that exceeded its limit, ended the process or wrote where it must
+        not."""
+        reply = self._ask({"arguments": arguments}, timeout)
         return reply if isinstance(reply, NoScore) else Scored(**reply)
 
-    def _ask(self, message: Any, limit: float) -> dict[str, Any] | NoScore:
+    def _ask(self, message: Mapping[str, Any], limit: float) -> dict[str, Any] | NoScore:
+        name = secrets.token_hex(8)  # which nothing else writes by accident
+        request = json.dumps({"id": name, **message}).encode() + b"\n"
         try:
-            line = self._exchange(json.dumps(message).encode() + b"\n", time.monotonic() + limit)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            status = self.end()
-            how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            return NoScore(f"ended its process ({how})")
-        if line is None:
+            line = self._exchange(request, time.monotonic() + limit)
+        except TimeoutError:
             self.end()
             return _over(limit)
-        reply: dict[str, Any] = json.loads(line)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return NoScore(_how_it_ended(self.end()))
+        try:
+            reply: dict[str, Any] = json.loads(line)
+            if reply.pop("id") != name:
+                raise ValueError("an answer to another request")
+        except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+            self.end()
+            shown = f"{line[:80]!r}{'...' if len(line) > 80 else ''}"
+            return NoScore(f"wrote into the socket that its process answers by ({shown})")
         return NoScore(**reply) if "what" in reply else reply
 
-    def _exchange(self, line: bytes, deadline: float) -> bytes | None:
-        """Send a line and read one; None if the deadline comes first. Neither direction blocks past it."""
-        rest, received = memoryview(line), b""
+    def _exchange(self, line: bytes, deadline: float) -> bytes:
+        """Send a line and read one; neither direction blocks past the deadline.
+
+        Raises:
+            TimeoutError: the deadline came first.
+            EOFError: the other end is closed.
+        """
+        rest, received = memoryview(line), bytearray()
         with selectors.DefaultSelector() as selector:
-            selector.register(self._stdin, selectors.EVENT_WRITE)
-            selector.register(self._stdout, selectors.EVENT_READ)
-            while not received.endswith(b"\n"):
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
+            selector.register(self._channel, selectors.EVENT_READ | selectors.EVENT_WRITE)
+            while not received.endswith(b"\n") and len(received) <= MAX_REPLY:
+                left = deadline - time.monotonic()
+                ready = selector.select(left) if left > 0 else []
                 if not ready:
-                    return None
-                for key, _ in ready:
-                    if key.fileobj is self._stdin:
-                        rest = rest[os.write(self._stdin.fileno(), rest) :]
-                        if not rest:
-                            selector.unregister(self._stdin)
-                    elif chunk := os.read(self._stdout.fileno(), 1 << 16):
-                        received += chunk
-                    else:
+                    raise TimeoutError
+                _, events = ready[0]
+                if events & selectors.EVENT_READ:
+                    chunk = self._channel.recv(1 << 16)
+                    if not chunk:
                         raise EOFError
-        return received
+                    received += chunk
+                elif rest:
+                    rest = rest[self._channel.send(rest) :]
+                    if not rest:
+                        selector.modify(self._channel, selectors.EVENT_READ)
+        return bytes(received)
 
     def kill(self) -> None:
-        """End the process and all that it started; the thread that owns the worker sees the pipe close."""
-        with self._lock:
-            if self.alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
+        """End the process and all that it started; the thread that owns the worker sees the socket close."""
+        with contextlib.suppress(OSError):  # it is closed already
+            self._channel.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> int:
-        """End the process and wait for it; returns its exit status."""
-        self.kill()  # before the wait, since afterwards the id of the group may be another's
-        with self._lock:
-            self.alive = False
-            self._stdin.close()
-            self._stdout.close()
+        """End the process and all that it started, and wait for it; returns its exit status."""
+        self.kill()
+        self.alive = False
+        try:
+            return self._process.wait(END_LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)  # of the keeper
             return self._process.wait()
+        finally:
+            self._channel.close()
+
+
+def _how_it_ended(status: int) -> str:
+    if status == CUT_OFF:
+        return "closed the socket that its process answers by"
+    how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return f"ended its process ({how})"
 
 
 class Pool:
@@ -219,8 +250,9 @@ class Pool:
             if self._closed:
                 raise RewardError("the pool of reward workers is closed, as the program is ending.")
             while len(self._threads) < min(self._workers, len(calls)):
-                self._threads.append(threading.Thread(target=self._serve, name="flowrl-reward-pool", daemon=True))
-                self._threads[-1].start()
+                thread = threading.Thread(target=self._serve, name="flowrl-reward-pool", daemon=True)
+                thread.start()
+                self._threads.append(thread)
             for future, arguments in zip(futures, calls, strict=True):
                 self._tasks.put((future, arguments, timeout))
         try:
@@ -265,26 +297,42 @@ class Pool:
                 future.set_exception(trouble)
                 trouble = None
                 continue
-            outcome = worker.call(arguments, timeout)
+            # Whatever goes wrong, the call that waits hears of it, and this thread goes on.
+            try:
+                future.set_result(worker.call(arguments, timeout))
+            except Exception as error:
+                future.set_exception(_unforeseen("a call", error))
+                worker.end()
             if not worker.alive:
                 with self._lock:
                     self._live.discard(worker)
                 worker = None
-            future.set_result(outcome)
 
     def _started(self) -> Worker:
-        with self._lock:
-            if self._closed:
-                raise RewardError("the pool of reward workers was closed while it had work.")
-            worker = self._make()
-            self._live.add(worker)
+        worker: Worker | None = None
         try:
-            worker.start()
-        except RewardError:
             with self._lock:
-                self._live.discard(worker)
-            raise
+                if self._closed:
+                    raise RewardError("the pool of reward workers was closed while it had work.")
+                worker = self._make()
+                self._live.add(worker)
+            worker.start()
+        except Exception as error:
+            if worker is not None:
+                with self._lock:
+                    self._live.discard(worker)
+            raise error if isinstance(error, RewardError) else _unforeseen("the start", error) from error
         return worker
+
+
+def _unforeseen(what: str, error: Exception) -> RewardError:
+    """The error of the pool's own side."""
+    found = RewardError(
+        f"{what} of a reward worker failed on its own side, {type(error).__name__}: {error}; look for limits on "
+        f"processes, open files and memory (ulimit -a), or for arguments that cannot be sent."
+    )
+    found.__cause__ = error
+    return found
 
 
 _pools: dict[tuple[FunctionSource, int], Pool] = {}
@@ -308,6 +356,16 @@ def process_pool(source: FunctionSource, workers: int) -> Pool:
         if key not in _pools:
             _pools[key] = Pool(lambda: ProcessWorker(source), workers)
         return _pools[key]
+
+
+def _forget_pools() -> None:
+    """In a process that this one has forked: it has none of the threads, and must not end the workers."""
+    global _pools_lock
+    _pools_lock = threading.Lock()
+    _pools.clear()
+
+
+os.register_at_fork(after_in_child=_forget_pools)
 
 
 @atexit.register

@@ -1,13 +1,15 @@
 """The process that a reward function runs in, and the outcome of a call.
 
-`pool` starts this file by its path, so that neither flowrl nor torch is imported (only what the user's module imports);
-hence only the standard library is used here. Requests and replies are JSON, one per line, over the pipes that were
-stdin and stdout; what the function prints goes to stderr. The process ends when its requests do, so it cannot outlive
-the one that started it.
+`keeper` runs this file by its path, so that neither flowrl nor torch is imported (only what the user's module imports);
+hence only the standard library is used here. Requests and replies are JSON, one per line, over the socket that was
+stdin; a reply bears the name of its request. The function meets neither: stdin is empty for it, what it prints goes
+to stderr, and what it forks or starts has no part in the socket.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -15,17 +17,17 @@ import importlib.util
 import json
 import numbers
 import os
-import queue
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-ALARM_FACTOR = 2.0
-ALARM_SLACK = 1.0
-"""A call ends its own process after ``ALARM_FACTOR * timeout + ALARM_SLACK`` seconds, if nobody else has ended it."""
+CUT_OFF = 120
+"""The exit status of a worker whose socket the function has closed."""
+
+_FIRST = 200
+"""The least number that the socket gets as a file descriptor: who closes or writes to some range of them rarely goes so
+far, and every system allows as many."""
 
 FRAMES = 3
 """How many frames of a traceback are reported, counted from the innermost."""
@@ -48,9 +50,13 @@ class NoScore(NamedTuple):
 def call(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> Scored | NoScore:
     """Call a reward function and read what it returned: a number, or a dict with a number under ``"score"``."""
     try:
-        result = fn(**arguments)
+        return _scored(fn(**arguments))
     except BaseException as error:  # also SystemExit: it is this row's failure, not the process's
         return failed(error)
+
+
+def _scored(result: Any) -> Scored | NoScore:
+    """What was returned; whatever its methods raise is raised."""
     score = number(result.get("score") if isinstance(result, dict) else result)
     if score is None:
         wanted = "a number under 'score'" if isinstance(result, dict) else "a number or a dict with a 'score'"
@@ -61,8 +67,11 @@ def call(fn: Callable[..., Any], arguments: Mapping[str, Any]) -> Scored | NoSco
 
 def failed(error: BaseException) -> NoScore:
     """An exception, with the innermost frames of its traceback."""
-    lines = traceback.format_list(traceback.extract_tb(error.__traceback__)[1:][-FRAMES:])
-    text = str(error)
+    try:
+        lines = traceback.format_list(traceback.extract_tb(error.__traceback__)[1:][-FRAMES:])
+        text = str(error)
+    except BaseException as another:  # the user's own __str__, or no memory or stack is left
+        lines, text = [], f"(an exception whose text cannot be had: {type(another).__name__})"
     return NoScore(f"raised {type(error).__name__}{': ' + _short(text) if text else ''}", "".join(lines).rstrip())
 
 
@@ -100,59 +109,71 @@ def load(source: str, name: str, expected: str | None) -> Callable[..., Any]:
             if digest(stream.read()) != expected:
                 raise ImportError(f"{module.__file__} has changed since the operator was made; make a new one")
     fn = functools.reduce(getattr, name.split("."), module)
-    if not callable(fn):
+    if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"{name} is a {type(fn).__name__}, expected a function")
     return fn
 
 
 def _short(text: str, limit: int = 500) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+    """The start of a text, with half characters, which could not be printed, escaped."""
+    cut = text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+    return cut.encode("utf-8", "backslashreplace").decode()
 
 
-def _take_pipes() -> tuple[int, int]:
-    """Move the protocol away from fds 0 and 1, so that nothing the function prints or reads can get into it."""
-    requests, replies = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    return requests, replies
+class _Channel:
+    """The socket to whoever asks, away from the file descriptors that the function deals with."""
 
+    def __init__(self) -> None:
+        self._socket = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, _FIRST)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        os.dup2(2, 1)
+        self._requests = open(self._socket, "rb", closefd=False)  # noqa: SIM115 (as long as the process)
+        self._owner, self._id = os.getpid(), None
+        self._open = True
+        os.register_at_fork(after_in_child=self._leave)
 
-def _read(requests: int, lines: queue.SimpleQueue[bytes]) -> None:
-    with open(requests, "rb") as stream:
-        for line in stream:
-            lines.put(line)
-    os._exit(0)  # whoever asked is gone, and with it the reader of a call that still runs
+    def _leave(self) -> None:
+        """In a process that the function has forked."""
+        if self._open:
+            self._open = False
+            with contextlib.suppress(OSError):
+                os.close(self._socket)
+
+    def ask(self) -> Any:
+        """The next request."""
+        if not (line := self._requests.readline()):
+            os._exit(0)  # whoever asked is gone
+        request = json.loads(line)
+        self._id = request.pop("id")
+        return request
+
+    def reply(self, **message: Any) -> None:
+        """Answer it. A process that the function has forked, and that comes here too, ends."""
+        if os.getpid() != self._owner:
+            os._exit(0)
+        rest = memoryview(json.dumps({"id": self._id, **message}).encode() + b"\n")
+        while rest:
+            rest = rest[os.write(self._socket, rest) :]
 
 
 def main() -> None:
-    """Load the function that the first line names, then answer one call per line."""
-    requests, replies = _take_pipes()
-
-    def reply(message: Any) -> None:
-        rest = memoryview(json.dumps(message).encode() + b"\n")
-        while rest:
-            rest = rest[os.write(replies, rest) :]
-
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(requests, lines), daemon=True).start()
-    job = json.loads(lines.get())
-    sys.path[:] = job["path"]
+    """Load the function that the first request names, then answer one call a request."""
+    channel = _Channel()
     try:
-        fn = load(job["source"], job["name"], job["digest"])
-    except BaseException as error:
-        reply(failed(error)._asdict())
-        os._exit(1)
-    reply({"ready": True})
-    while True:
-        request = json.loads(lines.get())
-        # The kernel ends a call that holds the interpreter's lock for ever, in case the asker is gone and cannot.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, ALARM_FACTOR * request["timeout"] + ALARM_SLACK)
-        outcome = call(fn, request["arguments"])
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        reply(outcome._asdict())
+        job = channel.ask()
+        sys.path[:] = job["path"]
+        try:
+            fn = load(job["source"], job["name"], job["digest"])
+        except BaseException as error:
+            channel.reply(**failed(error)._asdict())
+            os._exit(1)
+        channel.reply()
+        while True:
+            channel.reply(**call(fn, channel.ask()["arguments"])._asdict())
+    except OSError:
+        os._exit(CUT_OFF)
 
 
 if __name__ == "__main__":

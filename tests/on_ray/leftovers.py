@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,29 +46,21 @@ def family(pid: int) -> set[int]:
     return found
 
 
-def shared_memory() -> set[str]:
-    """Segments of this user's in shared memory that no process maps; Ray's own store is Ray's, and semaphores are no
-    memory."""
-    names = set[str]()
-    for path in Path("/dev/shm").iterdir():
-        with suppress(FileNotFoundError):  # it is just given back
-            if path.stat().st_uid == os.getuid() and not path.name.startswith(("plasma", "sem.")):
-                names.add(path.name)
-    mapped = ""  # read after them, so that what others have just made counts as theirs
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # it has just ended, or is not ours to look at
-            mapped += maps.read_text()
-    return {name for name in names if f"/dev/shm/{name}" not in mapped}
+def shared_memory(processes: Iterable[int]) -> set[str]:
+    """Segments in shared memory that torch has made for tensors of these processes, by the numbers in their names."""
+    made = tuple(f"torch_{process}_" for process in processes)
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(made)}
 
 
 @contextmanager
 def leaves_nothing() -> Iterator[list[int]]:
-    """Within the block jobs are opened, and the processes that they start entered; none of them is left after it."""
-    before, known, processes = shared_memory(), set(placement_group_table()), list[int]()
+    """Within the block jobs are opened, and the processes that they start entered; none of them is left after it, and
+    nothing that they have made. What others do on this machine meanwhile is theirs."""
+    known, processes = set(placement_group_table()), list[int]()
     yield processes
     assert all(ends(pid) for pid in processes), "a process is left"
     until = time.monotonic() + 60
-    while (left := shared_memory() - before) and time.monotonic() < until:  # others come and go on this machine too
+    while (left := shared_memory(processes)) and time.monotonic() < until:  # torch's manager removes it, and then ends
         time.sleep(0.5)
     assert not left, f"shared memory is left: {left}"
     states = {group["state"] for name, group in placement_group_table().items() if name not in known}

@@ -139,6 +139,9 @@ class Awaited:
         (functools.partial(awaited, extra_info=None), "is async"),
         (Awaited(), "is async"),
         (3, "should be callable"),
+        (float, "the reward function float is a class, so a call of it gives an object and no score"),
+        ("flowrl.errors:RewardError", "errors.py has a class under that name; expected a function, or a method"),
+        ("flowrl.operators.reward.pool:END_LIMIT", "pool.py has a literal (float) under that name"),
     ],
 )
 def test_a_function_that_is_not_there_is_refused_where_the_operator_is_made(fn: Any, said: str) -> None:
@@ -161,6 +164,9 @@ def test_a_function_that_is_not_there_is_refused_where_the_operator_is_made(fn: 
         ),
         ("async def f(data_source, solution_str, ground_truth, extra_info=None): ...", "f is async, so a call of it"),
         ("async def f(**columns): ...", "await inside it with asyncio.run(...)"),
+        ("f = 3", "has a literal (int) under that name; expected a function"),
+        ("f: dict = {'a': [1]}", "has a literal (dict) under that name"),
+        ("class f:\n    def __call__(self, **columns): ...", "has a class under that name"),
     ],
 )
 def test_what_a_file_defines_is_refused_without_running_it(source: str, said: str, tmp_path: Path) -> None:
@@ -181,6 +187,9 @@ def test_what_a_file_defines_is_refused_without_running_it(source: str, said: st
         "def f(prompts, completions): ...\nf = adapted(f)",
         "if fast:\n    from rewards_in_c import f\nelse:\n    def f(prompts, completions): ...",
         "def f(answer): ...\ndef f(**columns): ...",
+        "f = lambda **columns: 1.0",
+        "f = 3\nfrom rewards_in_c import f",
+        "@adapted\nclass f: ...",
     ],
 )
 def test_what_a_file_leaves_open_is_not_refused(source: str, tmp_path: Path) -> None:
@@ -198,7 +207,18 @@ def test_a_missing_name_lists_what_the_file_defines(scores: Callable[[str], str]
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"timeout": 0.0}, {"timeout": math.inf}, {"on_error": "skip"}, {"on_error": math.nan}, {"workers": 0}]
+    "wrong",
+    [
+        {"timeout": 0.0},
+        {"timeout": math.inf},
+        {"timeout": True},
+        {"timeout": "3"},
+        {"on_error": "skip"},
+        {"on_error": math.nan},
+        {"on_error": True},
+        {"workers": 0},
+        {"workers": True},
+    ],
 )
 def test_parameters_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(ParameterError):

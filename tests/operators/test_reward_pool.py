@@ -76,7 +76,22 @@ def test_arguments_cross_as_they_are(scores: Callable[[str], str]) -> None:
     assert values(Reward(scores("Marker.length")), *rows([long])) == [3_000_000.0]
 
 
-@pytest.mark.parametrize(("value", "said"), [(b"raw", "a bytes"), ({1: 2}, "the key 1 (int)"), ([{2, 3}], "a set")])
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (b"raw", "a bytes"),
+        ({1: 2}, "the key 1 (int)"),
+        ([{2, 3}], "a set"),
+        (nested(10_000), "values that nest too deeply"),
+    ],
+)
 def test_what_is_not_json_names_row_and_column(value: Any, said: str, scores: Callable[[str], str]) -> None:
     with pytest.raises(DataError, match=re.escape(said)) as error:
         Reward(scores("exact"))(*rows(["a", "b"], extra=[None, value]))
@@ -194,9 +209,10 @@ def test_a_module_that_does_not_import_is_always_an_error(tmp_path: Path) -> Non
             RewardError, match="importing it raised ModuleNotFoundError: No module named 'no_such_module'"
         ):
             Reward(f"{file}:f", on_error=on_error)(*rows(["a"] * 3))
-    file.write_text("f = 3.0\n")
-    with pytest.raises(RewardError, match="f is a float, expected a function"):
-        Reward(f"{file}:f")(*rows(["a"]))
+    for meaning, found in (("max(1.0, 3.0)", "float"), ("type('Score', (float,), {})", "type")):
+        file.write_text(f"f = {meaning}\n")  # which the source does not plainly tell
+        with pytest.raises(RewardError, match=f"f is a {found}, expected a function"):
+            Reward(f"{file}:f")(*rows(["a"]))
 
 
 def test_a_worker_starts_no_workers(scores: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,11 +230,15 @@ def is_running(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_until_ended(pids: set[int]) -> None:
+def wait_until(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"{pids} outlived their parent"
+    while not done():
+        assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)
+
+
+def wait_until_ended(pids: set[int]) -> None:
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
 def test_closing_leaves_no_process(scores: Callable[[str], str]) -> None:
@@ -236,7 +256,7 @@ import os, re, signal, sys
 def mine(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "kill the parent and hang":
         print(os.getpid(), flush=True, file=sys.stderr)
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(int(os.environ["SCRIPT"]), signal.SIGKILL)
         re.match(r"(a+)+$", "a" * 60 + "b")
     return os.getpid()
 
@@ -264,6 +284,7 @@ def run_script(file: Path, work: str) -> tuple[int, list[int], list[int]]:
 def test_a_killed_script_leaves_neither_an_idle_nor_a_hanging_worker(tmp_path: Path) -> None:
     work = """
     if __name__ == "__main__":
+        os.environ["SCRIPT"] = str(os.getpid())
         print(os.getpid(), run(mine, "ok", 2), flush=True)
         run(mine, "kill the parent and hang", 1)
     """

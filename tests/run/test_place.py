@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -370,3 +371,37 @@ class TestEngines:
         for backend in (VLLM("model", ranks=2), SGLang("model", ranks=2), TorchRollout("model", ranks=2)):
             assert not backend.collective
         assert TorchTrainer("model", ranks=2).collective
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gpus": True},
+        {"gpus": 0},
+        {"gpus": -1},
+        {"gpus": 1.0},
+        {"gpus": math.nan},
+        {"gpus": "2"},
+        {"memory": math.nan},
+        {"memory": math.inf},
+        {"memory": True},
+        {"memory": -1.0},
+        {"deadline": math.nan},
+        {"deadline": math.inf},
+        {"deadline": True},
+        {"deadline": 0},
+        {"deadline": "10"},
+        {"restart": True},
+    ],
+)
+def test_a_place_of_odd_numbers_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError, match=next(iter(wrong))):
+        Colocate(**wrong)
+    with pytest.raises(ParameterError):
+        Split(**{"train" if name == "gpus" else name: value for name, value in wrong.items()})
+
+
+@pytest.mark.parametrize("wrong", ["gpu", 2, False, Colocate])
+def test_what_is_no_place_is_refused_where_it_is_bound(wrong: Any) -> None:
+    with pytest.raises(BindError, match=r"is no place; expected one such as Colocate\(gpus=2\)"):
+        grpo(exact).bind(place=wrong)
