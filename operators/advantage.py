@@ -1,4 +1,4 @@
-"""Advantages: generalised advantage estimation, group-relative advantages, and whitening.
+"""Advantages of single rows: generalised advantage estimation, returns, and whitening; groups are in `.groups`.
 
 The functions are plain torch; the operators below them are the same computations as nodes of a graph. Advantages are
 constants of the policy gradient, so no gradient flows through any of these.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.columns import Advantages, ResponseMask, Returns, TokenLevelRewards, Uid, Values
+from flowrl.columns import Advantages, ResponseMask, Returns, TokenLevelRewards, Values
 from flowrl.core.operator import Granularity, Operator
 from flowrl.errors import DataError
 from flowrl.operators.per_token import select, select_rewards
@@ -21,7 +20,7 @@ from flowrl.operators.per_token import select, select_rewards
 
 @torch.no_grad()
 def gae(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16), over the tokens on the mask.
 
@@ -34,7 +33,7 @@ def gae(
         values: float ``[batch response]``, the value before each token.
         response_mask: bool ``[batch response]``.
         gamma: discount, in [0, 1].
-        lam: lambda, in [0, 1].
+        lam: lambda, in [0, 1]; float ``[batch]`` where it differs by row.
 
     Returns:
         advantages and ``returns = advantages + values``, both float32 ``[batch response]``, 0 off the mask.
@@ -55,61 +54,6 @@ def gae(
         advantage_t[t] = next_advantage
     advantages = select(advantage_t.T, response_mask)
     return advantages, advantages + values
-
-
-@torch.no_grad()
-def group_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    uid: np.ndarray,
-    normalize_std: bool = True,
-    eps: float = 1e-6,
-) -> Tensor:
-    """Group-relative advantages under outcome supervision (GRPO: Shao et al. 2024, arXiv:2402.03300, §4.1.2).
-
-    A row's score is the sum of its rewards. Its advantage, the same at each of its tokens, is
-    ``(score - mean) / (std + eps)`` over the rows that share its `uid`, where std is the sample standard deviation
-    (``n - 1``), as in verl. Without `normalize_std` it is ``score - mean`` (Dr. GRPO: Liu et al. 2025,
-    arXiv:2503.20783). A row that is masked entirely has no score and leaves the statistics of its group.
-
-    Args:
-        token_level_rewards: float ``[batch response]``; zero off the mask.
-        response_mask: bool ``[batch response]``.
-        uid: ``[batch]``, the group of each row; the rows of a group may stand anywhere in the batch.
-        normalize_std: divide by the standard deviation of the group.
-        eps: added to the standard deviation.
-
-    Returns:
-        float32 ``[batch response]``, 0 off the mask; exactly 0 for a group of equal scores.
-
-    Raises:
-        DataError: a group of one row, a reward off the mask, or shapes that differ.
-    """
-    # Scores are rounded to float32 and averaged in float64: the sum of n equal float32 numbers is exact there, so a
-    # group of equal scores gets exactly 0, not rounding noise divided by eps.
-    scores = select_rewards(token_level_rewards, response_mask, "token_level_rewards").sum(-1).double()
-    if len(uid) != len(scores):
-        raise DataError(f"uid names {len(uid)} rows but token_level_rewards has {len(scores)}; pass one uid per row.")
-    names, index, sizes = np.unique(uid, return_inverse=True, return_counts=True)
-    if (sizes == 1).any():
-        lone = names[sizes == 1]
-        raise DataError(
-            f"{len(lone)} of {len(names)} groups have a single row, the first being uid {str(lone[0])!r}; a group "
-            f"baseline over one row makes its advantage 0. Sample several rows per prompt, as with Repeat(8)."
-        )
-    group = torch.from_numpy(index.reshape(-1)).to(scores.device)
-    live = response_mask.any(-1).double()
-
-    def group_sum(x: Tensor) -> Tensor:
-        return x.new_zeros(len(names)).index_add_(0, group, x)
-
-    count = group_sum(live)
-    mean = group_sum(scores) / count.clamp(min=1)  # the score of a masked row is 0 and adds nothing
-    advantage = scores - mean[group]
-    if normalize_std:
-        variance = group_sum(live * advantage.square()) / (count - 1).clamp(min=1)
-        advantage = advantage / (variance.sqrt()[group] + eps)
-    return select(advantage.unsqueeze(-1).expand(response_mask.shape), response_mask)
 
 
 @torch.no_grad()
@@ -169,26 +113,54 @@ class GAE(Operator):
         return GAEOutput(*gae(token_level_rewards, values, response_mask, self.gamma, self.lam))
 
 
-class GroupAdvantage(Operator):
-    """Group-relative advantages, as in GRPO; see `group_advantage`.
+class DecoupledGAE(Operator):
+    """GAE with one lambda for the policy and another for the critic (VAPO: Yue et al. 2025, arXiv:2504.05118).
+
+    A critic whose returns are discounted by lambda learns little of a reward at the end of a long response, so it takes
+    lambda 1; the policy takes a smaller one, for less variance.
 
     Args:
-        normalize_std: divide by the standard deviation of the group; False is Dr. GRPO.
-        eps: added to the standard deviation.
+        gamma: discount.
+        lam: the policy's lambda.
+        alpha: where given, the policy's lambda is ``1 - 1 / (alpha * l)`` for a response of l tokens (at least 0), and
+            `lam` is not used (length-adaptive GAE; 0.05 in the paper).
+        critic_lam: lambda of the returns.
     """
 
-    granularity: ClassVar[Granularity] = "group"
+    granularity: ClassVar[Granularity] = "row"
 
-    normalize_std: bool = True
-    eps: float = Field(default=1e-6, gt=0)
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    lam: float = Field(default=0.95, ge=0, le=1)
+    alpha: float | None = Field(default=None, gt=0)
+    critic_lam: float = Field(default=1.0, ge=0, le=1)
 
-    @property
-    def effects(self) -> frozenset[str]:
-        """``{"group baseline"}``: it needs several rows per prompt."""
-        return frozenset({"group baseline"})
+    def __call__(
+        self, token_level_rewards: TokenLevelRewards, values: Values, response_mask: ResponseMask
+    ) -> GAEOutput:
+        lam: float | Tensor = self.lam
+        if self.alpha is not None:
+            lam = (1.0 - 1.0 / (self.alpha * response_mask.sum(-1).clamp(min=1))).clamp(min=0.0)
+        advantages, _ = gae(token_level_rewards, values, response_mask, self.gamma, lam)
+        _, returns = gae(token_level_rewards, values, response_mask, self.gamma, self.critic_lam)
+        return GAEOutput(advantages, returns)
 
-    def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
-        return group_advantage(token_level_rewards, response_mask, uid, self.normalize_std, self.eps)
+
+class ReturnToGo(Operator):
+    """What a row is still paid from a token on, as its advantage: no baseline, no critic (REINFORCE, Williams 1992).
+
+    ``A_t = sum_k gamma^k r_{t+k}`` over the tokens on the mask. `Whiten` behind it takes the mean over the batch for a
+    baseline, as in REINFORCE++ (Hu 2025, arXiv:2501.03262).
+
+    Args:
+        gamma: discount.
+    """
+
+    granularity: ClassVar[Granularity] = "row"
+
+    gamma: float = Field(default=1.0, ge=0, le=1)
+
+    def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask) -> Advantages:
+        return gae(token_level_rewards, torch.zeros_like(token_level_rewards), response_mask, self.gamma, 1.0)[0]
 
 
 class Whiten(Operator):

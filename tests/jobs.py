@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from flowrl import graphs
 from flowrl.backends import SGD, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.data.dataproto import DataProto
 from flowrl.data.tokenizer import assemble
-from flowrl.graphs import grpo, ppo
 from flowrl.records import PromptBatch, RolloutBatch
 from flowrl.run.job import Job
 from tests.rewards import digits
@@ -38,7 +38,7 @@ def write_prompts(path: Path, count: int = 12) -> str:
 def job_of(
     algorithm: str, folder: str, reward: Any = digits, *, optimizer: Any = None, trainer: Any = None, **parameters: Any
 ) -> Job:
-    """``"ppo"`` or ``"grpo"`` on the model in `folder`; the rollout shares the actor's weights.
+    """An algorithm of `flowrl.graphs`, by name, on the model in `folder`; the rollout shares the actor's weights.
 
     Args:
         optimizer: of actor and critic, SGD by default.
@@ -46,8 +46,8 @@ def job_of(
         parameters: of the algorithm.
     """
     optimizer = optimizer or SGD(lr=0.05)
-    parameters = {"n": 4 if algorithm == "grpo" else 1, "max_new_tokens": 6} | parameters
-    graph = {"ppo": ppo, "grpo": grpo}[algorithm](reward, **parameters)
+    parameters = {"n": 1 if algorithm == "ppo" else 4, "max_new_tokens": 6} | parameters
+    graph = getattr(graphs, algorithm)(reward, **parameters)
     backends: dict[str, Any] = {
         "actor": TorchTrainer(folder, optimizer=optimizer, device="cpu", **(trainer or {})),
         "critic": TorchCritic(folder, optimizer=optimizer, device="cpu"),

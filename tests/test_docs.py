@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import flowrl.graphs
 import flowrl.operators
 from flowrl import Colocate
 from flowrl.backends import TorchScorer, TorchTrainer
@@ -18,6 +19,7 @@ from flowrl.core.operator import Operator
 from flowrl.core.rules import RULES
 from flowrl.demo.task import write_dataset
 from flowrl.graphs import grpo, ppo
+from tests.kernel import exact
 from tests.models import tiny_folder
 
 ROOT = Path(__file__).parent.parent
@@ -95,6 +97,19 @@ def test_the_table_of_operators_is_complete() -> None:
             summary = (cls.__doc__ or "").split("\n\n")[0].replace("\n    ", " ")
             rows.append(f"| `{name}` | {_ports(cls)} | {writes} | {summary} |")
     assert _table_after("docs/operators.md", "operators") == "\n".join(rows)
+
+
+def test_the_table_of_algorithms_is_complete() -> None:
+    rows = ["| algorithm | |", "|---|---|"]
+    for name in flowrl.graphs.__all__:
+        summary = (getattr(flowrl.graphs, name).__doc__ or "").split("\n\n")[0]
+        rows.append(f"| `{name}` | {summary} |")
+    assert _table_after("docs/algorithms.md", "algorithms") == "\n".join(rows)
+
+
+def test_the_diff_in_the_page_of_algorithms_is_printed_by_the_code() -> None:
+    diff = str(grpo(exact, kl_coef=0.0).diff(flowrl.graphs.dr_grpo(exact)))
+    assert f"```\n{diff}\n```" in (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_rules_is_complete() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,24 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrl.errors import DataError, ParameterError
-from flowrl.operators.advantage import GAE, GroupAdvantage, Whiten, gae, group_advantage, whiten
+from flowrl.operators.advantage import GAE, DecoupledGAE, ReturnToGo, Whiten, gae, whiten
+from tests.operators.ragged import masks, numbers
 
-NAN = float("nan")
 unit = st.floats(0, 1)
-
-
-@st.composite
-def masks(draw: st.DrawFn, min_rows: int = 1) -> Tensor:
-    """Ragged masks: holes, and rows without any token, are as likely as not."""
-    rows, width = draw(st.integers(min_rows, 6)), draw(st.integers(1, 7))
-    row = st.lists(st.booleans(), min_size=width, max_size=width)
-    return torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)))
-
-
-def numbers(mask: Tensor, seed: int, off: float = NAN) -> Tensor:
-    """Seeded normal numbers on the mask, `off` elsewhere."""
-    drawn = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed))
-    return drawn.masked_fill(~mask, off)
 
 
 def gae_by_sums(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -113,71 +98,40 @@ class TestGAE:
         assert not advantages.requires_grad and not returns.requires_grad
 
 
-def group_by_loops(
-    rewards: Tensor, mask: Tensor, uid: np.ndarray, normalize_std: bool, eps: float
-) -> list[list[float]]:
-    scores = {row: math.fsum(float(x) for x in rewards[row][mask[row]]) for row in range(len(uid)) if mask[row].any()}
-    out = [[0.0] * mask.shape[1] for _ in uid]
-    for row, score in scores.items():
-        peers = [s for other, s in scores.items() if uid[other] == uid[row]]
-        value = score - statistics.fmean(peers)
-        if normalize_std:
-            value /= (statistics.stdev(peers) if len(peers) > 1 else 0.0) + eps
-        out[row] = [value if on else 0.0 for on in mask[row].tolist()]
-    return out
-
-
-class TestGroupAdvantage:
-    @settings(deadline=None, max_examples=100)
-    @given(masks(), st.integers(0, 2**31), st.booleans(), st.randoms(use_true_random=False))
-    def test_equals_loops_over_groups(self, half: Tensor, seed: int, normalize_std: bool, random: object) -> None:
-        mask = torch.cat([half, half.flip(0), half.roll(1, 0)])
-        uid = np.array([f"p{i % len(half)}" for i in range(len(mask))], dtype=object)
-        random.shuffle(uid)  # type: ignore[attr-defined]
+class TestReturnToGo:
+    @settings(deadline=None, max_examples=50)
+    @given(masks(), st.integers(0, 2**31), unit)
+    def test_equals_the_discounted_sum_of_what_is_still_to_come(self, mask: Tensor, seed: int, gamma: float) -> None:
         rewards = numbers(mask, seed)
-        found = group_advantage(rewards, mask, uid, normalize_std, eps=1e-3)
-        expected = torch.tensor(group_by_loops(rewards, mask, uid, normalize_std, 1e-3), dtype=torch.float64)
-        torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
-        assert found.dtype == torch.float32
+        found = ReturnToGo(gamma)(rewards, mask)
+        for row in range(len(mask)):
+            later = [float(x) for x in rewards[row][mask[row]]]
+            for i, value in enumerate(found[row][mask[row]].tolist()):
+                assert value == pytest.approx(sum(gamma**k * r for k, r in enumerate(later[i:])), abs=2e-5)
+        assert (found[~mask] == 0).all() and found.dtype == torch.float32
 
-    def test_by_hand(self) -> None:
-        # Group a has scores 1 and 0: mean 1/2, sample std sqrt(1/2), so ±1/sqrt(2). Group b has 3, 1, 2: std 1.
-        rewards = torch.tensor([[0.0, 1.0], [1.0, 2.0], [0.0, 0.0], [1.0, 0.0], [0.0, 2.0]])
-        mask = torch.tensor([[True, True], [True, True], [True, False], [True, False], [True, True]])
-        uid = np.array(["a", "b", "a", "b", "b"], dtype=object)
-        r = 0.5**0.5
-        expected = torch.tensor([[r, r], [1.0, 1.0], [-r, 0.0], [-1.0, 0.0], [0.0, 0.0]])
-        torch.testing.assert_close(group_advantage(rewards, mask, uid), expected, atol=3e-6, rtol=0)
-        without = torch.tensor([[0.5, 0.5], [1.0, 1.0], [-0.5, 0.0], [-1.0, 0.0], [0.0, 0.0]])
-        assert group_advantage(rewards, mask, uid, normalize_std=False).tolist() == without.tolist()
 
-    @pytest.mark.parametrize("score", [0.1, 1 / 3, -0.7, 1e6 + 0.3])
-    @pytest.mark.parametrize("size", [2, 3, 7, 64])
-    def test_equal_scores_give_exactly_zero(self, score: float, size: int) -> None:
-        mask = torch.ones(size, 4, dtype=torch.bool)
-        rewards = torch.zeros(size, 4)
-        rewards[:, -1] = score
-        assert (group_advantage(rewards, mask, np.array(["p"] * size, dtype=object)) == 0).all()
+class TestDecoupledGAE:
+    @settings(deadline=None, max_examples=50)
+    @given(masks(), st.integers(0, 2**31), unit, unit)
+    def test_each_has_its_own_lambda(self, mask: Tensor, seed: int, lam: float, critic_lam: float) -> None:
+        rewards, values = numbers(mask, seed), numbers(mask, seed + 1)
+        advantages, returns = DecoupledGAE(0.9, lam, critic_lam=critic_lam)(rewards, values, mask)
+        torch.testing.assert_close(
+            advantages.double(), gae_by_sums(rewards, values, mask, 0.9, lam)[0], atol=2e-5, rtol=2e-5
+        )
+        torch.testing.assert_close(
+            returns.double(), gae_by_sums(rewards, values, mask, 0.9, critic_lam)[1], atol=2e-5, rtol=2e-5
+        )
 
-    def test_a_row_without_tokens_leaves_its_group(self) -> None:
-        rewards = torch.tensor([[1.0], [0.0], [NAN]])
-        mask = torch.tensor([[True], [True], [False]])
-        uid = np.array(["p"] * 3, dtype=object)
-        assert group_advantage(rewards, mask, uid, normalize_std=False).tolist() == [[0.5], [-0.5], [0.0]]
-        r = 0.5**0.5
-        assert group_advantage(rewards, mask, uid).flatten().tolist() == pytest.approx([r, -r, 0.0], abs=3e-6)
-
-    def test_refuses_a_group_of_one_and_names_it(self) -> None:
-        uid = np.array(["a", "lonely", "a"], dtype=object)
-        with pytest.raises(DataError, match=r"1 of 2 groups .* 'lonely'"):
-            group_advantage(torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool), uid)
-
-    def test_refuses_a_reward_off_the_mask_and_a_short_uid(self) -> None:
-        mask = torch.tensor([[True, False]] * 2)
-        with pytest.raises(DataError, match="mask is False"):
-            group_advantage(torch.ones(2, 2), mask, np.array(["a", "a"], dtype=object))
-        with pytest.raises(DataError, match="uid names 3 rows"):
-            group_advantage(torch.zeros(2, 2), mask, np.array(["a", "a", "a"], dtype=object))
+    def test_long_responses_have_a_larger_lambda(self) -> None:
+        # alpha 0.5: lambda is 1 - 1/2 for 4 tokens, and 0 for 2, where the advantage is one-step
+        mask = torch.tensor([[True] * 4, [True, False, True, False]])
+        rewards, values = numbers(mask, 0, 0.0), numbers(mask, 1, 0.0)
+        advantages, _ = DecoupledGAE(alpha=0.5)(rewards, values, mask)
+        for row, lam in enumerate((0.5, 0.0)):
+            expected, _ = gae_by_sums(rewards[row, None], values[row, None], mask[row, None], 1.0, lam)
+            torch.testing.assert_close(advantages[row, None].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 class TestWhiten:
@@ -214,12 +168,9 @@ class TestOperators:
         white = Whiten()(out.advantages, mask)
         assert float(white[mask].mean()) == pytest.approx(0, abs=1e-6)
         assert float(white[mask].std()) == pytest.approx(1, abs=1e-6)
-        uid = np.array(["p", "p"], dtype=object)
-        grouped = GroupAdvantage(normalize_std=False)(rewards, mask, uid)
-        assert float(grouped[0, 0]) == pytest.approx(float(rewards[0].sum() - rewards[1].sum()) / 2, abs=1e-6)
 
     def test_what_they_need_together(self) -> None:
-        assert (GAE.granularity, GroupAdvantage.granularity, Whiten.granularity) == ("row", "group", "batch")
+        assert (GAE.granularity, ReturnToGo.granularity, Whiten.granularity) == ("row", "row", "batch")
 
     def test_refuse_parameters_out_of_range(self) -> None:
         with pytest.raises(ParameterError, match="gamma"):

@@ -1,0 +1,47 @@
+"""REINFORCE++, as an edit of PPO, and with a group baseline, as an edit of GRPO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flowrl.core.edit import After
+from flowrl.graph import Graph
+from flowrl.graphs.grpo import grpo
+from flowrl.graphs.ppo import ppo
+from flowrl.operators import KLLoss, PPOClip, ReturnToGo, Whiten
+
+
+def reinforce_plus_plus(
+    reward_fn: str | Callable[..., Any], *, n: int = 1, gamma: float = 1.0, **settings: Any
+) -> Graph:
+    """PPO without a critic (REINFORCE++: Hu 2025, arXiv:2501.03262): the mean over the batch is the baseline.
+
+    Args:
+        reward_fn: scores a response; see `Reward`.
+        n: responses per prompt.
+        gamma: discount.
+        settings: others of `ppo`; KL is in the reward.
+    """
+    return ppo(reward_fn, n=n, **settings).edit(
+        replace={"gae": ReturnToGo(gamma)}, drop=["update_critic"], name="reinforce_plus_plus"
+    )
+
+
+def reinforce_plus_plus_baseline(
+    reward_fn: str | Callable[..., Any], *, n: int = 8, kl_coef: float = 0.001, clip: float = 0.2, **settings: Any
+) -> Graph:
+    """REINFORCE++ with a group baseline (Hu 2025, arXiv:2501.03262): GRPO, but the scale is that of the whole batch.
+
+    Args:
+        reward_fn: scores a response; see `Reward`.
+        n: responses per prompt, the size of a group.
+        kl_coef: the weight of KL (by k2) to the reference, in the loss; above 0.
+        clip: PPO's epsilon.
+        settings: others of `grpo`.
+    """
+    return grpo(reward_fn, n=n, kl_coef=kl_coef, **settings).edit(
+        set={"group_advantage.normalize_std": False, "update_actor.loss": PPOClip(clip, kl=KLLoss("k2", kl_coef))},
+        insert={"whiten": After("group_advantage", Whiten())},
+        name="reinforce_plus_plus_baseline",
+    )

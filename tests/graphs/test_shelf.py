@@ -1,0 +1,107 @@
+"""The shelf: every algorithm is legal, takes real steps, and is its neighbour but for what its paper changes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flowrl import graphs
+from flowrl.errors import GraphError, ParameterError
+from flowrl.graph import Graph
+from flowrl.operators import GroupAdvantage, KLLoss, PPOClip
+from tests.jobs import PROMPTS, job_of, weights_of
+from tests.kernel import exact
+from tests.rewards import digits
+from tests.runs import walk
+
+EVERY = [getattr(graphs, name) for name in graphs.__all__]
+every = pytest.mark.parametrize("algorithm", EVERY, ids=lambda algorithm: algorithm.__name__)
+
+
+@every
+def test_nothing_is_found_in_it_and_it_has_its_name(algorithm: object) -> None:
+    graph: Graph = algorithm(exact)  # type: ignore[operator]
+    assert graph.check(prompts=8) == []
+    assert graph.name == algorithm.__name__  # type: ignore[attr-defined]
+
+
+def asks_for_digits(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    """Passes where at least a quarter is digits."""
+    return float(digits(data_source, solution_str, ground_truth) >= 0.25)
+
+
+@every
+def test_it_takes_three_steps_that_change_the_actor(algorithm: object, tiny: str) -> None:
+    job = job_of(algorithm.__name__, tiny, asks_for_digits, n=5)  # type: ignore[attr-defined]
+    engines = job.build(0)
+    steps, before = walk(job.graph, **engines), weights_of(engines["actor"])
+    steps.sync()
+    for step in range(3):
+        metrics = steps.step(PROMPTS, step).metrics.compute()
+        assert all(math.isfinite(value) for value in metrics.values())
+    assert any(not torch.equal(before[name], after) for name, after in weights_of(engines["actor"]).items())
+
+
+def changed(graph: Graph, neighbour: Graph) -> list[str]:
+    """What a graph changes against its neighbour, line by line."""
+    return str(neighbour.diff(graph)).splitlines()[1:]
+
+
+def test_rloo() -> None:
+    assert changed(graphs.rloo(exact, n=1, kl_coef=0.001), graphs.ppo(exact)) == [
+        "+ rloo_advantage: RLOOAdvantage()  <- kl_shape, generate, repeat",
+        "- gae: GAE()",
+        "- whiten: Whiten()",
+        "- update_critic: UpdateCritic()",
+        "- value: Value()  (nothing reads it any more)",
+        "~ update_actor.loss.aggregation: 'token-mean' -> 'seq-mean-token-sum'",
+        "~ update_actor <- advantages: whiten.advantages -> rloo_advantage.advantages",
+    ]
+
+
+def test_reinforce_plus_plus() -> None:
+    graph = graphs.reinforce_plus_plus(exact, gamma=0.5, kl_coef=0.25, clip=0.3, mini_batch=2)
+    assert set(graph.roles()) == {"rollout", "actor", "ref"}
+    assert graph["return_to_go"].operator.gamma == 0.5
+    assert graph["kl_shape"].operator.coef == 0.25
+    assert graph["update_actor"].operator.loss == PPOClip(0.3) and graph["update_actor"].operator.mini_batch == 2
+    assert graph["update_actor"].inputs == graphs.ppo(exact)["update_actor"].inputs  # it reads what was whitened
+
+
+def test_reinforce_plus_plus_with_a_group_baseline() -> None:
+    graph = graphs.reinforce_plus_plus_baseline(exact, n=3, kl_coef=0.5, clip=0.3)
+    assert graph["group_advantage"].operator == GroupAdvantage(normalize_std=False)
+    assert graph["update_actor"].operator.loss == PPOClip(0.3, kl=KLLoss("k2", 0.5))
+    assert "whiten" in graph.nodes and graph["repeat"].operator.n == 3
+
+
+def test_dr_grpo() -> None:
+    graph = graphs.dr_grpo(exact, max_new_tokens=7, clip=0.3)
+    loss = graph["update_actor"].operator.loss
+    assert loss == PPOClip(0.3, aggregation="seq-mean-token-sum-norm", norm=7)
+    assert graph["group_advantage"].operator == GroupAdvantage(normalize_std=False)
+    assert graph["generate"].operator.max_new_tokens == 7
+    assert "ref" not in graph.roles()
+
+
+@pytest.mark.parametrize("name", ["opo", "gpg", "pass_at_k"])
+def test_an_advantage_in_the_place_of_grpos(name: str) -> None:
+    settings = {} if name == "pass_at_k" else {"kl_coef": 0.0}
+    lines = changed(getattr(graphs, name)(exact), graphs.grpo(exact, **settings))
+    assert (
+        len(lines) == 3
+        and lines[0].startswith(f"+ {name}_advantage: ")
+        and lines[1] == "- group_advantage: GroupAdvantage()"
+    )
+
+
+def test_a_setting_that_the_neighbour_does_not_have() -> None:
+    with pytest.raises(GraphError, match="temprature"):
+        graphs.rloo(exact, temprature=1.0)
+
+
+def test_pass_at_k_needs_more_answers_than_it_tries() -> None:
+    with pytest.raises(ParameterError, match=r"k=8, n=8.*expected n > k: n=16"):
+        graphs.pass_at_k(exact, k=8)
