@@ -25,7 +25,7 @@ from flowrl.core.ports import PortField
 from flowrl.core.references import named_source_hash, parse_reference, reference, resolve, source_hash
 from flowrl.core.roles import RoleRef
 from flowrl.core.symbols import Edge
-from flowrl.data.files import write_text
+from flowrl.data.files import write
 from flowrl.errors import GraphError, ParameterError, offer
 from flowrl.spec import Spec, parameters
 
@@ -285,17 +285,13 @@ def save(graph: Graph, path: str | Path) -> None:
     """Write a graph to ``.yaml``/``.yml`` or ``.json``, whole or not at all.
 
     Raises:
-        GraphError: a parameter that cannot be written, or a file that cannot.
+        GraphError: a parameter that cannot be written.
+        StorageError: the file cannot be written.
     """
     path = Path(path)
     is_json, data = plain.is_json(path), graph_to_dict(graph)
     text = json.dumps(data, indent=2) + "\n" if is_json else yaml.safe_dump(data, sort_keys=False, width=120)
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise GraphError(
-            f"{path} cannot be written: {error.strerror}; expected a folder that is there, and room in it."
-        ) from error
+    write(path, text.encode())
 
 
 def load(kind: type[GraphT], path: str | Path, imports: bool) -> GraphT:

@@ -14,7 +14,7 @@ from flowrl.core.edit import After
 from flowrl.core.graph_io import save
 from flowrl.core.references import resolve
 from flowrl.core.roles import Role
-from flowrl.errors import BindError, FlowrlError, GraphError, ParameterError, PortError
+from flowrl.errors import BindError, FlowrlError, GraphError, ParameterError, PortError, StorageError
 from flowrl.graph import Graph, load
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, AdaptiveKL, Generate, KLShape
@@ -297,7 +297,9 @@ def test_what_is_no_data_is_refused(data: Any) -> None:
 
 def test_a_graph_is_saved_where_there_is_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "g.yaml"
-    with pytest.raises(GraphError, match=r"g\.yaml cannot be written: No such file .*; expected a folder that is"):
+    with pytest.raises(
+        StorageError, match=r"g\.yaml cannot be written \(No such file .*\); make room .* another folder"
+    ):
         save(scored(), path)
 
 

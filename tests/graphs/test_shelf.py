@@ -52,8 +52,8 @@ def changed(graph: Graph, neighbour: Graph) -> list[str]:
 def test_rloo() -> None:
     assert changed(graphs.rloo(exact, n=1, kl_coef=0.001), graphs.ppo(exact)) == [
         "+ rloo_advantage: RLOOAdvantage()  <- kl_shape, generate, repeat",
-        "- gae: GAE()",
-        "- whiten: Whiten()",
+        "- gae: GAE()  (in its place: rloo_advantage)",
+        "- whiten: Whiten()  (in its place: rloo_advantage)",
         "- update_critic: UpdateCritic()",
         "- value: Value()  (nothing reads it any more)",
         "~ update_actor.loss.aggregation: 'token-mean' -> 'seq-mean-token-sum'",
@@ -93,7 +93,7 @@ def test_an_advantage_in_the_place_of_grpos(name: str) -> None:
     assert (
         len(lines) == 3
         and lines[0].startswith(f"+ {name}_advantage: ")
-        and lines[1] == "- group_advantage: GroupAdvantage()"
+        and lines[1].startswith("- group_advantage: GroupAdvantage()")
     )
 
 
