@@ -144,6 +144,10 @@ class RunFolder:
                 write(self.path / file, kept)
             if marks is not None and marks.get(file, _digest(b"")) != _digest(kept):
                 self._tell_gone(file, step)
+        return self.lines()
+
+    def lines(self) -> tuple[Lines, Lines]:
+        """The lines of steps, and those of validations, as far as they can be read."""
         # numbers that JSON does not know were written as null
         lines = [{k: math.nan if v is None else v for k, v in line.items()} for _, line in self._read("metrics.jsonl")]
         return [line for line in lines if "timing/step" in line], [line for line in lines if "timing/step" not in line]
