@@ -83,7 +83,7 @@ class Training(Spec):
     prompts: int = Field(ge=1)
     seed: int = 0
     validation: Validation | tuple[Validation, ...] = ()
-    folder: str | None = None
+    folder: str | None = Field(default=None, min_length=1)
     save_model: bool = True
     checkpoint_every: int | None = Field(default=None, ge=1)
     keep: int = Field(default=3, ge=1)

@@ -34,7 +34,7 @@ class Validation(Spec):
 
     data: PromptData
     every: int = Field(default=10, ge=1)
-    name: str = "val"
+    name: str = Field(default="val", min_length=1)
     changes: Mapping[str, Any] = Field(default_factory=lambda: {"repeat.n": 1, "generate.temperature": 0.0})
     until: str = "reward"
     batch: int = Field(default=256, ge=1)
