@@ -150,7 +150,7 @@ def check_pad(name: str, column: Tensor | Objects, pad: Pad) -> None:
     Raises:
         DataError: an unknown side, a column without a second axis, or a value that its dtype cannot hold.
     """
-    value, side = pad
+    value, side = pad if isinstance(pad, tuple) and len(pad) == 2 else (0, None)
     if side not in get_args(Side) or not isinstance(column, Tensor) or column.ndim < 2:
         raise DataError(
             f"pad={{{name!r}: {pad!r}}} fits no column of shape {list(column.shape)}; expected a tensor of two axes, "

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.columns import ColumnType
 from flowrl.data import formats
 from flowrl.data.column_math import (
     Columns,
@@ -39,7 +38,7 @@ from flowrl.data.column_math import (
     table,
 )
 from flowrl.data.keys import Key
-from flowrl.data.record_types import record_columns, record_tuple
+from flowrl.data.record_types import column_fields, record_tuple
 from flowrl.data.rows import Rows, is_count, refuse_no_count, row_numbers
 from flowrl.errors import ColumnNotFoundError, DataError
 
@@ -207,7 +206,9 @@ class DataProto:
         if not protos:
             raise DataError("concat was given no DataProto; expected at least one.")
         _refuse_others("concat", protos)
-        first, pad = protos[0], pad or {}
+        first, pad = protos[0], {} if pad is None else pad
+        if not isinstance(pad, Mapping):
+            raise DataError(f"pad={pad!r} of concat; expected a dict, as {{name: (value, side)}}.")
         first._require(*pad)
         for i, proto in enumerate(protos):
             if odd := sorted(proto.columns.keys() ^ first.columns.keys()):
@@ -287,6 +288,8 @@ class DataProto:
             DataError: `size` does not divide the rows (at the call, not at the first mini-batch).
         """
         refuse_no_count("minibatches", size, "row")
+        if not isinstance(key, Key):
+            raise DataError(f"minibatches({size}, {short(key, 40)}): expected a Key, such as Key.of(seed).")
         if len(self) % size:
             raise DataError(f"mini-batches of {size} do not divide {len(self)} rows; choose a size that does.")
         order = torch.randperm(len(self), generator=key.generator())
@@ -318,6 +321,7 @@ class DataProto:
 
     def equal(self, other: DataProto) -> bool:
         """The same columns (bit for bit, so NaN equals NaN; objects by type and value) and meta, on any device."""
+        _refuse_others("equal", [other])
         return (
             self.columns.keys() == other.columns.keys()
             and all(difference(column, other.columns[name]) is None for name, column in self.columns.items())
@@ -341,7 +345,7 @@ class DataProto:
         Raises:
             DataError: not a record, or one with a field that is not a column.
         """
-        return DataProto({name: getattr(record, field) for field, name in _record_fields(type(record)).items()}, meta)
+        return DataProto({name: getattr(record, field) for field, name in column_fields(type(record)).items()}, meta)
 
     def to_record(self, record: type[R]) -> R:
         """The columns that `record` (a NamedTuple, or a Protocol of properties) reads, as such a record.
@@ -349,7 +353,7 @@ class DataProto:
         Raises:
             ColumnNotFoundError: a column that the record reads is not here.
         """
-        fields = _record_fields(record)
+        fields = column_fields(record)
         self._require(*fields.values())
         packed: R = record_tuple(record)(**{field: self.columns[name] for field, name in fields.items()})
         return packed
@@ -407,29 +411,13 @@ class DataProto:
 
     def _require(self, *names: str) -> None:
         for name in names:
-            if name not in self.columns:
+            if not isinstance(name, str) or name not in self.columns:
                 found = ", ".join(self.columns) or "no columns"
                 raise ColumnNotFoundError(f"no column {name!r} in this DataProto; it has {found}.")
 
 
-def _record_fields(record: type) -> dict[str, str]:
-    """Field to column name of a record class whose fields are all columns."""
-    names: dict[str, str] = {}
-    for field, slot in record_columns(record).items():
-        if not isinstance(slot, ColumnType):
-            raise DataError(
-                f"{record.__name__}.{field} is {slot}, no column; a DataProto holds records of columns only."
-            )
-        names[field] = slot.name
-    if not names:
-        raise DataError(
-            f"{record.__name__} is no record of columns; expected a NamedTuple or Protocol as in flowrl.records."
-        )
-    return names
-
-
-def _refuse_others(call: str, given: Sequence[Any]) -> None:
-    for one in given:
+def _refuse_others(call: str, given: Any) -> None:
+    for one in given if isinstance(given, list | tuple) else [given]:
         if not isinstance(one, DataProto):
             raise DataError(f"{call} was given a {type(one).__name__}; expected a DataProto, such as DataProto(...).")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -36,6 +37,8 @@ def replaced(path: Path) -> Iterator[Path]:
             yield draft
             for written in [*draft.rglob("*"), draft]:
                 _flush(written)
+            if path.is_dir() and not draft.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         except BaseException:
             with suppress(OSError):  # a process that still writes there
                 remove(draft)

@@ -93,7 +93,7 @@ def save(folder: str | Path, columns: Columns, meta: Meta) -> None:
         DataError: the folder has something in it already, or an object is not JSON-able.
         StorageError: it cannot be written.
     """
-    folder = Path(folder)
+    folder = _path(folder)
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise DataError(f"{folder} exists and is not an empty folder; save to a new folder, or remove this one first.")
     content_digest = digest(columns, meta)  # refuses what cannot be written before anything is
@@ -120,7 +120,7 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor | Objects], dict[str, Any
     Raises:
         DataError: names the file that is missing or damaged; a single changed byte in any of them is found.
     """
-    folder = Path(folder)
+    folder = _path(folder)
     for name in (MANIFEST, TENSORS, OBJECTS):
         if not (folder / name).is_file():
             raise DataError(f"{folder / name} is missing; expected a folder with the files that DataProto.save writes.")
@@ -238,6 +238,8 @@ def from_verl(data: Any) -> tuple[dict[str, Tensor | Objects], dict[str, Any]]:
             )
         found = data[part] if isinstance(data, Mapping) else getattr(data, part)
         parts[part] = {} if found is None else found  # verl has batch=None where there are no tensors
+        if not hasattr(parts[part], "items"):  # a TensorDict is no Mapping
+            raise DataError(f"{part} of verl's three is a {type(found).__name__}; expected a dict of columns.")
     columns: dict[str, Tensor | Objects] = {}
     for name, tensor in parts["batch"].items():
         if _is_mask(name) and isinstance(tensor, Tensor) and tensor.dtype != torch.bool:
@@ -265,6 +267,17 @@ def _import_tensordict() -> Any:
 def _is_mask(name: str) -> bool:
     known = lookup(name)
     return known is not None and known.dtype == "bool"
+
+
+def _path(folder: Any) -> Path:
+    """Where a folder is.
+
+    Raises:
+        DataError: it is no path.
+    """
+    if not isinstance(folder, str | os.PathLike) or "\0" in str(folder):
+        raise DataError(f"{folder!r} is no path; expected a str or a Path to a folder.")
+    return Path(folder)
 
 
 def _bytes(path: Path) -> bytes:

@@ -131,7 +131,10 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     row = 0
     try:
         with pq.ParquetFile(path) as file:
-            columns = [name for name in _READ if name in file.schema_arrow.names]
+            names = file.schema_arrow.names
+            columns = [name for name in _READ if name in names]
+            if twice := [name for name in columns if names.count(name) > 1]:
+                raise ValueError(f"there are {names.count(twice[0])} columns {twice[0]!r}")
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for record in batch.to_pylist():
                     yield f"{path} row {row}", record

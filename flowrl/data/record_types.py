@@ -11,7 +11,7 @@ from typing import Any
 
 from flowrl import columns
 from flowrl.columns import ColumnType
-from flowrl.errors import ColumnNotFoundError, DefinitionError, offer
+from flowrl.errors import ColumnNotFoundError, DataError, DefinitionError, offer
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,27 @@ def record_columns(record: type, localns: Mapping[str, Any] | None = None) -> di
         else:
             types[name] = columns.register(column)
     return types
+
+
+def column_fields(record: type) -> dict[str, str]:
+    """Field to column name of a record class whose fields are all columns.
+
+    Raises:
+        DataError: not a record, or one with a field that is not a column.
+    """
+    names: dict[str, str] = {}
+    for field, slot in record_columns(record).items() if isinstance(record, type) else ():
+        if not isinstance(slot, ColumnType):
+            raise DataError(
+                f"{record.__name__}.{field} is {slot}, no column; a DataProto holds records of columns only."
+            )
+        names[field] = slot.name
+    if not names:
+        raise DataError(
+            f"{getattr(record, '__name__', repr(record))} is no record of columns; expected a NamedTuple or Protocol "
+            f"as in flowrl.records."
+        )
+    return names
 
 
 _NO_VALUES = ("builtins", "torch", "numpy", "jaxtyping", "typing")

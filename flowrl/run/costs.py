@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,10 +14,12 @@ import numpy as np
 
 from flowrl.core.graph import Graph
 from flowrl.core.graph_io import decode
+from flowrl.data.files import parse_json
 from flowrl.data.keys import Key
 from flowrl.errors import DataError
 from flowrl.run.cost import Cost, Load
 from flowrl.run.place import Place
+from flowrl.run.run_folder import RunFolder
 from flowrl.run.runner import Lengths
 from flowrl.run.timeline import Span, Timeline
 
@@ -143,12 +144,13 @@ def _read(folder: Path) -> tuple[dict[str, Any], Timeline, dict[int | None, floa
         if not (folder / file).is_file():
             what = "holds no run" if file == "run.json" else f"holds a run that has left no {file} yet"
             raise DataError(f"{folder} {what}; expected the folder of one that went some steps, such as runs/grpo-001.")
-    described = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    with (folder / "metrics.jsonl").open(encoding="utf-8") as text:
-        lines = [
-            json.loads(line) for line in text if line.endswith("\n")
-        ]  # a run that was killed may end in half a line
-    steps: dict[int | None, float] = {line["step"] - 1: line["timing/step"] for line in lines if "timing/step" in line}
+    try:
+        described = parse_json((folder / "run.json").read_bytes())
+        _ = described["training"]["prompts"], described["place"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{folder / 'run.json'} is not what a run writes there ({error!r}); run it again.") from error
+    measured, _ = RunFolder(folder).lines()
+    steps: dict[int | None, float] = {int(line["step"]) - 1: line["timing/step"] for line in measured}
     timeline = Timeline.load(folder / "trace.json")
     if not steps or not any(span.kind == "node" for span in timeline.spans):
         raise DataError(f"{folder} holds a run that has not finished a step, so nothing was measured; run it again.")

@@ -49,7 +49,10 @@ def find(
         _refuse_to_replace(folder, identity)
         return None
     path, state = found
-    if odd := [key for key, kind in _STATE.items() if not isinstance(state.get(key), kind)]:
+    odd = [key for key, kind in _STATE.items() if not isinstance(state.get(key), kind)]
+    if not odd and not all(isinstance(backend, dict) for backend in state["bindings"].values()):
+        odd = ["bindings"]
+    if odd:
         raise DataError(
             f"{path / STATE} says no {odd[0]} as a training does (it has {', '.join(state)}), so it is of something "
             f"else, or of another version of flowrl; name another folder."

@@ -63,17 +63,15 @@ class RunFolder:
                     f"{path} already holds a run; choose another folder (Training(folder=...), --folder), or go on "
                     f"from its last checkpoint by resume=True / --resume."
                 )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a path with a NUL is a ValueError, and so is our own
             if lock is not None:
                 lock.release()
+            if isinstance(error, ParameterError):
+                raise
+            what = error.strerror if isinstance(error, OSError) else error
             raise ParameterError(
-                f"the folder {path} cannot be written ({error.strerror}); choose another by Training(folder=...) or "
-                f"--folder."
+                f"the folder {path} cannot be written ({what}); choose another by Training(folder=...) or --folder."
             ) from error
-        except ParameterError:
-            if lock is not None:
-                lock.release()
-            raise
         return found
 
     def close(self) -> None:
@@ -144,6 +142,10 @@ class RunFolder:
                 write(self.path / file, kept)
             if marks is not None and marks.get(file, _digest(b"")) != _digest(kept):
                 self._tell_gone(file, step)
+        return self.lines()
+
+    def lines(self) -> tuple[Lines, Lines]:
+        """The lines of steps, and those of validations, as far as they can be read."""
         # numbers that JSON does not know were written as null
         lines = [{k: math.nan if v is None else v for k, v in line.items()} for _, line in self._read("metrics.jsonl")]
         return [line for line in lines if "timing/step" in line], [line for line in lines if "timing/step" not in line]
@@ -166,7 +168,10 @@ class RunFolder:
         """The whole lines of a JSONL file that hold a record of a step, with these; none if there is no file."""
         if not (self.path / file).exists():
             return []
-        with (self.path / file).open("rb") as lines:  # splitlines() would end one at U+2028, too
+        with (
+            writing(self.path / file),
+            (self.path / file).open("rb") as lines,
+        ):  # splitlines() would end one at U+2028, too
             return [(line, record) for line in lines if (record := _record(line)) is not None]
 
 

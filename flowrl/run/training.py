@@ -83,7 +83,7 @@ class Training(Spec):
     prompts: int = Field(ge=1)
     seed: int = 0
     validation: Validation | tuple[Validation, ...] = ()
-    folder: str | None = None
+    folder: str | None = Field(default=None, min_length=1)
     save_model: bool = True
     checkpoint_every: int | None = Field(default=None, ge=1)
     keep: int = Field(default=3, ge=1)
@@ -159,6 +159,7 @@ class Training(Spec):
             DataError: before any model is loaded, where data or costs are missing, or a checkpoint cannot be gone on
                 from; otherwise, as everything below, after ``run.json`` was written, which says so.
             NodeError: a node failed; the run folder holds all that was measured until then.
+            StorageError: something cannot be written, as when the disk is full.
         """
         _refuse_no_reporters(reporters)
         self.refuse_unready()
@@ -177,12 +178,12 @@ class Training(Spec):
             try:
                 with self.job.open(self.seed) as steps:
                     run = _Loop(self, steps, folder, checkpoints, reporters, described["identity"]).run(found)
-                if seconds:
+                if seconds and run.metrics:
                     seconds["measured"] = statistics.median(step["timing/step"] for step in run.metrics)
                 folder.describe({"status": "finished", **described})
             except BaseException as error:
                 status = "failed" if isinstance(error, Exception) else "interrupted"
-                with noting(error):
+                with _noting(error):
                     folder.describe({"status": status, "error": f"{type(error).__name__}: {error}", **described})
                 raise
         return run
@@ -234,7 +235,8 @@ class _Loop:
     ) -> None:
         self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
         self.checkpoints, self.identity = checkpoints, identity
-        self.stream = training.data.load(steps.tokenizer(), training.seed)
+        tokenizer = steps.tokenizer()
+        self.stream = training.data.load(tokenizer, training.seed)
         if len(self.stream) < training.prompts:
             left_out = f" ({self.stream.dropped} longer ones are left out)" if self.stream.dropped else ""
             logger.warning(
@@ -245,7 +247,7 @@ class _Loop:
                 training.prompts,
                 len(self.stream),
             )
-        self.validations = Validating(training.validations, steps, training.seed)
+        self.validations = Validating(training.validations, steps, tokenizer, training.seed)
         self.content = {"prompts": self.stream.digest(), **self.validations.digests}
         self.metrics: list[Mapping[str, float]] = []
         self.validated: list[Mapping[str, float]] = []
@@ -269,7 +271,7 @@ class _Loop:
                     summary = self.steps.timeline.summary(self.steps.plan, self.seconds, self.makespans)
                     self.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
         except BaseException as error:
-            with noting(error):
+            with _noting(error):
                 self._trace()
             raise
         self._trace()
@@ -386,7 +388,7 @@ def _traced(path: Path) -> Timeline:
 
 
 @contextmanager
-def noting(error: BaseException) -> Iterator[None]:
+def _noting(error: BaseException) -> Iterator[None]:
     """What cannot be written in the block, since `error` has been raised, is told with it and not in its place."""
     try:
         yield

@@ -13,6 +13,7 @@ from flowrl.core.graph import Graph
 from flowrl.core.plan import Plan
 from flowrl.data.keys import Key
 from flowrl.data.prompts import PromptData
+from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.run.steps import StepResult, Steps
 from flowrl.run.timeline import Span
 from flowrl.spec import Spec
@@ -34,7 +35,7 @@ class Validation(Spec):
 
     data: PromptData
     every: int = Field(default=10, ge=1)
-    name: str = "val"
+    name: str = Field(default="val", min_length=1)
     changes: Mapping[str, Any] = Field(default_factory=lambda: {"repeat.n": 1, "generate.temperature": 0.0})
     until: str = "reward"
     batch: int = Field(default=256, ge=1)
@@ -63,12 +64,12 @@ class Validating:
     Args:
         validations: which.
         steps: of the job; its engines answer.
+        tokenizer: of the engine that generates.
         seed: of the run.
     """
 
-    def __init__(self, validations: Sequence[Validation], steps: Steps, seed: int) -> None:
-        tokenizer, held_out = steps.tokenizer(), Key.of(seed).derive("validation").bits
-        graph = steps.plan.graph
+    def __init__(self, validations: Sequence[Validation], steps: Steps, tokenizer: ChatTokenizer, seed: int) -> None:
+        graph, held_out = steps.plan.graph, Key.of(seed).derive("validation").bits
         self._all = [
             (one, steps.fork(Plan(one.graph(graph)), held_out), one.data.load(tokenizer, seed)) for one in validations
         ]

@@ -63,6 +63,13 @@ def test_a_link_in_the_way_is_replaced_and_what_it_points_to_is_left_alone(tmp_p
     assert (tmp_path / "elsewhere" / "kept").read_text() == "kept"
 
 
+def test_a_file_does_not_take_the_place_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").mkdir()
+    with pytest.raises(StorageError, match=r"trace\.json cannot be written \(Is a directory"):
+        write(tmp_path / "trace.json", b"{}")
+    assert [path.name for path in tmp_path.rglob("*")] == ["trace.json"]
+
+
 def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, content: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -91,6 +91,13 @@ def test_parquet_with_text_that_is_none(tmp_path: Path) -> None:
         load(tmp_path / "a.parquet")
 
 
+def test_parquet_with_a_column_twice(tmp_path: Path) -> None:
+    rows = pa.Table.from_pylist([record(0)])
+    pq.write_table(rows.append_column("prompt", rows["prompt"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"there are 2 columns 'prompt'"):
+        load(tmp_path / "a.parquet")
+
+
 def test_a_file_that_must_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [record(0)])
 

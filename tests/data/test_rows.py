@@ -11,7 +11,7 @@ import torch
 
 from flowrl import DataProto, Key
 from flowrl.data.column_math import objects
-from flowrl.errors import DataError, FlowrlError
+from flowrl.errors import DataError
 
 FOUR = DataProto({"x": torch.arange(4), "o": objects("abcd")})
 
@@ -77,6 +77,27 @@ def test_a_device_that_is_not_there_is_refused(device: Any) -> None:
 
 
 def test_what_is_no_proto_is_refused() -> None:
-    for call in (lambda: FOUR.union(None), lambda: DataProto.concat([FOUR, 3]), lambda: FOUR.rename("x")):  # type: ignore[arg-type, list-item]
-        with pytest.raises(FlowrlError):
+    anything: Any = DataProto
+    four: Any = FOUR
+    for call in (
+        lambda: four.union(None),
+        lambda: four.equal(3),
+        lambda: four.rename("x"),
+        lambda: four.select(["x"]),
+        lambda: four.minibatches(2, 3),
+        lambda: four.to_record(3),
+        lambda: four.to_record(int),
+        lambda: four.save(3),
+        lambda: four.save("a\0b"),
+        lambda: anything.load(None),
+        lambda: anything.concat(3),
+        lambda: anything.concat([FOUR, 3]),
+        lambda: anything.concat([FOUR], pad=3),
+        lambda: anything.concat([FOUR], pad={"x": 3}),
+        lambda: anything.from_record(3),
+        lambda: anything.from_verl({"batch": 3, "non_tensor_batch": {}, "meta_info": {}}),
+        lambda: anything.from_verl({"batch": {}, "non_tensor_batch": [1], "meta_info": {}}),
+        lambda: anything.from_verl({"batch": {}, "non_tensor_batch": {}, "meta_info": [1]}),
+    ):
+        with pytest.raises(DataError):
             call()

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from flowrl import PromptData, Training, Validation
 from flowrl.backends import TorchRollout
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import DataError, ParameterError, StorageError
 from flowrl.run.checkpoint import MANIFEST, STATE, Checkpoints
 from tests.jobs import write_prompts
 from tests.run.interrupted import STEPS, assert_same, cut_off, jobs, run, settings, timeless
@@ -187,6 +187,14 @@ class TestLines:
             assert_same(run(jobs("grpo", model), prompts_file, copy, resume=True), whole)
         assert "is not what it was" not in caplog.text
 
+    @pytest.mark.parametrize("name", ["metrics.jsonl", "predictions.jsonl", "trace.json"])
+    def test_a_folder_in_place_of_a_file(self, model: str, prompts_file: str, copy: Path, name: str) -> None:
+        (copy / name).unlink()
+        (copy / name).mkdir()
+        with pytest.raises(StorageError, match=rf"{name} cannot be written \(Is a directory"):
+            run(jobs("grpo", model), prompts_file, copy, resume=True, steps=5)
+        assert described(copy)["status"] == "failed"
+
     @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000, b'{"otherData": {}}'])
     def test_a_broken_trace_begins_anew(
         self, model: str, prompts_file: str, copy: Path, content: bytes, caplog: pytest.LogCaptureFixture
@@ -223,6 +231,7 @@ class TestCheckpoints:
             ({"data": None}, "says no data as a training does"),
             ({"made_with": 3}, "says no made_with"),
             ({"bindings": []}, "says no bindings"),
+            ({"bindings": {"actor": 3}}, "says no bindings"),
             ({"lines": None}, "says no lines"),
             ({"state": "kl"}, "says no state"),
             ({"data": {"epoch": -1, "offset": 0, "rows": 12}}, "is no position in a stream of 12 rows"),

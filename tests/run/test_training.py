@@ -165,7 +165,13 @@ def test_what_training_cannot_feed_is_refused_before_there_is_a_folder(prompts_f
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"steps": 0}, "steps=0"), ({"prompts": 0}, "prompts=0"), ({"stops": 3}, "no parameter 'stops'")],
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"steps": True}, "steps=True"),
+        ({"keep": True}, "keep=True"),
+        ({"prompts": 0}, "prompts=0"),
+        ({"stops": 3}, "no parameter 'stops'"),
+    ],
 )
 def test_settings_are_checked_where_they_are_written(
     tiny: str, prompts_file: str, tmp_path: Path, settings: dict[str, Any], message: str
