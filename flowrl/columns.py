@@ -33,6 +33,9 @@ ACCEPTED_KINDS: dict[str, frozenset[str]] = {"reward": frozenset({"reward", "sco
 class Column:
     """What an annotation says of a column besides dtype and axes.
 
+    Raises:
+        DefinitionError: a name that is no identifier, no kind, or a pad that is no number.
+
     Args:
         name: the column's name in a `DataProto`.
         kind: what the numbers mean; ports are matched by kind, dtype and axes, not by name.
@@ -42,6 +45,16 @@ class Column:
     name: str
     kind: str
     pad: int | float | bool = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise DefinitionError(f"Column({self.name!r}, ...) is not named; expected an identifier such as 'values'.")
+        if not isinstance(self.kind, str) or not self.kind:
+            raise DefinitionError(
+                f"Column({self.name!r}, {self.kind!r}) does not say what its numbers mean; expected a text: 'value'."
+            )
+        if not isinstance(self.pad, int | float):
+            raise DefinitionError(f"Column({self.name!r}, pad={self.pad!r}) does not pad with a number; expected one.")
 
 
 @dataclass(frozen=True)
@@ -72,9 +85,12 @@ def parse(annotation: Any) -> ColumnType | None:
     if get_origin(annotation) is not Annotated:
         return None
     array, *extras = get_args(annotation)
-    column = next((e for e in extras if isinstance(e, Column)), None)
-    if column is None:
+    said = [e for e in extras if isinstance(e, Column)]
+    if not said:
         return None
+    column = said[0]
+    if len(said) > 1:
+        raise DefinitionError(f"the annotation has the columns {column.name!r} and {said[1].name!r}; expected one.")
     dtypes, axes = getattr(array, "dtypes", None), getattr(array, "dim_str", None)
     if axes is None:
         raise DefinitionError(

@@ -56,6 +56,11 @@ class Spec:
             ) from error
         except (ValueError, TypeError, AttributeError) as error:
             raise DefinitionError(f"{where} is not well formed: {error}") from error
+        known = {f.name for f in dataclasses.fields(cast(Any, cls))}
+        if not isinstance(cls.references, frozenset) or not cls.references <= known:
+            raise DefinitionError(
+                f"{where}.references is {cls.references!r}; expected a frozenset of its fields: {', '.join(known)}."
+            )
         _raise_parameter_errors(cls)
         _raise_frozen_errors(cls)
 

@@ -76,6 +76,12 @@ class Algorithm(Generic[P, R, GraphT]):
 
     def __init__(self, function: Callable[P, R], localns: Mapping[str, Any], kind: type[GraphT]) -> None:
         self.function, self.kind = function, kind
+        if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
+            what = "an async function" if inspect.isfunction(function) else f"a {type(function).__name__}"
+            raise DefinitionError(
+                f"an algorithm is a plain function of a batch that returns outputs of operators, and {function!r} is "
+                f"{what}; write `@algorithm` above a `def`."
+            )
         functools.update_wrapper(self, function)
         where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: the algorithm {function.__name__}"
         try:

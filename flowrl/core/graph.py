@@ -64,7 +64,7 @@ class Node:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", MappingProxyType(dict(self.inputs)))
-        self._refuse_misdeclared()
+        refuse_misdeclared(self.name, self.operator)
         for name in self.operator.role_uses:
             if not isinstance(engine := getattr(self.operator, name), RoleRef):
                 raise GraphError(
@@ -72,19 +72,6 @@ class Node:
                     f"name roles; write {type(self.operator).__name__}({name}=Role({name!r})), and bind the role: "
                     f"graph.bind({name}=...). An operator with a live engine can be called on tensors."
                 )
-
-    def _refuse_misdeclared(self) -> None:
-        """Raise a `GraphError` for what the operator says of itself and rules could not read."""
-        said = self.operator
-        optional = [port.name for port in said.signature.ports.values() if port.optional]
-        for what, value, holds, expected in (
-            ("effects", said.effects, isinstance(said.effects, Set), "a set of texts, such as frozenset({'kl'})"),
-            ("rows_factor", said.rows_factor, _is_count(said.rows_factor), "a count: 1, 2, ..."),
-            ("row_divisors", said.row_divisors, all(map(_is_count, said.row_divisors.values())), "counts by parameter"),
-            ("wants()", said.wants(), said.wants().keys() <= set(optional), f"optional ports only: {optional}"),
-        ):
-            if not holds:
-                raise GraphError(f"{self.name} says that its {what} is {value!r}; expected {expected}.")
 
     @cached_property
     def uses(self) -> tuple[Use, ...]:
@@ -127,6 +114,23 @@ class Node:
     def sources(self) -> list[str]:
         """The nodes it reads from, without repetition."""
         return list(dict.fromkeys(edge.node for edge in self.inputs.values()))
+
+
+def refuse_misdeclared(name: str, said: Operator) -> None:
+    """Raise a `GraphError` for what an operator says of itself and rules could not read."""
+    optional = [port.name for port in said.signature.ports.values() if port.optional]
+    wants, effects, divisors = said.wants(), said.effects, said.row_divisors
+    are_texts = isinstance(effects, Set) and all(isinstance(effect, str) for effect in effects)
+    are_counts = isinstance(divisors, Mapping) and all(map(_is_count, divisors.values()))
+    are_ports = isinstance(wants, Mapping) and wants.keys() <= set(optional)
+    for what, value, holds, expected in (
+        ("effects", effects, are_texts, "a set of texts, such as frozenset({'kl'})"),
+        ("rows_factor", said.rows_factor, _is_count(said.rows_factor), "a count: 1, 2, ..."),
+        ("row_divisors", divisors, are_counts, "counts by parameter"),
+        ("wants()", wants, are_ports, f"True or False by optional port, of which it has {optional or 'none'}"),
+    ):
+        if not holds:
+            raise GraphError(f"{name} says that its {what} is {value!r}; expected {expected}.")
 
 
 def _is_count(value: object) -> bool:

@@ -95,6 +95,8 @@ class Operator(Spec):
         _refuse_misdeclared(cls, fields, where)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if cls is Operator:
+            raise ParameterError("Operator is the base of operators and computes nothing; make one of a subclass.")
         if any(_is_column(value) for value in (*args, *kwargs.values())):
             raise ParameterError(
                 f"{cls.__name__} takes parameters, and was given columns; call it on columns: {cls.__name__}()(...)."
@@ -102,7 +104,7 @@ class Operator(Spec):
         return super().__new__(cls)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        raise PortError(f"{self.name} has no __call__, so it computes nothing; define one in {type(self).__name__}.")
 
     @property
     def signature(self) -> Signature:
@@ -215,13 +217,15 @@ def _dispatching(call: Callable[..., Any], signature: Signature) -> Callable[...
 
     @functools.wraps(call)
     def __call__(self: Operator, *args: Any, **kwargs: Any) -> Any:
+        by_super = computes(type(self)) is not call  # in the `__call__` of a subclass
+        bind = parameters.bind if by_super else parameters.bind_partial
         try:
-            bound = parameters.bind_partial(self, *args, **kwargs)
+            bound = bind(self, *args, **kwargs)
         except TypeError as error:
             ports = ", ".join(signature.ports)
             raise PortError(f"{self.name}(...) cannot be called like this: {error}. Its ports are ({ports}).") from None
         arguments = bound.arguments
-        if computes(type(self)) is not call:  # by super(), in the `__call__` of a subclass
+        if by_super:
             for name, cls in signature.injected.items():
                 if arguments.get(name) is None:
                     arguments[name] = supplied_to(self, cls)
@@ -258,10 +262,10 @@ def _refuse_no_function(call: Any, where: str) -> None:
 
 def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: str) -> None:
     """Refuse what a class says of itself, where it is not what can be said, or has a name that is taken."""
-    if taken := next((name for name in fields if hasattr(Operator, name)), None):
+    if taken := next((name for name in (*fields, *cls.states) if hasattr(Operator, name)), None):
         raise DefinitionError(
-            f"{where}.{taken} is a parameter, and every operator has something of that name; give it another, or write "
-            f"`{taken}: ClassVar[...] = ...` to declare that."
+            f"{where}.{taken} is a parameter or state, and every operator has something of that name; give it another, "
+            f"or write `{taken}: ClassVar[...] = ...` to declare that."
         )
     if cls.granularity not in typing.get_args(Granularity):
         raise DefinitionError(

@@ -115,6 +115,10 @@ def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any
         name, (annotation, optional) = parameter.name, _strip_none(hints[parameter.name])
         if annotation in INJECTABLE:
             _refuse_default(parameter, where, "the runner fills it in; write `= INJECTED`")
+            if annotation in injected.values():
+                raise DefinitionError(
+                    f"{where}.__call__({name}) is a second {annotation.__name__}; expected one, which is the node's."
+                )
             injected[name] = annotation
             continue
         with located(f"{where}.__call__({name})"):
@@ -125,6 +129,11 @@ def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any
             raise DefinitionError(f"{where}.__call__({name}) has the default None; annotate it with `X | None`.")
         _refuse_default(parameter, where, "a port reads what is wired to it; leave the default out, or make it None")
         ports[name] = Port(name, fields, record, optional)
+    if not ports:
+        raise DefinitionError(
+            f"{where}.__call__ has no port, so nothing could be wired to it; expected a method with at least one: "
+            f"`def __call__(self, values: Values) -> Returns`."
+        )
     if "return" not in hints or hints["return"] is type(None):
         raise DefinitionError(
             f"{where}.__call__ has no return annotation; say which column, record or value it returns."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flowrl.core.graph import Graph, Node
+from flowrl.core.graph import Graph, Node, refuse_misdeclared
 from flowrl.core.inference import Available
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
@@ -52,6 +52,8 @@ class Rewiring:
         self.old_names = {self.new_names[n]: n for n in graph.nodes if n not in drop}
         self.operators = {new: replace.get(old, graph[old].operator) for new, old in self.old_names.items()}
         self.operators |= insert
+        for name, operator in {**{self.new_names[n]: op for n, op in replace.items()}, **insert}.items():
+            refuse_misdeclared(name, operator)
         self.wires = self._parse_wires(wire)
         self.rewrites: dict[str, dict[Edge, Edge]] = {}
         for name in insert:  # in their order, since a later one may read an earlier one by hand

@@ -11,6 +11,7 @@ writes. Whoever calls an operator by hand has its inputs checked too (`Operator.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -130,7 +131,7 @@ class State(Generic[T]):
         initial: the first value, given the operator. Values must be JSON-able.
 
     Raises:
-        DefinitionError: `initial` is not a function.
+        DefinitionError: `initial` is not a function of one argument.
     """
 
     def __init__(self, initial: Callable[[Any], T]) -> None:
@@ -139,6 +140,13 @@ class State(Generic[T]):
                 f"{where_defined(sys._getframe(1))}: State({initial!r}) wants a function of the operator that gives "
                 f"the first value; write State(lambda self: {initial!r})."
             )
+        try:
+            inspect.signature(initial).bind(None)
+        except TypeError as error:
+            raise DefinitionError(
+                f"{where_defined(sys._getframe(1))}: State(...) wants a function of the operator alone, and calling it "
+                f"with that fails: {error}; write State(lambda self: ...)."
+            ) from None
         self.initial = initial
 
     def __set_name__(self, owner: type, name: str) -> None:

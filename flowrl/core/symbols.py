@@ -95,6 +95,16 @@ class Symbol:
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _arithmetic
     __hash__ = object.__hash__
 
+    def __format__(self, form: str) -> str:
+        if form:
+            self._refuse(f"text of the form {form!r}")
+        return repr(self)
+
+    def _copy(self, *_: Any) -> Any:
+        self._refuse("copy")
+
+    __copy__ = __deepcopy__ = __reduce_ex__ = _copy
+
     def _number(self) -> Any:
         self._refuse("number in it")
 

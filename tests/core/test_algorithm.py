@@ -144,6 +144,16 @@ def test_an_algorithm_needs_an_input() -> None:
         def typo(batch: PromtBatch) -> Any: ...  # type: ignore[name-defined]
 
 
+def test_an_algorithm_is_a_plain_function() -> None:
+    async def later(batch: PromptBatch) -> Any: ...
+
+    class Made: ...
+
+    for odd, what in ((later, "an async function"), (Made, "a type"), (Repeat(2), "a Repeat"), (3, "a int")):
+        with pytest.raises(DefinitionError, match=rf"an algorithm is a plain function .* is {what}; write"):
+            algorithm(odd)  # type: ignore[arg-type, call-overload]
+
+
 def test_records_may_be_local() -> None:
     class Mine(NamedTuple):
         values: c.Values
@@ -193,6 +203,10 @@ SYMBOL = (
         (np.asarray, "array in it"),
         (lambda s: np.ones(2) * s, "array in it"),
         (math.sqrt, "number in it"),
+        (lambda s: f"{s:.2f}", r"text of the form '\.2f'"),
+        (copy.copy, "copy"),
+        (copy.deepcopy, "copy"),
+        (pickle.dumps, "copy"),
     ],
 )
 def test_symbols_can_be_passed_to_operators_and_to_nothing_else(use: Callable[[Any], Any], lacks: str) -> None:

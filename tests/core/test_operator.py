@@ -303,6 +303,11 @@ def test_metrics_are_collected_by_node() -> None:
 # ------------------------------------------------------------------------------------------------------ names and form
 
 
+def test_the_base_of_operators_is_none() -> None:
+    with pytest.raises(ParameterError, match=r"Operator is the base of operators and computes nothing; make one of a"):
+        Operator()
+
+
 def test_columns_are_no_parameters() -> None:
     said = r"Scaled takes parameters, and was given columns; call it on columns: Scaled\(\)\(\.\.\.\)"
     for column in (torch.zeros(2), np.zeros(2), Impure(torch.zeros(2), 1)):

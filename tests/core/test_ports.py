@@ -13,16 +13,18 @@ from torch import Tensor
 
 from flowrl import columns as c
 from flowrl.columns import Column
+from flowrl.core.edit import After
 from flowrl.core.operator import Operator, State
-from flowrl.core.ports import PortField, snake_case
+from flowrl.core.ports import INJECTED, PortField, snake_case
 from flowrl.core.roles import Role
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
-from flowrl.errors import DefinitionError
+from flowrl.errors import DefinitionError, GraphError
+from flowrl.graphs import ppo
 from flowrl.operators import GAE, UpdateActor
 from flowrl.records import Tokens
-from tests.kernel import Impure
+from tests.kernel import Impure, exact
 
 # ---------------------------------------------------------------------------------------------------------- definition
 
@@ -107,6 +109,9 @@ def _twisted(self: Any, values: Twisted) -> c.Values: ...
 
 
 def _default(self: Any, values: c.Values = 3) -> c.Values: ...  # type: ignore[assignment]
+def _two_metrics(self: Any, values: c.Values, a: Metrics = INJECTED, b: Metrics = INJECTED) -> c.Values: ...
+def _no_port(self: Any, metrics: Metrics = INJECTED) -> c.Values: ...
+def _no_self(values: c.Values) -> c.Values: ...
 def _none(self: Any, values: c.Values = None) -> c.Values: ...  # type: ignore[assignment]
 def _optional_default(self: Any, values: c.Values, old: c.OldLogProbs | None = 0) -> c.Values: ...  # type: ignore
 def _injected_default(self: Any, values: c.Values, key: Key = 3) -> c.Values: ...  # type: ignore[assignment]
@@ -150,6 +155,9 @@ def _impure(self: Any, record: Impure) -> c.Values: ...
             _default,
             r"Faulty\.__call__\(values\) has a default, of type int, but a port reads what is wired to it; leave",
         ),
+        (_two_metrics, r"Faulty\.__call__\(b\) is a second Metrics; expected one, which is the node's\."),
+        (_no_port, r"Faulty\.__call__ has no port, so nothing could be wired to it; expected a method with at least"),
+        (_no_self, r"Faulty\.__call__ has no port"),
         (_none, r"Faulty\.__call__\(values\) has the default None; annotate it with `X \| None`\."),
         (_optional_default, r"Faulty\.__call__\(old\) has a default, of type int, but .* or make it None\."),
         (_injected_default, r"Faulty\.__call__\(key\) has a default, of type int, but the runner .* `= INJECTED`\."),
@@ -187,14 +195,17 @@ def _fine(self: Any, values: c.Values) -> c.Values:
             {"call": _fine, "values": 1.0, "annotations": {"values": "float"}},
             r"Faulty has the port 'values' and a parameter or state of that name; .* so that 'faulty\.values' means",
         ),
+        ({"call": _fine, "references": frozenset({"fn"})}, r"Faulty\.references is frozenset.*; expected a frozenset"),
+        ({"call": _fine, "references": "fn"}, r"Faulty\.references is 'fn'; expected a frozenset of its fields"),
+        ({"call": _fine, "run": State(lambda self: 0)}, r"Faulty\.run is a parameter or state, and every operator has"),
         ({"call": _fine, "values": State(lambda self: 0)}, r"Faulty has the port 'values' and a parameter or state"),
         (
             {"call": _fine, "name": "mine", "annotations": {"name": "str"}},
-            r"Faulty\.name is a parameter, and every operator has something of that name; .*`name: ClassVar\[",
+            r"Faulty\.name is a parameter or state, and every operator has something of that name; .*`name: ClassVar\[",
         ),
         (
             {"call": _fine, "whole": 1, "annotations": {"whole": "int"}},
-            r"Faulty\.whole is a parameter, and every operator",
+            r"Faulty\.whole is a parameter or state, and every operator",
         ),
         (
             {"call": staticmethod(_fine)},
@@ -213,6 +224,49 @@ def test_faulty_classes_are_told_with_file_and_line(body: dict[str, Any], said: 
     line = operator.__code__.co_firstlineno + 3
     with pytest.raises(DefinitionError, match=rf"test_ports\.py:{line}: {said}"):
         operator(body.pop("call", None), **body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("a.b", "kind"), r"Column\('a\.b', \.\.\.\) is not named; expected an identifier such as 'values'"),
+        ((3, "kind"), r"Column\(3, \.\.\.\) is not named"),
+        (("mine", None), r"Column\('mine', None\) does not say what its numbers mean; expected a text"),
+        (("mine", ""), r"Column\('mine', ''\) does not say what its numbers mean"),
+        (("mine", "kind", "x"), r"Column\('mine', pad='x'\) does not pad with a number"),
+    ],
+)
+def test_a_column_is_named_and_of_a_kind(arguments: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(DefinitionError, match=said):
+        Column(*arguments)
+
+
+def test_an_annotation_is_of_one_column() -> None:
+    def call(self: Any, values: Annotated[c.Values, Column("other", "value")]) -> c.Values: ...
+
+    with pytest.raises(DefinitionError, match=r"the annotation has the columns 'values' and 'other'; expected one"):
+        operator(call)
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "said"),
+    [
+        ("effects", "kl", r"x says that its effects is 'kl'; expected a set of texts, such as frozenset"),
+        ("effects", {1}, r"its effects is \{1\}"),
+        ("rows_factor", 0, r"its rows_factor is 0; expected a count: 1, 2, \.\.\.\."),
+        ("rows_factor", True, r"its rows_factor is True"),
+        ("row_divisors", {"n": 0}, r"its row_divisors is \{'n': 0\}; expected counts by parameter"),
+        ("row_divisors", [4], r"its row_divisors is \[4\]"),
+        ("wants", {"value": True}, r"its wants\(\) is \{'value': True\}; expected True or False by optional port, of"),
+        ("wants", {"values": True}, r"its wants\(\) is .* of which it has none"),
+        ("wants", None, r"its wants\(\) is None"),
+    ],
+)
+def test_what_an_operator_says_of_itself_is_readable(member: str, value: Any, said: str) -> None:
+    made = (lambda self: value) if member == "wants" else property(lambda self: value)
+    odd = operator(_fine, **{member: made})
+    with pytest.raises(GraphError, match=said):
+        ppo(exact).edit(insert={"x": After("value", odd())})
 
 
 def test_a_name_that_a_subclass_takes_twice_is_told() -> None:

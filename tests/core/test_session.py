@@ -18,7 +18,7 @@ from flowrl.core.session import Session, State
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
-from flowrl.errors import BindError, PortError
+from flowrl.errors import BindError, DefinitionError, PortError
 from flowrl.graph import algorithm
 from flowrl.operators import GAE, Generate, GroupAdvantage, KLShape, Repeat, Reward, Whiten
 from flowrl.operators.advantage import GAEOutput
@@ -172,6 +172,21 @@ def test_super_is_called_with_its_own_ports() -> None:
 
     with session(), pytest.raises(PortError, match=r"wrong\(\.\.\.\) cannot be called like this: .*'returns'"):
         Wrong()(ONES)
+
+
+def test_super_wants_all_that_is_wired_to_it() -> None:
+    class Short(LengthPenalty):
+        def __call__(self, token_level_scores: c.TokenLevelScores) -> c.TokenLevelScores:
+            return super().__call__(token_level_scores)
+
+    with pytest.raises(PortError, match=r"short\(\.\.\.\) cannot be called like this: missing .* 'response_mask'"):
+        Short()(ONES)
+
+
+@pytest.mark.parametrize("initial", [lambda: 0, lambda self, other: 0])
+def test_a_state_begins_with_what_a_function_of_the_operator_gives(initial: Any) -> None:
+    with pytest.raises(DefinitionError, match=r"State\(\.\.\.\) wants a function of the operator alone, and calling"):
+        State(initial)
 
 
 def test_decorators_of_a_call_stay() -> None:

@@ -49,7 +49,9 @@ class Double(Operator):
 
 @algorithm
 def probed(batch: PromptBatch, note: str = "", engine: str = "rollout") -> Any:
-    rollout = Generate(rollout=Role(engine))(batch)
+    role = Role("rollout")
+    object.__setattr__(role, "name", engine)  # a picture holds whatever the text is, also what `Role` refuses
+    rollout = Generate(rollout=role)(batch)
     values = Value()(rollout)
     returns = GAE()(Reward(score)(rollout, batch), values, rollout.response_mask).returns
     return UpdateCritic()(rollout, values, returns), Probe(note)(rollout)
