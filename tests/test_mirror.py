@@ -37,7 +37,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     ),
     "tests/backends/hosted/test_process.py": ("backends/hosted/keeper.py",),
     "tests/backends/torch/test_fsdp.py": (
-        "backends/torch/checkpoint.py",
         "backends/torch/sharded.py",
         "backends/torch/shards.py",
     ),
