@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self, cast
+from typing import Annotated, Any, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -26,6 +26,8 @@ from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
 from flowrl.spec import Spec
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class AdamW(Spec):
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2).
@@ -34,7 +36,7 @@ class AdamW(Spec):
     """
 
     lr: float = Field(ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
 

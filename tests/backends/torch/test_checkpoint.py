@@ -84,7 +84,10 @@ def shortened(path: Path) -> None:
         (lambda path: (path / PART).write_bytes((path / PART).read_bytes()[:-1]), "could not be read"),
         (lambda path: (path / PART).write_bytes(b"\xff" * 64), "could not be read"),
         (lambda path: (path / PART).rename(path / "part-00001-of-00002.safetensors"), "all parts of one checkpoint, 2"),
-        (lambda path: shutil.copy(path / PART, path / "part-00002-of-00002.safetensors"), "all parts of one checkpoint"),
+        (
+            lambda path: shutil.copy(path / PART, path / "part-00002-of-00002.safetensors"),
+            "all parts of one checkpoint",
+        ),
         (lambda path: (path / PART).rename(path / "weights.safetensors"), "holds no checkpoint"),
         (dropped, "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
         (narrowed, "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
