@@ -45,8 +45,8 @@ class RolloutEngine(ABC):
         """Sample one response per row.
 
         A response ends with a token that ends a turn (`ChatTokenizer.ends`), a stop token, or the token that completes
-        a stop string, which is part of it, or after `sampling.max_new_tokens`. Log-probs are of the distribution that was drawn from: after temperature, top-k and
-        top-p, renormalised; at temperature 0, of temperature 1.
+        a stop string, which is part of it, or after `sampling.max_new_tokens`. Log-probs are of the distribution that
+        was drawn from: after temperature, top-k and top-p, renormalised; at temperature 0, of temperature 1.
 
         Args:
             prompts: int64 ``[batch prompt]``, padded on the left.

@@ -20,6 +20,7 @@ from flowrl.backends.torch.device import device_of, mesh_of
 from flowrl.backends.torch.load import Folder
 from flowrl.backends.torch.mesh import Mesh
 from flowrl.backends.torch.model import Dtype, Rows, SequenceInputs, micro_batches, take
+from flowrl.backends.torch.probes import Attention
 from flowrl.core.backend import Backend
 from flowrl.core.protocols import BuildContext, Loss, MiniBatch
 from flowrl.data.metrics import Metrics
@@ -145,6 +146,8 @@ class TrainedSpec(Backend):
         schedule: `Constant`, `Linear` or `Cosine`, in optimiser steps.
         grad_clip: L2 norm that the gradient of a mini-batch is scaled down to; None leaves it.
         dtype: the model's arithmetic: ``"bfloat16"`` is autocast over the float32 weights.
+        attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is the first where it
+            computes what the second does, else the second.
         gradient_checkpointing: recompute each layer in the backward pass, for memory.
         max_tokens: padded tokens that a micro-batch may hold; gradients do not depend on it.
         device: None is CUDA where there is one, else the CPU.
@@ -158,6 +161,7 @@ class TrainedSpec(Backend):
     schedule: Schedule = Constant()
     grad_clip: float | None = Field(default=1.0, gt=0)
     dtype: Dtype = "float32"
+    attention: Attention | None = None
     gradient_checkpointing: bool = False
     max_tokens: int = Field(default=16384, ge=1)
     device: str | None = None

@@ -46,7 +46,7 @@ class ChatTokenizer:
         from transformers import AutoTokenizer  # here, since it takes seconds, and graphs need no tokeniser
 
         try:
-            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"no tokeniser can be loaded from {folder!r} ({str(error).splitlines()[0]}); write one there by "
@@ -143,8 +143,8 @@ class ChatTokenizer:
         for name in arguments:
             if name in own:
                 raise DataError(
-                    f"chat_template_kwargs holds {name!r}, which says how prompts are made and is flowrl's own; expected "
-                    f"arguments of the template itself, such as enable_thinking or tools: leave {name} out."
+                    f"chat_template_kwargs holds {name!r}, which says how prompts are made; expected arguments of the "
+                    f"template itself, such as enable_thinking or tools: leave {name} out."
                 )
             if not re.search(rf"\b{re.escape(name)}\b", template):
                 raise DataError(
@@ -261,7 +261,7 @@ def _stated_ends(path: Path) -> list[int]:
         named = stated.get("eos_token_id", (stated.get("text_config") or {}).get("eos_token_id"))
     except (ValueError, AttributeError, OSError) as error:
         raise DataError(
-            f"{path} is not a configuration that can be read ({type(error).__name__}: {error}); expected a JSON object, "
+            f"{path} is no configuration that can be read ({type(error).__name__}: {error}); expected a JSON object, "
             f"as model.save_pretrained(folder) writes it: write the file again."
         ) from error
     ids = named if isinstance(named, list) else [] if named is None else [named]

@@ -273,5 +273,5 @@ def test_arguments_without_effect_are_refused(tmp_path: Path, arguments: dict[st
 
 
 def test_a_broken_template_is_not_blamed_on_the_messages(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is broken in line 2 .*; mend it"):
+    with pytest.raises(DataError, match=r"is broken in line 2 .*; mend it"):
         told(tmp_path, "\n{% if %}").prompt_ids([{"role": "user", "content": "hi"}])

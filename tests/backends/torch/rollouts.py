@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,9 @@ class Actor:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.model)
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Context:
