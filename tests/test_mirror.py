@@ -43,7 +43,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/backends/torch/test_trainer.py": (
         "backends/torch/engine.py",
         "backends/torch/learner.py",
-        "backends/torch/load.py",
         "backends/torch/model.py",
     ),
     "tests/engines/answers.py": ("backends/hosted/arrival.py", "backends/hosted/base.py"),

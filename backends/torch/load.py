@@ -43,10 +43,18 @@ def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | N
     load: Any = AutoModelForCausalLM.from_pretrained
     with loading(folder), quiet():
         chosen = skeleton(folder, attention).config._attn_implementation
-        lm, report = load(folder, dtype=torch.float32, attn_implementation=chosen, output_loading_info=True, **_LOCAL)
+        lm, report = load(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=chosen,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            **_LOCAL,
+        )
     missing = {name for name in report["missing_keys"] if with_head or not _is_head(lm, name)}
     mend = "write the folder again with model.save_pretrained(folder)."
-    if problems := sorted(missing | {str(key) for key in report["mismatched_keys"]}):
+    misshaped = {f"{name}: {tuple(found)}, not {tuple(due)}" for name, found, due in report["mismatched_keys"]}
+    if problems := sorted(missing | misshaped):
         raise BindError(
             f"the folder {folder!r} lacks {len(problems)} weights of {type(lm).__name__} or has them in another shape "
             f"({_some(problems)}), and they would be drawn at random; {mend}"

@@ -31,7 +31,7 @@ class Actor:
     def __init__(self, folder: str, version: int = 0) -> None:
         self.folder = folder
         self.version = version
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.model)
