@@ -10,8 +10,10 @@ from typing import Any, Generic, TypeVar
 from flowrl.core.edit import edit
 from flowrl.core.graph import Graph
 from flowrl.core.plan import Plan
+from flowrl.core.protocols import Trainer
 from flowrl.core.rules import require
 from flowrl.core.session import Session
+from flowrl.data.vocabulary import refuse_other_vocabularies
 from flowrl.errors import BindError, GraphError
 from flowrl.run.build import EngineBuilder
 from flowrl.run.local import local_steps
@@ -54,7 +56,7 @@ class Job(Generic[GraphT]):
             prompts: prompts a step, where they are known.
 
         Raises:
-            BindError: a role is not bound.
+            BindError: a role is not bound, or the models of two have other vocabularies.
             GraphError: a lag, which no executor can run yet, or weights that cannot be kept in order.
             RuleError: a rule is broken.
         """
@@ -72,6 +74,8 @@ class Job(Generic[GraphT]):
             )
         require(self.graph, prompts)
         _ = Plan(self.graph).order
+        models = sorted(self.graph.bindings.items(), key=lambda bound: Trainer not in bound[1].serves)
+        refuse_other_vocabularies({role: b.model for role, b in models if isinstance(getattr(b, "model", None), str)})
         many = [role for role, backend in self.graph.bindings.items() if backend.ranks > 1]
         if self.place is not None:
             lay_out(self.graph, self.place)

@@ -62,7 +62,9 @@ def pickled(path: Path) -> None:
 
 
 def encoder(path: Path) -> None:
-    BertModel(BertConfig(vocab_size=84, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)).save_pretrained(path)
+    BertModel(BertConfig(vocab_size=84, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)).save_pretrained(
+        path
+    )
 
 
 class Bomb:
@@ -96,7 +98,10 @@ MALFORMED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a larger vocabulary": (config(vocab_size=200), "embed_tokens"),
     "another width": (config(hidden_size=32, num_attention_heads=1), "folder"),
     "another head size": (config(head_dim=16), "self_attn"),
-    "NaN": (weights(lambda held: held[UP].view(-1)[7:8].fill_(float("nan"))), r"holds NaN or infinity in 1 weights .*up"),
+    "NaN": (
+        weights(lambda held: held[UP].view(-1)[7:8].fill_(float("nan"))),
+        r"holds NaN or infinity in 1 weights .*up",
+    ),
     "infinity": (weights(lambda held: held[UP].fill_(-float("inf"))), r"holds NaN or infinity in 1 weights"),
     "cut off": (cut, "does not load as a causal LM"),
     "empty weights": (put(WEIGHTS, b""), "does not load as a causal LM"),
