@@ -59,7 +59,7 @@ class ChatTokenizer:
                 f"the tokeniser in {folder!r} has no EOS token, so no response could end; set tokenizer.eos_token and "
                 f"call tokenizer.save_pretrained({folder!r})."
             )
-        stated |= {"tokeniser": [self.eos_id], "chat template": self._template_ends()}
+        stated = {"tokeniser": [self.eos_id], **stated, "chat template": self._template_ends()}
         found = {i for ids in stated.values() for i in ids if 0 <= i < self.vocab_size}  # -1 stands for none
         self.ends = {i: tuple(where for where, ids in stated.items() if i in ids) for i in sorted(found)}
         """The ids that end a turn of the assistant, and so a response, each with what says so: the tokeniser (its EOS),
@@ -70,6 +70,12 @@ class ChatTokenizer:
     def eos_id(self) -> int:
         """The id of the tokeniser's own EOS, one of `ends`."""
         return cast(int, self._tokenizer.eos_token_id)
+
+    @property
+    def said_ends(self) -> str:
+        """`ends` in words: ``"<eos> (1: tokeniser, config.json)"``."""
+        texts = (f"{self._tokenizer.convert_ids_to_tokens(i)} ({i}: {', '.join(by)})" for i, by in self.ends.items())
+        return ", ".join(texts)
 
     @property
     def pad_id(self) -> int:

@@ -204,7 +204,7 @@ def told(tmp_path: Path, template: str | None = None, **said: object) -> ChatTok
         ({}, {EOS: ("tokeniser",)}),
         ({"config": {"eos_token_id": 7}}, {EOS: ("tokeniser",), 7: ("config.json",)}),
         ({"config": {"text_config": {"eos_token_id": 0}}}, {0: ("config.json",), EOS: ("tokeniser",)}),
-        ({"generation_config": {"eos_token_id": [EOS, 9]}}, {EOS: ("generation_config.json", "tokeniser"), 9: ()}),
+        ({"generation_config": {"eos_token_id": [EOS, 9]}}, {EOS: ("tokeniser", "generation_config.json"), 9: ()}),
         ({"config": {"eos_token_id": None}, "generation_config": {}}, {EOS: ("tokeniser",)}),
         ({"config": {"eos_token_id": [-1, VOCAB, 50256]}}, {EOS: ("tokeniser",)}),  # no token has these
     ],
