@@ -192,9 +192,7 @@ def checked(index: int, where: str, record: Any) -> Row:
         raise DataError(f"{where}: extra_info is {short(extra, 200)}; expected an object, or leave it out.")
     own = record.get("chat_template_kwargs")
     if not isinstance(own, dict | None):
-        raise DataError(
-            f"{where}: chat_template_kwargs is {short(own, 200)}; expected an object, or leave it out."
-        )
+        raise DataError(f"{where}: chat_template_kwargs is {short(own, 200)}; expected an object, or leave it out.")
     messages = _messages(where, record["prompt"])
     return Row(index, [], source, reward["ground_truth"], extra or {}, messages, _without_nulls(own or {}))
 

@@ -264,7 +264,7 @@ def test_other_columns_of_a_wrong_type(tmp_path: Path) -> None:
 
 def test_a_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
     class Silent(Characters):
-        def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        def prompt_ids(self, messages: Sequence[dict[str, Any]], template_kwargs: Any = None) -> list[int]:
             return []
 
     path = write_jsonl(tmp_path / "a.jsonl", [record(0)])
