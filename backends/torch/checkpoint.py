@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
@@ -22,6 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from flowrl.backends.torch.mesh import Mesh
 from flowrl.errors import DataError
+
+if TYPE_CHECKING:  # it takes half a second to import
+    from flowrl.backends.torch.sharded import Sharded
 
 _PART = re.compile(r"part-\d{5}-of-(\d{5})\.safetensors")
 _DTYPES = {torch.float32: "F32", torch.int64: "I64"}
@@ -148,7 +151,8 @@ def _read(pieces: Sequence[Any], tensor: Tensor, mesh: Mesh) -> None:
     if tensor.ndim == 0:
         tensor.copy_(pieces[0][...])
         return
-    first, last = mesh.rows(tensor.shape[0]) if isinstance(tensor, DTensor) else (0, tensor.shape[0])
+    sharded = isinstance(tensor, DTensor)
+    first, last = cast("Sharded", mesh).rows(tensor.shape[0]) if sharded else (0, tensor.shape[0])
     held, start = _local(tensor), 0
     for piece in pieces:
         end = start + piece.get_shape()[0]

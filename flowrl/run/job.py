@@ -146,12 +146,14 @@ class Job(Generic[GraphT]):
 
 
 def ends_of_responses(graph: Graph) -> str | None:
-    """What ends a response, and what says so, in words; None where the model that answers is not on this machine.
+    """What ends a response, and what says so, in words; None where the model that answers, or its tokeniser, is not on
+    this machine.
 
     Raises:
-        DataError: the model has no tokeniser.
+        DataError: the tokeniser does not load.
     """
     backends = [graph.bindings[role] for role in graph.generators if role in graph.bindings]
     owners = [graph.bindings.get(backend.shares) if backend.shares else backend for backend in backends]
     folders = [owner.starts_from for owner in owners if owner is not None and owner.starts_from]
-    return ChatTokenizer(folders[0]).said_ends if folders and Path(folders[0]).is_dir() else None
+    there = folders and any(Path(folders[0]).glob("tokenizer*"))
+    return ChatTokenizer(folders[0]).said_ends if there else None
