@@ -44,9 +44,9 @@ class RolloutEngine(ABC):
     ) -> Sampled:
         """Sample one response per row.
 
-        A response ends with EOS, a stop token, or the token that completes a stop string, which is part of it, or after
-        `sampling.max_new_tokens`. Log-probs are of the distribution that was drawn from: after temperature, top-k and
-        top-p, renormalised; at temperature 0, of temperature 1.
+        A response ends with a token that ends a turn (`ChatTokenizer.ends`), a stop token, or the token that completes
+        a stop string, which is part of it, or after `sampling.max_new_tokens`. Log-probs are of the distribution that
+        was drawn from: after temperature, top-k and top-p, renormalised; at temperature 0, of temperature 1.
 
         Args:
             prompts: int64 ``[batch prompt]``, padded on the left.
@@ -109,7 +109,7 @@ def check_prompts(
         folder: of the model's tokeniser.
 
     Raises:
-        DataError: shapes, padding, vocabulary or length are not what is expected.
+        DataError: shapes, padding, vocabulary (stop tokens included) or length are not what is expected.
     """
     if prompts.ndim != 2 or mask.shape != prompts.shape or mask.dtype != torch.bool or len(row_ids) != len(prompts):
         raise DataError(
@@ -130,6 +130,11 @@ def check_prompts(
             f"prompts hold token ids from {int(tokens.min())} to {int(tokens.max())}, but the model's vocabulary is 0 "
             f"to {vocabulary - 1}; make prompts with its own tokeniser ({folder!r})."
         )
+    if unknown := [i for i in sampling.stop_token_ids if not 0 <= i < vocabulary]:
+        raise DataError(
+            f"stop_token_ids={sampling.stop_token_ids} holds {unknown[0]}, but the model's vocabulary is 0 to "
+            f"{vocabulary - 1}, so it could end nothing; give ids of its own tokeniser ({folder!r}), or drop it."
+        )
     longest = int(mask.sum(1).max())
     if positions is not None and longest + sampling.max_new_tokens > positions:
         raise DataError(
@@ -141,16 +146,17 @@ def check_prompts(
 
 
 class Ending:
-    """The rule of a `Sampling`: EOS, a stop token, or the token that completes a stop string ends a response.
+    """The rule of a `Sampling`: a token that ends a turn (`ChatTokenizer.ends`), a stop token, or the token that
+    completes a stop string ends a response.
 
     Args:
-        tokenizer: whose text and EOS count.
+        tokenizer: whose text and ends count.
         sampling: `stop_token_ids`, `stop` and `ignore_eos`.
         token_ids: the tokens that end a response.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, sampling: Sampling) -> None:
-        self.token_ids = [*([] if sampling.ignore_eos else [tokenizer.eos_id]), *sampling.stop_token_ids]
+        self.token_ids = sorted({*(() if sampling.ignore_eos else tokenizer.ends), *sampling.stop_token_ids})
         self.stop = sampling.stop
         self._tokenizer = tokenizer
 

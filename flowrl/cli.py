@@ -134,7 +134,7 @@ def check(
     """List everything that keeps a graph, job or training from running; exits with 1 if there is anything."""
     from flowrl.core.graph_io import not_imported
     from flowrl.core.plan import Plan
-    from flowrl.run.job import Job
+    from flowrl.run.job import Job, ends_of_responses
     from flowrl.run.training import Training
 
     found = _load(target, imports)
@@ -156,6 +156,8 @@ def check(
     out.print(f"{graph.name}: {len(graph.nodes)} nodes, every connection fits{bound} and no rule is broken.")
     if left := not_imported(graph):
         out.print(f"Not imported, so not looked at: {', '.join(left)}; --import does.", markup=False)
+    if ends := ends_of_responses(graph):
+        out.print(f"Responses end with {ends}.", markup=False)
 
 
 @app.command()

@@ -12,16 +12,17 @@ import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, ClassVar, cast, dataclass_transform
+from typing import Any, ClassVar, Literal, cast, dataclass_transform, get_args, get_origin
 
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.dataclasses import rebuild_dataclass
 from pydantic.errors import PydanticUndefinedAnnotation
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from flowrl.errors import DefinitionError, FrozenError, ParameterError, offer
 
-_CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True)
+_CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True, allow_inf_nan=False)
 
 
 # pydantic's `Field` is left out of the specifiers: type checkers read their default by keyword only, and would take
@@ -110,11 +111,33 @@ def _raise_parameter_errors(cls: type) -> None:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
+            _refuse_bools(cls, args, kwargs)
             init(self, *args, **kwargs)
         except ValidationError as error:
             raise ParameterError(_describe(cls, error, args, kwargs)) from None
 
     cls.__init__ = __init__  # type: ignore[misc]
+
+
+def _refuse_bools(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse True and False where a number is wanted: Python, and so pydantic, takes them for 1 and 0."""
+    given = dict(zip((f.name for f in dataclasses.fields(cls) if f.init), args, strict=False)) | dict(kwargs)
+    for name, value in given.items():
+        items = value if isinstance(value, tuple | list) else (value,)
+        if any(isinstance(item, bool) for item in items) and name in cls.__pydantic_fields__:
+            parts = _parts(cls.__pydantic_fields__[name].annotation)
+            if any(part in (int, float) for part in parts) and not any(part in (bool, object, Any) for part in parts):
+                wrong = PydanticCustomError("bool", "a number is expected, and this is a bool")
+                raise ValidationError.from_exception_data(
+                    cls.__name__, [InitErrorDetails(type=wrong, loc=(name,), input=value)]
+                )
+
+
+def _parts(annotation: Any) -> list[Any]:
+    """A type, and all that it is made of; of a Literal, the types of its values."""
+    if get_origin(annotation) is Literal:
+        return [type(value) for value in get_args(annotation)]
+    return [annotation, *(part for argument in get_args(annotation) for part in _parts(argument))]
 
 
 def _raise_frozen_errors(cls: type) -> None:

@@ -67,11 +67,12 @@ class Generate(Operator):
         top_k: keep the `top_k` most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens that reaches this probability; 1 keeps all.
         max_new_tokens: the longest a response may get.
-        stop_token_ids: tokens that end a response, besides the tokeniser's EOS.
+        stop_token_ids: tokens that end a response, besides those that end a turn by the model's own folder
+            (`ChatTokenizer.ends`).
         stop: strings that end a response, once its text contains one. The response ends with the token that completes
             the string, and all of that token is part of it, so that the text may go on past the string. Special tokens
             are no text; they go into `stop_token_ids`.
-        ignore_eos: EOS does not end a response; stop tokens and strings still do.
+        ignore_eos: what ends a turn does not end a response; stop tokens and strings still do.
         rollout: the engine.
 
     Raises:
@@ -83,7 +84,7 @@ class Generate(Operator):
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     max_new_tokens: int = Field(default=1024, ge=1)
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     ignore_eos: bool = False
     rollout: Reads[Rollout] = Role("rollout")

@@ -261,7 +261,7 @@ class ValueClip(_Aggregated, Spec):
         squared, tokens = (new - returns).square(), on.sum()
         if self.clip is not None:
             old = select(batch.values, on)
-            clipped = (old + (new - old).clamp(-self.clip, self.clip) - returns).square()
+            clipped = (new.clamp(old - self.clip, old + self.clip) - returns).square()  # within, it is `new` exactly
             metrics.mean("critic/vf_clipfrac", (clipped > squared).sum(), tokens)
             squared = torch.maximum(squared, clipped)
         loss = 0.5 * (weights * squared).sum()

@@ -23,7 +23,7 @@ class Characters:
     def __init__(self) -> None:
         self.calls = 0
 
-    def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[dict[str, Any]], template_kwargs: Any = None) -> list[int]:
         self.calls += 1
         return [ord(c) for m in messages for c in m["content"]]
 

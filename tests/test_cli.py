@@ -307,7 +307,9 @@ def test_check_of_a_job_wants_its_roles_bound(command: Command, graphs: Path, tr
         "'ref', 'rollout'", "'rollout', 'ref'"
     )
     answer = command("check", f"{training}:training")
-    assert answer == (0, "grpo: 10 nodes, every connection fits, every role is bound and no rule is broken.\n", "")
+    fits = "grpo: 10 nodes, every connection fits, every role is bound and no rule is broken.\n"
+    ends = "Responses end with <eos> (1: tokeniser, config.json, generation_config.json, chat template).\n"
+    assert answer == (0, fits + ends, "")
 
 
 def test_check_of_a_training_knows_its_prompts(command: Command, training: Path) -> None:

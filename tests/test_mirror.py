@@ -37,14 +37,12 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     ),
     "tests/backends/hosted/test_process.py": ("backends/hosted/keeper.py",),
     "tests/backends/torch/test_fsdp.py": (
-        "backends/torch/checkpoint.py",
         "backends/torch/sharded.py",
         "backends/torch/shards.py",
     ),
     "tests/backends/torch/test_trainer.py": (
         "backends/torch/engine.py",
         "backends/torch/learner.py",
-        "backends/torch/load.py",
         "backends/torch/model.py",
     ),
     "tests/engines/answers.py": ("backends/hosted/arrival.py", "backends/hosted/base.py"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from dataclasses import FrozenInstanceError
 from typing import Annotated, Any, ClassVar, Literal
@@ -173,3 +174,31 @@ def test_a_class_in_a_function_may_name_types_of_the_function() -> None:
     assert Holder(Local(2)).local.x == 2
     with pytest.raises(ParameterError, match=r"local=3: input should be a dictionary or an instance of Local"):
         Holder(3)  # type: ignore[arg-type]
+
+
+class Numbers(Spec):
+    """Numbers in every wrapping."""
+
+    count: int = 1
+    ratio: float | None = None
+    pair: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    flag: bool = False
+    either: int | bool = 0
+    level: Literal["a", 1] = "a"
+    anything: Any = None
+    unbounded: float = Field(default=0.0, allow_inf_nan=True)
+
+
+@pytest.mark.parametrize("value", [True, False, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("field", ["count", "ratio", "pair"])
+def test_neither_bools_nor_infinities_are_numbers(field: str, value: Any) -> None:
+    with pytest.raises(ParameterError, match=rf"Numbers\(\.\.\.\): {field}"):
+        Numbers(**{field: (1.0, value) if field == "pair" else value})
+    if field == "count":
+        with pytest.raises(ParameterError, match="count="):
+            Numbers(value)
+
+
+def test_bools_and_infinities_are_taken_where_they_are_meant() -> None:
+    made = Numbers(flag=True, either=True, anything=True, unbounded=math.inf)
+    assert (made.flag, made.either, made.anything, made.unbounded) == (True, True, True, math.inf)

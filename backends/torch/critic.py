@@ -31,8 +31,8 @@ class TorchCritic(TrainedSpec):
     `TorchCriticEngine.save_pretrained` wrote brings its own.
 
     Args:
-        model, optimizer, schedule, grad_clip, dtype, gradient_checkpointing, max_tokens, device, memory, ranks,
-            offload: see `TrainedSpec`; the optimiser is ``AdamW(lr=1e-5)`` unless said.
+        model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
+            ranks, offload: see `TrainedSpec`; the optimiser is ``AdamW(lr=1e-5)`` unless said.
     """
 
     serves = (Critic, Checkpointed, Sleeper)
@@ -48,7 +48,7 @@ class TorchCritic(TrainedSpec):
         """
         mesh = self.mesh(context)
         tokenizer = load_tokenizer(self.model)
-        body = TorchModel(self.model, self.dtype, mesh, self.gradient_checkpointing, with_head=False)
+        body = TorchModel(self.model, self.dtype, mesh, self.attention, self.gradient_checkpointing, with_head=False)
         head = _value_head(self.model, body.width()).to(mesh.device)
         gathered_head = mesh.gathered(head)
         whole = nn.ModuleDict({"model": body.module, "value_head": head})
@@ -118,7 +118,7 @@ class TorchCriticEngine(TrainedEngine):
         """
         self.residence.require_awake("values")
         with self._body.mesh.all_or_none("values"):
-            inputs = TokenInputs.of(batch)
+            inputs = TokenInputs.of(batch, self._body.vocabulary)
         return score_rows(self._body.mesh, inputs, self._max_tokens, self._values)
 
     def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], loss: Loss[Rows]) -> Metrics:
@@ -135,7 +135,7 @@ class TorchCriticEngine(TrainedEngine):
         """
         self.residence.require_awake("update")
         with self._body.mesh.all_or_none("update"):
-            check_tokens(batch)  # type: ignore[arg-type]
+            check_tokens(batch, self._body.vocabulary)  # type: ignore[arg-type]
 
         def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
             return self._values(micro), None

@@ -7,6 +7,7 @@ calls.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,6 +167,10 @@ class TorchScorerEngine(Resident):
         """Whether the weights of `model` are in shards, and not whole."""
         return self._scorer.mesh.sharded
 
+    def computing(self) -> AbstractContextManager[None]:
+        """Within, `model` computes as this engine does: in its dtype."""
+        return self._scorer.arithmetic()
+
     @torch.no_grad()
     def log_probs(self, batch: Sequences) -> Tensor:
         """Log-probs of the response tokens at each row's temperature: float32 ``[batch response]``, 0 off the mask.
@@ -179,7 +184,7 @@ class TorchScorerEngine(Resident):
         """
         self.residence.require_awake("log_probs")
         with self._scorer.mesh.all_or_none("log_probs"):
-            inputs = SequenceInputs.of(batch)
+            inputs = SequenceInputs.of(batch, self._scorer.vocabulary)
 
         def score(micro: SequenceInputs) -> Tensor:
             return self._scorer.log_probs(micro, self._chunk, "none")[0]
@@ -223,7 +228,7 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
         """
         self.residence.require_awake("update")
         with self._scorer.mesh.all_or_none("update"):
-            check_sequences(batch)  # type: ignore[arg-type]
+            check_sequences(batch, self._scorer.vocabulary)  # type: ignore[arg-type]
 
         def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
             # Entropy is always reported; its gradient is only taken where the loss has a use for it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self, cast
+from typing import Annotated, Any, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -20,11 +20,14 @@ from flowrl.backends.torch.device import device_of, mesh_of
 from flowrl.backends.torch.load import Folder
 from flowrl.backends.torch.mesh import Mesh
 from flowrl.backends.torch.model import Dtype, Rows, SequenceInputs, micro_batches, take
+from flowrl.backends.torch.probes import Attention
 from flowrl.core.backend import Backend
 from flowrl.core.protocols import BuildContext, Loss, MiniBatch
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
 from flowrl.spec import Spec
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamW(Spec):
@@ -34,7 +37,7 @@ class AdamW(Spec):
     """
 
     lr: float = Field(ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
 
@@ -143,6 +146,8 @@ class TrainedSpec(Backend):
         schedule: `Constant`, `Linear` or `Cosine`, in optimiser steps.
         grad_clip: L2 norm that the gradient of a mini-batch is scaled down to; None leaves it.
         dtype: the model's arithmetic: ``"bfloat16"`` is autocast over the float32 weights.
+        attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is the first where it
+            computes what the second does, else the second.
         gradient_checkpointing: recompute each layer in the backward pass, for memory.
         max_tokens: padded tokens that a micro-batch may hold; gradients do not depend on it.
         device: None is CUDA where there is one, else the CPU.
@@ -156,6 +161,7 @@ class TrainedSpec(Backend):
     schedule: Schedule = Constant()
     grad_clip: float | None = Field(default=1.0, gt=0)
     dtype: Dtype = "float32"
+    attention: Attention | None = None
     gradient_checkpointing: bool = False
     max_tokens: int = Field(default=16384, ge=1)
     device: str | None = None

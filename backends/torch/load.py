@@ -1,4 +1,5 @@
-"""Loading a Hugging Face folder into CPU memory: its causal LM and its tokeniser; nothing is fetched.
+"""Loading a Hugging Face folder into CPU memory: its causal LM and its tokeniser. Nothing is fetched, and no code of
+the folder is run.
 
 Specs name folders, so transformers is imported only where one is loaded.
 """
@@ -6,13 +7,15 @@ Specs name folders, so transformers is imported only where one is loaded.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 from pydantic import BeforeValidator
+from torch import Tensor
 
+from flowrl.backends.torch.probes import Attention
 from flowrl.errors import BindError
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -20,26 +23,92 @@ if TYPE_CHECKING:  # it takes seconds to import
 
 Folder = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
-def load_causal_lm(folder: str, with_head: bool = True) -> PreTrainedModel:
-    """The causal LM of a Hugging Face folder, in float32 on the CPU; nothing is fetched.
+
+def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | None = None) -> PreTrainedModel:
+    """The causal LM of a Hugging Face folder, in float32 on the CPU.
+
+    Args:
+        folder: where it is.
+        with_head: whether its head is wanted; without, the folder may lack it.
+        attention: see `skeleton`.
 
     Raises:
-        BindError: there is no such folder, it does not load, or it lacks weights (which would be drawn at random).
+        BindError: there is no such folder, it does not load; it lacks weights (which would be drawn at random) or has
+            others (which would be left out); or a weight is NaN or infinite.
     """
     from transformers import AutoModelForCausalLM
 
     load: Any = AutoModelForCausalLM.from_pretrained
     with loading(folder), quiet():
-        lm, report = load(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
+        chosen = skeleton(folder, attention).config._attn_implementation
+        lm, report = load(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=chosen,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            **_LOCAL,
+        )
     missing = {name for name in report["missing_keys"] if with_head or not _is_head(lm, name)}
-    if problems := sorted(missing | {str(key) for key in report["mismatched_keys"]}):
+    mend = "write the folder again with model.save_pretrained(folder)."
+    misshaped = {f"{name}: {tuple(found)}, not {tuple(due)}" for name, found, due in report["mismatched_keys"]}
+    if problems := sorted(missing | misshaped):
         raise BindError(
             f"the folder {folder!r} lacks {len(problems)} weights of {type(lm).__name__} or has them in another shape "
-            f"({', '.join(problems[:3])}{', …' if len(problems) > 3 else ''}), and they would be drawn at random; "
-            f"write the folder again with model.save_pretrained(folder)."
+            f"({_some(problems)}), and they would be drawn at random; {mend}"
         )
+    if problems := sorted(report["unexpected_keys"]):
+        raise BindError(
+            f"the folder {folder!r} holds {len(problems)} weights that {type(lm).__name__} does not have by its "
+            f"config.json ({_some(problems)}), and they would be left out; correct config.json (its number of layers, "
+            f"say), or {mend}"
+        )
+    refuse_not_finite(lm, folder)
     return cast("PreTrainedModel", lm)
+
+
+def skeleton(folder: str, attention: Attention | None = None) -> PreTrainedModel:
+    """The causal LM of a Hugging Face folder without its weights: on the meta device, buffers included.
+
+    Args:
+        folder: where it is.
+        attention: what computes attention; None is transformers' choice (fused where the architecture says that it
+            can), but plain where an architecture is built for one or the other, so that they cannot be compared.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, **_LOCAL)
+    build: Any = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        lm: PreTrainedModel = build(config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False)
+        if attention is None and lm.config._attn_implementation != "eager" and not lm._can_set_attn_implementation():
+            return skeleton(folder, "eager")
+    return lm
+
+
+def refuse_not_finite(lm: PreTrainedModel, folder: str) -> None:
+    """Refuse weights that are NaN or infinite; of shards, those of this rank.
+
+    Raises:
+        BindError: some are.
+    """
+
+    def broken(tensor: Tensor) -> bool:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return local.is_floating_point() and local.device.type != "meta" and not bool(local.isfinite().all())
+
+    if names := [name for name, tensor in lm.state_dict().items() if broken(tensor)]:
+        raise BindError(
+            f"the folder {folder!r} holds NaN or infinity in {len(names)} weights of {type(lm).__name__} "
+            f"({_some(names)}); expected finite numbers: its files are damaged, or its training diverged. Take another "
+            f"copy."
+        )
+
+
+def _some(names: Collection[str]) -> str:
+    return f"{', '.join(list(names)[:3])}{', …' if len(names) > 3 else ''}"
 
 
 @contextmanager
@@ -66,6 +135,8 @@ def loading(folder: str) -> Iterator[None]:
     _refuse_no_folder(folder)
     try:
         yield
+    except BindError:
+        raise
     except Exception as error:
         raise BindError(
             f"the folder {folder!r} does not load as a causal LM ({type(error).__name__}: {error}); expected "
@@ -83,7 +154,7 @@ def load_tokenizer(folder: str) -> Any:
 
     _refuse_no_folder(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, **_LOCAL)
     except Exception as error:
         raise BindError(
             f"the folder {folder!r} has no tokeniser that loads ({type(error).__name__}: {error}); it is written "

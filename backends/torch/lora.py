@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -28,6 +28,8 @@ from flowrl.spec import Spec
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
 
+_HOLDER = "lm"
+
 PREFIX = "base_model.model."
 """What PEFT writes before the names of adapter weights in a file."""
 
@@ -39,7 +41,8 @@ class LoRA(Spec):
         r: the rank.
         alpha: the adapter's output is scaled by ``alpha / r``.
         targets: names of linear layers, as ``("q_proj", "v_proj")``, each of all layers that end in it; or all but the
-            LM head.
+            LM head, and but the layers that an adapter would not reach: those whose weights the kernels of a
+            state-space mixer (Mamba) take as they are, and layers that compute more than a product (routers).
     """
 
     r: int = Field(default=8, ge=1)
@@ -86,10 +89,12 @@ class Adapter:
         from peft.tuners.lora import LoraLayer
 
         targets = _targets(lm, lora, folder)
-        config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=targets)  # type: ignore[arg-type]
+        held = [f"{_HOLDER}.{target}" for target in targets]
+        config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=held)  # type: ignore[arg-type]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # PEFT finds for each layer what it must be
-            inject_adapter_in_model(config, lm, low_cpu_mem_usage=True)
+            # In a holder, since PEFT would take the names of some architectures for those of transformers 4.
+            inject_adapter_in_model(config, nn.ModuleDict({_HOLDER: lm}), low_cpu_mem_usage=True)
         self._layers: dict[str, Any] = {n: layer for n, layer in lm.named_modules() if isinstance(layer, LoraLayer)}
         if sorted(self._layers) != sorted(targets):
             raise BindError(
@@ -194,10 +199,12 @@ def base_state(model: nn.Module) -> dict[str, Tensor]:
 
 def _targets(lm: PreTrainedModel, lora: LoRA, folder: str) -> list[str]:
     """The full names of the layers that are to be adapted."""
-    from transformers.pytorch_utils import Conv1D
-
-    head = lm.get_output_embeddings()
-    linear = [n for n, m in lm.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    linear = _linear(lm)
+    if not linear:
+        raise BindError(
+            f"LoRA(...) finds no linear layer in {type(lm).__name__} in {folder!r} that an adapter can be put beside; "
+            f"train all weights, without lora."
+        )
     if lora.targets == "all-linear":
         return linear
     found = {target: [n for n in linear if n == target or n.endswith(f".{target}")] for target in lora.targets}
@@ -205,7 +212,39 @@ def _targets(lm: PreTrainedModel, lora: LoRA, folder: str) -> list[str]:
         there = sorted({name.rpartition(".")[2] for name in linear})
         raise BindError(
             f"LoRA(targets=...) names {', '.join(map(repr, missing))}, and {type(lm).__name__} in {folder!r} has no "
-            f"linear layer of that name that can be adapted (its embeddings and its LM head cannot); there are "
+            f"linear layer of that name that can be adapted (its embeddings and its LM head cannot, nor what the "
+            f"kernels of a state-space mixer take as it is, nor routers); there are "
             f'{", ".join(there)}: name some of these, or "all-linear".'
         )
     return sorted({name for names in found.values() for name in names})
+
+
+def _linear(lm: PreTrainedModel) -> list[str]:
+    """The full names of the layers that can be adapted."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = lm.get_output_embeddings()
+    mixers = [name for name, module in lm.named_modules() if hasattr(module, "A_log") and hasattr(module, "D")]
+    taken = {f"{mixer}.{layer}" for mixer in mixers for layer in ("x_proj", "dt_proj", "out_proj")}
+    products: dict[type, bool] = {Conv1D: True, nn.Linear: True}
+    found = []
+    for name, module in lm.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and name not in taken:
+            kind = type(module)
+            if kind not in products:
+                products[kind] = _is_product(cast(nn.Linear, module))
+            if products[kind]:
+                found.append(name)
+    return found
+
+
+def _is_product(layer: nn.Linear) -> bool:
+    """Whether what derives from a linear layer computes as one, whatever its weights, which may not be there yet."""
+    made = {name: torch.linspace(-1, 1, p.numel()).view(p.shape) for name, p in layer.named_parameters()}
+    x = torch.linspace(1, -0.5, layer.in_features)[None]
+    try:
+        found = torch.func.functional_call(layer, made, (x,))
+    except Exception:  # it wants something else than a tensor of its width
+        return False
+    truth = nn.functional.linear(x, made["weight"], made.get("bias"))
+    return isinstance(found, Tensor) and found.shape == truth.shape and torch.allclose(found, truth, rtol=1e-3)

@@ -9,7 +9,7 @@ are recomputed must be those that the update sees.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
@@ -22,7 +22,17 @@ from torch.utils.checkpoint import checkpoint
 from flowrl.backends.torch.load import load_causal_lm, quiet
 from flowrl.backends.torch.lora import Adapter, LoRA
 from flowrl.backends.torch.mesh import Gathered, Mesh
-from flowrl.errors import BindError, DataError
+from flowrl.backends.torch.probes import (
+    Attention,
+    has_plain_head,
+    known,
+    prepare_checkpointing,
+    probe_inputs,
+    refuse_blind_to_padding,
+    settle_attention,
+    tolerance,
+)
+from flowrl.errors import DataError
 from flowrl.records import Sequences, Tokens
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.digest import named_weights, weights_digest
@@ -47,13 +57,13 @@ class TokenInputs(NamedTuple):
     response_mask: Tensor
 
     @classmethod
-    def of(cls, batch: Tokens) -> TokenInputs:
+    def of(cls, batch: Tokens, vocabulary: int) -> TokenInputs:
         """Just these columns of `batch`.
 
         Raises:
-            DataError: a response token counts that the model cannot predict.
+            DataError: a response token counts that the model cannot predict, or a token is not in the vocabulary.
         """
-        check_tokens(batch)
+        check_tokens(batch, vocabulary)
         return cls(*(getattr(batch, name) for name in cls._fields))
 
 
@@ -67,13 +77,13 @@ class SequenceInputs(NamedTuple):
     temperature: Tensor
 
     @classmethod
-    def of(cls, batch: Sequences) -> SequenceInputs:
+    def of(cls, batch: Sequences, vocabulary: int) -> SequenceInputs:
         """Just these columns of `batch`.
 
         Raises:
-            DataError: a response token counts that the model cannot predict, or a temperature is not positive.
+            DataError: as `check_sequences`.
         """
-        check_sequences(batch)
+        check_sequences(batch, vocabulary)
         return cls(*(getattr(batch, name) for name in cls._fields))
 
     @classmethod
@@ -85,8 +95,9 @@ class SequenceInputs(NamedTuple):
         return cls(ids, torch.ones_like(ids), positions, no_token, torch.ones(1, device=device))
 
 
-def check_tokens(batch: Tokens) -> None:
-    """Refuse a response token under the mask that is not attended, or that has no attended token before it."""
+def check_tokens(batch: Tokens, vocabulary: int) -> None:
+    """Refuse a response token under the mask that is not attended, or that has no attended token before it; and ids
+    that are not in the vocabulary."""
     before = batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1
     if before < 0:
         raise DataError(
@@ -103,11 +114,18 @@ def check_tokens(batch: Tokens) -> None:
             f"expected left-padded prompts followed by right-padded responses, all real tokens attended. Rebuild "
             f"attention_mask as the prompt's mask and the response's side by side."
         )
+    unknown = (batch.attention_mask.bool() & ((batch.input_ids < 0) | (batch.input_ids >= vocabulary))).nonzero()
+    if len(unknown):
+        row, place = unknown[0].tolist()
+        raise DataError(
+            f"row {row} holds the token id {int(batch.input_ids[row, place])}, and this model's vocabulary is 0 to "
+            f"{vocabulary - 1}; expected rows of its own tokeniser: bind models of one vocabulary to all roles."
+        )
 
 
-def check_sequences(batch: Sequences) -> None:
+def check_sequences(batch: Sequences, vocabulary: int) -> None:
     """`check_tokens`, and refuse temperatures that no log-prob can be taken at."""
-    check_tokens(batch)
+    check_tokens(batch, vocabulary)
     bad = (~(batch.temperature > 0)).nonzero().flatten().tolist()
     if bad:
         raise DataError(
@@ -181,6 +199,7 @@ class TorchModel:
         folder: a Hugging Face folder of a causal LM, with its tokeniser.
         dtype: what the model computes in; log-softmax, entropy and all outputs are float32 in either case.
         mesh: where its weights are.
+        attention: what computes attention; None is fused attention where it computes the model, else plain.
         gradient_checkpointing: recompute each layer in the backward pass.
         with_head: False drops the LM head (a critic needs none; its folder may lack one).
         lora: the adapter that is put beside its weights, which are frozen then.
@@ -195,6 +214,7 @@ class TorchModel:
         folder: str,
         dtype: Dtype,
         mesh: Mesh,
+        attention: Attention | None,
         gradient_checkpointing: bool,
         with_head: bool = True,
         lora: LoRA | None = None,
@@ -206,9 +226,9 @@ class TorchModel:
         if mesh.sharded:
             from flowrl.backends.torch.shards import load_sharded  # here and below, since it takes seconds
 
-            lm, self.gathered, self.adapter = load_sharded(mesh, folder, with_head, lora, seed)
+            lm, self.gathered, self.adapter = load_sharded(mesh, folder, with_head, attention, lora, seed)
         else:
-            lm = load_causal_lm(folder, with_head)
+            lm = load_causal_lm(folder, with_head, attention)
             self.adapter = None if lora is None else Adapter(lm, lora, folder)
             if self.adapter is not None:
                 self.adapter.fill(seed)
@@ -218,15 +238,13 @@ class TorchModel:
         """All weights."""
         if not mesh.sharded:
             self.gathered = mesh.gathered(self.module)
-        if "attention_mask" not in inspect.signature(lm.forward).parameters:
-            raise BindError(
-                f"{type(lm).__name__} in {folder!r} takes no attention_mask, so it cannot tell padding from tokens; "
-                f"bind a model that does."
-            )
+        bound = tolerance(self._probed_in)
+        self._probe(settle_attention, self.module, attention, folder, bound)
+        self._probe(refuse_blind_to_padding, self.module, folder, bound)
         if gradient_checkpointing:
-            self._probe(_prepare_checkpointing, self.module, folder)
+            self._probe(prepare_checkpointing, self.module, folder)
         self._run, self._output, self._head = lm.base_model, "last_hidden_state", cast(nn.Module, nn.Identity())
-        if with_head and self._probe(_has_plain_head, lm):
+        if with_head and self._probe(has_plain_head, lm):
             self._head = cast(nn.Module, lm.get_output_embeddings())
         elif with_head:  # the logits are not those of the head alone: take them from the model
             self._run, self._output = lm, "logits"
@@ -244,18 +262,25 @@ class TorchModel:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             yield
 
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model has, from 0."""
+        return cast(nn.Embedding, self.module.get_input_embeddings()).num_embeddings
+
+    @property
+    def _probed_in(self) -> torch.dtype:
+        """What it computes in while it is probed: float32, but where weights are gathered in bfloat16."""
+        return torch.bfloat16 if self._autocast and self.mesh.sharded else torch.float32
+
     @torch.no_grad()
     def _probe(self, ask: Callable[..., T], *args: Any) -> T:
-        """What `ask` finds when it runs the model over a short sequence: tokens ``[1 4]`` of any vocabulary."""
-        embedding = cast(nn.Embedding, self.module.get_input_embeddings())
-        ids = torch.arange(4, device=self.device)[None] % embedding.num_embeddings
-        probe = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-        with self.arithmetic():
-            return self.gathered.call(ask, probe, *args)
+        """What `ask` finds when it runs the model over the tokens of `probe_inputs`."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._probed_in == torch.bfloat16):
+            return self.gathered.call(ask, probe_inputs(self.module, self.device), *args)
 
     def width(self) -> int:
         """The size of what `states` gives; models whose body projects its output have another than ``hidden_size``."""
-        return self._probe(lambda probe: int(getattr(self._run(**probe), self._output).shape[-1]))
+        return self._probe(lambda probe: int(getattr(self._run(**known(self._run, probe)), self._output).shape[-1]))
 
     def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """The weights under the names that `save_pretrained` writes, sorted, tied ones once; see `Sharded.full`.
@@ -387,57 +412,3 @@ def _log_softmax(head: nn.Module, states: Tensor, temperature: Tensor) -> Tensor
 def scatter(values: Tensor, mask: Tensor) -> Tensor:
     """Put one value per true element of `mask`, in row-major order, into zeros of its shape (float32)."""
     return torch.zeros(mask.shape, device=values.device).masked_scatter(mask, values.float())
-
-
-def _has_plain_head(probe: Mapping[str, Any], lm: PreTrainedModel) -> bool:
-    """Whether ``lm(x).logits`` is ``head(base(x).last_hidden_state)``, with no soft-capping, scaling or the like after.
-
-    The head is made to give logits from a wide range, so that a cap shows even where the model's own logits are small.
-    """
-    head, base = lm.get_output_embeddings(), lm.base_model
-    if head is None or base is lm:
-        return False
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def widen(module: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> Tensor:
-        seen.append((args[0], torch.linspace(-100, 100, logits.numel(), device=logits.device).view_as(logits)))
-        return seen[-1][1]
-
-    handle = head.register_forward_hook(widen)
-    try:
-        logits = lm(**probe).logits
-    finally:
-        handle.remove()
-    states = getattr(base(**probe), "last_hidden_state", None)
-    return (
-        len(seen) == 1
-        and states is not None
-        and torch.allclose(seen[0][0], states, rtol=1e-5, atol=1e-5)
-        and torch.equal(seen[0][1], logits)
-    )
-
-
-def _prepare_checkpointing(probe: Mapping[str, Any], lm: PreTrainedModel, folder: str) -> None:
-    """Recompute layers in the backward pass. Transformers does so in training mode only, so make that mode as
-    evaluation is: what is random in it is set to 0."""
-    if not lm.supports_gradient_checkpointing:
-        raise BindError(
-            f"{type(lm).__name__} in {folder!r} does not support gradient checkpointing; bind it with "
-            f"gradient_checkpointing=False."
-        )
-    calm = lm(**probe)[0]
-    lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    for module in lm.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("drop" in name or "jitter" in name):
-                setattr(module, name, 0.0)
-    lm.train()
-    trained = lm(**probe)[0]
-    lm.eval()
-    if not torch.allclose(trained, calm, rtol=1e-4, atol=1e-5):
-        raise BindError(
-            f"{type(lm).__name__} in {folder!r} computes something else in training mode than in evaluation, although "
-            f"dropout is off, so its log-probs could not be recomputed; bind it with gradient_checkpointing=False."
-        )

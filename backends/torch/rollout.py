@@ -6,9 +6,10 @@ It either shares the weights of the actor in this process, so that `sync` is an 
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, cast, runtime_checkable
 
 import torch
@@ -21,6 +22,14 @@ from flowrl.backends.torch.device import device_of
 from flowrl.backends.torch.engine import Residence, Resident
 from flowrl.backends.torch.load import Folder, load_causal_lm
 from flowrl.backends.torch.lora import Adapter, LoRA, require_peft
+from flowrl.backends.torch.probes import (
+    Attention,
+    known,
+    probe_inputs,
+    refuse_other_cache,
+    settle_attention,
+    tolerance,
+)
 from flowrl.core.backend import Backend
 from flowrl.core.protocols import BuildContext, Rollout, Sampled, Sampling, Sleeper, Trainer
 from flowrl.data.keys import Key
@@ -39,8 +48,8 @@ class TorchRollout(Backend):
 
     Args:
         model: a Hugging Face folder; None shares the weights of the role ``actor``.
-        dtype: of the weights of a model of its own, float32 unless said; a shared model samples from the actor's
-            float32 weights as they are.
+        dtype: of the weights of a model of its own, float32 unless said; a shared model computes as the actor does.
+        attention: of a model of its own, as in `TorchTrainer`.
         max_rows: at most so many rows are in one forward pass.
         device: where a model of its own lives; None is CUDA where there is one, else the CPU. A shared one stays where
             the actor is.
@@ -56,6 +65,7 @@ class TorchRollout(Backend):
 
     model: Folder | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    attention: Attention | None = None
     max_rows: int = Field(default=256, ge=1)
     device: str | None = None
     memory: float | None = Field(default=None, gt=0)
@@ -66,8 +76,8 @@ class TorchRollout(Backend):
     def _refuse_unused(self) -> Self:
         if self.model is None and (unused := ", ".join(n for n in non_default(self) if n != "max_rows")):
             raise ValueError(
-                f"without a model this shares the actor's, which is one, whole, with its own dtype, device and "
-                f"adapter; drop {unused}, or name a folder too"
+                f"without a model this shares the actor's, which is one, whole, with its own dtype, attention, device "
+                f"and adapter; drop {unused}, or name a folder too"
             )
         return self
 
@@ -91,21 +101,23 @@ class TorchRollout(Backend):
 
         Raises:
             BindError: the folder does not hold a whole causal LM, or one that `lora` does not fit; or no model is named
-                and the actor's cannot be shared.
+                and the actor's cannot be shared; or the model does not go on from its cache as it computes without.
             DataError: the folder has no tokeniser.
         """
         if self.model is not None:
             if self.lora is not None:
                 require_peft()
             device = device_of(self, self.device)
-            model, adapter, adapter_of = load_causal_lm(self.model), None, None
+            model, adapter, adapter_of = load_causal_lm(self.model, attention=self.attention), None, None
             if self.lora is not None:
                 adapter_of = self.lora.over(weights_digest(named_weights(model)))
                 adapter = Adapter(model, self.lora, self.model)
                 adapter.fill(context.seed)
             for parameter in model.parameters():  # and not the buffers: rotary frequencies stay in float32
                 parameter.data = parameter.data.to(getattr(torch, self.dtype or "float32"))
-            cast(nn.Module, model).to(device)
+            cast(nn.Module, model).to(device).eval()
+            with torch.no_grad():
+                settle_attention(probe_inputs(model, device), model, self.attention, self.model, tolerance(model.dtype))
             return TorchRolloutEngine(
                 model, ChatTokenizer(self.model), self.max_rows, adapter=adapter, adapter_of=adapter_of
             )
@@ -127,7 +139,8 @@ class TorchRollout(Backend):
 @runtime_checkable
 class SharesModel(Protocol):
     """A trainer whose model is in this process, as `TorchTrainerEngine` is: the Hugging Face LM, the folder that it
-    came from, and whether its weights are sharded over ranks, so that nobody else can compute with them."""
+    came from, whether its weights are sharded over ranks, so that nobody else can compute with them, and a context in
+    which the model computes as the trainer does."""
 
     model: PreTrainedModel
     folder: str
@@ -135,6 +148,8 @@ class SharesModel(Protocol):
 
     @property
     def version(self) -> int: ...
+
+    def computing(self) -> AbstractContextManager[None]: ...
 
 
 class TorchRolloutEngine(RolloutEngine, Resident):
@@ -147,6 +162,9 @@ class TorchRolloutEngine(RolloutEngine, Resident):
         shares: the trainer whose own module `model` is, or None.
         adapter: of a model of its own, if `sync` is to fill that alone.
         adapter_of: what it is added to, and how; see `Adapted`.
+
+    Raises:
+        BindError: the model does not go on from its cache as it computes without.
     """
 
     def __init__(
@@ -165,6 +183,12 @@ class TorchRolloutEngine(RolloutEngine, Resident):
         self._shares = shares
         # What is shared moves with the trainer.
         self.residence = Residence(model.device, [model] if shares is None else [])
+        arguments = inspect.signature(model.forward).parameters
+        self._cache = "cache_params" if "cache_params" in arguments else "past_key_values"
+        with evaluating(model), torch.no_grad():
+            probe = probe_inputs(model, model.device, rows=2)
+            bound = tolerance(model.dtype)
+            refuse_other_cache(probe, model, self._forward, self._new_cache(), tokenizer.folder, bound)
 
     def sync(self, source: Trainer) -> Receipt:
         """Take over the weights of `source`: by copying, or, where the model is its own, by noting the version.
@@ -288,7 +312,8 @@ class TorchRolloutEngine(RolloutEngine, Resident):
         )
         uniforms = key.uniforms(row_ids, sampling.max_new_tokens).to(device)
         columns = (prompts.to(device), mask.to(device), uniforms, *sampled)
-        with evaluating(self.model), torch.no_grad():
+        computing = nullcontext() if self._shares is None else self._shares.computing()
+        with evaluating(self.model), torch.no_grad(), computing:
             for start in range(0, rows, self._max_rows):
                 ids, attended, numbers, *out = (column[start : start + self._max_rows] for column in columns)
                 self._fill(ids, attended, numbers, sampling, Sampled(*out))
@@ -301,9 +326,7 @@ class TorchRolloutEngine(RolloutEngine, Resident):
         ending = Ending(self.tokenizer, sampling)
         stops = torch.tensor(ending.token_ids, dtype=torch.int64, device=prompts.device)
         watches = [ending.watch() for _ in range(rows)] if ending.stop else []
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=self.model.config)
+        cache = self._new_cache()
         first, copies = unique_rows(prompts.masked_fill(~mask, -1))
         ids = prompts.masked_fill(~mask, 0)  # padding may hold anything, ids that the vocabulary lacks included
         logits = self._forward(ids[first], mask[first], positions(mask[first]), cache)[copies]
@@ -329,17 +352,24 @@ class TorchRolloutEngine(RolloutEngine, Resident):
                 cache.reorder_cache(cast(LongTensor, on))
             logits = self._forward(tokens[:, None], attention[:, : width + t + 1], position + t, cache)
 
+    def _new_cache(self) -> DynamicCache:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
     def _forward(self, ids: Tensor, attention: Tensor, position: Tensor, cache: DynamicCache) -> Tensor:
         """Logits of the token after the last column: ``[rows vocab]``."""
-        output = self.model(
-            input_ids=ids,
-            attention_mask=attention,
-            position_ids=position,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return cast(Tensor, output.logits[:, -1])
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": attention,
+            "position_ids": position,
+            self._cache: cache,
+            "use_cache": True,
+            "logits_to_keep": 1,
+        }
+        if self._cache == "cache_params" and ids.shape[1] < attention.shape[1]:
+            del inputs["attention_mask"]  # a state-space model keeps no past that could be masked
+        return cast(Tensor, self.model(**known(self.model, inputs)).logits[:, -1])
 
 
 def next_token(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

@@ -18,18 +18,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from flowrl.backends.torch.load import load_causal_lm, loading, quiet
+from flowrl.backends.torch.load import load_causal_lm, loading, quiet, refuse_not_finite, skeleton
 from flowrl.backends.torch.lora import Adapter, LoRA, base_state
 from flowrl.backends.torch.mesh import Gathered, Mesh
+from flowrl.backends.torch.probes import Attention
 from flowrl.backends.torch.sharded import Sharded
 
 
 def load_sharded(
-    mesh: Mesh, folder: str, with_head: bool, lora: LoRA | None, seed: int
+    mesh: Mesh, folder: str, with_head: bool, attention: Attention | None, lora: LoRA | None, seed: int
 ) -> tuple[PreTrainedModel, Gathered, Adapter | None]:
     """The causal LM of a Hugging Face folder in float32, sharded over `mesh`, and what runs functions while
     its weights are whole.
@@ -42,10 +43,10 @@ def load_sharded(
     assert isinstance(mesh, Sharded)
     with mesh.all_or_none(f"loading {folder!r}"), ExitStack() as files:
         with loading(folder):
-            lm = _without_storage(folder)
+            lm = _without_storage(folder, attention)
             sources = None if lm is None else _sources(lm, with_head, _stored(folder, files))
         if lm is None or sources is None:
-            lm = load_causal_lm(folder, with_head)
+            lm = load_causal_lm(folder, with_head, attention)
         adapter = None if lora is None else Adapter(lm, lora, folder)
         if adapter is not None and sources is None:
             adapter.fill(seed)
@@ -56,6 +57,7 @@ def load_sharded(
             _allocate(call.root, mesh.storage)
             with loading(folder):
                 _read(base_state(lm), sources, mesh)
+                refuse_not_finite(lm, folder)
                 if adapter is not None:
                     _read(lm.state_dict(keep_vars=True), adapter.fresh(seed), mesh)
     return lm, call, adapter
@@ -65,13 +67,11 @@ def _wanted(lm: PreTrainedModel, with_head: bool) -> PreTrainedModel:
     return lm if with_head else cast(PreTrainedModel, lm.base_model)
 
 
-def _without_storage(folder: str) -> PreTrainedModel | None:
+def _without_storage(folder: str, attention: Attention | None) -> PreTrainedModel | None:
     """The model with parameters on the meta device and buffers made, or None where buffers are not made that way."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if getattr(config, "quantization_config", None) is not None:
+    lm = skeleton(folder, attention)
+    if getattr(lm.config, "quantization_config", None) is not None:
         return None
-    with torch.device("meta"):
-        lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for module in lm.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             unmade = float("nan") if buffer.is_floating_point() else 0
@@ -101,7 +101,8 @@ def _stored(folder: str, files: ExitStack) -> dict[str, Any]:
 
 
 def _sources(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Where each weight that is wanted is stored, tied ones once; None where not all are stored as they are in `lm`."""
+    """Where each weight that is wanted is stored, tied ones once; None where not all are stored as they are in `lm`, or
+    others are."""
     state, wanted = (model.state_dict(keep_vars=True) for model in (lm, _wanted(lm, with_head)))
     names: dict[int, list[str]] = {id(tensor): [] for tensor in wanted.values()}
     for name, tensor in (*state.items(), *wanted.items()):  # a critic's folder may name them from the body down
@@ -113,7 +114,7 @@ def _sources(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) ->
         if source is None or tuple(source.get_shape()) != tuple(state[tied[0]].shape):
             return None
         sources[tied[0]] = source
-    return sources
+    return sources if stored.keys() <= {*state, *wanted} else None
 
 
 def _allocate(root: nn.Module, storage: torch.device) -> None:

@@ -18,6 +18,7 @@ from flowrl.backends.torch.learner import Learner, TrainedSpec
 from flowrl.backends.torch.load import Folder, load_tokenizer
 from flowrl.backends.torch.lora import LoRA, require_peft
 from flowrl.backends.torch.model import Dtype, TorchModel
+from flowrl.backends.torch.probes import Attention
 from flowrl.core.backend import Backend
 from flowrl.core.protocols import BuildContext, Checkpointed, Scorer, Sleeper, Trainer
 from flowrl.errors import BindError
@@ -32,6 +33,8 @@ class TorchScorer(Backend):
             all settings are the actor's.
         dtype: the arithmetic, ``"float32"`` or ``"bfloat16"`` (autocast over float32 weights, as in `TorchTrainer`, so
             that an untrained actor and its reference agree bit for bit).
+        attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is the first where it
+            computes what the second does, else the second.
         max_tokens: padded tokens that one forward pass may hold.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         device: None is CUDA where there is one, else the CPU.
@@ -44,6 +47,7 @@ class TorchScorer(Backend):
 
     model: Folder | None = None
     dtype: Dtype = "float32"
+    attention: Attention | None = None
     max_tokens: int = Field(default=16384, ge=1)
     logprob_chunk: int = Field(default=1024, ge=1)
     device: str | None = None
@@ -87,7 +91,7 @@ class TorchScorer(Backend):
                 )
             return AdapterOffEngine(actor)
         mesh = mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
-        model = TorchModel(self.model, self.dtype, mesh, gradient_checkpointing=False)
+        model = TorchModel(self.model, self.dtype, mesh, self.attention, gradient_checkpointing=False)
         model.module.requires_grad_(False)
         residence = Residence(mesh.device, [model.gathered.root], offload=self.offload)
         return TorchScorerEngine(self.model, model, self.max_tokens, self.logprob_chunk, residence)
@@ -97,8 +101,8 @@ class TorchTrainer(TrainedSpec):
     """A causal LM that is trained (an actor): float32 weights, one optimiser step per mini-batch.
 
     Args:
-        model, optimizer, schedule, grad_clip, dtype, gradient_checkpointing, max_tokens, device, memory, ranks,
-            offload: see `TrainedSpec`.
+        model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
+            ranks, offload: see `TrainedSpec`.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         lora: train an adapter, and nothing else; the model's own weights stay. Needs ``pip install 'flowrl[lora]'``.
     """
@@ -119,7 +123,15 @@ class TorchTrainer(TrainedSpec):
             require_peft()
         mesh = self.mesh(context)
         tokenizer = load_tokenizer(self.model)
-        model = TorchModel(self.model, self.dtype, mesh, self.gradient_checkpointing, lora=self.lora, seed=context.seed)
+        model = TorchModel(
+            self.model,
+            self.dtype,
+            mesh,
+            self.attention,
+            self.gradient_checkpointing,
+            lora=self.lora,
+            seed=context.seed,
+        )
         learner = Learner(model.module, self, "actor", mesh, over=model.adapter_of)
         residence = Residence(mesh.device, [model.gathered.root], learner.optimizer, self.offload)
         engine = TorchTrainerEngine if self.lora is None else LoRATrainerEngine

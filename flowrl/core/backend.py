@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, Protocol
 
-from flowrl.core.protocols import BuildContext, Checkpointed
+from flowrl.core.protocols import BuildContext, Checkpointed, Rollout
 from flowrl.errors import BindError
 from flowrl.spec import Spec
 
@@ -125,6 +125,11 @@ def refuse_unserved(role: str, backend: Backend, engine: Any) -> None:
     Raises:
         BindError: naming the Protocol and the members.
     """
+    if Rollout in backend.serves and getattr(engine, "tokenizer", engine) is None:
+        raise BindError(
+            f"{type(backend).__name__}, bound to the role {role!r}, has built a {type(engine).__name__} whose "
+            f"tokenizer is None; expected the ChatTokenizer of the model's folder, by which prompts become tokens."
+        )
     for protocol in backend.serves:
         if missing := sorted(name for name in members(protocol) if not hasattr(engine, name)):
             name = type(backend).__name__

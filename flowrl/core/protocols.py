@@ -69,10 +69,10 @@ class Sampling:
         top_k: keep the `top_k` most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches `top_p`; 1 keeps all.
         max_new_tokens: at most so many tokens a row.
-        stop_token_ids: tokens that end a row, besides the tokeniser's EOS; the stop token is part of the response.
+        stop_token_ids: tokens that end a row, besides the tokeniser's `ends`; the stop token is part of the response.
         stop: strings that end a row, once its text (special tokens skipped) contains one. The response ends with the
             token that completes the string: all of that token is part of it, and so the text may go on past the string.
-        ignore_eos: EOS does not end a row; stop tokens and strings still do.
+        ignore_eos: the tokeniser's `ends` do not end a row; stop tokens and strings still do.
     """
 
     temperature: float

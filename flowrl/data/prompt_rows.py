@@ -6,7 +6,8 @@ A row has these columns; others (such as verl's ``ability``) are not read:
 - ``data_source``: str, by which a reward function may choose its rule;
 - ``reward_model``: a dict with ``ground_truth``, neither null nor NaN (``style`` is not read: the graph says how to
   score);
-- ``extra_info``: a dict, optional (``{}`` where it is missing or null).
+- ``extra_info``: a dict, optional (``{}`` where it is missing or null);
+- ``chat_template_kwargs``: a dict, optional: arguments of the chat template for this row, such as its ``tools``.
 
 Whatever cannot be read is an error that names the file and the line (counted from 1, as in an editor) or the row
 (parquet, counted from 0).
@@ -17,7 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 _REQUIRED = ("prompt", "data_source", "reward_model")
 _MEDIA = ("images", "videos")  # verl's names; a prompt without them would be trained on with the picture missing
-_READ = (*_REQUIRED, "extra_info", *_MEDIA)
+_READ = (*_REQUIRED, "extra_info", "chat_template_kwargs", *_MEDIA)
 _LINE = 1 << 28
 """The most bytes of a line of JSONL."""
 _ROLE = 100
@@ -54,21 +55,27 @@ class Row:
     ground_truth: Any
     extra_info: dict[str, Any]
     raw_prompt: list[dict[str, Any]]
+    template_kwargs: dict[str, Any]
 
     @property
     def characters(self) -> int:
         """Of what a chat template writes out."""
         written = (message.get(key, "") for message in self.raw_prompt for key in ("content", "tool_calls"))
-        return sum(len(str(text)) for text in written)
+        return sum(len(str(text)) for text in (*written, *self.template_kwargs.values()))
 
-    def tokenised(self, where: str, tokenizer: ChatTokenizer) -> Row:
+    def tokenised(self, where: str, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Row:
         """With its ids.
+
+        Args:
+            where: how an error names the row.
+            tokenizer: whose chat template makes the ids.
+            template_kwargs: arguments of the template that the row does not have of its own.
 
         Raises:
             DataError: the chat template does not take it, or makes nothing of it.
         """
         try:
-            ids = tokenizer.prompt_ids(self.raw_prompt)
+            ids = tokenizer.prompt_ids(self.raw_prompt, {**template_kwargs, **self.template_kwargs})
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
         if not ids:
@@ -186,7 +193,18 @@ def checked(index: int, where: str, record: Any) -> Row:
         )
     if not isinstance(extra, dict | None):
         raise DataError(f"{where}: extra_info is {short(extra, 200)}; expected an object, or leave it out.")
-    return Row(index, [], source, reward["ground_truth"], extra or {}, _messages(where, record["prompt"]))
+    own = record.get("chat_template_kwargs")
+    if not isinstance(own, dict | None):
+        raise DataError(f"{where}: chat_template_kwargs is {short(own, 200)}; expected an object, or leave it out.")
+    messages = _messages(where, record["prompt"])
+    return Row(index, [], source, reward["ground_truth"], extra or {}, messages, _without_nulls(own or {}))
+
+
+def _without_nulls(value: Any) -> Any:
+    """A key with null counts as missing, since parquet does not distinguish the two."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _nests(value: Any, levels: int) -> bool:

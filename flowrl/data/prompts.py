@@ -48,6 +48,8 @@ class PromptData(Spec):
             is too long without being tokenised.
         overlong: what to do with longer prompts: ``"error"``, or ``"drop"`` and count them (`PromptStream.dropped`).
         shuffle: draw every epoch in a new order; otherwise in that of the files.
+        chat_template_kwargs: arguments of the chat template, such as ``{"enable_thinking": False}``; a row may have
+            others of its own, which take precedence.
 
     Raises:
         ParameterError: no path, one that ends in neither ``.jsonl`` nor ``.parquet``, a limit below 1.
@@ -57,6 +59,7 @@ class PromptData(Spec):
     max_prompt_length: int | None = Field(None, ge=1)
     overlong: Literal["error", "drop"] = "error"
     shuffle: bool = True
+    chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
 
     @field_validator("path")
     @classmethod
@@ -114,7 +117,7 @@ class PromptData(Spec):
             row = checked(index, where, record)
             length = Length(row.characters, "characters")
             if length.number <= most:
-                row = row.tokenised(where, tokenizer)
+                row = row.tokenised(where, tokenizer, self.chat_template_kwargs)
                 length = Length(len(row.ids), "tokens")
             if length.unit == "tokens" and (limit is None or length.number <= limit):
                 rows.append(row)

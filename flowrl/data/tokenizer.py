@@ -7,13 +7,16 @@ give the same ids.
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from torch import Tensor
 
 from flowrl.errors import DataError
@@ -29,7 +32,8 @@ class ChatTokenizer:
         folder: a folder that holds a tokeniser; nothing is ever downloaded.
 
     Raises:
-        DataError: there is no tokeniser in `folder`, or it names no EOS token (a response could not end).
+        DataError: there is no tokeniser in `folder`, it names no EOS token (a response could not end), or a
+            configuration beside it cannot be read.
     """
 
     def __init__(self, folder: str) -> None:
@@ -38,10 +42,11 @@ class ChatTokenizer:
                 f"{folder!r} is not a folder on this machine; expected a Hugging Face folder with a tokeniser, as "
                 f"tokenizer.save_pretrained(folder) writes it."
             )
+        stated = {name: _stated_ends(Path(folder, name)) for name in ("config.json", "generation_config.json")}
         from transformers import AutoTokenizer  # here, since it takes seconds, and graphs need no tokeniser
 
         try:
-            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"no tokeniser can be loaded from {folder!r} ({str(error).splitlines()[0]}); write one there by "
@@ -54,11 +59,23 @@ class ChatTokenizer:
                 f"the tokeniser in {folder!r} has no EOS token, so no response could end; set tokenizer.eos_token and "
                 f"call tokenizer.save_pretrained({folder!r})."
             )
+        stated = {"tokeniser": [self.eos_id], **stated, "chat template": self._template_ends()}
+        found = {i for ids in stated.values() for i in ids if 0 <= i < self.vocab_size}  # -1 stands for none
+        self.ends = {i: tuple(where for where, ids in stated.items() if i in ids) for i in sorted(found)}
+        """The ids that end a turn of the assistant, and so a response, each with what says so: the tokeniser (its EOS),
+        ``config.json``, ``generation_config.json`` (`eos_token_id`) or the chat template (the special token that it
+        puts behind what the assistant said)."""
 
     @property
     def eos_id(self) -> int:
-        """The id of the token that ends a response."""
+        """The id of the tokeniser's own EOS, one of `ends`."""
         return cast(int, self._tokenizer.eos_token_id)
+
+    @property
+    def said_ends(self) -> str:
+        """`ends` in words: ``"<eos> (1: tokeniser, config.json)"``."""
+        texts = (f"{self._tokenizer.convert_ids_to_tokens(i)} ({i}: {', '.join(by)})" for i, by in self.ends.items())
+        return ", ".join(texts)
 
     @property
     def pad_id(self) -> int:
@@ -84,14 +101,17 @@ class ChatTokenizer:
         """The most characters that a token stands for."""
         return max(map(len, self._tokenizer.get_vocab()))
 
-    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt_ids(
+        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """The ids of a conversation by the chat template, up to where the assistant is to go on.
 
         Args:
             messages: ``{"role": ..., "content": ...}`` each, in order.
+            template_kwargs: arguments of the template, such as ``{"enable_thinking": False, "tools": [...]}``.
 
         Raises:
-            DataError: the tokeniser has no chat template, or it does not take these messages.
+            DataError: the tokeniser has no chat template, or it does not take these messages or arguments.
         """
         if not self._tokenizer.chat_template:
             raise DataError(
@@ -99,16 +119,58 @@ class ChatTokenizer:
                 f"tokenizer.chat_template and call tokenizer.save_pretrained({self.folder!r})."
             )
         _check_messages(messages)
+        arguments = dict(template_kwargs or {})
+        self._refuse_unread(arguments)
         try:
             ids = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+                [dict(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **arguments,
             )
-        except (TemplateError, TypeError) as error:
+        except TemplateSyntaxError as error:
             raise DataError(
-                f"the chat template in {self.folder!r} does not take the messages {messages!r}: {error}; give it the "
-                f"roles and order that it was written for."
+                f"the chat template in {self.folder!r} is broken in line {error.lineno} ({error.message}); mend it, or "
+                f"set tokenizer.chat_template and call tokenizer.save_pretrained({self.folder!r})."
+            ) from error
+        except (TemplateError, TypeError, ValueError) as error:
+            given = f" with the arguments {arguments!r}" if arguments else ""
+            raise DataError(
+                f"the chat template in {self.folder!r} does not take the messages {messages!r}{given}: {error}; give "
+                f"it the roles, order and arguments that it was written for."
             ) from error
         return cast("list[int]", ids)
+
+    def _refuse_unread(self, arguments: Mapping[str, Any]) -> None:
+        """A template renders what it does not know as nothing, so a misspelt argument would change nothing."""
+        template = json.dumps(self._tokenizer.chat_template)
+        own = set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"tools", "documents"}
+        for name in arguments:
+            if name in own:
+                raise DataError(
+                    f"chat_template_kwargs holds {name!r}, which says how prompts are made; expected arguments of the "
+                    f"template itself, such as enable_thinking or tools: leave {name} out."
+                )
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                raise DataError(
+                    f"the chat template in {self.folder!r} reads no {name!r}, so chat_template_kwargs would be without "
+                    f"effect; expected arguments that the template names: correct {name}, or leave it out."
+                )
+
+    def _template_ends(self) -> list[int]:
+        """The special token that the template puts right behind what an assistant said; none where it puts text."""
+        if not self._tokenizer.chat_template:
+            return []
+        said = "flowrl asks where a turn ends"
+        turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": said}]
+        try:
+            text = cast(str, self._tokenizer.apply_chat_template(turns, tokenize=False))
+        except (TemplateError, TypeError, ValueError):
+            return []  # a template that takes no such conversation says nothing here; `prompt_ids` refuses it
+        _, found, rest = text.rpartition(said)
+        ids = self.encode(rest.lstrip()) if found else []
+        return [i for i in ids[:1] if i in self._tokenizer.added_tokens_decoder]
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text` and nothing else: no BOS or EOS is added."""
@@ -117,12 +179,12 @@ class ChatTokenizer:
     def decode(self, ids: Sequence[int], stop_token_ids: Collection[int] = ()) -> str:
         """The text of a response as a reward function should see it.
 
-        Padding is skipped, and so is the token that ended the response: EOS, or a last token out of `stop_token_ids`.
+        Padding is skipped, and so is the token that ended the response: a last one out of `ends` or `stop_token_ids`.
         Tokens that the tokeniser marks as special are skipped; added tokens that are ordinary words to it, such as
         ``<think>``, are kept.
         """
         kept = [int(i) for i in ids if i != self.pad_id]
-        if kept and (kept[-1] == self.eos_id or kept[-1] in stop_token_ids):
+        if kept and (kept[-1] in self.ends or kept[-1] in stop_token_ids):
             kept.pop()
         return self.text(kept)
 
@@ -194,3 +256,23 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
                 f"message {i} has the keys {sorted(map(str, message))} and the role {message.get('role')!r}; expected "
                 f'"role" (text) and "content", such as {{"role": "user", "content": "..."}}.'
             )
+
+
+def _stated_ends(path: Path) -> list[int]:
+    """What a configuration of Hugging Face names as `eos_token_id`; nothing where there is none."""
+    if not path.is_file():
+        return []
+    try:
+        stated = json.loads(path.read_text(encoding="utf-8"))
+        named = stated.get("eos_token_id", (stated.get("text_config") or {}).get("eos_token_id"))
+    except (ValueError, AttributeError, OSError) as error:
+        raise DataError(
+            f"{path} is no configuration that can be read ({type(error).__name__}: {error}); expected a JSON object, "
+            f"as model.save_pretrained(folder) writes it: write the file again."
+        ) from error
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if odd := [i for i in ids if type(i) is not int]:
+        raise DataError(
+            f"{path} says eos_token_id={named!r}, and {odd[0]!r} is no token id; expected an int, or a list of them."
+        )
+    return ids

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from flowrl.core.edit import edit
 from flowrl.core.graph import Graph
 from flowrl.core.plan import Plan
+from flowrl.core.protocols import Trainer
 from flowrl.core.rules import require
 from flowrl.core.session import Session
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.vocabulary import refuse_other_vocabularies
 from flowrl.errors import BindError, GraphError
 from flowrl.run.build import EngineBuilder
 from flowrl.run.local import local_steps
@@ -54,7 +58,7 @@ class Job(Generic[GraphT]):
             prompts: prompts a step, where they are known.
 
         Raises:
-            BindError: a role is not bound.
+            BindError: a role is not bound, or the models of two have other vocabularies.
             GraphError: a lag, which no executor can run yet, or weights that cannot be kept in order.
             RuleError: a rule is broken.
         """
@@ -72,6 +76,8 @@ class Job(Generic[GraphT]):
             )
         require(self.graph, prompts)
         _ = Plan(self.graph).order
+        models = sorted(self.graph.bindings.items(), key=lambda bound: Trainer not in bound[1].serves)
+        refuse_other_vocabularies({role: backend.starts_from for role, backend in models if backend.starts_from})
         many = [role for role, backend in self.graph.bindings.items() if backend.ranks > 1]
         if self.place is not None:
             lay_out(self.graph, self.place)
@@ -137,3 +143,17 @@ class Job(Generic[GraphT]):
             local_steps(Plan(self.graph), engines, seed).sync()
             with session.active():
                 yield session
+
+
+def ends_of_responses(graph: Graph) -> str | None:
+    """What ends a response, and what says so, in words; None where the model that answers, or its tokeniser, is not on
+    this machine.
+
+    Raises:
+        DataError: the tokeniser does not load.
+    """
+    backends = [graph.bindings[role] for role in graph.generators if role in graph.bindings]
+    owners = [graph.bindings.get(backend.shares) if backend.shares else backend for backend in backends]
+    folders = [owner.starts_from for owner in owners if owner is not None and owner.starts_from]
+    there = folders and any(Path(folders[0]).glob("tokenizer*"))
+    return ChatTokenizer(folders[0]).said_ends if there else None

@@ -125,7 +125,7 @@ def test_digests_are_of_the_content(tmp_path: Path) -> None:
 class Short(Characters):
     """Fails on a text that a machine could not take."""
 
-    def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[dict[str, Any]], template_kwargs: Any = None) -> list[int]:
         assert sum(len(message["content"]) for message in messages) <= 80
         return super().prompt_ids(messages)
 

@@ -58,7 +58,7 @@ def test_a_null_key_of_a_message_is_a_missing_one(tmp_path: Path) -> None:
 
 
 class _NoText(Characters):
-    def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[dict[str, Any]], template_kwargs: Any = None) -> list[int]:
         return [1] * len(messages)
 
 
@@ -264,7 +264,7 @@ def test_other_columns_of_a_wrong_type(tmp_path: Path) -> None:
 
 def test_a_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
     class Silent(Characters):
-        def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        def prompt_ids(self, messages: Sequence[dict[str, Any]], template_kwargs: Any = None) -> list[int]:
             return []
 
     path = write_jsonl(tmp_path / "a.jsonl", [record(0)])
@@ -296,3 +296,27 @@ def test_what_the_template_refuses_is_named_with_its_line(tmp_path: Path) -> Non
     path = write_jsonl(tmp_path / "a.jsonl", [record(0) | {"prompt": [{"role": "user", "content": "q"}]}, record(1)])
     with pytest.raises(DataError, match=r"a\.jsonl:2: .*only users may speak"):
         PromptData(path).load(ChatTokenizer(str(folder)), 0)
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_the_template_gets_arguments_of_the_job_and_of_the_row(tmp_path: Path, write: Any) -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = (
+        "{{ messages[-1].content }}{{ '!' if think else '' }}{{ day }}{% for t in tools or [] %}{{ t.name }}"
+        "{{ '?' if 'why' in t }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    tools = [{"name": "add", "why": "sums"}, {"name": "sub", "why": None}]
+    own: list[Any] = [None, {"think": True, "tools": None}, {"day": "2", "tools": tools}]
+    rows = [record(0) | {"chat_template_kwargs": given} for given in own]
+    path = write(tmp_path / f"data.{'jsonl' if write is write_jsonl else 'parquet'}", rows)
+    data = PromptData(path, chat_template_kwargs={"day": "1"}, shuffle=False)
+    loaded = ChatTokenizer(str(tmp_path / "model"))
+    batch = data.load(loaded, seed=0).all()
+    texts = [loaded.text(ids[mask]) for ids, mask in zip(batch["prompts"], batch["prompt_mask"], strict=True)]
+    assert texts == ["x1", "x!1", "x2add?sub"]
+    with pytest.raises(DataError, match=r"data\.[a-z]+(:1| row 0): the chat template .* reads no 'dey'"):
+        PromptData(path, chat_template_kwargs={"dey": "1"}).load(loaded, seed=0)
+    bad = write_jsonl(tmp_path / "bad.jsonl", [record(0) | {"chat_template_kwargs": "think"}])
+    with pytest.raises(DataError, match=r"bad\.jsonl:1: chat_template_kwargs is 'think'; expected an object"):
+        PromptData(bad).load(loaded, seed=0)

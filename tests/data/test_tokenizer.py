@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,95 @@ def test_responses_are_never_tokenised_again(tokenizer: ChatTokenizer) -> None:
     responses = torch.tensor([sampled])
     input_ids, _, _ = assemble(prompts, mask, responses, torch.ones_like(responses, dtype=torch.bool))
     assert input_ids.tolist() == [[7, *sampled]]
+
+
+# Where a turn ends
+
+
+def told(tmp_path: Path, template: str | None = None, **said: object) -> ChatTokenizer:
+    """A tokeniser in a folder whose configurations name these ends."""
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = template or "{{ messages[-1]['content'] }}\n"
+    tokenizer.save_pretrained(tmp_path)
+    for name, ids in said.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(ids))
+    return ChatTokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [
+        ({}, {EOS: ("tokeniser",)}),
+        ({"config": {"eos_token_id": 7}}, {EOS: ("tokeniser",), 7: ("config.json",)}),
+        ({"config": {"text_config": {"eos_token_id": 0}}}, {0: ("config.json",), EOS: ("tokeniser",)}),
+        ({"generation_config": {"eos_token_id": [EOS, 9]}}, {EOS: ("tokeniser", "generation_config.json"), 9: ()}),
+        ({"config": {"eos_token_id": None}, "generation_config": {}}, {EOS: ("tokeniser",)}),
+        ({"config": {"eos_token_id": [-1, VOCAB, 50256]}}, {EOS: ("tokeniser",)}),  # no token has these
+    ],
+)
+def test_every_id_that_ends_a_turn_counts(tmp_path: Path, said: dict[str, object], ends: dict[int, tuple[str]]) -> None:
+    tokenizer = told(tmp_path, **said)
+    assert tokenizer.ends == {i: where or ("generation_config.json",) for i, where in ends.items()}
+    for i in ends:
+        assert tokenizer.decode([*char_ids("ab"), i]) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|system|>\n{% endfor %}", 5),
+        ("{{ messages[0]['content'] }}{% if messages[1:] %} {{ messages[1]['content'] }} <|system|>{% endif %}", 5),
+        ("{{ messages[-1]['content'] }}\nuser: ", None),
+        ("{{ raise_exception('no') }}", None),
+        ("{% if %}", None),
+    ],
+)
+def test_the_template_says_where_a_turn_ends(tmp_path: Path, template: str, ends: int | None) -> None:
+    found = told(tmp_path, template).ends
+    assert found == {EOS: ("tokeniser",)} | ({} if ends is None else {ends: ("chat template",)})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"eos_token_id": "x"}', '{"eos_token_id": [true]}', "\udcff"])
+def test_a_broken_configuration_is_named(tmp_path: Path, text: str) -> None:
+    char_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=r"generation_config\.json"):
+        ChatTokenizer(str(tmp_path))
+
+
+# Arguments of the template
+
+
+THINKING = (
+    "{{ messages[-1]['content'] }}{% if tools %}{% for t in tools %}{{ t['name'] }}{% endfor %}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}=={% endif %}{{ date_string }}"
+)
+
+
+def test_the_template_gets_its_arguments(tmp_path: Path) -> None:
+    tokenizer, messages = told(tmp_path, THINKING), [{"role": "user", "content": "hi"}]
+    assert tokenizer.prompt_ids(messages) == char_ids("hi")
+    assert tokenizer.prompt_ids(messages, {"enable_thinking": False}) == char_ids("hi==")
+    assert tokenizer.prompt_ids(messages, {"date_string": "1999", "enable_thinking": True}) == char_ids("hi1999")
+    assert tokenizer.prompt_ids(messages, {"tools": [{"name": "add"}]}) == char_ids("hiadd")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"enable_thinkin": False}, "reads no 'enable_thinkin', so chat_template_kwargs would be without effect"),
+        ({"thinking": False}, "reads no 'thinking'"),
+        ({"add_generation_prompt": False}, "holds 'add_generation_prompt', which says how prompts are made"),
+        ({"tokenize": False}, "holds 'tokenize'"),
+        ({"tools": "add"}, r"does not take the messages .* with the arguments \{'tools': 'add'\}"),
+        ({"tools": [3]}, "does not take the messages"),
+    ],
+)
+def test_arguments_without_effect_are_refused(tmp_path: Path, arguments: dict[str, object], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        told(tmp_path, THINKING).prompt_ids([{"role": "user", "content": "hi"}], arguments)
+
+
+def test_a_broken_template_is_not_blamed_on_the_messages(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is broken in line 2 .*; mend it"):
+        told(tmp_path, "\n{% if %}").prompt_ids([{"role": "user", "content": "hi"}])

@@ -46,6 +46,16 @@ class TestShape:
                 expected = float(scores[i, t]) - 0.3 * kl if mask[i, t] else 0.0
                 assert float(found[i, t]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
+    def test_rewards_are_constants_of_the_policy(self) -> None:
+        scores, old, ref = (column.clone().requires_grad_() for column in (SCORES, OLD, REF))
+        assert not kl_shape(scores, old, ref, ALL, 0.01, "k3").requires_grad
+        assert not KLShape(0.01)(scores, old, ref, ALL, metrics=Metrics()).requires_grad
+
+    @pytest.mark.parametrize("coef", [-0.1, True, float("inf"), NAN])
+    def test_a_coefficient_is_a_number(self, coef: float) -> None:
+        with pytest.raises(ParameterError, match="coef"):
+            KLShape(coef)
+
     def test_refuses_a_score_off_the_mask(self) -> None:
         mask = ALL.clone()
         mask[0, 5] = False

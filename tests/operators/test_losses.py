@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -327,3 +329,15 @@ class TestValueClip:
         assert value == (0.5 + 2) / 2 and gradient.tolist() == [[-0.5, 1.0]]
         assert "critic/vf_clipfrac" not in metrics
         assert not loss.wants_entropy
+
+    @pytest.mark.parametrize("clip", [1e6, 100.0, 10.0])
+    def test_rounding_is_not_counted_as_clipping(self, clip: float) -> None:
+        draw = torch.Generator().manual_seed(0)
+        old, new, returns = (torch.randn(64, 64, generator=draw) for _ in range(3))
+        mask, loss, metrics = torch.ones(64, 64, dtype=torch.bool), ValueClip(clip), Metrics()
+        batch: Any = SimpleNamespace(values=old, returns=returns)
+        new.requires_grad_()
+        found = loss(new, None, batch, loss.weights(mask), metrics)
+        assert metrics.compute()["critic/vf_clipfrac"] == 0.0
+        (gradient,) = torch.autograd.grad(found, new)
+        torch.testing.assert_close(gradient, (new.detach() - returns) / mask.numel())

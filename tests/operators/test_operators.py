@@ -3,6 +3,7 @@ engines."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,9 +91,10 @@ def test_repeat_by_one_changes_no_column_but_the_row_id() -> None:
     assert once.uid.tolist() == batch.uid.tolist()
 
 
-def test_repeat_of_nothing_is_refused() -> None:
-    with pytest.raises(ParameterError, match="n=0"):
-        Repeat(0)
+@pytest.mark.parametrize("n", [0, -1, True, 1.5, math.inf])
+def test_repeat_of_what_is_no_number_of_rows_is_refused(n: Any) -> None:
+    with pytest.raises(ParameterError, match="n="):
+        Repeat(n)
 
 
 # ---- Generate
@@ -167,10 +169,38 @@ def test_an_engine_without_a_receipt_does_not_generate(tiny: str) -> None:
         Generate(max_new_tokens=2, rollout=engine)(prompt_batch(PROMPTS), key=KEY)
 
 
+@pytest.mark.parametrize("value", [-1, True, math.inf, math.nan])
 @pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "max_new_tokens"])
-def test_sampling_parameters_are_held_to_their_range(field: str) -> None:
+def test_sampling_parameters_are_held_to_their_range(field: str, value: Any) -> None:
     with pytest.raises(ParameterError, match=field):
-        Generate(**{field: -1})
+        Generate(**{field: value})
+
+
+@pytest.mark.parametrize("ids", [(-1,), (5, -7), (True,), (1.5,)])
+def test_stop_ids_that_no_token_has_are_refused(ids: Any) -> None:
+    with pytest.raises(ParameterError, match="stop_token_ids"):
+        Generate(stop_token_ids=ids)
+
+
+def test_stop_ids_out_of_the_vocabulary_are_refused_by_the_engine(synced: Any) -> None:
+    vocabulary = synced.tokenizer.vocab_size
+    with pytest.raises(DataError, match=rf"holds {vocabulary}, but the model's vocabulary is 0 to {vocabulary - 1}"):
+        Generate(stop_token_ids=(5, vocabulary), rollout=synced)(prompt_batch(PROMPTS), key=KEY)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_the_trainer_scores_at_the_temperature_that_was_sampled_at(tiny: str, temperature: float) -> None:
+    actor, engine = trainer(tiny), TorchRollout(tiny, device="cpu").build(CONTEXT)
+    engine.sync(actor)
+    out = Generate(temperature=temperature, max_new_tokens=6, rollout=engine)(prompt_batch(PROMPTS), key=KEY)
+    assert out.temperature.tolist() == [temperature] * 3
+    old, mask = OldLogProb(actor=actor)(out), out.response_mask
+    torch.testing.assert_close(old[mask], out.rollout_log_probs[mask], atol=1e-5, rtol=1e-5)
+    plain = actor.log_probs(out._replace(temperature=torch.ones(3)))
+    assert (plain - old)[mask].abs().max() > 0.1
+    metrics = Metrics()
+    UpdateActor(actor=actor)(out, old, torch.ones(mask.shape), key=KEY, metrics=metrics)
+    assert metrics.compute()["actor/approx_kl"] == 0.0  # the update scores at that temperature too
 
 
 # ---- OldLogProb, RefLogProb, Value

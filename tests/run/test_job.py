@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from flowrl.graphs import grpo
 from flowrl.run.build import EngineBuilder
 from flowrl.run.job import Job
 from tests.jobs import PROMPTS, job_of
+from tests.models import tiny_folder
 from tests.rewards import digits
 
 
@@ -233,3 +235,35 @@ def test_a_job_closes_its_engines(tiny: str) -> None:
     with job.eager():
         assert len(closed) == 2
     assert closed == [tiny] * 3
+
+
+def test_models_of_two_vocabularies_are_refused_before_any_loads(tmp_path: Path) -> None:
+    folders = {name: tiny_folder(tmp_path / name) for name in ("one", "two", "three")}
+    tokens = json.loads((tmp_path / "two" / "llama-0" / "tokenizer.json").read_text())
+    vocab = tokens["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (tmp_path / "two" / "llama-0" / "tokenizer.json").write_text(json.dumps(tokens))
+    for file in (tmp_path / "three" / "llama-0").glob("tokenizer*"):
+        file.unlink()
+    actor = backends.TorchTrainer(folders["one"], device="martian")
+    for other in (folders["two"], folders["one"], folders["three"]):
+        job = grpo(digits).bind(ref=backends.TorchScorer(other), actor=actor, rollout=TorchRollout())
+        if other == folders["two"]:
+            with pytest.raises(BindError, match=r"'actor' and 'ref' have models of two vocabularies: 2 ids differ"):
+                job.refuse_unready()
+        else:
+            job.refuse_unready()
+
+
+def test_an_engine_without_a_tokeniser_is_refused(tiny: str) -> None:
+    class Mute(Backend):
+        serves = (protocols.Rollout,)
+
+        def build(self, context: BuildContext) -> Any:
+            engine = TorchRollout(tiny, device="cpu").build(context)
+            engine._tokenizer = None  # type: ignore[assignment]
+            return engine
+
+    said = "Mute, bound to the role 'rollout', has built a TorchRolloutEngine whose tokenizer is None"
+    with pytest.raises(BindError, match=said):
+        EngineBuilder({"rollout": Mute()}, seed=0).all()

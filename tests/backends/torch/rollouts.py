@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,13 @@ class Actor:
     def __init__(self, folder: str, version: int = 0) -> None:
         self.folder = folder
         self.version = version
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self.model)
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Context:

@@ -74,7 +74,11 @@ class Truth:
     """The value function in float64: the state before a token, times the head."""
 
     def __init__(self, model: str, engine: Any) -> None:
-        self.body = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval().base_model
+        self.body = (
+            AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+            .eval()
+            .base_model
+        )
         weights = engine.state_dict()["weights"]
         self.weight, self.bias = (weights[f"value_head.{n}"].double().requires_grad_() for n in ("weight", "bias"))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -320,6 +323,23 @@ def test_dropout_is_off_and_training_mode_comes_back(folders: dict[str, str]) ->
     actor.model.train()
     assert torch.equal(engine.generate(prompts, mask, names(2), SAMPLED, KEY).log_probs, quiet.log_probs)
     assert actor.model.training and not quiet.log_probs.requires_grad and not quiet.log_probs.is_inference()
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+def test_a_response_ends_where_the_folder_says_that_a_turn_does(folder: str, tmp_path: Path, where: str) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    engine = synced(Actor(str(tmp_path)))
+    prompts, mask = ragged(engine, [5])
+    plain = as_lists(engine.generate(prompts, mask, names(1), GREEDY, KEY))[0]
+    stop = plain[3]
+    assert EOS not in plain and len(plain) == 12
+    path = tmp_path / where
+    stated = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(stated | {"eos_token_id": [EOS, stop]}))
+    ending = synced(Actor(str(tmp_path)))
+    assert as_lists(ending.generate(prompts, mask, names(1), GREEDY, KEY))[0] == plain[: plain.index(stop) + 1]
+    going_on = replace(GREEDY, ignore_eos=True)
+    assert as_lists(ending.generate(prompts, mask, names(1), going_on, KEY))[0] == plain
 
 
 # What prompts are refused

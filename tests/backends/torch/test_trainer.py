@@ -40,7 +40,7 @@ def reference(lm: Any, batch: Ragged) -> tuple[Tensor, Tensor]:
 
 
 def float64(model: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager").eval()
 
 
 def apart(a: Tensor, b: Tensor) -> float:

@@ -1,0 +1,108 @@
+"""Checkpoints that are damaged, incomplete or planted: refused by name, and nothing of them is run."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowrl.backends import AdamW
+from flowrl.errors import DataError
+from tests.backends.torch.trainers import Folder, Pull, snapshot, trainer, whole
+from tests.models import ragged
+
+PART = "part-00001-of-00001.safetensors"
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+def moved(folder: str) -> Any:
+    """A trainer that has taken a step, so that its optimiser has a state."""
+    engine = trainer(folder, optimizer=AdamW(lr=0.01))
+    engine.update(ragged(), [whole(ragged())], Pull())
+    return engine
+
+
+def test_nothing_in_a_checkpoint_is_unpickled(folder: Folder, tmp_path: Path) -> None:
+    engine, marker = moved(folder("llama")), tmp_path / "run"
+    bomb = pickle.dumps(Bomb(marker))
+    pickle.loads(bomb)
+    assert marker.exists()  # it works
+    marker.unlink()
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    assert {path.suffix for path in (tmp_path / "saved").iterdir()} == {".safetensors"}
+    for name in (PART, ".metadata", "__0_0.distcp"):
+        planted = tmp_path / f"planted {name}"
+        shutil.copytree(tmp_path / "saved", planted)
+        (planted / name).write_bytes(bomb)
+        if name == PART:
+            with pytest.raises(DataError, match="could not be read"):
+                engine.load_checkpoint(str(planted))
+        else:
+            engine.load_checkpoint(str(planted))  # it is not ours, so it is not looked at
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / ".metadata").write_bytes(bomb)
+    with pytest.raises(DataError, match="holds no checkpoint"):
+        engine.load_checkpoint(str(tmp_path / "foreign"))
+    assert not marker.exists()
+
+
+def dropped(path: Path) -> None:
+    held = load_file(path / PART)
+    held.pop("weights.lm_head.weight")
+    save_file(held, path / PART)
+
+
+def narrowed(path: Path) -> None:
+    held = load_file(path / PART)
+    save_file(held | {"weights.lm_head.weight": held["weights.lm_head.weight"].bfloat16()}, path / PART)
+
+
+def shortened(path: Path) -> None:
+    held = load_file(path / PART)
+    save_file(held | {"weights.lm_head.weight": held["weights.lm_head.weight"][1:]}, path / PART)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: (path / PART).write_bytes(b""), "could not be read"),
+        (lambda path: (path / PART).write_bytes((path / PART).read_bytes()[:-1]), "could not be read"),
+        (lambda path: (path / PART).write_bytes(b"\xff" * 64), "could not be read"),
+        (lambda path: (path / PART).rename(path / "part-00001-of-00002.safetensors"), "all parts of one checkpoint, 2"),
+        (
+            lambda path: shutil.copy(path / PART, path / "part-00002-of-00002.safetensors"),
+            "all parts of one checkpoint",
+        ),
+        (lambda path: (path / PART).rename(path / "weights.safetensors"), "holds no checkpoint"),
+        (dropped, "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
+        (narrowed, "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
+        (shortened, "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
+    ],
+)
+def test_what_is_not_whole_is_refused_and_changes_nothing(
+    damage: Callable[[Path], Any], said: str, folder: Folder, tmp_path: Path
+) -> None:
+    engine = moved(folder("llama"))
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    damage(tmp_path / "saved")
+    engine.update(ragged(), [whole(ragged())], Pull())
+    before = snapshot(engine)
+    with pytest.raises(DataError, match=said):
+        engine.load_checkpoint(str(tmp_path / "saved"))
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights())
+    assert engine.version == 2

@@ -1,0 +1,192 @@
+"""Architectures that differ from a plain decoder: what they compute is that of a float64 pass with plain attention,
+padded or not, with a cache or without, with an adapter or merged; or they are refused by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from flowrl.backends import LoRA, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.data.tokenizer import assemble
+from flowrl.errors import BindError
+from tests.architectures import architecture
+from tests.backends.torch.rollouts import KEY, SAMPLED, full_log_probs, names
+from tests.backends.torch.rollouts import ragged as prompts_of
+from tests.backends.torch.trainers import CONTEXT, Folder, Pull, trainer, whole
+from tests.models import Ragged, ragged, unpadded
+
+SCORED = ["afmoe", "deepseek_v3", "deepseek_v4", "falcon", "gpt_oss", "jamba", "mamba", "minimax", "phimoe"]
+SCORED += ["qwen3_next", "vaultgemma"]
+CACHED = ["afmoe", "deepseek_v3", "falcon", "gpt_oss", "jamba", "mamba", "mamba2", "qwen3_next"]
+ADAPTED = ["afmoe", "deepseek_v3", "deepseek_v4", "falcon", "jamba", "mamba", "phimoe", "qwen3_next"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
+    """The folder of an architecture, made when first asked for."""
+    path, folders = tmp_path_factory.mktemp("architectures"), dict[str, str]()
+
+    def of(kind: str) -> str:
+        if kind not in folders:
+            folders[kind] = architecture(path, kind)
+        return folders[kind]
+
+    yield of
+
+
+def truth(folder: str, batch: Ragged) -> Tensor:
+    """Log-probs of each row alone, unpadded, by one float64 pass with plain attention."""
+    plain: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain).eval()
+    out = torch.zeros(batch.response_mask.shape, dtype=torch.float64)
+    for row, ids, counted in unpadded(batch):
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, counted - 1].double() / batch.temperature[row].double()
+        out[row, batch.response_mask[row]] = logits.log_softmax(-1).gather(1, ids[0, counted, None]).squeeze(1)
+    return out
+
+
+@pytest.mark.parametrize("kind", SCORED)
+def test_log_probs_are_those_of_plain_attention_in_float64(kind: str, made: Folder) -> None:
+    batch = ragged(rows=4, prompt=12)
+    found = TorchScorer(made(kind), device="cpu").build(CONTEXT).log_probs(batch)
+    torch.testing.assert_close(found.double(), truth(made(kind), batch), atol=3e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CACHED)
+def test_a_cache_changes_nothing(kind: str, made: Folder) -> None:
+    actor = trainer(made(kind))
+    engine = TorchRollout().build(SimpleNamespace(seed=0, rank=0, world_size=1, engine=lambda role: actor))
+    engine.sync(actor)
+    prompts, mask = prompts_of(engine, [3, 9, 3, 1])
+    sampled = engine.generate(prompts, mask, names(4), SAMPLED, KEY)
+    plain: Any = AutoModelForCausalLM.from_pretrained(made(kind), attn_implementation="eager", dtype=torch.float32)
+    expected = full_log_probs(plain.eval(), prompts, mask, sampled, SAMPLED.temperature)
+    torch.testing.assert_close(sampled.log_probs[sampled.response_mask].double(), expected, atol=3e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_all_linear_layers_that_are_adapted_count(kind: str, made: Folder, tmp_path: Path) -> None:
+    engine = trainer(made(kind), lora=LoRA(r=2, alpha=2))
+    with torch.no_grad():
+        for i, (_, tensor) in enumerate(engine.adapter_weights()):
+            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(i)))
+    engine.save_pretrained(str(tmp_path))
+    merged = TorchScorer(str(tmp_path), device="cpu").build(CONTEXT).log_probs(ragged())
+    torch.testing.assert_close(engine.log_probs(ragged()), merged, atol=3e-5, rtol=1e-5)
+    before = {name: tensor.clone() for name, tensor in engine.adapter_weights()}
+    engine.update(ragged(), [whole(ragged())], Pull())
+    idle = [name for name, tensor in engine.adapter_weights() if torch.equal(tensor, before[name])]
+    # No token need have come to an expert, and rows are too short to be compressed.
+    assert not [name for name in idle if "expert" not in name and "compressor" not in name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("recurrent_gemma", r"RecurrentGemmaForCausalLM in .* cannot tell padding from tokens: .* off"),
+        ("rwkv", r"RwkvForCausalLM in .* cannot tell padding from tokens"),
+        ("xlstm", r"xLSTMForCausalLM in .* takes no attention_mask"),
+    ],
+)
+def test_what_cannot_tell_padding_from_tokens_is_refused(kind: str, said: str, made: Folder) -> None:
+    with pytest.raises(BindError, match=said):
+        TorchTrainer(made(kind), device="cpu").build(CONTEXT)
+
+
+@pytest.mark.parametrize("kind", ["recurrent_gemma", "rwkv", "minimax", "deepseek_v4"])
+def test_what_does_not_go_on_from_its_cache_is_refused(kind: str, made: Folder) -> None:
+    with pytest.raises(BindError, match=r"does not go on from its cache as it computes without: .*bind rollout= to"):
+        TorchRollout(made(kind), device="cpu").build(CONTEXT)
+
+
+# Attention
+
+
+def attention_of(engine: Any) -> str:
+    return str(engine.model.config._attn_implementation)
+
+
+@pytest.mark.parametrize("spec", [TorchScorer, TorchTrainer, TorchRollout])
+def test_attention_is_fused_where_that_computes_the_model(spec: Any, folder: Folder, made: Folder) -> None:
+    for path, named, used in [
+        (folder("llama"), None, "sdpa"),
+        (folder("llama"), "sdpa", "sdpa"),
+        (folder("llama"), "eager", "eager"),
+        (folder("gemma2"), None, "eager"),
+        (folder("gemma2"), "eager", "eager"),
+        (made("vaultgemma"), None, "eager"),
+        (made("falcon"), None, "eager"),
+    ]:
+        assert attention_of(spec(path, attention=named, device="cpu").build(CONTEXT)) == used
+    for path, said in [
+        (folder("gemma2"), r"Gemma2ForCausalLM in .* cannot compute with attention='sdpa', which ignores its softcap"),
+        (made("gpt_oss"), "does not support|not supported"),
+    ]:
+        with pytest.raises(BindError, match=said):
+            spec(path, attention="sdpa", device="cpu").build(CONTEXT)
+
+
+def test_a_cap_of_attention_shows_even_where_it_bends_nothing_yet(folder: Folder, tmp_path: Path) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(folder("gemma2"))
+    with torch.no_grad():
+        for layer in lm.model.layers:
+            layer.self_attn.q_proj.weight.mul_(1e-4)
+    lm.save_pretrained(tmp_path)
+    assert attention_of(TorchScorer(str(tmp_path), device="cpu").build(CONTEXT)) == "eager"
+
+
+def test_attention_that_gives_other_numbers_is_not_used(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers.modeling_utils as utils
+
+    sdpa = utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    @functools.wraps(sdpa)
+    def wrong(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return sdpa(module, 1.01 * query, *args, **kwargs)
+
+    monkeypatch.setitem(utils.AttentionInterface._global_mapping, "sdpa", wrong)
+    assert attention_of(TorchScorer(folder("llama"), device="cpu").build(CONTEXT)) == "eager"
+    with pytest.raises(BindError, match=r"attention='sdpa', which is 0\.\d+ off its plain attention"):
+        TorchScorer(folder("llama"), attention="sdpa", device="cpu").build(CONTEXT)
+
+
+def test_a_critic_has_its_attention_too(folder: Folder) -> None:
+    for kind, used in (("llama", "sdpa"), ("gemma2", "eager")):
+        engine = TorchCritic(folder(kind), device="cpu").build(CONTEXT)
+        assert engine._body.module.config._attn_implementation == used
+
+
+# A rollout that shares the weights of its trainer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_who_shares_weights_computes_as_their_trainer(dtype: str, folder: Folder) -> None:
+    actor = trainer(folder("llama"), dtype=dtype)
+    engine = TorchRollout().build(SimpleNamespace(seed=0, rank=0, world_size=1, engine=lambda role: actor))
+    engine.sync(actor)
+    prompts, mask = prompts_of(engine, [3, 9, 4, 1])
+    sampled = engine.generate(prompts, mask, names(4), SAMPLED, KEY)
+    ids, attention, positions = assemble(prompts, mask, sampled.responses, sampled.response_mask)
+    temperature = torch.full((4,), SAMPLED.temperature)
+
+    def mismatch(scorer: Any) -> float:
+        rows: Any = SimpleNamespace(
+            input_ids=ids,
+            attention_mask=attention,
+            position_ids=positions,
+            response_mask=sampled.response_mask,
+            temperature=temperature,
+        )
+        return float((scorer.log_probs(rows) - sampled.log_probs)[sampled.response_mask].abs().mean())
+
+    other = trainer(folder("llama"), dtype="bfloat16" if dtype == "float32" else "float32")
+    assert mismatch(actor) < (1e-5 if dtype == "float32" else 0.6 * mismatch(other))
