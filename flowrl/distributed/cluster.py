@@ -84,7 +84,7 @@ def _signals_kept(before: Any) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = before if callable(before) else signal.getsignal(signal.SIGTERM)
+    handler: Any = before if callable(before) else signal.getsignal(signal.SIGTERM)
     raised: list[SystemExit] = []
 
     def keep(number: int, frame: Any) -> None:

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,7 +70,7 @@ def is_gone() -> bool:
     return bool(_gone)
 
 
-def wait(refs: Sequence[Any], seconds: float, count: int = 1) -> tuple[list[Any], list[Any]]:
+def wait(refs: list[Any], seconds: float, count: int = 1) -> tuple[list[Any], list[Any]]:
     """`ray.wait` for `count` of these, as long as Ray is there.
 
     Raises:

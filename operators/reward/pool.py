@@ -113,10 +113,10 @@ class ProcessWorker:
         self.alive = True
         with contextlib.ExitStack() as undo:
             ours, theirs = map(undo.enter_context, socket.socketpair())
-            self._process = subprocess.Popen(
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 # -P: the folder of the file must not come before the standard library.
                 [sys.executable, "-P", reward_keeper.__file__, reward_worker.__file__],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 env={"OMP_NUM_THREADS": "1", **os.environ},  # there are several workers, beside a model that computes
                 start_new_session=True,  # the parent handles Ctrl-C
             )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -108,10 +107,13 @@ def load(source: str, name: str, expected: str | None) -> Callable[..., Any]:
         with open(str(module.__file__), "rb") as stream:
             if digest(stream.read()) != expected:
                 raise ImportError(f"{module.__file__} has changed since the operator was made; make a new one")
-    fn = functools.reduce(getattr, name.split("."), module)
+    fn: Any = module
+    for part in name.split("."):
+        fn = getattr(fn, part)
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"{name} is a {type(fn).__name__}, expected a function")
-    return fn
+    found: Callable[..., Any] = fn
+    return found
 
 
 def _short(text: str, limit: int = 500) -> str:
