@@ -7,13 +7,14 @@ give the same ids.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from torch import Tensor
 
 from flowrl.errors import DataError
@@ -29,7 +30,8 @@ class ChatTokenizer:
         folder: a folder that holds a tokeniser; nothing is ever downloaded.
 
     Raises:
-        DataError: there is no tokeniser in `folder`, or it names no EOS token (a response could not end).
+        DataError: there is no tokeniser in `folder`, its ``config.json`` is not JSON, or the tokeniser names no EOS
+            token (a response could not end).
     """
 
     def __init__(self, folder: str) -> None:
@@ -38,6 +40,7 @@ class ChatTokenizer:
                 f"{folder!r} is not a folder on this machine; expected a Hugging Face folder with a tokeniser, as "
                 f"tokenizer.save_pretrained(folder) writes it."
             )
+        _refuse_broken_config(Path(folder) / "config.json")
         from transformers import AutoTokenizer  # here, since it takes seconds, and graphs need no tokeniser
 
         try:
@@ -103,6 +106,11 @@ class ChatTokenizer:
             ids = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
             )
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template in {self.folder!r} is broken at its line {error.lineno} ({error.message}); mend it "
+                f"in chat_template.jinja, or where there is none in tokenizer_config.json."
+            ) from error
         except (TemplateError, TypeError) as error:
             raise DataError(
                 f"the chat template in {self.folder!r} does not take the messages {messages!r}: {error}; give it the "
@@ -177,6 +185,16 @@ def assemble(
     """
     mask = torch.cat([prompt_mask, response_present], dim=1)
     return torch.cat([prompts, responses], dim=1), mask, positions(mask)
+
+
+def _refuse_broken_config(config: Path) -> None:
+    """Refuse a model's settings that are not JSON; transformers reads them first, and then finds no tokeniser."""
+    if not config.exists():
+        return
+    try:
+        json.loads(config.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{config} is not JSON ({error}); write it again by model.save_pretrained(folder).") from error
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
