@@ -7,6 +7,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
+PICTURES := .pictures
+
 ENGINES       := .venv-engines
 ENGINES_READY := $(ENGINES)/.ready
 
@@ -16,16 +18,16 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ray engines test-engines check bench clean
+.PHONY: help demo test test-ray engines test-engines pictures test-pictures check bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY)  ## Watch a small language model learn to think, by GRPO and by PPO
+demo: $(READY)  ## Watch a small language model learn to think, by GRPO and by PPO; it leaves runs/demo
 	$(BIN)/flowrl demo
 
-test: $(READY)  ## Run the tests, except those of test-ray
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10 -m "not ray"
+test: $(READY)  ## Run the tests, except those of the targets below
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10 -m "not ray and not pictures"
 
 test-ray: $(READY)  ## Run the tests that start Ray, with ranks and faults
 	$(BIN)/python -m pytest --durations 10 -m ray
@@ -34,6 +36,12 @@ engines: $(ENGINES_READY)  ## Set up vLLM and SGLang for a CPU, in an environmen
 
 test-engines: $(ENGINES_READY)  ## Run the tests that start vLLM or SGLang
 	$(ENGINES)/bin/python -m pytest --durations 10 -m engines
+
+pictures:  ## Set up Mermaid and Chromium, which draw what test-pictures looks at
+	@sh tests/draw/mermaid/set_up.sh $(PICTURES)
+
+test-pictures: $(READY) pictures  ## Run the tests that draw in a browser; the pictures are then in .pictures
+	$(BIN)/python -m pytest --durations 10 -m pictures
 
 check: $(READY)  ## Lint, check the format, type-check the package in strict mode, and hold the budgets of length
 	$(BIN)/ruff check

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -48,12 +49,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET", help="FILE.py:name, module:name, or a graph in .yaml or .json.", show_default=False
-    ),
-]
+_NAMES_A_GRAPH = "FILE.py:name, module:name, or a graph in .yaml or .json."
+Target = Annotated[str, typer.Argument(metavar="TARGET", help=_NAMES_A_GRAPH, show_default=False)]
 
 Import = Annotated[
     bool, typer.Option("--import", help="Import what a graph in .yaml or .json names, which runs that code.")
@@ -145,6 +142,7 @@ def check(
     try:
         if not problems and isinstance(found, Job | Training):
             found.refuse_unready()
+            (found.job if isinstance(found, Training) else found).refuse_missing()
         _ = Plan(graph).order
     except FlowrlError as error:
         problems.append(str(error))
@@ -200,8 +198,8 @@ def plan(
 
 @app.command()
 def diff(
-    before: Target,
-    after: Target,
+    before: Annotated[str, typer.Argument(metavar="BEFORE", help=_NAMES_A_GRAPH, show_default=False)],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help=_NAMES_A_GRAPH, show_default=False)],
     to: Annotated[Path | None, typer.Option(help="Write to .md, .html or .svg instead.")] = None,
     imports: Import = False,
 ) -> None:
@@ -246,7 +244,9 @@ def run(
     except KeyboardInterrupt:
         if training.checkpoint_every is None or terminal.folder is None:
             raise
-        _complain(f"interrupted; go on with --resume --folder {terminal.folder}")
+        again = {"steps": steps, "seed": seed, "costs": costs, "folder": terminal.folder}
+        options = [f"--{name}={value}" for name, value in again.items() if value is not None]
+        _complain(f"interrupted; go on with: {shlex.join(['flowrl', 'run', target, '--resume', *options])}")
         raise typer.Exit(INTERRUPTED) from None
     out.print(f"The run is in {result.folder}", markup=False)
 
@@ -273,7 +273,7 @@ def operators() -> None:
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="Steps of each algorithm.", min=1)] = 100,
+    steps: Annotated[int, typer.Option(help="Steps of each algorithm, at most: it ends when solved.", min=1)] = 100,
     seed: Annotated[int, typer.Option(help="Seed of warm start and training.")] = 0,
     folder: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
 ) -> None:

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.command_line import command as command  # a fixture
+
 torch.set_num_threads(1)
 
 # Timings on shared machines say nothing, hence no deadline. In CI the examples are the same on every run.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
@@ -19,6 +17,7 @@ from flowrl.cli import main
 from flowrl.core.plan import Plan
 from flowrl.core.references import load_object
 from flowrl.errors import DefinitionError, ParameterError
+from tests.command_line import Command, is_paragraph, write
 
 GRAPHS = """
     from flowrl import Colocate, Split
@@ -81,39 +80,6 @@ NEIGHBOUR = """
 """
 
 
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Answer]
-
-
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
-    """The command line in this process, in an empty folder; what it puts on the path, and imports, is taken back."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    known = set(sys.modules)
-
-    def run(*arguments: str | Path) -> Answer:
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        return Answer(int(ended.value.code or 0), *capsys.readouterr())
-
-    yield run
-    for name in set(sys.modules) - known:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
-            del sys.modules[name]
-
-
-def write(path: Path, source: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(textwrap.dedent(source), encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def graphs(tmp_path: Path) -> Path:
     return write(tmp_path / "graphs.py", GRAPHS)
@@ -128,10 +94,6 @@ def training(tmp_path: Path, tiny: str, prompts_file: str) -> Path:
 
 def lines(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def is_paragraph(answer: Answer) -> bool:
-    return not answer.out and answer.err.startswith("flowrl: ") and answer.err.count("\n") == 1
 
 
 # --------------------------------------------------------------------------------------------------- the whole program
@@ -312,6 +274,15 @@ def test_check_of_a_job_wants_its_roles_bound(command: Command, graphs: Path, tr
     assert answer == (0, fits + ends, "")
 
 
+@pytest.mark.parametrize("found", ["does not exist", "has no config.json", "has a config.json that is not JSON"])
+def test_check_finds_that_a_model_is_missing(command: Command, training: Path, tmp_path: Path, found: str) -> None:
+    write(tmp_path / "model" / "config.json", "{")
+    folder = {"does not exist": "gone", "has no config.json": "mine"}.get(found, "model")
+    source = training.read_text().replace("ref=TorchScorer(model)", f"ref=TorchScorer({folder!r})")
+    answer = command("check", f"{write(training.with_name('other.py'), source)}:training")
+    assert answer.code == 1 and answer.out.startswith(f"the role 'ref': the model folder {folder!r} {found}")
+
+
 def test_check_of_a_training_knows_its_prompts(command: Command, training: Path) -> None:
     source = training.read_text().replace("max_new_tokens=3", "max_new_tokens=3, mini_batch=3")
     other = write(training.with_name("uneven.py"), source)
@@ -359,6 +330,11 @@ def test_diff_prints_what_changes(command: Command, graphs: Path) -> None:
         assert answer == (0, f"ppo -> grpo, written to d.{ending}\n", "")
         text = Path(f"d.{ending}").read_text()
         assert "group_advantage" in text and "gae" in text  # what came, and what is gone
+
+
+def test_help_of_diff_tells_its_arguments_apart(command: Command) -> None:
+    answer = command("diff", "--help")
+    assert answer.code == 0 and re.search(r"diff \[OPTIONS\] \W*BEFORE\W+AFTER", answer.out)
 
 
 def test_two_files_whose_neighbours_share_a_name_are_not_mixed_up(command: Command, tmp_path: Path) -> None:
@@ -426,8 +402,9 @@ def test_an_interrupt_is_one_line(command: Command, training: Path) -> None:
 
 
 def test_an_interrupted_run_with_checkpoints_says_how_to_go_on(command: Command, training: Path) -> None:
-    answer = command("run", f"{training}:saved")
-    assert (answer.code, answer.err) == (130, "flowrl: interrupted; go on with --resume --folder runs/grpo-001\n")
+    answer = command("run", f"{training}:saved", "--seed", "7")
+    again = f"flowrl run {training}:saved --resume --seed=7 --folder=runs/grpo-001"
+    assert (answer.code, answer.err) == (130, f"flowrl: interrupted; go on with: {again}\n")
 
 
 def test_operators_are_not_cut_off_where_they_are_piped(command: Command) -> None:
@@ -439,3 +416,5 @@ def test_operators_are_not_cut_off_where_they_are_piped(command: Command) -> Non
 def test_the_demo_checks_its_options_first(command: Command) -> None:
     answer = command("demo", "--steps", "0")
     assert answer.code == 2 and "Invalid value for '--steps'" in answer.err and not list(Path().iterdir())
+    answer = command("demo", "--folder", write(Path("file"), ""))
+    assert answer.code == 2 and "the folder file cannot be written (Not a directory); name another" in answer.err

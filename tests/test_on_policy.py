@@ -203,7 +203,7 @@ def test_an_engine_whose_load_keeps_the_old_weights_is_found_by_their_digest(tin
 def test_a_graph_does_not_start_on_an_engine_that_was_never_synced(tiny: str, prompts_file: str) -> None:
     executor = executor_of(job_of("grpo", tiny))
     batch = batches(prompts_file, executor.runner.engines)
-    with pytest.raises(NodeError, match=r"generate failed in step 0: SyncError: .*no receipt.*Sync") as raised:
+    with pytest.raises(NodeError, match=r"generate failed in step 1: SyncError: .*no receipt.*Sync") as raised:
         executor.step(batch, 0)
     assert isinstance(raised.value.__cause__, SyncError)
 
@@ -240,11 +240,11 @@ def test_planted_stale_rows_stop_a_graph_before_it_trains(tiny: str, prompts_fil
     executor.runner.engines["rollout"] = Forgetful(honest.model, honest.tokenizer, max_rows=64)
     executor.sync()
     batch = batches(prompts_file, executor.runner.engines)
-    with pytest.raises(NodeError, match=r"sync failed in step 0: SyncError: .*the engine holds 0"):
+    with pytest.raises(NodeError, match=r"sync failed in step 1: SyncError: .*the engine holds 0"):
         executor.step(batch, 0)
     actor = executor.runner.engines["actor"]
     before = weights_of(actor)
-    with pytest.raises(NodeError, match=r"update_actor failed in step 1: StalePolicyError: .*row 0 carries"):
+    with pytest.raises(NodeError, match=r"update_actor failed in step 2: StalePolicyError: .*row 0 carries"):
         executor.step(batch, 1)
     assert_untouched(actor, before, version=1)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowrl.backends.hosted.arrival import Arrival, weight_shapes
 from flowrl.backends.rollout import Ending, RolloutEngine
-from flowrl.backends.torch.load import Folder, load_causal_lm, loading
+from flowrl.backends.torch.load import Folder, load_causal_lm, loading, refuse_no_model
 from flowrl.backends.torch.lora import LoRA, require_peft
 from flowrl.core.backend import Backend
 from flowrl.core.protocols import Closable, Rollout, Sampled, Sampling, Sleeper, Trainer
@@ -78,6 +78,10 @@ class EngineSpec(Backend):
     def slots_per_rank(self) -> int:
         """Devices that one engine computes on."""
         return self.tensor_parallel
+
+    def refuse_missing(self) -> None:
+        """Refuse a folder that holds no model."""
+        refuse_no_model(self.model)
 
     @property
     def receives(self) -> Literal["weights", "adapter_weights"]:

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from flowrl.backends.torch.device import device_of, mesh_of
-from flowrl.backends.torch.load import Folder
+from flowrl.backends.torch.load import Folder, refuse_no_model
 from flowrl.backends.torch.mesh import Mesh
 from flowrl.backends.torch.model import Dtype, Rows, SequenceInputs, micro_batches, take
 from flowrl.backends.torch.probes import Attention
@@ -173,6 +173,10 @@ class TrainedSpec(Backend):
     def starts_from(self) -> str | None:
         """The model's folder."""
         return self.model
+
+    def refuse_missing(self) -> None:
+        """Refuse a folder that holds no model."""
+        refuse_no_model(self.model)
 
     def mesh(self, context: BuildContext) -> Mesh:
         """Where the weights are to be, in this process."""

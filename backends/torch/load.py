@@ -6,6 +6,7 @@ Specs name folders, so transformers is imported only where one is loaded.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -132,7 +133,7 @@ def loading(folder: str) -> Iterator[None]:
     Raises:
         BindError: there is no such folder, or the block raised.
     """
-    _refuse_no_folder(folder)
+    refuse_no_model(folder)
     try:
         yield
     except BindError:
@@ -152,7 +153,7 @@ def load_tokenizer(folder: str) -> Any:
     """
     from transformers import AutoTokenizer
 
-    _refuse_no_folder(folder)
+    refuse_no_model(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, **_LOCAL)
     except Exception as error:
@@ -162,13 +163,26 @@ def load_tokenizer(folder: str) -> Any:
         ) from error
 
 
-def _refuse_no_folder(folder: str) -> None:
-    if not os.path.isfile(os.path.join(folder, "config.json")):
+def refuse_no_model(folder: str) -> None:
+    """Refuse a folder that holds no model at all.
+
+    Raises:
+        BindError: there is no such folder, no ``config.json`` in it, or one that is not JSON.
+    """
+    try:
+        with open(os.path.join(folder, "config.json"), encoding="utf-8") as config:
+            json.load(config)
+        return
+    except FileNotFoundError:
         found = "has no config.json" if os.path.isdir(folder) else "does not exist"
-        raise BindError(
-            f"the model folder {folder!r} {found}; expected a local Hugging Face folder of a causal LM. Write one with "
-            f"model.save_pretrained(folder) and tokenizer.save_pretrained(folder), or download one beforehand."
-        )
+    except OSError as error:
+        found = f"cannot be read ({error.strerror})"
+    except ValueError as error:
+        found = f"has a config.json that is not JSON ({error})"
+    raise BindError(
+        f"the model folder {folder!r} {found}; expected a local Hugging Face folder of a causal LM. Write one with "
+        f"model.save_pretrained(folder) and tokenizer.save_pretrained(folder), or download one beforehand."
+    )
 
 
 def _is_head(lm: PreTrainedModel, name: str) -> bool:

@@ -20,7 +20,7 @@ from flowrl.backends.hosted.arrival import weights_for
 from flowrl.backends.rollout import Ending, RolloutEngine
 from flowrl.backends.torch.device import device_of
 from flowrl.backends.torch.engine import Residence, Resident
-from flowrl.backends.torch.load import Folder, load_causal_lm
+from flowrl.backends.torch.load import Folder, load_causal_lm, refuse_no_model
 from flowrl.backends.torch.lora import Adapter, LoRA, require_peft
 from flowrl.backends.torch.probes import (
     Attention,
@@ -95,6 +95,11 @@ class TorchRollout(Backend):
     def receives(self) -> Literal["weights", "adapter_weights"]:
         """The method of a trainer whose tensors `sync` reads."""
         return "weights" if self.lora is None else "adapter_weights"
+
+    def refuse_missing(self) -> None:
+        """Refuse a folder that holds no model."""
+        if self.model is not None:
+            refuse_no_model(self.model)
 
     def build(self, context: BuildContext) -> TorchRolloutEngine:
         """The live engine; it holds no receipt yet.

@@ -15,7 +15,7 @@ from flowrl.backends.torch.engine import (
     TorchTrainerEngine,
 )
 from flowrl.backends.torch.learner import Learner, TrainedSpec
-from flowrl.backends.torch.load import Folder, load_tokenizer
+from flowrl.backends.torch.load import Folder, load_tokenizer, refuse_no_model
 from flowrl.backends.torch.lora import LoRA, require_peft
 from flowrl.backends.torch.model import Dtype, TorchModel
 from flowrl.backends.torch.probes import Attention
@@ -73,6 +73,11 @@ class TorchScorer(Backend):
     def shares(self) -> str | None:
         """The role in whose processes this engine lives, since it uses its weights."""
         return "actor" if self.model is None else None
+
+    def refuse_missing(self) -> None:
+        """Refuse a folder that holds no model."""
+        if self.model is not None:
+            refuse_no_model(self.model)
 
     def build(self, context: BuildContext) -> TorchScorerEngine:
         """Load the model, or share the actor's.

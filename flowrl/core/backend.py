@@ -71,6 +71,13 @@ class Backend(Spec):
         resumed must find the same weights there."""
         return None
 
+    def refuse_missing(self) -> None:
+        """Refuse what `build` would not find on this machine, such as a model's folder; nothing is loaded.
+
+        Raises:
+            BindError: naming it.
+        """
+
     def build(self, context: BuildContext) -> Any:
         """The live engine, which has every Protocol in `serves`."""
         raise NotImplementedError

@@ -15,20 +15,26 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from flowrl.backends import AdamW, Constant, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends import VLLM, AdamW, Constant, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.core.diff import Diff
 from flowrl.data.prompts import PromptData
 from flowrl.demo.model import STEPS, build
 from flowrl.demo.task import write_dataset
 from flowrl.demo.verifier import score_and_thinking
+from flowrl.draw.html import page
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
+from flowrl.run.job import Job
 from flowrl.run.report import Terminal
 from flowrl.run.training import Run, Training
 from flowrl.run.validation import Validation
 
 ROWS = 256
 GROUP = 8
+SOLVED = 0.95
+"""Share of right answers to held-out prompts, sampled, at which a run ends."""
+
 CURVES = {
     "reward/mean": "reward while training",
     "val/reward/mean": "held-out accuracy, sampled",
@@ -61,7 +67,9 @@ def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, se
         prompts=ROWS // rows_per_prompt,
         seed=seed,
         # Sampled rather than greedy: greedy accuracy jumps within a few steps and then hides what is learned.
-        validation=Validation(PromptData(data / "heldout.jsonl"), every=10, changes={"repeat.n": 1}, batch=500),
+        validation=Validation(
+            PromptData(data / "heldout.jsonl"), every=5, changes={"repeat.n": 1}, batch=500, goal=SOLVED
+        ),
         folder=str(folder),
     )
 
@@ -72,39 +80,81 @@ def run_demo(out: Console, folder: Path, steps: int, seed: int) -> dict[str, Run
     Args:
         out: where it is printed.
         folder: data, warm-started model, runs and plot go here; the runs must not be there yet.
-        steps: of each algorithm.
+        steps: of each algorithm at most; a run ends when the task is solved.
         seed: of warm start and training.
 
     Returns:
         The run of each algorithm, by name.
+
+    Raises:
+        ParameterError: `folder` cannot be written.
     """
     torch.set_num_threads(1)  # at this size a second thread costs more than it gives
     started = time.perf_counter()
-    number = next(n for n in itertools.count(1) if not (folder / f"{n:03d}").exists())
-    runs = folder / f"{number:03d}"
+    runs = _new_folder(folder)
     out.print("[bold]1. A model that can think, but mostly does not[/]")
     data = write_dataset(folder / "data", seed)[0].parent
     model = _warm_start(out, folder / f"model-seed{seed}", seed)
 
     by_group, by_critic = graphs()
-    out.print("\n[bold]2. GRPO as a graph[/] (Mermaid: paste it into any Markdown file)\n")
-    out.print(by_group.mermaid(), markup=False)
-    out.print()
+    out.print("\n[bold]2. GRPO is a graph[/]\n")
+    for node in by_group.nodes.values():
+        out.print(f"  {node.name:<16} <- {', '.join(node.sources) or 'prompts'}", markup=False)
+    _picture(out, by_group, runs / "grpo.html")
     finished = {"grpo": training(by_group, model, data, runs / "grpo", steps, seed).run([Terminal(out)])}
 
     out.print("\n[bold]3. PPO is an edit away[/]\n")
-    out.print(str(by_group.diff(by_critic)), markup=False)
-    out.print()
-    finished["ppo"] = training(by_critic, model, data, runs / "ppo", steps, seed).run([Terminal(out)])
+    by_edit = by_group.diff(by_critic)
+    out.print(str(by_edit), markup=False)
+    _picture(out, by_edit, runs / "grpo-to-ppo.html")
+    job = training(by_critic, model, data, runs / "ppo", steps, seed)
+    finished["ppo"] = job.run([Terminal(out)])
 
-    out.print("\n[bold]4. What was learned[/]\n")
+    out.print("\n[bold]4. Another engine is an edit, too[/]\n")
+    _show_swap(out, job.job, model)
+
+    out.print("\n[bold]5. What was learned[/]\n")
     _show_samples(out, finished)
     _show_table(out, finished)
     plot(finished, runs / "curves.png")
     out.print(
-        f"\nThe curves are in {runs / 'curves.png'}, the runs in {runs} ({time.perf_counter() - started:.0f} s in all)."
+        f"\nThe curves are in {runs / 'curves.png'}, the runs in {runs}, the model and its data in {folder} "
+        f"({time.perf_counter() - started:.0f} s in all).",
+        markup=False,
     )
     return finished
+
+
+def _new_folder(folder: Path) -> Path:
+    """The first of ``001``, ``002``, … in `folder` that is not there yet, made.
+
+    Raises:
+        ParameterError: it cannot be made.
+    """
+    number = next(n for n in itertools.count(1) if not (folder / f"{n:03d}").exists())
+    try:
+        (made := folder / f"{number:03d}").mkdir(parents=True)
+    except OSError as error:
+        raise ParameterError(
+            f"the folder {folder} cannot be written ({error.strerror}); name another: flowrl demo --folder FOLDER."
+        ) from error
+    return made
+
+
+def _picture(out: Console, subject: Graph | Diff, path: Path) -> None:
+    path.write_text(page(subject), encoding="utf-8")
+    out.print(f"\nDrawn in {path}: open it in a browser.\n", markup=False)
+
+
+def _show_swap(out: Console, job: Job[Graph], model: Path) -> None:
+    """What changes where another engine samples; nothing is loaded for it."""
+    swapped = job.edit(bind={"rollout": VLLM(str(model))})
+    out.print(str(job.graph.diff(swapped.graph)), markup=False)
+    out.print(
+        "\nNothing else changes: Sync carries the weights to vLLM, and checks that they arrive. To run it: make engines"
+        "\nthen ENGINE=vllm .venv-engines/bin/flowrl run examples/think_by_engine.py:training",
+        markup=False,
+    )
 
 
 def _warm_start(out: Console, folder: Path, seed: int) -> Path:

@@ -28,3 +28,7 @@ class RayPlace(Place):
     @property
     def rebuilds(self) -> bool:
         return self.restart == "role"
+
+    @property
+    def elsewhere(self) -> bool:
+        return self.address is not None

@@ -1,7 +1,8 @@
 """Graphs and diffs as Mermaid text, made offline.
 
-Roles are subgraphs; nodes that write weights are hexagons; inputs are rounded; a thin grey edge is a state edge, the
-dotted one the back-edge across steps. See `flowrl.draw.picture` for what is drawn.
+Boxes have the colour of their role, which the legend names; those that write weights are hexagons; inputs are rounded.
+What a box writes stands in it, so an arrow has a label only where it carries a part of that. A thin grey arrow is a
+state edge, the dotted one the back-edge across steps. See `flowrl.draw.picture` for what is drawn.
 """
 
 from __future__ import annotations
@@ -10,21 +11,17 @@ import re
 
 from flowrl.core.diff import Diff
 from flowrl.core.graph import Graph
-from flowrl.draw.picture import Arrow, Box, Picture, picture
+from flowrl.draw.colours import INK, STROKES
+from flowrl.draw.picture import Arrow, Box, Mark, Picture, picture
 
-_MARKS = {
-    "added": "fill:#d7f5dd,stroke:#1a7f37,color:#0b3d1a",
-    "removed": "fill:#ffe1e1,stroke:#cf222e,color:#5c0f14,stroke-dasharray:5 3",
-    "changed": "fill:#fff3c4,stroke:#9a6700,color:#4d3300",
-}
+_DASHES = {"removed": ",stroke-dasharray:5 3"}
 _STYLES = {  # a later one wins
-    "state": "stroke:#9aa0a6,stroke-width:1px",
-    "back": "stroke:#8250df,stroke-width:2px,stroke-dasharray:2 4",
-    "added": "stroke:#1a7f37,stroke-width:2px",
-    "removed": "stroke:#cf222e,stroke-dasharray:5 3",
+    "state": f"stroke:{STROKES['state']},stroke-width:1px",
+    "back": f"stroke:{STROKES['back']},stroke-width:2px,stroke-dasharray:2 4",
+    "added": f"stroke:{STROKES['added']},stroke-width:2px",
+    "removed": f"stroke:{STROKES['removed']}{_DASHES['removed']}",
 }
 _SHAPES = {"input": ('(["', '"])'), "reads": ('["', '"]'), "writes": ('{{"', '"}}')}
-_ROLE = "fill:#f6f8fa,stroke:#8c959f,color:#24292f"
 
 # Words that Mermaid's grammar reserves where an identifier stands, and members that its plain objects have.
 _RESERVED = {"end", "graph", "subgraph", "class", "classdef", "click", "style", "linkstyle", "default", "flowchart"}
@@ -40,33 +37,38 @@ def draw(subject: Graph | Diff) -> str:
 
 
 def _flowchart(drawn: Picture) -> str:
-    lines = ["flowchart TD", *(f"    {_box(box)}" for box in drawn.of_role(""))]
-    for role, title in drawn.roles.items():
-        lines += [f'    subgraph {_role_id(role)}["{_escape(title)}"]']
-        lines += [f"        {_box(box)}" for box in drawn.of_role(role)]
-        lines += ["    end"]
+    # The legend goes first: what no arrow leads to stands in a line with the inputs.
+    lines = ["flowchart TD"]
+    lines += [f'    legend-{i}("{_escape(text)}")' for i, text in enumerate(drawn.legend.values(), 1)]
+    lines += [f"    {_box(box)}" for box in drawn.boxes]
     lines += [f"    {_arrow(arrow)}" for arrow in drawn.arrows]
+    lines.append(f"    linkStyle default stroke:{STROKES['data']}")
     for name, style in _STYLES.items():
         if numbers := [str(i) for i, arrow in enumerate(drawn.arrows) if name in (arrow.mark, arrow.kind)]:
             lines.append(f"    linkStyle {','.join(numbers)} {style}")
-    if drawn.roles:
-        lines += [f"    classDef role {_ROLE}", f"    class {','.join(map(_role_id, drawn.roles))} role"]
-    for mark, style in _MARKS.items():
-        if members := [_id(box.name) for box in drawn.boxes if box.mark == mark]:
-            lines += [f"    classDef {mark} {style}", f"    class {','.join(members)} {mark}"]
+    members: dict[tuple[str, Mark], list[str]] = {key: [f"legend-{i}"] for i, key in enumerate(drawn.legend, 1)}
+    for box in drawn.boxes:
+        members.setdefault((box.role, box.mark), []).append(_id(box.name))
+    for i, ((role, mark), names) in enumerate(members.items(), 1):
+        fill, line = drawn.colours(role, mark)
+        wide = ",stroke-width:2px" if role else ""
+        lines.append(f"    classDef c{i} fill:{fill},stroke:{line},color:{INK}{wide}{_DASHES.get(mark, '')}")
+        lines.append(f"    class {','.join(names)} c{i}")
     return "\n".join(lines)
 
 
 def _box(box: Box) -> str:
     opening, closing = _SHAPES[box.shape]
-    label = "<br/>".join([f"<b>{_escape(box.name)}</b>", *map(_escape, box.lines)])
-    return f"{_id(box.name)}{opening}{label}{closing}"
+    lines = [f"<b>{_escape(box.name)}</b>", *map(_escape, box.lines)]
+    if box.writes:
+        lines.append(f"<i>→\N{NO-BREAK SPACE}{_escape(box.writes)}</i>")
+    return f"{_id(box.name)}{opening}{'<br/>'.join(lines)}{closing}"
 
 
 def _arrow(arrow: Arrow) -> str:
     line = "-.->" if arrow.kind == "back" else "-->"
-    label = "<br/>".join(_escape(part) for part in arrow.label.split(", "))
-    return f'{_id(arrow.source)} {line}|"{label}"| {_id(arrow.target)}'
+    label = "" if arrow.whole else f'|"{"<br/>".join(_escape(part) for part in arrow.label.split(", "))}"|'
+    return f"{_id(arrow.source)} {line}{label} {_id(arrow.target)}"
 
 
 def _id(name: str) -> str:
@@ -75,10 +77,6 @@ def _id(name: str) -> str:
         return name
     escaped = (c if re.fullmatch("[A-Za-z0-9]", c) else "__" if c == "_" else f"_{ord(c):x}_" for c in name)
     return f"{''.join(escaped)}_"
-
-
-def _role_id(role: str) -> str:
-    return f"role-{_id(role)}"  # a hyphen, which no node's name has
 
 
 def _escape(text: str) -> str:

@@ -18,6 +18,7 @@ from flowrl.core.diff import Diff
 from flowrl.core.graph import Graph, Input, Node
 from flowrl.core.plan import state_edges
 from flowrl.core.ports import snake_case
+from flowrl.draw.colours import colours
 from flowrl.spec import Spec, non_default, parameters
 
 Mark = Literal["", "added", "removed", "changed"]
@@ -30,10 +31,11 @@ LONGEST = 4 * WIDTH
 
 @dataclass(frozen=True)
 class Box:
-    """A node: its name, the lines below it (what differs from the defaults), and how it is drawn."""
+    """A node: its name, the lines below it (what differs from the defaults), what it writes, and how it is drawn."""
 
     name: str
     lines: tuple[str, ...]
+    writes: str
     role: str
     shape: Literal["input", "reads", "writes"]
     mark: Mark = ""
@@ -41,13 +43,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """A line from `source` to `target`."""
+    """A line from `source` to `target`; `whole` says that all that the source writes flows, and not some of it."""
 
     source: str
     target: str
     label: str
     kind: Literal["data", "state", "back"]
     mark: Mark = ""
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,17 @@ class Picture:
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...]
     roles: dict[str, str]
+
+    def colours(self, role: str, mark: Mark = "") -> tuple[str, str]:
+        """Fill and line of a box of this role and mark, each of which may be ``""``."""
+        return colours(list(self.roles).index(role) if role else None, mark)
+
+    @property
+    def legend(self) -> dict[tuple[str, Mark], str]:
+        """What the colours mean: by role and mark, of which one is ``""``, the text."""
+        found: dict[tuple[str, Mark], str] = {(role, ""): title for role, title in self.roles.items()}
+        found |= {("", box.mark): str(box.mark) for box in self.boxes if box.mark}
+        return found
 
     def of_role(self, role: str) -> list[Box]:
         """The boxes of a role; those of none for ``""``."""
@@ -92,13 +106,21 @@ def picture(subject: Graph | Diff) -> Picture:
 
 def _box(node: Node, details: list[str], mark: Mark = "") -> Box:
     if isinstance(node.operator, Input):
-        return Box(node.name, (node.operator.record.__name__,), "", "input", mark)
+        return Box(node.name, (node.operator.record.__name__,), "", "", "input", mark)
     lines = []
     if len(node.roles) > 1:
         lines.append(" → ".join(", ".join(side) for side in (node.reads, node.writes) if side))
     lines += [line for detail in details for line in textwrap.wrap(detail, WIDTH)]
     role = node.roles[0] if len(node.roles) == 1 else ""
-    return Box(node.name, tuple(lines), role, "writes" if node.writes else "reads", mark)
+    writes = "" if node.writes else _written(node)
+    return Box(node.name, tuple(lines), writes, role, "writes" if node.writes else "reads", mark)
+
+
+def _written(node: Node) -> str:
+    """The columns that a node writes, or the record of them where they are many."""
+    signature = node.operator.signature
+    record, outputs = signature.output_record, list(signature.outputs)
+    return ", ".join(outputs) if record is None or len(outputs) <= 2 else record.__name__
 
 
 def _marked_box(diff: Diff, node: Node) -> Box:
@@ -129,7 +151,8 @@ def _roles(boxes: tuple[Box, ...], *graphs: Graph) -> dict[str, str]:
 def _arrows(graph: Graph) -> Iterator[Arrow]:
     for node in graph.nodes.values():
         for source in node.sources:
-            yield Arrow(source, node.name, _label(graph, source, node), "data")
+            label, whole = _flow(graph, source, node)
+            yield Arrow(source, node.name, label, "data", whole=whole)
     for edge in state_edges(graph):
         if not nx.has_path(graph.network, edge.before, edge.after):
             yield Arrow(edge.before, edge.after, f"reads {edge.role} first", "state")
@@ -137,17 +160,19 @@ def _arrows(graph: Graph) -> Iterator[Arrow]:
         yield Arrow(sync, generate, f"lag {graph.lag}" + (" (on-policy)" if graph.lag == 0 else ""), "back")
 
 
-def _label(graph: Graph, source: str, node: Node) -> str:
-    """The record that an edge carries, where a whole one is read, else its columns."""
-    record = graph[source].operator.signature.output_record
+def _flow(graph: Graph, source: str, node: Node) -> tuple[str, bool]:
+    """What an edge carries, the record where a whole one is read, else columns; and whether that is all there is."""
+    signature = graph[source].operator.signature
+    record = signature.output_record
     reads_record = any(
         port.record is not None and field in node.inputs and node.inputs[field].node == source
         for port in node.operator.signature.ports.values()
         for field in port.fields
     )
     if record is not None and reads_record:
-        return record.__name__
-    return ", ".join(dict.fromkeys(edge.output for edge in node.inputs.values() if edge.node == source))
+        return record.__name__, True
+    columns = list(dict.fromkeys(edge.output for edge in node.inputs.values() if edge.node == source))
+    return ", ".join(columns), len(columns) == len(signature.outputs)
 
 
 def _details(node: Node) -> list[str]:

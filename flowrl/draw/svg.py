@@ -10,16 +10,12 @@ from html import escape
 
 from flowrl.core.diff import Diff
 from flowrl.core.graph import Graph
+from flowrl.draw.colours import INK, STROKES
 from flowrl.draw.layout import GAP, Cell, attachment_points, layout
 from flowrl.draw.picture import Arrow, Box, Mark, Picture, picture
 
 _CHAR, _LINE, _SMALL = 7.3, 16.0, 6.4  # pixels: a character and a line of a box, a character of a label
 _MARGIN, _LEGEND, _HEAD, _NARROWEST = 24.0, 34.0, 8.0, 84.0
-_ROLES = ["#0969da", "#bc4c00", "#1b7c83", "#bf3989", "#6639ba", "#7d4e00"]
-_PLAIN = "#57606a"
-_FILLS = {"added": "#d7f5dd", "removed": "#ffe1e1", "changed": "#fff3c4"}
-_STROKES = {"added": "#1a7f37", "removed": "#cf222e", "changed": "#9a6700"}
-_STROKES |= {"data": "#57606a", "state": "#9aa0a6", "back": "#8250df"}
 _DASHES = {"removed": ' stroke-dasharray="5 3"', "back": ' stroke-dasharray="2 4"'}
 _FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 
@@ -73,7 +69,7 @@ def _marker(style: str) -> str:
     return (
         f'<marker id="arrow-{style}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
         f'markerUnits="userSpaceOnUse" orient="auto-start-reverse">'
-        f'<path d="M0 0L8 4L0 8z" fill="{_STROKES[style]}"/></marker>'
+        f'<path d="M0 0L8 4L0 8z" fill="{STROKES[style]}"/></marker>'
     )
 
 
@@ -81,7 +77,7 @@ def _stroke(arrow: Arrow, end: str = "end") -> str:
     style = _style(arrow)
     width = {"state": 0.8, "added": 2.0, "back": 1.8}.get(style, 1.2)
     dash = _DASHES.get(style, "")
-    return f'fill="none" stroke="{_STROKES[style]}" stroke-width="{width}"{dash} marker-{end}="url(#arrow-{style})"'
+    return f'fill="none" stroke="{STROKES[style]}" stroke-width="{width}"{dash} marker-{end}="url(#arrow-{style})"'
 
 
 def _path(arrow: Arrow, route: list[Cell], cells: dict[str, Cell], at: dict[tuple[Cell, Cell], float]) -> str:
@@ -117,7 +113,7 @@ def _label(arrow: Arrow, x: float, y: float) -> str:
     width = _label_width(arrow.label)
     return (
         f'<rect x="{x - width / 2:.1f}" y="{y - 8:.1f}" width="{width:.1f}" height="16" fill="#ffffff"/>'
-        f'<text x="{x:.1f}" y="{y + 3.5:.1f}" font-size="10.5" text-anchor="middle" fill="{_STROKES[_style(arrow)]}">'
+        f'<text x="{x:.1f}" y="{y + 3.5:.1f}" font-size="10.5" text-anchor="middle" fill="{STROKES[_style(arrow)]}">'
         f"{escape(arrow.label)}</text>"
     )
 
@@ -126,8 +122,7 @@ def _box(box: Box, cell: Cell, drawn: Picture) -> str:
     left, right = cell.x - cell.width / 2, cell.x + cell.width / 2
     middle = cell.centre[1]
     top, bottom = middle - cell.height / 2, middle + cell.height / 2
-    fill, stroke = _colours(box.mark, box.role, drawn)
-    style = f'{fill} stroke="{stroke}" stroke-width="1.5"{_DASHES.get(box.mark, "")}'
+    style = f'{_colours(box.role, box.mark, drawn)} stroke-width="1.5"{_DASHES.get(box.mark, "")}'
     if box.shape == "writes":
         corners = ((left, middle), (left + 12, top), (right - 12, top), (right, middle), (right - 12, bottom))
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (*corners, (left + 12, bottom)))
@@ -138,30 +133,25 @@ def _box(box: Box, cell: Cell, drawn: Picture) -> str:
         shape = f'<rect {place} rx="{radius}" {style}/>'
     texts = [
         f'<text x="{cell.x:.1f}" y="{top + 8 + _LINE * (i + 0.75):.1f}" font-size="12" text-anchor="middle" '
-        f'font-weight="{"normal" if i else "bold"}" fill="#24292f">{escape(line)}</text>'
+        f'font-weight="{"normal" if i else "bold"}" fill="{INK}">{escape(line)}</text>'
         for i, line in enumerate((box.name, *box.lines))
     ]
     return f"<g>{shape}{''.join(texts)}</g>"
 
 
-def _colours(mark: Mark, role: str, drawn: Picture) -> tuple[str, str]:
-    """Fill (as attributes) and stroke: the mark's, else a tint of the role's."""
-    if mark:
-        return f'fill="{_FILLS[mark]}"', _STROKES[mark]
-    colour = _ROLES[list(drawn.roles).index(role) % len(_ROLES)] if role else _PLAIN
-    return f'fill="{colour}" fill-opacity="0.08"', colour
+def _colours(role: str, mark: Mark, drawn: Picture) -> str:
+    fill, line = drawn.colours(role, mark)
+    return f'fill="{fill}" stroke="{line}"'
 
 
 def _legend(drawn: Picture) -> tuple[list[str], float]:
     """The colours of roles and marks in one line, and its width."""
-    marks = dict.fromkeys(box.mark for box in drawn.boxes if box.mark)
-    items = [(_colours("", role, drawn), title) for role, title in drawn.roles.items()]
-    items += [(_colours(mark, "", drawn), mark) for mark in marks]
     parts, x = [], _MARGIN
-    for (fill, stroke), text in items:
+    for (role, mark), text in drawn.legend.items():
+        style = _colours(role, mark, drawn)
         parts.append(
-            f'<rect x="{x:.1f}" y="14" width="12" height="12" rx="3" {fill} stroke="{stroke}" stroke-width="2"/>'
-            f'<text x="{x + 18:.1f}" y="24" font-size="12" fill="#24292f">{escape(text)}</text>'
+            f'<rect x="{x:.1f}" y="14" width="12" height="12" rx="3" {style} stroke-width="2"/>'
+            f'<text x="{x + 18:.1f}" y="24" font-size="12" fill="{INK}">{escape(text)}</text>'
         )
         x += 18 + _CHAR * len(text) + 22
     return parts, x

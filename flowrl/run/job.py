@@ -88,6 +88,20 @@ class Job(Generic[GraphT]):
                 f"graph.bind(..., place=Colocate(gpus={backend.ranks * backend.slots_per_rank}))."
             )
 
+    def refuse_missing(self) -> None:
+        """Refuse what the engines would not find on this machine, unless they may be on others.
+
+        Raises:
+            BindError: a model's folder is missing; names the role.
+        """
+        if self.place is not None and self.place.elsewhere:
+            return
+        for role, backend in self.graph.bindings.items():
+            try:
+                backend.refuse_missing()
+            except BindError as error:
+                raise BindError(f"the role {role!r}: {error}") from error
+
     def plan(self) -> str:
         """The plan, and where the place puts the processes of the roles that are bound.
 

@@ -37,6 +37,11 @@ class Place(Spec):
         """Whether a role that died is rebuilt, from what its trained weights were after the last step."""
         return False
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether engines may be on other machines than this one, which have folders of their own."""
+        return False
+
     def slots_of(self, role: str, generates: bool) -> range:
         """The slots that a role's ranks may take."""
         raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,19 +43,23 @@ class Reporter(Protocol):
 class Terminal:
     """Progress on a terminal: the current node, reward, KL, length and time left; at the end, where the time went.
 
-    Where the output is not a terminal, about ten lines per run are printed, and one at every validation.
+    Where the output is not a terminal, but a file or a pipe, a line is written at once after the first step, every
+    tenth of the run, the last step and every validation, and when nothing was written for `every` seconds.
 
     Args:
         console: where to print.
+        every: seconds without a line after which the next node that starts is told, with the steps done so far.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, every: float = 30.0) -> None:
         self.console = console or Console(soft_wrap=True)
+        self.every = every
         self.progress: Progress | None = None
         self.folder: Path | None = None
 
     def start(self, name: str, steps: int, folder: Path, done: int) -> None:
-        self.name, self.steps, self.folder = name, steps, folder
+        self.name, self.steps, self.folder, self.done = name, steps, folder, done
+        self.first, self.said = done + 1, time.monotonic()
         resumed = f", of which {done} are done" if done else ""
         self.console.print(f"{name}: {steps} steps{resumed}, written to {folder}", highlight=False)
         if self.console.is_terminal:
@@ -74,17 +79,22 @@ class Terminal:
     def node(self, name: str) -> None:
         if self.progress is not None:
             self.progress.update(self.task, description=name)
+        elif time.monotonic() - self.said >= self.every:
+            self._say(self.done, f"done, now {name}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         numbers = "  ".join(f"{label} {metrics[key]:.3f}" for key, label in _SHOWN.items() if key in metrics)
+        self.done = step
         if self.progress is not None:
             self.progress.update(self.task, completed=step, numbers=numbers)
-        elif step % max(1, self.steps // 10) == 0 or step == self.steps:
-            self.console.print(f"  step {step:>4}/{self.steps}  {numbers}", highlight=False)
+            return
+        due = step in (self.first, self.steps) or step % max(1, self.steps // 10) == 0
+        if due or time.monotonic() - self.said >= self.every:
+            self._say(step, numbers)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         means = "  ".join(f"{key} {value:.3f}" for key, value in metrics.items() if key.endswith("/mean"))
-        self.console.print(f"  step {step:>4}/{self.steps}  {means}", highlight=False)
+        self._say(step, means)
 
     def end(self, summary: Summary | None) -> None:
         if self.progress is not None:
@@ -92,7 +102,16 @@ class Terminal:
             self.progress.stop()
             self.progress = None
         if summary is not None:
+            if self.done < self.steps:
+                self.console.print(
+                    f"{self.name} ended after step {self.done} of {self.steps}: a validation reached its goal",
+                    highlight=False,
+                )
             self.console.print(summary.table(), soft_wrap=False)
+
+    def _say(self, step: int, what: str) -> None:
+        self.said = time.monotonic()
+        self.console.print(f"  step {step:>4}/{self.steps}  {what}", highlight=False)
 
 
 class TensorBoard:

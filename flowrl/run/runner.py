@@ -166,5 +166,5 @@ class Runner(Protocol):
 
 
 def when(step: int | None) -> str:
-    """When something happened, for messages."""
-    return "between steps" if step is None else f"in step {step}"
+    """When something happened, for messages; people count steps from 1, as the metrics do."""
+    return "between steps" if step is None else f"in step {step + 1}"

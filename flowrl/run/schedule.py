@@ -33,7 +33,7 @@ class Instance(NamedTuple):
     node: str
 
     def __str__(self) -> str:
-        return f"{self.node} in step {self.step}"
+        return f"{self.node} in step {self.step + 1}"
 
 
 @dataclass(frozen=True)

@@ -248,6 +248,7 @@ class _Loop:
                 len(self.stream),
             )
         self.validations = Validating(training.validations, steps, tokenizer, training.seed)
+        self.last = training.steps  # or the one after which a validation reached its goal
         self.content = {"prompts": self.stream.digest(), **self.validations.digests}
         self.metrics: list[Mapping[str, float]] = []
         self.validated: list[Mapping[str, float]] = []
@@ -266,7 +267,7 @@ class _Loop:
                     reporter.start(self.training.job.graph.name, self.training.steps, self.folder.path, done)
                     ends.callback(lambda reporter: reporter.end(self.summary), reporter)
                 self._begin(found)
-                self._go(range(done, self.training.steps))
+                self._go(range(done, self.last))
                 if self.makespans:
                     summary = self.steps.timeline.summary(self.steps.plan, self.seconds, self.makespans)
                     self.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
@@ -295,10 +296,12 @@ class _Loop:
         self.stream.seek(state["data"])
         self.steps.load(path)
         self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
+        if self.validations.reached(self.validated):
+            self.last = state["step"]
 
     def _checkpoint(self, step: int) -> None:
         every = self.training.checkpoint_every
-        if every is None or (step % every and step != self.training.steps):
+        if every is None or (step % every and step != self.last):
             return
         state = {
             "data": self.stream.position,
@@ -340,6 +343,8 @@ class _Loop:
             self._enter(step, result, time.perf_counter() - self.started)
             self._validate(step + 1)
             self._checkpoint(step + 1)
+            if step + 1 == self.last:
+                break
 
     def _draw(self, step: int) -> DataProto:
         batch = self.stream.next(self.training.prompts)
@@ -358,12 +363,14 @@ class _Loop:
             reporter.step(step + 1, metrics)
 
     def _validate(self, step: int) -> None:
-        for metrics, predictions in self.validations.due(step, step == self.training.steps, self._tell_node):
-            self.validated.append(metrics)
-            self.folder.append("metrics.jsonl", [metrics])
-            self.folder.append("predictions.jsonl", predictions)
+        for validated in self.validations.due(step, step == self.last, self._tell_node):
+            self.validated.append(validated.metrics)
+            self.folder.append("metrics.jsonl", [validated.metrics])
+            self.folder.append("predictions.jsonl", validated.predictions)
             for reporter in self.reporters:
-                reporter.validation(step, metrics)
+                reporter.validation(step, validated.metrics)
+            if validated.reached:
+                self.last = step
 
     def _tell_node(self, name: str) -> None:
         for reporter in self.reporters:

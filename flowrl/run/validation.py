@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +13,9 @@ from flowrl.core.edit import edit
 from flowrl.core.graph import Graph
 from flowrl.core.plan import Plan
 from flowrl.data.keys import Key
-from flowrl.data.prompts import PromptData
+from flowrl.data.prompts import PromptData, PromptStream
 from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.errors import ParameterError
 from flowrl.run.steps import StepResult, Steps
 from flowrl.run.timeline import Span
 from flowrl.spec import Spec
@@ -31,6 +33,8 @@ class Validation(Spec):
         changes: ``"node.parameter"`` to value; by default one greedy answer per prompt.
         until: the node that scores.
         batch: how many prompts are answered at a time.
+        goal: the mean reward at which the run ends before its last step; None lets it go on. One that is reached before
+            the first step ends nothing.
     """
 
     data: PromptData
@@ -39,6 +43,7 @@ class Validation(Spec):
     changes: Mapping[str, Any] = Field(default_factory=lambda: {"repeat.n": 1, "generate.temperature": 0.0})
     until: str = "reward"
     batch: int = Field(default=256, ge=1)
+    goal: float | None = Field(default=None, allow_inf_nan=False)
 
     def graph(self, graph: Graph) -> Graph:
         """The graph of the validation, as an edit of `graph`.
@@ -48,12 +53,34 @@ class Validation(Spec):
         """
         return edit(graph.subgraph(self.until), set=self.changes, name=self.name)
 
+    def reached(self, metrics: Mapping[str, float]) -> bool:
+        """Whether these metrics, of it or of another validation, reach its goal after the first step."""
+        return self.goal is not None and metrics["step"] > 0 and metrics.get(self._mean, -math.inf) >= self.goal
+
+    def refuse_goal_without(self, metrics: Mapping[str, float]) -> None:
+        """Refuse a goal for a number that the validation does not report.
+
+        Raises:
+            ParameterError: there is no mean reward among its metrics.
+        """
+        if self.goal is not None and self._mean not in metrics:
+            raise ParameterError(
+                f"Validation(goal={self.goal:g}) is held against {self._mean}, but this validation reports "
+                f"{', '.join(key for key in metrics if key != 'step')}; expected a Reward in the graph up to "
+                f"until={self.until!r}."
+            )
+
+    @property
+    def _mean(self) -> str:
+        return f"{self.name}/reward/mean"
+
 
 class Validated(NamedTuple):
-    """What a validation found: its numbers, and a record for each row."""
+    """What a validation found: its numbers, a record for each row, and whether its goal is reached."""
 
     metrics: Mapping[str, float]
     predictions: Sequence[Mapping[str, Any]]
+    reached: bool
 
 
 class Validating:
@@ -89,26 +116,42 @@ class Validating:
         ]
 
     def due(self, step: int, last: bool, on_start: Callable[[str], None]) -> Iterator[Validated]:
-        """Run those that are due.
+        """Run those that are due; all of them, where these are all steps or one of them reaches its goal.
 
         Args:
             step: steps done.
             last: whether these are all.
             on_start: called with the name of each.
         """
-        for one, steps, stream in self._all:
-            if step % one.every and not last:
+        waiting = []
+        for one in self._all:
+            if step % one[0].every and not last:
+                waiting.append(one)
                 continue
-            on_start(one.name)
-            steps.state.clear()  # so that a validation does not depend on those before it
-            total: dict[str, Any] = {}
-            predictions: list[dict[str, Any]] = []
-            for batch in stream.batches(one.batch):
-                result = steps.step(batch, 0, keep=tuple(steps.plan.graph.nodes))
-                predictions += _predictions(result, step, one.name)
-                for key, metric in result.metrics.items():
-                    total[key] = total[key].merge(metric) if key in total else metric
-            yield Validated({"step": step, **{f"{one.name}/{k}": m.compute() for k, m in total.items()}}, predictions)
+            validated = self._run(step, *one, on_start)
+            last = last or validated.reached
+            yield validated
+        yield from (self._run(step, *one, on_start) for one in waiting if last)
+
+    def reached(self, lines: Sequence[Mapping[str, float]]) -> bool:
+        """Whether a goal is among these metrics of earlier validations."""
+        return any(one.reached(line) for one, *_ in self._all for line in lines)
+
+    def _run(
+        self, step: int, one: Validation, steps: Steps, stream: PromptStream, on_start: Callable[[str], None]
+    ) -> Validated:
+        on_start(one.name)
+        steps.state.clear()  # so that a validation does not depend on those before it
+        total: dict[str, Any] = {}
+        predictions: list[dict[str, Any]] = []
+        for batch in stream.batches(one.batch):
+            result = steps.step(batch, 0, keep=tuple(steps.plan.graph.nodes))
+            predictions += _predictions(result, step, one.name)
+            for key, metric in result.metrics.items():
+                total[key] = total[key].merge(metric) if key in total else metric
+        metrics = {"step": step, **{f"{one.name}/{k}": m.compute() for k, m in total.items()}}
+        one.refuse_goal_without(metrics)
+        return Validated(metrics, predictions, one.reached(metrics))
 
 
 def _predictions(result: StepResult, step: int, name: str) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from flowrl.demo import run as demo
 from flowrl.demo.model import build
+from flowrl.errors import ParameterError
 from flowrl.run.training import Run
 
 
@@ -31,8 +32,36 @@ def test_the_demo_trains_both_graphs_and_shows_them(tmp_path: Path, monkeypatch:
     assert all(len(run.metrics) == 1 and len(run.validations) == 2 for run in runs.values())
     assert (tmp_path / "001" / "curves.png").read_bytes().startswith(b"\x89PNG")
     shown = out.getvalue()
-    for text in ("flowchart TD", "grpo -> ppo", "grpo before", "ppo after", "accuracy"):
+    for text in (
+        "grpo -> ppo",
+        "grpo before",
+        "ppo after",
+        "accuracy",
+        "~ role rollout: TorchRollout() -> VLLM(",
+    ):
         assert text in shown
+    assert "flowchart" not in shown  # it is in the pages, to copy
+    for name, nodes in (("grpo", ["group_advantage"]), ("grpo-to-ppo", ["group_advantage", "update_critic"])):
+        page = tmp_path / "001" / f"{name}.html"
+        assert f"Drawn in {page}" in shown
+        assert all(node in page.read_text() for node in nodes) and "flowchart TD" in page.read_text()
+
+
+def test_a_run_of_the_demo_ends_when_the_task_is_solved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "build", partial(build, steps=2))
+    monkeypatch.setattr(demo, "ROWS", 16)
+    monkeypatch.setattr(demo, "SOLVED", 0.0)
+    out = io.StringIO()
+    runs = demo.run_demo(Console(file=out, width=160), tmp_path, steps=50, seed=5)
+    assert [len(run.metrics) for run in runs.values()] == [5, 5]
+    for name in runs:
+        assert f"{name} ended after step 5 of 50: a validation reached its goal" in out.getvalue()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ParameterError, match=r"file cannot be written \(Not a directory\); name another"):
+        demo.run_demo(Console(file=io.StringIO()), tmp_path / "file", steps=1, seed=0)
 
 
 def test_answers_are_shown_as_they_are(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def refuse_other_death(executor: Any, rank: int) -> None:
             assert ends(pid)
 
     started = time.monotonic()
-    with pytest.raises(HostDiedError, match=f"generate in step 2.* lost rollout rank {rank}, whose process died"):
+    with pytest.raises(HostDiedError, match=f"generate in step 3.* lost rollout rank {rank}, whose process died"):
         executor.step(proto(prompt_batch(PROMPTS)), 2, on_node=on_node)
     assert time.monotonic() - started < DEADLINE
 

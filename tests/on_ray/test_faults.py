@@ -101,7 +101,7 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
             found.append(executor.step(batch(), len(found), on_node=kill_at(executor, node, role)))
             [said] = warnings_of(caplog)
             host = "the general host" if role is None else f"{role} rank 0"
-            named = said.removesuffix(said[said.index(f" in step {len(found) - 1}") :])
+            named = said.removesuffix(said[said.index(f" in step {len(found)}") :])
             assert named == node or role is HOME.get(named) is None  # several at once are on the general host
             assert f"lost {host}, whose process died" in said
         for call in calls:
@@ -110,7 +110,7 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
             found.append(executor.step(batch(), len(found)))
             thread.join()
             [said] = warnings_of(caplog)
-            assert f"in step {len(found) - 1}" in said
+            assert f"in step {len(found)}" in said
             assert f"lost {call.partition('.')[0]} rank 0" in said
         os.kill(pid := process_of(executor, "actor"), signal.SIGKILL)  # between steps
         assert ends(pid)
@@ -140,9 +140,9 @@ def test_every_role_is_rebuilt_and_no_row_trained_twice(
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        ("rollout.generate", "generate in step 1 lost rollout rank 0"),
-        ("actor.update", "update_actor in step 1 lost actor rank 0"),
-        ("ref.wake", "ref_log_prob in step 1, waking, lost ref rank 0"),
+        ("rollout.generate", "generate in step 2 lost rollout rank 0"),
+        ("actor.update", "update_actor in step 2 lost actor rank 0"),
+        ("ref.wake", "ref_log_prob in step 2, waking, lost ref rank 0"),
     ],
 )
 def test_a_death_is_named_and_leaves_nothing(call: str, said: str, tiny: str, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_the_death_of_the_general_host_is_named(tiny: str, tmp_path: Path) -> No
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         executor.sync()
-        with pytest.raises(HostDiedError, match=r"(update_actor in step 0|repeat in step 1) lost the general host"):
+        with pytest.raises(HostDiedError, match=r"(update_actor in step 1|repeat in step 2) lost the general host"):
             # Its columns may outlive it for a moment.
             executor.step(batch(), 0, on_node=kill_at(executor, "update_actor", None))
             executor.step(batch(), 1)
@@ -175,8 +175,8 @@ def test_the_death_of_the_general_host_is_named(tiny: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("call", "place", "said"),
     [
-        ("actor.update", Colocate(1, deadline=30), "update_actor in step 0 is stuck on actor rank 0"),
-        ("rollout.wake", Colocate(1, deadline=30), "sync in step 0, waking, is stuck on rollout rank 0"),
+        ("actor.update", Colocate(1, deadline=30), "update_actor in step 1 is stuck on actor rank 0"),
+        ("rollout.wake", Colocate(1, deadline=30), "sync in step 1, waking, is stuck on rollout rank 0"),
     ],
 )
 def test_what_hangs_is_named_within_the_deadline(call: str, place: Place, said: str, tiny: str, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_an_engine_that_ended_is_synced_and_the_step_repeated(
                 desk.fail("rollout.generate", EngineError)
             found.append(executor.step(batch(), step))
         [said] = warnings_of(caplog)
-        assert said.startswith("generate failed in step 1 on rollout rank 0: EngineError")
+        assert said.startswith("generate failed in step 2 on rollout rank 0: EngineError")
         assert sum(event["what"] == "build" for event in desk.events()) == 3
         desk.fail("rollout.generate")
         with pytest.raises(NodeError, match=r"rollout\.generate was told to fail"):
@@ -318,9 +318,9 @@ def test_an_engine_that_ends_itself_in_its_turn_is_named_and_mended(
         found.append(executor.step(batch(), 1))
         [said] = warnings_of(caplog)
         turn = "waking" if call == "rollout.wake" else "putting to sleep"
-        assert f" in step 1, {turn}, failed on rollout rank 0: EngineError: {call} was told to fail" in said
+        assert f" in step 2, {turn}, failed on rollout rank 0: EngineError: {call} was told to fail" in said
         desk.fail(call)
-        with pytest.raises(NodeError, match=f"in step 2, {turn}, failed on rollout rank 0: ValueError") as caught:
+        with pytest.raises(NodeError, match=f"in step 3, {turn}, failed on rollout rank 0: ValueError") as caught:
             executor.step(batch(), 2)
         assert isinstance(caught.value.__cause__, ValueError)
     for one, expected in zip(found, metrics, strict=True):

@@ -111,12 +111,12 @@ def test_what_goes_wrong_is_named_and_the_next_sync_works(tiny: str, tmp_path: P
         executor.sync()
         for step, (what, said) in enumerate(
             {
-                "flip": refused.format(0, 1, "damaged: first is not what was sent"),
-                "missing": refused.format(1, 2, "not whole: second did not arrive"),
-                "stale": refused.format(2, 3, "stale, or mixed with others: a bucket of version 2"),
-                "old": refused.format(3, 3, "stale, or mixed with others: a bucket of version 4"),
-                "raise": "sync in step 4 failed on actor rank 0, which sends: ValueError: out of memory",
-                "fail": "sync failed in step 5 on rollout rank 0: ValueError: rollout.sync was told to fail",
+                "flip": refused.format(1, 1, "damaged: first is not what was sent"),
+                "missing": refused.format(2, 2, "not whole: second did not arrive"),
+                "stale": refused.format(3, 3, "stale, or mixed with others: a bucket of version 2"),
+                "old": refused.format(4, 3, "stale, or mixed with others: a bucket of version 4"),
+                "raise": "sync in step 5 failed on actor rank 0, which sends: ValueError: out of memory",
+                "fail": "sync failed in step 6 on rollout rank 0: ValueError: rollout.sync was told to fail",
             }.items()
         ):
             (tmp_path / "mischief").write_text(what)
@@ -133,7 +133,7 @@ def test_what_goes_wrong_is_named_and_the_next_sync_works(tiny: str, tmp_path: P
         assert [(span.place, span.bytes) for span in spans[-1:]] == [("actor rank 0", receipt.bytes)]
 
         thread = kill_blocked(desk, "actor.weights")
-        with pytest.raises(HostDiedError, match="sync in step 7 lost actor rank 0, whose process died"):
+        with pytest.raises(HostDiedError, match="sync in step 8 lost actor rank 0, whose process died"):
             executor.step(batch(), 7)
         thread.join()
 
@@ -148,13 +148,13 @@ def test_an_engine_that_dies_or_hangs_while_it_receives(how: str, tiny: str, tmp
         executor.sync()
         if how == "dies":
             thread = kill_blocked(desk, "rollout.sync")
-            with pytest.raises(HostDiedError, match="sync in step 0 lost rollout rank 0, whose process died"):
+            with pytest.raises(HostDiedError, match="sync in step 1 lost rollout rank 0, whose process died"):
                 executor.step(batch(), 0)
             thread.join()
         else:
             desk.block("rollout.sync")
             thread = threading.Thread(target=desk.blocked, args=("rollout.sync",))
             thread.start()
-            with pytest.raises(NodeError, match="sync in step 0 is stuck on rollout rank 0: nothing was heard for"):
+            with pytest.raises(NodeError, match="sync in step 1 is stuck on rollout rank 0: nothing was heard for"):
                 executor.step(batch(), 0)
             thread.join()

@@ -173,7 +173,7 @@ def test_two_fsdp_ranks_agree_with_one_process(
             assert not fate.exists()
             assert all(ends(before[plan]) for plan in actors)
             [record] = (one for one in caplog.records if one.name.startswith("flowrl."))
-            assert record.getMessage().startswith("update_actor in step 1 lost actor rank 1, whose process died")
+            assert record.getMessage().startswith("update_actor in step 2 lost actor rank 1, whose process died")
             processes += process_ids(executor).values()
         with fsdp_job(algorithm, tiny, 2, optimizer, place, fate).open(seed=1) as executor:
             processes += process_ids(executor).values()

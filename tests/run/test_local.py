@@ -58,7 +58,7 @@ def test_a_failing_node_is_named_with_its_step_and_what_it_was_given() -> None:
     with pytest.raises(NodeError) as raised:
         walk(broken()).step(PROMPTS, 17)
     message = str(raised.value)
-    assert "failing failed in step 17: DataError: the mask is sad" in message
+    assert "failing failed in step 18: DataError: the mask is sad" in message
     assert "Failing(message='the mask is sad')" in message
     assert "prompt_mask: bool[3, 3]" in message
     assert isinstance(raised.value.__cause__, DataError)
@@ -80,7 +80,7 @@ def test_what_an_operator_raises_is_told_with_its_line() -> None:
         return Divides()(batch.prompt_mask)
 
     line = Divides.__call__.__wrapped__.__code__.co_firstlineno + 1  # type: ignore[attr-defined]
-    with pytest.raises(NodeError, match=rf"divides failed in step 0: RuntimeError: .*\n  at {__file__}:{line}\n"):
+    with pytest.raises(NodeError, match=rf"divides failed in step 1: RuntimeError: .*\n  at {__file__}:{line}\n"):
         walk(broken()).step(PROMPTS, 0)
 
 

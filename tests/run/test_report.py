@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -85,3 +88,55 @@ def test_tensorboard_gets_every_number(tiny: str, prompts_file: str, tmp_path: P
     assert rewards == [(m["step"], pytest.approx(m["reward/mean"])) for m in run.metrics]
     assert [e.step for e in events.Scalars("val/reward/mean")] == [0, 2, 3]
     assert set(events.Tags()["scalars"]) == ({*run.metrics[0], *run.validations[0]} - {"step"})
+
+
+class TestALogFile:
+    """Where the output is not a terminal."""
+
+    def shown(self, seconds: float, steps: int, folder: Path, patch: pytest.MonkeyPatch, first: int = 0) -> list[str]:
+        """The lines of a run whose nodes, two a step, take so many seconds."""
+        now = [100.0]
+        patch.setattr("flowrl.run.report.time.monotonic", lambda: now[0])
+        out = io.StringIO()
+        terminal = Terminal(Console(file=out, width=100, soft_wrap=True))
+        terminal.start("grpo", steps, folder, first)
+        for step in range(first + 1, steps + 1):
+            for node in ("generate", "update_actor"):
+                terminal.node(node)
+                now[0] += seconds
+            terminal.step(step, {"reward/mean": 0.5})
+        terminal.end(None)
+        return [" ".join(line.split()[1:]) for line in out.getvalue().splitlines()[1:]]
+
+    def test_a_quick_run_has_a_line_after_the_first_step_and_every_tenth(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lines = self.shown(0.01, 100, tmp_path, monkeypatch)
+        assert [line.split()[0] for line in lines] == ["1/100", *(f"{n}/100" for n in range(10, 101, 10))]
+
+    def test_a_slow_run_has_a_line_every_half_minute(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        lines = self.shown(8.0, 100, tmp_path, monkeypatch, first=50)
+        assert lines[0] == "51/100 reward 0.500"  # at once, also where the run goes on
+        steps = [int(line.partition("/")[0]) for line in lines]
+        assert max(b - a for a, b in pairwise(steps)) == 2  # 32 seconds
+
+    def test_a_long_step_says_what_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert self.shown(40.0, 2, tmp_path, monkeypatch) == [
+            "0/2 done, now update_actor", "1/2 reward 0.500", "1/2 done, now update_actor", "2/2 reward 0.500",
+        ]  # fmt: skip
+
+
+def test_a_line_is_in_the_file_as_soon_as_it_is_said(tmp_path: Path) -> None:
+    """Python keeps back what it writes to a file; a reader who follows it would see nothing for long."""
+    script = """
+import os, pathlib
+from flowrl import Terminal
+terminal = Terminal()
+terminal.start("grpo", 1000, pathlib.Path("runs"), 0)
+terminal.step(1, {"reward/mean": 0.5})
+os._exit(0)  # nothing is flushed
+"""
+    with (tmp_path / "log").open("w") as log:
+        subprocess.run([sys.executable, "-c", script], stdout=log, check=True)
+    first, second = (tmp_path / "log").read_text().splitlines()
+    assert first == "grpo: 1000 steps, written to runs" and second == "  step    1/1000  reward 0.500"

@@ -13,7 +13,7 @@ from flowrl import columns as c
 from flowrl.core.edit import After
 from flowrl.errors import FlowrlError, ParameterError
 from tests.jobs import job_of, weights_of
-from tests.runs import Recorder, lines, timeless, train
+from tests.runs import Recorder, described, lines, timeless, train
 
 
 class Runs(Operator):
@@ -118,3 +118,35 @@ def test_two_validations_of_one_name_are_refused(tiny: str, prompts_file: str, t
     twice = (Validation(PromptData(prompts_file)), Validation(PromptData(prompts_file)))
     with pytest.raises(ParameterError, match="two validations are named 'val'"):
         train(job_of("grpo", tiny), prompts_file, tmp_path, validation=twice)
+
+
+# ---- a goal
+
+
+def test_a_run_ends_when_a_validation_reaches_its_goal(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    data = PromptData(prompts_file)
+    validations = (
+        Validation(data, every=2, name="low", goal=0.0),  # any reward is as much
+        Validation(data, every=5, name="rare"),
+        Validation(data, every=1, name="high", goal=7.0),  # no reward is
+    )
+    settings = {"validation": validations, "steps": 9, "checkpoint_every": 5, "save_model": True}
+    run = train(job_of("grpo", tiny), prompts_file, tmp_path, **settings)
+    assert [metrics["step"] for metrics in run.metrics] == [1, 2]
+    names = [(line["step"], key.partition("/")[0]) for line in run.validations for key in line if "reward/mean" in key]
+    assert names[3:] == [(1, "high"), (2, "low"), (2, "rare"), (2, "high")]  # the others too, where the run is over
+    assert described(tmp_path)["status"] == "finished" and (tmp_path / "actor" / "config.json").exists()
+    again = train(job_of("grpo", tiny), prompts_file, tmp_path, resume=True, **settings)
+    assert len(again.metrics) == 2  # it stays over
+    higher = {**settings, "validation": validations[1:], "steps": 4}
+    longer = train(job_of("grpo", tiny), prompts_file, tmp_path, resume=True, **higher)
+    assert [metrics["step"] for metrics in longer.metrics] == [1, 2, 3, 4]
+
+
+def test_a_goal_without_a_reward_is_refused_before_the_first_step(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    validation = Validation(PromptData(prompts_file), until="generate", goal=0.5)
+    with pytest.raises(
+        ParameterError, match=r"Validation\(goal=0.5\) is held against val/reward/mean.*until='generate'"
+    ):
+        train(job_of("grpo", tiny), prompts_file, tmp_path, validation=validation)
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -1,0 +1,34 @@
+"""The colours of pictures: of roles, of what a diff marks, and of arrows."""
+
+from __future__ import annotations
+
+INK = "#24292f"
+"""Text, on any of the light fills."""
+STROKES = {"data": "#57606a", "state": "#9aa0a6", "back": "#8250df"}
+STROKES |= {"added": "#1a7f37", "removed": "#cf222e", "changed": "#9a6700"}
+"""Of arrows, by their kind or mark; a later one wins."""
+_FILLS = {"added": "#d7f5dd", "removed": "#ffe1e1", "changed": "#fff3c4"}
+_ROLES = ["#0969da", "#bc4c00", "#1b7c83", "#bf3989", "#6639ba", "#7d4e00"]
+_PLAIN = "#f6f8fa", "#57606a"
+
+
+def colours(role: int | None, mark: str = "") -> tuple[str, str]:
+    """Fill and line of a box, as ``#rrggbb``: those of its role, but what is marked is filled with the mark's colour.
+
+    Args:
+        role: its place among the roles of the picture, after six of which colours come again; None is no role.
+        mark: of a diff; ``""`` is none.
+    """
+    fill, line = _PLAIN
+    if mark:
+        fill, line = _FILLS[mark], STROKES[mark]
+    if role is not None:
+        line = _ROLES[role % len(_ROLES)]
+        fill = fill if mark else _tint(line)
+    return fill, line
+
+
+def _tint(colour: str) -> str:
+    """A little of a colour, on white."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - (255 - part) * 0.14):02x}" for part in parts)

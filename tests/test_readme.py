@@ -1,0 +1,104 @@
+"""The README works as it stands: its blocks are typed, in order, in a new folder beside the demo's model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from flowrl.demo.model import build
+from flowrl.demo.task import write_dataset
+from flowrl.graphs import grpo, ppo
+
+pytestmark = pytest.mark.timeout(480)  # it trains for as long as it takes to learn
+
+README = Path(__file__).parent.parent / "README.md"
+SAY = """
+import json
+right = [v["val/reward/mean"] for v in run.validations]
+pictures = [g.mermaid() for g in (graph, job.graph, faster.graph)]
+diffs = [str(a.diff(b)) for a, b in ((graph, grpo), (job.graph, faster.graph))]
+print(json.dumps({"right": right, "pictures": pictures, "diffs": diffs}))
+"""
+
+
+class Typed(NamedTuple):
+    """What a session printed, what it complained about, and what was learned of its objects at the end."""
+
+    out: str
+    errors: str
+    found: dict[str, object]
+    folder: Path
+
+
+def blocks(language: str) -> list[str]:
+    """The blocks of a language, in order."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [text for said, text in found if said == language]
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory: pytest.TempPathFactory) -> Typed:
+    """The whole page, typed after `make demo`."""
+    root = tmp_path_factory.mktemp("repository")
+    build(root / "runs" / "demo" / "model-seed0")
+    write_dataset(root / "runs" / "demo" / "data")
+    [prepare] = [block for block in blocks("sh") if block.startswith("mkdir first")]
+    commands, _, python = prepare.rstrip("\n").rpartition("\n")
+    assert python == "../.venv/bin/python"
+    subprocess.run(["bash", "-euc", commands], cwd=root, check=True)
+    folder = root / "first"
+    lines = []
+    for block in blocks("python"):
+        if name := re.match(r"# (\w+\.py)\n", block):
+            (folder / name[1]).write_text(block, encoding="utf-8")
+        else:
+            lines.append(f"{block}\n")  # an empty line ends a function, as the Enter key does
+    path = os.pathsep.join([str(README.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-i", "-q"],  # as from a keyboard, line by line: it goes on after an error
+        input="".join([*lines, SAY]),
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    return Typed(done.stdout, done.stderr, json.loads(done.stdout.splitlines()[-1]), folder)
+
+
+def test_no_block_raises(typed: Typed) -> None:
+    assert "Traceback" not in typed.errors and "Error" not in typed.errors, typed.errors
+
+
+def test_the_model_learns(typed: Typed) -> None:
+    before, *_, after = typed.found["right"]  # type: ignore[misc]
+    assert before < 0.4
+    assert after > 0.9
+    described = json.loads((typed.folder / "runs" / "grpo-001" / "run.json").read_text())
+    assert described["status"] == "finished"
+    assert (typed.folder / "runs" / "grpo-001" / "actor" / "config.json").is_file()
+
+
+def test_what_is_printed_is_what_the_page_says(typed: Typed) -> None:
+    said = blocks("")
+    assert len(said) == 4 and all(text in typed.out for text in said)
+    assert [f"{diff}\n" for diff in typed.found["diffs"]] == [said[0], said[3]]  # type: ignore[attr-defined]
+
+
+def test_the_pictures_are_drawn_by_the_code(typed: Typed) -> None:
+    before, bound, swapped = (f"{text}\n" for text in typed.found["pictures"])  # type: ignore[attr-defined]
+    assert blocks("mermaid") == [before, swapped, bound]
+
+
+def test_the_algorithms_are_those_of_the_package(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(typed.folder)
+    before, after = (make("my_reward.py:score", max_new_tokens=28) for make in (ppo, grpo))
+    assert f"{before.mermaid()}\n" == blocks("mermaid")[0]
+    assert f"{before.diff(after)}\n" == blocks("")[0]
