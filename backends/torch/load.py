@@ -5,9 +5,11 @@ Specs name folders, so transformers is imported only where one is loaded.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
@@ -40,6 +42,17 @@ def load_causal_lm(folder: str, with_head: bool = True) -> PreTrainedModel:
             f"write the folder again with model.save_pretrained(folder)."
         )
     return cast("PreTrainedModel", lm)
+
+
+def stored_dtype(folder: str) -> str | None:
+    """The dtype that a folder's config.json names for its weights; float32 where it names none, and None where there
+    is no such file."""
+    path = Path(folder, "config.json")
+    if not path.is_file():
+        return None
+    config = json.loads(path.read_text())
+    named = (part.get(key) for part in (config, config.get("text_config") or {}) for key in ("dtype", "torch_dtype"))
+    return str(next(filter(None, named), "float32"))
 
 
 @contextmanager

@@ -62,13 +62,19 @@ class Backend(Spec):
 
     @property
     def probes(self) -> bool:
-        """Whether the engine's `sync` asks the trainer for log-probs of `flowrl.sync.probe.probe()`."""
+        """Whether the engine's `sync` asks the trainer for log-probs of its `probe`; see `flowrl.sync.probe`."""
         return False
 
     @property
     def starts_from(self) -> str | None:
         """The folder of this machine whose weights the engine starts with; None has none of its own. A run that is
         resumed must find the same weights there."""
+        return None
+
+    @property
+    def rounds_to(self) -> Literal["bfloat16", "float16"] | None:
+        """The dtype that the engine rounds the matrices of a trainer to, where that is known before it starts: they
+        are rounded before they travel then. None sends them as they are."""
         return None
 
     def build(self, context: BuildContext) -> Any:
