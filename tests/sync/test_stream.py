@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowrl.core.protocols import Adapted, Trainer
+from flowrl.core.protocols import Adapted, Shipped, Trainer
 from flowrl.errors import SyncError
 from flowrl.records import Receipt
 from flowrl.sync import ipc, stream
 from flowrl.sync.carriers import GlooCarrier
 from flowrl.sync.digest import weights_digest
 from flowrl.sync.group import Interrupted, TransferGroup
-from flowrl.sync.probe import TOKENS, probe
-from flowrl.sync.received import Origin, ReceivedWeights
+from flowrl.sync.probe import Probe, arithmetic
+from flowrl.sync.received import Manifest, Origin, ReceivedWeights
 from flowrl.sync.stream import Ticket, send
 
 BUCKET = 4096
@@ -111,23 +111,25 @@ def test_what_arrives_is_what_was_sent(receivers: int, meeting: Callable[..., Ti
 
 def test_a_source_stands_in_for_a_trainer(meeting: Callable[..., Ticket]) -> None:
     """With what an adapter is of, and the trainer's log-probs of the probe."""
-    scores = tuple(-0.5 * i for i in range(1, len(TOKENS)))
+    probe, scores = Probe([[1, 2], [3]], [[4, 5, 6], [7, 8, 9]]), tuple(-0.5 * i for i in range(6))
     for adapter_of in (None, "digest x 2"):
-        ticket, origin = meeting(), Origin("actor", 3, adapter_of, scores)
+        ticket, origin = meeting(), Origin("actor", 3, adapter_of, probe, scores, "bfloat16")
         with ThreadPoolExecutor(1) as pool:
             sender = pool.submit(send, ticket, origin, weights_of(), BUCKET)
             with ticket.open(0) as source:
                 assert isinstance(source, Adapted) == (adapter_of is not None)
-                assert source.log_probs(probe()).tolist() == [list(scores)]
+                assert isinstance(source, Shipped) and source.transport == "gloo"
+                assert source.probe == probe and arithmetic(source) == torch.bfloat16
+                assert source.log_probs(probe.batch()).tolist() == [list(scores[:3]), list(scores[3:])]
                 assert source.version == 3
                 part = "weights" if adapter_of is None else "adapter_weights"
                 assert getattr(source, "adapter_of", None) == adapter_of
                 assert weights_digest(getattr(source, part)()) == weights_digest(weights_of())
             sender.result()
     assert {"version", "weights", "log_probs"} <= set(dir(source)) & set(dir(Trainer))
-    other = probe()._replace(input_ids=probe().input_ids + 1)
-    with pytest.raises(SyncError, match=r"without actor to score tokens; expected .*probe\(\) alone"):
-        source.log_probs(other)
+    other = Probe([[1, 2], [3]], [[4, 5, 6], [7, 8, 10]])
+    with pytest.raises(SyncError, match=r"without actor to score tokens; expected .*source\.probe"):
+        source.log_probs(other.batch())
 
 
 class Damaging(GlooCarrier):
@@ -204,6 +206,15 @@ def test_damage_is_named(
     _, [taker] = both(meeting(), weights_of())
     with pytest.raises(SyncError, match=f"the weights of actor at version 3 .*{said}.*sync again"):
         taker.result()
+
+
+def test_a_tensor_that_is_entered_twice_is_refused() -> None:
+    manifest, tensor = Manifest(ORIGIN), torch.zeros(2)
+    manifest.enter("w", tensor, "digest")
+    with pytest.raises(SyncError, match="w was not sent, or twice"):
+        manifest.enter("w", tensor, "digest")
+    with pytest.raises(SyncError, match="v was not sent, or twice"):
+        manifest.enter("v", tensor, None)
 
 
 def test_a_sender_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticket]) -> None:
