@@ -98,7 +98,6 @@ class TorchRollout(Backend):
         return "weights" if self.lora is None else "adapter_weights"
 
     def refuse_missing(self) -> None:
-        """Refuse a folder that holds no model."""
         if self.model is not None:
             refuse_no_model(self.model)
 
