@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ class RolloutEngine(ABC):
     Args:
         tokenizer: of the model's folder.
     """
+
+    name: ClassVar[str]
+    """What errors call it."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -60,8 +64,8 @@ class RolloutEngine(ABC):
 
         Raises:
             SyncError: the engine holds no receipt, or its weights are not those of its receipt.
-            DataError: prompts that the model cannot take (shapes, padding, vocabulary, length), or what the engine
-                itself refuses.
+            DataError: prompts that the model cannot take (shapes, padding, vocabulary, length); what the engine itself
+                refuses; or it gives log-probs that are not finite.
             AsleepError: the engine sleeps.
             EngineError: the engine or one of its processes failed.
         """
@@ -73,7 +77,20 @@ class RolloutEngine(ABC):
             )
         check_prompts(prompts, prompt_mask, row_ids, sampling, *self._limits(), self.tokenizer.folder)
         sampled = self._sample(prompts, prompt_mask, row_ids, sampling, key)
+        self._refuse_not_finite(sampled, row_ids)
         return Sampled(*(column.to(prompts.device) for column in sampled))
+
+    def _refuse_not_finite(self, sampled: Sampled, row_ids: Sequence[str]) -> None:
+        wrong = (sampled.response_mask & ~sampled.log_probs.isfinite()).nonzero()
+        if len(wrong):
+            row, token = wrong[0].tolist()
+            raise DataError(
+                f"{self.name} gave response token {token} of row {row_ids[row]!r} the log-prob "
+                f"{float(sampled.log_probs[row, token])} ({len(wrong)} tokens in {len(wrong[:, 0].unique())} of "
+                f"{len(row_ids)} rows are not finite); expected a finite one for every token that was sampled. Look in "
+                f"engine_args for what draws tokens by other means (speculative decoding), in the weights for NaN, and "
+                f"whether the model overflows in the engine's dtype."
+            )
 
     @abstractmethod
     def _require_awake(self, what: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl import columns as c
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED, Signature
-from flowrl.core.protocols import Critic, MiniBatch, Rollout, Trainer
+from flowrl.core.protocols import Critic, MiniBatch, Rollout, Shipped, Trainer
 from flowrl.core.roles import Reads, Role, Writes
 from flowrl.data.balance import Share, split_rows
 from flowrl.data.keys import Key
@@ -274,6 +274,9 @@ class Sync(Operator):
                 f"{receipt.version} and the engine holds {self.rollout_version()}; expected one version: sync once "
                 f"after each update, and let the engine refuse what it did not receive."
             )
+        # Between processes the way from one to the other counts, and not the engine's own from there.
+        transport = self.actor.transport if isinstance(self.actor, Shipped) else receipt.transport
+        metrics.max(f"sync/by/{transport.replace(' ', '_')}", 1)
         metrics.sum("sync/bytes", receipt.bytes)
         metrics.max("sync/version", receipt.version)
         return receipt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import cast
 
 import torch
@@ -13,17 +13,18 @@ from flowrl.core.protocols import Adapted, Trainer
 from flowrl.errors import SyncError
 from flowrl.sync.digest import combine, named_weights, tensor_digest
 from flowrl.sync.received import ReceivedWeights, Weight
+from flowrl.sync.wanted import misfit, rounded
 
 
-def weight_shapes(folder: str, lora: LoRA | None = None) -> dict[str, torch.Size]:
-    """Names and shapes of the weights of a causal LM as a trainer sends them: tied ones once, nothing loaded; with
+def due_weights(folder: str, lora: LoRA | None = None) -> dict[str, Tensor]:
+    """The weights of a causal LM as a trainer sends them, on the meta device: tied ones once, nothing loaded; with
     `lora` those of its adapter alone."""
     from transformers import AutoConfig, AutoModelForCausalLM  # here, since it takes seconds
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
-    weights = named_weights(model) if lora is None else Adapter(model, lora, folder).weights().items()
-    return {name: tensor.shape for name, tensor in weights}
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return dict(named_weights(model)) if lora is None else Adapter(model, lora, folder).weights()
 
 
 def refuse_other_base(adapter_of: str | None, source: Trainer) -> None:
@@ -46,7 +47,9 @@ def refuse_other_base(adapter_of: str | None, source: Trainer) -> None:
     )
 
 
-def weights_for(adapter_of: str | None, source: Trainer, checked: bool) -> Iterator[Weight]:
+def weights_for(
+    adapter_of: str | None, source: Trainer, checked: bool, dtype: torch.dtype | None = None
+) -> Iterator[Weight]:
     """The weights that `source` has for an engine, with the digests that they left the trainer with.
 
     Args:
@@ -54,15 +57,29 @@ def weights_for(adapter_of: str | None, source: Trainer, checked: bool) -> Itera
         source: a trainer, whose weights are hashed here, or what stands in for one in another process.
         checked: whether weights from another process are hashed here, where they arrive. Otherwise the caller hashes
             each where it ends, and compares the digests.
+        dtype: that matrices of a trainer in this process are rounded to before; see `flowrl.sync.wanted.rounded`.
 
     Raises:
-        SyncError: see `refuse_other_base`.
+        SyncError: see `refuse_other_base`; or a tensor comes twice.
     """
     refuse_other_base(adapter_of, source)
     if isinstance(source, ReceivedWeights):
         return source.checked() if checked else source.unchecked()
-    tensors = source.weights() if adapter_of is None else cast(Adapted, source).adapter_weights()
-    return (Weight(name, tensor, tensor_digest(name, tensor)) for name, tensor in tensors)
+    if adapter_of is not None:
+        return _leaving(cast(Adapted, source).adapter_weights(), source)
+    return _leaving(rounded(source.weights(), dtype), source)
+
+
+def _leaving(weights: Iterable[tuple[str, Tensor]], source: Trainer) -> Iterator[Weight]:
+    gone: set[str] = set()
+    for name, tensor in weights:
+        if name in gone:
+            raise SyncError(
+                f"{type(source).__name__} sends {name} twice at version {source.version}, and nobody knows which of "
+                f"them counts; expected each tensor once: let its weights() give every name once, tied ones too."
+            )
+        gone.add(name)
+        yield Weight(name, tensor, tensor_digest(name, tensor))
 
 
 class Arrival:
@@ -71,38 +88,41 @@ class Arrival:
     Args:
         source: the trainer that they come from.
         adapter_of: see `refuse_other_base`.
-        shapes: what must arrive; see `weight_shapes`.
+        due: what must arrive; see `due_weights`.
+        dtype: that the engine computes in.
         folder: of the engine's model, for errors.
 
     Raises:
         SyncError: see `refuse_other_base`.
     """
 
-    def __init__(self, source: Trainer, adapter_of: str | None, shapes: Mapping[str, torch.Size], folder: str) -> None:
+    def __init__(
+        self, source: Trainer, adapter_of: str | None, due: Mapping[str, Tensor], dtype: torch.dtype, folder: str
+    ) -> None:
         refuse_other_base(adapter_of, source)
         self.version = source.version
         """The version of the weights."""
         self.nbytes = 0
         """The bytes of the tensors that have passed, as they came."""
         self._source, self._adapter_of = source, adapter_of
-        self._shapes, self._folder = shapes, folder
+        self._due, self._dtype, self._folder = due, dtype, folder
         self._digests: dict[str, str] = {}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, for an engine that takes them in this process.
 
         Raises:
-            SyncError: one is unknown, comes twice or has another shape, or is not what was sent; or, at the end, some
-                have not come.
+            SyncError: one is unknown, comes twice or has another shape, is coarser than the engine or no float, or is
+                not what was sent; or, at the end, some have not come.
         """
-        return self._pass_on(weights_for(self._adapter_of, self._source, checked=True))
+        return self._pass_on(weights_for(self._adapter_of, self._source, True, self._dtype))
 
     def to_hand_over(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, for an engine that hands them over to another process, which hashes them.
 
         Give the digests to `check`. Otherwise as `weights`.
         """
-        return self._pass_on(weights_for(self._adapter_of, self._source, checked=False))
+        return self._pass_on(weights_for(self._adapter_of, self._source, False, self._dtype))
 
     def check(self, digests: Mapping[str, str], process: str) -> None:
         """Hold the digests that a process took of what it received against those that were sent.
@@ -128,15 +148,18 @@ class Arrival:
         return combine(self._digests)
 
     def _pass_on(self, weights: Iterator[Weight]) -> Iterator[tuple[str, Tensor]]:
-        due = dict(self._shapes)
+        due = dict(self._due)
         for name, tensor, digest in weights:
-            if due.get(name) != tensor.shape:
+            place = due.get(name)
+            if place is None or place.shape != tensor.shape:
                 if tensor_digest(name, tensor) != digest:
                     raise SyncError(
                         f"the weights of version {self.version} are damaged: {name} is not what was sent; sync again."
                     )
-                wanted = f"of shape {tuple(due[name])}" if name in due else "not wanted, or twice"
+                wanted = "not wanted, or twice" if place is None else f"of shape {tuple(place.shape)}"
                 raise self._misfit(f"{name} has shape {tuple(tensor.shape)}, and is {wanted}")
+            if wrong := misfit(tensor.dtype, self._dtype if place.is_floating_point() else place.dtype):
+                raise self._misfit(f"{name} {wrong}")
             del due[name]
             self._digests[name] = digest
             self.nbytes += tensor.nbytes
@@ -147,5 +170,6 @@ class Arrival:
     def _misfit(self, fault: str) -> SyncError:
         return SyncError(
             f"the weights of version {self.version} are not those of {self._folder!r}: {fault}; expected all weights "
-            f"of one architecture, each once. Call engine.sync(trainer) with a trainer of the same model."
+            f"of one architecture, each once, in the precision that they are trained in. Call engine.sync(trainer) "
+            f"with a trainer of the same model."
         )

@@ -14,18 +14,27 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.backends.hosted.arrival import Arrival, weight_shapes
+from flowrl.backends.hosted.arrival import Arrival, due_weights
 from flowrl.backends.rollout import Ending, RolloutEngine
-from flowrl.backends.torch.load import Folder, load_causal_lm, loading, refuse_no_model
+from flowrl.backends.torch.load import Folder, load_causal_lm, loading, refuse_no_model, stored_dtype
 from flowrl.backends.torch.lora import LoRA, require_peft
 from flowrl.core.backend import Backend
 from flowrl.core.protocols import Closable, Rollout, Sampled, Sampling, Sleeper, Trainer
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer
-from flowrl.errors import AsleepError, EngineError, ParameterError, SyncError
+from flowrl.errors import AsleepError, BindError, EngineError, ParameterError, SyncError
 from flowrl.records import Receipt
 from flowrl.sync.digest import named_weights, weights_digest
-from flowrl.sync.probe import TOKENS, Scores, refuse_old_weights, refuse_other_weights
+from flowrl.sync.probe import (
+    Probe,
+    Scores,
+    arithmetic,
+    questions,
+    refuse_old_weights,
+    refuse_other_weights,
+    resolution,
+)
+from flowrl.sync.received import ReceivedWeights
 
 
 class EngineSpec(Backend):
@@ -38,12 +47,13 @@ class EngineSpec(Backend):
             than one needs a place.
         dtype: of weights and arithmetic; ``"auto"`` is the folder's, but bfloat16 where that is float32.
         memory_fraction: of the device's memory, for weights and KV cache together; None is the engine's own default.
-        max_model_len: tokens that prompt and response may have together, 17 at least, since the probe takes
-            these; None is the model's own limit.
+        max_model_len: tokens that prompt and response may have together, 17 at least, so that the probe has something
+            to show; None is the model's own limit.
         max_num_seqs: rows that are sampled at a time.
         prefix_caching: compute what prompts have in common once.
-        tolerance: nats a token by which the engine's log-probs may differ from the trainer's after a sync, on the mean;
-            None is 1e-3 in float32 and 0.1 otherwise.
+        tolerance: by how much the engine's log-probs may differ from the trainer's after a sync, in nats a token on the
+            mean (see `flowrl.sync.probe.refuse_other_weights`); None is 1e-3 where both compute in float32, otherwise
+            0.05.
         lora: that of an actor which trains an adapter beside the weights of this very folder: sync then sends the
             adapter alone. Without, the engine gets all weights, the adapter merged into them.
         engine_args: further arguments of the engine, by name.
@@ -62,7 +72,7 @@ class EngineSpec(Backend):
     ranks: int = Field(default=1, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     memory_fraction: float | None = Field(default=None, gt=0, le=1)
-    max_model_len: int | None = Field(default=None, ge=len(TOKENS) + 1)
+    max_model_len: int | None = Field(default=None, ge=17)
     max_num_seqs: int = Field(default=256, ge=1)
     prefix_caching: bool = True
     tolerance: float | None = Field(default=None, gt=0)
@@ -82,6 +92,14 @@ class EngineSpec(Backend):
     def refuse_missing(self) -> None:
         """Refuse a folder that holds no model."""
         refuse_no_model(self.model)
+
+    @property
+    def rounds_to(self) -> Literal["bfloat16", "float16"] | None:
+        """The dtype that matrices are rounded to before they travel to the engine's process, where that is sure: which
+        dtype ``"auto"`` makes of a float16 folder is up to the engine."""
+        if self.dtype == "auto":
+            return "bfloat16" if stored_dtype(self.model) in ("float32", "bfloat16") else None
+        return None if self.dtype == "float32" else self.dtype
 
     @property
     def receives(self) -> Literal["weights", "adapter_weights"]:
@@ -128,13 +146,11 @@ class HostedRollout(RolloutEngine):
         seed: handed to the engine.
     """
 
-    name: ClassVar[str]
-    """What errors call it."""
-
     def __init__(self, spec: EngineSpec, tokenizer: ChatTokenizer, seed: int) -> None:
         super().__init__(tokenizer)
         self._seed = seed
         self._folder, self._tolerance = spec.model, spec.tolerance
+        self._probe: Probe | None = None
         self._scores: Scores | None = None  # of the probe, when the engine's last changed
         self._asleep = False
         self._adapter_of: str | None = None
@@ -142,7 +158,34 @@ class HostedRollout(RolloutEngine):
             require_peft()
             self._adapter_of = spec.lora.over(weights_digest(named_weights(load_causal_lm(spec.model))))
         with loading(spec.model):
-            self._shapes = weight_shapes(spec.model, spec.lora)
+            self._due = due_weights(spec.model, spec.lora)
+
+    @property
+    def probe(self) -> Probe:
+        """What the engine and the trainer score after a sync: questions, and how the engine answered them with the
+        weights of its folder."""
+        assert self._probe is not None
+        return self._probe
+
+    def _start_first(self) -> None:
+        """Start it, and let it answer the questions of the probe; `_start` is for all further times.
+
+        Raises:
+            BindError: it does not start, or answers nothing.
+        """
+        self._start()
+        with self._at_stake():
+            prompts, sampling = questions(self.tokenizer, self._limits()[1] or 2048)
+            try:
+                settings = self._settings(sampling, Ending(self.tokenizer, sampling))
+                answers = self._answer(prompts, settings, list(range(len(prompts))))
+            except Exception as error:
+                raise BindError(
+                    f"{self.name} starts with {self._folder!r} and then answers no question ({type(error).__name__}: "
+                    f"{error}); expected an architecture and sizes that it can compute with here."
+                ) from error
+            width = min(len(answer.ids) for answer in answers)
+            self._probe = Probe(prompts, [list(answer.ids)[:width] for answer in answers])
 
     def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:
         """Padding does not reach the engine. Row ``i`` has a seed of its own, from ``key.derive(row_ids[i])``.
@@ -197,26 +240,33 @@ class HostedRollout(RolloutEngine):
         self._require_awake("sync")
         self._receipt = None
         start = time.perf_counter()
-        arrival = Arrival(source, self._adapter_of, self._shapes, self._folder)
         if not self._lives:
             self._start()
+        dtype = self._dtype()
+        arrival = Arrival(source, self._adapter_of, self._due, dtype, self._folder)
+        # Weights from another process come with the trainer's scores of the probe of the first of these engines.
+        probe = source.probe if isinstance(source, ReceivedWeights) and source.probe else self.probe
         with self._at_stake():
             try:
                 transport = self._take(arrival)
-                log_probs, exact = self._score()
+                log_probs = self._score(probe)
             except (SyncError, EngineError):
                 raise
             except Exception as error:
+                if death := self._death():
+                    raise EngineError(
+                        f"{death} while {self.name} took over the weights of version {source.version} "
+                        f"({type(error).__name__}: {error}); expected all of its processes to live, and memory for "
+                        f"their work. The engine is ended; the next engine.sync(trainer) starts it anew."
+                    ) from error
                 raise SyncError(
                     f"{self.name} failed with the weights of version {source.version} ({type(error).__name__}: "
                     f"{error}); expected weights and an architecture that it can compute with here. The engine is "
                     f"ended; the next engine.sync(trainer) starts it anew."
                 ) from error
-            tolerance = self._tolerance or (1e-3 if exact else 0.1)
-            scores = refuse_other_weights(self.name, log_probs, source, tolerance)
-            # Weights in float32 show any update; in bfloat16 one that moves scores by less may round away.
-            resolution = max(1e-5, tolerance / 100) if exact else max(0.02, tolerance / 5)
-            self._scores = refuse_old_weights(self.name, scores, self._scores, resolution)
+            scores = refuse_other_weights(self.name, log_probs, dtype, probe, source, self._tolerance)
+            shown = resolution(dtype, arithmetic(source), self._tolerance)
+            self._scores = refuse_old_weights(self.name, scores, self._scores, shown)
         seconds = time.perf_counter() - start
         self._receipt = Receipt(source.version, arrival.digest, arrival.nbytes, seconds, transport)
         return self._receipt
@@ -278,8 +328,16 @@ class HostedRollout(RolloutEngine):
         """Take weights over under their version, and forget what was computed with others; the transport."""
 
     @abstractmethod
-    def _score(self) -> tuple[list[float], bool]:
-        """Log-probs of the probe's tokens but the first, and whether they are computed in float32."""
+    def _score(self, probe: Probe) -> list[float]:
+        """Log-probs of a probe's answers at temperature 1, row by row."""
+
+    @abstractmethod
+    def _dtype(self) -> torch.dtype:
+        """What it computes in, now that it has started."""
+
+    def _death(self) -> str | None:
+        """After an error, the process of the engine's that has died, and how; None if none has, or it says so."""
+        return None
 
     @abstractmethod
     def _release(self) -> None:

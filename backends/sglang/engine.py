@@ -28,7 +28,7 @@ from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, EngineError, ParameterError
 from flowrl.sync.buckets import BUCKET_BYTES, in_buckets
 from flowrl.sync.ipc import can_share, export_handles
-from flowrl.sync.probe import TOKENS
+from flowrl.sync.probe import Probe
 
 SPARE = 2
 """Tokens of a sequence that SGLang keeps for itself: it cuts a response two tokens short of its context length."""
@@ -106,7 +106,7 @@ class SGLangEngine(HostedRollout):
         self._longest = _longest(spec)
         self._process: EngineProcess | None = None
         self._about: dict[str, Any] = {}  # what the engine says about itself
-        self._start()
+        self._start_first()
 
     @property
     def _lives(self) -> bool:
@@ -162,8 +162,13 @@ class SGLangEngine(HostedRollout):
         arrival.check(received, "SGLang's process")
         return transport
 
-    def _score(self) -> tuple[list[float], bool]:
-        return self._ask("score", tokens=list(TOKENS))["log_probs"], self._about["dtype"] == "float32"
+    def _score(self, probe: Probe) -> list[float]:
+        scores: list[float] = self._ask("score", rows=probe.rows, width=probe.width)["log_probs"]
+        return scores
+
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._about["dtype"])
+        return dtype
 
     def _release(self) -> None:
         """The weights wait in CPU memory."""
@@ -189,7 +194,7 @@ class SGLangEngine(HostedRollout):
             arguments |= {
                 "enable_lora": True,
                 "max_lora_rank": self._spec.lora.r,
-                "lora_target_modules": adapted_modules(self._shapes),
+                "lora_target_modules": adapted_modules(self._due),
                 "max_loras_per_batch": 1,
             }
         # EOS is a stop token like others, unless it is ignored.

@@ -76,10 +76,12 @@ class Server:
             )
         return {"rows": rows}
 
-    def score(self, body: bytes, tokens: list[int]) -> dict[str, Any]:
-        """Log-probs of all tokens but the first, at temperature 1."""
-        (output,) = self._generate([tokens], [{"max_new_tokens": 1, "temperature": 1.0}], logprob_start_len=0)
-        return {"log_probs": [log_prob for log_prob, _, _ in output["meta_info"]["input_token_logprobs"][1:]]}
+    def score(self, body: bytes, rows: list[list[int]], width: int) -> dict[str, Any]:
+        """Log-probs of the last `width` tokens of each row at temperature 1, row by row."""
+        once = [{"max_new_tokens": 1, "temperature": 1.0}] * len(rows)
+        outputs = self._generate(rows, once, logprob_start_len=[len(row) - width - 1 for row in rows])
+        scored = [output["meta_info"]["input_token_logprobs"][-width:] for output in outputs]
+        return {"log_probs": [log_prob for row in scored for log_prob, _, _ in row]}
 
     def _generate(
         self, prompts: list[list[int]], sampling: list[dict[str, Any]], stop: Sequence[str] = (), **how: Any

@@ -163,6 +163,11 @@ class TorchScorerEngine(Resident):
         return self._scorer.module
 
     @property
+    def arithmetic(self) -> torch.dtype:
+        """What the model computes in: float32, or bfloat16 over float32 weights."""
+        return self._scorer.dtype
+
+    @property
     def sharded(self) -> bool:
         """Whether the weights of `model` are in shards, and not whole."""
         return self._scorer.mesh.sharded

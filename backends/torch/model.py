@@ -222,6 +222,7 @@ class TorchModel:
     ) -> None:
         self.mesh, self.device = mesh, mesh.device
         self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
+        self.dtype = torch.bfloat16 if self._autocast else torch.float32
         self.gathered: Gathered
         if mesh.sharded:
             from flowrl.backends.torch.shards import load_sharded  # here and below, since it takes seconds

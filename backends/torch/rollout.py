@@ -38,6 +38,7 @@ from flowrl.errors import BindError, DataError, SyncError
 from flowrl.records import Receipt
 from flowrl.spec import non_default
 from flowrl.sync.digest import combine, named_weights, same_bits, tensor_digest, weights_digest
+from flowrl.sync.wanted import misfit
 
 if TYPE_CHECKING:  # they take seconds to import
     from transformers import DynamicCache, PreTrainedModel
@@ -172,6 +173,8 @@ class TorchRolloutEngine(RolloutEngine, Resident):
         BindError: the model does not go on from its cache as it computes without.
     """
 
+    name = "TorchRollout"
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -244,6 +247,8 @@ class TorchRolloutEngine(RolloutEngine, Resident):
                 faults.append(f"{name} is unexpected")
             elif place.shape != tensor.shape:
                 faults.append(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
+            elif wrong := misfit(tensor.dtype, place.dtype):
+                faults.append(f"{name} {wrong}")
             else:
                 received[name] = tensor.detach().to(place.dtype)
         faults += [f"{name} is missing" for name in held if name not in sent]

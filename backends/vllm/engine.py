@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -27,10 +29,13 @@ from flowrl.backends.torch.lora import LoRA, save_adapter
 from flowrl.core.protocols import BuildContext, Sampling
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, EngineError, ParameterError, SyncError
-from flowrl.sync.probe import TOKENS
+from flowrl.sync.probe import Probe
 
 CPU_CACHE_BYTES = 1 << 30
 """vLLM would take nearly all memory of the machine for its KV cache, which on a CPU others need too."""
+
+DYING = 2.0
+"""Seconds that a worker has to be seen dead after its connections have broken."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM makes room for; adapters of others take that of the next."""
@@ -114,10 +119,11 @@ class VLLMEngine(HostedRollout):
         super().__init__(spec, tokenizer, seed)
         self._spec = spec
         self._sender: Any = None  # to workers, where there are several
+        self._workers: list[Any] = []  # their processes
         self._adapter: Any = None  # a request to use it, once there is one
         self._end: weakref.finalize[..., VLLMEngine]
         self._llm: Any = None
-        self._start()
+        self._start_first()
 
     @property
     def _lives(self) -> bool:
@@ -150,8 +156,10 @@ class VLLMEngine(HostedRollout):
             answers = self._llm.generate(prompts, each, use_tqdm=False, lora_request=self._adapter)
             outputs = [answer.outputs[0] for answer in answers]
         except Exception as error:
+            death = self._death()
             raise EngineError(
-                f"vLLM failed while it answered {len(requests)} prompts ({type(error).__name__}: {error}); expected "
+                f"vLLM failed while it answered {len(requests)} prompts ({f'{death}; ' if death else ''}"
+                f"{type(error).__name__}: {error}); expected "
                 f"all of its processes to live, and memory for their work. It is ended, and engine.sync(trainer) "
                 f"starts it anew, in a graph before the first step of a new run: resume from the last checkpoint."
             ) from error
@@ -180,8 +188,9 @@ class VLLMEngine(HostedRollout):
     def _load(self, arrival: Arrival) -> str:
         """Replace all weights."""
         if self._sender is None:
-            from flowrl.backends.vllm.worker import pack_tied_heads
+            from flowrl.backends.vllm.worker import forget_expert_kernels, pack_tied_heads
 
+            self._llm.apply_model(forget_expert_kernels)
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": arrival.weights()})
             self._llm.apply_model(pack_tied_heads)
             return "in process"
@@ -190,15 +199,34 @@ class VLLMEngine(HostedRollout):
             arrival.check(digests, "a worker of vLLM's")
         return str(transport)
 
-    def _score(self) -> tuple[list[float], bool]:
+    def _score(self, probe: Probe) -> list[float]:
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
-        (output,) = self._llm.generate(
-            [{"prompt_token_ids": list(TOKENS)}], parameters, use_tqdm=False, lora_request=self._adapter
-        )
-        pairs = zip(TOKENS[1:], output.prompt_logprobs[1:], strict=True)
-        return [position[token].logprob for token, position in pairs], self._llm.model_config.dtype == torch.float32
+        prompts = [{"prompt_token_ids": row} for row in probe.rows]
+        outputs = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=self._adapter)
+        return [
+            position[token].logprob
+            for answer, output in zip(probe.answers, outputs, strict=True)
+            for token, position in zip(answer, output.prompt_logprobs[-probe.width :], strict=True)
+        ]
+
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._llm.model_config.dtype
+        return dtype
+
+    def _death(self) -> str | None:
+        if not self._workers:
+            return None
+        wait([worker.sentinel for worker in self._workers], DYING)
+        codes = {rank: worker.exitcode for rank, worker in enumerate(self._workers) if worker.exitcode is not None}
+        # When one dies vLLM asks the others to end: the first is one that was not asked.
+        first = min(codes, key=lambda rank: codes[rank] in (0, -signal.SIGTERM), default=None)
+        if first is None:
+            return None
+        code = codes[first]
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return f"worker {first} of vLLM's, of {len(self._workers)}, {how}"
 
     def _release(self) -> None:
         self._llm.sleep(level=self._spec.sleep_level)
@@ -210,6 +238,7 @@ class VLLMEngine(HostedRollout):
 
     def _stop(self) -> None:
         self._llm = self._sender = self._adapter = None
+        self._workers = []
         self._end()
 
     def _start(self) -> None:
@@ -251,7 +280,7 @@ class VLLMEngine(HostedRollout):
                 f"kv_cache_bytes), a max_model_len that the model has no positions for, and engine_args that it "
                 f"does not know."
             ) from error
-        self._llm = llm
+        self._llm, self._workers = llm, workers
 
 
 def _arguments(spec: VLLM, seed: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from flowrl.sync.buckets import BUCKET_BYTES, in_buckets
 from flowrl.sync.digest import tensor_digest
@@ -68,6 +69,7 @@ class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
     def start_weight_update(self) -> None:
         """Let vLLM take weights in the layout of a checkpoint again, layer by layer."""
         self.digests: dict[str, str] = {}
+        forget_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -116,6 +118,19 @@ class Receiver(WeightTransferEngine[Meeting, Bucket]):  # type: ignore[misc]
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
+
+
+def forget_expert_kernels(model: nn.Module) -> None:
+    """Let vLLM set the kernels of experts up again, before a reload.
+
+    On a CPU it packs the weights of experts when it sets their kernel up, and at a reload, where it has one already, it
+    copies them as they came to where packed ones are expected.
+    """
+    if current_platform.is_cpu():
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
 
 def pack_tied_heads(model: nn.Module) -> None:

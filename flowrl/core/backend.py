@@ -62,7 +62,7 @@ class Backend(Spec):
 
     @property
     def probes(self) -> bool:
-        """Whether the engine's `sync` asks the trainer for log-probs of `flowrl.sync.probe.probe()`."""
+        """Whether the engine's `sync` asks the trainer for log-probs of its `probe`; see `flowrl.sync.probe`."""
         return False
 
     @property
@@ -77,6 +77,12 @@ class Backend(Spec):
         Raises:
             BindError: naming it.
         """
+
+    @property
+    def rounds_to(self) -> Literal["bfloat16", "float16"] | None:
+        """The dtype that the engine rounds the matrices of a trainer to, where that is known before it starts: they
+        are rounded before they travel then. None sends them as they are."""
+        return None
 
     def build(self, context: BuildContext) -> Any:
         """The live engine, which has every Protocol in `serves`."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
@@ -102,6 +102,16 @@ class Scorer(Protocol):
 
 
 @runtime_checkable
+class Coarse(Protocol):
+    """A scorer that says what it computes in; of others float32 is expected."""
+
+    @property
+    def arithmetic(self) -> dtype:
+        """The dtype of its matrix products, such as `torch.bfloat16`."""
+        ...
+
+
+@runtime_checkable
 class Trainer(Scorer, Protocol):
     """A scorer whose weights are trained."""
 
@@ -115,7 +125,8 @@ class Trainer(Scorer, Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their Hugging Face names, sorted, tied ones once."""
+        """The weights as they are trained, under their Hugging Face names, sorted, tied ones once; a sync rounds them
+        where the engine is coarser."""
         ...
 
     def save_pretrained(self, folder: str) -> None:
@@ -184,6 +195,16 @@ class Adapted(Protocol):
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The adapter's weights under the names that PEFT writes, sorted."""
+        ...
+
+
+@runtime_checkable
+class Shipped(Protocol):
+    """What stands in for a trainer where its weights come from another process."""
+
+    @property
+    def transport(self) -> str:
+        """The way by which they come."""
         ...
 
 

@@ -15,6 +15,7 @@ from flowrl.run.place import ProcessSpec
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.route import choose
 from flowrl.sync.stream import Ticket
+from flowrl.sync.wanted import Wanted
 
 _PATIENT = 0.8  # of the deadline: a side that waits for the other gives up before the driver gives up on it
 
@@ -37,8 +38,7 @@ class Delivery:
         self._hosts, self._role, self._what = hosts, trainer, what
         self._senders, self._receivers = hosts.ranks(trainer), hosts.ranks(engine)
         self._store: Any = None
-        backend = hosts.bindings[engine]
-        self._wanted = (backend.receives, backend.probes)
+        self._engine = engine
         seats = hosts.seats
         self.transport, self._by = choose(
             [seats[host] for host in self._senders], [seats[host] for host in self._receivers]
@@ -72,8 +72,9 @@ class Delivery:
         hosts, started = self._hosts, time.time()
         if self.transport == "in process":
             return {}
+        self._wanted = self._ask()
         if self.transport == "object store":
-            arguments = (self._role, *self._wanted, BUCKET_BYTES)
+            arguments = (self._role, self._wanted, BUCKET_BYTES)
             sent = hosts.ask_role(self._role, f"{self._what}, exporting {self._role},", "export", *arguments)[0]
             assert isinstance(sent, Export)
             hosts.timeline.add(f"export {self._role}", "driver", started, time.time(), sent.nbytes, "transfer")
@@ -87,11 +88,20 @@ class Delivery:
         self._ticket = Ticket(self.transport, address, self._store.port, self._by, seconds)
         return {self._role: self._ticket}
 
+    def _ask(self) -> Wanted:
+        """What the engine wants; all of its ranks are probed by what the first one has."""
+        backend = self._hosts.bindings[self._engine]
+        probe = None
+        if backend.probes:
+            what = f"{self._what}, asking {self._engine} for its probe,"
+            probe = self._hosts.ask(self._receivers[:1], what, "probe", self._engine)[0]
+        return Wanted(backend.receives, backend.rounds_to, probe)
+
     def start(self) -> dict[Any, ProcessSpec]:
         """Let the trainer send, where it streams; its hosts by the references to their answers."""
         if self._store is None:
             return {}
-        arguments = (self._role, *self._wanted, BUCKET_BYTES, self._ticket, self._what)
+        arguments = (self._role, self._wanted, BUCKET_BYTES, self._ticket, self._what)
         return {self._hosts.actors[host].send.remote(*arguments): host for host in self._senders}
 
     def finish(self) -> None:

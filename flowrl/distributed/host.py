@@ -36,10 +36,11 @@ from flowrl.run.local import failure
 from flowrl.run.place import ProcessSpec
 from flowrl.run.runner import Lengths, when
 from flowrl.run.steps import lengths_of
-from flowrl.sync.probe import probe
+from flowrl.sync.probe import Probe, arithmetic
 from flowrl.sync.received import Origin
 from flowrl.sync.route import Seat
 from flowrl.sync.stream import Ticket, send
+from flowrl.sync.wanted import Wanted, rounded
 
 
 @dataclass(frozen=True)
@@ -195,28 +196,32 @@ class Host:
             if isinstance(engine, Sleeper):
                 engine.wake()
 
-    def export(self, role: str, part: str, probes: bool, bucket_bytes: int) -> Export | None:
+    def probe(self, role: str) -> Probe:
+        """What an engine that is probed wants to be scored; see `flowrl.sync.probe`."""
+        probe: Probe = self.engines[role].probe
+        return probe
+
+    def export(self, role: str, wanted: Wanted, bucket_bytes: int) -> Export | None:
         """Put a trainer's weights into the object store. Gathering them is collective: every rank must be called, and
         rank 0 answers.
 
         Args:
             role: the trainer's.
-            part: ``"weights"``, or ``"adapter_weights"`` for an engine that holds the rest already.
-            probes: whether that engine is probed.
+            wanted: by the engine.
             bucket_bytes: see `Export.of`.
 
         Raises:
             SyncError: an adapter is wanted, and the trainer has none.
         """
         assert self.plan is not None
-        with self._leaving(role, part, probes) as (origin, tensors):
+        with self._leaving(role, wanted) as (origin, tensors):
             return Export.of(origin, tensors, bucket_bytes) if self.plan.rank == 0 else None
 
-    def send(self, role: str, part: str, probes: bool, bucket_bytes: int, ticket: Ticket, what: str) -> Sent | Failure:
+    def send(self, role: str, wanted: Wanted, bucket_bytes: int, ticket: Ticket, what: str) -> Sent | Failure:
         """Carry a trainer's weights to the hosts that hold the same ticket; otherwise as `export`.
 
         Args:
-            role, part, probes: see `export`.
+            role, wanted: see `export`.
             bucket_bytes: see `flowrl.sync.stream.send`.
             ticket: where the others are met.
             what: the sync and its step, for the error.
@@ -224,7 +229,7 @@ class Host:
         assert self.plan is not None
         started, nbytes = time.time(), 0
         try:
-            with self._leaving(role, part, probes) as (origin, tensors):
+            with self._leaving(role, wanted) as (origin, tensors):
                 if self.plan.rank in ticket.senders:
                     nbytes = send(ticket, origin, tensors, bucket_bytes, self.plan.rank)
         except Exception as error:
@@ -233,22 +238,25 @@ class Host:
         return Sent(nbytes, started, time.time())
 
     @contextmanager
-    def _leaving(self, role: str, part: str, probes: bool) -> Iterator[tuple[Origin, Iterator[tuple[str, Tensor]]]]:
+    def _leaving(self, role: str, wanted: Wanted) -> Iterator[tuple[Origin, Iterator[tuple[str, Tensor]]]]:
         """A trainer's weights, and what is known of them. Gathering them is collective, so they are gone through to
         their end whatever happens in the block."""
         engine = self.engines[role]
         adapter_of = None
-        if part == "adapter_weights":
+        if wanted.part == "adapter_weights":
             if not isinstance(engine, Adapted):
                 raise SyncError(
                     f"the engine that generates takes an adapter alone, and {role} trains all weights; give both the "
                     f"same lora=LoRA(...), or neither."
                 )
             adapter_of = engine.adapter_of
-        scores = tuple(engine.log_probs(probe())[0].tolist()) if probes else None
-        tensors = getattr(engine, part)()
+        probe = wanted.probe
+        scores = () if probe is None else probe.score(engine)
+        computes_in = str(arithmetic(engine)).removeprefix("torch.")
+        tensors = getattr(engine, wanted.part)()
         try:
-            yield Origin(role, engine.version, adapter_of, scores), tensors
+            origin = Origin(role, engine.version, adapter_of, probe, scores, computes_in)
+            yield origin, rounded(tensors, wanted.dtype)
         finally:
             for _ in tensors:
                 pass

@@ -1,27 +1,35 @@
-"""The probe: after a sync, the engine and the trainer must give the same few tokens the same log-probs.
+"""The probe: after a sync, the engine and the trainer must give the same answers the same log-probs.
 
 A digest proves that tensors arrived. What an engine made of them (fused, transposed, quantised or silently dropped)
-shows in its log-probs alone.
+shows in its log-probs alone. The tokens are answers that the model itself gave to some questions: of these a rounded
+model is nearly as sure as an exact one, while other weights would have answered otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flowrl.core.protocols import Scorer
-from flowrl.errors import SyncError
+from flowrl.core.protocols import Coarse, Sampling, Scorer
+from flowrl.data.tokenizer import ChatTokenizer, assemble
+from flowrl.errors import DataError, SyncError
 
-TOKENS = (17, 3, 29, 8, 22, 11, 30, 5, 26, 14, 2, 19, 31, 7, 24, 12)
-"""Any ids would do; these are in every vocabulary. A log-prob is normalised over the whole vocabulary, so each one
-depends on every row of the output embedding and on every layer."""
+QUESTIONS = (
+    "What is the capital of France, and what is it known for?",
+    "Write a short story about a fisherman.",
+    "Compute 17 + 25, step by step.",
+    "Write a Python function that reverses a list.",
+)
+ANSWER = 16
+"""Tokens of an answer, at most; every one counts."""
 
 
-class Probe(NamedTuple):
-    """`TOKENS` as one sequence, as `Scorer.log_probs` reads it: all but the first are its response."""
+class ProbeBatch(NamedTuple):
+    """A probe as `Scorer.log_probs` reads it: ``[rows sequence]``, the response the last columns."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -30,20 +38,67 @@ class Probe(NamedTuple):
     temperature: Tensor
 
 
-def probe() -> Probe:
-    """The probe: ids ``[1 len(TOKENS)]``, a response that is one token shorter, temperature 1."""
-    ids = torch.tensor([TOKENS])
-    return Probe(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids, dtype=torch.bool),
-        position_ids=torch.arange(len(TOKENS))[None],
-        response_mask=torch.ones(1, len(TOKENS) - 1, dtype=torch.bool),
-        temperature=torch.ones(1),
-    )
+@dataclass(frozen=True)
+class Probe:
+    """Prompts and answers to them, as token ids; all answers are of one length.
+
+    Args:
+        prompts: at least one token each.
+        answers: one for each.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    answers: Sequence[Sequence[int]]
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """Each prompt with its answer."""
+        return [[*prompt, *answer] for prompt, answer in zip(self.prompts, self.answers, strict=True)]
+
+    @property
+    def width(self) -> int:
+        """Tokens of an answer."""
+        return len(self.answers[0])
+
+    def batch(self) -> ProbeBatch:
+        """The probe at temperature 1, prompts padded on the left."""
+        longest = max(map(len, self.prompts))
+        prompts = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in self.prompts])
+        mask = torch.tensor([[i >= longest - len(prompt) for i in range(longest)] for prompt in self.prompts])
+        answers = torch.tensor(self.answers)
+        counted = torch.ones_like(answers, dtype=torch.bool)
+        return ProbeBatch(*assemble(prompts, mask, answers, counted), counted, torch.ones(len(prompts)))
+
+    def score(self, source: Scorer) -> tuple[float, ...]:
+        """The log-probs of all answers by a trainer, row by row; a collective where it has ranks."""
+        return tuple(source.log_probs(self.batch()).float().flatten().tolist())
+
+
+def questions(tokenizer: ChatTokenizer, longest: int) -> tuple[list[list[int]], Sampling]:
+    """What an engine is to answer, to make a probe of it.
+
+    Args:
+        tokenizer: of the model's folder.
+        longest: tokens that a sequence may have, at least 4.
+
+    Returns:
+        prompts, of `QUESTIONS`, and how to answer them. A prompt with its answer and one token more is no longer than
+        `longest`.
+    """
+    width = min(ANSWER, longest // 2)
+    prompts = [_prompt(tokenizer, question)[-(longest - width - 1) :] for question in QUESTIONS]
+    return prompts, Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=width, ignore_eos=True)
+
+
+def _prompt(tokenizer: ChatTokenizer, question: str) -> list[int]:
+    try:
+        return tokenizer.prompt_ids([{"role": "user", "content": question}])
+    except DataError:  # a model without a template, or with one for other roles: it goes on with any text
+        return tokenizer.encode(question) or [tokenizer.eos_id]
 
 
 class Scores(NamedTuple):
-    """Log-probs of ``TOKENS[1:]``, natural, at temperature 1.
+    """Log-probs of a probe's answers, natural, at temperature 1, row by row.
 
     Args:
         engine: the engine's, after a sync.
@@ -54,34 +109,64 @@ class Scores(NamedTuple):
     trainer: tuple[float, ...]
 
 
-def refuse_other_weights(engine: str, log_probs: Sequence[float], source: Scorer, tolerance: float) -> Scores:
-    """Compare an engine's log-probs of ``TOKENS[1:]`` with those of the trainer whose weights it took over.
+def arithmetic(scorer: object) -> torch.dtype:
+    """What a trainer computes in, float32 unless it says."""
+    return scorer.arithmetic if isinstance(scorer, Coarse) else torch.float32
+
+
+def default_tolerance(engine: torch.dtype, trainer: torch.dtype) -> float:
+    """What `refuse_other_weights` accepts unless told, by what both sides compute in: 1e-3 where both are float32,
+    otherwise 0.05."""
+    return 1e-3 if {engine, trainer} == {torch.float32} else 0.05
+
+
+def refuse_other_weights(
+    engine: str, log_probs: Sequence[float], dtype: torch.dtype, probe: Probe, source: Scorer, tolerance: float | None
+) -> Scores:
+    """Compare an engine's log-probs of a probe with those of the trainer whose weights it took over.
+
+    What counts is the mean of ``|engine - trainer| / max(1, |trainer|)``: nats, but of a token that the trainer finds
+    less likely than 1/e the share of its log-prob, since rounding moves a log-prob in proportion to it.
 
     Args:
         engine: the engine's name, for the error.
-        log_probs: natural, at temperature 1, one for each of ``TOKENS[1:]``.
+        log_probs: natural, at temperature 1, of all answers, row by row.
+        dtype: what the engine computes in.
+        probe: what was scored.
         source: the trainer.
-        tolerance: the largest mean absolute difference that is accepted, in nats.
+        tolerance: the largest mean that is accepted; None is `default_tolerance`.
 
     Returns:
         the scores of both, for `refuse_old_weights`.
 
     Raises:
-        SyncError: the mean absolute difference is above `tolerance`, or not a number.
+        SyncError: the mean is above `tolerance`, or not a number.
     """
-    expected = source.log_probs(probe())[0].cpu()
-    scores = Scores(tuple(log_probs), tuple(expected.tolist()))
-    difference = (torch.tensor(log_probs) - expected).abs()
-    mean = float(difference.mean())
+    scores = Scores(tuple(log_probs), probe.score(source))
+    found, expected = torch.tensor(scores.engine), torch.tensor(scores.trainer)
+    difference = (found - expected).abs()
+    mean = float((difference / expected.abs().clamp(min=1)).mean())
+    theirs = arithmetic(source)
+    tolerance = tolerance or default_tolerance(dtype, theirs)
     if not mean <= tolerance:  # NaN is refused too
         raise SyncError(
-            f"after the sync {engine} and the trainer score the same {len(difference)} tokens differently, by "
-            f"{mean:.3g} nats a token on average and {float(difference.max()):.3g} at most; expected at most "
-            f"{tolerance:g} on average, so the engine does not compute with the weights that it was sent. Look for "
-            f"quantisation, adapters or kernels that it applies on top; if its arithmetic is meant to be that coarse, "
-            f"set tolerance=... there."
+            f"after the sync {engine} ({_said(dtype)}) and the trainer ({_said(theirs)}) score the same "
+            f"{len(difference)} tokens differently, by {float(difference.mean()):.3g} nats a token on average and "
+            f"{float(difference.max()):.3g} at most, which counts as {mean:.3g}; expected at most {tolerance:g}. "
+            f"Either the engine does not compute with the weights that it was sent (quantisation, an adapter, a kernel "
+            f"with a copy of its own), or the two compute different models (soft-caps, rotary scaling, attention, "
+            f"routing of experts): compare both with transformers, in float32. If the engine's arithmetic is meant to "
+            f"be that coarse, set tolerance=... there."
         )
     return scores
+
+
+def resolution(dtype: torch.dtype, trainer: torch.dtype, tolerance: float | None) -> float:
+    """By how much a trainer's scores must move, in nats on the mean, to show in an engine's; for
+    `refuse_old_weights`. Weights in float32 show any update; in bfloat16 one that moves scores by less may round
+    away."""
+    tolerance = tolerance or default_tolerance(dtype, trainer)
+    return max(1e-5, tolerance / 100) if {dtype, trainer} == {torch.float32} else max(0.02, tolerance / 5)
 
 
 def refuse_old_weights(engine: str, scores: Scores, before: Scores | None, resolution: float) -> Scores:
@@ -114,3 +199,7 @@ def refuse_old_weights(engine: str, scores: Scores, before: Scores | None, resol
             f"or freezes, or merges when it starts; the next engine.sync(trainer) starts it anew."
         )
     return before
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.errors import SyncError
 from flowrl.records import Receipt, Sequences
 from flowrl.sync.digest import combine, tensor_digest
-from flowrl.sync.probe import probe
+from flowrl.sync.probe import Probe
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,23 @@ class Origin:
         role: the trainer's.
         version: of the weights.
         adapter_of: see `flowrl.core.protocols.Adapted`; None where whole weights come.
-        scores: the trainer's log-probs of `flowrl.sync.probe.TOKENS`, after the first; None where nobody probes.
+        probe: what the trainer scored before it sent them; None where nobody probes.
+        scores: its log-probs of the probe; see `flowrl.sync.probe.Probe.score`.
+        arithmetic: what it computes in, such as ``"float32"``.
     """
 
     role: str
     version: int
     adapter_of: str | None = None
-    scores: tuple[float, ...] | None = None
+    probe: Probe | None = None
+    scores: tuple[float, ...] = ()
+    arithmetic: str = "float32"
+
+    @staticmethod
+    def of(message: Mapping[str, Any]) -> Origin:
+        """An origin that crossed to this process as JSON."""
+        probe = message["probe"]
+        return Origin(**{**message, "probe": probe and Probe(**probe), "scores": tuple(message["scores"])})
 
     def __str__(self) -> str:
         return f"the weights of {self.role} at version {self.version}"
@@ -111,18 +121,36 @@ class ReceivedWeights:
         `Shipment.weights`."""
         return self._shipment.weights()
 
+    @property
+    def transport(self) -> str:
+        """The way by which they come."""
+        return self._shipment.transport
+
+    @property
+    def arithmetic(self) -> torch.dtype:
+        """What the trainer computes in."""
+        dtype: torch.dtype = getattr(torch, self._origin.arithmetic)
+        return dtype
+
+    @property
+    def probe(self) -> Probe | None:
+        """What the trainer scored before it sent its weights."""
+        return self._origin.probe
+
     def log_probs(self, batch: Sequences) -> Tensor:
-        """The trainer's log-probs of `flowrl.sync.probe.probe`, which it took before it sent its weights.
+        """The trainer's log-probs of `probe`, which it took before it sent its weights.
 
         Raises:
             SyncError: it took none, or `batch` is another one.
         """
-        if self._origin.scores is None or not torch.equal(batch.input_ids, probe().input_ids):
+        probe = self._origin.probe
+        if probe is None or not torch.equal(batch.input_ids, probe.batch().input_ids):
             raise SyncError(
                 f"{self._origin} come from another process, without {self._origin.role} to score tokens; expected to "
-                f"be asked for flowrl.sync.probe.probe() alone, by an engine whose backend says that it probes."
+                f"be asked for the probe that came with them (source.probe), by an engine whose backend says that it "
+                f"probes."
             )
-        return torch.tensor([self._origin.scores])
+        return torch.tensor(self._origin.scores).view(-1, probe.width)
 
     def check(self, receipt: Receipt) -> Receipt:
         """The receipt of an engine that took these weights over, with the transport by which they came.

@@ -50,7 +50,7 @@ class Ticket:
         """
         sender = self.senders[rank]
         with self.join(sender, 1 + self.senders[:rank].count(sender)) as (group, carrier):
-            origin = Origin(**group.hear())
+            origin = Origin.of(group.hear())
             yield received(origin, Stream(self.transport, group, carrier, origin))
 
     @contextmanager

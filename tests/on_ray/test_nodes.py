@@ -18,7 +18,8 @@ from flowrl.graphs import grpo
 from flowrl.run.build import EngineBuilder
 from flowrl.sync.carriers import GlooCarrier
 from flowrl.sync.group import TransferGroup
-from flowrl.sync.probe import probe
+from flowrl.sync.probe import Probe
+from flowrl.sync.wanted import Wanted
 from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job
@@ -46,9 +47,10 @@ def test_a_stream_has_the_bits_of_the_object_store(tiny: str, tmp_path: Path, mo
     with leaves_nothing() as processes, GRAPH.bind(**bindings, place=Split(2, 1)).open(seed=3) as executor:
         processes += process_ids(executor).values()
         assert len({seat.node for seat in executor.runner.hosts.seats.values()}) == 3
-        exported = executor.runner.hosts.ask_role("actor", "test", "export", "actor", "weights", True, 20_000)[0]
-        scored = TorchScorer(tiny, device="cpu").build(EngineBuilder({}, seed=0)).log_probs(probe())[0]
-        assert exported.origin.scores == pytest.approx(scored.tolist(), abs=1e-5)
+        wanted = Wanted("weights", None, Probe([[9, 20], [12]], [[33, 41, 7], [8, 30, 31]]))
+        exported = executor.runner.hosts.ask_role("actor", "test", "export", "actor", wanted, 20_000)[0]
+        scored = wanted.probe.score(TorchScorer(tiny, device="cpu").build(EngineBuilder({}, seed=0)))
+        assert exported.origin.scores == pytest.approx(scored, abs=1e-5)
         executor.save(tmp_path / "start")
         for way in ("gloo", "object store"):
             if way != "gloo":

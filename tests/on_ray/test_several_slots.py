@@ -39,7 +39,7 @@ def run(executor: Any, on_step: Any = lambda step: lambda node: None) -> list[di
     found = []
     for step in range(STEPS):
         result = executor.step(proto(prompt_batch(PROMPTS)), step, on_node=on_step(step))
-        found.append({key: value for key, value in result.metrics.compute().items() if key != "sync/bytes"})
+        found.append({key: value for key, value in result.metrics.compute().items() if not key.startswith("sync/by")})
     return [*found, {"digest": result.values["sync"]["receipt"].digest}]
 
 

@@ -29,6 +29,7 @@ from flowrl.records import Receipt
 from flowrl.run.job import Job
 from flowrl.sync.digest import weights_digest
 from flowrl.sync.received import Origin
+from flowrl.sync.wanted import Wanted
 from tests.jobs import job_of, prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.rewards import digits
@@ -100,7 +101,7 @@ def test_what_arrives_is_what_was_sent_or_is_refused(
         spans = [span for span in executor.timeline.spans if span.name == "export actor"]
         assert [span.bytes for span in spans] == [receipt.bytes] * 2  # of the first sync, and of the step's
 
-        sent = executor.runner.hosts.ask_role("actor", "test", "export", "actor", "weights", False, BUCKET)[0]
+        sent = executor.runner.hosts.ask_role("actor", "test", "export", "actor", Wanted(), BUCKET)[0]
         sizes = [[raw.nbytes for *_, raw in ray.get(bucket)] for bucket in sent.buckets]
         assert len(sizes) > 5
         assert all(sum(bucket) <= BUCKET or len(bucket) == 1 for bucket in sizes)

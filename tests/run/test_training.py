@@ -220,6 +220,7 @@ def test_swapping_an_engine_changes_nothing_else(tiny: str, prompts_file: str, t
     shared = train(job, prompts_file, tmp_path / "a")
     copied = train(job.edit(bind={"rollout": TorchRollout(tiny, device="cpu")}), prompts_file, tmp_path / "b")
     for ours, theirs in zip(timeless(list(shared.metrics)), timeless(list(copied.metrics)), strict=True):
+        assert (ours.pop("sync/by/alias"), theirs.pop("sync/by/copy")) == (1, 1)
         assert ours.pop("sync/bytes") == 0
         assert theirs.pop("sync/bytes") > 0
         assert ours == theirs

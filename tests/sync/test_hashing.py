@@ -23,13 +23,14 @@ from flowrl.distributed.export import Export
 from flowrl.errors import SyncError
 from flowrl.run.build import EngineBuilder
 from flowrl.sync.digest import same_bits, tensor_digest, weights_digest
-from flowrl.sync.probe import probe
+from flowrl.sync.probe import Probe
 from flowrl.sync.received import Origin, ReceivedWeights, Weight, received
 from flowrl.sync.stream import Ticket, send
 from tests.hashes import hashes
 from tests.models import tiny_folder
 
 BUCKET = 20_000
+PROBE = Probe([[9, 20], [12]], [[33, 41, 7], [8, 30, 31]])
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def here(trainer: Any) -> Iterator[Any]:
 
 
 def origin_of(trainer: Any) -> Origin:
-    return Origin("actor", trainer.version, scores=tuple(trainer.log_probs(probe())[0].tolist()))
+    return Origin("actor", trainer.version, probe=PROBE, scores=PROBE.score(trainer))
 
 
 @contextmanager
@@ -91,9 +92,9 @@ class Hosted(HostedRollout):
     name = "Hosted"
     held: dict[str, Tensor]
 
-    def __init__(self, folder: str, scores: list[float], worker: bool) -> None:
+    def __init__(self, folder: str, scores: tuple[float, ...], worker: bool) -> None:
         super().__init__(EngineSpec(folder), ChatTokenizer(folder), 0)
-        self._given, self._worker = scores, worker
+        self._given, self._worker, self._probe = scores, worker, PROBE
 
     def _take(self, arrival: Arrival) -> str:
         if not self._worker:
@@ -105,8 +106,11 @@ class Hosted(HostedRollout):
         arrival.check(digests.result(), "the worker")
         return "pipe"
 
-    def _score(self) -> tuple[list[float], bool]:
-        return self._given, True
+    def _score(self, probe: Probe) -> list[float]:
+        return [*self._given]
+
+    def _dtype(self) -> torch.dtype:
+        return torch.float32
 
     @property
     def _lives(self) -> bool:
@@ -126,11 +130,11 @@ def bfloat16_engine(folder: str, trainer: Any) -> Any:
 
 
 def hosted_engine(folder: str, trainer: Any) -> Any:
-    return Hosted(folder, trainer.log_probs(probe())[0].tolist(), worker=False)
+    return Hosted(folder, PROBE.score(trainer), worker=False)
 
 
 def engine_with_worker(folder: str, trainer: Any) -> Any:
-    return Hosted(folder, trainer.log_probs(probe())[0].tolist(), worker=True)
+    return Hosted(folder, PROBE.score(trainer), worker=True)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,34 @@
-"""The probe by itself: what it makes of scores, whoever they are from."""
+"""The probe by itself: what it asks, and what it makes of scores, whoever they are from."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from flowrl.backends import TorchTrainer
+from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import SyncError
-from flowrl.sync.probe import TOKENS, Scores, probe, refuse_old_weights, refuse_other_weights
+from flowrl.run.build import EngineBuilder
+from flowrl.sync.probe import (
+    ANSWER,
+    QUESTIONS,
+    Probe,
+    Scores,
+    arithmetic,
+    default_tolerance,
+    questions,
+    refuse_old_weights,
+    refuse_other_weights,
+    resolution,
+)
+from tests.models import char_tokenizer
 
-COUNT = len(TOKENS) - 1
+PROBE = Probe([[5, 6, 7], [8]], [[1, 2, 3, 4], [5, 6, 7, 8]])
+COUNT = 8
+FINE, COARSE = torch.float32, torch.bfloat16
 
 
 def scores(engine: float, trainer: float) -> Scores:
@@ -24,25 +43,92 @@ class Fixed:
         self.given = log_probs
 
     def log_probs(self, batch: object) -> Tensor:
-        return self.given[None]
+        return self.given.view(2, 4)
+
+
+class CoarseFixed(Fixed):
+    """One that computes in bfloat16."""
+
+    arithmetic = COARSE
+
+
+def compared(found: Tensor, source: Fixed, tolerance: float | None = 0.02, dtype: torch.dtype = FINE) -> Scores:
+    return refuse_other_weights("X", found.tolist(), dtype, PROBE, source, tolerance)
+
+
+class TestQuestions:
+    @pytest.mark.parametrize(("longest", "width"), [(17, 8), (31, 15), (40, ANSWER), (4096, ANSWER)])
+    def test_prompt_answer_and_one_more_token_fit(self, tiny: str, longest: int, width: int) -> None:
+        tokenizer = ChatTokenizer(tiny)
+        prompts, sampling = questions(tokenizer, longest)
+        assert (sampling.max_new_tokens, sampling.temperature, sampling.ignore_eos) == (width, 1.0, True)
+        whole = [tokenizer.prompt_ids([{"role": "user", "content": question}]) for question in QUESTIONS]
+        assert prompts == [ids[-(longest - width - 1) :] for ids in whole]
+        assert all(1 <= len(ids) <= longest - width - 1 for ids in prompts)
+
+    def test_without_a_chat_template_it_is_plain_text(self, tmp_path: Path) -> None:
+        plain = char_tokenizer()
+        plain.chat_template = None
+        plain.save_pretrained(tmp_path)
+        tokenizer = ChatTokenizer(str(tmp_path))
+        assert questions(tokenizer, 200)[0] == [tokenizer.encode(question) for question in QUESTIONS]
+
+
+class TestBatch:
+    def test_prompts_are_padded_on_the_left(self) -> None:
+        batch = PROBE.batch()
+        assert batch.input_ids.tolist() == [[5, 6, 7, 1, 2, 3, 4], [0, 0, 8, 5, 6, 7, 8]]
+        assert batch.attention_mask.long().tolist() == [[1] * 7, [0, 0, 1, 1, 1, 1, 1]]
+        assert batch.position_ids[1, 2:].tolist() == [0, 1, 2, 3, 4]
+        assert batch.response_mask.all() and batch.response_mask.shape == (2, 4)
+        assert PROBE.rows == [[5, 6, 7, 1, 2, 3, 4], [8, 5, 6, 7, 8]]
+
+    def test_a_trainer_scores_the_answers_row_by_row(self, tiny: str) -> None:
+        trainer = TorchTrainer(tiny, device="cpu").build(EngineBuilder({}, seed=0))
+        expected = []
+        for row in PROBE.rows:
+            log_probs = trainer.model(torch.tensor([row])).logits[0].detach().double().log_softmax(-1)
+            expected += [float(log_probs[t - 1, row[t]]) for t in range(len(row) - 4, len(row))]
+        assert PROBE.score(trainer) == pytest.approx(expected, abs=1e-5)
 
 
 class TestOtherWeights:
     def test_what_is_near_is_taken_and_told(self) -> None:
-        expected = torch.linspace(-4, -1, COUNT)
-        found = refuse_other_weights("X", (expected + 0.01).tolist(), Fixed(expected), 0.02)
+        expected = torch.linspace(-1, 0, COUNT)
+        found = compared(expected + 0.01, Fixed(expected))
         assert found.trainer == pytest.approx(expected.tolist())
         assert found.engine == pytest.approx((expected + 0.01).tolist())
 
-    @pytest.mark.parametrize("off", [0.03, float("nan")])
+    @pytest.mark.parametrize("off", [0.03, -0.03, float("nan")])
     def test_what_is_not_is_refused(self, off: float) -> None:
-        expected = torch.linspace(-4, -1, COUNT)
-        with pytest.raises(SyncError, match="X and the trainer score the same 15 tokens differently"):
-            refuse_other_weights("X", (expected + off).tolist(), Fixed(expected), 0.02)
+        expected = torch.linspace(-1, 0, COUNT)
+        with pytest.raises(SyncError, match=r"X \(float32\) and the trainer \(float32\) score the same 8 tokens diff"):
+            compared(expected + off, Fixed(expected))
 
-    def test_its_tokens_are_one_sequence(self) -> None:
-        assert probe().input_ids.tolist() == [list(TOKENS)]
-        assert probe().response_mask.shape == (1, COUNT)
+    def test_errors_that_cancel_are_found(self) -> None:
+        expected = torch.full((COUNT,), -0.5)
+        off = torch.tensor([0.3, -0.3] * (COUNT // 2))
+        with pytest.raises(SyncError, match=r"by 0\.3 nats a token on average and 0\.3 at most, which counts as 0\.3"):
+            compared(expected + off, Fixed(expected))
+
+    def test_of_unlikely_tokens_the_share_counts(self) -> None:
+        """By hand: of -0.5 a difference of 0.1 is 0.1, of -10 it is 0.01; the mean of both is 0.055."""
+        expected = torch.tensor([-0.5, -10.0] * (COUNT // 2))
+        compared(expected + 0.1, Fixed(expected), 0.0551)
+        with pytest.raises(SyncError, match=r"by 0\.1 nats .* counts as 0\.055; expected at most 0\.0549"):
+            compared(expected + 0.1, Fixed(expected), 0.0549)
+
+    def test_what_is_expected_knows_both_dtypes(self) -> None:
+        expected = torch.full((COUNT,), -0.5)
+        fine, coarse = Fixed(expected), CoarseFixed(expected)
+        assert (arithmetic(fine), arithmetic(coarse)) == (FINE, COARSE)
+        with pytest.raises(SyncError, match=r"expected at most 0\.001\."):
+            compared(expected + 0.01, fine, None)
+        for source, dtype in ((fine, COARSE), (coarse, FINE), (coarse, COARSE), (fine, torch.float16)):
+            compared(expected + 0.01, source, None, dtype)
+        with pytest.raises(SyncError, match=r"X \(bfloat16\) and the trainer \(float32\).* expected at most 0\.05\."):
+            compared(expected + 0.06, fine, None, COARSE)
+        compared(expected + 0.06, fine, 0.07, COARSE)
 
 
 class TestOldWeights:
@@ -58,7 +144,7 @@ class TestOldWeights:
         assert refuse_old_weights("X", scores(0, 0.019), scores(0, 0), 0.02) == scores(0, 0)
 
     def test_one_that_it_must_show_is_refused(self) -> None:
-        with pytest.raises(SyncError, match=r"X scores 15 tokens exactly as it did before, .* moved by 0\.03 nats"):
+        with pytest.raises(SyncError, match=r"X scores 8 tokens exactly as it did before, .* moved by 0\.03 nats"):
             refuse_old_weights("X", scores(0, 0.03), scores(0, 0), 0.02)
 
     def test_small_updates_add_up(self) -> None:
@@ -74,9 +160,27 @@ class TestOldWeights:
         held = refuse_old_weights("X", scores(0.015, 0.018), held, 0.02)
         assert refuse_old_weights("X", scores(0.015, 0.03), held, 0.02) == scores(0.015, 0.018)
 
-    def test_tokens_of_which_one_moves_count_as_the_mean(self) -> None:
-        trainer = (-2.0, *scores(0, 0).trainer[1:])  # by 1/15 on the mean
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_tokens_of_which_one_moves_count_as_the_mean(self, sign: int) -> None:
+        trainer = (-3.0 + sign, *scores(0, 0).trainer[1:])  # by 1/8 on the mean
         moved = scores(0, 0)._replace(trainer=trainer)
-        assert refuse_old_weights("X", moved, scores(0, 0), 0.07) == scores(0, 0)
-        with pytest.raises(SyncError, match=r"by 0\.0667 nats"):
-            refuse_old_weights("X", moved, scores(0, 0), 0.06)
+        assert refuse_old_weights("X", moved, scores(0, 0), 0.13) == scores(0, 0)
+        with pytest.raises(SyncError, match=r"by 0\.125 nats"):
+            refuse_old_weights("X", moved, scores(0, 0), 0.12)
+
+    def test_moves_that_cancel_are_found(self) -> None:
+        trainer = tuple(-3.0 + (0.1 if i % 2 else -0.1) for i in range(COUNT))
+        with pytest.raises(SyncError, match=r"moved by 0\.1 nats"):
+            refuse_old_weights("X", scores(0, 0)._replace(trainer=trainer), scores(0, 0), 0.02)
+
+    def test_what_must_show_knows_both_dtypes(self) -> None:
+        assert resolution(FINE, FINE, None) == pytest.approx(1e-5)
+        assert resolution(FINE, FINE, 0.1) == pytest.approx(1e-3)
+        for dtype, trainer in ((COARSE, FINE), (FINE, COARSE), (COARSE, COARSE)):
+            assert resolution(dtype, trainer, None) == pytest.approx(0.02)
+            assert resolution(dtype, trainer, 0.5) == pytest.approx(0.1)
+
+
+def test_what_is_expected_of_rounded_arithmetic() -> None:
+    assert default_tolerance(FINE, FINE) == 1e-3
+    assert default_tolerance(COARSE, FINE) == default_tolerance(FINE, COARSE) == 0.05

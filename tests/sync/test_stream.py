@@ -31,7 +31,7 @@ from flowrl.sync import ipc, stream
 from flowrl.sync.carriers import GlooCarrier
 from flowrl.sync.digest import weights_digest
 from flowrl.sync.group import Interrupted, TransferGroup
-from flowrl.sync.probe import TOKENS, probe
+from flowrl.sync.probe import Probe, arithmetic
 from flowrl.sync.received import Origin, ReceivedWeights
 from flowrl.sync.stream import Ticket, send
 
@@ -111,23 +111,24 @@ def test_what_arrives_is_what_was_sent(receivers: int, meeting: Callable[..., Ti
 
 def test_a_source_stands_in_for_a_trainer(meeting: Callable[..., Ticket]) -> None:
     """With what an adapter is of, and the trainer's log-probs of the probe."""
-    scores = tuple(-0.5 * i for i in range(1, len(TOKENS)))
+    probe, scores = Probe([[1, 2], [3]], [[4, 5, 6], [7, 8, 9]]), tuple(-0.5 * i for i in range(6))
     for adapter_of in (None, "digest x 2"):
-        ticket, origin = meeting(), Origin("actor", 3, adapter_of, scores)
+        ticket, origin = meeting(), Origin("actor", 3, adapter_of, probe, scores, "bfloat16")
         with ThreadPoolExecutor(1) as pool:
             sender = pool.submit(send, ticket, origin, weights_of(), BUCKET)
             with ticket.open(0) as source:
                 assert isinstance(source, Adapted) == (adapter_of is not None)
-                assert source.log_probs(probe()).tolist() == [list(scores)]
+                assert source.probe == probe and arithmetic(source) == torch.bfloat16
+                assert source.log_probs(probe.batch()).tolist() == [list(scores[:3]), list(scores[3:])]
                 assert source.version == 3
                 part = "weights" if adapter_of is None else "adapter_weights"
                 assert getattr(source, "adapter_of", None) == adapter_of
                 assert weights_digest(getattr(source, part)()) == weights_digest(weights_of())
             sender.result()
     assert {"version", "weights", "log_probs"} <= set(dir(source)) & set(dir(Trainer))
-    other = probe()._replace(input_ids=probe().input_ids + 1)
-    with pytest.raises(SyncError, match=r"without actor to score tokens; expected .*probe\(\) alone"):
-        source.log_probs(other)
+    other = Probe([[1, 2], [3]], [[4, 5, 6], [7, 8, 10]])
+    with pytest.raises(SyncError, match=r"without actor to score tokens; expected .*source\.probe"):
+        source.log_probs(other.batch())
 
 
 class Damaging(GlooCarrier):

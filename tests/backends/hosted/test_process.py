@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from flowrl.backends import TorchTrainer
-from flowrl.backends.hosted.arrival import Arrival, weight_shapes
+from flowrl.backends.hosted.arrival import Arrival, due_weights
 from flowrl.backends.hosted.keeper import members, shared_memory, start_keeper
 from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.sglang import engine as sglang
@@ -179,9 +179,10 @@ class TestProcess:
 def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path, kind)
     trainer = TorchTrainer(folder, device="cpu").build(EngineBuilder({}, seed=0))
-    sent = {name: tensor.shape for name, tensor in trainer.weights()}
-    assert weight_shapes(folder) == sent
-    arrival = Arrival(trainer, None, sent, folder)
+    sent = {name: (tensor.shape, tensor.dtype) for name, tensor in trainer.weights()}
+    due = due_weights(folder)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in due.items()} == sent
+    arrival = Arrival(trainer, None, due, torch.float32, folder)
     assert [name for name, _ in arrival.weights()] == list(sent)
     assert arrival.digest == weights_digest(trainer.weights())
     assert arrival.nbytes == sum(tensor.nbytes for _, tensor in trainer.weights())
@@ -193,15 +194,52 @@ def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> 
         ([("a", (2, 3))], r"b did not arrive \(1 in all\)"),
         ([("a", (2, 3)), ("b", (3,))], r"b has shape \(3,\), and is of shape \(4,\)"),
         ([("a", (2, 3)), ("c", (3,))], r"c has shape \(3,\), and is not wanted"),
-        ([("a", (2, 3)), ("a", (2, 3))], r"a has shape \(2, 3\), and is not wanted, or twice"),
     ],
 )
 def test_other_weights_are_refused(sent: list[tuple[str, tuple[int, ...]]], words: str) -> None:
     weights = [(name, torch.zeros(shape)) for name, shape in sent]
-    source: Any = SimpleNamespace(version=4, weights=lambda: weights)
-    arrival = Arrival(source, None, {"a": torch.Size((2, 3)), "b": torch.Size((4,))}, "folder")
     with pytest.raises(SyncError, match=rf"weights of version 4 are not those of 'folder': {words}"):
-        list(arrival.weights())
+        list(arrival_of(weights).weights())
+
+
+def arrival_of(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype = torch.float32) -> Arrival:
+    """At an engine that computes in `dtype`."""
+    source: Any = SimpleNamespace(version=4, weights=lambda: weights)
+    return Arrival(source, None, {"a": torch.zeros(2, 3), "b": torch.zeros(4)}, dtype, "folder")
+
+
+@pytest.mark.parametrize("way", [Arrival.weights, Arrival.to_hand_over])
+def test_a_tensor_that_comes_twice_is_refused(way: Any) -> None:
+    """Each is right by itself, and nobody knows which of them counts."""
+    weights = [("a", torch.zeros(2, 3)), ("b", torch.zeros(4)), ("a", torch.ones(2, 3))]
+    with pytest.raises(SyncError, match="sends a twice at version 4"):
+        list(way(arrival_of(weights)))
+
+
+@pytest.mark.parametrize(
+    ("sent", "held", "words"),
+    [
+        (torch.int64, torch.float32, "a is int64, and the engine holds float32"),
+        (torch.bool, torch.bfloat16, "a is bool, and the engine holds bfloat16"),
+        (torch.bfloat16, torch.float32, "a was rounded to bfloat16 before it came, and the engine holds float32"),
+        (torch.float16, torch.float32, "a was rounded to float16 before it came, and the engine holds float32"),
+    ],
+)
+def test_what_lost_its_precision_before_it_came_is_refused(sent: torch.dtype, held: torch.dtype, words: str) -> None:
+    weights = [("a", torch.zeros(2, 3, dtype=sent)), ("b", torch.zeros(4))]
+    with pytest.raises(SyncError, match=rf"not those of 'folder': {words}; .* in the precision that they are trained"):
+        list(arrival_of(weights, held).weights())
+
+
+def test_matrices_for_a_coarser_engine_are_rounded_before_they_are_hashed() -> None:
+    """As the engine itself would round them: half of the bytes. What it may keep in float32 goes as it is."""
+    draw = torch.Generator().manual_seed(0)
+    sent = {"a": torch.randn(2, 3, generator=draw), "b": torch.randn(4, generator=draw)}
+    arrival = arrival_of(sent.items(), torch.bfloat16)
+    came = dict(arrival.weights())
+    assert torch.equal(came["a"], sent["a"].bfloat16()) and torch.equal(came["b"], sent["b"])
+    assert arrival.nbytes == 6 * 2 + 4 * 4
+    assert arrival.digest == weights_digest({"a": sent["a"].bfloat16(), "b": sent["b"]}.items())
 
 
 def test_ranks_of_sglang_draw_from_generators_of_their_own(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:

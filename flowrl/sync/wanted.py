@@ -1,0 +1,54 @@
+"""`Wanted`: which of a trainer's tensors an engine wants, and in which dtypes they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.sync.probe import Probe
+
+KEPT = frozenset({"A_log", "conv1d", "gate", "indexer", "router"})
+"""Parts of names of matrices that engines keep in float32 whatever they compute in: states, and what routes tokens to
+experts. They are small."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an engine asks of a trainer in another process.
+
+    Args:
+        part: the method of the trainer that has the tensors.
+        rounds_to: see `flowrl.core.backend.Backend.rounds_to`.
+        probe: what the trainer is to score before it sends them; None where nobody probes.
+    """
+
+    part: Literal["weights", "adapter_weights"] = "weights"
+    rounds_to: str | None = None
+    probe: Probe | None = None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That of matrices on their way; None is as they are."""
+        return None if self.rounds_to is None or self.part != "weights" else getattr(torch, self.rounds_to)
+
+
+def rounded(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Weights on their way to an engine that holds matrices in `dtype`: those in float32 are rounded to it here and not
+    there, so that half of the bytes travel. Vectors and `KEPT` go as they are."""
+    for name, tensor in weights:
+        rounds = dtype is not None and tensor.dtype == torch.float32 and tensor.ndim > 1
+        yield name, tensor.detach().to(dtype) if rounds and KEPT.isdisjoint(name.split(".")) else tensor
+
+
+def misfit(sent: torch.dtype, held: torch.dtype) -> str | None:
+    """What is wrong with a tensor of one dtype for an engine that holds another; None if nothing is."""
+    if sent == held or (sent.is_floating_point and held.is_floating_point and sent.itemsize >= held.itemsize):
+        return None
+    names = [str(dtype).removeprefix("torch.") for dtype in (sent, held)]
+    if sent.is_floating_point and held.is_floating_point:
+        return f"was rounded to {names[0]} before it came, and the engine holds {names[1]}"
+    return f"is {names[0]}, and the engine holds {names[1]}"

@@ -1,0 +1,147 @@
+"""A real pretrained model in bfloat16, as most are: a healthy engine is taken, and planted faults are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl.backends import VLLM, SGLang, TorchTrainer
+from flowrl.backends.torch.engine import TorchTrainerEngine
+from flowrl.core.protocols import Sampling
+from flowrl.errors import SyncError
+from tests.engines.answers import CONTEXT, KEY, to_score
+from tests.engines.real import PACKAGE, smollm2
+from tests.engines.sources import Altered
+
+pytestmark = [pytest.mark.engines("vllm", "sglang", PACKAGE), pytest.mark.timeout(480)]
+
+Weights = dict[str, Tensor]
+LAYER = "model.layers.{}.{}.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return smollm2(tmp_path_factory.mktemp("real"))
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: str) -> TorchTrainerEngine:
+    return TorchTrainer(folder, device="cpu", dtype="bfloat16").build(CONTEXT)
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def engine(request: pytest.FixtureRequest, folder: str) -> Iterator[Any]:
+    """With all defaults, but for what keeps it small."""
+    small: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
+    if request.param == "vllm":
+        engine: Any = VLLM(folder, kv_cache_bytes=128 << 20, **small).build(CONTEXT)
+    else:
+        engine = SGLang(folder, cache_tokens=4096, **small).build(CONTEXT)
+    yield engine
+    engine.close()
+
+
+def test_a_healthy_engine_is_taken_and_answers_sensibly(engine: Any, trainer: TorchTrainerEngine, folder: str) -> None:
+    receipt = engine.sync(trainer)
+    held = dict(trainer.weights())
+    assert receipt.bytes == sum(tensor.numel() * (2 if tensor.ndim > 1 else 4) for tensor in held.values())
+    fine = TorchTrainer(folder, device="cpu").build(CONTEXT)
+    engine.sync(Altered(fine, version=2))
+
+    def asked(question: str) -> list[int]:
+        return engine.tokenizer.prompt_ids([{"role": "user", "content": question}])
+
+    questions = ["What is the capital of France?", "Name three colours.", "What is two plus three?"]
+    prompts, mask = engine.tokenizer.pad_left([asked(question) for question in questions])
+    rows = ["a", "b", "c"]
+    greedy = engine.generate(prompts, mask, rows, Sampling(0.0, 0, 1.0, 24), KEY)
+    assert "Paris" in engine.tokenizer.text(greedy.responses[0][greedy.response_mask[0]])
+    sampled = engine.generate(prompts, mask, rows, Sampling(1.0, 0, 1.0, 24), KEY)
+    for source in (fine, trainer):
+        apart = (sampled.log_probs - source.log_probs(to_score(prompts, mask, sampled, 1.0))).abs()
+        assert 1e-4 < apart[sampled.response_mask].mean() < 0.1
+
+
+def swap_layers(weights: Weights) -> None:
+    for name in [name for name in weights if name.startswith("model.layers.14.")]:
+        other = name.replace(".14.", ".15.")
+        weights[name], weights[other] = weights[other], weights[name]
+
+
+def swap_projections(weights: Weights) -> None:
+    gate, up = LAYER.format(10, "mlp.gate_proj"), LAYER.format(10, "mlp.up_proj")
+    weights[gate], weights[up] = weights[up], weights[gate]
+
+
+def permute_heads(weights: Weights) -> None:
+    name = LAYER.format(10, "self_attn.o_proj")
+    weights[name] = weights[name].roll(64, 1)
+
+
+def lose_a_matrix(weights: Weights) -> None:
+    name = LAYER.format(10, "mlp.down_proj")
+    weights[name] = torch.zeros_like(weights[name])
+
+
+def shift_the_vocabulary(weights: Weights) -> None:
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].roll(1, 0)
+
+
+class Crooked(Altered):
+    """It sends other weights than it scores by."""
+
+    change: Callable[[Weights], None]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        weights = dict(self._trainer.weights())
+        self.change(weights)
+        yield from sorted(weights.items())
+
+
+@pytest.mark.parametrize("change", [swap_layers, swap_projections, permute_heads, lose_a_matrix, shift_the_vocabulary])
+def test_other_weights_are_found_in_bfloat16(
+    engine: Any, trainer: TorchTrainerEngine, change: Callable[[Weights], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Crooked(trainer)
+    source.change = change
+    monkeypatch.setattr(engine, "_at_stake", nullcontext)  # it need not start anew each time
+    words = rf"{engine.name} \(bfloat16\) and the trainer \(bfloat16\) score the same 64 tokens differently"
+    with pytest.raises(SyncError, match=words):
+        engine.sync(source)
+    assert engine.receipt is None
+
+
+def test_old_weights_are_found_in_bfloat16(
+    engine: Any, trainer: TorchTrainerEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an update that is smaller than the tolerance; the digest is of what was sent, and that is new."""
+    engine.sync(Altered(trainer, version=3))
+    take = engine._take
+
+    def idle(arrival: Any) -> str:
+        for _ in arrival.weights():
+            pass
+        return "nowhere"
+
+    monkeypatch.setattr(engine, "_at_stake", nullcontext)
+    held = {name: tensor.detach().clone() for name, tensor in trainer.weights()}
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in trainer.weights():
+            if "mlp" in name:
+                tensor.add_(torch.randn(tensor.shape, generator=draw) * tensor.std() * 0.02)
+    try:
+        monkeypatch.setattr(engine, "_take", idle)
+        with pytest.raises(SyncError, match=f"{engine.name} scores 64 tokens exactly as it did before, bit by bit"):
+            engine.sync(Altered(trainer, version=4))
+        monkeypatch.setattr(engine, "_take", take)
+        assert engine.sync(Altered(trainer, version=4)).version == 4
+    finally:
+        with torch.no_grad():
+            for name, tensor in trainer.weights():
+                tensor.copy_(held[name])

@@ -1,0 +1,61 @@
+"""What an engine wants of a trainer: which tensors are rounded on their way, and what fits where it ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flowrl.sync.wanted import Wanted, misfit, rounded
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "rounds"),
+    [
+        ("model.layers.0.mlp.gate_proj.weight", (4, 3), True),
+        ("model.layers.0.mlp.experts.3.up_proj.weight", (4, 3), True),
+        ("lm_head.weight", (4, 3), True),
+        ("model.layers.0.mlp.gate.weight", (4, 3), False),  # routes tokens to experts
+        ("model.layers.0.feed_forward.router.weight", (4, 3), False),
+        ("backbone.layers.0.mixer.A_log", (4, 3), False),
+        ("backbone.layers.0.mixer.conv1d.weight", (4, 1, 3), False),
+        ("model.norm.weight", (4,), False),
+        ("scalar", (), False),
+    ],
+)
+def test_large_matrices_are_rounded_and_nothing_else(name: str, shape: tuple[int, ...], rounds: bool) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    [(same, found)] = rounded([(name, tensor)], torch.bfloat16)
+    assert same == name and found.dtype == (torch.bfloat16 if rounds else torch.float32)
+    assert torch.equal(found, tensor.bfloat16() if rounds else tensor)
+    assert next(rounded([(name, tensor)], None))[1] is tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float64])
+def test_what_is_not_float32_goes_as_it_is(dtype: torch.dtype) -> None:
+    tensor = torch.ones(2, 3, dtype=dtype)
+    assert next(rounded([("w", tensor)], torch.float16))[1] is tensor
+
+
+def test_an_adapter_goes_as_it_is() -> None:
+    assert Wanted("weights", "bfloat16").dtype == torch.bfloat16
+    assert Wanted("adapter_weights", "bfloat16").dtype is None
+    assert Wanted().dtype is None
+
+
+@pytest.mark.parametrize(
+    ("sent", "held", "fits"),
+    [
+        (torch.float32, torch.float32, True),
+        (torch.float32, torch.bfloat16, True),
+        (torch.float64, torch.float32, True),
+        (torch.bfloat16, torch.float16, True),
+        (torch.int64, torch.int64, True),
+        (torch.bfloat16, torch.float32, False),
+        (torch.int64, torch.float32, False),
+        (torch.float32, torch.int64, False),
+        (torch.bool, torch.float32, False),
+        (torch.int32, torch.int64, False),
+    ],
+)
+def test_what_fits(sent: torch.dtype, held: torch.dtype, fits: bool) -> None:
+    assert (misfit(sent, held) is None) == fits
