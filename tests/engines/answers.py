@@ -333,7 +333,7 @@ class SyncTests:
             def weights(self) -> Any:
                 return trainer.weights()
 
-        with pytest.raises(SyncError, match=f"{engine.name} and the trainer score the same 15 tokens differently"):
+        with pytest.raises(SyncError, match=f"{engine.name} .* score the same 64 tokens differently"):
             engine.sync(Swapped(other))
         assert engine.receipt is None
 

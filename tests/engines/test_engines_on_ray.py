@@ -72,6 +72,7 @@ def refuse_other_answers(executor: Any, folder: str, scratch: Path, ranks: int) 
     receipt = step.values["sync"]["receipt"]
     held = load_file(scratch / "model.safetensors")
     assert (receipt.version, receipt.digest) == (1, weights_digest(held.items()))
+    assert step.metrics["sync/by/object_store"].compute() == 1  # between processes that share slots
     assert step.metrics["sync/bytes"].compute() == sum(tensor.nbytes for tensor in held.values())
 
     greedy = executor.plan.graph.subgraph("generate").edit(set={"generate.temperature": 0.0}, name="greedy")
@@ -175,5 +176,5 @@ def test_other_weights_than_the_trainer_scores_by_are_refused(folder: str, tmp_p
     with job.open() as executor:
         executor.sync()
         mischief.touch()
-        with pytest.raises(NodeError, match=r"on rollout rank 0: SyncError: .*score the same 15 tokens differently"):
+        with pytest.raises(NodeError, match=r"on rollout rank 0: SyncError: .*score the same 64 tokens differently"):
             executor.sync()

@@ -17,14 +17,13 @@ import pytest
 import torch
 
 from flowrl.backends import VLLM, TorchTrainer
-from flowrl.backends.hosted.arrival import weight_shapes
+from flowrl.backends.hosted.arrival import due_weights
 from flowrl.backends.torch.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLMEngine
 from flowrl.core.protocols import Sampling
 from flowrl.data.keys import Key
 from flowrl.errors import BindError, ParameterError, SyncError
 from flowrl.sync.digest import weights_digest
-from flowrl.sync.probe import probe
 from tests.engines.answers import (
     ADAPTER,
     CONTEXT,
@@ -120,11 +119,11 @@ def test_a_small_update_that_is_not_delivered_is_refused(
     """One that is within the tolerance; the digest is in order, and what vLLM says of it is as well."""
     trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
     engine.sync(trainer)
-    before = trainer.log_probs(probe())
+    before = torch.tensor(engine.probe.score(trainer))
     with torch.no_grad():
         for _, tensor in trainer.weights():
             tensor.mul_(1 + 1e-4)
-    assert 1e-5 < (trainer.log_probs(probe()) - before).abs().mean() < 1e-3
+    assert 1e-5 < (torch.tensor(engine.probe.score(trainer)) - before).abs().mean() < 1e-3
     rpc = engine._llm.collective_rpc
 
     def idle(method: Any, **how: Any) -> Any:
@@ -132,7 +131,7 @@ def test_a_small_update_that_is_not_delivered_is_refused(
             return list(how["kwargs"]["weights_iterator"])
         return rpc(method, **how)
 
-    with monkeypatch.context() as patch, pytest.raises(SyncError, match="vLLM scores 15 tokens exactly as it did"):
+    with monkeypatch.context() as patch, pytest.raises(SyncError, match="vLLM scores 64 tokens exactly as it did"):
         patch.setattr(engine._llm, "collective_rpc", idle)
         engine.sync(trainer)
     assert engine.receipt is None
@@ -220,14 +219,14 @@ BESIDE = """if True:
     import sys, torch
     from flowrl.backends import VLLM, TorchTrainer
     from flowrl.errors import BindError
-    from flowrl.sync.probe import probe
+    from flowrl.sync.probe import Probe
     from tests.engines.answers import CONTEXT
     trainer = TorchTrainer(sys.argv[1], device="cpu", offload=True).build(CONTEXT)
     try:
         VLLM(sys.argv[1]).build(CONTEXT)
     except BindError as error:
         print(error)
-    assert torch.isfinite(trainer.log_probs(probe())).all()
+    assert torch.isfinite(trainer.log_probs(Probe([[9, 20]], [[33, 41]]).batch())).all()
 """
 
 
@@ -293,4 +292,4 @@ def test_weights_that_an_adapter_is_added_to_are_not_dropped() -> None:
 def test_the_weights_that_are_due_are_those_that_a_trainer_sends(tmp_path: Any, kind: str) -> None:
     folder = tiny_folder(tmp_path, kind)
     sent = TorchTrainer(folder, device="cpu").build(CONTEXT).weights()
-    assert weight_shapes(folder) == {name: tensor.shape for name, tensor in sent}
+    assert {name: due.shape for name, due in due_weights(folder).items()} == {name: w.shape for name, w in sent}

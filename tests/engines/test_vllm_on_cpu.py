@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from flowrl.backends import TorchTrainer
 from flowrl.backends.vllm.engine import VLLM
 from flowrl.core.protocols import Sampling
-from flowrl.errors import SyncError
+from flowrl.errors import BindError
 from tests.engines.answers import CONTEXT, KEY, names, ragged, rows, to_score
 from tests.models import char_tokenizer, tiny_config, tiny_folder
 
@@ -35,11 +35,10 @@ def test_more_prompt_tokens_than_it_reads_at_a_time(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_a_head_size_that_it_lacks_is_named_by_the_first_sync(tmp_path: Path) -> None:
+def test_a_head_size_that_it_lacks_is_named_when_it_starts(tmp_path: Path) -> None:
     config = tiny_config("llama")
     config.head_dim = 16
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     char_tokenizer().save_pretrained(tmp_path)
-    engine = VLLM(tmp_path, **SETTINGS).build(CONTEXT)
-    with pytest.raises(SyncError, match="head_dim=16"):
-        engine.sync(TorchTrainer(tmp_path, device="cpu").build(CONTEXT))
+    with pytest.raises(BindError, match="answers no question .*head_dim=16"):
+        VLLM(tmp_path, **SETTINGS).build(CONTEXT)

@@ -166,7 +166,10 @@ def test_a_worker_killed_while_it_generates_is_named_and_replaced(
 
     monkeypatch.setattr(engine._llm.llm_engine, "step", killing)
     started = time.monotonic()
-    with pytest.raises(EngineError, match="vLLM failed while it answered 3 prompts"):
+    with pytest.raises(
+        EngineError,
+        match=r"vLLM failed while it answered 3 prompts \(worker \d of vLLM's, of 2, was killed by SIGKILL; ",
+    ):
         engine.generate(*prompts(engine), NAMES, GREEDY, KEY)
     assert time.monotonic() - started < 60
     assert steps == 5
@@ -190,6 +193,8 @@ def on_worker(engine: VLLMEngine, act: str) -> None:
             if loaded == 3:
                 if act == "die":
                     os._exit(7)
+                if act == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
                 raise ValueError("planted")
             return load_weights(weights)
 
@@ -199,14 +204,28 @@ def on_worker(engine: VLLMEngine, act: str) -> None:
     engine._llm.collective_rpc(plant)
 
 
-@pytest.mark.parametrize(("act", "words"), [("fail", "error 'planted'"), ("die", "")])
+@pytest.mark.parametrize(
+    ("act", "error", "words"),
+    [
+        ("fail", SyncError, "vLLM failed with the weights of version 1 .*error 'planted'"),
+        ("die", EngineError, "worker 1 of vLLM's, of 2, exited with 7 while vLLM took over the weights of version 1 "),
+        ("killed", EngineError, "worker 1 of vLLM's, of 2, was killed by SIGKILL while vLLM took over the weights"),
+    ],
+)
 def test_one_worker_that_fails_in_an_update_is_not_waited_for(
-    engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, folder: str, act: str, words: str
+    engine: VLLMEngine,
+    trainer: TorchTrainerEngine,
+    other: TorchTrainerEngine,
+    folder: str,
+    act: str,
+    error: type[Exception],
+    words: str,
 ) -> None:
+    """A process that is gone is started anew by `restart="role"`, weights that it cannot take are not."""
     engine.sync(trainer)
     on_worker(engine, act)
     started = time.monotonic()
-    with pytest.raises(SyncError, match=f"vLLM failed with the weights of version 1 .*{words}"):
+    with pytest.raises(error, match=words):
         engine.sync(Altered(other))
     assert time.monotonic() - started < 100  # and not until gloo has lost its patience, 120 s
     assert engine.receipt is None
