@@ -48,10 +48,26 @@ def test_all_engines_take_the_same_weights_and_agree_with_the_trainer() -> None:
 
 
 @pytest.mark.engines("vllm", "sglang")
-@pytest.mark.timeout(480)
-def test_what_is_for_a_gpu_runs() -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("words", "cases"),
+    [
+        (["vllm"], {"alone", "adapter", "asleep", "bfloat16", "real", "parallel", "turns"}),
+        (["sglang", "alone"], {"alone"}),
+    ],
+)
+def test_what_is_for_a_gpu_runs(words: list[str], cases: set[str]) -> None:
+    """What the machine lacks is named, and everything else is as it should be."""
     script = str(SCRIPT.with_name("gpu_engines.py"))
-    done = subprocess.run([sys.executable, script, "cpu"], env=os.environ, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script, "cpu", *words], env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.strip().startswith(("vllm:", "sglang:"))]
-    assert len(lines) == 13 and all(" yes " in line for line in lines)
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip().startswith(f"{words[0]}, ")]
+    assert {line.partition(":")[0].removeprefix(f"{words[0]}, ") for line in lines} == cases
+    assert all(" yes " in line or ": left out" in line for line in lines)
+
+
+def test_a_case_that_there_is_not_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT.with_name("gpu_engines.py")), "asleeep"], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "asleeep: no engine or case; there are vllm, sglang, alone, " in done.stderr

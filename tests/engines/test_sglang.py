@@ -58,9 +58,9 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 64}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Its generation config would let responses end with a letter, and cut off the less likely tokens."""
+    """Its generation config would cut off the less likely tokens."""
     folder = tiny_folder(tmp_path_factory.mktemp("sglang"))
-    loose = {"eos_token_id": [EOS, *range(10, 30)], "temperature": 0.2, "top_k": 3, "do_sample": True}
+    loose = {"eos_token_id": EOS, "temperature": 0.2, "top_k": 3, "do_sample": True}
     Path(folder, "generation_config.json").write_text(json.dumps(loose))
     return folder
 
