@@ -218,3 +218,11 @@ def test_the_same_bits() -> None:
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert same_bits(torch.arange(6.0).view(2, 3).t(), torch.arange(6.0).view(2, 3).t().contiguous())
     assert same_bits(torch.tensor(2.5).bfloat16(), torch.tensor(2.5).bfloat16())
+
+
+def test_weights_from_another_process_are_probed_by_what_came_with_them(folder: str, trainer: Any) -> None:
+    """And not by what this engine would ask: of several ranks, the first one's probe was scored."""
+    live: Any = hosted_engine(folder, trainer)
+    live._probe = Probe([[5]], [[6, 7]])
+    with by_stream(trainer) as source:
+        assert live.sync(source).version == trainer.version
