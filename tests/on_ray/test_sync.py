@@ -106,6 +106,14 @@ def test_what_arrives_is_what_was_sent_or_is_refused(
         assert len(sizes) > 5
         assert all(sum(bucket) <= BUCKET or len(bucket) == 1 for bucket in sizes)
 
+        arguments = ("actor", Wanted(rounds_to="bfloat16"), BUCKET)
+        rounded = executor.runner.hosts.ask_role("actor", "test", "export", *arguments)[0]
+        halved = {name: tensor.bfloat16() if tensor.ndim > 1 else tensor for name, tensor in held.items()}
+        assert (rounded.nbytes, rounded.digest) == (
+            sum(t.nbytes for t in halved.values()),
+            weights_digest(halved.items()),
+        )
+
         for step, (what, said) in enumerate(
             {
                 "flip": "is not what was sent",
