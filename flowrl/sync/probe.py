@@ -26,6 +26,8 @@ QUESTIONS = (
 )
 ANSWER = 16
 """Tokens of an answer, at most; every one counts."""
+SPARE = 4
+"""Tokens of a sequence that engines keep for themselves, where they are to score a prompt: vLLM one, SGLang four."""
 
 
 class ProbeBatch(NamedTuple):
@@ -79,14 +81,14 @@ def questions(tokenizer: ChatTokenizer, longest: int) -> tuple[list[list[int]], 
 
     Args:
         tokenizer: of the model's folder.
-        longest: tokens that a sequence may have, at least 4.
+        longest: tokens that a sequence may have, at least 12.
 
     Returns:
-        prompts, of `QUESTIONS`, and how to answer them. A prompt with its answer and one token more is no longer than
-        `longest`.
+        prompts, the ends of `QUESTIONS`, and how to answer them. A prompt with its answer and `SPARE` tokens more is no
+        longer than `longest`.
     """
     width = min(ANSWER, longest // 2)
-    prompts = [_prompt(tokenizer, question)[-(longest - width - 1) :] for question in QUESTIONS]
+    prompts = [_prompt(tokenizer, question)[-(longest - width - SPARE) :] for question in QUESTIONS]
     return prompts, Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=width, ignore_eos=True)
 
 

@@ -32,7 +32,7 @@ from flowrl.sync.carriers import GlooCarrier
 from flowrl.sync.digest import weights_digest
 from flowrl.sync.group import Interrupted, TransferGroup
 from flowrl.sync.probe import Probe, arithmetic
-from flowrl.sync.received import Origin, ReceivedWeights
+from flowrl.sync.received import Manifest, Origin, ReceivedWeights
 from flowrl.sync.stream import Ticket, send
 
 BUCKET = 4096
@@ -206,6 +206,15 @@ def test_damage_is_named(
     _, [taker] = both(meeting(), weights_of())
     with pytest.raises(SyncError, match=f"the weights of actor at version 3 .*{said}.*sync again"):
         taker.result()
+
+
+def test_a_tensor_that_is_entered_twice_is_refused() -> None:
+    manifest, tensor = Manifest(ORIGIN), torch.zeros(2)
+    manifest.enter("w", tensor, "digest")
+    with pytest.raises(SyncError, match="w was not sent, or twice"):
+        manifest.enter("w", tensor, "digest")
+    with pytest.raises(SyncError, match="v was not sent, or twice"):
+        manifest.enter("v", tensor, None)
 
 
 def test_a_sender_that_raises_leaves_nobody_waiting(meeting: Callable[..., Ticket]) -> None:
