@@ -254,11 +254,8 @@ class TorchRolloutEngine(RolloutEngine, Resident):
         if not faults:
             self._load(received)
             for name, tensor in self._held().items():
-                if name in kept:
-                    intact = tensor_digest(name, tensor) == sent[name]
-                else:
-                    intact = same_bits(tensor, received[name])
-                if not intact:
+                same = tensor_digest(name, tensor) == sent[name] if name in kept else same_bits(tensor, received[name])
+                if not same:
                     faults.append(f"{name} is not what was sent")
         if faults:
             more = f", and {len(faults) - 5} more" if len(faults) > 5 else ""

@@ -79,6 +79,22 @@ def damaged(sent: Export, what: str) -> Export:
     return Export(origin, sent.digests, sent.nbytes, tuple(ray.put(bucket) for bucket in buckets))
 
 
+def refuse_other_exports(executor: Any, held: dict[str, Any]) -> None:
+    """What is exported fills buckets, and is rounded before if the engine is coarser."""
+    sent = executor.runner.hosts.ask_role("actor", "test", "export", "actor", Wanted(), BUCKET)[0]
+    sizes = [[raw.nbytes for *_, raw in ray.get(bucket)] for bucket in sent.buckets]
+    assert len(sizes) > 5
+    assert all(sum(bucket) <= BUCKET or len(bucket) == 1 for bucket in sizes)
+
+    arguments = ("actor", Wanted(rounds_to="bfloat16"), BUCKET)
+    rounded = executor.runner.hosts.ask_role("actor", "test", "export", *arguments)[0]
+    halved = {name: tensor.bfloat16() if tensor.ndim > 1 else tensor for name, tensor in held.items()}
+    assert (rounded.nbytes, rounded.digest) == (
+        sum(t.nbytes for t in halved.values()),
+        weights_digest(halved.items()),
+    )
+
+
 def test_what_arrives_is_what_was_sent_or_is_refused(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,19 +117,7 @@ def test_what_arrives_is_what_was_sent_or_is_refused(
         spans = [span for span in executor.timeline.spans if span.name == "export actor"]
         assert [span.bytes for span in spans] == [receipt.bytes] * 2  # of the first sync, and of the step's
 
-        sent = executor.runner.hosts.ask_role("actor", "test", "export", "actor", Wanted(), BUCKET)[0]
-        sizes = [[raw.nbytes for *_, raw in ray.get(bucket)] for bucket in sent.buckets]
-        assert len(sizes) > 5
-        assert all(sum(bucket) <= BUCKET or len(bucket) == 1 for bucket in sizes)
-
-        arguments = ("actor", Wanted(rounds_to="bfloat16"), BUCKET)
-        rounded = executor.runner.hosts.ask_role("actor", "test", "export", *arguments)[0]
-        halved = {name: tensor.bfloat16() if tensor.ndim > 1 else tensor for name, tensor in held.items()}
-        assert (rounded.nbytes, rounded.digest) == (
-            sum(t.nbytes for t in halved.values()),
-            weights_digest(halved.items()),
-        )
-
+        refuse_other_exports(executor, held)
         for step, (what, said) in enumerate(
             {
                 "flip": "is not what was sent",
