@@ -67,9 +67,9 @@ def connected(place: RayPlace) -> Iterator[None]:
                 ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=store, **quiet)
             except Exception as error:  # whatever keeps it from starting; Ray has no class of its own for that
                 raise BindError(
-                    f"Ray could not be started on this machine ({type(error).__name__}: {str(error).partition('. ')[0]}); "
-                    f"look whether the machine is short of processors, memory or disk, and into Ray's logs, in "
-                    f"session_latest/logs under /tmp/ray."
+                    f"Ray could not be started on this machine ({type(error).__name__}: "
+                    f"{str(error).partition('. ')[0]}); look whether the machine is short of processors, memory or "
+                    f"disk, and into Ray's logs, in session_latest/logs under /tmp/ray."
                 ) from error
     try:
         with _signals_kept(before):
