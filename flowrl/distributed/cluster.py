@@ -32,7 +32,7 @@ def connected(place: RayPlace) -> Iterator[None]:
     connected stays so.
 
     Raises:
-        BindError: nothing answers at the address, or this process is connected to another cluster.
+        BindError: nothing answers at the address, this process is connected to another cluster, or Ray does not start.
     """
     wanted = None if place.address in (None, "auto") else _parsed(str(place.address))
     if ray.is_initialized():
@@ -63,7 +63,14 @@ def connected(place: RayPlace) -> Iterator[None]:
         cpus = max(os.cpu_count() or 1, place.slots)  # slots are logical, so that there can be more than CPUs
         store = _store_bytes()
         with _on_loopback():  # without an address Ray would join whatever cluster of others this machine has
-            ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=store, **quiet)
+            try:
+                ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=store, **quiet)
+            except Exception as error:  # whatever keeps it from starting; Ray has no class of its own for that
+                raise BindError(
+                    f"Ray could not be started on this machine ({type(error).__name__}: "
+                    f"{str(error).partition('. ')[0]}); look whether the machine is short of processors, memory or "
+                    f"disk, and into Ray's logs, in session_latest/logs under /tmp/ray."
+                ) from error
     try:
         with _signals_kept(before):
             yield

@@ -234,6 +234,17 @@ def test_what_is_no_address(address: str) -> None:
 
 
 @pytest.mark.usefixtures("apart")
+def test_a_ray_that_does_not_start_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise Exception("The current node timed out during startup. This could happen because of much.")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    said = r"Ray could not be started on this machine \(Exception: The current node timed out during startup\); look"
+    with pytest.raises(BindError, match=said), connected(Colocate(1)):
+        raise AssertionError("connected")
+
+
+@pytest.mark.usefixtures("apart")
 def test_something_else_at_the_address() -> None:
     """A server that speaks, but not Ray's protocol."""
     with subprocess.Popen(

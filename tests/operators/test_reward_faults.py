@@ -54,6 +54,9 @@ FINE = {
     "fork_below_python": "ctypes.CDLL(None).fork(); return 0.5",
     "inherit_nothing": "return 0.5 * (str(CHANNEL) not in subprocess.run(['ls', '/proc/self/fd'], close_fds=False, "
     "capture_output=True, text=True).stdout.split())",
+    "fork_without_the_socket": "child = os.fork()\n"
+    "if child == 0: os._exit(os.path.exists(f'/proc/self/fd/{CHANNEL}'))\n"
+    "return 0.5 + os.waitpid(child, 0)[1]",
     "print_an_answer": """os.write(1, b'{"score": 9.0, "extras": {}}\\n'); return 0.5""",
 }
 BAD = {
