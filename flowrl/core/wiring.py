@@ -112,8 +112,12 @@ class _Wiring:
 
     def records(self, ends: Sequence[End], pool: Available, nodes: Iterable[str]) -> list[dict[End, Edge]]:
         """Each way to read all of `ends` from one of `nodes`, by the names of its outputs."""
-        ways = ({end: Edge(node, end.field.name) for end in ends} for node in nodes)
-        return [way for way in ways if self._all_fit(way, pool)]
+        ways = [{end: Edge(node, end.field.name) for end in ends} for node in nodes]
+        return [
+            way
+            for way in ways
+            if all(edge in pool and fits(end.wanted, self._binding, pool[edge]) for end, edge in way.items())
+        ]
 
     def _offers(self, unit: list[End], pools: Sequence[Available]) -> list[dict[End, Edge]]:
         """What a port could read, from the first pool that has any of it."""
@@ -125,16 +129,6 @@ class _Wiring:
             if found:
                 return found
         return []
-
-    def _all_fit(self, way: Mapping[End, Edge], pool: Available) -> bool:
-        binding = dict(self._binding)
-        for end, edge in way.items():
-            if edge not in pool or not fits(end.wanted, binding, pool[edge]):
-                return False
-            if isinstance(end.wanted, ColumnType):
-                for axis, identity in zip(end.wanted.axes, pool[edge].axes, strict=True):
-                    binding.setdefault(axis, Bound(identity, end.field, edge))
-        return True
 
 
 def same(one: FieldType, other: FieldType) -> bool:

@@ -121,6 +121,17 @@ class Low(Operator):
     def __call__(self, values: c.Values) -> Heads: ...
 
 
+class Named(NamedTuple):
+    high: c.Values
+    values: c.Values
+
+
+class Own(Operator):
+    """One value in, two out, and one of these is what was read."""
+
+    def __call__(self, values: c.Values) -> Named: ...
+
+
 class Lower(Operator):
     """Rewrites one of two columns that are of one type."""
 
@@ -147,6 +158,12 @@ def test_of_two_columns_of_one_type_that_is_rewritten_which_is_read() -> None:
     )
     with pytest.raises(GraphError, match=said):
         PPO.edit(insert={"low": After("value", Low())})
+
+
+def test_of_two_that_could_be_it_the_one_of_its_name_rewrites_a_column() -> None:
+    graph = PPO.edit(insert={"own": After("value", Own())})
+    assert readers(graph, "own.values") == {"gae", "update_critic"}
+    assert readers(graph, "own.high") == set()
 
 
 def test_a_chain_that_is_wired_by_hand_is_a_chain() -> None:
@@ -219,6 +236,21 @@ def test_a_record_is_read_whole_from_one_node(operator: Operator, port: str) -> 
     assert wires(graph, operator.name) == {f"{port}.{name}": f"generate.{name}" for name in RolloutBatch._fields}
     inserted = PPO.edit(insert={"shift": After("value", Shift())})
     assert {edge.partition(".")[0] for end, edge in wires(inserted, "shift").items() if end != "values"} == {"generate"}
+
+
+class Perhaps(Operator):
+    """A record that may be left out."""
+
+    def __call__(self, prompts: PromptBatch, rollout: RolloutBatch | None = None) -> c.TokenLevelScores: ...
+
+
+def test_of_an_optional_record_all_is_read_or_nothing() -> None:
+    """`Reward` reads a part of it from `generate`, and so the rest comes from there too."""
+    graph = PPO.edit(replace={"reward": Perhaps()})
+    assert wires(graph, "perhaps")["rollout.prompts"] == "generate.prompts"
+    assert wires(graph, "perhaps")["prompts.uid"] == "repeat.uid"
+    open_ended = PPO.edit(replace={"reward": Perhaps().named("judge")}, drop=["mismatch"])
+    assert len(wires(open_ended, "judge")) == len(RolloutBatch._fields) + len(PromptBatch._fields)
 
 
 class Shift(Operator):
