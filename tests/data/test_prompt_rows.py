@@ -47,6 +47,16 @@ def test_lines_that_break_a_reader(tmp_path: Path, line: str, said: str) -> None
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.parametrize(("levels", "taken"), [(99, True), (100, False)])
+def test_how_deeply_a_row_may_nest(tmp_path: Path, levels: int, taken: bool) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [record(0) | {"extra_info": {"a": json.loads(nested(levels))}}])
+    if taken:
+        assert len(load(path).next(1)) == 1
+    else:
+        with pytest.raises(DataError, match="nests more than 100"):
+            load(path)
+
+
 def test_a_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(record(0, "\N{GRINNING FACE}")) + "\n")
@@ -144,6 +154,15 @@ def test_a_prompt_that_no_tokens_could_hold_is_not_tokenised(tmp_path: Path) -> 
     assert (len(kept), kept.dropped) == (1, 2)
 
 
+def test_a_prompt_that_tokens_could_just_hold_is_tokenised(tmp_path: Path) -> None:
+    class Words(Characters):
+        def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+            return super().prompt_ids(messages)[:8]
+
+    path = write_jsonl(tmp_path / "a.jsonl", [record(0, "x" * 77)])  # 80 characters: 8 tokens of 10
+    assert len(PromptData(path, max_prompt_length=8).load(Words(), 0)) == 1  # type: ignore[arg-type]
+
+
 def test_without_a_limit_there_is_still_what_no_machine_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "_CHARACTERS", 80)
     path = write_jsonl(tmp_path / "a.jsonl", [record(0), record(1, "x" * 78)])
@@ -184,6 +203,6 @@ def test_the_digest_of_a_stream_is_of_what_it_gives(tmp_path: Path) -> None:
     rows = [record(0), record(1)]
     digest = load(write_jsonl(tmp_path / "a.jsonl", rows)).digest()
     assert load(write_parquet(tmp_path / "a.parquet", rows), seed=3, shuffle=False).digest() == digest
-    others = [[record(0)], [record(0), record(2)], [record(1), record(0)], [record(0), record(1, "z")]]
+    others = [[record(0)], [record(0), record(2)], [record(1), record(0)], [record(0), record(1, "zz")]]
     others.append([record(0), record(1) | {"extra_info": {"index": 2}}])
     assert digest not in {load(write_jsonl(tmp_path / "b.jsonl", other)).digest() for other in others}
