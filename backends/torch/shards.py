@@ -57,9 +57,9 @@ def load_sharded(
             _allocate(call.root, mesh.storage)
             with loading(folder):
                 _read(base_state(lm), sources, mesh)
-                refuse_not_finite(lm, folder)
                 if adapter is not None:
                     _read(lm.state_dict(keep_vars=True), adapter.fresh(seed), mesh)
+                refuse_not_finite(lm, folder)
     return lm, call, adapter
 
 
