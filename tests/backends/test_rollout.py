@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from flowrl.backends.rollout import Ending
+from flowrl.backends.rollout import Ending, check_prompts
 from flowrl.core.protocols import Sampling
 from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.errors import DataError
 
 PIECES = ["ab", "ba", "abba", " a", "<think>", "</s", "é!"]
 SPECIALS = ["<pad>", "<eos>"]
@@ -70,3 +72,20 @@ def test_a_character_of_several_tokens_is_complete_with_the_last(tokenizer: Chat
     first, second = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("é")[0][0]
     a, b, c = ids_of(tokenizer, "a", first, second)
     assert [watch.completes(token) for token in (a, b, c)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "mend"),
+    [
+        (9, 1024, "lower max_new_tokens to 247."),  # no prompt is short enough
+        (250, 28, "lower max_new_tokens to 6, or drop prompts of more than 228 tokens."),
+        (403, 28, "raise that where the model allows it, or drop prompts of more than 228 tokens."),
+        (300, 300, "raise that where the model allows it."),
+    ],
+)
+def test_what_is_too_long_is_told_with_lengths_that_can_be(prompt: int, answer: int, mend: str) -> None:
+    prompts, mask = torch.ones(1, prompt, dtype=torch.long), torch.ones(1, prompt, dtype=torch.bool)
+    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=answer)
+    with pytest.raises(DataError) as raised:
+        check_prompts(prompts, mask, ["a"], sampling, 10, 256, "model")
+    assert str(raised.value).endswith(mend)
