@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from flowrl.backends.rollout import Ending, RolloutEngine
+from flowrl.backends.rollout import Ending, RolloutEngine, check_prompts
 from flowrl.core.protocols import Sampled, Sampling
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer
@@ -109,3 +109,20 @@ def test_log_probs_that_are_not_finite_are_refused_where_the_rows_are_made(
     words = rf"Fixed gave response token 1 of row 'one' the log-prob {bad} \(2 tokens in 2 of 2 rows.*speculative"
     with pytest.raises(DataError, match=words):
         generate([[-1.0, bad], [bad, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "mend"),
+    [
+        (9, 1024, "lower max_new_tokens to 247."),  # no prompt is short enough
+        (250, 28, "lower max_new_tokens to 6, or drop prompts of more than 228 tokens."),
+        (403, 28, "raise that where the model allows it, or drop prompts of more than 228 tokens."),
+        (300, 300, "raise that where the model allows it."),
+    ],
+)
+def test_what_is_too_long_is_told_with_lengths_that_can_be(prompt: int, answer: int, mend: str) -> None:
+    prompts, mask = torch.ones(1, prompt, dtype=torch.long), torch.ones(1, prompt, dtype=torch.bool)
+    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=answer)
+    with pytest.raises(DataError) as raised:
+        check_prompts(prompts, mask, ["a"], sampling, 10, 256, "model")
+    assert str(raised.value).endswith(mend)

@@ -131,14 +131,14 @@ def test_what_arrives_is_what_was_sent_or_is_refused(
         ):
             mischief.write_text(what)
             with pytest.raises(
-                NodeError, match=rf"sync failed in step {step} on rollout rank 0: SyncError.*{said}"
+                NodeError, match=rf"sync failed in step {step + 1} on rollout rank 0: SyncError.*{said}"
             ) as caught:
                 executor.step(batch, step)
             assert isinstance(caught.value.__cause__, SyncError), what
             with pytest.raises(NodeError, match=r"sync failed between steps on rollout rank 0: SyncError"):
                 executor.sync()
             if what == "flip":  # an engine that was refused its weights does not generate
-                with pytest.raises(NodeError, match=r"generate failed in step 1 .* has no receipt"):
+                with pytest.raises(NodeError, match=r"generate failed in step 2 .* has no receipt"):
                     executor.step(batch, step)
             mischief.unlink()
             executor.sync()
