@@ -67,11 +67,14 @@ def test_this_process_counts_too(tmp_path: Path) -> None:
 def test_a_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> None:
     held = FolderLock(tmp_path)
     reader, writer = os.pipe()
+    started, tell = os.pipe()
     if (child := os.fork()) == 0:
         os.close(writer)
         held.release()  # does nothing: it is the parent's
+        os.write(tell, b"1")
         os.read(reader, 1)
         os._exit(0)
+    os.read(started, 1)
     with pytest.raises(ParameterError):
         FolderLock(tmp_path)
     os.close(held._file)  # as when the parent dies
@@ -79,7 +82,8 @@ def test_a_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> None:
     FolderLock(tmp_path).release()
     os.close(writer)
     os.waitpid(child, 0)
-    os.close(reader)
+    for file in (reader, started, tell):
+        os.close(file)
 
 
 def test_a_holder_that_is_not_known(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ class TestSameNumbers:
                     flag.touch()
 
         job = jobs("grpo", tiny, judge)
-        with pytest.raises(NodeError, match=r"reward failed in step 2.*(?s:.*)asleep"):
+        with pytest.raises(NodeError, match=r"reward failed in step 3.*(?s:.*)asleep"):
             run(job, prompts_file, tmp_path / "run", [Sleeper(2, "generate")])
         flag.unlink()
         assert_same(run(job, prompts_file, tmp_path / "run", resume=True), whole("grpo"))

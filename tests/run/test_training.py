@@ -86,12 +86,12 @@ def test_what_is_nearly_a_training_is_told_what_it_lacks(prompts_file: str) -> N
 def test_a_failure_mid_run_is_told_and_keeps_what_was_measured(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     reporter = Recorder()
     job = job_of("grpo", tiny, fails_at(2 * 16, ValueError("the judge is asleep")))
-    with pytest.raises(NodeError, match=r"reward failed in step 2: RewardError: (?s:.*)the judge is asleep"):
+    with pytest.raises(NodeError, match=r"reward failed in step 3: RewardError: (?s:.*)the judge is asleep"):
         train(job, prompts_file, tmp_path, [reporter], save_model=True)
     found = described(tmp_path)
     assert found["status"] == "failed"
     assert "the judge is asleep" in found["error"]
-    assert found["error"].startswith("NodeError: reward failed in step 2")
+    assert found["error"].startswith("NodeError: reward failed in step 3")
     assert [record["step"] for record in lines(tmp_path / "metrics.jsonl")] == [1, 2]
     assert not (tmp_path / "actor").exists()
     assert reporter.count("end") == 1
