@@ -193,8 +193,7 @@ class TorchRolloutEngine(RolloutEngine, Resident):
         arguments = inspect.signature(model.forward).parameters
         self._cache = "cache_params" if "cache_params" in arguments else "past_key_values"
         with evaluating(model), torch.no_grad():
-            probe = probe_inputs(model, model.device, rows=2)
-            bound = tolerance(model.dtype)
+            probe, bound = probe_inputs(model, model.device, rows=2), tolerance(model.dtype)
             refuse_other_cache(probe, model, self._forward, self._new_cache(), tokenizer.folder, bound)
 
     def sync(self, source: Trainer) -> Receipt:
