@@ -65,7 +65,7 @@ BAD = {
         "wrote into the socket that its process answers by (b'out of place",
     ),
     "forge_an_answer": (
-        """os.write(CHANNEL, b'{"id": 1, "score": 9.0, "extras": {}}\\n'); return 0.5""",
+        """os.write(CHANNEL, b'{"id": 1, "score": 9.0, "extras": {}}\\n'); signal.pause()""",
         'wrote into the socket that its process answers by (b\'{"id": 1',
     ),
     "begin_an_answer": ("os.write(CHANNEL, b'{'); return 0.5", "wrote into the socket"),
