@@ -26,8 +26,8 @@ QUESTIONS = (
 )
 ANSWER = 16
 """Tokens of an answer, at most; every one counts."""
-SPARE = 4
-"""Tokens of a sequence that engines keep for themselves, where they are to score a prompt: vLLM one, SGLang four."""
+SPARE = 5
+"""Tokens of a sequence that engines keep for themselves, where they are to score a prompt: vLLM one, SGLang five."""
 
 
 class ProbeBatch(NamedTuple):

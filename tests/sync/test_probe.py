@@ -63,8 +63,8 @@ class TestQuestions:
         prompts, sampling = questions(tokenizer, longest)
         assert (sampling.max_new_tokens, sampling.temperature, sampling.ignore_eos) == (width, 1.0, True)
         whole = [tokenizer.prompt_ids([{"role": "user", "content": question}]) for question in QUESTIONS]
-        assert prompts == [ids[-(longest - width - 4) :] for ids in whole]
-        assert all(1 <= len(ids) <= longest - width - 4 for ids in prompts)
+        assert prompts == [ids[-(longest - width - 5) :] for ids in whole]
+        assert all(1 <= len(ids) <= longest - width - 5 for ids in prompts)
 
     def test_without_a_chat_template_it_is_plain_text(self, tmp_path: Path) -> None:
         plain = char_tokenizer()
