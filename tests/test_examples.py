@@ -73,7 +73,8 @@ def test_think_is_a_target_of_the_command_line(
     assert said[0].startswith("flowchart") and "score_and_thinking" in said[0]
     assert said[1:] == [
         "grpo: 10 nodes, every connection fits and no rule is broken.\n",
-        "grpo: 10 nodes, every connection fits, every role is bound and no rule is broken.\n",
+        "grpo: 10 nodes, every connection fits, every role is bound and no rule is broken.\n"
+        "Responses end with <eos> (1: tokeniser, config.json, generation_config.json, chat template).\n",
     ]
 
 
@@ -103,7 +104,7 @@ def test_length_penalty_is_inserted_after_the_reward(tmp_path: Path) -> None:
     out = execute("length_penalty.py", tmp_path)
     assert "+ length_penalty: LengthPenalty(coef=0.01)  <- reward, generate" in out
     assert "kl_shape <- token_level_scores: reward.token_level_scores -> length_penalty.token_level_scores" in out
-    assert "flowchart" in out and 'length_penalty -->|"token_level_scores"| kl_shape' in out
+    assert "flowchart" in out and "length_penalty --> kl_shape" in out
     assert sum(bool(line.strip()) for line in (EXAMPLES / "length_penalty.py").read_text().splitlines()) <= 25
 
 

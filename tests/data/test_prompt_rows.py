@@ -156,8 +156,8 @@ def test_a_prompt_that_no_tokens_could_hold_is_not_tokenised(tmp_path: Path) -> 
 
 def test_a_prompt_that_tokens_could_just_hold_is_tokenised(tmp_path: Path) -> None:
     class Words(Characters):
-        def prompt_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-            return super().prompt_ids(messages)[:8]
+        def prompt_ids(self, *messages: Any) -> list[int]:
+            return super().prompt_ids(*messages)[:8]
 
     path = write_jsonl(tmp_path / "a.jsonl", [record(0, "x" * 77)])  # 80 characters: 8 tokens of 10
     assert len(PromptData(path, max_prompt_length=8).load(Words(), 0)) == 1  # type: ignore[arg-type]

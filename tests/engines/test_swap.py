@@ -100,6 +100,7 @@ def test_the_example_trains_by_one(model: Path, tmp_path: Path) -> None:
 
 
 def test_the_swap_changes_the_binding_and_nothing_else(tmp_path: Path) -> None:
+    write_dataset(tmp_path)
     before = demo(tmp_path / "model", tmp_path, tmp_path / "run")
     model = str(tmp_path / "model")
     shown = {

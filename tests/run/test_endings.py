@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from flowrl.core.edit import After
 from flowrl.data.prompts import PromptData
 from flowrl.errors import DataError, ParameterError, StorageError
 from flowrl.run.run_folder import RunFolder
-from flowrl.run.signals import Ended, ended_in_order
+from flowrl.run.signals import SIGNALS, Ended, ended_in_order
 from flowrl.run.timeline import Timeline
 from tests.jobs import job_of
 from tests.run.interrupted import assert_same, jobs, run
@@ -119,7 +119,17 @@ def test_a_trace_that_cannot_be_written_is_an_error_of_its_own(tmp_path: Path) -
 # ---- signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.fixture
+def unhandled() -> Iterator[None]:
+    """Signals end the program, as a shell leaves them; under nohup, SIGHUP would be ignored."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("unhandled")
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_a_run_in_order(tiny: str, prompts_file: str, tmp_path: Path, number: signal.Signals) -> None:
     class Ender(Recorder):
         def step(self, step: int, metrics: Any) -> None:

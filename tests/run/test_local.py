@@ -97,7 +97,7 @@ def test_what_a_loss_raises_is_told_with_its_line(tiny: str) -> None:
     line = Forgetful.__call__.__code__.co_firstlineno + 1
     executor = local_steps(Plan(job.graph), job.build(0), 0)
     executor.sync()
-    with pytest.raises(NodeError, match=rf"update_actor failed in step 0: RuntimeError: .*\n  at {__file__}:{line}\n"):
+    with pytest.raises(NodeError, match=rf"update_actor failed in step 1: RuntimeError: .*\n  at {__file__}:{line}\n"):
         executor.step(PROMPTS, 0)
 
 
