@@ -100,6 +100,16 @@ def test_super_computes_with_what_surrounds_the_call(operator: Operator, plus: f
             assert metrics == {"calls": call} | ({"own": 7} if isinstance(operator, Passing) else {})
 
 
+def test_a_call_that_is_no_operators_is_refused() -> None:
+    class Mixin:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    with pytest.raises(DefinitionError, match=r"Both\.__call__ is that of a base which is no Operator"):
+
+        class Both(Mixin, Base):
+            pass
+
+
 @pytest.mark.parametrize("operator", [Bare(scale=Twice()), Passing(scale=Twice()), Deeper(scale=Twice())])
 def test_super_computes_by_hand_too(operator: Any) -> None:
     """Without a session a key is passed, or there is none to draw from."""
