@@ -142,6 +142,8 @@ class State(Generic[T]):
             )
         try:
             inspect.signature(initial).bind(None)
+        except ValueError:  # an `attrgetter`, say, which does not tell what it takes
+            pass
         except TypeError as error:
             raise DefinitionError(
                 f"{where_defined(sys._getframe(1))}: State(...) wants a function of the operator alone, and calling it "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -197,6 +198,10 @@ def test_super_wants_all_that_is_wired_to_it() -> None:
 def test_a_state_begins_with_what_a_function_of_the_operator_gives(initial: Any) -> None:
     with pytest.raises(DefinitionError, match=r"State\(\.\.\.\) wants a function of the operator alone, and calling"):
         State(initial)
+
+
+def test_a_state_may_begin_with_what_a_getter_gives() -> None:
+    assert State(attrgetter("coef")).initial(KLShape(0.5)) == 0.5
 
 
 def test_decorators_of_a_call_stay() -> None:
