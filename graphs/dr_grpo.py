@@ -7,6 +7,7 @@ from typing import Any
 
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
+from flowrl.graphs.settings import refuse_lost
 from flowrl.operators import PPOClip
 
 
@@ -22,8 +23,12 @@ def dr_grpo(
         reward_fn: scores a response; see `Reward`.
         max_new_tokens: the longest a response may get, and the constant.
         clip: PPO's epsilon.
-        settings: others of `grpo`.
+        settings: others of `grpo`, except `kl_coef`.
+
+    Raises:
+        ParameterError: `kl_coef` was given.
     """
+    refuse_lost("dr_grpo", settings, "kl_coef")
     loss = PPOClip(clip, aggregation="seq-mean-token-sum-norm", norm=max_new_tokens)
     return grpo(reward_fn, max_new_tokens=max_new_tokens, kl_coef=0.0, **settings).edit(
         set={"group_advantage.normalize_std": False, "update_actor.loss": loss}, name="dr_grpo"

@@ -7,6 +7,7 @@ from typing import Any
 
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
+from flowrl.graphs.settings import refuse_lost
 from flowrl.operators import OPOAdvantage
 
 
@@ -18,5 +19,9 @@ def opo(reward_fn: str | Callable[..., Any], **settings: Any) -> Graph:
     Args:
         reward_fn: scores a response; see `Reward`.
         settings: those of `grpo`, except `kl_coef`.
+
+    Raises:
+        ParameterError: `kl_coef` was given.
     """
+    refuse_lost("opo", settings, "kl_coef")
     return grpo(reward_fn, kl_coef=0.0, **settings).edit(replace={"group_advantage": OPOAdvantage()}, name="opo")

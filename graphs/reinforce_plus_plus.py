@@ -9,6 +9,7 @@ from flowrl.core.edit import After
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
 from flowrl.graphs.ppo import ppo
+from flowrl.graphs.settings import refuse_lost
 from flowrl.operators import KLLoss, PPOClip, ReturnToGo, Whiten
 
 
@@ -21,8 +22,12 @@ def reinforce_plus_plus(
         reward_fn: scores a response; see `Reward`.
         n: responses per prompt.
         gamma: discount.
-        settings: others of `ppo`; KL is in the reward.
+        settings: others of `ppo`, except `lam`; KL is in the reward.
+
+    Raises:
+        ParameterError: `lam` was given.
     """
+    refuse_lost("reinforce_plus_plus", settings, "lam")
     return ppo(reward_fn, n=n, **settings).edit(
         replace={"gae": ReturnToGo(gamma)}, drop=["update_critic"], name="reinforce_plus_plus"
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from flowrl.graph import Graph
 from flowrl.graphs.ppo import ppo
+from flowrl.graphs.settings import refuse_lost
 from flowrl.operators import PPOClip, RLOOAdvantage
 
 
@@ -23,8 +24,12 @@ def rloo(
         n: responses per prompt.
         kl_coef: the weight of KL to the reference, in the reward.
         clip: PPO's epsilon; with one mini-batch a step nothing is clipped, and the update is REINFORCE's.
-        settings: others of `ppo`.
+        settings: others of `ppo`, except those of its GAE, `gamma` and `lam`.
+
+    Raises:
+        ParameterError: one of these was given.
     """
+    refuse_lost("rloo", settings, "gamma", "lam")
     return ppo(reward_fn, n=n, kl_coef=kl_coef, **settings).edit(
         replace={"gae": RLOOAdvantage()},
         set={"update_actor.loss": PPOClip(clip, aggregation="seq-mean-token-sum")},

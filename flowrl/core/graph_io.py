@@ -177,7 +177,9 @@ def _function(data: Mapping[str, Any], form: Literal["$function", "$named"], whe
             f"{where} names {path}, whose source has changed since the graph was written, so it would not be the "
             f"same graph; write the graph again from its Python file, or restore the function."
         )
-    return found if form == "$function" else path
+    if form == "$function":
+        return found
+    return path if imports else NotImported(path, source, form)
 
 
 def _class(path: str, where: str, imports: bool) -> Any:

@@ -267,6 +267,11 @@ def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: s
             f"{where}.{taken} is a parameter or state, and every operator has something of that name; give it another, "
             f"or write `{taken}: ClassVar[...] = ...` to declare that."
         )
+    if cls.__call__ is not Operator.__call__ and not hasattr(cls.__call__, "__wrapped__"):
+        raise DefinitionError(
+            f"{where}.__call__ is that of a base which is no Operator, so it has no ports; define it in the class "
+            f"itself, or derive that base from Operator."
+        )
     if cls.granularity not in typing.get_args(Granularity):
         raise DefinitionError(
             f"{where}.granularity is {cls.granularity!r}; expected one of "

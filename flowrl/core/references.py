@@ -149,10 +149,11 @@ def _plainly(module: ast.Module, name: str) -> str | None:
         if isinstance(node, ast.ClassDef) and node.name == name and not node.decorator_list:
             return "a class"
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+        value = getattr(node, "value", None)  # of a loop, or of an annotation alone, there is none
+        if value is not None and any(isinstance(target, ast.Name) and target.id == name for target in targets):
             try:
-                return f"a literal ({type(ast.literal_eval(getattr(node, 'value', None) or '')).__name__})"
-            except ValueError:  # an expression that may well be a function
+                return f"a literal ({type(ast.literal_eval(value)).__name__})"
+            except (ValueError, TypeError):  # an expression that may well be a function
                 return None
     return None
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from flowrl.columns import ColumnType
-from flowrl.core.in_place import Watch, guarded
+from flowrl.core.in_place import guarded, refuse_written, seen
 from flowrl.core.ports import Port, PortField
 from flowrl.core.roles import RoleRef
 from flowrl.data.balance import Share
@@ -142,6 +142,8 @@ class State(Generic[T]):
             )
         try:
             inspect.signature(initial).bind(None)
+        except ValueError:  # an `attrgetter`, say, which does not tell what it takes
+            pass
         except TypeError as error:
             raise DefinitionError(
                 f"{where_defined(sys._getframe(1))}: State(...) wants a function of the operator alone, and calling it "
@@ -206,12 +208,13 @@ class Call:
         for name, record, places in layout.ports:
             if any(place not in inputs for place in places):
                 arguments[name] = None
+            elif record is None:
+                arguments[name] = guarded(inputs[places[0]])
             else:
-                given = [guarded(inputs[place]) for place in places]
-                arguments[name] = given[0] if record is None else record(*given)
-        watch = Watch(inputs)
+                arguments[name] = record(*[guarded(inputs[place]) for place in places])
+        before = seen(inputs)
         result = layout.compute(bound, **arguments, **injected)
-        watch.refuse_written(self._operator)
+        refuse_written(self._operator, before)
         if layout.record is None:
             written = {layout.outputs[0]: result}
         elif isinstance(result, layout.record):

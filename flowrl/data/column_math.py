@@ -84,13 +84,13 @@ def moved(columns: Columns, device: torch.device | str) -> dict[str, Tensor | Ob
     try:
         target = torch.device(device)
         torch.empty(0, device=target)
-        return {name: c.to(target) if isinstance(c, Tensor) else c for name, c in columns.items()}
     except (RuntimeError, TypeError, AssertionError) as error:  # torch without CUDA asserts
         first, _, _ = str(error).partition("\n")
         raise DataError(
             f"the columns cannot be moved to {device!r} ({first}); expected a device of this machine, such as "
             f"{'cuda' if torch.cuda.is_available() else 'cpu'!r}."
         ) from error
+    return {name: c.to(target) if isinstance(c, Tensor) else c for name, c in columns.items()}
 
 
 def bind_axes(columns: Columns) -> dict[str, int]:

@@ -54,6 +54,7 @@ class ChatTokenizer:
             ) from error
         self.folder = folder
         self._tokenizer = cast("PreTrainedTokenizerBase", loaded)
+        self._read: set[str] = set()  # arguments that the chat template is known to read
         if self._tokenizer.eos_token_id is None:
             raise DataError(
                 f"the tokeniser in {folder!r} has no EOS token, so no response could end; set tokenizer.eos_token and "
@@ -144,9 +145,12 @@ class ChatTokenizer:
 
     def _refuse_unread(self, arguments: Mapping[str, Any]) -> None:
         """A template renders what it does not know as nothing, so a misspelt argument would change nothing."""
+        new = [name for name in arguments if name not in self._read]  # thousands of prompts have the same
+        if not new:
+            return
         template = json.dumps(self._tokenizer.chat_template)
         own = set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"tools", "documents"}
-        for name in arguments:
+        for name in new:
             if name in own:
                 raise DataError(
                     f"chat_template_kwargs holds {name!r}, which says how prompts are made; expected arguments of the "
@@ -157,6 +161,7 @@ class ChatTokenizer:
                     f"the chat template in {self.folder!r} reads no {name!r}, so chat_template_kwargs would be without "
                     f"effect; expected arguments that the template names: correct {name}, or leave it out."
                 )
+        self._read.update(new)
 
     def _template_ends(self) -> list[int]:
         """The special token that the template puts right behind what an assistant said; none where it puts text."""

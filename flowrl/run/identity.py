@@ -16,6 +16,8 @@ from flowrl.spec import parameters
 
 WEIGHTS = (".safetensors", ".bin", ".json")
 """Endings of the files of a model's folder that say what its weights are."""
+TOKENISER = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "chat_template")
+"""How names of the tokeniser's files begin: a run may go on with another, which `tell_changed_prompts` warns of."""
 
 
 def identity_of(graph: Graph, data: PromptData, seed: int, prompts: int) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def _weights(graph: Graph) -> dict[str, str | None]:
 
 
 def _digest(folder: Path) -> str | None:
-    """The xxh3-128 of the files of a model's folder, by name and content.
+    """The xxh3-128 of the files of a model's folder, by name and content, without those of its tokeniser.
 
     Raises:
         BindError: one cannot be read.
@@ -56,7 +58,8 @@ def _digest(folder: Path) -> str | None:
         return None
     digest = xxhash.xxh3_128()
     try:
-        for file in sorted(file for file in folder.iterdir() if file.suffix in WEIGHTS and file.is_file()):
+        files = (file for file in folder.iterdir() if file.suffix in WEIGHTS and file.is_file())
+        for file in sorted(file for file in files if not file.name.startswith(TOKENISER)):
             digest.update(f"{file.name}\0{file_digest(file)}\0".encode())
     except OSError as error:
         what = f"{error.filename} cannot be read ({error.strerror})"

@@ -73,7 +73,8 @@ class FolderLock:
     def release(self) -> None:
         """Let go of the folder."""
         if self._process == os.getpid():
-            self._path.unlink(missing_ok=True)
+            if self._is_there():  # and not of another run, since somebody has removed ours
+                self._path.unlink(missing_ok=True)
             self._close()
 
     def _is_there(self) -> bool:

@@ -68,7 +68,7 @@ class RunFolder:
                 lock.release()
             if isinstance(error, ParameterError):
                 raise
-            what = error.strerror if isinstance(error, OSError) else error
+            what = (error.strerror if isinstance(error, OSError) else None) or error
             raise ParameterError(
                 f"the folder {path} cannot be written ({what}); choose another by Training(folder=...) or --folder."
             ) from error

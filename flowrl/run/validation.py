@@ -51,7 +51,7 @@ class Validation(Spec):
         Raises:
             GraphError: a change names a node or parameter that is not there.
         """
-        return edit(graph.subgraph(self.until), set=self.changes, name=self.name)
+        return edit(graph.subgraph(self.until), set=self.changes)
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
         """Whether these metrics, of it or of another validation, reach its goal after the first step."""

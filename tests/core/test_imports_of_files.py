@@ -12,6 +12,7 @@ from flowrl.cli import main
 from flowrl.core.edit import After
 from flowrl.core.graph_io import NotImported, decode, not_imported, save
 from flowrl.core.references import resolve
+from flowrl.demo.verifier import compute_score
 from flowrl.errors import GraphError
 from flowrl.graph import Graph, load
 from flowrl.graphs import ppo
@@ -138,6 +139,16 @@ def test_only_what_comes_with_flowrl_is_imported(form: str, path: str) -> None:
     with pytest.raises(GraphError, match=r"x is of the class .*, which has to be imported"):
         decode({form: path}, "x", imports=False)
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("fn", [compute_score, "flowrl.demo.verifier:compute_score"])
+def test_a_reward_of_flowrl_is_the_same_with_and_without_imports(fn: Any) -> None:
+    graph = ppo(fn)
+    save(graph, "g.yaml")
+    for imports in (False, True):
+        read = load("g.yaml", imports=imports)
+        assert read.fingerprint() == graph.fingerprint()
+        assert not graph.diff(read)
 
 
 def test_what_comes_with_flowrl_is_imported_and_held_to_its_source() -> None:

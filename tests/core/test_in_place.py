@@ -12,6 +12,7 @@ from flowrl import Operator, PromptBatch, algorithm
 from flowrl import columns as c
 from flowrl.core.edit import After
 from flowrl.core.in_place import guarded
+from flowrl.core.ports import PortField
 from flowrl.data.column_math import objects
 from flowrl.errors import InPlaceError, NodeError
 from tests.jobs import PROMPTS, job_of
@@ -129,3 +130,15 @@ def test_only_arrays_are_guarded() -> None:
     assert guarded(tensor) is tensor
     view = guarded(array)
     assert not view.flags.writeable and array.flags.writeable and guarded(view) is view
+
+
+def test_what_was_made_in_inference_mode_is_passed_over() -> None:
+    """It counts no writes; what else is given is still looked at."""
+    with torch.inference_mode():
+        uncounted = torch.zeros(2, 3)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    given = {PortField("old_log_probs"): uncounted, PortField("response_mask"): mask}
+    with torch.inference_mode():
+        assert Zeroes("zero_").run(given).sum() == 0
+    with pytest.raises(InPlaceError, match="column response_mask"):
+        Zeroes("mask").run(given)

@@ -57,6 +57,14 @@ def test_check_looks_without_running(tmp_path: Path) -> None:
         functions.check(f"{file}:f")
 
 
+def test_check_leaves_what_no_literal_says(tmp_path: Path) -> None:
+    """An annotation alone, a loop, and a literal that cannot be made: `resolve` finds out what these are."""
+    file = tmp_path / "odd.py"
+    file.write_text("score: object\ndef score(x): ...\nfor other in (1, 2): ...\nbroken = {[]: 1}\n")
+    for name in ("score", "other", "broken"):
+        functions.check(f"{file}:{name}")
+
+
 def test_source_hash_tells_functions_apart(tmp_path: Path) -> None:
     def bounded(limit: float) -> Callable[[float], float]:
         def inner(x: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -100,6 +101,16 @@ def test_super_computes_with_what_surrounds_the_call(operator: Operator, plus: f
             assert metrics == {"calls": call} | ({"own": 7} if isinstance(operator, Passing) else {})
 
 
+def test_a_call_that_is_no_operators_is_refused() -> None:
+    class Mixin:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    with pytest.raises(DefinitionError, match=r"Both\.__call__ is that of a base which is no Operator"):
+
+        class Both(Mixin, Base):
+            pass
+
+
 @pytest.mark.parametrize("operator", [Bare(scale=Twice()), Passing(scale=Twice()), Deeper(scale=Twice())])
 def test_super_computes_by_hand_too(operator: Any) -> None:
     """Without a session a key is passed, or there is none to draw from."""
@@ -187,6 +198,10 @@ def test_super_wants_all_that_is_wired_to_it() -> None:
 def test_a_state_begins_with_what_a_function_of_the_operator_gives(initial: Any) -> None:
     with pytest.raises(DefinitionError, match=r"State\(\.\.\.\) wants a function of the operator alone, and calling"):
         State(initial)
+
+
+def test_a_state_may_begin_with_what_a_getter_gives() -> None:
+    assert State(attrgetter("coef")).initial(KLShape(0.5)) == 0.5
 
 
 def test_decorators_of_a_call_stay() -> None:

@@ -76,6 +76,17 @@ def test_a_device_that_is_not_there_is_refused(device: Any) -> None:
         FOUR.to(device)
 
 
+def test_a_device_without_room_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a move itself raises is told as torch tells it."""
+
+    def full(self: torch.Tensor, *_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        FOUR.to("cpu")
+
+
 def test_what_is_no_proto_is_refused() -> None:
     anything: Any = DataProto
     four: Any = FOUR

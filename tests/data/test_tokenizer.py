@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -286,6 +287,20 @@ def test_the_template_gets_its_arguments(tmp_path: Path) -> None:
 def test_arguments_without_effect_are_refused(tmp_path: Path, arguments: dict[str, object], said: str) -> None:
     with pytest.raises(DataError, match=said):
         told(tmp_path, THINKING).prompt_ids([{"role": "user", "content": "hi"}], arguments)
+
+
+def test_arguments_are_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of prompts has the same ones in every row, or none."""
+    looked: list[str] = []
+    escape = re.escape
+    monkeypatch.setattr(re, "escape", lambda name: looked.append(name) or escape(name))
+    tokenizer, messages = told(tmp_path, THINKING), [{"role": "user", "content": "hi"}]
+    looked.clear()
+    for arguments in ({}, {"enable_thinking": False}, {"enable_thinking": True}, {"date_string": "1"}):
+        tokenizer.prompt_ids(messages, arguments)
+    assert [name for name in looked if name in ("enable_thinking", "date_string")] == ["enable_thinking", "date_string"]
+    with pytest.raises(DataError, match="reads no 'thinking'"):
+        tokenizer.prompt_ids(messages, {"enable_thinking": True, "thinking": True})
 
 
 def test_a_broken_template_is_not_blamed_on_the_messages(tmp_path: Path) -> None:

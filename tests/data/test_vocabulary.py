@@ -53,6 +53,13 @@ def test_a_model_of_another_vocabulary_is_refused(tmp_path: Path, other: dict[st
             refuse_other_vocabularies(folders)
 
 
+def test_one_model_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowrl.data.vocabulary.vocabulary_of", None)
+    one = model(tmp_path / "one")
+    refuse_other_vocabularies({"actor": one, "ref": one})
+    refuse_other_vocabularies({})
+
+
 @pytest.mark.parametrize("content", [None, "{", "[]", "3", '{"text_config": 3}'])
 def test_what_cannot_be_read_is_left_to_who_loads_it(tmp_path: Path, content: str | None) -> None:
     broken = tmp_path / "broken"

@@ -102,6 +102,22 @@ def test_a_setting_that_the_neighbour_does_not_have() -> None:
         graphs.rloo(exact, temprature=1.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("rloo", "gamma"),
+        ("rloo", "lam"),
+        ("reinforce_plus_plus", "lam"),
+        ("gpg", "kl_coef"),
+        ("opo", "kl_coef"),
+        ("dr_grpo", "kl_coef"),
+    ],
+)
+def test_a_setting_of_what_is_left_out_is_refused(name: str, setting: str) -> None:
+    with pytest.raises(ParameterError, match=rf"{name}\({setting}=0.5\) would be without effect"):
+        getattr(graphs, name)(exact, **{setting: 0.5})
+
+
 def test_pass_at_k_needs_more_answers_than_it_tries() -> None:
     with pytest.raises(ParameterError, match=r"k=8, n=8.*expected n > k: n=16"):
         graphs.pass_at_k(exact, k=8)

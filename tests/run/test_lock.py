@@ -64,6 +64,16 @@ def test_this_process_counts_too(tmp_path: Path) -> None:
     FolderLock(tmp_path).release()
 
 
+def test_another_run_keeps_its_lock_where_ours_was_removed(tmp_path: Path) -> None:
+    ours = FolderLock(tmp_path)
+    (tmp_path / LOCK).unlink()
+    theirs = FolderLock(tmp_path)
+    ours.release()
+    with pytest.raises(ParameterError, match="is being written by a run"):
+        FolderLock(tmp_path)
+    theirs.release()
+
+
 def test_a_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> None:
     held = FolderLock(tmp_path)
     reader, writer = os.pipe()

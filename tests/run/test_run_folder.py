@@ -83,6 +83,10 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_model_loads(prompts
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ParameterError, match=r"cannot be written \(.*\); choose another by Training\(folder="):
             train(job_of("grpo", "no such model"), prompts_file, folder)
+    (tmp_path / "run.json").write_text('{"status": "failed"}')
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ParameterError, match=r"cannot be written \(.*metrics\.jsonl.*Is a directory"):
+        train(job_of("grpo", "no such model"), prompts_file, tmp_path)
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(ParameterError, match=r"run.json is not what a run writes there"):
         train(job_of("grpo", "no such model"), prompts_file, tmp_path, resume=True)

@@ -12,7 +12,9 @@ from flowrl import INJECTED, Metrics, Operator, PromptData, State, Validation
 from flowrl import columns as c
 from flowrl.core.edit import After
 from flowrl.errors import FlowrlError, ParameterError
+from flowrl.graphs import grpo
 from tests.jobs import job_of, weights_of
+from tests.kernel import exact
 from tests.runs import Recorder, described, lines, timeless, train
 
 
@@ -25,6 +27,12 @@ class Runs(Operator):
         self.count.value += 1
         metrics.max("runs", self.count.value)
         return token_level_scores
+
+
+def test_a_validation_may_have_any_name() -> None:
+    """Metrics go by it, and boards group them at a slash."""
+    validation = Validation(PromptData("math.jsonl"), name="val/math: hard")
+    assert validation.graph(grpo(exact))["repeat"].operator.rows_factor == 1
 
 
 def test_states_of_a_validation_are_its_own_and_new_each_time(tiny: str, prompts_file: str, tmp_path: Path) -> None:
