@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
@@ -34,6 +34,8 @@ from flowrl.errors import EngineError, SyncError
 from flowrl.records import Receipt, Sequences
 from flowrl.run.job import Job
 from flowrl.sync.digest import weights_digest
+
+T = TypeVar("T")
 
 
 class Desk:
@@ -359,8 +361,14 @@ def toy_job(graph: Any, desk: Path, folder: str, ranks: dict[str, int] | None = 
     return graph.bind(place=place, **bindings)
 
 
+def wherever(metrics: Mapping[str, T]) -> dict[str, T]:
+    """Metrics, without the way that weights took, which depends on where engines are."""
+    return {key: value for key, value in metrics.items() if not key.startswith("sync/by/")}
+
+
 def assert_same_numbers(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
-    """Metrics are equal bit for bit, but for ``kl/ref``: ranks sum it over their own rows, in float32."""
+    """Metrics are equal bit for bit, but for ``kl/ref``, which ranks sum over their own rows in float32."""
+    found, expected = wherever(found), wherever(expected)
     rounded = {"kl/ref"} & expected.keys()
     assert {key: found[key] for key in rounded} == pytest.approx({key: expected[key] for key in rounded}, rel=1e-6)
     assert {**found, **{key: expected[key] for key in rounded}} == expected
