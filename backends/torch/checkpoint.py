@@ -131,7 +131,7 @@ def _write(path: str, tensors: Mapping[str, Tensor]) -> None:
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
-            file.write(tensor.detach().cpu().contiguous().view(-1).numpy())
+            file.write(tensor.detach().cpu().contiguous().view(-1).numpy().data)
 
 
 def _pieces(folder: str, files: ExitStack) -> dict[str, list[Any]]:

@@ -70,7 +70,7 @@ def test_a_job_stays_on_the_loopback_if_all_of_it_is_on_one_machine(
 
     monkeypatch.setattr(Hosts, "ask", ask)
     monkeypatch.setattr(Hosts, "_crowded", lambda *_: False)
-    stub = SimpleNamespace(options=lambda **_: stub, remote=lambda *_: None)
+    stub: Any = SimpleNamespace(options=lambda **_: stub, remote=lambda *_: None)
     monkeypatch.setattr(hosts, "ray", SimpleNamespace(remote=lambda _: stub))
     backend = SimpleNamespace(collective=True)
     started: Any = object.__new__(Hosts)
