@@ -34,9 +34,9 @@ PROMPTS = [[11, 12], [13], [14, 15, 16, 17, 18]]
 
 
 def numbers(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """What does not depend on the clock."""
+    """What depends neither on the clock nor on the way that weights took."""
     return [
-        {key: value for key, value in record.items() if not key.startswith(("timing", "throughput"))}
+        {key: value for key, value in without_ways(record).items() if not key.startswith(("timing", "throughput"))}
         for record in records
     ]
 
