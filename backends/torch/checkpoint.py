@@ -8,6 +8,7 @@ nothing here is pickled: a checkpoint of somebody else can be damaged or wrong, 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -62,7 +62,7 @@ def save(
     own = {name: _local(tensor) for name, tensor in tensors.items() if mesh.rank == 0 or isinstance(tensor, DTensor)}
     part = os.path.join(folder, f"part-{mesh.rank + 1:05d}-of-{mesh.size:05d}.safetensors")
     with mesh.all_or_none("save_checkpoint"), _failures(folder, "written"):
-        save_file({name: tensor.cpu().contiguous() for name, tensor in own.items()}, part)
+        _write(part, own)
 
 
 def load(
@@ -115,6 +115,23 @@ def _blank(key: str, parameter: nn.Parameter) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _write(path: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file, one tensor after the other: `safetensors.torch.save_file` wants all of them in CPU
+    memory at once, which is three times the weights where they are on a GPU."""
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # each at a multiple of its element
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            file.write(tensor.detach().cpu().contiguous().view(-1).numpy().data)
 
 
 def _pieces(folder: str, files: ExitStack) -> dict[str, list[Any]]:

@@ -198,5 +198,5 @@ def refuse_no_model(folder: str) -> None:
 
 
 def _is_head(lm: PreTrainedModel, name: str) -> bool:
-    head = lm.get_output_embeddings()
-    return head is not None and any(lm.get_parameter(name) is parameter for parameter in head.parameters())
+    """Whether a weight is stored for the head alone; one that is tied to it is of the body too."""
+    return lm.get_submodule(name.rpartition(".")[0]) is lm.get_output_embeddings()

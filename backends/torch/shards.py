@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -102,7 +103,7 @@ def _stored(folder: str, files: ExitStack) -> dict[str, Any]:
 
 def _sources(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) -> dict[str, Any] | None:
     """Where each weight that is wanted is stored, tied ones once; None where not all are stored as they are in `lm`, or
-    others are."""
+    others are, but for those that transformers leaves out on purpose."""
     state, wanted = (model.state_dict(keep_vars=True) for model in (lm, _wanted(lm, with_head)))
     names: dict[int, list[str]] = {id(tensor): [] for tensor in wanted.values()}
     for name, tensor in (*state.items(), *wanted.items()):  # a critic's folder may name them from the body down
@@ -114,7 +115,9 @@ def _sources(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) ->
         if source is None or tuple(source.get_shape()) != tuple(state[tied[0]].shape):
             return None
         sources[tied[0]] = source
-    return sources if stored.keys() <= {*state, *wanted} else None
+    strays: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=stored.keys() - {*state, *wanted})
+    lm._adjust_missing_and_unexpected_keys(strays)  # without what transformers leaves out on purpose: old buffers, say
+    return None if strays.unexpected_keys else sources
 
 
 def _allocate(root: nn.Module, storage: torch.device) -> None:

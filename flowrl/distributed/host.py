@@ -142,23 +142,25 @@ class Host:
         return os.getpid()
 
     def meeting_point(self, alone: bool, timeout: float) -> tuple[str, int]:
-        """Open a store where the ranks can meet: at the loopback, if all are on this machine; its address and port."""
+        """Open a store where the ranks can meet: at the loopback, if the job is on this machine alone; its address and
+        port."""
         address = LOOPBACK if alone else ray.util.get_node_ip_address()
         self._store = store_at(address, timeout)
         return address, self._store.port
 
-    def build(self, bindings: Mapping[str, Any], meeting: tuple[str, int] | None, timeout: float) -> None:
+    def build(self, bindings: Mapping[str, Any], meeting: tuple[str, int] | None, alone: bool, timeout: float) -> None:
         """Load the engines.
 
         Args:
             bindings: the backends of the plan's roles.
             meeting: where several ranks meet, see `meeting_point`.
+            alone: whether all of the job's processes with engines are on this machine.
             timeout: seconds that they wait for each other, then and in every collective.
         """
         assert self.plan is not None
+        if alone:
+            stay_on_loopback()
         if meeting is not None:
-            if meeting[0] == LOOPBACK:
-                stay_on_loopback()
             patience = timedelta(seconds=timeout)
             store = c10d.TCPStore(*meeting, None, False, timeout=patience) if self._store is None else self._store
             dist.init_process_group(

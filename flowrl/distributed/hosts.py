@@ -66,17 +66,22 @@ class Hosts:
         for plan in plans:
             actor = ray.remote(Host).options(**self._slots.options(plan))
             self.actors[plan] = actor.remote(plan, self.seed, _path(), os.getcwd(), self._slots.gpus(plan))
-        for roles in dict.fromkeys(plan.roles for plan in plans):
-            ranks = [plan for plan in plans if plan.roles == roles]
-            loading, patience = f"loading {'+'.join(roles)}", max(self.place.deadline, _LOAD_SECONDS)
-            self.seats |= zip(ranks, self.ask(ranks, loading, "seat", patience=patience), strict=True)
+        patience = max(self.place.deadline, _LOAD_SECONDS)
+        groups: dict[tuple[str, ...], list[ProcessSpec]] = {}
+        for plan in plans:
+            groups.setdefault(plan.roles, []).append(plan)
+        for roles, ranks in groups.items():
+            self.seats |= zip(ranks, self.ask(ranks, _loading(roles), "seat", patience=patience), strict=True)
+        # Ranks of one machine may have to reach an engine on another, so all of the job counts.
+        alone = len({seat.node for seat in self.seats.values()}) == 1
+        for roles, ranks in groups.items():
+            loading = _loading(roles)
             bindings = {role: self.bindings[role] for role in roles}
             meeting, seconds = None, self.place.deadline
             if len(ranks) > 1 and any(backend.collective for backend in bindings.values()):
-                alone = len({self.seats[rank].node for rank in ranks}) == 1
                 meeting = self.ask(ranks[:1], loading, "meeting_point", alone, seconds)[0]
             try:
-                self.ask(ranks, loading, "build", bindings, meeting, seconds, patience=patience)
+                self.ask(ranks, loading, "build", bindings, meeting, alone, seconds, patience=patience)
             except NodeError as error:
                 if isinstance(error, HostDiedError) or not isinstance(error.__cause__, FlowrlError):
                     raise
@@ -225,6 +230,10 @@ class Hosts:
     def clear(self, plans: Sequence[ProcessSpec], what: str) -> None:
         """Put to sleep those of these hosts whose slots others have taken beside them."""
         self._sleep([plan for plan in plans if any(plan.meets(other) for other in self._awake)], what)
+
+
+def _loading(roles: Sequence[str]) -> str:
+    return f"loading {'+'.join(roles)}"
 
 
 def _path() -> list[str]:

@@ -43,7 +43,10 @@ def watched() -> Iterator[None]:
     over, end = os.pipe()
 
     def look() -> None:
-        for died in select.select([over, *watches], [], [])[0]:
+        found = select.poll()  # `select.select` takes no descriptor above 1023
+        for descriptor in (over, *watches):
+            found.register(descriptor, select.POLLIN)
+        for died, _ in found.poll():
             if died in watches and not _gone:
                 _gone.append(
                     f"a process of Ray's own on this machine has died ({watches[died]}), and with it all that runs on "

@@ -11,9 +11,14 @@ from torch import Tensor
 
 from flowrl.sync.probe import Probe
 
-KEPT = frozenset({"A_log", "conv1d", "gate", "indexer", "router"})
-"""Parts of names of matrices that engines keep in float32 whatever they compute in: states, and what routes tokens to
-experts. They are small."""
+KEPT = frozenset(
+    {"A_log", "conv1d", "q_conv1d", "k_conv1d", "v_conv1d"}  # state-space mixers, and linear attention (Kimi, Ling)
+    | {"gate", "router", "e_score_correction_bias"}  # what routes tokens to experts; Ernie's biases are a matrix
+    | {"indexer", "ape", "position_bias"}  # sparse attention of DeepSeek
+    | {"fn", "attn_hc", "ffn_hc", "hc_head", "hc_fn", "hc_attn_fn", "hc_ffn_fn", "hc_head_fn"}  # hyper-connections
+)
+"""Parts of names of matrices that engines keep in float32 whatever they compute in. They are small, and what is here
+without need costs bytes alone."""
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,17 @@ import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from flowrl.distributed import meeting
+from flowrl.distributed import hosts, meeting
+from flowrl.distributed.host import Host
+from flowrl.distributed.hosts import Hosts
 from flowrl.distributed.meeting import LOOPBACK, c10d, stay_on_loopback, store_at
+from flowrl.run.place import ProcessSpec
+from flowrl.sync.route import Seat
 
 
 def addresses_of(port: int) -> set[str]:
@@ -45,3 +51,42 @@ def test_what_the_environment_names_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     environment.clear()
     stay_on_loopback()
     assert environment == {}
+
+
+@pytest.mark.parametrize("nodes", [("a", "a", "a"), ("a", "a", "b"), ("b", "a", "a")])
+def test_a_job_stays_on_the_loopback_if_all_of_it_is_on_one_machine(
+    nodes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks of one machine too, if the engine that they send to is on another."""
+    plans = [ProcessSpec(("actor",), 0, 2, (0,)), ProcessSpec(("actor",), 1, 2, (1,))]
+    plans.append(ProcessSpec(("rollout",), 0, 1, (2,)))
+    told: list[tuple[str, Any]] = []
+
+    def ask(self: Hosts, to: list[ProcessSpec], what: str, method: str, *args: Any, **_: Any) -> list[Any]:
+        if method == "seat":
+            return [Seat(nodes[plans.index(plan)], plan.rank) for plan in to]
+        told.append((method, args[0] if method == "meeting_point" else args[2]))
+        return [("address", 1)] * len(to)
+
+    monkeypatch.setattr(Hosts, "ask", ask)
+    monkeypatch.setattr(Hosts, "_crowded", lambda *_: False)
+    stub: Any = SimpleNamespace(options=lambda **_: stub, remote=lambda *_: None)
+    monkeypatch.setattr(hosts, "ray", SimpleNamespace(remote=lambda _: stub))
+    backend = SimpleNamespace(collective=True)
+    started: Any = object.__new__(Hosts)
+    vars(started).update(actors={}, seats={}, seed=0, place=SimpleNamespace(deadline=9.0))
+    vars(started).update(bindings={"actor": backend, "rollout": backend})
+    started._slots = SimpleNamespace(options=lambda _: {}, gpus=lambda _: None)
+    started.start(plans)
+    alone = set(nodes) == {"a"}
+    assert told == [("meeting_point", alone), ("build", alone), ("build", alone)]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_single_process_stays_on_the_loopback_too(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr("flowrl.distributed.host.stay_on_loopback", lambda: calls.append(None))
+    host: Any = object.__new__(Host)
+    host.plan, host.seed = ProcessSpec(("actor",), 0, 1, (0,)), 0
+    host.build({}, None, alone, 9.0)
+    assert len(calls) == alone

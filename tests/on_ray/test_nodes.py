@@ -59,7 +59,9 @@ def test_a_stream_has_the_bits_of_the_object_store(tiny: str, tmp_path: Path, mo
             results = [executor.step(batch(), step) for step in range(2)]
             receipts = [result.values["sync"]["receipt"] for result in results]
             assert [receipt.transport for receipt in receipts] == [way, way]
-            found[way] = [(result.metrics.compute(), result.values["sync"]["receipt"][:3]) for result in results]
+            metrics = [result.metrics.compute() for result in results]
+            assert [one.pop(f"sync/by/{way.replace(' ', '_')}") for one in metrics] == [1, 1]
+            found[way] = list(zip(metrics, [receipt[:3] for receipt in receipts], strict=True))
     assert found["gloo"] == found["object store"]
     assert found["gloo"][0] != found["gloo"][1]
 

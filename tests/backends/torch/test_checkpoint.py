@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flowrl.backends import AdamW
+from flowrl.backends.torch import checkpoint
 from flowrl.errors import DataError
 from tests.backends.torch.trainers import Folder, Pull, snapshot, trainer, whole
 from tests.models import ragged
@@ -106,3 +108,37 @@ def test_what_is_not_whole_is_refused_and_changes_nothing(
         engine.load_checkpoint(str(tmp_path / "saved"))
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights())
     assert engine.version == 2
+
+
+def test_a_part_is_a_file_of_safetensors(tmp_path: Path) -> None:
+    """Whatever comes first, and of any shape; `safetensors` reads it."""
+    held = {
+        "short": torch.arange(3.0),
+        "scalar": torch.tensor(7.0),
+        "number": torch.tensor(1 << 40),
+        "none": torch.zeros(0, 4),
+        "turned": torch.arange(6.0).view(2, 3).T,
+        "längere": torch.full((5, 1, 2), float("nan"), requires_grad=True),
+    }
+    checkpoint._write(str(tmp_path / PART), held)
+    found = load_file(tmp_path / PART)
+    assert found.keys() == held.keys()
+    for name, tensor in held.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name].nan_to_num(-1), tensor.nan_to_num(-1))
+
+
+def test_a_part_is_written_with_one_tensor_in_cpu_memory_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(copy() is not None for copy in copies))
+        copy = tensor.clone()
+        copies.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "cpu", copied)
+    checkpoint._write(str(tmp_path / PART), {str(number): torch.ones(4) for number in range(5)})
+    assert alive == [0] * 5

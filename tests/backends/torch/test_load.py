@@ -170,12 +170,28 @@ def test_a_tied_head_may_be_stored_or_not(folder: Folder, tmp_path: Path) -> Non
     assert torch.equal(TorchScorer(str(tmp_path), device="cpu").build(CONTEXT).log_probs(ragged()), truth)
 
 
-def test_buffers_that_older_versions_stored_are_no_fault(folder: Folder, tmp_path: Path) -> None:
+def test_a_critic_needs_embeddings_that_are_tied_to_its_head(folder: Folder, tmp_path: Path) -> None:
+    shutil.copytree(folder("qwen2"), tmp_path, dirs_exist_ok=True)
+    weights(lambda held: held.pop("model.embed_tokens.weight"))(tmp_path)
+    with pytest.raises(BindError, match=r"lacks 1 weights .*embed_tokens"):
+        TorchCritic(str(tmp_path), device="cpu").build(CONTEXT)
+
+
+def test_buffers_that_older_versions_stored_are_no_fault(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do they keep a model from going straight into shards."""
     truth = TorchScorer(folder("llama"), device="cpu").build(CONTEXT).log_probs(ragged())
     shutil.copytree(folder("llama"), tmp_path, dirs_exist_ok=True)
     old = weights(lambda held: held.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))
     old(tmp_path)
     assert torch.equal(TorchScorer(str(tmp_path), device="cpu").build(CONTEXT).log_probs(ragged()), truth)
+    monkeypatch.delattr("flowrl.backends.torch.shards.load_causal_lm")
+    try:
+        sharded = TorchScorer(str(tmp_path), device="cpu", offload=True).build(RANK)
+        assert torch.allclose(sharded.log_probs(ragged()), truth, atol=1e-5)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_critic_needs_a_body_and_takes_no_other_head(folder: Folder, tmp_path: Path) -> None:

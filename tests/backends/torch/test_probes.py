@@ -4,6 +4,8 @@ padded or not, with a cache or without, with an adapter or merged; or they are r
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +54,23 @@ def truth(folder: str, batch: Ragged) -> Tensor:
             logits = model(input_ids=ids).logits[0, counted - 1].double() / batch.temperature[row].double()
         out[row, batch.response_mask[row]] = logits.log_softmax(-1).gather(1, ids[0, counted, None]).squeeze(1)
     return out
+
+
+@pytest.mark.parametrize(
+    "setting", ["torch.set_float32_matmul_precision('high')", "cuda.matmul.fp32_precision = 'tf32'"]
+)
+def test_coarse_products_are_no_fault_of_a_model(setting: str) -> None:
+    """In an interpreter of its own, since the setting is the whole process's."""
+    code = f"""if True:
+        import torch
+        from torch.backends import cuda
+        from flowrl.backends.torch.probes import tolerance
+        print(tolerance(torch.float32), tolerance(torch.bfloat16))
+        {setting}
+        print(tolerance(torch.float32))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0.001", "0.2", "0.2"]
 
 
 @pytest.mark.parametrize("kind", SCORED)
