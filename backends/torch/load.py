@@ -61,7 +61,7 @@ def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | N
             f"the folder {folder!r} lacks {len(problems)} weights of {type(lm).__name__} or has them in another shape "
             f"({_some(problems)}), and they would be drawn at random; {mend}"
         )
-    if problems := sorted(report["unexpected_keys"]):
+    if problems := sorted(without_use(report["unexpected_keys"], with_head)):
         raise BindError(
             f"the folder {folder!r} holds {len(problems)} weights that {type(lm).__name__} does not have by its "
             f"config.json ({_some(problems)}), and they would be left out; correct config.json (its number of layers, "
@@ -69,6 +69,14 @@ def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | N
         )
     refuse_not_finite(lm, folder)
     return cast("PreTrainedModel", lm)
+
+
+def without_use(unexpected: Collection[str], with_head: bool) -> set[str]:
+    """Of the weights that a folder has and a causal LM has not, those that nobody would leave out on purpose.
+
+    A critic often starts from a reward model, and leaves out its head (``score``) as it does that of an LM.
+    """
+    return {name for name in unexpected if with_head or not name.startswith("score.")}
 
 
 def skeleton(folder: str, attention: Attention | None = None) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from flowrl.backends.torch.load import load_causal_lm, loading, quiet, refuse_not_finite, skeleton
+from flowrl.backends.torch.load import load_causal_lm, loading, quiet, refuse_not_finite, skeleton, without_use
 from flowrl.backends.torch.lora import Adapter, LoRA, base_state
 from flowrl.backends.torch.mesh import Gathered, Mesh
 from flowrl.backends.torch.probes import Attention
@@ -117,7 +117,7 @@ def _sources(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) ->
         sources[tied[0]] = source
     strays: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=stored.keys() - {*state, *wanted})
     lm._adjust_missing_and_unexpected_keys(strays)  # without what transformers leaves out on purpose: old buffers, say
-    return None if strays.unexpected_keys else sources
+    return None if without_use(strays.unexpected_keys, with_head) else sources
 
 
 def _allocate(root: nn.Module, storage: torch.device) -> None:

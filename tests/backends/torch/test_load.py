@@ -194,18 +194,32 @@ def test_buffers_that_older_versions_stored_are_no_fault(
         dist.destroy_process_group()
 
 
-def test_a_critic_needs_a_body_and_takes_no_other_head(folder: Folder, tmp_path: Path) -> None:
-    for name, model in [
-        ("body", AutoModelForCausalLM.from_pretrained(folder("llama")).base_model),
-        ("scores", AutoModelForSequenceClassification.from_pretrained(folder("llama"), num_labels=1)),
-    ]:
-        model.save_pretrained(tmp_path / name)
-        char_tokenizer().save_pretrained(tmp_path / name)
-    TorchCritic(str(tmp_path / "body"), device="cpu").build(CONTEXT)
+def test_a_critic_needs_a_body_alone(folder: Folder, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(folder("llama")).base_model.save_pretrained(tmp_path)
+    char_tokenizer().save_pretrained(tmp_path)
+    TorchCritic(str(tmp_path), device="cpu").build(CONTEXT)
     with pytest.raises(BindError, match=r"lacks 1 weights of LlamaForCausalLM .*\(lm_head\.weight\)"):
-        TorchScorer(str(tmp_path / "body"), device="cpu").build(CONTEXT)
-    with pytest.raises(BindError, match=r"holds 1 weights that LlamaForCausalLM does not have .*\(score\.weight\)"):
-        TorchCritic(str(tmp_path / "scores"), device="cpu").build(CONTEXT)
+        TorchScorer(str(tmp_path), device="cpu").build(CONTEXT)
+
+
+@pytest.mark.parametrize(("context", "offload"), [(CONTEXT, False), (RANK, True)], ids=["whole", "sharded"])
+def test_a_critic_starts_from_the_body_of_a_reward_model(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: Any, offload: bool
+) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(folder("llama"), num_labels=1)
+    model.save_pretrained(tmp_path / "scores")
+    char_tokenizer().save_pretrained(tmp_path / "scores")
+    if offload:  # straight into shards
+        monkeypatch.delattr("flowrl.backends.torch.shards.load_causal_lm")
+    try:
+        critic = TorchCritic(str(tmp_path / "scores"), device="cpu", offload=offload).build(context)
+        critic.save_pretrained(str(tmp_path / "critic"))
+    finally:
+        if offload:
+            dist.destroy_process_group()
+    saved = {name.removeprefix("model."): held for name, held in load_file(tmp_path / "critic" / WEIGHTS).items()}
+    body = model.model.state_dict()
+    assert saved.keys() == body.keys() and all(torch.equal(saved[name], body[name]) for name in body)
 
 
 def test_a_planted_pickle_would_run(tmp_path: Path) -> None:
