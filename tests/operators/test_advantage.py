@@ -175,3 +175,5 @@ class TestOperators:
     def test_refuse_parameters_out_of_range(self) -> None:
         with pytest.raises(ParameterError, match="gamma"):
             GAE(gamma=1.1)
+        with pytest.raises(ParameterError, match="critic_lam"):
+            DecoupledGAE(critic_lam=1.1)

@@ -4,6 +4,7 @@ engines."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from flowrl import Key, Metrics
 from flowrl.backends import SGD, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.columns import lookup
+from flowrl.core.protocols import Sampling
 from flowrl.errors import DataError, ParameterError, SyncError
 from flowrl.operators import (
     Generate,
@@ -98,6 +100,22 @@ def test_repeat_of_what_is_no_number_of_rows_is_refused(n: Any) -> None:
 
 
 # ---- Generate
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (Generate(max_new_tokens=2), Sampling(1.0, 0, 1.0, 2, (), (), ignore_eos=False)),
+        (Generate(0.5, 3, 0.9, 2, (7,), ("x",), True), Sampling(0.5, 3, 0.9, 2, (7,), ("x",), ignore_eos=True)),
+    ],
+)
+def test_the_engine_is_asked_for_what_the_operator_says(
+    synced: Any, monkeypatch: pytest.MonkeyPatch, asked: Generate, expected: Sampling
+) -> None:
+    seen, generate = [], synced.generate
+    monkeypatch.setattr(synced, "generate", lambda *given: seen.append(given[3]) or generate(*given))
+    replace(asked, rollout=synced)(prompt_batch(PROMPTS), key=KEY)
+    assert seen == [expected]
 
 
 @pytest.fixture(scope="module")
