@@ -143,7 +143,7 @@ def test_traffic_is_what_nodes_read(tiny: str, tmp_path: Path, caplog: pytest.Lo
             executor.step(proto(prompt_batch(PROMPTS[:4])).drop("prompt_mask"), 1)
         desk = Desk(str(tmp_path / "desk"))
         desk.fail("ref.log_probs")
-        with pytest.raises(NodeError, match=r"ref_log_prob failed in step 7 on ref rank 0: ValueError") as caught:
+        with pytest.raises(NodeError, match=r"ref_log_prob failed in step 8 on ref rank 0: ValueError") as caught:
             executor.step(proto(prompt_batch(PROMPTS[:4])), 7)
         assert "ref.log_probs was told to fail" in str(caught.value)
         assert "it was given rollout.input_ids: int64[12, " in str(caught.value)
@@ -239,7 +239,7 @@ def test_an_error_of_one_rank_is_its_own(tiny: str, tmp_path: Path) -> None:
         processes += process_ids(executor).values()
         run(executor, 2, 1)
         Desk(str(tmp_path / "desk")).fail("ref.log_probs")
-        with pytest.raises(NodeError, match=r"ref_log_prob failed in step 1 on ref rank [01]: ValueError"):
+        with pytest.raises(NodeError, match=r"ref_log_prob failed in step 2 on ref rank [01]: ValueError"):
             executor.step(proto(prompt_batch(PROMPTS[:2])), 1)
         with pytest.raises(NodeError) as caught:
             executor.step(proto(prompt_batch(PROMPTS[:2]))[:0], 1)
