@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from flowrl.columns import Column
     from flowrl.core.edit import After
     from flowrl.core.graph_io import save
+    from flowrl.core.loss import Loss
     from flowrl.core.operator import Operator
     from flowrl.core.ports import INJECTED
     from flowrl.core.roles import Reads, Role, Writes
@@ -43,6 +44,7 @@ __all__ = [
     "Graph",
     "Job",
     "Key",
+    "Loss",
     "Metrics",
     "Operator",
     "PromptBatch",
@@ -73,6 +75,7 @@ _MODULES = {
     "Graph": "graph",
     "Job": "run.job",
     "Key": "data.keys",
+    "Loss": "core.loss",
     "Metrics": "data.metrics",
     "Operator": "core.operator",
     "State": "core.session",

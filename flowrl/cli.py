@@ -262,7 +262,7 @@ def operators() -> None:
     for heading in ("operator", "reads", "writes", "from"):
         table.add_column(heading, no_wrap=heading == "operator", overflow="fold")
     for name, point in sorted(installed.names().items()):
-        signature = installed.load(name)._signature
+        signature = installed.load(name).usual_signature()
         record = signature.output_record
         writes = ", ".join(signature.outputs) if record is None else record.__name__
         table.add_row(name, ", ".join(signature.ports), writes, point.value.partition(":")[0])

@@ -149,6 +149,16 @@ RolloutLogProbs = Annotated[
     Float32[Tensor, "batch response"], Column("rollout_log_probs", "log-prob of the rollout", 0.0)
 ]
 OldLogProbs = Annotated[Float32[Tensor, "batch response"], Column("old_log_probs", "log-prob of the old policy", 0.0)]
+LogProbs = Annotated[
+    Float32[Tensor, "batch response"], Column("log_probs", "log-prob of the policy that is trained", 0.0)
+]
+"""What the model says now, with a gradient: for losses. No operator writes it."""
+Entropies = Annotated[
+    Float32[Tensor, "batch response"], Column("entropies", "entropy of the policy that is trained", 0.0)
+]
+"""Of the next-token distribution, with a gradient: for losses."""
+NewValues = Annotated[Float32[Tensor, "batch response"], Column("new_values", "value of the critic that is trained")]
+"""What the critic says now, with a gradient: for losses."""
 RefLogProbs = Annotated[Float32[Tensor, "batch response"], Column("ref_log_prob", "log-prob of the reference", 0.0)]
 Values = Annotated[Float32[Tensor, "batch response"], Column("values", "value", 0.0)]
 Returns = Annotated[Float32[Tensor, "batch response"], Column("returns", "return", 0.0)]

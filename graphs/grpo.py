@@ -35,9 +35,9 @@ def grpo(
         ppo_epochs: passes over the rows of a step.
         mini_batch: rows per optimiser step; None for all.
     """
-    loss = PPOClip(clip, kl=KLLoss("k3", kl_coef) if kl_coef else None)
+    kl = KLLoss("k3", kl_coef) if kl_coef else None
     return ppo(reward_fn, n=n, temperature=temperature, max_new_tokens=max_new_tokens).edit(
-        replace={"gae": GroupAdvantage(), "update_actor": UpdateActor(loss, ppo_epochs, mini_batch)},
+        replace={"gae": GroupAdvantage(), "update_actor": UpdateActor(PPOClip(clip), ppo_epochs, mini_batch, kl=kl)},
         drop=["kl_shape", "whiten", "update_critic"],
         name="grpo",
     )

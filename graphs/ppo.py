@@ -66,6 +66,6 @@ def ppo(
     rewards = KLShape(kl_coef)(scores, old, ref, rollout.response_mask)
     adv = GAE(gamma, lam)(rewards, values, rollout.response_mask)
     white = Whiten()(adv.advantages, rollout.response_mask)
-    critic = UpdateCritic(ppo_epochs=ppo_epochs, mini_batch=mini_batch)(rollout, values, adv.returns)
-    actor = UpdateActor(PPOClip(clip), ppo_epochs, mini_batch)(rollout, old, white)
+    critic = UpdateCritic(ppo_epochs=ppo_epochs, mini_batch=mini_batch)(rollout, values=values, returns=adv.returns)
+    actor = UpdateActor(PPOClip(clip), ppo_epochs, mini_batch)(rollout, old_log_probs=old, advantages=white)
     return Sync()(actor), critic, mismatch

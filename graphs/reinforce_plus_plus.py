@@ -10,7 +10,7 @@ from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
 from flowrl.graphs.ppo import ppo
 from flowrl.graphs.settings import refuse_lost
-from flowrl.operators import KLLoss, PPOClip, ReturnToGo, Whiten
+from flowrl.operators import ReturnToGo, Whiten
 
 
 def reinforce_plus_plus(
@@ -34,7 +34,7 @@ def reinforce_plus_plus(
 
 
 def reinforce_plus_plus_baseline(
-    reward_fn: str | Callable[..., Any], *, n: int = 8, kl_coef: float = 0.001, clip: float = 0.2, **settings: Any
+    reward_fn: str | Callable[..., Any], *, n: int = 8, kl_coef: float = 0.001, **settings: Any
 ) -> Graph:
     """REINFORCE++ with a group baseline (Hu 2025, arXiv:2501.03262): GRPO, but the scale is that of the whole batch.
 
@@ -42,11 +42,10 @@ def reinforce_plus_plus_baseline(
         reward_fn: scores a response; see `Reward`.
         n: responses per prompt, the size of a group.
         kl_coef: the weight of KL (by k2) to the reference, in the loss; above 0.
-        clip: PPO's epsilon.
         settings: others of `grpo`.
     """
     return grpo(reward_fn, n=n, kl_coef=kl_coef, **settings).edit(
-        set={"group_advantage.normalize_std": False, "update_actor.loss": PPOClip(clip, kl=KLLoss("k2", kl_coef))},
+        set={"group_advantage.normalize_std": False, "update_actor.kl.estimator": "k2"},
         insert={"whiten": After("group_advantage", Whiten())},
         name="reinforce_plus_plus_baseline",
     )

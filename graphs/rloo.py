@@ -8,12 +8,10 @@ from typing import Any
 from flowrl.graph import Graph
 from flowrl.graphs.ppo import ppo
 from flowrl.graphs.settings import refuse_lost
-from flowrl.operators import PPOClip, RLOOAdvantage
+from flowrl.operators import RLOOAdvantage
 
 
-def rloo(
-    reward_fn: str | Callable[..., Any], *, n: int = 4, kl_coef: float = 0.05, clip: float = 0.2, **settings: Any
-) -> Graph:
+def rloo(reward_fn: str | Callable[..., Any], *, n: int = 4, kl_coef: float = 0.05, **settings: Any) -> Graph:
     """REINFORCE with a leave-one-out baseline (RLOO: Ahmadian et al. 2024, arXiv:2402.14740).
 
     The other answers to a prompt are each one's baseline, so the critic disappears. A whole response is one action: its
@@ -23,8 +21,8 @@ def rloo(
         reward_fn: scores a response; see `Reward`.
         n: responses per prompt.
         kl_coef: the weight of KL to the reference, in the reward.
-        clip: PPO's epsilon; with one mini-batch a step nothing is clipped, and the update is REINFORCE's.
-        settings: others of `ppo`, except those of its GAE, `gamma` and `lam`.
+        settings: others of `ppo`, except those of its GAE, `gamma` and `lam`. With one mini-batch a step nothing is
+            clipped, and the update is REINFORCE's.
 
     Raises:
         ParameterError: one of these was given.
@@ -32,7 +30,7 @@ def rloo(
     refuse_lost("rloo", settings, "gamma", "lam")
     return ppo(reward_fn, n=n, kl_coef=kl_coef, **settings).edit(
         replace={"gae": RLOOAdvantage()},
-        set={"update_actor.loss": PPOClip(clip, aggregation="seq-mean-token-sum")},
+        set={"update_actor.aggregation": "seq-mean-token-sum"},
         drop=["whiten", "update_critic"],
         name="rloo",
     )

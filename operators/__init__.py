@@ -8,17 +8,29 @@ from flowrl.operators.correction import Mismatch, RolloutCorrection
 from flowrl.operators.engines import Generate, OldLogProb, RefLogProb, Repeat, Value
 from flowrl.operators.groups import GPGAdvantage, GroupAdvantage, OPOAdvantage, PassAtKAdvantage, RLOOAdvantage
 from flowrl.operators.kl import AdaptiveKL, KLShape
-from flowrl.operators.losses import KLLoss, PPOClip, ValueClip
+from flowrl.operators.objective import KLLoss
+from flowrl.operators.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, KLCov, PPOClip, Reinforce
+from flowrl.operators.preferences import DPO, NLL
 from flowrl.operators.reward.operator import Reward
 from flowrl.operators.update import Sync, UpdateActor, UpdateCritic
+from flowrl.operators.value_losses import ValueClip, ValueHuber
 
 __all__ = [
+    "CISPO",
+    "DPO",
+    "DPPO",
+    "DRO",
     "GAE",
+    "GMPO",
+    "GSPO",
+    "NLL",
+    "SAPO",
     "AdaptiveKL",
     "DecoupledGAE",
     "GPGAdvantage",
     "Generate",
     "GroupAdvantage",
+    "KLCov",
     "KLLoss",
     "KLShape",
     "Mismatch",
@@ -28,6 +40,7 @@ __all__ = [
     "PassAtKAdvantage",
     "RLOOAdvantage",
     "RefLogProb",
+    "Reinforce",
     "Repeat",
     "ReturnToGo",
     "Reward",
@@ -37,5 +50,6 @@ __all__ = [
     "UpdateCritic",
     "Value",
     "ValueClip",
+    "ValueHuber",
     "Whiten",
 ]

@@ -3,180 +3,162 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from flowrl import columns as c
+from flowrl.core.loss import Loss
 from flowrl.core.operator import Granularity, Operator
-from flowrl.core.ports import INJECTED, Signature
-from flowrl.core.protocols import Critic, MiniBatch, Rollout, Shipped, Trainer
+from flowrl.core.ports import INJECTED, FromLoss, PortField
+from flowrl.core.protocols import Critic, Rollout, Shipped, Trainer
 from flowrl.core.roles import Reads, Role, Writes
-from flowrl.data.balance import Share, split_rows
+from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
-from flowrl.errors import DataError, StalePolicyError, SyncError
-from flowrl.operators.losses import PPOClip, ValueClip
+from flowrl.errors import ParameterError, StalePolicyError, SyncError
+from flowrl.operators.mini_batches import draw_rows, own_rows, rank_parts, rank_rows, record
+from flowrl.operators.objective import Aggregation, KLLoss, TokenObjective, check_norm
+from flowrl.operators.policy_losses import PPOClip
+from flowrl.operators.value_losses import ValueClip
 from flowrl.records import CriticUpdated, Receipt, Tokens, Updated, VersionedSequences
 
 
-class PolicyBatch(NamedTuple):
-    """What a policy loss may read, one row per response; its ratio is taken to `old_log_probs`."""
+class _Update:
+    """What the updates below share: optimiser steps over mini-batches, on an objective that has a loss."""
 
-    input_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
-    response_mask: Tensor
-    temperature: Tensor
-    old_log_probs: Tensor
-    advantages: Tensor
-    ref_log_prob: Tensor | None
+    loss: Loss
+    ppo_epochs: int
+    mini_batch: int | None
+    aggregation: Aggregation
+    norm: float | None
+    trains: ClassVar[str]
+    whole: ClassVar[frozenset[str]]
 
-
-class ValueBatch(NamedTuple):
-    """What a value loss may read, one row per response."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
-    response_mask: Tensor
-    values: Tensor
-    returns: Tensor
-
-
-def draw_mini_batches(
-    loss: PPOClip | ValueClip, response_mask: Tensor, mini_batch: int | None, epochs: int, key: Key
-) -> list[MiniBatch]:
-    """The optimiser steps of one update: per epoch, a seeded permutation of all rows cut into mini-batches.
-
-    Args:
-        loss: gives the weights of the tokens, which are taken over each whole mini-batch.
-        response_mask: bool ``[batch response]``.
-        mini_batch: rows of a mini-batch; None takes all rows at once, in their order.
-        epochs: passes over the rows.
-        key: what the permutations are drawn from.
-
-    Raises:
-        DataError: there are no rows, or `mini_batch` does not divide them.
-    """
-    rows = len(response_mask)
-    size = rows if mini_batch is None else mini_batch
-    if rows == 0 or rows % size:
-        raise DataError(
-            f"{rows} rows cannot be cut into equal mini-batches (mini_batch={mini_batch}); expected at least one row, "
-            f"and a divisor of prompts x n: change mini_batch, the prompts a step, or Repeat(n)."
-        )
-    return [MiniBatch(index, loss.weights(response_mask[index])) for index in _draw_rows(rows, size, epochs, key)]
-
-
-def _draw_rows(rows: int, size: int, epochs: int, key: Key) -> list[Tensor]:
-    """The rows of each mini-batch."""
-    drawn: list[Tensor] = []
-    for epoch in range(epochs):
-        generator = key.derive("epoch", epoch).generator()
-        # One mini-batch of all rows keeps their order, and so the micro-batches of OldLogProb: ratios are exactly 1.
-        order = torch.randperm(rows, generator=generator) if size < rows else torch.arange(rows)
-        drawn += order.split(size)
-    return drawn
-
-
-def rank_rows(rows: Sequence[Tensor], tokens: Tensor, ranks: int) -> list[Tensor]:
-    """The rows that each rank computes on, given those of all mini-batches: int64, ascending, for each rank."""
-    parts = [[index[own] for own in split_rows(tokens[index], ranks)] for index in rows]
-    return [torch.cat([part[rank] for part in parts]).unique() for rank in range(ranks)]
-
-
-def rank_parts(steps: Sequence[MiniBatch], share: Share | None, attention_mask: Tensor) -> Sequence[MiniBatch]:
-    """The part that a rank has in each mini-batch; the weights of its tokens stay those of the whole.
-
-    Args:
-        steps: whole mini-batches, by the rows of the step.
-        share: what the rank is given; None is everything.
-        attention_mask: bool ``[rows of the rank, sequence]``.
-
-    Returns:
-        mini-batches by the rows of the rank.
-    """
-    if share is None:
-        return steps
-    tokens = attention_mask.sum(1) if share.tokens is None else share.tokens
-    rows = torch.arange(len(tokens)) if share.rows is None else share.rows
-    parts = []
-    for index, weights in steps:
-        own = split_rows(tokens[index].cpu(), share.ranks)[share.rank]
-        parts.append(MiniBatch(torch.searchsorted(rows, index[own]), weights[own]))
-    return parts
-
-
-def _own(column: Tensor, share: Share | None) -> Tensor:
-    """The rows of a rank, of a column that it is given whole."""
-    return column if share is None or share.rows is None else column[share.rows]
-
-
-def _divisors(mini_batch: int | None) -> Mapping[str, int]:
-    return {} if mini_batch is None else {"mini_batch": mini_batch}
-
-
-class UpdateActor(Operator):
-    """Train the policy on rows that it sampled itself: one optimiser step per mini-batch.
-
-    Old log-probs, advantages and reference stay as they were taken at the start of the step, so mini-batches and epochs
-    after the first are on-policy in the sense of PPO (Schulman et al. 2017, arXiv:1707.06347, alg. 1).
-
-    Args:
-        loss: the policy loss; with a KL term it wants `ref_log_prob`, and with ``ratio_to="rollout"`` the rollout's own
-            log-probs as `old_log_probs`.
-        ppo_epochs: passes over the rows.
-        mini_batch: rows (not prompts) of an optimiser step; None for all at once. It must divide prompts x n.
-        actor: the trainer.
-
-    Raises:
-        StalePolicyError: rows were sampled by another version of the policy than the one that is trained here.
-        DataError: `mini_batch` does not divide the rows.
-    """
-
-    granularity: ClassVar[Granularity] = "batch"
-    whole: ClassVar[frozenset[str]] = frozenset({"response_mask", "policy_version"})  # all weigh, and all refuse
-    loss: PPOClip = PPOClip()
-    ppo_epochs: int = Field(default=1, ge=1)
-    mini_batch: int | None = Field(default=None, ge=1)
-    actor: Writes[Trainer] = Role("actor")
+    def __post_init__(self) -> None:
+        check_norm(self.aggregation, self.norm)
+        if self.trains not in self.loss.said:
+            raise ParameterError(
+                f"{self.loss!r} is of the {' and '.join(self.loss.said)} of what is trained, and this update trains "
+                f"{self.trains}; expected a loss that reads these: PPOClip() for UpdateActor, ValueClip() for "
+                f"UpdateCritic."
+            )
 
     @property
     def row_divisors(self) -> Mapping[str, int]:
         """What must divide the rows: the mini-batch, if there is one."""
-        return _divisors(self.mini_batch)
+        return {} if self.mini_batch is None else {"mini_batch": self.mini_batch}
+
+    @property
+    def given_whole(self) -> frozenset[str]:
+        """`whole`, and all columns of a loss over more than a row."""
+        seen = {"ref_log_prob", *self.loss.signature.ports} if self._beyond_rows else set()
+        return self.whole | seen
+
+    def shares(self, tokens: Tensor, ranks: int, key: Key) -> Sequence[Tensor] | None:
+        """The rows of each rank's parts in the mini-batches; all of them where these depend on groups."""
+        if self._groups is not None:
+            return None
+        return rank_rows(draw_rows(len(tokens), self.mini_batch, self.ppo_epochs, key), tokens, ranks)
+
+    @property
+    def _beyond_rows(self) -> bool:
+        return self.loss.unit in ("group", "batch")
+
+    @property
+    def _groups(self) -> str | None:
+        """The column that says which group a row is of, where the loss is over groups."""
+        fields: Mapping[PortField, Any] = self.loss.signature.fields if self.loss.unit == "group" else {}
+        return next((field.name for field, wanted in fields.items() if wanted.kind == "group"), None)
+
+    def _of_rank(self, name: str, column: Any, share: Share | None) -> Any:
+        """The rows of this rank, of a column that it may be given whole."""
+        return own_rows(column, share) if name in self.given_whole else column
+
+    def _train(
+        self,
+        engine: Any,
+        rollout: Any,
+        columns: Mapping[str, Any],
+        objective: TokenObjective,
+        key: Key,
+        share: Share | None,
+    ) -> Metrics:
+        """Update `engine` on the mini-batches of this rank's rows, and return what it reports.
+
+        Args:
+            engine: a trainer or critic.
+            rollout: the record of sequences.
+            columns: what else the objective reads.
+            objective: what is minimised.
+            key: what mini-batches are drawn from.
+            share: what this rank is given.
+        """
+        sequences = rollout._asdict()
+        read = {**{name: sequences[name] for name in self.loss.signature.ports if name in sequences}, **columns}
+        groups = None if self._groups is None else read[self._groups]
+        drawn = draw_rows(len(rollout.response_mask), self.mini_batch, self.ppo_epochs, key, groups)
+        inputs = {name: self._of_rank(name, column, share) for name, column in sequences.items()}
+        seen, whole = ({}, read) if self._beyond_rows else (read, None)
+        parts = rank_parts(drawn, objective.weights, rollout.response_mask, inputs["attention_mask"], share, whole)
+        metrics: Metrics = engine.update(record({**seen, **inputs}), parts, objective)
+        return metrics
+
+
+class UpdateActor(_Update, Operator):
+    """Train the policy on rows that it sampled itself: one optimiser step per mini-batch.
+
+    What the loss reads are ports of the update. Columns stay as they were taken at the start of the step, so
+    mini-batches and epochs after the first are on-policy in the sense of PPO (Schulman et al. 2017, arXiv:1707.06347,
+    alg. 1).
+
+    Args:
+        loss: the policy loss; ``PPOClip(ratio_to="rollout")`` wants the rollout's own log-probs as `old_log_probs`.
+        ppo_epochs: passes over the rows.
+        mini_batch: rows (not prompts) of an optimiser step; None for all at once. It must divide prompts x n, and hold
+            whole groups where the loss is over groups.
+        aggregation, norm: of tokens; see `token_weights`.
+        kl: a KL term, which wants `ref_log_prob`; or None.
+        entropy: the weight of the entropy bonus.
+        actor: the trainer.
+
+    Raises:
+        ParameterError: a loss of values, or a `norm` that does not belong to `aggregation`.
+        StalePolicyError: rows were sampled by another version of the policy than the one that is trained here.
+        DataError: `mini_batch` does not divide the rows, or cuts groups that must stay together.
+    """
+
+    granularity: ClassVar[Granularity] = "batch"
+    whole: ClassVar[frozenset[str]] = frozenset({"response_mask", "policy_version"})  # all weigh, and all refuse
+    trains: ClassVar[str] = "log-probs"
+    loss: Loss = PPOClip()
+    ppo_epochs: int = Field(default=1, ge=1)
+    mini_batch: int | None = Field(default=None, ge=1)
+    aggregation: Aggregation = "token-mean"
+    norm: float | None = None
+    kl: KLLoss | None = None
+    entropy: float = Field(default=0.0, ge=0)
+    actor: Writes[Trainer] = Role("actor")
 
     @property
     def effects(self) -> frozenset[str]:
-        """``"kl"`` with a KL term, ``"importance correction"`` with a ratio to what the engine sampled from."""
-        kl = {"kl"} if self.loss.kl is not None else set()
-        return frozenset(kl | ({"importance correction"} if self.loss.ratio_to == "rollout" else set()))
-
-    @property
-    def signature(self) -> Signature:
-        """The ports; `old_log_probs` is of the kind that the loss takes its ratio to."""
-        own = super().signature
-        return own if self.loss.ratio_to == "old" else own.retyped("old_log_probs", c.RolloutLogProbs)
+        """Those of the loss, and ``"kl"`` with a KL term."""
+        return self.loss.effects | ({"kl"} if self.kl is not None else set())
 
     def wants(self) -> Mapping[str, bool]:
-        return {"ref_log_prob": self.loss.kl is not None}
-
-    def shares(self, tokens: Tensor, ranks: int, key: Key) -> Sequence[Tensor]:
-        """The rows of each rank's parts in the mini-batches."""
-        return rank_rows(_draw_rows(len(tokens), self.mini_batch or len(tokens), self.ppo_epochs, key), tokens, ranks)
+        by_loss = "ref_log_prob" in self.loss.signature.ports  # then it is no matter of the KL term
+        return {} if by_loss else {"ref_log_prob": self.kl is not None}
 
     def __call__(
         self,
         rollout: VersionedSequences,
-        old_log_probs: c.OldLogProbs,
-        advantages: c.Advantages,
+        *,
         ref_log_prob: c.RefLogProbs | None = None,
         key: Key = INJECTED,
         metrics: Metrics = INJECTED,
         share: Share | None = INJECTED,
+        **columns: FromLoss,
     ) -> Updated:
         stale = (rollout.policy_version != self.actor.version).nonzero().flatten()
         if len(stale):
@@ -187,68 +169,60 @@ class UpdateActor(Operator):
                 f"{self.actor.version}; expected all rows of this step from its own weights: run Sync after every "
                 f"update, then Generate."
             )
-        mask = _own(rollout.response_mask, share)
-        if ref_log_prob is not None:
-            metrics.mean("kl/ref", (old_log_probs - ref_log_prob)[mask].sum(), mask.sum())
-        batch = PolicyBatch(
-            rollout.input_ids,
-            rollout.attention_mask,
-            rollout.position_ids,
-            mask,
-            rollout.temperature,
-            old_log_probs,
-            advantages,
-            ref_log_prob,
-        )
-        steps = draw_mini_batches(self.loss, rollout.response_mask, self.mini_batch, self.ppo_epochs, key)
-        parts = rank_parts(steps, share, rollout.attention_mask)
-        metrics.merge(self.actor.update(batch, parts, self.loss))
+        if ref_log_prob is not None and "old_log_probs" in columns:
+            old, ref = (
+                self._of_rank(name, x, share)
+                for name, x in (("old_log_probs", columns["old_log_probs"]), ("ref_log_prob", ref_log_prob))
+            )
+            mask = own_rows(rollout.response_mask, share)
+            metrics.mean("kl/ref", (old - ref)[mask].sum(), mask.sum())
+        objective = TokenObjective(self.loss, self.aggregation, self.norm, self.kl, self.entropy)
+        read = {**columns, "ref_log_prob": ref_log_prob}
+        metrics.merge(self._train(self.actor, rollout, read, objective, key, share))
         return Updated(self.actor.version)
 
 
-class UpdateCritic(Operator):
+class UpdateCritic(_Update, Operator):
     """Train the critic towards the returns: one optimiser step per mini-batch.
 
     Args:
-        loss: the value loss.
+        loss: the value loss; what it reads are ports of the update.
         ppo_epochs: passes over the rows.
         mini_batch: rows of an optimiser step; None for all at once. It must divide prompts x n.
+        aggregation, norm: of tokens; see `token_weights`.
         critic: the critic.
 
     Raises:
-        DataError: `mini_batch` does not divide the rows.
+        ParameterError: a loss of log-probs, or a `norm` that does not belong to `aggregation`.
+        DataError: `mini_batch` does not divide the rows, or cuts groups that must stay together.
     """
 
     granularity: ClassVar[Granularity] = "batch"
     whole: ClassVar[frozenset[str]] = frozenset({"response_mask"})
-    loss: ValueClip = ValueClip()
+    trains: ClassVar[str] = "values"
+    loss: Loss = ValueClip()
     ppo_epochs: int = Field(default=1, ge=1)
     mini_batch: int | None = Field(default=None, ge=1)
+    aggregation: Aggregation = "token-mean"
+    norm: float | None = None
     critic: Writes[Critic] = Role("critic")
 
     @property
-    def row_divisors(self) -> Mapping[str, int]:
-        """What must divide the rows: the mini-batch, if there is one."""
-        return _divisors(self.mini_batch)
-
-    def shares(self, tokens: Tensor, ranks: int, key: Key) -> Sequence[Tensor]:
-        """The rows of each rank's parts in the mini-batches."""
-        return rank_rows(_draw_rows(len(tokens), self.mini_batch or len(tokens), self.ppo_epochs, key), tokens, ranks)
+    def effects(self) -> frozenset[str]:
+        """Those of the loss."""
+        return self.loss.effects
 
     def __call__(
         self,
         rollout: Tokens,
-        values: c.Values,
-        returns: c.Returns,
+        *,
         key: Key = INJECTED,
         metrics: Metrics = INJECTED,
         share: Share | None = INJECTED,
+        **columns: FromLoss,
     ) -> CriticUpdated:
-        mask = _own(rollout.response_mask, share)
-        batch = ValueBatch(rollout.input_ids, rollout.attention_mask, rollout.position_ids, mask, values, returns)
-        steps = draw_mini_batches(self.loss, rollout.response_mask, self.mini_batch, self.ppo_epochs, key)
-        parts = rank_parts(steps, share, rollout.attention_mask)
-        metrics.merge(self.critic.update(batch, parts, self.loss))
+        objective = TokenObjective(self.loss, self.aggregation, self.norm)
+        metrics.merge(self._train(self.critic, rollout, columns, objective, key, share))
         return CriticUpdated(self.critic.version)
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrl.data.metrics import Metrics
-from flowrl.operators.losses import Aggregation, KLLoss, PPOClip, ValueClip
+from flowrl.operators import KLLoss, PPOClip, ValueClip
+from flowrl.operators.objective import Aggregation, TokenObjective
 
 NAN = float("nan")
 AGGREGATIONS: list[tuple[Aggregation, float | None]] = [
@@ -96,7 +97,9 @@ def by_rows(function: Callable[..., float], *columns: list[list[float]]) -> list
     return [[function(*token) for token in zip(*row, strict=True)] for row in zip(*columns, strict=True)]
 
 
-def policy_by_loops(loss: PPOClip, rows: Rows, output: Tensor | None = None) -> float:
+def policy_by_loops(objective: TokenObjective, rows: Rows, output: Tensor | None = None) -> float:
+    loss = objective.loss
+    assert isinstance(loss, PPOClip)
     high = loss.clip_low if loss.clip_high is None else loss.clip_high
 
     def surrogate(new: float, old: float, advantage: float) -> float:
@@ -109,47 +112,49 @@ def policy_by_loops(loss: PPOClip, rows: Rows, output: Tensor | None = None) -> 
     batch, mask = rows.batch, rows.batch.response_mask
     new = on_mask(rows.output if output is None else output, mask)
     per_token = by_rows(surrogate, new, on_mask(batch.old_log_probs, mask), on_mask(batch.advantages, mask))
-    total = aggregate(per_token, loss.aggregation, loss.norm)
-    total -= loss.entropy * aggregate(on_mask(rows.entropy, mask), loss.aggregation, loss.norm)
-    if loss.kl is not None:
-        assert loss.kl.estimator == "k3"
+    total = aggregate(per_token, objective.aggregation, objective.norm)
+    total -= objective.entropy * aggregate(on_mask(rows.entropy, mask), objective.aggregation, objective.norm)
+    if objective.kl is not None:
+        assert objective.kl.estimator == "k3"
         k3 = by_rows(lambda n, r: math.exp(r - n) - (r - n) - 1, new, on_mask(batch.ref_log_prob, mask))
-        total += loss.kl.coef * aggregate(k3, loss.aggregation, loss.norm)
+        total += objective.kl.coef * aggregate(k3, objective.aggregation, objective.norm)
     return total
 
 
-def value_by_loops(loss: ValueClip, rows: Rows, output: Tensor | None = None) -> float:
+def value_by_loops(objective: TokenObjective, rows: Rows, output: Tensor | None = None) -> float:
+    clip = getattr(objective.loss, "clip", None)
+
     def error(new: float, old: float, target: float) -> float:
         plain = (new - target) ** 2
-        if loss.clip is None:
+        if clip is None:
             return plain / 2
-        return max(plain, (min(max(new, old - loss.clip), old + loss.clip) - target) ** 2) / 2
+        return max(plain, (min(max(new, old - clip), old + clip) - target) ** 2) / 2
 
     batch, mask = rows.batch, rows.batch.response_mask
     new = on_mask(rows.output if output is None else output, mask)
     per_token = by_rows(error, new, on_mask(batch.values, mask), on_mask(batch.returns, mask))
-    return aggregate(per_token, loss.aggregation, loss.norm)
+    return aggregate(per_token, objective.aggregation, objective.norm)
 
 
-def by_loops(loss: PPOClip | ValueClip, rows: Rows, output: Tensor | None = None) -> float:
-    if isinstance(loss, PPOClip):
-        return policy_by_loops(loss, rows, output)
-    return value_by_loops(loss, rows, output)
+def by_loops(objective: TokenObjective, rows: Rows, output: Tensor | None = None) -> float:
+    if isinstance(objective.loss, PPOClip):
+        return policy_by_loops(objective, rows, output)
+    return value_by_loops(objective, rows, output)
 
 
-def run(loss: PPOClip | ValueClip, rows: Rows, weights: Tensor) -> tuple[float, Tensor, Metrics]:
-    """Loss, its gradient on the model's output, and metrics."""
+def run(objective: TokenObjective, rows: Rows, weights: Tensor) -> tuple[float, Tensor, Metrics]:
+    """The objective, its gradient on the model's output, and metrics."""
     output, metrics = rows.output.clone().requires_grad_(), Metrics()
-    value = loss(output, rows.entropy, rows.batch, weights, metrics)
+    value = objective(output, rows.entropy, rows.batch, weights, metrics)
     value.backward()
     assert value.dtype == torch.float32 and value.shape == () and output.grad is not None
     return value.item(), output.grad, metrics
 
 
-def losses(aggregation: Aggregation, norm: float | None) -> list[PPOClip | ValueClip]:
+def objectives(aggregation: Aggregation, norm: float | None) -> list[TokenObjective]:
     return [
-        PPOClip(0.2, aggregation=aggregation, norm=norm),
-        PPOClip(0.2, 0.28, 1.5, aggregation, norm, KLLoss("k3", 0.1), 0.05),
-        ValueClip(0.2, aggregation, norm),
-        ValueClip(None, aggregation, norm),
+        TokenObjective(PPOClip(0.2), aggregation, norm),
+        TokenObjective(PPOClip(0.2, 0.28, 1.5), aggregation, norm, KLLoss("k3", 0.1), 0.05),
+        TokenObjective(ValueClip(0.2), aggregation, norm),
+        TokenObjective(ValueClip(None), aggregation, norm),
     ]

@@ -24,11 +24,11 @@ GRAPHS = """
     from flowrl.backends import TorchRollout, TorchScorer, TorchTrainer
     from flowrl.demo.verifier import compute_score
     from flowrl.graphs import grpo, ppo
-    from flowrl.operators import KLLoss, PPOClip, UpdateActor
+    from flowrl.operators import KLLoss, UpdateActor
 
     first, second = ppo(compute_score), grpo(compute_score, n=4)
     broken = grpo(compute_score, n=1, mini_batch=3)
-    twice = ppo(compute_score).edit(replace={"update_actor": UpdateActor(PPOClip(kl=KLLoss()))})
+    twice = ppo(compute_score).edit(replace={"update_actor": UpdateActor(kl=KLLoss())})
     unbound = second.bind(actor=TorchTrainer("nowhere"))
     placed = second.bind(
         actor=TorchTrainer("nowhere", ranks=2), ref=TorchScorer("nowhere"), rollout=TorchRollout("nowhere"),

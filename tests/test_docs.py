@@ -15,6 +15,7 @@ import flowrl.operators
 from flowrl import Colocate
 from flowrl.backends import TorchScorer, TorchTrainer
 from flowrl.backends.vllm.engine import VLLM
+from flowrl.core.loss import Loss
 from flowrl.core.operator import Operator
 from flowrl.core.rules import RULES
 from flowrl.demo.task import write_dataset
@@ -83,7 +84,7 @@ def _table_after(page: str, mark: str) -> str:
 
 
 def _ports(cls: type[Operator]) -> str:
-    return ", ".join(f"`{name}`" for name in cls._signature.ports)
+    return ", ".join(f"`{name}`" for name in cls.usual_signature().ports)
 
 
 def test_the_table_of_operators_is_complete() -> None:
@@ -91,12 +92,23 @@ def test_the_table_of_operators_is_complete() -> None:
     for name in flowrl.operators.__all__:
         cls = getattr(flowrl.operators, name)
         if isinstance(cls, type) and issubclass(cls, Operator):
-            writes = ", ".join(f"`{output}`" for output in cls._signature.outputs)
-            if cls._signature.output_record is not None and len(cls._signature.outputs) > 2:
-                writes = f"`{cls._signature.output_record.__name__}`"
+            writes = ", ".join(f"`{output}`" for output in cls.usual_signature().outputs)
+            if cls.usual_signature().output_record is not None and len(cls.usual_signature().outputs) > 2:
+                writes = f"`{cls.usual_signature().output_record.__name__}`"
             summary = (cls.__doc__ or "").split("\n\n")[0].replace("\n    ", " ")
             rows.append(f"| `{name}` | {_ports(cls)} | {writes} | {summary} |")
     assert _table_after("docs/operators.md", "operators") == "\n".join(rows)
+
+
+def test_the_table_of_losses_is_complete() -> None:
+    rows = ["| loss | reads | sees | |", "|---|---|---|---|"]
+    for name in flowrl.operators.__all__:
+        cls = getattr(flowrl.operators, name)
+        if isinstance(cls, type) and issubclass(cls, Loss):
+            reads = ", ".join(f"`{port}`" for port in (*cls.said.values(), *cls._signature.ports))
+            summary = (cls.__doc__ or "").split("\n\n")[0].replace("\n    ", " ")
+            rows.append(f"| `{name}` | {reads} | {cls.unit} | {summary} |")
+    assert _table_after("docs/losses.md", "losses") == "\n".join(rows)
 
 
 def test_the_table_of_algorithms_is_complete() -> None:

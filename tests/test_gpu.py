@@ -33,8 +33,9 @@ from flowrl.backends.torch.sharded import Sharded
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import MiniBatch, Sampling
 from flowrl.graphs import grpo, ppo
-from flowrl.operators.losses import KLLoss, PPOClip, ValueClip
-from flowrl.operators.update import PolicyBatch, ValueBatch
+from flowrl.operators import KLLoss, PPOClip, ValueClip
+from flowrl.operators.mini_batches import record
+from flowrl.operators.objective import TokenObjective
 from flowrl.run.job import Job
 from flowrl.run.local import local_steps
 from flowrl.run.steps import Steps
@@ -48,7 +49,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 ALONE: Any = Ranks(0, 1, Path())
 KINDS = ["llama", "qwen2", "gpt2", "gemma2"]
-PPO = PPOClip(dual_clip=3.0, entropy=0.01, kl=KLLoss("k3", 0.05))
+PPO = TokenObjective(PPOClip(dual_clip=3.0), kl=KLLoss("k3", 0.05), entropy=0.01)
 ROWS = 7
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, max_new_tokens=16)
 PROMPTS = proto(prompt_batch([[10, 11], [12], [13, 14, 15]]))
@@ -80,19 +81,22 @@ def trainer(model: str, device: str, **settings: Any) -> Any:
     return TorchTrainer(model, device=device, **settings).build(ALONE)
 
 
-def policy_batch() -> PolicyBatch:
+TOKENS = ("input_ids", "attention_mask", "position_ids", "response_mask")
+
+
+def policy_batch() -> Any:
     """Rows with old and reference log-probs near those of a random model, so that some ratios are clipped."""
     rows = ragged(ROWS)
     draw = torch.Generator().manual_seed(1)
     old, ref = (-3 + torch.randn(rows.response_mask.shape, generator=draw) for _ in range(2))
     columns = {**rows._asdict(), "old_log_probs": old, "advantages": rows.pull, "ref_log_prob": ref}
-    return PolicyBatch(**{name: columns[name] for name in PolicyBatch._fields})
+    return record({n: columns[n] for n in (*TOKENS, "temperature", "old_log_probs", "advantages", "ref_log_prob")})
 
 
-def value_batch() -> ValueBatch:
+def value_batch() -> Any:
     rows = ragged(ROWS)
     columns = {**rows._asdict(), "values": 0.1 * rows.pull, "returns": rows.pull}
-    return ValueBatch(**{name: columns[name] for name in ValueBatch._fields})
+    return record({name: columns[name] for name in (*TOKENS, "values", "returns")})
 
 
 def minis(batch: Any, loss: Any, *parts: list[int]) -> list[MiniBatch]:
@@ -154,7 +158,7 @@ def test_mini_batches_with_adamw_end_where_those_of_the_cpu_do(device: str, fold
 
 
 def test_values_and_the_critics_gradient_are_those_of_the_cpu(device: str, folder: Any) -> None:
-    batch, loss = value_batch(), ValueClip(0.2)
+    batch, loss = value_batch(), TokenObjective(ValueClip(0.2))
     found = []
     for where in ("cpu", device):
         engine = TorchCritic(folder("llama"), SGD(lr=0.005), grad_clip=None, device=where).build(ALONE)
@@ -305,7 +309,11 @@ def test_a_sharded_bfloat16_trainer_and_critic_run(device: str, folder: Any, sha
     truth = TorchScorer(folder("llama"), device=device).build(ALONE).log_probs(ragged(ROWS))
     assert 0 < apart(engine.log_probs(ragged(ROWS)), truth) < 0.02
     assert torch.isfinite(change(engine, lambda: train(engine))).all()
-    critic, batch, loss = TorchCritic(folder("llama"), device=device).build(ALONE), value_batch(), ValueClip(0.2)
+    critic, batch, loss = (
+        TorchCritic(folder("llama"), device=device).build(ALONE),
+        value_batch(),
+        TokenObjective(ValueClip(0.2)),
+    )
     critic.update(batch, minis(batch, loss, ALL), loss)
     assert critic.values(batch).abs().max() > 0
 

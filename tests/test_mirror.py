@@ -16,6 +16,7 @@ SMALL = 100
 TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/core/test_algorithm.py": ("flowrl/core/symbols.py", "flowrl/data/record_types.py"),
     "tests/core/test_graph.py": ("flowrl/graph.py", "flowrl/core/backend.py"),
+    "tests/graphs/test_shelf.py": ("graphs/other_losses.py",),
     "tests/test_types.py": ("flowrl/core/inference.py",),
     "tests/data/test_dataproto.py": ("flowrl/data/column_math.py",),
     "tests/draw/test_mermaid.py": ("flowrl/draw/picture.py",),

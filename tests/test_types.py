@@ -130,13 +130,13 @@ def test_a_wrong_connection_names_both_ends_and_the_mend(case: str) -> None:
 
 
 def test_an_optional_port_follows_the_parameters() -> None:
-    kl = PPOClip(kl=KLLoss("k3", 0.1))
+    kl = UpdateActor(kl=KLLoss("k3", 0.1))
 
-    def actor(p: Parts, loss: PPOClip, *more: Any) -> Any:
-        return UpdateActor(loss)(p.rollout, p.old, GroupAdvantage()(p.scores, p.mask, p.prompts.uid), *more)
+    def actor(p: Parts, update: UpdateActor, *more: Any) -> Any:
+        return update(p.rollout, p.old, GroupAdvantage()(p.scores, p.mask, p.prompts.uid), *more)
 
     assert PortField("ref_log_prob") in trace(lambda p: actor(p, kl, p.ref))["update_actor"].inputs
-    assert PortField("ref_log_prob") not in trace(lambda p: actor(p, PPOClip()))["update_actor"].inputs
+    assert PortField("ref_log_prob") not in trace(lambda p: actor(p, UpdateActor()))["update_actor"].inputs
     with pytest.raises(
         PortError, match=r"ref_log_prob wants .*nothing is wired to it; did you mean ref_log_prob\.ref_log"
     ):
@@ -144,7 +144,7 @@ def test_an_optional_port_follows_the_parameters() -> None:
     with pytest.raises(
         PortError, match=r"update_actor\.ref_log_prob is wired, but .* does not use it; leave it out, or"
     ):
-        trace(lambda p: actor(p, PPOClip(), p.ref))
+        trace(lambda p: actor(p, UpdateActor(), p.ref))
 
 
 def test_the_loss_says_whose_log_probs_its_ratio_is_taken_to() -> None:

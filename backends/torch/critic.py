@@ -15,7 +15,7 @@ from flowrl.backends.torch.learner import AdamW, Learner, Optimizer, TrainedSpec
 from flowrl.backends.torch.load import load_tokenizer
 from flowrl.backends.torch.mesh import Gathered
 from flowrl.backends.torch.model import Rows, TokenInputs, TorchModel, check_tokens, scatter, score_rows
-from flowrl.core.protocols import BuildContext, Checkpointed, Critic, Loss, MiniBatch, Sleeper
+from flowrl.core.protocols import BuildContext, Checkpointed, Critic, MiniBatch, Objective, Sleeper
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError
 from flowrl.records import Tokens
@@ -28,8 +28,8 @@ class TorchCritic(TrainedSpec):
     """A causal LM with a scalar head in place of its own (a critic): float32 weights, one optimiser step a mini-batch.
 
     The value head is linear, in float32, and starts at zero, so an untrained critic says 0 everywhere; a folder that
-    `TorchCriticEngine.save_pretrained` wrote brings its own. Of a reward model (a sequence classifier of transformers) the
-    body is taken, and its head is left out.
+    `TorchCriticEngine.save_pretrained` wrote brings its own. Of a reward model (a sequence classifier of transformers)
+    the body is taken, and its head is left out.
 
     Args:
         model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
@@ -122,10 +122,10 @@ class TorchCriticEngine(TrainedEngine):
             inputs = TokenInputs.of(batch, self._body.vocabulary)
         return score_rows(self._body.mesh, inputs, self._max_tokens, self._values)
 
-    def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], loss: Loss[Rows]) -> Metrics:
-        """One optimiser step per mini-batch, in order; then `version` grows by one. The loss gets no entropy.
+    def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], objective: Objective[Rows]) -> Metrics:
+        """One optimiser step per mini-batch, in order; then `version` grows by one. The objective gets no entropy.
 
-        Reports what `loss` reports, and ``critic/grad_norm`` (before clipping) and ``critic/lr``, the means over
+        Reports what `objective` reports, and ``critic/grad_norm`` (before clipping) and ``critic/lr``, the means over
         mini-batches.
 
         Each rank passes its own parts of the same mini-batches, and reports its part of the metrics; a collective.
@@ -141,7 +141,7 @@ class TorchCriticEngine(TrainedEngine):
         def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
             return self._values(micro), None
 
-        return self.learner.update(batch, mini_batches, loss, forward)
+        return self.learner.update(batch, mini_batches, objective, forward)
 
     def save_pretrained(self, folder: str) -> None:
         """Write body (float32), value head, configuration and tokeniser; `TorchCritic` loads the folder again.

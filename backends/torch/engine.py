@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flowrl.backends.torch.learner import Learner
 from flowrl.backends.torch.model import Rows, SequenceInputs, TorchModel, check_sequences, score_rows
-from flowrl.core.protocols import Loss, MiniBatch
+from flowrl.core.protocols import MiniBatch, Objective
 from flowrl.data.metrics import Metrics
 from flowrl.errors import AsleepError
 from flowrl.records import Sequences
@@ -219,10 +219,10 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
         super().__init__(folder, scorer, max_tokens, logprob_chunk, residence)
         self.learner, self._tokenizer = learner, tokenizer
 
-    def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], loss: Loss[Rows]) -> Metrics:
+    def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], objective: Objective[Rows]) -> Metrics:
         """One optimiser step per mini-batch, in order; then `version` grows by one.
 
-        Reports what `loss` reports, and ``actor/grad_norm`` (before clipping) and ``actor/lr``, the means over
+        Reports what `objective` reports, and ``actor/grad_norm`` (before clipping) and ``actor/lr``, the means over
         mini-batches.
 
         Each rank passes its own parts of the same mini-batches, and reports its part of the metrics; a collective.
@@ -236,10 +236,10 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
             check_sequences(batch, self._scorer.vocabulary)  # type: ignore[arg-type]
 
         def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
-            # Entropy is always reported; its gradient is only taken where the loss has a use for it.
-            return self._scorer.log_probs(micro, self._chunk, "gradient" if loss.wants_entropy else "value")
+            # Entropy is always reported; its gradient is only taken where the objective has a use for it.
+            return self._scorer.log_probs(micro, self._chunk, "gradient" if objective.wants_entropy else "value")
 
-        return self.learner.update(batch, mini_batches, loss, forward)
+        return self.learner.update(batch, mini_batches, objective, forward)
 
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """The float32 weights under the names that `save_pretrained` writes, sorted, tied ones once.

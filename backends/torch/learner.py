@@ -22,10 +22,13 @@ from flowrl.backends.torch.mesh import Mesh
 from flowrl.backends.torch.model import Dtype, Rows, SequenceInputs, micro_batches, take
 from flowrl.backends.torch.probes import Attention
 from flowrl.core.backend import Backend
-from flowrl.core.protocols import BuildContext, Loss, MiniBatch
+from flowrl.core.protocols import BuildContext, MiniBatch, Objective, Whole
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
 from flowrl.spec import Spec
+
+Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
+"""Output and entropy of the rows of a micro-batch."""
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -215,39 +218,45 @@ class Learner:
         self,
         batch: Rows,
         mini_batches: Sequence[MiniBatch],
-        loss: Loss[Rows],
-        forward: Callable[[Rows], tuple[Tensor, Tensor | None]],
+        objective: Objective[Rows],
+        forward: Forward,
     ) -> Metrics:
         """One optimiser step per mini-batch, in order; then `version` grows by one.
 
-        Weights of a mini-batch already make its loss a sum over rows, so gradients of micro-batches and ranks simply
-        add up. A micro-batch whose weights are all 0 is not run.
+        Weights of a mini-batch already make its objective a sum over rows, so gradients of micro-batches and ranks
+        simply add up. A micro-batch whose weights are all 0 is not run.
 
         Each rank passes the rows of its own part in each mini-batch, and reports the metrics of these rows; what is
         known to all ranks (gradient norm, learning rate) is reported by rank 0 alone, so that the parts of all ranks
         merge exactly. A collective.
 
         Args:
-            forward: output and entropy, as `loss` wants them, of the rows of one micro-batch on the module's device.
+            forward: output and entropy, as `objective` wants them, of the rows of one micro-batch on the module's
+                device.
 
         Raises:
             DataError: the gradient of a mini-batch is not finite, on all ranks; that mini-batch has changed no weight.
         """
         metrics, mesh = Metrics(), self._mesh
         columns: Any = batch
-        attended, idle = columns.attention_mask.cpu(), cast(Rows, SequenceInputs.idle(mesh.device))
-        for index, (rows, weights) in enumerate(mini_batches):
+        attended, idle = columns.attention_mask.cpu(), cast(Any, SequenceInputs.idle(mesh.device))
+        for index, (rows, weights, whole) in enumerate(mini_batches):
             # Zeros, not None: where all micro-batches of a parameter are skipped, its momentum and decay still act.
             for parameter in self._parameters:
                 parameter.grad = torch.zeros_like(parameter)
             part, runs = take(batch, rows), self._runs(attended[rows], weights)
-            idle_runs = mesh.max_over_ranks(len(runs)) - len(runs)  # now, while no rank is in a forward pass
-            for run in runs:
-                micro = take(part, run, mesh.device)
-                output, entropy = forward(micro)
-                loss(output, entropy, micro, weights[run].to(mesh.device), metrics).backward()
-            for _ in range(idle_runs):
-                forward(idle)[0].sum().backward()
+            most = mesh.max_over_ranks(len(runs))  # now, while no rank is in a forward pass
+            turns = [*runs, *[None] * (most - len(runs))]
+            if whole is not None and most * mesh.size > 1:
+                self._at_once(part, turns, whole, objective, forward, metrics)
+                turns = []
+            for run in turns:
+                output, entropy = forward(idle if run is None else take(part, run, mesh.device))
+                if run is None:
+                    output.sum().backward()
+                    continue
+                seen = take(part if whole is None else whole.batch, run, mesh.device)
+                objective(output, entropy, seen, weights[run].to(mesh.device), metrics).backward()
             norm, lr = self._step(f"mini-batch {index} of {len(mini_batches)}")
             if mesh.rank == 0:
                 metrics.mean(f"{self._prefix}/grad_norm", norm)
@@ -255,6 +264,44 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
         return metrics
+
+    def _at_once(
+        self,
+        part: Rows,
+        turns: Sequence[slice | None],
+        whole: Whole,
+        objective: Objective[Rows],
+        forward: Forward,
+        metrics: Metrics,
+    ) -> None:
+        """The gradient of an objective that sees its mini-batch at once, though the model does not.
+
+        First what the model says of all rows, without a gradient; then the objective, and its gradient in what was
+        said; then the model again, a micro-batch at a time, from that gradient on (gradient caching: Gao et al. 2021,
+        arXiv:2101.06983). So rows are dealt to micro-batches and ranks at will, for one more forward pass.
+        """
+        mesh, own = self._mesh, whole.own.to(self._mesh.device)
+        idle: Any = SequenceInputs.idle(mesh.device)
+        inputs = [idle if run is None else take(part, run, mesh.device) for run in turns]
+        said = torch.zeros(2, *whole.weights.shape, device=mesh.device)  # log-probs and entropies, or values
+        number = 1
+        with torch.no_grad():
+            for run, micro in zip(turns, inputs, strict=True):
+                told = [x for x in forward(micro) if x is not None]
+                number = len(told)
+                if run is not None:
+                    said[:number, own[run]] = torch.stack(told)
+        said = mesh.total(said[:number].clone()).requires_grad_()
+        output, *entropy = said.unbind()
+        everything, weights = take(whole.batch, slice(None), mesh.device), whole.weights.to(mesh.device)
+        reported = metrics if mesh.rank == 0 else Metrics()  # all ranks compute the same
+        objective(output, entropy[0] if entropy else None, everything, weights, reported).backward()
+        assert said.grad is not None
+        for run, micro in zip(turns, inputs, strict=True):
+            told = [x for x in forward(micro) if x is not None]
+            slopes = [torch.zeros_like(x) for x in told] if run is None else list(said.grad[:, own[run]])
+            moving = [(x, slope) for x, slope in zip(told, slopes, strict=True) if x.requires_grad]
+            torch.autograd.backward([x for x, _ in moving], [slope for _, slope in moving])
 
     def _runs(self, attention_mask: Tensor, weights: Tensor) -> list[slice]:
         """The micro-batches of these rows that count."""

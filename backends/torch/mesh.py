@@ -48,6 +48,9 @@ class Mesh:
     max_over_ranks: Callable[[int], int] = int
     """The largest count of any rank."""
 
+    total: Callable[[Tensor], Tensor] = staticmethod(lambda tensor: tensor)
+    """The sum of a tensor over all ranks."""
+
     all_or_none: Callable[[str], AbstractContextManager[Any]] = nullcontext
     """All ranks get through the block, or all raise; given what the block does, for the message."""
 

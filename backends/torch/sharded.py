@@ -96,6 +96,11 @@ class Sharded(Mesh):
         dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
         return int(most)
 
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over all ranks, in its place; a collective."""
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
     @contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
         """All ranks get through the block, or all raise; a collective.

@@ -174,32 +174,28 @@ def _node_change(old: Node, new: Node, renamed: Mapping[str, str]) -> NodeChange
     return NodeChange(changes, ports) if changes or ports else None
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs, by key; None is absent."""
-    return {k: (before.get(k), after.get(k)) for k in {**before, **after} if before.get(k) != after.get(k)}
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """What differs, by key; None is absent. Of two specs of one class, the parameters that differ."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in {**before, **after}:
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, dict) and isinstance(new, dict) and old.get("$type", old) == new.get("$type", new):
+            found |= _changes(old, new, f"{prefix}{name}.")
+        elif old != new:
+            found[f"{prefix}{name}"] = (old, new)
+    return found
 
 
 def _parameters(node: Node) -> dict[str, Any]:
     encoded = encode(node.operator, node.name, portable=False)
-    return {"operator": encoded["$type"], **_flat(encoded)}
-
-
-def _flat(encoded: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters flattened one level down, so that a change of ``loss.kl`` does not show as two whole losses."""
-    flat: dict[str, Any] = {}
-    for name, value in encoded.items():
-        if isinstance(value, dict) and "$type" in value:
-            flat |= {f"{name}.{k}" if k != "$type" else name: v for k, v in value.items()}
-        elif name != "$type":
-            flat[name] = value
-    return flat
+    return {"operator": encoded["$type"], **{name: value for name, value in encoded.items() if name != "$type"}}
 
 
 def backend_changes(role: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[str]:
     """What changes from one backend of a role to another, as `encode` writes them: ``role actor.optimizer.lr: ...``."""
     if before is None or after is None or before["$type"] != after["$type"]:
         return [f"role {role}: {_show(before)} -> {_show(after)}"]
-    changes = _changes(_flat(before), _flat(after)).items()
+    changes = _changes(before, after).items()
     return [f"role {role}.{name}: {_show(old)} -> {_show(new)}" for name, (old, new) in changes]
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core import session as sessions
-from flowrl.core.ports import Port, PortField, Signature, signature_of, snake_case
+from flowrl.core.ports import Port, PortField, Signature, signature_of, snake_case, with_loss
 from flowrl.core.roles import RoleUse, role_use
 from flowrl.core.session import Call, Cell, State, article, computes, refuse_misfits, supplied_to
 from flowrl.core.symbols import Symbol
@@ -108,8 +108,15 @@ class Operator(Spec):
 
     @property
     def signature(self) -> Signature:
-        """The ports."""
-        return self._signature
+        """The ports; of an operator with a loss (`FromLoss`), those of the loss among them."""
+        own: Signature = self._signature
+        return with_loss(own, typing.cast(Any, self).loss.signature) if own.takes_loss else own
+
+    @classmethod
+    def usual_signature(cls) -> Signature:
+        """The ports of an operator with its default loss; of all others, `signature`."""
+        own: Signature = cls._signature
+        return with_loss(own, typing.cast(Any, cls).loss.signature) if own.takes_loss else own
 
     @property
     def effects(self) -> frozenset[str]:
@@ -128,6 +135,11 @@ class Operator(Spec):
 
     whole: ClassVar[frozenset[str]] = frozenset()
     """Columns of which every rank is given all rows, even where `shares` deals the rows out."""
+
+    @property
+    def given_whole(self) -> frozenset[str]:
+        """`whole`, and what comes to it by the parameters."""
+        return self.whole
 
     def shares(self, tokens: Tensor, ranks: int, key: Key) -> Sequence[Tensor] | None:
         """Which rows each rank is given by an operator over the whole batch; None gives all rows to every rank.
@@ -213,16 +225,17 @@ class Operator(Spec):
 
 def _dispatching(call: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
     """The `__call__` that records on symbols and computes on tensors; by ``super()``, it is just `call`."""
-    parameters = inspect.signature(call)
+    written = inspect.signature(call)
 
     @functools.wraps(call)
     def __call__(self: Operator, *args: Any, **kwargs: Any) -> Any:
         by_super = computes(type(self)) is not call  # in the `__call__` of a subclass
+        parameters = written if by_super or not signature.takes_loss else _parameters(self.signature)
         bind = parameters.bind if by_super else parameters.bind_partial
         try:
             bound = bind(self, *args, **kwargs)
         except TypeError as error:
-            ports = ", ".join(signature.ports)
+            ports = ", ".join(self.signature.ports)
             raise PortError(f"{self.name}(...) cannot be called like this: {error}. Its ports are ({ports}).") from None
         arguments = bound.arguments
         if by_super:
@@ -240,6 +253,12 @@ def _dispatching(call: Callable[..., Any], signature: Signature) -> Callable[...
         return self.run(inputs, {name: arguments.get(name) for name in self.signature.injected})
 
     return __call__
+
+
+def _parameters(signature: Signature) -> inspect.Signature:
+    """The parameters of a `__call__` whose ports are partly those of a loss."""
+    names = ("self", *signature.ports, *signature.injected)
+    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
 
 def _refuse_no_function(call: Any, where: str) -> None:
@@ -284,6 +303,11 @@ def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: s
         raise DefinitionError(
             f"{where} has the port {both!r} and a parameter or state of that name; give one of them another name, so "
             f"that '{snake_case(cls.__name__)}.{both}' means one thing."
+        )
+    if ports and cls._signature.takes_loss and not hasattr(cls, "loss") and "loss" not in fields:
+        raise DefinitionError(
+            f"{where}.__call__ takes the columns of its loss, and there is no field of that name; declare one: "
+            f"`loss: Loss = PPOClip()`."
         )
     columns = {place.name for port in ports.values() for place in port.fields}
     if not isinstance(cls.whole, frozenset) or (ports and not cls.whole <= columns):

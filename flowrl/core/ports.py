@@ -1,4 +1,4 @@
-"""Ports: what an operator reads and writes, taken from the annotations of its `__call__`.
+"""Ports: what an operator or a loss reads and writes, taken from the annotations of its `__call__`.
 
 A port takes one column, a record of columns, or a batchless value such as `Updated`. A record port is flattened into
 its fields (``rollout.input_ids``), so that an edge always carries exactly one column or value and a plan knows just
@@ -7,24 +7,33 @@ which columns a node reads.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, NamedTuple, Union, get_args, get_origin
 
 from flowrl import columns
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import FieldType, hints_of, located, record_columns, value_type
-from flowrl.errors import DefinitionError
+from flowrl.errors import DefinitionError, PortError
 
 INJECTED: Any = None
 """Default of a parameter that the runner fills in: ``key: Key``, ``metrics: Metrics``, or ``share: Share | None``."""
 
 INJECTABLE: tuple[type, ...] = (Key, Metrics, Share)
+
+
+if TYPE_CHECKING:
+    FromLoss = Any  # to a type checker, which knows no ports, any column may be passed
+else:
+
+    class FromLoss:
+        """Annotation of ``**columns`` in a `__call__`: the ports of the operator's field `loss` come to its own."""
 
 
 class PortField(NamedTuple):
@@ -65,14 +74,23 @@ class Port:
     optional: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # so that what is made of one can be kept by it
 class Signature:
-    """All ports of an operator class, the parameters that the executor injects, and the outputs."""
+    """All ports of an operator class or a loss, the parameters that are injected, and the outputs.
+
+    Args:
+        ports: by the parameter's name.
+        injected: the class of each parameter that the runner fills in.
+        outputs: by name; a loss has none.
+        output_record: the record that an operator returns, where it returns one.
+        takes_loss: the ports of the operator's loss come to these; see `FromLoss`.
+    """
 
     ports: Mapping[str, Port]
     injected: Mapping[str, type]
     outputs: Mapping[str, FieldType]
     output_record: type | None = None
+    takes_loss: bool = False
 
     @cached_property
     def fields(self) -> Mapping[PortField, FieldType]:
@@ -83,6 +101,30 @@ class Signature:
         """The same ports, but the one called `name` takes what `annotation` says."""
         fields, record = _fields(name, annotation, {})
         return replace(self, ports={**self.ports, name: replace(self.ports[name], fields=fields, record=record)})
+
+
+@functools.lru_cache(maxsize=256)
+def with_loss(own: Signature, loss: Signature) -> Signature:
+    """The signature of an operator whose ports are its own and those of its loss.
+
+    What a record of the operator's own has already, the loss reads there. Ports that may be left open come last.
+
+    Raises:
+        PortError: a name is that of two different columns.
+    """
+    fields = {field.name: type for field, type in own.fields.items()}
+    for name, port in loss.ports.items():
+        if (wanted := port.fields[PortField(name)]) != fields.get(name, wanted):
+            raise PortError(
+                f"the loss reads {name} as {wanted}, and the operator that takes it as {fields[name]}; expected one "
+                f"column of that name: call the parameter of the loss something else."
+            )
+    theirs = {name: port for name, port in loss.ports.items() if name not in fields or name in own.ports}
+    ports = dict(own.ports)
+    for name, port in theirs.items():
+        ports[name] = replace(port, optional=port.optional and own.ports.get(name, port).optional)
+    in_order = sorted(ports.values(), key=lambda port: (port.optional, list(ports).index(port.name)))
+    return replace(own, ports={port.name: port for port in in_order})
 
 
 def _fields(port: str, annotation: Any, localns: Mapping[str, Any]) -> tuple[dict[PortField, FieldType], type | None]:
@@ -96,7 +138,7 @@ def _fields(port: str, annotation: Any, localns: Mapping[str, Any]) -> tuple[dic
 
 
 def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) -> Signature:
-    """Read the ports of a `__call__`.
+    """Read the ports of an operator's `__call__`.
 
     Args:
         call: the function.
@@ -106,11 +148,35 @@ def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any
     Raises:
         DefinitionError: a parameter or the return value lacks an annotation, or has one that is no port.
     """
+    inputs = inputs_of(call, where, localns)
+    returned = return_of(call, where, localns)
+    with located(f"{where}.__call__, return value"):
+        outputs, output_record = _outputs(returned, localns)
+    return replace(inputs, outputs=outputs, output_record=output_record)
+
+
+def return_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) -> Any:
+    """What a `__call__` is annotated to return."""
+    with located(f"{where}.__call__"):
+        returned = hints_of(call, localns).get("return")
+    if returned is None or returned is type(None):
+        raise DefinitionError(
+            f"{where}.__call__ has no return annotation; say which column, record or value it returns."
+        )
+    return returned
+
+
+def inputs_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) -> Signature:
+    """What a `__call__` reads; see `signature_of`."""
     with located(f"{where}.__call__"):
         hints = hints_of(call, localns)
     ports: dict[str, Port] = {}
     injected: dict[str, type] = {}
+    takes_loss = False
     for parameter in list(inspect.signature(call).parameters.values())[1:]:
+        if parameter.kind is parameter.VAR_KEYWORD and hints.get(parameter.name) is FromLoss:
+            takes_loss = True
+            continue
         _refuse_unfixed(parameter, hints, where)
         name, (annotation, optional) = parameter.name, _strip_none(hints[parameter.name])
         if annotation in INJECTABLE:
@@ -134,13 +200,7 @@ def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any
             f"{where}.__call__ has no port, so nothing could be wired to it; expected a method with at least one: "
             f"`def __call__(self, values: Values) -> Returns`."
         )
-    if "return" not in hints or hints["return"] is type(None):
-        raise DefinitionError(
-            f"{where}.__call__ has no return annotation; say which column, record or value it returns."
-        )
-    with located(f"{where}.__call__, return value"):
-        outputs, output_record = _outputs(hints["return"], localns)
-    return Signature(ports, injected, outputs, output_record)
+    return Signature(ports, injected, {}, takes_loss=takes_loss)
 
 
 def _refuse_unfixed(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str) -> None:

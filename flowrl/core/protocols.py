@@ -23,22 +23,39 @@ Batch = TypeVar("Batch", bound=NamedTuple)
 Batch_contra = TypeVar("Batch_contra", bound=NamedTuple, contravariant=True)
 
 
+class Whole(NamedTuple):
+    """A whole mini-batch, for an objective that has to see it at once.
+
+    Args:
+        batch: the columns that the objective reads, all rows of the mini-batch.
+        weights: float32 ``[rows response]``, of all of them.
+        own: int64 ``[rows of this rank]``, where its rows stand among them.
+    """
+
+    batch: Any
+    weights: Tensor
+    own: Tensor
+
+
 class MiniBatch(NamedTuple):
-    """The rows of one optimiser step, and the weight of each of their tokens in the loss.
+    """The rows of one optimiser step, and the weight of each of their tokens in the objective.
 
     Args:
         rows: int64 ``[rows]``, indices into the batch; of several ranks each has those of its own part.
-        weights: float32 ``[rows response]``, taken over the whole mini-batch; its loss is
+        weights: float32 ``[rows response]``, taken over the whole mini-batch; its objective is
             ``(weights * per_token_loss).sum()``, so neither micro-batches nor ranks change it: every one sums its own
             rows.
+        whole: given where the objective is no such sum, because it compares rows: it is then called once, on all rows
+            of the mini-batch.
     """
 
     rows: Tensor
     weights: Tensor
+    whole: Whole | None = None
 
 
-class Loss(Protocol[Batch_contra]):
-    """A per-token loss, given what the model says now: log-probs with their entropy, or values."""
+class Objective(Protocol[Batch_contra]):
+    """What an update minimises, given what the model says now: log-probs with their entropy, or values."""
 
     @property
     def wants_entropy(self) -> bool: ...
@@ -46,7 +63,7 @@ class Loss(Protocol[Batch_contra]):
     def __call__(
         self, output: Tensor, entropy: Tensor | None, batch: Batch_contra, weights: Tensor, metrics: Metrics
     ) -> Tensor:
-        """The scalar loss of some rows of a mini-batch: ``(weights * per_token_loss).sum()``.
+        """The scalar objective over some rows of a mini-batch.
 
         Args:
             output: float32 ``[rows response]``: log-probs (`Trainer`) or values (`Critic`) under the weights as they
@@ -55,7 +72,7 @@ class Loss(Protocol[Batch_contra]):
                 `wants_entropy`; None for values.
             batch: the columns of these rows.
             weights: float32 ``[rows response]``.
-            metrics: where the loss reports its numbers; parts of a mini-batch merge.
+            metrics: where it reports its numbers; parts of a mini-batch merge.
         """
         ...
 
@@ -120,7 +137,7 @@ class Trainer(Scorer, Protocol):
         """The version of the weights: how many `update` calls they have seen."""
         ...
 
-    def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], loss: Loss[Batch]) -> Metrics:
+    def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], objective: Objective[Batch]) -> Metrics:
         """One optimiser step per mini-batch, in order; then `version` grows by one."""
         ...
 
@@ -147,7 +164,7 @@ class Critic(Protocol):
         """The value before each response token: float32 ``[batch response]``, 0 off the mask."""
         ...
 
-    def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], loss: Loss[Batch]) -> Metrics:
+    def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], objective: Objective[Batch]) -> Metrics:
         """One optimiser step per mini-batch, in order; then `version` grows by one."""
         ...
 

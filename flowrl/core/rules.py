@@ -114,7 +114,7 @@ def _kl_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in _writers(graph, Trainer):
         line = [n.name for n in _line(graph, node.name) if "kl" in n.operator.effects]
         if len(line) > 1:
-            in_loss = ", or take it out of the loss: PPOClip(kl=None)" if line[-1] == node.name else ""
+            in_loss = ", or take it out of the loss: UpdateActor(kl=None)" if line[-1] == node.name else ""
             yield (
                 node.name,
                 f"KL to the reference is counted {len(line)} times on the way to this update, by {', '.join(line)}; "

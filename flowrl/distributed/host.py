@@ -335,7 +335,7 @@ class Host:
             if not isinstance(wanted, ColumnType):
                 inputs[end] = source
                 continue
-            rows = None if end.name in task.operator.whole else task.rows
+            rows = None if end.name in task.operator.given_whole else task.rows
             inputs[end], nbytes = join_pieces(source, wanted, rows, least)
             received += nbytes
             sizes |= dict(zip(wanted.axes, inputs[end].shape, strict=True))

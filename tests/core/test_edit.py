@@ -56,7 +56,9 @@ def grpo_by_hand(batch: PromptBatch, n: int = 8) -> Any:
     ref = RefLogProb()(rollout)
     scores = Reward(exact)(rollout, prompts)
     adv = GroupAdvantage()(scores, rollout.response_mask, prompts.uid)
-    return Sync()(UpdateActor(PPOClip(0.2, kl=KLLoss("k3", 0.001)))(rollout, old, adv, ref)), mismatch
+    return Sync()(
+        UpdateActor(kl=KLLoss("k3", 0.001))(rollout, old_log_probs=old, advantages=adv, ref_log_prob=ref)
+    ), mismatch
 
 
 def test_grpo_is_an_edit_of_ppo() -> None:
@@ -103,11 +105,11 @@ def test_set_changes_one_parameter_and_leaves_the_others() -> None:
 
 
 def test_set_reaches_into_specs() -> None:
-    graph = PPO.edit(set={"update_actor.loss.clip_high": 0.28, "update_actor.loss.kl": KLLoss("k2", 0.1)}).edit(
-        set={"update_actor.loss.kl.coef": 0.2, "update_actor.mini_batch": 4}
+    graph = PPO.edit(set={"update_actor.loss.clip_high": 0.28, "update_actor.kl": KLLoss("k2", 0.1)}).edit(
+        set={"update_actor.kl.coef": 0.2, "update_actor.mini_batch": 4}
     )
-    loss = PPOClip(0.2, 0.28, kl=KLLoss("k2", 0.2))
-    assert graph["update_actor"].operator == UpdateActor(loss, mini_batch=4)
+    update = UpdateActor(PPOClip(0.2, 0.28), mini_batch=4, kl=KLLoss("k2", 0.2))
+    assert graph["update_actor"].operator == update
     assert wires(graph, "update_actor")["ref_log_prob"] == "ref_log_prob.ref_log_prob", "which the KL term wants"
 
 
@@ -129,8 +131,8 @@ def test_set_reaches_into_specs() -> None:
             r"does not name a parameter; update_actor.loss has clip_low, .*; did you mean 'clip_",
         ),
         (
-            {"set": {"update_actor.loss.kl.coef": 2}},
-            r"goes into update_actor.loss.kl, which is None and has no parameters; set it as a whole: set={'update",
+            {"set": {"update_actor.kl.coef": 2}},
+            r"goes into update_actor.kl, which is None and has no parameters; set it as a whole: set={'update",
         ),
         ({"set": {"update_actor.loss.clip_low": 2}}, r"clip_low=2"),
         ({"set": [("gae.lam", 2)]}, r"edit\(set=\[.*\]\) does not say where; expected set=\{'gae.lam': 0.9\}\."),

@@ -17,7 +17,7 @@ from flowrl.core.roles import Reads, Role, Writes
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
-from flowrl.operators import Generate, KLLoss, PPOClip, Sync, UpdateActor, UpdateCritic, Value
+from flowrl.operators import Generate, KLLoss, Sync, UpdateActor, UpdateCritic, Value
 from flowrl.records import Sequences, Updated
 from tests.kernel import exact
 
@@ -84,7 +84,7 @@ def rules_of(graph: Graph) -> set[str]:
 def test_rules_follow_what_is_asked_of_an_engine(update: type[UpdateActor]) -> None:
     """Greedy, in groups of one, and never synced."""
     graph = grpo(exact, n=1, temperature=0.0).edit(
-        replace={"update_actor": update(PPOClip(kl=KLLoss())).named("update_actor")}, drop=["sync"]
+        replace={"update_actor": update(kl=KLLoss()).named("update_actor")}, drop=["sync"]
     )
     assert rules_of(graph) == {"FR002", "FR003", "FR007"}
     assert graph.trained == ["actor"]

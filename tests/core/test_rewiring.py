@@ -335,15 +335,16 @@ def test_a_dropped_sink_adds_no_sink_that_is_read_elsewhere() -> None:
 
 def test_parameters_that_depend_on_each_other_change_at_once() -> None:
     changes = {
-        "update_actor.loss.aggregation": "seq-mean-token-sum-norm",
+        "update_actor.aggregation": "seq-mean-token-sum-norm",
         "update_actor.ppo_epochs": 2,
-        "update_actor.loss.norm": 64.0,
+        "update_actor.norm": 64.0,
     }
-    loss = PPOClip(0.2, aggregation="seq-mean-token-sum-norm", norm=64.0)
     for order in (list(changes.items()), list(changes.items())[::-1]):
-        assert PPO.edit(set=dict(order))["update_actor"].operator == UpdateActor(loss, ppo_epochs=2)
+        assert PPO.edit(set=dict(order))["update_actor"].operator == UpdateActor(
+            ppo_epochs=2, aggregation="seq-mean-token-sum-norm", norm=64.0
+        )
     with pytest.raises(ParameterError, match="was given norm=None"):
-        PPO.edit(set={"update_actor.loss.aggregation": "seq-mean-token-sum-norm"})
+        PPO.edit(set={"update_actor.aggregation": "seq-mean-token-sum-norm"})
     whole = {"update_actor.loss.clip_high": 0.3, "update_actor.loss": PPOClip(0.1)}
     assert PPO.edit(set=whole)["update_actor"].operator == UpdateActor(PPOClip(0.1, 0.3)), "the whole goes first"
 

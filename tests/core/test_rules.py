@@ -55,7 +55,7 @@ def the_edit(graph: Graph, message: str) -> Graph:
     return result
 
 
-KL_LOSS = UpdateActor(PPOClip(0.2, kl=KLLoss("k3", 0.001)))
+KL_LOSS = UpdateActor(PPOClip(0.2), kl=KLLoss("k3", 0.001))
 
 
 class TestClean:
@@ -110,8 +110,8 @@ class TestKLOnce:  # FR001
         message = graph.check()[0].message
         assert "2 times" in message and "kl_shape, update_actor" in message
         assert found(the_edit(graph, message)) == []
-        assert "PPOClip(kl=None)" in message
-        assert found(graph.edit(replace={"update_actor": UpdateActor(PPOClip(kl=None))})) == []
+        assert "UpdateActor(kl=None)" in message
+        assert found(graph.edit(replace={"update_actor": UpdateActor(kl=None)})) == []
 
     def test_a_coefficient_of_zero_is_no_kl(self) -> None:
         assert found(ppo(score, kl_coef=0.0).edit(replace={"update_actor": KL_LOSS})) == []
@@ -395,7 +395,7 @@ class TestReport:
     def test_all_findings_at_once(self) -> None:
         graph = (
             ppo(score, temperature=0.0, mini_batch=3)
-            .edit(replace={"update_actor": UpdateActor(KL_LOSS.loss, mini_batch=3)})
+            .edit(replace={"update_actor": UpdateActor(mini_batch=3, kl=KL_LOSS.kl)})
             .subgraph(until=["update_actor", "update_critic"])
         )
         expected = [

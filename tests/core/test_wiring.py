@@ -90,7 +90,7 @@ def test_no_such_ancestor_needs_a_wire() -> None:
 
 
 def test_an_optional_port_is_taken_where_the_parameters_want_it() -> None:
-    with_kl = PPO.edit(replace={"update_actor": UpdateActor(PPOClip(kl=KLLoss("k3", 0.1)))})
+    with_kl = PPO.edit(replace={"update_actor": UpdateActor(kl=KLLoss("k3", 0.1))})
     assert wires(with_kl, "update_actor")["ref_log_prob"] == "ref_log_prob.ref_log_prob"
     without = with_kl.edit(replace={"update_actor": UpdateActor()})
     assert "ref_log_prob" not in wires(without, "update_actor")
@@ -100,8 +100,8 @@ def test_an_optional_port_is_taken_where_the_parameters_want_it() -> None:
 def test_a_ratio_to_the_rollout_leaves_old_log_prob_to_fall_away() -> None:
     bypass = UpdateActor(PPOClip(0.2, ratio_to="rollout"))
     for graph in (grpo(exact, kl_coef=0.0), grpo(exact)):
-        loss = graph["update_actor"].operator.loss  # type: ignore[attr-defined]
-        update = UpdateActor(PPOClip(0.2, kl=loss.kl, ratio_to="rollout"))
+        kl = graph["update_actor"].operator.kl  # type: ignore[attr-defined]
+        update = UpdateActor(PPOClip(0.2, ratio_to="rollout"), kl=kl)
         edited = graph.edit(replace={"update_actor": update}, drop=["old_log_prob", "mismatch"])
         assert wires(edited, "update_actor")["old_log_probs"] == "generate.rollout_log_probs"
         assert set(graph.nodes) - set(edited.nodes) == {"old_log_prob", "mismatch"}

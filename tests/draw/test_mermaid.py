@@ -141,7 +141,7 @@ class TestDiff:
         assert list(chart.legend.values()) == ["rollout", "actor", "ref", "critic", "changed", "added", "removed"]
         assert chart.groups["critic"] == ["value", "update_critic"]  # also where they are marked
         assert chart.nodes["repeat"][1] == "<b>repeat</b><br/>n: 1 → 8<br/><i>→\xa0PromptBatch</i>"
-        assert chart.nodes["update_actor"][1].endswith("PPOClip(kl=KLLoss())<br/>mini_batch: None → 64")
+        assert chart.nodes["update_actor"][1].endswith("kl: None → KLLoss()")
 
     def test_links_are_marked(self) -> None:
         before, after = ppo(score), grpo(score)

@@ -14,7 +14,7 @@ def test_every_parameter_reaches_its_operator() -> None:
     assert (generate.temperature, generate.max_new_tokens) == (0.7, 5)
     update = graph["update_actor"].operator
     assert (update.ppo_epochs, update.mini_batch) == (2, 6)
-    assert update.loss == PPOClip(0.3, kl=KLLoss("k3", 0.5))
+    assert (update.loss, update.kl) == (PPOClip(0.3), KLLoss("k3", 0.5))
     assert graph["group_advantage"].operator == GroupAdvantage()
 
 
@@ -26,6 +26,6 @@ def test_grpo_has_no_critic() -> None:
 
 def test_without_kl_there_is_no_reference() -> None:
     graph = grpo(exact, kl_coef=0.0)
-    assert graph["update_actor"].operator.loss.kl is None
+    assert graph["update_actor"].operator.kl is None
     assert set(graph.roles()) == {"rollout", "actor"}
     assert "ref_log_prob" not in graph.nodes

@@ -10,7 +10,7 @@ import torch
 from flowrl import graphs
 from flowrl.errors import GraphError, ParameterError
 from flowrl.graph import Graph
-from flowrl.operators import GroupAdvantage, KLLoss, PPOClip
+from flowrl.operators import DPO, GroupAdvantage, KLLoss, PPOClip
 from tests.jobs import PROMPTS, job_of, weights_of
 from tests.kernel import exact
 from tests.rewards import digits
@@ -56,7 +56,7 @@ def test_rloo() -> None:
         "- whiten: Whiten()  (in its place: rloo_advantage)",
         "- update_critic: UpdateCritic()",
         "- value: Value()  (nothing reads it any more)",
-        "~ update_actor.loss.aggregation: 'token-mean' -> 'seq-mean-token-sum'",
+        "~ update_actor.aggregation: 'token-mean' -> 'seq-mean-token-sum'",
         "~ update_actor <- advantages: whiten.advantages -> rloo_advantage.advantages",
     ]
 
@@ -73,14 +73,15 @@ def test_reinforce_plus_plus() -> None:
 def test_reinforce_plus_plus_with_a_group_baseline() -> None:
     graph = graphs.reinforce_plus_plus_baseline(exact, n=3, kl_coef=0.5, clip=0.3)
     assert graph["group_advantage"].operator == GroupAdvantage(normalize_std=False)
-    assert graph["update_actor"].operator.loss == PPOClip(0.3, kl=KLLoss("k2", 0.5))
+    update = graph["update_actor"].operator
+    assert (update.loss, update.kl) == (PPOClip(0.3), KLLoss("k2", 0.5))
     assert "whiten" in graph.nodes and graph["repeat"].operator.n == 3
 
 
 def test_dr_grpo() -> None:
     graph = graphs.dr_grpo(exact, max_new_tokens=7, clip=0.3)
-    loss = graph["update_actor"].operator.loss
-    assert loss == PPOClip(0.3, aggregation="seq-mean-token-sum-norm", norm=7)
+    update = graph["update_actor"].operator
+    assert (update.loss, update.aggregation, update.norm) == (PPOClip(0.3), "seq-mean-token-sum-norm", 7)
     assert graph["group_advantage"].operator == GroupAdvantage(normalize_std=False)
     assert graph["generate"].operator.max_new_tokens == 7
     assert "ref" not in graph.roles()
@@ -108,9 +109,6 @@ def test_a_setting_that_the_neighbour_does_not_have() -> None:
         ("rloo", "gamma"),
         ("rloo", "lam"),
         ("reinforce_plus_plus", "lam"),
-        ("gpg", "kl_coef"),
-        ("opo", "kl_coef"),
-        ("dr_grpo", "kl_coef"),
     ],
 )
 def test_a_setting_of_what_is_left_out_is_refused(name: str, setting: str) -> None:
@@ -121,3 +119,42 @@ def test_a_setting_of_what_is_left_out_is_refused(name: str, setting: str) -> No
 def test_pass_at_k_needs_more_answers_than_it_tries() -> None:
     with pytest.raises(ParameterError, match=r"k=8, n=8.*expected n > k: n=16"):
         graphs.pass_at_k(exact, k=8)
+
+
+@pytest.mark.parametrize("name", ["gpg", "opo", "dr_grpo"])
+def test_kl_comes_back_where_the_paper_has_none(name: str) -> None:
+    assert getattr(graphs, name)(exact)["update_actor"].operator.kl is None
+    graph = getattr(graphs, name)(exact, kl_coef=0.5)
+    assert graph["update_actor"].operator.kl == KLLoss("k3", 0.5) and "ref_log_prob" in graph.nodes
+
+
+@pytest.mark.parametrize(
+    ("name", "aggregation"),
+    [
+        ("gspo", "seq-mean-token-mean"),
+        ("cispo", "token-mean"),
+        ("gmpo", "seq-mean-token-mean"),
+        ("sapo", "seq-mean-token-mean"),
+        ("kl_cov", "token-mean"),
+        ("dppo", "token-mean"),
+    ],
+)
+def test_a_loss_in_the_place_of_the_clip(name: str, aggregation: str) -> None:
+    graph = getattr(graphs, name)(exact)
+    lines = changed(graph, graphs.grpo(exact, kl_coef=0.0))
+    told = lines.pop(0)
+    assert told.startswith("~ update_actor.loss: PPOClip(clip_low=0.2, ratio_to='old') -> ")
+    assert lines == (
+        [] if aggregation == "token-mean" else [f"~ update_actor.aggregation: 'token-mean' -> '{aggregation}'"]
+    )
+    assert getattr(graphs, name)(exact, kl_coef=0.5)["update_actor"].operator.kl == KLLoss("k3", 0.5)
+    with pytest.raises(ParameterError, match=rf"{name}\(clip=0.1\) would be without effect"):
+        getattr(graphs, name)(exact, clip=0.1)
+
+
+def test_online_dpo_has_pairs_and_no_advantage() -> None:
+    graph = graphs.online_dpo(exact, beta=0.5)
+    assert graph["update_actor"].operator.loss == DPO(0.5) and graph["repeat"].operator.n == 2
+    assert "group_advantage" not in graph.nodes and "ref" in graph.roles()
+    with pytest.raises(ParameterError, match=r"online_dpo\(kl_coef=0.1\) would be without effect"):
+        graphs.online_dpo(exact, kl_coef=0.1)

@@ -12,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from flowrl import Key, Metrics
+from flowrl import INJECTED, Key, Metrics
+from flowrl import columns as c
 from flowrl.backends import SGD, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.columns import lookup
 from flowrl.core.protocols import Sampling
@@ -29,7 +31,8 @@ from flowrl.operators import (
     UpdateCritic,
     Value,
 )
-from flowrl.operators.update import draw_mini_batches
+from flowrl.operators.mini_batches import draw_rows, rank_parts
+from flowrl.operators.objective import TokenObjective
 from flowrl.records import RolloutBatch
 from tests.jobs import Rows, prompt_batch, rollout_batch, weights_of
 
@@ -249,18 +252,16 @@ def test_an_untrained_critic_values_everything_at_zero(tiny: str) -> None:
 )
 def test_every_epoch_holds_every_row_once(size: int, batches: int, epochs: int, seed: int) -> None:
     rows = size * batches
-    drawn = draw_mini_batches(PPOClip(), torch.ones(rows, 2, dtype=torch.bool), size, epochs, Key.of(seed))
-    assert [len(b.rows) for b in drawn] == [size] * (batches * epochs)
+    drawn = draw_rows(rows, size, epochs, Key.of(seed))
+    assert [len(index) for index in drawn] == [size] * (batches * epochs)
     for epoch in range(epochs):
-        of_epoch = torch.cat([b.rows for b in drawn[epoch * batches : (epoch + 1) * batches]])
+        of_epoch = torch.cat(drawn[epoch * batches : (epoch + 1) * batches])
         assert sorted(of_epoch.tolist()) == list(range(rows))
 
 
 def test_epochs_and_keys_have_orders_of_their_own_and_a_key_always_the_same() -> None:
-    mask = torch.ones(12, 2, dtype=torch.bool)
-
     def order(seed: int) -> list[list[int]]:
-        return [b.rows.tolist() for b in draw_mini_batches(PPOClip(), mask, 4, 2, Key.of(seed))]
+        return [index.tolist() for index in draw_rows(12, 4, 2, Key.of(seed))]
 
     assert order(1) == order(1)
     assert order(1) != order(2)
@@ -268,13 +269,14 @@ def test_epochs_and_keys_have_orders_of_their_own_and_a_key_always_the_same() ->
 
 
 def test_all_rows_at_once_keep_their_order() -> None:
-    (batch,) = draw_mini_batches(PPOClip(), torch.ones(5, 2, dtype=torch.bool), None, 1, KEY)
-    assert batch.rows.tolist() == [0, 1, 2, 3, 4]
+    (index,) = draw_rows(5, None, 1, KEY)
+    assert index.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_token_weights_are_those_of_the_mini_batch_and_not_of_the_whole() -> None:
     mask = torch.tensor([[True, True], [True, False], [True, True], [False, False]])
-    for batch in draw_mini_batches(PPOClip(), mask, 2, 1, KEY):
+    weigh = TokenObjective(PPOClip()).weights
+    for batch in rank_parts(draw_rows(4, 2, 1, KEY), weigh, mask, mask, None):
         tokens = mask[batch.rows]
         expected = torch.where(tokens, 1.0 / tokens.sum(), torch.zeros(()))
         assert torch.equal(batch.weights, expected)
@@ -283,7 +285,7 @@ def test_token_weights_are_those_of_the_mini_batch_and_not_of_the_whole() -> Non
 @pytest.mark.parametrize(("rows", "mini_batch"), [(6, 4), (4, 8), (0, None), (0, 2)])
 def test_rows_that_cannot_be_cut_are_refused(rows: int, mini_batch: int | None) -> None:
     with pytest.raises(DataError, match=rf"{rows} rows.*mini_batch={mini_batch}"):
-        draw_mini_batches(PPOClip(), torch.ones(rows, 2, dtype=torch.bool), mini_batch, 1, KEY)
+        draw_rows(rows, mini_batch, 1, KEY)
 
 
 # ---- UpdateActor and UpdateCritic
@@ -324,10 +326,16 @@ def test_the_ratio_is_exactly_one_at_the_first_and_only_step(tiny: str) -> None:
     old, seen = OldLogProb(actor=actor)(rollout), []
 
     class Watching(PPOClip):
-        def __call__(self, output: Any, entropy: Any, batch: Any, weights: Any, metrics: Any) -> Any:
-            on = weights != 0
-            seen.append((output.detach() - batch.old_log_probs)[on])
-            return super().__call__(output, entropy, batch, weights, metrics)
+        def __call__(
+            self,
+            log_probs: c.LogProbs,
+            old_log_probs: c.OldLogProbs,
+            advantages: c.Advantages,
+            response_mask: c.ResponseMask,
+            metrics: Metrics = INJECTED,
+        ) -> Tensor:
+            seen.append((log_probs.detach() - old_log_probs)[response_mask])
+            return super().__call__(log_probs, old_log_probs, advantages, response_mask, metrics)
 
     UpdateActor(Watching(), actor=actor)(rollout, old, torch.randn(old.shape), key=KEY, metrics=metrics)
     log_ratio = torch.cat(seen)
@@ -359,9 +367,16 @@ def test_the_ratio_is_one_to_rounding_in_another_micro_batch_layout(tiny: str) -
     old = OldLogProb(actor=trainer(tiny))(rollout)
 
     class Watching(PPOClip):
-        def __call__(self, output: Any, entropy: Any, batch: Any, weights: Any, metrics: Any) -> Any:
-            seen.append((output.detach() - batch.old_log_probs)[weights != 0].abs().max())
-            return super().__call__(output, entropy, batch, weights, metrics)
+        def __call__(
+            self,
+            log_probs: c.LogProbs,
+            old_log_probs: c.OldLogProbs,
+            advantages: c.Advantages,
+            response_mask: c.ResponseMask,
+            metrics: Metrics = INJECTED,
+        ) -> Tensor:
+            seen.append((log_probs.detach() - old_log_probs)[response_mask].abs().max())
+            return super().__call__(log_probs, old_log_probs, advantages, response_mask, metrics)
 
     UpdateActor(Watching(), actor=trainer(tiny, max_tokens=8))(rollout, old, torch.ones(old.shape), key=KEY)
     assert len(seen) > 1
@@ -389,7 +404,7 @@ def test_a_wanted_reference_is_used_and_reported(tiny: str) -> None:
     old = OldLogProb(actor=actor)(rollout)
     mask = rollout.response_mask
     ref = torch.where(mask, old - 0.25, old)
-    update = UpdateActor(PPOClip(kl=KLLoss("k1", 0.1)), actor=actor)
+    update = UpdateActor(kl=KLLoss("k1", 0.1), actor=actor)
     update(rollout, old, torch.zeros(old.shape), ref, key=KEY, metrics=metrics)
     assert metrics.compute()["kl/ref"] == pytest.approx(0.25, abs=1e-6)  # log(p/q) where p = e^0.25 q at every token
     assert update.effects == {"kl"}

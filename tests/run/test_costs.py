@@ -250,7 +250,7 @@ class TestOfTraining:
     def test_a_diff_says_what_an_edit_does_to_the_step(self, trained: tuple[Training, str]) -> None:
         graph: Graph = trained[0].job.graph
         costs = Costs.of(trained[1]).given(ref_log_prob=1000.0)
-        lighter = graph.edit(drop=["ref_log_prob"], set={"update_actor.loss.kl": None})
+        lighter = graph.edit(drop=["ref_log_prob"], set={"update_actor.kl": None})
         found = graph.diff(lighter, costs)
         assert found.seconds is not None and found.seconds[0] > 1000.0 > found.seconds[1]
         before, _, after = str(found).rpartition("\n")

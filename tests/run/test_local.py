@@ -87,7 +87,7 @@ def test_what_an_operator_raises_is_told_with_its_line() -> None:
 class Forgetful(PPOClip):
     """A loss of the user's own; what it calls of torch's raises."""
 
-    def __call__(self, *args: Any) -> torch.Tensor:
+    def __call__(self, log_probs: c.LogProbs) -> torch.Tensor:
         return torch.stack([])
 
 
@@ -155,8 +155,8 @@ def grpo_by_hand(batch: PromptBatch, reward_fn: Any, n: int, mini_batch: int) ->
     ref = RefLogProb()(rollout)
     scores = Reward(reward_fn)(rollout, prompts)
     advantages = GroupAdvantage()(scores, rollout.response_mask, prompts.uid)
-    loss = PPOClip(0.2, kl=KLLoss("k3", 0.001))
-    updated = UpdateActor(loss, mini_batch=mini_batch)(rollout, old, advantages, ref)
+    update = UpdateActor(PPOClip(0.2), mini_batch=mini_batch, kl=KLLoss("k3", 0.001))
+    updated = update(rollout, old_log_probs=old, advantages=advantages, ref_log_prob=ref)
     return Sync()(updated), mismatch
 
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,12 +27,13 @@ from flowrl.backends import SGD, AdamW, Cosine, LoRA, TorchCritic, TorchScorer, 
 from flowrl.core.protocols import MiniBatch
 from flowrl.data.balance import Share
 from flowrl.data.metrics import Metrics
-from flowrl.operators.losses import KLLoss, PPOClip, ValueClip
-from flowrl.operators.update import PolicyBatch, ValueBatch, rank_parts
+from flowrl.operators import DPO, KLCov, KLLoss, PPOClip, ValueClip
+from flowrl.operators.mini_batches import rank_parts, record
+from flowrl.operators.objective import TokenObjective
 from tests.models import ragged
 
 ROWS = 7
-PPO = PPOClip(dual_clip=3.0, entropy=0.01, kl=KLLoss("k3", 0.05))
+PPO = TokenObjective(PPOClip(dual_clip=3.0), kl=KLLoss("k3", 0.05), entropy=0.01)
 TIMEOUT = 30  # seconds that a rank waits for one that does not come, in the last case
 
 
@@ -86,21 +88,24 @@ def sequences(rows: Sequence[int] | None = None) -> Any:
     )
 
 
-def policy_batch(ranks: Ranks, kind: str) -> PolicyBatch:
-    columns = sequences()._asdict() | ranks.rollouts(kind)
-    return PolicyBatch(**{name: columns[name] for name in PolicyBatch._fields})
+TOKENS = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
 
-def value_batch(ranks: Ranks, kind: str) -> ValueBatch:
+def policy_batch(ranks: Ranks, kind: str) -> Any:
     columns = sequences()._asdict() | ranks.rollouts(kind)
-    return ValueBatch(**{name: columns[name] for name in ValueBatch._fields})
+    return record({n: columns[n] for n in (*TOKENS, "temperature", "old_log_probs", "advantages", "ref_log_prob")})
+
+
+def value_batch(ranks: Ranks, kind: str) -> Any:
+    columns = sequences()._asdict() | ranks.rollouts(kind)
+    return record({name: columns[name] for name in (*TOKENS, "values", "returns")})
 
 
 def minis(batch: Any, loss: Any, *parts: Sequence[int]) -> list[MiniBatch]:
     """Mini-batches of these rows, with the weights that `loss` gives their tokens."""
-    whole = [MiniBatch(torch.tensor(rows), loss.weights(batch.response_mask[torch.tensor(rows)])) for rows in parts]
     share = Share(dist.get_rank(), dist.get_world_size(), None, None) if dist.is_initialized() else None
-    return list(rank_parts(whole, share, batch.attention_mask))
+    drawn = [torch.tensor(rows) for rows in parts]
+    return rank_parts(drawn, loss.weights, batch.response_mask, batch.attention_mask, share)
 
 
 ALL = range(ROWS)
@@ -157,9 +162,27 @@ def training(ranks: Ranks, kind: str, optimizer: Any) -> dict[str, Any]:
     }
 
 
+PAIRS = TokenObjective(DPO(0.5), "seq-mean-token-mean", entropy=0.01)
+COVARIANCE = TokenObjective(KLCov(0.2))
+
+
+def over_rows(ranks: Ranks, objective: TokenObjective, max_tokens: int = 20) -> dict[str, Any]:
+    """An objective that compares rows, which are dealt to ranks and micro-batches."""
+    engine = ranks.trainer("llama", max_tokens=max_tokens, optimizer=SGD(lr=0.1, momentum=0.9))
+    batch = policy_batch(ranks, "llama")
+    uid = np.array([f"{row % 3}" for row in range(ROWS)], dtype=object)
+    columns = batch._asdict() | {"uid": uid, "token_level_scores": batch.advantages}
+    share = Share(dist.get_rank(), dist.get_world_size(), None, None) if dist.is_initialized() else None
+    drawn = [torch.tensor(rows) for rows in (ALL, [6, 3, 0], [1, 4, 5, 2])]
+    parts = rank_parts(drawn, objective.weights, batch.response_mask, batch.attention_mask, share, columns)
+    metrics = engine.update(batch, parts[:1], objective)
+    slope = last_gradient(engine)
+    return {"gradient": slope, "metrics": [metrics, engine.update(batch, parts, objective)], "after": weights(engine)}
+
+
 def critic(ranks: Ranks, **settings: Any) -> dict[str, Any]:
     engine = ranks.build(TorchCritic, "critic", optimizer=SGD(lr=0.005, momentum=0.9), grad_clip=None, **settings)
-    batch, loss = value_batch(ranks, "llama"), ValueClip(0.2)
+    batch, loss = value_batch(ranks, "llama"), TokenObjective(ValueClip(0.2))
     own = ranks.mine(ALL)
     found = engine.values(sequences(own))
     metrics = [engine.update(batch, minis(batch, loss, ALL), loss)]
@@ -308,6 +331,8 @@ BOTH: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     },
     "training sgd": lambda r: training(r, "llama", SGD(lr=0.05, momentum=0.9)),
     "training adamw": lambda r: training(r, "qwen2", AdamW(lr=0.002, eps=1e-5, weight_decay=0.1)),
+    "pairs": lambda r: over_rows(r, PAIRS),
+    "covariance": lambda r: over_rows(r, COVARIANCE),
     "critic": critic,
     "critic checkpointed": lambda r: critic(r, gradient_checkpointing=True),
     "resuming": resuming,

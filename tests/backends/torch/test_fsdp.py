@@ -23,6 +23,8 @@ from flowrl.errors import BindError, ParameterError
 from tests.backends.torch.fsdp_cases import (
     ALL,
     BOTH,
+    COVARIANCE,
+    PAIRS,
     PPO,
     STEPS,
     TIMEOUT,
@@ -30,6 +32,7 @@ from tests.backends.torch.fsdp_cases import (
     Shared,
     last_gradient,
     minis,
+    over_rows,
     policy_batch,
     sequences,
     weights,
@@ -140,6 +143,20 @@ def test_the_gradient_and_the_loss_are_those_of_one_process(found: Any, case: st
     assert [("actor/grad_norm" in rank[case]["metrics"]) for rank in ranks] == [True, False]
     tokens = [part["metrics"]["actor/pg_clipfrac"].weight for part in (*(rank[case] for rank in ranks), truth)]
     assert tokens[0] + tokens[1] == tokens[2] and min(tokens) > 0
+
+
+@pytest.mark.parametrize(("case", "objective"), [("pairs", PAIRS), ("covariance", COVARIANCE)])
+def test_what_compares_rows_sees_all_of_its_mini_batch(found: Any, case: str, objective: Any) -> None:
+    """In one micro-batch, in several, and on two ranks, gradient, weights and metrics are the same."""
+    folder, alone, ranks = found
+    truth = over_rows(Ranks(0, 1, folder), objective, max_tokens=10**6)
+    for other in (alone[case], *(rank[case] for rank in ranks)):
+        assert apart(other["gradient"], truth["gradient"]) < 2e-6
+        assert apart(other["after"], truth["after"]) < 2e-5
+    for step in (0, 1):
+        expected = truth["metrics"][step].compute()
+        assert alone[case]["metrics"][step].compute() == pytest.approx(expected, rel=1e-5, abs=2e-6)
+        assert merged([rank[case]["metrics"][step] for rank in ranks]) == pytest.approx(expected, rel=1e-5, abs=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
