@@ -53,7 +53,7 @@ _NAMES_A_GRAPH = "FILE.py:name, module:name, or a graph in .yaml or .json."
 Target = Annotated[str, typer.Argument(metavar="TARGET", help=_NAMES_A_GRAPH, show_default=False)]
 
 Import = Annotated[
-    bool, typer.Option("--import", help="Import what a graph in .yaml or .json names, which runs that code.")
+    bool, typer.Option("--import", help="Import what a graph in .yaml or .json names, or a run, which runs that code.")
 ]
 
 
@@ -188,7 +188,7 @@ def plan(
     from flowrl.run.costs import Costs
     from flowrl.run.prediction import predict
 
-    measured = Costs.of(costs).given(**dict(map(_cost, cost or ())))
+    measured = Costs.of(costs, imports=imports).given(**dict(map(_cost, cost or ())))
     own = job.place if isinstance(job, Job) else measured.place
     count = prompts or (found.prompts if isinstance(found, Training) else measured.prompts)
     out.print(f"predicted from {costs}, with {count} prompts a step:", markup=False)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar, Literal, cast, dataclass_transform, get_args, get_origin
 
@@ -123,14 +123,23 @@ def _refuse_bools(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """Refuse True and False where a number is wanted: Python, and so pydantic, takes them for 1 and 0."""
     given = dict(zip((f.name for f in dataclasses.fields(cls) if f.init), args, strict=False)) | dict(kwargs)
     for name, value in given.items():
-        items = value if isinstance(value, tuple | list) else (value,)
-        if any(isinstance(item, bool) for item in items) and name in cls.__pydantic_fields__:
+        found = next(_bools(value, name), None)
+        if found is not None and name in cls.__pydantic_fields__:
             parts = _parts(cls.__pydantic_fields__[name].annotation)
             if any(part in (int, float) for part in parts) and not any(part in (bool, object, Any) for part in parts):
                 wrong = PydanticCustomError("bool", "a number is expected, and this is a bool")
                 raise ValidationError.from_exception_data(
-                    cls.__name__, [InitErrorDetails(type=wrong, loc=(name,), input=value)]
+                    cls.__name__, [InitErrorDetails(type=wrong, loc=found[:-1], input=found[-1])]
                 )
+
+
+def _bools(value: Any, *way: Any) -> Iterator[tuple[Any, ...]]:
+    """Each bool in tuples, lists and mappings, behind the indices and keys that lead to it."""
+    if isinstance(value, bool):
+        yield (*way, value)
+    elif isinstance(value, Mapping | tuple | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _bools(item, *way, key if isinstance(key, int | str) else repr(key))
 
 
 def _parts(annotation: Any) -> list[Any]:

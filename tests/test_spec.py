@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Mapping
 from dataclasses import FrozenInstanceError
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -187,6 +188,9 @@ class Numbers(Spec):
     level: Literal["a", 1] = "a"
     anything: Any = None
     unbounded: float = Field(default=0.0, allow_inf_nan=True)
+    weights: Mapping[str | tuple[str, int], float | tuple[float, ...]] = Field(default_factory=dict)
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    switches: Mapping[str, bool | int] = Field(default_factory=dict)
 
 
 @pytest.mark.parametrize("value", [True, False, math.inf, -math.inf, math.nan])
@@ -199,6 +203,20 @@ def test_neither_bools_nor_infinities_are_numbers(field: str, value: Any) -> Non
             Numbers(value)
 
 
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ({"a": 1.0, "b": True}, r"weights\.b=True: a number is expected, and this is a bool\."),
+        ({"a": (0.5, False)}, r"weights\.a\.1=False: a number is expected, and this is a bool\."),
+        ({("a", 1): True}, "weights=True: a number is expected, and this is a bool"),
+    ],
+)
+def test_bools_are_no_numbers_in_mappings(weights: Any, said: str) -> None:
+    with pytest.raises(ParameterError, match=said):
+        Numbers(weights=weights)
+
+
 def test_bools_and_infinities_are_taken_where_they_are_meant() -> None:
     made = Numbers(flag=True, either=True, anything=True, unbounded=math.inf)
+    assert Numbers(options={"on": True}, switches={"on": False}).options == {"on": True}
     assert (made.flag, made.either, made.anything, made.unbounded) == (True, True, True, math.inf)

@@ -187,7 +187,7 @@ def _class(path: str, where: str, imports: bool) -> Any:
     if not imports and not _comes_with_flowrl(path):
         raise GraphError(
             f"{where} is of the class {path}, which has to be imported to know what it is, and importing runs its "
-            f"file; if you trust that, say so: --import on the command line, flowrl.load(..., imports=True) in Python."
+            f"file; if you trust that, say so: --import on the command line, imports=True in Python."
         )
     return _import(path, where)
 

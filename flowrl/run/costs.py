@@ -51,14 +51,20 @@ class Costs:
     place: Place | None = None
 
     @staticmethod
-    def of(run: str | Path) -> Costs:
+    def of(run: str | Path, *, imports: bool = True) -> Costs:
         """What the run in a folder measured.
 
         The first time that a process does something is not counted, since it warms up. Validations in the trace count
         for what nodes take, which other numbers of rows tell more about.
 
+        Args:
+            run: the folder.
+            imports: import the class of the place that it ran at, where that is neither flowrl's nor an installed
+                package's; see `flowrl.load`.
+
         Raises:
             DataError: no run is there, or it has left no trace of a step.
+            GraphError: the class of its place is not there, or would have to be imported.
         """
         folder = Path(run)
         described, timeline, steps = _read(folder)
@@ -72,7 +78,7 @@ class Costs:
             *_driver(trained),
             _between(trained, steps),
             int(described["training"]["prompts"]),
-            decode(described["place"], "place", imports=False),
+            decode(described["place"], f"the place in {folder / 'run.json'}", imports),
         )
 
     def given(self, **seconds: float) -> Costs:

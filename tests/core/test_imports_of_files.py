@@ -120,7 +120,7 @@ def test_a_class_of_a_users_own_is_refused_by_name() -> None:
     spring("ours.py")
     said = (
         r"halved is of the class ours\.py:Halved, which has to be imported to know what it is, and importing runs its "
-        r"file; if you trust that, say so: --import on the command line, flowrl\.load\(\.\.\., imports=True\) in"
+        r"file; if you trust that, say so: --import on the command line, imports=True in Python\."
     )
     with pytest.raises(GraphError, match=said):
         load("g.json", imports=False)
