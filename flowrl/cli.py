@@ -138,12 +138,13 @@ def check(
     graph = _graph(found, target)
     if prompts is None and isinstance(found, Training):
         prompts = found.prompts
-    problems = [str(finding) for finding in graph.check(prompts=prompts)]
+    problems, ends = [str(finding) for finding in graph.check(prompts=prompts)], None
     try:
         if not problems and isinstance(found, Job | Training):
             found.refuse_unready()
             (found.job if isinstance(found, Training) else found).refuse_missing()
         _ = Plan(graph).order
+        ends = ends_of_responses(graph)
     except FlowrlError as error:
         problems.append(str(error))
     if problems:
@@ -154,7 +155,7 @@ def check(
     out.print(f"{graph.name}: {len(graph.nodes)} nodes, every connection fits{bound} and no rule is broken.")
     if left := not_imported(graph):
         out.print(f"Not imported, so not looked at: {', '.join(left)}; --import does.", markup=False)
-    if ends := ends_of_responses(graph):
+    if ends is not None:
         out.print(f"Responses end with {ends}.", markup=False)
 
 
