@@ -34,7 +34,7 @@ from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
 from flowrl.run.local import failure
 from flowrl.run.place import ProcessSpec
-from flowrl.run.runner import Lengths, when
+from flowrl.run.runner import Lengths
 from flowrl.run.steps import lengths_of
 from flowrl.sync.probe import Probe, arithmetic
 from flowrl.sync.received import Origin
@@ -50,6 +50,7 @@ class HostTask:
     Args:
         operator: under its node's name.
         step, seed: what keys are derived from; None is between steps, where nothing is drawn.
+        when: it runs, for messages.
         state: the state cells.
         inputs: by port field, the pieces of a column, or a value.
         rows: which rows to run on; None for all.
@@ -60,6 +61,7 @@ class HostTask:
     operator: Operator
     step: int | None
     seed: int
+    when: str
     state: Mapping[str, Any]
     inputs: Mapping[PortField, Any]
     rows: Array | None
@@ -282,7 +284,7 @@ class Host:
             with collect_warnings() as said:
                 return self._run(task, inputs, said)
         except Exception as error:
-            message = failure(task.operator, f"{when(task.step)} on {named(self.plan)}", error, inputs)
+            message = failure(task.operator, f"{task.when} on {named(self.plan)}", error, inputs)
             return Failure.of(error, message)
 
     def _run(self, task: HostTask, inputs: dict[PortField, Any], said: Sequence[Warned]) -> Report:
