@@ -28,8 +28,8 @@ class TorchCritic(TrainedSpec):
     """A causal LM with a scalar head in place of its own (a critic): float32 weights, one optimiser step a mini-batch.
 
     The value head is linear, in float32, and starts at zero, so an untrained critic says 0 everywhere; a folder that
-    `TorchCriticEngine.save_pretrained` wrote brings its own. Of a reward model (a sequence classifier of transformers) the
-    body is taken, and its head is left out.
+    `TorchCriticEngine.save_pretrained` wrote brings its own. Of a reward model (a sequence classifier of transformers)
+    the body is taken, and its head is left out.
 
     Args:
         model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,

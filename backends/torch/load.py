@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
@@ -119,17 +118,6 @@ def refuse_not_finite(lm: PreTrainedModel, folder: str) -> None:
 
 def _some(names: Collection[str]) -> str:
     return f"{', '.join(list(names)[:3])}{', …' if len(names) > 3 else ''}"
-
-
-def stored_dtype(folder: str) -> str | None:
-    """The dtype that a folder's config.json names for its weights; float32 where it names none, and None where there
-    is no such file."""
-    path = Path(folder, "config.json")
-    if not path.is_file():
-        return None
-    config = json.loads(path.read_text())
-    named = (part.get(key) for part in (config, config.get("text_config") or {}) for key in ("dtype", "torch_dtype"))
-    return str(next(filter(None, named), "float32"))
 
 
 @contextmanager

@@ -196,6 +196,11 @@ class TorchRolloutEngine(RolloutEngine, Resident):
             probe, bound = probe_inputs(model, model.device, rows=2), tolerance(model.dtype)
             refuse_other_cache(probe, model, self._forward, self._new_cache(), tokenizer.folder, bound)
 
+    @property
+    def arithmetic(self) -> torch.dtype:
+        """The dtype of the model's weights."""
+        return self.model.dtype
+
     def sync(self, source: Trainer) -> Receipt:
         """Take over the weights of `source`: by copying, or, where the model is its own, by noting the version.
 

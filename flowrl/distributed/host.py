@@ -36,7 +36,7 @@ from flowrl.run.local import failure
 from flowrl.run.place import ProcessSpec
 from flowrl.run.runner import Lengths
 from flowrl.run.steps import lengths_of
-from flowrl.sync.probe import Probe, arithmetic
+from flowrl.sync.probe import arithmetic
 from flowrl.sync.received import Origin
 from flowrl.sync.route import Seat
 from flowrl.sync.stream import Ticket, send
@@ -200,10 +200,11 @@ class Host:
             if isinstance(engine, Sleeper):
                 engine.wake()
 
-    def probe(self, role: str) -> Probe:
-        """What an engine that is probed wants to be scored; see `flowrl.sync.probe`."""
-        probe: Probe = self.engines[role].probe
-        return probe
+    def wanted(self, role: str) -> Wanted:
+        """What an engine that generates wants of its trainer."""
+        assert self._built is not None
+        engine, backend = self.engines[role], self._built.bindings[role]
+        return Wanted(backend.receives, arithmetic(engine), engine.probe if backend.probes else None)
 
     def export(self, role: str, wanted: Wanted, bucket_bytes: int) -> Export | None:
         """Put a trainer's weights into the object store. Gathering them is collective: every rank must be called, and
