@@ -16,9 +16,8 @@ from torch import Tensor
 
 from flowrl.backends.hosted.arrival import Arrival, due_weights
 from flowrl.backends.rollout import Ending, RolloutEngine
-from flowrl.backends.torch.load import Folder, load_causal_lm, loading, refuse_no_model
+from flowrl.backends.torch.load import Folder, FolderBackend, load_causal_lm, loading
 from flowrl.backends.torch.lora import LoRA, require_peft
-from flowrl.core.backend import Backend
 from flowrl.core.protocols import Closable, Rollout, Sampled, Sampling, Sleeper, Trainer
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer
@@ -37,7 +36,7 @@ from flowrl.sync.probe import (
 from flowrl.sync.received import ReceivedWeights
 
 
-class EngineSpec(Backend):
+class EngineSpec(FolderBackend):
     """What is set alike for each of these engines.
 
     Args:
@@ -80,18 +79,9 @@ class EngineSpec(Backend):
     engine_args: Mapping[str, Any] = Field(default_factory=dict)
 
     @property
-    def starts_from(self) -> str | None:
-        """The model's folder."""
-        return self.model
-
-    @property
     def slots_per_rank(self) -> int:
         """Devices that one engine computes on."""
         return self.tensor_parallel
-
-    def refuse_missing(self) -> None:
-        """Refuse a folder that holds no model."""
-        refuse_no_model(self.model)
 
     @property
     def receives(self) -> Literal["weights", "adapter_weights"]:

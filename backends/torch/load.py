@@ -17,6 +17,7 @@ from pydantic import BeforeValidator
 from torch import Tensor
 
 from flowrl.backends.torch.probes import Attention
+from flowrl.core.backend import Backend
 from flowrl.errors import BindError
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -25,6 +26,30 @@ if TYPE_CHECKING:  # it takes seconds to import
 Folder = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
+
+
+class FolderBackend(Backend):
+    """Base of backends whose engines start with the weights of a Hugging Face folder.
+
+    Args:
+        model: the folder; None uses the weights of another role.
+    """
+
+    model: Folder | None
+
+    @property
+    def starts_from(self) -> str | None:
+        """The model's folder."""
+        return self.model
+
+    def refuse_missing(self) -> None:
+        """Refuse a folder that holds no model.
+
+        Raises:
+            BindError: see `refuse_no_model`.
+        """
+        if self.model is not None:
+            refuse_no_model(self.model)
 
 
 def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | None = None) -> PreTrainedModel:
