@@ -16,7 +16,7 @@ from flowrl.core.graph import Graph
 from flowrl.core.graph_io import decode
 from flowrl.data.files import parse_json
 from flowrl.data.keys import Key
-from flowrl.errors import DataError
+from flowrl.errors import DataError, ParameterError
 from flowrl.run.cost import Cost, Load
 from flowrl.run.place import Place
 from flowrl.run.run_folder import RunFolder
@@ -142,6 +142,12 @@ class Costs:
         responses = [part.response for part in found if part.response is not None]
         tokens = np.concatenate([part.tokens for part in found])
         return Lengths(tokens, np.concatenate(responses) if responses else None)
+
+
+def refuse_no_costs(costs: object) -> None:
+    """Raise a `ParameterError` for what are no `Costs`, such as the path of a run."""
+    if not isinstance(costs, Costs):
+        raise ParameterError(f"costs={costs!r} are no costs; expected those of a run: Costs.of('runs/first').")
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], Timeline, dict[int | None, float]]:
