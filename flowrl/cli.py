@@ -183,18 +183,17 @@ def plan(
         raise ParameterError("--place, --prompts and --cost are for predictions; say by which run: --costs RUN.")
     found = _load(target, imports)
     job = found.job if isinstance(found, Training) else found
-    out.print(job.plan() if isinstance(job, Job) else str(Plan(_graph(found, target))), markup=False)
-    if costs is None:
-        return
-    from flowrl.run.costs import Costs
-    from flowrl.run.prediction import predict
+    lines = [job.plan() if isinstance(job, Job) else str(Plan(_graph(found, target)))]
+    if costs is not None:
+        from flowrl.run.costs import Costs
+        from flowrl.run.prediction import predict
 
-    measured = Costs.of(costs, imports=imports).given(**dict(map(_cost, cost or ())))
-    own = job.place if isinstance(job, Job) else measured.place
-    count = prompts or (found.prompts if isinstance(found, Training) else measured.prompts)
-    out.print(f"predicted from {costs}, with {count} prompts a step:", markup=False)
-    for one in [own, *map(_place, place or ())]:
-        out.print(str(predict(_graph(found, target), one, count, measured)), markup=False)
+        measured = Costs.of(costs, imports=imports).given(**dict(map(_cost, cost or ())))
+        own = job.place if isinstance(job, Job) else measured.place
+        count = prompts or (found.prompts if isinstance(found, Training) else measured.prompts)
+        lines.append(f"predicted from {costs}, with {count} prompts a step:")
+        lines += [str(predict(_graph(found, target), one, count, measured)) for one in [own, *map(_place, place or ())]]
+    out.print("\n".join(lines), markup=False)
 
 
 @app.command()

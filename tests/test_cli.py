@@ -143,7 +143,8 @@ def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
     ("arguments", "said"),
     [
         (["show", "nowhere.py:graph"], "there is no file"),
-        (["show", "graphs.py"], "expected 'package.module:name' or 'path/to/file.py:name'"),
+        (["show", "graphs.py"], "'graphs.py' is a file; expected a name in it, too, such as 'graphs.py:graph'."),
+        (["show", "graphs"], "expected 'package.module:name' or 'path/to/file.py:name'"),
         (["show", "graphs.py:third"], "graphs.py does not define 'third'; it defines first, second, broken"),
         (["show", "graphs.py:first.middle"], "graphs.py does not define 'first.middle'"),
         (["show", "no_such_module:graph"], "no module 'no_such_module' is on sys.path"),
@@ -159,6 +160,7 @@ def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
         (["plan", "graphs.py:number"], "graphs.py:number is of type int; expected a graph"),
         (["plan", "graphs.py:second", "--prompts", "2"], "--place, --prompts and --cost are for predictions"),
         (["run", "graphs.py:second", "--costs", "own"], "graphs.py:second is of type Graph"),
+        (["plan", "graphs.py:second", "--costs", "own"], "own holds no run"),
         (["plan", "graphs.py:crowded"], "the role 'actor' wants 3 ranks, and Colocate(gpus=2) has 2 slot(s)"),
         (["run", "graphs.py:first"], "graphs.py:first is of type Graph, which says neither on which data to train"),
         (["run", "graphs.py:unbound"], "graphs.py:unbound is of type Job"),
