@@ -244,6 +244,15 @@ def test_a_job_closes_its_engines(tiny: str) -> None:
     assert closed == [tiny] * 3
 
 
+def test_a_folder_that_is_missing_is_found_before_any_loads(tiny: str) -> None:
+    job = untouched(grpo(digits)).edit(bind={"ref": backends.TorchScorer("nowhere")})
+    for place in (None, Colocate(gpus=1)):
+        with pytest.raises(
+            BindError, match=r"the role 'ref': the model folder 'nowhere' does not exist; expected a local"
+        ):
+            replace(job, place=place).open().__enter__()
+
+
 def test_models_of_two_vocabularies_are_refused_before_any_loads(tmp_path: Path) -> None:
     folders = {name: tiny_folder(tmp_path / name) for name in ("one", "two", "three")}
     tokens = json.loads((tmp_path / "two" / "llama-0" / "tokenizer.json").read_text())
