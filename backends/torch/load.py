@@ -32,7 +32,7 @@ class FolderBackend(Backend):
     """Base of backends whose engines start with the weights of a Hugging Face folder.
 
     Args:
-        model: the folder; None uses the weights of another role.
+        model: the folder; None uses the weights of the role ``actor``.
     """
 
     model: Folder | None
@@ -41,6 +41,11 @@ class FolderBackend(Backend):
     def starts_from(self) -> str | None:
         """The model's folder."""
         return self.model
+
+    @property
+    def shares(self) -> str | None:
+        """The role in whose processes the engine lives, since it uses its weights."""
+        return "actor" if self.model is None else None
 
     def refuse_missing(self) -> None:
         """Refuse a folder that holds no model.

@@ -82,11 +82,6 @@ class TorchRollout(FolderBackend):
         return self
 
     @property
-    def shares(self) -> str | None:
-        """The role in whose process this engine lives, since it uses its weights."""
-        return "actor" if self.model is None else None
-
-    @property
     def receives(self) -> Literal["weights", "adapter_weights"]:
         """The method of a trainer whose tensors `sync` reads."""
         return "weights" if self.lora is None else "adapter_weights"

@@ -63,11 +63,6 @@ class TorchScorer(FolderBackend):
             )
         return self
 
-    @property
-    def shares(self) -> str | None:
-        """The role in whose processes this engine lives, since it uses its weights."""
-        return "actor" if self.model is None else None
-
     def build(self, context: BuildContext) -> TorchScorerEngine:
         """Load the model, or share the actor's.
 
