@@ -139,7 +139,7 @@ def _bools(value: Any, *way: Any) -> Iterator[tuple[Any, ...]]:
         yield (*way, value)
     elif isinstance(value, Mapping | tuple | list):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _bools(item, *way, key if isinstance(key, int | str) else repr(key))
+            yield from _bools(item, *way, key)
 
 
 def _parts(annotation: Any) -> list[Any]:
