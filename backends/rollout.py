@@ -154,15 +154,15 @@ def check_prompts(
         )
     longest = int(mask.sum(1).max())
     if positions is not None and longest + sampling.max_new_tokens > positions:
-        mend = "raise that where the model allows it"
+        mends = ["raise that where the model allows it"]
         if (answers := positions - longest) > 0:
-            mend += f", lower max_new_tokens to {answers}"
+            mends.append(f"lower max_new_tokens to {answers}")
         if (room := positions - sampling.max_new_tokens) > 0:
-            mend += f", or drop prompts of more than {room} tokens"
+            mends.append(f"drop prompts of more than {room} tokens")
         raise DataError(
             f"the longest prompt has {longest} tokens, and {longest} + max_new_tokens={sampling.max_new_tokens} is "
             f"more than the {positions} tokens that a sequence may have here, by the model or the engine's "
-            f"max_model_len; {mend}."
+            f"max_model_len; {', or '.join(mends)}."
         )
 
 

@@ -113,7 +113,7 @@ def alone(where: Where) -> Found:
     yield "starts", True, f"{seconds:.1f} s"
     engine.sync(trainer)  # the first one also compiles what the probe runs
     receipt = engine.sync(trainer)
-    wanted = ("in process", "cuda ipc") if where.on_gpu else ("in process", "pipe")
+    wanted = ("copy", "cuda ipc") if where.on_gpu else ("copy", "pipe")
     speed = f"{receipt.transport}, {receipt.bytes / 1e6 / receipt.seconds:,.0f} MB/s with digest and probe"
     yield "weights stay on the device", receipt.transport in wanted, speed
     apart = where.apart(engine, trainer)

@@ -53,7 +53,7 @@ _NAMES_A_GRAPH = "FILE.py:name, module:name, or a graph in .yaml or .json."
 Target = Annotated[str, typer.Argument(metavar="TARGET", help=_NAMES_A_GRAPH, show_default=False)]
 
 Import = Annotated[
-    bool, typer.Option("--import", help="Import what a graph in .yaml or .json names, which runs that code.")
+    bool, typer.Option("--import", help="Import what a graph in .yaml or .json names, or a run, which runs that code.")
 ]
 
 
@@ -138,12 +138,13 @@ def check(
     graph = _graph(found, target)
     if prompts is None and isinstance(found, Training):
         prompts = found.prompts
-    problems = [str(finding) for finding in graph.check(prompts=prompts)]
+    problems, ends = [str(finding) for finding in graph.check(prompts=prompts)], None
     try:
         if not problems and isinstance(found, Job | Training):
             found.refuse_unready()
             (found.job if isinstance(found, Training) else found).refuse_missing()
         _ = Plan(graph).order
+        ends = ends_of_responses(graph)
     except FlowrlError as error:
         problems.append(str(error))
     if problems:
@@ -154,7 +155,7 @@ def check(
     out.print(f"{graph.name}: {len(graph.nodes)} nodes, every connection fits{bound} and no rule is broken.")
     if left := not_imported(graph):
         out.print(f"Not imported, so not looked at: {', '.join(left)}; --import does.", markup=False)
-    if ends := ends_of_responses(graph):
+    if ends is not None:
         out.print(f"Responses end with {ends}.", markup=False)
 
 
@@ -182,18 +183,17 @@ def plan(
         raise ParameterError("--place, --prompts and --cost are for predictions; say by which run: --costs RUN.")
     found = _load(target, imports)
     job = found.job if isinstance(found, Training) else found
-    out.print(job.plan() if isinstance(job, Job) else str(Plan(_graph(found, target))), markup=False)
-    if costs is None:
-        return
-    from flowrl.run.costs import Costs
-    from flowrl.run.prediction import predict
+    lines = [job.plan() if isinstance(job, Job) else str(Plan(_graph(found, target)))]
+    if costs is not None:
+        from flowrl.run.costs import Costs
+        from flowrl.run.prediction import predict
 
-    measured = Costs.of(costs).given(**dict(map(_cost, cost or ())))
-    own = job.place if isinstance(job, Job) else measured.place
-    count = prompts or (found.prompts if isinstance(found, Training) else measured.prompts)
-    out.print(f"predicted from {costs}, with {count} prompts a step:", markup=False)
-    for one in [own, *map(_place, place or ())]:
-        out.print(str(predict(_graph(found, target), one, count, measured)), markup=False)
+        measured = Costs.of(costs, imports=imports).given(**dict(map(_cost, cost or ())))
+        own = job.place if isinstance(job, Job) else measured.place
+        count = prompts or (found.prompts if isinstance(found, Training) else measured.prompts)
+        lines.append(f"predicted from {costs}, with {count} prompts a step:")
+        lines += [str(predict(_graph(found, target), one, count, measured)) for one in [own, *map(_place, place or ())]]
+    out.print("\n".join(lines), markup=False)
 
 
 @app.command()

@@ -14,8 +14,8 @@ from flowrl.core.edit import After
 from flowrl.core.operator import Operator
 from flowrl.core.rules import Finding
 from flowrl.draw import mermaid
-from flowrl.errors import GraphError
-from flowrl.run.costs import Costs
+from flowrl.errors import BindError, GraphError
+from flowrl.run.costs import Costs, refuse_no_costs
 from flowrl.run.job import Job
 from flowrl.run.place import Place
 from flowrl.run.prediction import predict
@@ -69,7 +69,7 @@ class Graph(graph.Graph):
             name=name,
         )
 
-    def bind(self, *, place: Place | None = None, **backends: Any) -> Job[Graph]:
+    def bind(self, *misplaced: Any, place: Place | None = None, **backends: Any) -> Job[Graph]:
         """Give roles their backends: ``graph.bind(actor=TorchTrainer(model), rollout=TorchRollout())``.
 
         Args:
@@ -77,9 +77,14 @@ class Graph(graph.Graph):
             backends: by role.
 
         Raises:
-            BindError: a role that the graph does not have, or a backend that cannot serve it.
+            BindError: a role that the graph does not have, a backend that cannot serve it, or one without its role.
             GraphError: the graph was read without the functions that it names.
         """
+        if misplaced:
+            raise BindError(
+                f"bind(...) was given {type(misplaced[0]).__name__} without the role that it is for; expected backends "
+                f"by role ({', '.join(self.roles())}): bind({next(iter(self.roles()), 'actor')}=...)."
+            )
         if missing := graph_io.not_imported(self):
             raise GraphError(
                 f"{self.name} was read without importing {', '.join(missing)}, so it cannot run; read it with what it "
@@ -96,12 +101,15 @@ class Graph(graph.Graph):
                 that run, and at its place.
 
         Raises:
+            GraphError: `other` is no graph.
+            ParameterError: `costs` are none.
             DataError: a node of the two that `costs` does not know.
             BindError: the run was on Ray, and roles of the two are not bound, or do not fit there.
         """
         found = diff.diff(Diff, self, other)
         if costs is None:
             return found
+        refuse_no_costs(costs)
         before, after = (predict(graph, costs.place, costs.prompts, costs).seconds for graph in (self, other))
         return replace(found, seconds=(before, after))
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar, Literal, cast, dataclass_transform, get_args, get_origin
 
@@ -123,14 +123,23 @@ def _refuse_bools(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """Refuse True and False where a number is wanted: Python, and so pydantic, takes them for 1 and 0."""
     given = dict(zip((f.name for f in dataclasses.fields(cls) if f.init), args, strict=False)) | dict(kwargs)
     for name, value in given.items():
-        items = value if isinstance(value, tuple | list) else (value,)
-        if any(isinstance(item, bool) for item in items) and name in cls.__pydantic_fields__:
+        found = next(_bools(value, name), None)
+        if found is not None and name in cls.__pydantic_fields__:
             parts = _parts(cls.__pydantic_fields__[name].annotation)
             if any(part in (int, float) for part in parts) and not any(part in (bool, object, Any) for part in parts):
                 wrong = PydanticCustomError("bool", "a number is expected, and this is a bool")
                 raise ValidationError.from_exception_data(
-                    cls.__name__, [InitErrorDetails(type=wrong, loc=(name,), input=value)]
+                    cls.__name__, [InitErrorDetails(type=wrong, loc=found[:-1], input=found[-1])]
                 )
+
+
+def _bools(value: Any, *way: Any) -> Iterator[tuple[Any, ...]]:
+    """Each bool in tuples, lists and mappings, behind the indices and keys that lead to it."""
+    if isinstance(value, bool):
+        yield (*way, value)
+    elif isinstance(value, Mapping | tuple | list):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _bools(item, *way, key)
 
 
 def _parts(annotation: Any) -> list[Any]:
@@ -174,18 +183,19 @@ def _describe(cls: type, error: ValidationError, args: Sequence[Any], kwargs: Ma
     for e in error.errors():
         # what a validator or __post_init__ of the class says is a sentence already
         raised = e.get("ctx", {}).get("error")
-        said = (str(raised) if isinstance(raised, Exception) else f"{e['msg'][0].lower()}{e['msg'][1:]}").rstrip(".")
+        said = str(raised).rstrip(".") if isinstance(raised, Exception) else _said(e)
         first = e["loc"][0] if e["loc"] else ""
         name = names[first] if isinstance(first, int) and first < len(names) else str(first)
         if not e["loc"]:
             sentences[said] = None
         elif len(e["loc"]) == 1 and e["type"] in _MISNAMED:
-            sentences[_MISNAMED[e["type"]].format(name=name, value=_brief(e["input"]))] = None
-            takes = f" {offer(name if name not in names else '', names, 'It takes')}"
+            holder = "" if name in names else _holder(cls, name)
+            sentences[_MISNAMED[e["type"]].format(name=name, value=_brief(e["input"])) + holder] = None
+            takes = f" {offer('' if name in names or holder else name, names, 'It takes')}"
         else:
             path = ".".join([name, *_steps(given.get(name), e["loc"][1:])])
             members = wrong.setdefault(f"{path}={_brief(e['input'])}", [])
-            members.append(said.removeprefix("input should be ") if members else said)
+            members.append(said.removeprefix("input should be ").removeprefix("expected ") if members else said)
     reasons = [f"{what}: {', or '.join(dict.fromkeys(why))}" for what, why in wrong.items()]
     return f"{cls.__name__}(...): {'; '.join([*sentences, *reasons])}.{takes}"
 
@@ -196,6 +206,28 @@ _MISNAMED = {
     "unexpected_positional_argument": "{value} is one argument too many",
     "unexpected_keyword_argument": "there is no parameter {name!r} (given {value})",
 }
+
+
+def _holder(cls: Any, name: str) -> str:
+    """Where a name belongs that is one of a parameter's own: ``", but optimizer=AdamW(lr=...) has one"``."""
+    for field, info in cls.__pydantic_fields__.items():
+        for part in _parts(info.annotation):
+            if isinstance(part, type) and issubclass(part, Spec) and name in cast(Any, part).__pydantic_fields__:
+                return f", but {field}={part.__name__}({name}=...) has one"
+    return ""
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    """What pydantic says of a value, in words of Python where its own are others."""
+    match error["type"]:
+        case "dataclass_type" | "dataclass_exact_type":
+            return f"expected {error['ctx']['class_name']}(...)"
+        case "tuple_type" if isinstance(error["input"], str):
+            return f"expected a tuple: ({error['input']!r},)"
+        case "missing":  # inside of the value
+            return f"it lacks {'item ' if isinstance(error['loc'][-1], int) else ''}{error['loc'][-1]}"
+        case _:
+            return f"{error['msg'][0].lower()}{error['msg'][1:]}".rstrip(".")
 
 
 def _steps(value: Any, path: Sequence[int | str]) -> list[str]:

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 import flowrl
-from flowrl import Graph, load
+from flowrl import Costs, Graph, load
 from flowrl.cli import main
 from flowrl.core.plan import Plan
 from flowrl.core.references import load_object
@@ -143,7 +143,8 @@ def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
     ("arguments", "said"),
     [
         (["show", "nowhere.py:graph"], "there is no file"),
-        (["show", "graphs.py"], "expected 'package.module:name' or 'path/to/file.py:name'"),
+        (["show", "graphs.py"], "'graphs.py' is a file; expected a name in it, too, such as 'graphs.py:graph'."),
+        (["show", "graphs"], "expected 'package.module:name' or 'path/to/file.py:name'"),
         (["show", "graphs.py:third"], "graphs.py does not define 'third'; it defines first, second, broken"),
         (["show", "graphs.py:first.middle"], "graphs.py does not define 'first.middle'"),
         (["show", "no_such_module:graph"], "no module 'no_such_module' is on sys.path"),
@@ -159,6 +160,7 @@ def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
         (["plan", "graphs.py:number"], "graphs.py:number is of type int; expected a graph"),
         (["plan", "graphs.py:second", "--prompts", "2"], "--place, --prompts and --cost are for predictions"),
         (["run", "graphs.py:second", "--costs", "own"], "graphs.py:second is of type Graph"),
+        (["plan", "graphs.py:second", "--costs", "own"], "own holds no run"),
         (["plan", "graphs.py:crowded"], "the role 'actor' wants 3 ranks, and Colocate(gpus=2) has 2 slot(s)"),
         (["run", "graphs.py:first"], "graphs.py:first is of type Graph, which says neither on which data to train"),
         (["run", "graphs.py:unbound"], "graphs.py:unbound is of type Job"),
@@ -283,6 +285,14 @@ def test_check_finds_that_a_model_is_missing(command: Command, training: Path, t
     assert answer.code == 1 and answer.out.startswith(f"the role 'ref': the model folder {folder!r} {found}")
 
 
+def test_check_finds_a_tokeniser_that_does_not_load(command: Command, training: Path, tmp_path: Path) -> None:
+    write(tmp_path / "model" / "config.json", "{}")
+    write(tmp_path / "model" / "tokenizer.json", "{")
+    source = training.read_text().replace("actor=TorchTrainer(model", "actor=TorchTrainer('model'")
+    answer = command("check", f"{write(training.with_name('other.py'), source)}:training")
+    assert answer.code == 1 and answer.out.startswith("no tokeniser can be loaded from 'model' (") and not answer.err
+
+
 def test_check_of_a_training_knows_its_prompts(command: Command, training: Path) -> None:
     source = training.read_text().replace("max_new_tokens=3", "max_new_tokens=3, mini_batch=3")
     other = write(training.with_name("uneven.py"), source)
@@ -319,6 +329,19 @@ def test_plan_predicts_a_step_from_a_run(command: Command, training: Path) -> No
     for place in ("Colocate(2)", "Colocate(gpus=", "Elsewhere(gpus=1)", "Colocate(gpus=len(x))"):
         assert f"flowrl: --place {place} is no place; expected local, or" in command(*asked, "--place", place).err
     assert "--cost reward=long says no number of seconds" in command(*asked, "--cost", "reward=long").err
+
+
+def test_a_run_at_a_place_of_ones_own_is_read_where_that_is_allowed(command: Command, training: Path) -> None:
+    assert command("run", f"{training}:training").code == 0
+    described = json.loads(Path("own/run.json").read_text())
+    Path("own/run.json").write_text(json.dumps({**described, "place": {"$type": "mine.py:Mine"}}))
+    write(Path("mine.py"), "from flowrl import Colocate\nclass Mine(Colocate): ...\n")
+    asked = ("plan", f"{training}:training", "--costs", "own")
+    answer = command(*asked)
+    assert answer.code == 2 and "the place in own/run.json is of the class mine.py:Mine" in answer.err
+    assert "say so: --import on the command line" in answer.err
+    assert "in one process: a step takes" in command(*asked, "--import").out
+    assert type(Costs.of("own").place).__name__ == "Mine"
 
 
 def test_diff_prints_what_changes(command: Command, graphs: Path) -> None:

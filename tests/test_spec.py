@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Mapping
 from dataclasses import FrozenInstanceError
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -77,6 +78,9 @@ def test_parameters_are_listed_all_or_without_the_defaults() -> None:
         ((3, 0.5, Inner(), ("a", 1)), {}, "names.1=1: input should be a valid string."),
         ((3,), {"inner": {"x": -1}}, "inner.x=-1: input should be greater than or equal to 0."),
         ((3,), {"inner": {"y": 1}}, "inner.y=1: unexpected keyword argument."),
+        ((3,), {"inner": Inner}, "inner=<class 'tests.test_spec.Inner'>: expected Inner(...)."),
+        ((3,), {"names": "abc"}, "names='abc': expected a tuple: ('abc',)."),
+        ((3,), {"x": 2}, f"there is no parameter 'x' (given 2), but inner=Inner(x=...) has one.{TAKES}."),
         ((3,), {"limit": 2}, "limit=2 is below size=3; raise the limit."),
         ((3,), {"limit": "x"}, "limit='x': input should be a valid integer, unable to parse string as an integer."),
     ],
@@ -89,9 +93,15 @@ def test_wrong_parameters_are_named(arguments: tuple[Any, ...], keywords: dict[s
     assert isinstance(error.value, ValueError)
 
 
+class Choices(Spec):
+    size: int
+
+
 class Choice(Spec):
     on_error: Literal["raise"] | Annotated[float, Field(gt=0)] = "raise"
     inner: tuple[Inner, ...] = ()
+    either: Inner | Choices | tuple[str, ...] = ()
+    pair: tuple[int, int] = (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +113,12 @@ class Choice(Spec):
         ),
         ({"on_error": -1}, "on_error=-1: input should be 'raise', or greater than 0."),
         ({"inner": [{"x": -1}]}, "inner.0.x=-1: input should be greater than or equal to 0."),
+        ({"either": "x"}, "either='x': expected Inner(...), or Choices(...), or a tuple: ('x',)."),
+        ({"pair": (1,)}, "pair=(1,): it lacks item 1."),
+        (
+            {"either": {"kind": "a"}},
+            "either.kind='a': unexpected keyword argument; either={'kind': 'a'}: it lacks size",
+        ),
     ],
 )
 def test_members_of_a_union_are_told_in_one_sentence(keywords: dict[str, Any], said: str) -> None:
@@ -172,7 +188,7 @@ def test_a_class_in_a_function_may_name_types_of_the_function() -> None:
         other: Local | None = None
 
     assert Holder(Local(2)).local.x == 2
-    with pytest.raises(ParameterError, match=r"local=3: input should be a dictionary or an instance of Local"):
+    with pytest.raises(ParameterError, match=r"local=3: expected Local\(\.\.\.\)\."):
         Holder(3)  # type: ignore[arg-type]
 
 
@@ -187,6 +203,9 @@ class Numbers(Spec):
     level: Literal["a", 1] = "a"
     anything: Any = None
     unbounded: float = Field(default=0.0, allow_inf_nan=True)
+    weights: Mapping[str | tuple[str, int], float | tuple[float, ...]] = Field(default_factory=dict)
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    switches: Mapping[str, bool | int] = Field(default_factory=dict)
 
 
 @pytest.mark.parametrize("value", [True, False, math.inf, -math.inf, math.nan])
@@ -199,6 +218,20 @@ def test_neither_bools_nor_infinities_are_numbers(field: str, value: Any) -> Non
             Numbers(value)
 
 
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ({"a": 1.0, "b": True}, r"weights\.b=True: a number is expected, and this is a bool\."),
+        ({"a": (0.5, False)}, r"weights\.a\.1=False: a number is expected, and this is a bool\."),
+        ({("a", 1): True}, "weights=True: a number is expected, and this is a bool"),
+    ],
+)
+def test_bools_are_no_numbers_in_mappings(weights: Any, said: str) -> None:
+    with pytest.raises(ParameterError, match=said):
+        Numbers(weights=weights)
+
+
 def test_bools_and_infinities_are_taken_where_they_are_meant() -> None:
     made = Numbers(flag=True, either=True, anything=True, unbounded=math.inf)
+    assert Numbers(options={"on": True}, switches={"on": False}).options == {"on": True}
     assert (made.flag, made.either, made.anything, made.unbounded) == (True, True, True, math.inf)

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from flowrl.backends.hosted.arrival import Arrival, due_weights
 from flowrl.backends.rollout import Ending, RolloutEngine
-from flowrl.backends.torch.load import Folder, load_causal_lm, loading, refuse_no_model, stored_dtype
+from flowrl.backends.torch.load import Folder, FolderBackend, load_causal_lm, loading
 from flowrl.backends.torch.lora import LoRA, require_peft
-from flowrl.core.backend import Backend
 from flowrl.core.protocols import Closable, Rollout, Sampled, Sampling, Sleeper, Trainer
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer
@@ -37,7 +36,7 @@ from flowrl.sync.probe import (
 from flowrl.sync.received import ReceivedWeights
 
 
-class EngineSpec(Backend):
+class EngineSpec(FolderBackend):
     """What is set alike for each of these engines.
 
     Args:
@@ -80,26 +79,9 @@ class EngineSpec(Backend):
     engine_args: Mapping[str, Any] = Field(default_factory=dict)
 
     @property
-    def starts_from(self) -> str | None:
-        """The model's folder."""
-        return self.model
-
-    @property
     def slots_per_rank(self) -> int:
         """Devices that one engine computes on."""
         return self.tensor_parallel
-
-    def refuse_missing(self) -> None:
-        """Refuse a folder that holds no model."""
-        refuse_no_model(self.model)
-
-    @property
-    def rounds_to(self) -> Literal["bfloat16", "float16"] | None:
-        """The dtype that matrices are rounded to before they travel to the engine's process, where that is sure: which
-        dtype ``"auto"`` makes of a float16 folder is up to the engine."""
-        if self.dtype == "auto":
-            return "bfloat16" if stored_dtype(self.model) in ("float32", "bfloat16") else None
-        return None if self.dtype == "float32" else self.dtype
 
     @property
     def receives(self) -> Literal["weights", "adapter_weights"]:
@@ -151,6 +133,7 @@ class HostedRollout(RolloutEngine):
         self._seed = seed
         self._folder, self._tolerance = spec.model, spec.tolerance
         self._probe: Probe | None = None
+        self._arithmetic: torch.dtype | None = None
         self._scores: Scores | None = None  # of the probe, when the engine's last changed
         self._asleep = False
         self._adapter_of: str | None = None
@@ -167,6 +150,12 @@ class HostedRollout(RolloutEngine):
         assert self._probe is not None
         return self._probe
 
+    @property
+    def arithmetic(self) -> torch.dtype:
+        """What the engine computes in, as it said when it started first."""
+        assert self._arithmetic is not None
+        return self._arithmetic
+
     def _start_first(self) -> None:
         """Start it, and let it answer the questions of the probe; `_start` is for all further times.
 
@@ -175,6 +164,7 @@ class HostedRollout(RolloutEngine):
         """
         self._start()
         with self._at_stake():
+            self._arithmetic = self._dtype()
             prompts, sampling = questions(self.tokenizer, self._limits()[1] or 2048)
             try:
                 settings = self._settings(sampling, Ending(self.tokenizer, sampling))
@@ -242,8 +232,7 @@ class HostedRollout(RolloutEngine):
         start = time.perf_counter()
         if not self._lives:
             self._start()
-        dtype = self._dtype()
-        arrival = Arrival(source, self._adapter_of, self._due, dtype, self._folder)
+        arrival = Arrival(source, self._adapter_of, self._due, self.arithmetic, self._folder)
         # Weights from another process come with the trainer's scores of the probe of the first of these engines.
         probe = source.probe if isinstance(source, ReceivedWeights) and source.probe else self.probe
         with self._at_stake():
@@ -264,8 +253,8 @@ class HostedRollout(RolloutEngine):
                     f"{error}); expected weights and an architecture that it can compute with here. The engine is "
                     f"ended; the next engine.sync(trainer) starts it anew."
                 ) from error
-            scores = refuse_other_weights(self.name, log_probs, dtype, probe, source, self._tolerance)
-            shown = resolution(dtype, arithmetic(source), self._tolerance)
+            scores = refuse_other_weights(self.name, log_probs, self.arithmetic, probe, source, self._tolerance)
+            shown = resolution(self.arithmetic, arithmetic(source), self._tolerance)
             self._scores = refuse_old_weights(self.name, scores, self._scores, shown)
         seconds = time.perf_counter() - start
         self._receipt = Receipt(source.version, arrival.digest, arrival.nbytes, seconds, transport)

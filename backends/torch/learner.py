@@ -17,11 +17,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from flowrl.backends.torch.device import device_of, mesh_of
-from flowrl.backends.torch.load import Folder, refuse_no_model
+from flowrl.backends.torch.load import Folder, FolderBackend
 from flowrl.backends.torch.mesh import Mesh
 from flowrl.backends.torch.model import Dtype, Rows, SequenceInputs, micro_batches, take
 from flowrl.backends.torch.probes import Attention
-from flowrl.core.backend import Backend
 from flowrl.core.protocols import BuildContext, MiniBatch, Objective, Whole
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
@@ -140,7 +139,7 @@ Optimizer = AdamW | SGD
 Schedule = Constant | Linear | Cosine
 
 
-class TrainedSpec(Backend):
+class TrainedSpec(FolderBackend):
     """What is set alike for trainers and critics.
 
     Args:
@@ -171,15 +170,6 @@ class TrainedSpec(Backend):
     memory: float | None = Field(default=None, gt=0)
     ranks: int = Field(default=1, ge=1)
     offload: bool = False
-
-    @property
-    def starts_from(self) -> str | None:
-        """The model's folder."""
-        return self.model
-
-    def refuse_missing(self) -> None:
-        """Refuse a folder that holds no model."""
-        refuse_no_model(self.model)
 
     def mesh(self, context: BuildContext) -> Mesh:
         """Where the weights are to be, in this process."""

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
@@ -18,6 +17,7 @@ from pydantic import BeforeValidator
 from torch import Tensor
 
 from flowrl.backends.torch.probes import Attention
+from flowrl.core.backend import Backend
 from flowrl.errors import BindError
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -26,6 +26,35 @@ if TYPE_CHECKING:  # it takes seconds to import
 Folder = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
+
+
+class FolderBackend(Backend):
+    """Base of backends whose engines start with the weights of a Hugging Face folder.
+
+    Args:
+        model: the folder; None uses the weights of the role ``actor``.
+    """
+
+    model: Folder | None
+
+    @property
+    def starts_from(self) -> str | None:
+        """The model's folder."""
+        return self.model
+
+    @property
+    def shares(self) -> str | None:
+        """The role in whose processes the engine lives, since it uses its weights."""
+        return "actor" if self.model is None else None
+
+    def refuse_missing(self) -> None:
+        """Refuse a folder that holds no model.
+
+        Raises:
+            BindError: see `refuse_no_model`.
+        """
+        if self.model is not None:
+            refuse_no_model(self.model)
 
 
 def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | None = None) -> PreTrainedModel:
@@ -119,17 +148,6 @@ def refuse_not_finite(lm: PreTrainedModel, folder: str) -> None:
 
 def _some(names: Collection[str]) -> str:
     return f"{', '.join(list(names)[:3])}{', …' if len(names) > 3 else ''}"
-
-
-def stored_dtype(folder: str) -> str | None:
-    """The dtype that a folder's config.json names for its weights; float32 where it names none, and None where there
-    is no such file."""
-    path = Path(folder, "config.json")
-    if not path.is_file():
-        return None
-    config = json.loads(path.read_text())
-    named = (part.get(key) for part in (config, config.get("text_config") or {}) for key in ("dtype", "torch_dtype"))
-    return str(next(filter(None, named), "float32"))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from flowrl.backends.hosted.arrival import weights_for
 from flowrl.backends.rollout import Ending, RolloutEngine
 from flowrl.backends.torch.device import device_of
 from flowrl.backends.torch.engine import Residence, Resident
-from flowrl.backends.torch.load import Folder, load_causal_lm, refuse_no_model
+from flowrl.backends.torch.load import Folder, FolderBackend, load_causal_lm
 from flowrl.backends.torch.lora import Adapter, LoRA, require_peft
 from flowrl.backends.torch.probes import (
     Attention,
@@ -30,7 +30,6 @@ from flowrl.backends.torch.probes import (
     settle_attention,
     tolerance,
 )
-from flowrl.core.backend import Backend
 from flowrl.core.protocols import BuildContext, Rollout, Sampled, Sampling, Sleeper, Trainer
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer, positions
@@ -44,7 +43,7 @@ if TYPE_CHECKING:  # they take seconds to import
     from transformers import DynamicCache, PreTrainedModel
 
 
-class TorchRollout(Backend):
+class TorchRollout(FolderBackend):
     """A rollout engine in this process.
 
     Args:
@@ -83,23 +82,9 @@ class TorchRollout(Backend):
         return self
 
     @property
-    def starts_from(self) -> str | None:
-        """The model's folder."""
-        return self.model
-
-    @property
-    def shares(self) -> str | None:
-        """The role in whose process this engine lives, since it uses its weights."""
-        return "actor" if self.model is None else None
-
-    @property
     def receives(self) -> Literal["weights", "adapter_weights"]:
         """The method of a trainer whose tensors `sync` reads."""
         return "weights" if self.lora is None else "adapter_weights"
-
-    def refuse_missing(self) -> None:
-        if self.model is not None:
-            refuse_no_model(self.model)
 
     def build(self, context: BuildContext) -> TorchRolloutEngine:
         """The live engine; it holds no receipt yet.
@@ -195,6 +180,11 @@ class TorchRolloutEngine(RolloutEngine, Resident):
         with evaluating(model), torch.no_grad():
             probe, bound = probe_inputs(model, model.device, rows=2), tolerance(model.dtype)
             refuse_other_cache(probe, model, self._forward, self._new_cache(), tokenizer.folder, bound)
+
+    @property
+    def arithmetic(self) -> torch.dtype:
+        """The dtype of the model's weights."""
+        return self.model.dtype
 
     def sync(self, source: Trainer) -> Receipt:
         """Take over the weights of `source`: by copying, or, where the model is its own, by noting the version.

@@ -15,17 +15,16 @@ from flowrl.backends.torch.engine import (
     TorchTrainerEngine,
 )
 from flowrl.backends.torch.learner import Learner, TrainedSpec
-from flowrl.backends.torch.load import Folder, load_tokenizer, refuse_no_model
+from flowrl.backends.torch.load import Folder, FolderBackend, load_tokenizer
 from flowrl.backends.torch.lora import LoRA, require_peft
 from flowrl.backends.torch.model import Dtype, TorchModel
 from flowrl.backends.torch.probes import Attention
-from flowrl.core.backend import Backend
 from flowrl.core.protocols import BuildContext, Checkpointed, Scorer, Sleeper, Trainer
 from flowrl.errors import BindError
 from flowrl.spec import non_default
 
 
-class TorchScorer(Backend):
+class TorchScorer(FolderBackend):
     """A frozen causal LM that scores tokens (a reference policy).
 
     Args:
@@ -63,21 +62,6 @@ class TorchScorer(Backend):
                 f"{unused}, or name a folder too"
             )
         return self
-
-    @property
-    def starts_from(self) -> str | None:
-        """The model's folder."""
-        return self.model
-
-    @property
-    def shares(self) -> str | None:
-        """The role in whose processes this engine lives, since it uses its weights."""
-        return "actor" if self.model is None else None
-
-    def refuse_missing(self) -> None:
-        """Refuse a folder that holds no model."""
-        if self.model is not None:
-            refuse_no_model(self.model)
 
     def build(self, context: BuildContext) -> TorchScorerEngine:
         """Load the model, or share the actor's.

@@ -193,7 +193,7 @@ class VLLMEngine(HostedRollout):
             self._llm.apply_model(forget_expert_kernels)
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": arrival.weights()})
             self._llm.apply_model(pack_tied_heads)
-            return "in process"
+            return "copy"
         transport, received = self._sender.send(arrival.to_hand_over())
         for digests in received:
             arrival.check(digests, "a worker of vLLM's")

@@ -78,12 +78,6 @@ class Backend(Spec):
             BindError: naming it.
         """
 
-    @property
-    def rounds_to(self) -> Literal["bfloat16", "float16"] | None:
-        """The dtype that the engine rounds the matrices of a trainer to, where that is known before it starts: they
-        are rounded before they travel then. None sends them as they are."""
-        return None
-
     def build(self, context: BuildContext) -> Any:
         """The live engine, which has every Protocol in `serves`."""
         raise NotImplementedError

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
-from flowrl.core.graph import Graph, Node
+from flowrl.core.graph import Graph, Node, refuse_no_graph
 from flowrl.core.graph_io import compact_inputs, encode
 from flowrl.data.record_types import accepts
-from flowrl.errors import GraphError
 from flowrl.spec import Spec, non_default
 
 
@@ -90,11 +88,8 @@ def diff(kind: type[DiffT], before: Graph, after: Graph) -> DiffT:
     Raises:
         GraphError: one of the two is not a graph.
     """
-    given: tuple[object, ...] = (before, after)
-    for graph in given:
-        if not isinstance(graph, Graph):
-            what = f"flowrl.load({str(graph)!r})" if isinstance(graph, str | Path) else "graph.diff(other.graph)"
-            raise GraphError(f"a {type(graph).__name__} is not a graph; expected a Graph: {what}.")
+    refuse_no_graph(before)
+    refuse_no_graph(after)
     renamed = _renamed(before, after)
     gone = [name for name in before.nodes if name not in after and name not in renamed]
     added = [name for name in after.nodes if name not in before and name not in renamed.values()]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 
@@ -114,6 +115,17 @@ class Node:
     def sources(self) -> list[str]:
         """The nodes it reads from, without repetition."""
         return list(dict.fromkeys(edge.node for edge in self.inputs.values()))
+
+
+def refuse_no_graph(given: object) -> None:
+    """Raise a `GraphError` for what is no `Graph`, which says how to get one from it."""
+    if isinstance(given, Graph):
+        return
+    if isinstance(given, str | Path):
+        graph = f"flowrl.load({str(given)!r})"
+    else:
+        graph = f"{getattr(given, '__name__', 'algorithm')}(...)" if callable(given) else "job.graph"
+    raise GraphError(f"a {type(given).__name__} is not a graph; expected a Graph: {graph}.")
 
 
 def refuse_misdeclared(name: str, said: Operator) -> None:

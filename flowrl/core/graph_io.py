@@ -19,7 +19,7 @@ import xxhash
 import yaml
 
 from flowrl.core import entry_points, plain
-from flowrl.core.graph import Graph, Node
+from flowrl.core.graph import Graph, Node, refuse_no_graph
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
 from flowrl.core.references import named_source_hash, parse_reference, reference, resolve, source_hash
@@ -187,7 +187,7 @@ def _class(path: str, where: str, imports: bool) -> Any:
     if not imports and not _comes_with_flowrl(path):
         raise GraphError(
             f"{where} is of the class {path}, which has to be imported to know what it is, and importing runs its "
-            f"file; if you trust that, say so: --import on the command line, flowrl.load(..., imports=True) in Python."
+            f"file; if you trust that, say so: --import on the command line, imports=True in Python."
         )
     return _import(path, where)
 
@@ -287,9 +287,10 @@ def save(graph: Graph, path: str | Path) -> None:
     """Write a graph to ``.yaml``/``.yml`` or ``.json``, whole or not at all.
 
     Raises:
-        GraphError: a parameter that cannot be written.
+        GraphError: it is no graph, or has a parameter that cannot be written.
         StorageError: the file cannot be written.
     """
+    refuse_no_graph(graph)
     path = Path(path)
     is_json, data = plain.is_json(path), graph_to_dict(graph)
     text = json.dumps(data, indent=2) + "\n" if is_json else yaml.safe_dump(data, sort_keys=False, width=120)

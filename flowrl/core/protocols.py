@@ -120,7 +120,7 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class Coarse(Protocol):
-    """A scorer that says what it computes in; of others float32 is expected."""
+    """A scorer, or an engine that generates, which says what it computes in; of others float32 is expected."""
 
     @property
     def arithmetic(self) -> dtype:

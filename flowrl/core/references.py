@@ -82,7 +82,7 @@ def load_object(ref: str) -> Any:
         return functools.reduce(getattr, name.split("."), cast(Any, module))
     except AttributeError as error:
         raise ParameterError(
-            f"{ref!r} names nothing: {source} does not define {name!r}; it defines {_defined(module)}."
+            f"{ref!r} names nothing: {source} does not define {name!r}; {offer(name, _defined(module), 'it defines')}"
         ) from error
 
 
@@ -98,7 +98,7 @@ def _what_failed(error: BaseException, file: str | None) -> str:
     return f"{where} raises {type(error).__name__} as the file is imported: {str(error).rstrip('.')}"
 
 
-def _defined(module: ModuleType) -> str:
+def _defined(module: ModuleType) -> list[str]:
     """The public names that come from `module` itself, as far as that can be told."""
 
     def is_own(value: Any) -> bool:
@@ -107,7 +107,7 @@ def _defined(module: ModuleType) -> str:
         wrapped = inspect.unwrap(value)
         return not isinstance(wrapped, type | FunctionType) or wrapped.__module__ == module.__name__
 
-    return ", ".join(name for name, v in vars(module).items() if not name.startswith("_") and is_own(v)) or "nothing"
+    return [name for name, value in vars(module).items() if not name.startswith("_") and is_own(value)]
 
 
 def check(ref: str) -> None:
@@ -219,6 +219,8 @@ def parse_reference(ref: str) -> tuple[str, str]:
     Raises:
         ParameterError: `ref` is not of the form of a reference.
     """
+    if ref.endswith(".py"):
+        raise ParameterError(f"{ref!r} is a file; expected a name in it, too, such as '{ref}:graph'.")
     source, _, name = ref.rpartition(":")
     well_formed = source.endswith(".py") or all(part.isidentifier() for part in source.split("."))
     if not source or not well_formed or not all(part.isidentifier() for part in name.split(".")):

@@ -15,7 +15,7 @@ import xxhash
 from safetensors import SafetensorError
 
 from flowrl.data.column_math import size
-from flowrl.errors import FlowrlError, StorageError
+from flowrl.errors import DataError, FlowrlError, StorageError
 
 _CHUNK = 1 << 24
 
@@ -69,6 +69,19 @@ def writing(path: Path) -> Iterator[None]:
             f"{path} cannot be written ({said}; {size(shutil.disk_usage(place).free)} are free there); make room or "
             f"give the right to write, or name another folder."
         ) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Lay what fails in the block to the file that is read there.
+
+    Raises:
+        DataError: naming `path`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error}); give the right to read it.") from error
 
 
 def write(path: Path, content: bytes) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flowrl.columns import lookup
 from flowrl.data.column_math import Columns, Objects, bits, objects
-from flowrl.data.files import file_digest, parse_json, replaced, writing
+from flowrl.data.files import file_digest, parse_json, reading, replaced, writing
 from flowrl.errors import DataError
 
 Meta = Mapping[str, Any]
@@ -286,10 +286,8 @@ def _bytes(path: Path) -> bytes:
     Raises:
         DataError: it cannot be read.
     """
-    try:
+    with reading(path):
         return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); give the right to read it.") from error
 
 
 def _canonical(value: Any) -> bytes:

@@ -27,7 +27,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from flowrl.data.column_math import short
-from flowrl.data.files import parse_json
+from flowrl.data.files import parse_json, reading
 from flowrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -102,12 +102,10 @@ def read(path: Path) -> Iterator[tuple[str, Any]]:
         DataError: the file cannot be read, or has none.
     """
     empty = True
-    try:
+    with reading(path):
         for pair in READERS[path.suffix.lower()](path):
             empty = False
             yield pair
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error}); give the right to read it.") from error
     if empty:
         raise DataError(
             f"{path} has no rows; expected at least one prompt, so leave the file out of PromptData(path=...)."

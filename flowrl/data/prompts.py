@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from flowrl.data.column_math import objects
 from flowrl.data.dataproto import DataProto
-from flowrl.data.files import file_digest
+from flowrl.data.files import file_digest, reading
 from flowrl.data.keys import Key
 from flowrl.data.prompt_rows import READERS, Length, Row, checked, read
 from flowrl.data.rows import refuse_no_count
@@ -90,12 +90,11 @@ class PromptData(Spec):
             DataError: a file is missing, or cannot be read.
         """
         self.refuse_missing()
-        try:
-            return [file_digest(path) for path in _paths(self.path)]
-        except OSError as error:
-            raise DataError(
-                f"{error.filename} cannot be read ({error.strerror}); give the right to read it."
-            ) from error
+        found = []
+        for path in _paths(self.path):
+            with reading(path):
+                found.append(file_digest(path))
+        return found
 
     def load(self, tokenizer: ChatTokenizer, seed: int) -> PromptStream:
         """Read and tokenise all prompts.

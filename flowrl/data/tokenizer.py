@@ -19,6 +19,7 @@ import torch
 from jinja2 import TemplateError, TemplateSyntaxError
 from torch import Tensor
 
+from flowrl.data.vocabulary import stated
 from flowrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class ChatTokenizer:
                 f"{folder!r} is not a folder on this machine; expected a Hugging Face folder with a tokeniser, as "
                 f"tokenizer.save_pretrained(folder) writes it."
             )
-        stated = {name: _stated_ends(Path(folder, name)) for name in ("config.json", "generation_config.json")}
+        said = {name: _stated_ends(Path(folder, name)) for name in ("config.json", "generation_config.json")}
         from transformers import AutoTokenizer  # here, since it takes seconds, and graphs need no tokeniser
 
         try:
@@ -60,9 +61,9 @@ class ChatTokenizer:
                 f"the tokeniser in {folder!r} has no EOS token, so no response could end; set tokenizer.eos_token and "
                 f"call tokenizer.save_pretrained({folder!r})."
             )
-        stated = {"tokeniser": [self.eos_id], **stated, "chat template": self._template_ends()}
-        found = {i for ids in stated.values() for i in ids if 0 <= i < self.vocab_size}  # -1 stands for none
-        self.ends = {i: tuple(where for where, ids in stated.items() if i in ids) for i in sorted(found)}
+        said = {"tokeniser": [self.eos_id], **said, "chat template": self._template_ends()}
+        found = {i for ids in said.values() for i in ids if 0 <= i < self.vocab_size}  # -1 stands for none
+        self.ends = {i: tuple(where for where, ids in said.items() if i in ids) for i in sorted(found)}
         """The ids that end a turn of the assistant, and so a response, each with what says so: the tokeniser (its EOS),
         ``config.json``, ``generation_config.json`` (`eos_token_id`) or the chat template (the special token that it
         puts behind what the assistant said)."""
@@ -268,8 +269,7 @@ def _stated_ends(path: Path) -> list[int]:
     if not path.is_file():
         return []
     try:
-        stated = json.loads(path.read_text(encoding="utf-8"))
-        named = stated.get("eos_token_id", (stated.get("text_config") or {}).get("eos_token_id"))
+        named = stated(json.loads(path.read_text(encoding="utf-8")), "eos_token_id")
     except (ValueError, AttributeError, OSError) as error:
         raise DataError(
             f"{path} is no configuration that can be read ({type(error).__name__}: {error}); expected a JSON object, "

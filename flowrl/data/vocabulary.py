@@ -68,17 +68,22 @@ def vocabulary_of(folder: Path) -> Vocabulary | None:
     """What `folder` says of its tokens; None where it cannot be read."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
-        size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+        size = stated(config, "vocab_size")
         file = folder / "tokenizer.json"
         return Vocabulary(size, _tokens(json.loads(file.read_bytes())) if file.is_file() else None)
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return None
 
 
-def _tokens(stated: Any) -> dict[int, str]:
+def stated(config: Any, key: str) -> Any:
+    """What a ``config.json`` of Hugging Face says under a key; of a model with other parts, its text model's."""
+    return config.get(key, (config.get("text_config") or {}).get(key))
+
+
+def _tokens(tokenizer: Any) -> dict[int, str]:
     """The tokens of a ``tokenizer.json``, by id."""
-    vocab = stated["model"]["vocab"]  # by text, or, of a unigram model, pairs of text and score
+    vocab = tokenizer["model"]["vocab"]  # by text, or, of a unigram model, pairs of text and score
     named = (
         {i: text for text, i in vocab.items()} if isinstance(vocab, dict) else {i: t for i, (t, _) in enumerate(vocab)}
     )
-    return named | {added["id"]: added["content"] for added in stated.get("added_tokens") or ()}
+    return named | {added["id"]: added["content"] for added in tokenizer.get("added_tokens") or ()}

@@ -89,13 +89,10 @@ class Delivery:
         return {self._role: self._ticket}
 
     def _ask(self) -> Wanted:
-        """What the engine wants; all of its ranks are probed by what the first one has."""
-        backend = self._hosts.bindings[self._engine]
-        probe = None
-        if backend.probes:
-            what = f"{self._what}, asking {self._engine} for its probe,"
-            probe = self._hosts.ask(self._receivers[:1], what, "probe", self._engine)[0]
-        return Wanted(backend.receives, backend.rounds_to, probe)
+        """What the first rank of the engine wants, for all of its ranks."""
+        what = f"{self._what}, asking {self._engine} what it wants,"
+        wanted: Wanted = self._hosts.ask(self._receivers[:1], what, "wanted", self._engine)[0]
+        return wanted
 
     def start(self) -> dict[Any, ProcessSpec]:
         """Let the trainer send, where it streams; its hosts by the references to their answers."""

@@ -34,9 +34,9 @@ from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
 from flowrl.run.local import failure
 from flowrl.run.place import ProcessSpec
-from flowrl.run.runner import Lengths, when
+from flowrl.run.runner import Lengths
 from flowrl.run.steps import lengths_of
-from flowrl.sync.probe import Probe, arithmetic
+from flowrl.sync.probe import arithmetic
 from flowrl.sync.received import Origin
 from flowrl.sync.route import Seat
 from flowrl.sync.stream import Ticket, send
@@ -50,6 +50,7 @@ class HostTask:
     Args:
         operator: under its node's name.
         step, seed: what keys are derived from; None is between steps, where nothing is drawn.
+        when: it runs, for messages.
         state: the state cells.
         inputs: by port field, the pieces of a column, or a value.
         rows: which rows to run on; None for all.
@@ -60,6 +61,7 @@ class HostTask:
     operator: Operator
     step: int | None
     seed: int
+    when: str
     state: Mapping[str, Any]
     inputs: Mapping[PortField, Any]
     rows: Array | None
@@ -198,10 +200,11 @@ class Host:
             if isinstance(engine, Sleeper):
                 engine.wake()
 
-    def probe(self, role: str) -> Probe:
-        """What an engine that is probed wants to be scored; see `flowrl.sync.probe`."""
-        probe: Probe = self.engines[role].probe
-        return probe
+    def wanted(self, role: str) -> Wanted:
+        """What an engine that generates wants of its trainer."""
+        assert self._built is not None
+        engine, backend = self.engines[role], self._built.bindings[role]
+        return Wanted(backend.receives, arithmetic(engine), engine.probe if backend.probes else None)
 
     def export(self, role: str, wanted: Wanted, bucket_bytes: int) -> Export | None:
         """Put a trainer's weights into the object store. Gathering them is collective: every rank must be called, and
@@ -282,7 +285,7 @@ class Host:
             with collect_warnings() as said:
                 return self._run(task, inputs, said)
         except Exception as error:
-            message = failure(task.operator, f"{when(task.step)} on {named(self.plan)}", error, inputs)
+            message = failure(task.operator, f"{task.when} on {named(self.plan)}", error, inputs)
             return Failure.of(error, message)
 
     def _run(self, task: HostTask, inputs: dict[PortField, Any], said: Sequence[Warned]) -> Report:

@@ -73,10 +73,6 @@ class Picture:
         found |= {("", box.mark): str(box.mark) for box in self.boxes if box.mark}
         return found
 
-    def of_role(self, role: str) -> list[Box]:
-        """The boxes of a role; those of none for ``""``."""
-        return [box for box in self.boxes if box.role == role]
-
 
 def picture(subject: Graph | Diff) -> Picture:
     """What to draw of a graph; of a diff, both graphs in one, with what was added, removed and changed marked."""

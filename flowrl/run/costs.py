@@ -16,7 +16,7 @@ from flowrl.core.graph import Graph
 from flowrl.core.graph_io import decode
 from flowrl.data.files import parse_json
 from flowrl.data.keys import Key
-from flowrl.errors import DataError
+from flowrl.errors import DataError, ParameterError
 from flowrl.run.cost import Cost, Load
 from flowrl.run.place import Place
 from flowrl.run.run_folder import RunFolder
@@ -51,14 +51,20 @@ class Costs:
     place: Place | None = None
 
     @staticmethod
-    def of(run: str | Path) -> Costs:
+    def of(run: str | Path, *, imports: bool = True) -> Costs:
         """What the run in a folder measured.
 
         The first time that a process does something is not counted, since it warms up. Validations in the trace count
         for what nodes take, which other numbers of rows tell more about.
 
+        Args:
+            run: the folder.
+            imports: import the class of the place that it ran at, where that is neither flowrl's nor an installed
+                package's; see `flowrl.load`.
+
         Raises:
             DataError: no run is there, or it has left no trace of a step.
+            GraphError: the class of its place is not there, or would have to be imported.
         """
         folder = Path(run)
         described, timeline, steps = _read(folder)
@@ -72,7 +78,7 @@ class Costs:
             *_driver(trained),
             _between(trained, steps),
             int(described["training"]["prompts"]),
-            decode(described["place"], "place", imports=False),
+            decode(described["place"], f"the place in {folder / 'run.json'}", imports),
         )
 
     def given(self, **seconds: float) -> Costs:
@@ -136,6 +142,12 @@ class Costs:
         responses = [part.response for part in found if part.response is not None]
         tokens = np.concatenate([part.tokens for part in found])
         return Lengths(tokens, np.concatenate(responses) if responses else None)
+
+
+def refuse_no_costs(costs: object) -> None:
+    """Raise a `ParameterError` for what are no `Costs`, such as the path of a run."""
+    if not isinstance(costs, Costs):
+        raise ParameterError(f"costs={costs!r} are no costs; expected those of a run: Costs.of('runs/first').")
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], Timeline, dict[int | None, float]]:

@@ -134,9 +134,10 @@ class Job(Generic[GraphT]):
         """The job with all engines loaded, in this process or at its place; what it starts ends with the block.
 
         Raises:
-            RuleError, BindError, GraphError: before any model is loaded; see `refuse_unready`.
+            RuleError, BindError, GraphError: before any model is loaded; see `refuse_unready` and `refuse_missing`.
         """
         self.refuse_unready()
+        self.refuse_missing()
         if self.place is None:
             with EngineBuilder(self.graph.bindings, seed).live() as engines:
                 yield local_steps(Plan(self.graph), engines, seed)

@@ -24,7 +24,7 @@ from flowrl.core.plan import Plan
 from flowrl.core.session import Call, Session
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import FlowrlError, NodeError
-from flowrl.run.runner import Done, Lengths, Task, when
+from flowrl.run.runner import Done, Lengths, Task
 from flowrl.run.steps import Steps, lengths_of
 from flowrl.run.timeline import Span, Timeline
 from flowrl.run.weights import TrainedWeights
@@ -72,7 +72,7 @@ class LocalRunner:
                 _, outputs = call.run_in(session, task.inputs)
         except Exception as error:
             self.timeline.spans.append(span_of(task, "this process", start, time.time(), None))
-            raise NodeError(failure(operator, when(task.step), error, task.inputs)) from error
+            raise NodeError(failure(operator, task.when, error, task.inputs)) from error
         end = time.time()
         lengths = lengths_of(outputs)
         self.timeline.spans.append(span_of(task, "this process", start, end, lengths))

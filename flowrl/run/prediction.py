@@ -10,7 +10,7 @@ from statistics import median
 from flowrl.core.graph import Graph
 from flowrl.core.plan import Plan
 from flowrl.errors import BindError
-from flowrl.run.costs import Costs
+from flowrl.run.costs import Costs, refuse_no_costs
 from flowrl.run.place import Place, lay_out, shown
 from flowrl.run.placement import refuse_unplaceable
 from flowrl.run.pretend import PretendRunner, blank_batch, place_of
@@ -76,9 +76,11 @@ def predict(graph: Graph, place: Place | None, prompts: int, costs: Costs, *, se
         seed: of the draw of lengths.
 
     Raises:
+        ParameterError: `costs` are none.
         DataError: a node that `costs` does not know.
         BindError, GraphError: the graph does not fit the place, or a role is not bound.
     """
+    refuse_no_costs(costs)
     costs.refuse_unmeasured(graph)
     plan, processes = Plan(graph), None
     if place is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from flowrl.data.files import file_digest, parse_json, write, writing
+from flowrl.data.files import file_digest, parse_json, reading, write, writing
 from flowrl.errors import ParameterError, StorageError
 from flowrl.run.lock import FolderLock
 
@@ -135,6 +135,10 @@ class RunFolder:
 
         Returns:
             The remaining lines of steps, and those of validations.
+
+        Raises:
+            DataError: a file of lines cannot be read.
+            StorageError: it cannot be written.
         """
         for file in LINES:
             kept = b"".join(line for line, record in self._read(file) if record["step"] <= step)
@@ -166,12 +170,10 @@ class RunFolder:
 
     def _read(self, file: str) -> list[tuple[bytes, dict[str, Any]]]:
         """The whole lines of a JSONL file that hold a record of a step, with these; none if there is no file."""
-        if not (self.path / file).exists():
+        path = self.path / file
+        if not path.exists():
             return []
-        with (
-            writing(self.path / file),
-            (self.path / file).open("rb") as lines,
-        ):  # splitlines() would end one at U+2028, too
+        with reading(path), path.open("rb") as lines:  # splitlines() would end one at U+2028, too
             return [(line, record) for line in lines if (record := _record(line)) is not None]
 
 

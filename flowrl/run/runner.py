@@ -56,6 +56,7 @@ class Task:
         inputs: what its columns are held by, and its batchless values.
         state: all state cells, as ``{"node.field": value}``.
         lengths: of its rows, where they are known.
+        during: when it runs, for messages, where the step is none of a training.
     """
 
     node: Node
@@ -64,9 +65,15 @@ class Task:
     inputs: Mapping[PortField, Held]
     state: Mapping[str, Any] = field(default_factory=dict)
     lengths: Lengths | None = None
+    during: str | None = None
+
+    @property
+    def when(self) -> str:
+        """When it runs, for messages; people count steps from 1, as the metrics do."""
+        return self.during or ("between steps" if self.step is None else f"in step {self.step + 1}")
 
     def __str__(self) -> str:
-        return f"{self.node.name} {when(self.step)}"
+        return f"{self.node.name} {self.when}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +170,3 @@ class Runner(Protocol):
     def save_pretrained(self, role: str, folder: Path) -> None:
         """Write a role's weights as a Hugging Face folder."""
         ...
-
-
-def when(step: int | None) -> str:
-    """When something happened, for messages; people count steps from 1, as the metrics do."""
-    return "between steps" if step is None else f"in step {step + 1}"

@@ -136,6 +136,7 @@ class Flight:
         state: the state cells of all operators.
         wanted: nodes whose outputs the results hold.
         on_node: called with the name of each node as it starts.
+        during: see `Task`.
     """
 
     def __init__(
@@ -148,9 +149,10 @@ class Flight:
         state: Mapping[str, Any],
         wanted: set[str],
         on_node: OnNode,
+        during: str | None,
     ) -> None:
         self._infos, self._lag, self._runner, self._seed, self._all = infos, lag, runner, seed, steps
-        self._wanted, self._on_node = wanted, on_node
+        self._wanted, self._on_node, self._during = wanted, on_node, during
         self._order = list(infos.values())
         self._count = sum(not info.is_input for info in self._order)
         self.state = dict(state)
@@ -226,7 +228,7 @@ class Flight:
             self._on_node(info.node.name)
             inputs = {place: one.outputs[node][output] for place, node, output in info.inputs}
             lengths = None if info.read is None else one.lengths.get(info.read)
-            self._runner.launch(Task(info.node, step, self._seed, inputs, self.state, lengths))
+            self._runner.launch(Task(info.node, step, self._seed, inputs, self.state, lengths, self._during))
             self._busy |= info.slots
         for entry in blocked:
             heapq.heappush(self._ready, entry)
@@ -291,6 +293,7 @@ class Steps:
         self.plan, self.runner, self.seed = plan, runner, seed
         self.timeline = Timeline()
         self.state: dict[str, Any] = {}
+        self.during: str | None = None  # for messages, where its steps are none of a training
         self._weights = weights
         self._infos: dict[int, dict[str, NodeInfo]] = {}  # by lag
 
@@ -338,7 +341,7 @@ class Steps:
             if lag:
                 schedule.refuse_deadlock()
             self._infos[lag] = NodeInfo.all(schedule, self.runner)
-        flight = Flight(self._infos[lag], lag, self.runner, self.seed, steps, self.state, wanted, on_node)
+        flight = Flight(self._infos[lag], lag, self.runner, self.seed, steps, self.state, wanted, on_node, self.during)
         for step in steps:
             self.runner.timeline = self.timeline
             for ahead in steps[steps.index(step) :][: lag + 1]:

@@ -77,7 +77,8 @@ class Timeline:
             self.add(name, place, start, time.time(), kind=kind)
 
     def save(self, path: Path) -> None:
-        """Write the trace in the Chrome trace event format: one process of the picture for every place.
+        """Write the trace in the Chrome trace event format: one process of the picture for every place. Steps are
+        counted from 1 there, as in the metrics.
 
         Spans of one place that overlap are on threads of their own, since viewers draw those of one thread nested.
         """
@@ -92,6 +93,8 @@ class Timeline:
             start, end = (round((t - begin) * 1e6) for t in (span.start, span.end))
             event = {"ph": "X", "name": span.name, "cat": span.kind, "pid": places[span.place], "tid": lane + 1}
             load = {key: value for key, none in _LOAD.items() if (value := getattr(span, key)) != none}
+            if span.step is not None:
+                load["step"] = span.step + 1
             events.append({**event, "ts": start, "dur": end - start, "args": {"bytes": span.bytes, **load}})
         trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begin": begin}}
         write(path, json.dumps(trace).encode())  # whole or not at all, since a resumed run adds to it
@@ -112,6 +115,8 @@ class Timeline:
                 if event["ph"] == "X":
                     start, end = (begin + t / 1e6 for t in (event["ts"], event["ts"] + event["dur"]))
                     args = {**event["args"], "lengths": tuple(map(tuple, event["args"].get("lengths", ())))}
+                    if "step" in args:
+                        args["step"] -= 1
                     trace.spans.append(Span(event["name"], places[event["pid"]], start, end, kind=event["cat"], **args))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(

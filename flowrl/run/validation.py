@@ -108,9 +108,9 @@ class Validating:
 
     @property
     def spans(self) -> list[Span]:
-        """What they took, under their names."""
+        """What they took, under their names; they run between the steps of the training."""
         return [
-            dataclasses.replace(span, name=f"{one.name}/{span.name}")
+            dataclasses.replace(span, name=f"{one.name}/{span.name}", step=None)
             for one, steps, _ in self._all
             for span in steps.timeline.spans
         ]
@@ -141,6 +141,7 @@ class Validating:
         self, step: int, one: Validation, steps: Steps, stream: PromptStream, on_start: Callable[[str], None]
     ) -> Validated:
         on_start(one.name)
+        steps.during = f"in the validation {one.name!r} after step {step}"
         steps.state.clear()  # so that a validation does not depend on those before it
         total: dict[str, Any] = {}
         predictions: list[dict[str, Any]] = []

@@ -27,18 +27,18 @@ class Wanted:
 
     Args:
         part: the method of the trainer that has the tensors.
-        rounds_to: see `flowrl.core.backend.Backend.rounds_to`.
+        rounds_to: the dtype that it computes in; None leaves matrices as they are.
         probe: what the trainer is to score before it sends them; None where nobody probes.
     """
 
     part: Literal["weights", "adapter_weights"] = "weights"
-    rounds_to: str | None = None
+    rounds_to: torch.dtype | None = None
     probe: Probe | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:
         """That of matrices on their way; None is as they are."""
-        return None if self.rounds_to is None or self.part != "weights" else getattr(torch, self.rounds_to)
+        return self.rounds_to if self.part == "weights" else None
 
 
 def rounded(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

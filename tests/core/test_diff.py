@@ -8,6 +8,7 @@ import pytest
 
 from flowrl import columns as c
 from flowrl.core.edit import After
+from flowrl.core.graph_io import save
 from flowrl.core.operator import Operator
 from flowrl.errors import GraphError
 from flowrl.graph import Graph
@@ -171,6 +172,10 @@ def test_another_class_of_one_name_is_a_change() -> None:
 def test_what_is_no_graph_is_refused() -> None:
     with pytest.raises(GraphError, match=r"a str is not a graph; expected a Graph: flowrl.load\('ppo.yaml'\)"):
         ppo(exact).diff("ppo.yaml")  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match=r"is not a graph; expected a Graph: ppo\(\.\.\.\)"):
+        PPO.diff(ppo)  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match=r"a Job is not a graph; expected a Graph: job\.graph"):
+        save(PPO.bind(), "ppo.yaml")  # type: ignore[arg-type]
 
 
 def test_jupyter_gets_text_and_a_picture() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from flowrl.cli import main
 from flowrl.core.edit import After
 from flowrl.core.graph_io import NotImported, decode, not_imported, save
 from flowrl.core.references import resolve
@@ -17,6 +16,7 @@ from flowrl.errors import GraphError
 from flowrl.graph import Graph, load
 from flowrl.graphs import ppo
 from flowrl.operators import Reward
+from tests.command_line import Command
 from tests.kernel import BINDINGS, exact
 
 OPERATOR = """
@@ -120,7 +120,7 @@ def test_a_class_of_a_users_own_is_refused_by_name() -> None:
     spring("ours.py")
     said = (
         r"halved is of the class ours\.py:Halved, which has to be imported to know what it is, and importing runs its "
-        r"file; if you trust that, say so: --import on the command line, flowrl\.load\(\.\.\., imports=True\) in"
+        r"file; if you trust that, say so: --import on the command line, imports=True in Python\."
     )
     with pytest.raises(GraphError, match=said):
         load("g.json", imports=False)
@@ -160,17 +160,7 @@ def test_what_comes_with_flowrl_is_imported_and_held_to_its_source() -> None:
         decode(data, "x", imports=False)
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-        return (int(ended.value.code or 0), *capsys.readouterr())
-
-    return run
-
-
-def test_the_command_line_imports_where_it_is_told_to(command: Any) -> None:
+def test_the_command_line_imports_where_it_is_told_to(command: Command) -> None:
     save(by_function(), "g.yaml")
     spring("mine.py")
     for call in (
@@ -195,7 +185,7 @@ def test_the_command_line_imports_where_it_is_told_to(command: Any) -> None:
     assert Path("ran").exists()
 
 
-def test_the_command_line_names_the_class_that_it_would_import(command: Any) -> None:
+def test_the_command_line_names_the_class_that_it_would_import(command: Command) -> None:
     halved: Any = resolve("ours.py:Halved")
     save(ppo(exact).edit(insert={"halved": After("reward", halved())}), "g.yaml")
     spring("ours.py")

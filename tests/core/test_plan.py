@@ -23,10 +23,7 @@ from flowrl.graph import Graph, algorithm
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, Generate, Reward, UpdateCritic, Value
 from flowrl.records import CriticUpdated, PromptBatch, Tokens
-
-
-def score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-    return float(solution_str == ground_truth)
+from tests.kernel import exact
 
 
 class Probe(Operator):
@@ -49,7 +46,7 @@ class Reprobe(Operator):
 def probed(batch: PromptBatch) -> Any:
     rollout = Generate()(batch)
     values = Value()(rollout)
-    returns = GAE()(Reward(score)(rollout, batch), values, rollout.response_mask).returns
+    returns = GAE()(Reward(exact)(rollout, batch), values, rollout.response_mask).returns
     updated = UpdateCritic()(rollout, values, returns)
     return Reprobe()(updated), Probe()(rollout)  # recorded after the update, and still to run before it
 
@@ -60,7 +57,7 @@ def names(plan: Plan) -> list[str]:
 
 class TestStateEdges:
     def test_ppo(self) -> None:
-        assert set(state_edges(ppo(score))) == {
+        assert set(state_edges(ppo(exact))) == {
             StateEdge("old_log_prob", "update_actor", "actor"),
             StateEdge("value", "update_critic", "critic"),
             StateEdge("generate", "sync", "rollout"),
@@ -84,24 +81,24 @@ class TestStateEdges:
 class TestOrder:
     @pytest.mark.parametrize("make", [ppo, grpo])
     def test_readers_update_sync(self, make: Any) -> None:
-        order = names(Plan(make(score)))
+        order = names(Plan(make(exact)))
         assert "batch" not in order
         for reader in ("generate", "old_log_prob", "ref_log_prob", "reward"):
             assert order.index(reader) < order.index("update_actor")
         assert order.index("update_actor") < order.index("sync") == max(order.index("sync"), order.index("reward"))
 
     def test_it_is_the_graph_s_own_order_where_state_allows(self) -> None:
-        assert names(Plan(ppo(score))) == list(ppo(score).nodes)[1:]
+        assert names(Plan(ppo(exact))) == list(ppo(exact).nodes)[1:]
         assert list(probed().nodes).index("probe") > list(probed().nodes).index("update_critic")
 
     def test_it_is_the_same_every_time(self) -> None:
-        assert len({tuple(names(Plan(ppo(score)))) for _ in range(5)}) == 1
-        graph = ppo(score)
+        assert len({tuple(names(Plan(ppo(exact)))) for _ in range(5)}) == 1
+        graph = ppo(exact)
         assert names(Plan(Graph.from_dict(graph.to_dict()))) == names(Plan(graph))
 
     def test_syncs(self) -> None:
-        assert [node.name for node in Plan(ppo(score)).syncs] == ["sync"]
-        assert Plan(ppo(score).subgraph(until="update_actor")).syncs == []
+        assert [node.name for node in Plan(ppo(exact)).syncs] == ["sync"]
+        assert Plan(ppo(exact).subgraph(until="update_actor")).syncs == []
 
     def test_a_cycle_of_data_and_state_is_named(self) -> None:
         class Chained(Operator):
@@ -136,7 +133,7 @@ class TestOrder:
 class TestWaves:
     def test_ppo(self) -> None:
         """By hand: old, ref, value and reward wait for nothing but the rollout; the two updates for what they learn."""
-        assert [[node.name for node in wave] for wave in Plan(ppo(score)).waves] == [
+        assert [[node.name for node in wave] for wave in Plan(ppo(exact)).waves] == [
             ["repeat"],
             ["generate"],
             ["old_log_prob", "ref_log_prob", "value", "reward"],
@@ -155,24 +152,24 @@ class TestWaves:
 
 class TestText:
     def test_grpo(self) -> None:
-        assert str(Plan(grpo(score))) == GRPO
+        assert str(Plan(grpo(exact))) == GRPO
 
     def test_only_what_is_wired_is_read(self) -> None:
-        reads = str(Plan(ppo(score))).partition("update_actor")[2].partition("sync")[0]
+        reads = str(Plan(ppo(exact))).partition("update_actor")[2].partition("sync")[0]
         assert "from whiten: advantages" in reads and "ref_log_prob" not in reads
 
     def test_long_lines_are_folded(self) -> None:
-        assert max(map(len, str(Plan(ppo(score))).splitlines())) <= 120
+        assert max(map(len, str(Plan(ppo(exact))).splitlines())) <= 120
 
     def test_nothing_but_inputs_and_one_node(self) -> None:
-        text = str(Plan(ppo(score).subgraph(until="repeat")))
+        text = str(Plan(ppo(exact).subgraph(until="repeat")))
         assert text.splitlines()[:2] == [
             "ppo: 1 nodes in 1 waves; those of one may run at once",
             "1  repeat  general  row",
         ]
 
     def test_homes(self) -> None:
-        graph = ppo(score)
+        graph = ppo(exact)
         homes = {name: graph[name].home for name in ("generate", "update_critic", "sync", "gae")}
         assert homes == {"generate": "rollout", "update_critic": "critic", "sync": "rollout", "gae": None}
 
@@ -211,7 +208,7 @@ weights are read before they are written:
 
 class TestReaders:
     def test_ppo(self) -> None:
-        plan = Plan(ppo(score))
+        plan = Plan(ppo(exact))
         for name in plan.graph.nodes:
             readers = {node.name for node in plan.graph.nodes.values() if name in node.sources}
             assert plan.readers.get(name, 0) == len(readers)

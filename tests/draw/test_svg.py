@@ -20,17 +20,14 @@ from flowrl.draw.picture import Arrow
 from flowrl.draw.svg import svg
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import Whiten
+from tests.kernel import exact
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
-def score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-    return float(solution_str == ground_truth)
-
-
 def swapped() -> Any:
     """A diff whose two graphs together have a cycle: b is read by a, and then a by b."""
-    base = grpo(score).edit(insert={"a": After("group_advantage", Whiten())})
+    base = grpo(exact).edit(insert={"a": After("group_advantage", Whiten())})
     first = base.edit(insert={"b": After("a", Whiten())})
     second = first.edit(
         wire={
@@ -43,12 +40,12 @@ def swapped() -> Any:
 
 
 SUBJECTS = {
-    "ppo": lambda: ppo(score),
-    "grpo": lambda: grpo(score, mini_batch=64),
-    "lagging": lambda: ppo(score, n=4, lam=0.9).edit(lag=2),
-    "evaluation": lambda: grpo(score).subgraph(until="reward"),
-    "to grpo": lambda: ppo(score).diff(grpo(score)),
-    "to ppo": lambda: grpo(score).diff(ppo(score)),
+    "ppo": lambda: ppo(exact),
+    "grpo": lambda: grpo(exact, mini_batch=64),
+    "lagging": lambda: ppo(exact, n=4, lam=0.9).edit(lag=2),
+    "evaluation": lambda: grpo(exact).subgraph(until="reward"),
+    "to grpo": lambda: ppo(exact).diff(grpo(exact)),
+    "to ppo": lambda: grpo(exact).diff(ppo(exact)),
     "swapped": swapped,
 }
 
@@ -175,7 +172,7 @@ class TestDrawing:
             assert svg(make()) == svg(make())
 
     def test_data_runs_downwards(self) -> None:
-        graph = ppo(score)
+        graph = ppo(exact)
         tops = {name: box[1] for name, box in Drawn(svg(graph)).nodes.items()}
         assert all(tops[source] < tops[node.name] for node in graph.nodes.values() for source in node.sources)
 
@@ -260,5 +257,5 @@ class TestPage:
             assert sources[0] == str(subject)
 
     def test_titles(self) -> None:
-        assert "<title>ppo</title>" in page(ppo(score))
+        assert "<title>ppo</title>" in page(ppo(exact))
         assert "<h1>ppo → grpo</h1>" in page(SUBJECTS["to grpo"]())

@@ -74,7 +74,7 @@ class TestAnswers(AnswerTests):
 class TestSync(SyncTests):
     """On vLLM."""
 
-    transport = "in process"
+    transport = "copy"
 
     def bear(self, engine: VLLMEngine, version: str) -> None:
         engine._llm.update_weight_version(version)

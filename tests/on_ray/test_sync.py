@@ -86,7 +86,7 @@ def refuse_other_exports(executor: Any, held: dict[str, Any]) -> None:
     assert len(sizes) > 5
     assert all(sum(bucket) <= BUCKET or len(bucket) == 1 for bucket in sizes)
 
-    arguments = ("actor", Wanted(rounds_to="bfloat16"), BUCKET)
+    arguments = ("actor", Wanted(rounds_to=torch.bfloat16), BUCKET)
     rounded = executor.runner.hosts.ask_role("actor", "test", "export", *arguments)[0]
     halved = {name: tensor.bfloat16() if tensor.ndim > 1 else tensor for name, tensor in held.items()}
     assert (rounded.nbytes, rounded.digest) == (
@@ -143,6 +143,16 @@ def test_what_arrives_is_what_was_sent_or_is_refused(
             mischief.unlink()
             executor.sync()
         assert executor.step(batch, 7).values["sync"]["receipt"].version == 8
+
+
+def test_a_coarser_engine_is_sent_what_it_holds(tiny: str) -> None:
+    graph = job_of("grpo", tiny, n=2).edit(bind={"rollout": TorchRollout(tiny, dtype="bfloat16", device="cpu")}).graph
+    with leaves_nothing() as processes, Job(graph, Colocate(1)).open() as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        held = load_file(Path(tiny) / "model.safetensors").values()
+        [sent] = [span.bytes for span in executor.timeline.spans if span.name == "export actor"]
+        assert sent == sum(tensor.nbytes // (2 if tensor.ndim > 1 else 1) for tensor in held)
 
 
 def test_weights_that_share_a_process_are_an_alias(tiny: str) -> None:

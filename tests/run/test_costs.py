@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flowrl import Colocate, PromptData, Training, Validation
 from flowrl.core.graph_io import encode
 from flowrl.data.keys import Key
-from flowrl.errors import DataError
+from flowrl.errors import DataError, ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo
 from flowrl.run.cost import Cost, Load
@@ -264,6 +264,12 @@ class TestOfTraining:
         with pytest.raises(DataError, match="has not measured score of grpo; run that graph once"):
             graph.diff(other, costs)
         assert graph.diff(other, costs.given(score=0.1)).seconds is not None
+
+    def test_the_path_of_a_run_is_no_costs(self, trained: tuple[Training, str]) -> None:
+        graph, said = trained[0].job.graph, r"are no costs; expected those of a run: Costs\.of\('runs/first'\)"
+        for ask in (lambda run: graph.diff(graph, run), lambda run: predict(graph, None, 4, run)):
+            with pytest.raises(ParameterError, match=said):
+                ask(trained[1])
 
 
 def vars_of(training: Training) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, get_type_hints
 import pytest
 
 from flowrl import Colocate, PromptData, Training, backends
-from flowrl.backends import Backend, TorchRollout
+from flowrl.backends import Backend, TorchRollout, TorchTrainer
 from flowrl.backends.torch.engine import TorchScorerEngine, TorchTrainerEngine
 from flowrl.backends.torch.rollout import TorchRolloutEngine
 from flowrl.core import protocols
@@ -96,6 +96,13 @@ def test_a_backend_that_cannot_serve_is_refused_where_it_is_bound() -> None:
         grpo(digits).bind(actor=Backend())
     with pytest.raises(BindError, match="no role 'critic' to bind"):
         grpo(digits).bind(critic=Untouched.Scorer())
+
+
+def test_a_backend_is_bound_by_its_role() -> None:
+    with pytest.raises(
+        BindError, match=r"was given TorchTrainer without the role .* \(rollout, actor, ref\): bind\(rollout=\.\.\.\)"
+    ):
+        grpo(digits).bind(TorchTrainer("model"))
 
 
 def test_a_trainer_that_cannot_be_saved_is_refused_where_checkpoints_are_asked_for(prompts_file: str) -> None:
@@ -235,6 +242,15 @@ def test_a_job_closes_its_engines(tiny: str) -> None:
     with job.eager():
         assert len(closed) == 2
     assert closed == [tiny] * 3
+
+
+def test_a_folder_that_is_missing_is_found_before_any_loads(tiny: str) -> None:
+    job = untouched(grpo(digits)).edit(bind={"ref": backends.TorchScorer("nowhere")})
+    for place in (None, Colocate(gpus=1)):
+        with pytest.raises(
+            BindError, match=r"the role 'ref': the model folder 'nowhere' does not exist; expected a local"
+        ):
+            replace(job, place=place).open().__enter__()
 
 
 def test_models_of_two_vocabularies_are_refused_before_any_loads(tmp_path: Path) -> None:

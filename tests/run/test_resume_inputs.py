@@ -186,11 +186,20 @@ class TestLines:
             assert_same(run(jobs("grpo", model), prompts_file, copy, resume=True), whole)
         assert "is not what it was" not in caplog.text
 
-    @pytest.mark.parametrize("name", ["metrics.jsonl", "predictions.jsonl", "trace.json"])
-    def test_a_folder_in_place_of_a_file(self, model: str, prompts_file: str, copy: Path, name: str) -> None:
+    @pytest.mark.parametrize(
+        ("name", "error", "lacks"),
+        [
+            ("metrics.jsonl", DataError, "read"),
+            ("predictions.jsonl", DataError, "read"),
+            ("trace.json", StorageError, "written"),
+        ],
+    )
+    def test_a_folder_in_place_of_a_file(
+        self, model: str, prompts_file: str, copy: Path, name: str, error: type[Exception], lacks: str
+    ) -> None:
         (copy / name).unlink()
         (copy / name).mkdir()
-        with pytest.raises(StorageError, match=rf"{name} cannot be written \(Is a directory"):
+        with pytest.raises(error, match=rf"{name} cannot be {lacks} \(Is a directory"):
             run(jobs("grpo", model), prompts_file, copy, resume=True, steps=5)
         assert described(copy)["status"] == "failed"
 

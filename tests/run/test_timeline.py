@@ -57,6 +57,15 @@ class TestFile:
              "args": {"bytes": 0}},
         ]  # fmt: skip
 
+    def test_steps_are_counted_from_1(self, tmp_path: Path) -> None:
+        trace = Timeline()
+        trace.spans += [
+            Span("reward", "here", START + at, START + at, step=step) for at, step in enumerate((0, 41, None))
+        ]
+        events = [event for event in written(trace, tmp_path) if event["ph"] == "X"]
+        assert [event["args"].get("step") for event in events] == [1, 42, None]
+        assert Timeline.load(tmp_path / "trace.json").spans == trace.spans
+
     def test_nothing(self, tmp_path: Path) -> None:
         assert written(Timeline(), tmp_path) == []
 

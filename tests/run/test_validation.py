@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,8 +11,9 @@ import torch
 from flowrl import INJECTED, Metrics, Operator, PromptData, State, Validation
 from flowrl import columns as c
 from flowrl.core.edit import After
-from flowrl.errors import FlowrlError, ParameterError
+from flowrl.errors import FlowrlError, NodeError, ParameterError
 from flowrl.graphs import grpo
+from flowrl.run.timeline import Timeline
 from tests.jobs import job_of, weights_of
 from tests.kernel import exact
 from tests.runs import Recorder, described, lines, timeless, train
@@ -26,6 +27,20 @@ class Runs(Operator):
     def __call__(self, token_level_scores: c.TokenLevelScores, metrics: Metrics = INJECTED) -> c.TokenLevelScores:
         self.count.value += 1
         metrics.max("runs", self.count.value)
+        return token_level_scores
+
+
+class FailsLater(Operator):
+    """Fails the second time that it is asked in a validation."""
+
+    seen: ClassVar[list[int]] = []
+    validates: bool = False
+
+    def __call__(self, token_level_scores: c.TokenLevelScores) -> c.TokenLevelScores:
+        if self.validates:
+            self.seen.append(len(token_level_scores))
+            if len(self.seen) == 2:
+                raise RuntimeError("out of luck")
         return token_level_scores
 
 
@@ -46,6 +61,17 @@ def test_states_of_a_validation_are_its_own_and_new_each_time(tiny: str, prompts
     assert [metrics["runs"] for metrics in run.metrics] == [1, 2, 3]
     found = [(key, value) for line in run.validations for key, value in line.items() if key.endswith("/runs")]
     assert found == [("a/runs", 1), ("b/runs", 3)] * 4
+
+
+def test_an_error_of_a_validation_says_which_and_when(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    job = job_of("grpo", tiny).edit(insert={"later": After("reward", FailsLater())})
+    changes = {"repeat.n": 1, "later.validates": True}
+    validation = Validation(PromptData(prompts_file), every=2, name="held", until="later", changes=changes)
+    with pytest.raises(NodeError, match=r"^later failed in the validation 'held' after step 2: RuntimeError: out of"):
+        train(job, prompts_file, tmp_path, validation=validation)
+    assert [span.step for span in Timeline.load(tmp_path / "trace.json").spans if span.name == "held/later"] == [
+        None
+    ] * 2
 
 
 @pytest.mark.parametrize(("steps", "every", "expected"), [(5, 2, [0, 2, 4, 5]), (4, 2, [0, 2, 4]), (3, 10, [0, 3])])

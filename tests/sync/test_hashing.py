@@ -94,12 +94,13 @@ class Hosted(HostedRollout):
 
     def __init__(self, folder: str, scores: tuple[float, ...], worker: bool) -> None:
         super().__init__(EngineSpec(folder), ChatTokenizer(folder), 0)
-        self._given, self._worker, self._probe = scores, worker, PROBE
+        self._given, self._worker = scores, worker
+        self._probe, self._arithmetic = PROBE, self._dtype()
 
     def _take(self, arrival: Arrival) -> str:
         if not self._worker:
             self.held = {name: tensor.clone() for name, tensor in arrival.weights()}
-            return "in process"
+            return "copy"
         with on("worker") as process:
             self.held = {name: tensor.clone() for name, tensor in arrival.to_hand_over()}
             digests = process.submit(lambda: {name: tensor_digest(name, held) for name, held in self.held.items()})

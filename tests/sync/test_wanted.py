@@ -42,8 +42,8 @@ def test_what_is_not_float32_goes_as_it_is(dtype: torch.dtype) -> None:
 
 
 def test_an_adapter_goes_as_it_is() -> None:
-    assert Wanted("weights", "bfloat16").dtype == torch.bfloat16
-    assert Wanted("adapter_weights", "bfloat16").dtype is None
+    assert Wanted("weights", torch.bfloat16).dtype == torch.bfloat16
+    assert Wanted("adapter_weights", torch.bfloat16).dtype is None
     assert Wanted().dtype is None
 
 

@@ -16,20 +16,10 @@ from safetensors.torch import load_file, save_file
 from flowrl.backends import AdamW
 from flowrl.backends.torch import checkpoint
 from flowrl.errors import DataError
-from tests.backends.torch.trainers import Folder, Pull, snapshot, trainer, whole
+from tests.backends.torch.trainers import Bomb, Folder, Pull, snapshot, trainer, whole
 from tests.models import ragged
 
 PART = "part-00001-of-00001.safetensors"
-
-
-class Bomb:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.marker,)
 
 
 def moved(folder: str) -> Any:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from flowrl.backends import TorchCritic, TorchRollout, TorchScorer
 from flowrl.errors import BindError, DataError
-from tests.backends.torch.trainers import CONTEXT, Folder
+from tests.backends.torch.trainers import CONTEXT, Bomb, Folder
 from tests.models import char_tokenizer, ragged
 
 RANK: Any = SimpleNamespace(seed=0, rank=0, world_size=1)
@@ -65,16 +65,6 @@ def encoder(path: Path) -> None:
     BertModel(BertConfig(vocab_size=84, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)).save_pretrained(
         path
     )
-
-
-class Bomb:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = str(marker)
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (Path(self.marker),)
 
 
 CODE = "from pathlib import Path\nPath(__file__).with_name('run').touch()\nPath('{}').touch()\n"

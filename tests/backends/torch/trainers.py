@@ -1,9 +1,10 @@
-"""Trainers of tiny models, a loss that pulls at tokens, and by how much an update changed the weights."""
+"""Trainers of tiny models, a loss that pulls at tokens, how far an update moved the weights, and a pickle that acts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,16 @@ def trainer(model: str, **settings: Any) -> Any:
     settings.setdefault("optimizer", SGD(lr=1.0))
     settings.setdefault("grad_clip", None)
     return TorchTrainer(model, device="cpu", **settings).build(CONTEXT)
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
 
 
 @dataclass
