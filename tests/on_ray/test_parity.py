@@ -146,7 +146,11 @@ def assert_columns_close(found: Mapping[str, DataProto], expected: Mapping[str, 
 
 @pytest.mark.parametrize(
     ("algorithm", "optimizer", "place"),
-    [("grpo", SGD(lr=0.05), Split(2, 1)), ("ppo", AdamW(lr=1e-3, eps=1e-5), Colocate(2))],
+    [
+        ("grpo", SGD(lr=0.05), Split(2, 1)),
+        ("ppo", AdamW(lr=1e-3, eps=1e-5), Colocate(2)),
+        ("online_dpo", SGD(lr=0.05), Colocate(2)),  # a loss that compares rows of both ranks
+    ],
 )
 def test_two_fsdp_ranks_agree_with_one_process(
     algorithm: str, optimizer: Any, place: Place, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

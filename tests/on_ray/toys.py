@@ -183,7 +183,7 @@ class ToyLearner(ToyEngine):
         self._enter("update", rows=len(batch.input_ids), width=batch.input_ids.shape[1])
         metrics = Metrics()
         signal = batch.advantages if hasattr(batch, "advantages") else batch.returns - batch.values
-        for rows, weights in mini_batches:
+        for rows, weights, _ in mini_batches:
             own: list[float] = (signal[rows].double() * weights.double()).sum(1).tolist()
             pulled = [own] * self.ranks
             if self.ranks > 1:
