@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowrl.columns import Column
     from flowrl.core.edit import After
+    from flowrl.core.function import operator
     from flowrl.core.graph_io import save
     from flowrl.core.loss import Loss
     from flowrl.core.operator import Operator
-    from flowrl.core.ports import INJECTED
+    from flowrl.core.ports import INJECTED, Step
     from flowrl.core.roles import Reads, Role, Writes
     from flowrl.core.session import State
+    from flowrl.core.when import When
     from flowrl.data.dataproto import DataProto
     from flowrl.data.keys import Key
     from flowrl.data.metrics import Metrics
@@ -54,13 +56,16 @@ __all__ = [
     "RolloutBatch",
     "Split",
     "State",
+    "Step",
     "TensorBoard",
     "Terminal",
     "Training",
     "Validation",
+    "When",
     "Writes",
     "algorithm",
     "load",
+    "operator",
     "save",
 ]
 
@@ -79,6 +84,7 @@ _MODULES = {
     "Metrics": "data.metrics",
     "Operator": "core.operator",
     "State": "core.session",
+    "Step": "core.ports",
     "INJECTED": "core.ports",
     "DataProto": "data.dataproto",
     "PromptBatch": "records",
@@ -89,10 +95,12 @@ _MODULES = {
     "Role": "core.roles",
     "Writes": "core.roles",
     "load": "graph",
+    "operator": "core.function",
     "save": "core.graph_io",
     "algorithm": "graph",
     "Training": "run.training",
     "Validation": "run.validation",
+    "When": "core.when",
 }
 
 

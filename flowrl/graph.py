@@ -13,6 +13,7 @@ from flowrl.core.algorithm import Algorithm
 from flowrl.core.edit import After
 from flowrl.core.operator import Operator
 from flowrl.core.rules import Finding
+from flowrl.core.when import When
 from flowrl.draw import mermaid
 from flowrl.errors import BindError, GraphError
 from flowrl.run.costs import Costs, refuse_no_costs
@@ -43,6 +44,7 @@ class Graph(graph.Graph):
         drop: str | Iterable[str] = (),
         insert: Mapping[str, After] | None = None,
         set: Mapping[str, Any] | None = None,
+        when: Mapping[str, When] | None = None,
         wire: Mapping[str, str] | None = None,
         rename: Mapping[str, str] | None = None,
         bind: Mapping[str, Any] | None = None,
@@ -62,6 +64,7 @@ class Graph(graph.Graph):
             drop=drop,
             insert=insert,
             set=set,
+            when=when,
             wire=wire,
             rename=rename,
             bind=bind,

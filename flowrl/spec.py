@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, ClassVar, Literal, cast, dataclass_transform, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin
 
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -36,12 +37,15 @@ class Spec:
         ParameterError: where it is called, for parameters that are missing, unknown or out of range.
     """
 
+    timeless: ClassVar[bool] = False
+    """Whether its numbers, and those of the specs in it, are the same in all steps: none may be a `Schedule`."""
     references: ClassVar[frozenset[str]] = frozenset()
     """Fields whose strings name functions: these are written to files with the hash of the function's source."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, definer: FrameType | None = None, **kwargs: Any) -> None:
+        """`definer` is the frame that defines the class; None asks who executes the class statement."""
         super().__init_subclass__(**kwargs)
-        definer = defining_frame()
+        definer = definer or defining_frame()
         where = f"{where_defined(definer)}: {cls.__name__}"
         _refuse_untyped_fields(cls, where)
         if "__init__" in vars(cls):
@@ -112,25 +116,38 @@ def _raise_parameter_errors(cls: type) -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             _refuse_bools(cls, args, kwargs)
-            init(self, *args, **kwargs)
+            if over_time := _over_time(cls, args, kwargs):
+                _begin(cls, self, init, args, kwargs, over_time)
+            else:
+                init(self, *args, **kwargs)
         except ValidationError as error:
             raise ParameterError(_describe(cls, error, args, kwargs)) from None
+        if self.timeless:
+            _refuse_over_time(self)
 
     cls.__init__ = __init__  # type: ignore[misc]
 
 
 def _refuse_bools(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse True and False where a number is wanted: Python, and so pydantic, takes them for 1 and 0."""
-    given = dict(zip((f.name for f in dataclasses.fields(cls) if f.init), args, strict=False)) | dict(kwargs)
-    for name, value in given.items():
+    for name, value in _by_name(cls, args, kwargs).items():
         found = next(_bools(value, name), None)
-        if found is not None and name in cls.__pydantic_fields__:
-            parts = _parts(cls.__pydantic_fields__[name].annotation)
-            if any(part in (int, float) for part in parts) and not any(part in (bool, object, Any) for part in parts):
-                wrong = PydanticCustomError("bool", "a number is expected, and this is a bool")
-                raise ValidationError.from_exception_data(
-                    cls.__name__, [InitErrorDetails(type=wrong, loc=found[:-1], input=found[-1])]
-                )
+        if found is not None and _takes_a_number(cls, name):
+            wrong = PydanticCustomError("bool", "a number is expected, and this is a bool")
+            raise ValidationError.from_exception_data(
+                cls.__name__, [InitErrorDetails(type=wrong, loc=found[:-1], input=found[-1])]
+            )
+
+
+def _by_name(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a spec by the names of its parameters."""
+    return dict(zip((f.name for f in dataclasses.fields(cls) if f.init), args, strict=False)) | dict(kwargs)
+
+
+def _takes_a_number(cls: Any, name: str) -> bool:
+    """Whether a number is wanted for a parameter, by itself or among other things, and no bool."""
+    parts = _parts(cls.__pydantic_fields__[name].annotation) if name in cls.__pydantic_fields__ else []
+    return any(part in (int, float) for part in parts) and not any(part in (bool, object, Any) for part in parts)
 
 
 def _bools(value: Any, *way: Any) -> Iterator[tuple[Any, ...]]:
@@ -256,3 +273,145 @@ def non_default(spec: Spec) -> dict[str, Any]:
         for name, value in parameters(spec).items()
         if fields[name].is_required() or value != fields[name].get_default(call_default_factory=True)
     }
+
+
+# ---- numbers over time
+
+SpecT = TypeVar("SpecT", bound=Spec)
+_FIRST = range(10_000)
+
+
+class Schedule(Spec):
+    """A number over time, where an operator, or a spec that is a parameter of one, takes a number.
+
+    A subclass defines `at`; those of `flowrl.schedules` are ready. Where whole numbers are wanted, the nearest one is
+    taken.
+    """
+
+    timeless = True
+
+    def at(self, step: int) -> float:
+        """The number in a step, `step` of which were done before: a finite one, by `step` and the parameters alone."""
+        raise NotImplementedError(f"{type(self).__name__} does not define at(step)")
+
+    @property
+    def turns(self) -> Iterable[int]:
+        """Steps between which the number only rises or only falls: it is checked there. By default the first 10,000."""
+        return _FIRST
+
+    def moments(self) -> tuple[int, ...]:
+        """The steps that tell whether the number stays within bounds: the first, and those of its extremes."""
+        turns = list(self.turns)
+        numbers = [self._number(step) for step in turns]
+        extremes = {turns[numbers.index(extreme(numbers))] for extreme in (min, max)}
+        return tuple(sorted({turns[0], *extremes}))
+
+    def _number(self, step: int) -> float:
+        """What `at` gives.
+
+        Raises:
+            ParameterError: it raises, or gives something else than a finite number.
+        """
+        try:
+            number: Any = self.at(step)
+        except Exception as error:
+            raise ParameterError(f"{self!r}.at({step}) raises {type(error).__name__}: {error}.") from error
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise ParameterError(f"{self!r}.at({step}) is {number!r}; expected a finite number, a float.")
+        return number
+
+
+def in_step(spec: SpecT, step: int) -> SpecT:
+    """`spec` with the numbers that its schedules give, and those of the specs in it; itself where it has none.
+
+    Raises:
+        ParameterError: a number that is not allowed there.
+    """
+    now = {name: _now(type(spec), name, value, step) for name, value in parameters(spec).items()}
+    changed = {name: value for name, value in now.items() if value is not getattr(spec, name)}
+    return cast("SpecT", dataclasses.replace(cast(Any, spec), **changed)) if changed else spec
+
+
+def _now(cls: type, name: str, value: Any, step: int) -> Any:
+    """What a parameter is in a step."""
+    if isinstance(value, Schedule):
+        return _number_of(cls, name, value, step) if _takes_a_number(cls, name) else value
+    if isinstance(value, Spec):
+        return in_step(value, step)
+    if isinstance(value, tuple) and any(isinstance(item, Spec) for item in value):
+        items = tuple(in_step(item, step) if isinstance(item, Spec) else item for item in value)
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else items
+    return value
+
+
+def _number_of(cls: Any, name: str, schedule: Schedule, step: int) -> float:
+    """The number of a parameter in a step: a whole one where only whole ones are wanted."""
+    number = schedule._number(step)
+    return number if float in _parts(cls.__pydantic_fields__[name].annotation) else round(number)
+
+
+def schedules(spec: Spec) -> dict[str, Schedule]:
+    """The parameters of a spec, and of the specs in it, that change over steps: ``{"loss.clip_low": Linear(...)}``."""
+    found: dict[str, Schedule] = {}
+    for name, value in parameters(spec).items():
+        if isinstance(value, Schedule):
+            found |= {name: value} if _takes_a_number(type(spec), name) else {}
+            continue
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, Spec):
+                found |= {f"{name}.{path}": schedule for path, schedule in schedules(item).items()}
+    return found
+
+
+def _over_time(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Schedule]:
+    """The arguments that are schedules, where a number is wanted."""
+    if not any(isinstance(value, Schedule) for value in (*args, *kwargs.values())):
+        return {}
+    given = _by_name(cls, args, kwargs).items()
+    return {name: value for name, value in given if isinstance(value, Schedule) and _takes_a_number(cls, name)}
+
+
+def _begin(
+    cls: type,
+    spec: Any,
+    init: Callable[..., None],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    over_time: Mapping[str, Schedule],
+) -> None:
+    """Construct a spec some of whose numbers change over time, once it was tried at every moment that tells."""
+    names = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.init]
+    names += [""] * len(args)  # those that are too many are for `init` to refuse
+
+    def begin(made: Any, step: int) -> None:
+        numbers = {name: _number_of(cls, name, schedule, step) for name, schedule in over_time.items()}
+        values = [numbers.get(name, value) for name, value in zip(names, args, strict=False)]
+        named = {name: numbers.get(name, value) for name, value in kwargs.items()}
+        try:
+            init(made, *values, **named)
+        except ValidationError as error:
+            said = _describe(cls, error, values, named)
+            wrong = [e["loc"][0] for e in error.errors() if e["loc"]]
+            about = {names[first] if isinstance(first, int) else first for first in wrong}
+            if about and not about & numbers.keys():
+                raise ParameterError(said) from None
+            shown = ", ".join(f"{name} is {number:g}" for name, number in numbers.items())
+            of = ", ".join(repr(schedule) for schedule in over_time.values())
+            raise ParameterError(f"{said} That is step {step + 1}, in which {shown}, by {of}.") from None
+
+    moments = sorted({step for schedule in over_time.values() for step in schedule.moments()})
+    for step in moments:
+        begin(object.__new__(cls), step)
+    begin(spec, moments[0])
+    for name, schedule in over_time.items():
+        object.__setattr__(spec, name, schedule)
+
+
+def _refuse_over_time(spec: Spec) -> None:
+    """Refuse schedules in what does not change while a run goes."""
+    for path, schedule in schedules(spec).items():
+        raise ParameterError(
+            f"{type(spec).__name__}(...): {path}={schedule!r} would change over the steps, and this is one number "
+            f"for a whole run; expected a number. Those of operators and their losses may change, and a learning rate "
+            f"by schedule=, as in TorchTrainer(..., schedule=Cosine(1000))."
+        )

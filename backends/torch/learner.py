@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Self, cast
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from flowrl.backends.torch.device import device_of, mesh_of
@@ -24,7 +24,7 @@ from flowrl.backends.torch.probes import Attention
 from flowrl.core.protocols import BuildContext, MiniBatch, Objective, Whole
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
-from flowrl.spec import Spec
+from flowrl.spec import Schedule, Spec
 
 Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
 """Output and entropy of the rows of a micro-batch."""
@@ -76,20 +76,26 @@ class SGD(Spec):
         return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, foreach=_foreach(sharded))
 
 
-class Constant(Spec):
+class Constant(Schedule):
     """The full learning rate, after a linear warm-up from 0 over `warmup_steps` optimiser steps.
+
+    ``Constant(1.0, warmup=...)`` of `flowrl.schedules`.
 
     As in transformers and verl, a warm-up takes its very first step at learning rate 0.
     """
 
     warmup_steps: int = Field(default=0, ge=0)
 
-    def factor(self, step: int) -> float:
+    @property
+    def turns(self) -> tuple[int, ...]:
+        return (0, self.warmup_steps)
+
+    def at(self, step: int) -> float:
         """What the learning rate is multiplied with when `step` steps have been taken."""
         return _warmup(step, self.warmup_steps)
 
 
-class _Decay(Spec):
+class _Decay(Schedule):
     """Warm-up, then a fall from 1 to `min_ratio` that ends at `total_steps` optimiser steps and stays there."""
 
     total_steps: int = Field(ge=1)
@@ -102,6 +108,10 @@ class _Decay(Spec):
             raise ValueError(f"warmup_steps={self.warmup_steps} exceeds total_steps={self.total_steps}; shorten it")
         return self
 
+    @property
+    def turns(self) -> tuple[int, ...]:
+        return (0, self.warmup_steps, self.total_steps)
+
     def _share_left(self, step: int) -> float:
         """1 at the end of the warm-up, 0 from `total_steps` on."""
         span = max(1, self.total_steps - self.warmup_steps)
@@ -109,18 +119,24 @@ class _Decay(Spec):
 
 
 class Linear(_Decay):
-    """Linear warm-up over `warmup_steps`, then linear decay to ``min_ratio * lr`` at `total_steps` optimiser steps."""
+    """Linear warm-up over `warmup_steps`, then linear decay to ``min_ratio * lr`` at `total_steps` optimiser steps.
 
-    def factor(self, step: int) -> float:
+    ``Linear(1.0, min_ratio, steps=total_steps, warmup=...)`` of `flowrl.schedules`.
+    """
+
+    def at(self, step: int) -> float:
         """What the learning rate is multiplied with when `step` steps have been taken."""
         return _warmup(step, self.warmup_steps) * (self.min_ratio + (1 - self.min_ratio) * self._share_left(step))
 
 
 class Cosine(_Decay):
     """Linear warm-up over `warmup_steps`, then half a cosine to ``min_ratio * lr`` at `total_steps` optimiser steps
-    (Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, without restarts)."""
+    (Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, without restarts).
 
-    def factor(self, step: int) -> float:
+    ``Cosine(1.0, min_ratio, steps=total_steps, warmup=...)`` of `flowrl.schedules`.
+    """
+
+    def at(self, step: int) -> float:
         """What the learning rate is multiplied with when `step` steps have been taken."""
         cosine = 0.5 * (1 + math.cos(math.pi * (1 - self._share_left(step))))
         return _warmup(step, self.warmup_steps) * (self.min_ratio + (1 - self.min_ratio) * cosine)
@@ -136,7 +152,6 @@ def _warmup(step: int, warmup_steps: int) -> float:
 
 
 Optimizer = AdamW | SGD
-Schedule = Constant | Linear | Cosine
 
 
 class TrainedSpec(FolderBackend):
@@ -145,7 +160,8 @@ class TrainedSpec(FolderBackend):
     Args:
         model: a Hugging Face folder with a tokeniser.
         optimizer: `AdamW` or `SGD`.
-        schedule: `Constant`, `Linear` or `Cosine`, in optimiser steps.
+        schedule: what the learning rate is multiplied with: `Constant`, `Linear` or `Cosine`, one of
+            `flowrl.schedules`, or your own `Schedule`. It counts optimiser steps.
         grad_clip: L2 norm that the gradient of a mini-batch is scaled down to; None leaves it.
         dtype: the model's arithmetic: ``"bfloat16"`` is autocast over the float32 weights.
         attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is the first where it
@@ -170,6 +186,14 @@ class TrainedSpec(FolderBackend):
     memory: float | None = Field(default=None, gt=0)
     ranks: int = Field(default=1, ge=1)
     offload: bool = False
+
+    @field_validator("schedule")
+    @classmethod
+    def _refuse_backwards(cls, schedule: Schedule) -> Schedule:
+        if backwards := [step for step in schedule.moments() if schedule.at(step) < 0]:
+            factor = f"{schedule!r} is {schedule.at(backwards[0]):g} after {backwards[0]} optimiser steps"
+            raise ValueError(f"{factor}, which would train backwards; expected at least 0")
+        return schedule
 
     def mesh(self, context: BuildContext) -> Mesh:
         """Where the weights are to be, in this process."""
@@ -310,7 +334,7 @@ class Learner:
             )
         if self._grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, total)
-        lr = self._lr * self._schedule.factor(self._steps)
+        lr = self._lr * self._schedule.at(self._steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, ParamSpec, TypeVar
+from contextvars import ContextVar
+from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from flowrl.core import session as sessions
+from flowrl.core.function import OfFunction
 from flowrl.core.graph import Graph, Input, Node
 from flowrl.core.inference import infer
-from flowrl.core.operator import Operator
+from flowrl.core.operator import Operator, is_column
 from flowrl.core.ports import PortField
-from flowrl.core.symbols import Edge, EdgeType, Symbol
+from flowrl.core.symbols import Edge, EdgeType, Symbol, prefixed
+from flowrl.core.symbols import prefix as before
 from flowrl.data.record_types import hints_of, record_columns, with_clear_attribute_errors
-from flowrl.errors import DefinitionError, GraphError
+from flowrl.errors import DefinitionError, GraphError, ParameterError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 GraphT = TypeVar("GraphT", bound=Graph)
+_nested: ContextVar[str] = ContextVar("flowrl_nested", default="")
+"""The algorithm through whose lines another one goes now."""
 
 
 class Tracer:
@@ -52,9 +58,12 @@ class Tracer:
 
     def _add(self, node: Node) -> Any:
         if node.name in self.nodes:
+            operator, nested = node.operator, _nested.get()
+            made = repr(operator) if isinstance(operator, OfFunction) else f"{type(operator).__name__}(...)"
+            all_of = f', or all nodes of {nested} a prefix: {nested}.under("second")(...)' if nested else ""
             raise GraphError(
                 f"two nodes are named {node.name!r}; names must differ, so give one a name of its own: "
-                f'{type(node.operator).__name__}(...).named("{node.name}_2nd").'
+                f'{made}.named("{node.name}_2nd"){all_of}.'
             )
         types = infer(node.name, node.operator, {f: (e, self.types[e]) for f, e in node.inputs.items()}, self.types)
         self.nodes[node.name] = node
@@ -64,7 +73,9 @@ class Tracer:
             self.types[edge] = typed
             symbols[output] = Symbol(self, edge, typed)
         record = node.operator.signature.output_record
-        return with_clear_attribute_errors(record)(**symbols) if record is not None else next(iter(symbols.values()))
+        if record is not None:
+            return with_clear_attribute_errors(record)(**symbols)
+        return next(iter(symbols.values()), None)  # what writes nothing is a sink by itself
 
 
 class Algorithm(Generic[P, R, GraphT]):
@@ -75,7 +86,7 @@ class Algorithm(Generic[P, R, GraphT]):
     """
 
     def __init__(self, function: Callable[P, R], localns: Mapping[str, Any], kind: type[GraphT]) -> None:
-        self.function, self.kind = function, kind
+        self.function, self.kind, self._prefix = function, kind, ""
         if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
             what = "an async function" if inspect.isfunction(function) else f"a {type(function).__name__}"
             raise DefinitionError(
@@ -101,13 +112,27 @@ class Algorithm(Generic[P, R, GraphT]):
             )
         self.parameters = inspect.Signature([p for p in parameters if p.name not in self.inputs])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> GraphT:
-        """Trace the function into a graph.
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def __call__(self, *args: Any, **kwargs: Any) -> GraphT: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Trace the function into a graph; or, in the lines of another algorithm, go through its lines there.
+
+        Given its inputs, as symbols or as tensors, it is part of the algorithm that calls it: nodes are recorded in
+        that one's graph, and it returns what its own lines return.
 
         Raises:
             PortError, GraphError: what was connected does not fit, named with both ends.
         """
         name = self.function.__name__
+        if any(map(is_column, (*args, *kwargs.values()))):
+            return self._lines(*args, **kwargs)
+        if self._prefix:
+            raise GraphError(
+                f"{name}.under(...) was given none of its inputs ({', '.join(self.inputs)}), so it would be a graph of "
+                f"its own, whose nodes need no prefix; leave under(...) out, or call it in another algorithm."
+            )
         try:
             bound = self.parameters.bind(*args, **kwargs)
         except TypeError as error:
@@ -118,7 +143,9 @@ class Algorithm(Generic[P, R, GraphT]):
         tracer = Tracer()
         inputs = {input: tracer.input(input, record) for input, record in self.inputs.items()}
         result = self.function(*inputs.values(), *bound.args, **bound.kwargs)
-        sinks = tuple(dict.fromkeys(symbol._edge.node for symbol in _symbols(result, name)))
+        returned = [symbol._edge.node for symbol in _symbols(result, name)]
+        silent = [node.name for node in tracer.nodes.values() if not node.operator.signature.outputs]
+        sinks = tuple(dict.fromkeys([*returned, *silent]))
         if not sinks:
             raise GraphError(
                 f"{name} returns no output of an operator, so its graph is empty; return what it should compute."
@@ -141,10 +168,39 @@ class Algorithm(Generic[P, R, GraphT]):
         session = sessions.current()
         if session is not None:
             session.begin_step(session.step)
-        result = self.function(*args, **kwargs)
+        result: R = self._lines(*args, **kwargs)
         if session is not None:
             session.step += 1
         return result
+
+    def under(self, prefix: str) -> Self:
+        """The same algorithm for a second call within another: its nodes are named ``<prefix>_<name>``.
+
+        Raises:
+            ParameterError: `prefix` is no identifier.
+        """
+        if not isinstance(prefix, str) or not prefix.isidentifier():
+            raise ParameterError(f"{prefix!r} is no prefix of node names; expected an identifier such as 'second'.")
+        made = copy.copy(self)
+        made._prefix = f"{prefix}_"
+        return made
+
+    def _lines(self, *args: Any, **kwargs: Any) -> Any:
+        """Go through the lines of the function, on symbols or on tensors."""
+        name = self.function.__name__
+        try:
+            inspect.signature(self.function).bind(*args, **kwargs)
+        except TypeError as error:
+            raise GraphError(
+                f"{name}(...) cannot be called on columns like this: {error}. It takes "
+                f"{name}{inspect.signature(self.function)}."
+            ) from None
+        token = _nested.set(name)
+        try:
+            with prefixed(f"{before()}{self._prefix}"):
+                return self.function(*args, **kwargs)
+        finally:
+            _nested.reset(token)
 
     def __repr__(self) -> str:
         return f"<algorithm {self.function.__name__}{self.parameters}>"

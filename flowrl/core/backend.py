@@ -22,6 +22,8 @@ class Backend(Spec):
     overrides them by a field, a ``ClassVar`` or a property.
     """
 
+    timeless = True
+
     serves: ClassVar[tuple[type, ...]] = ()
     """The Protocols of `flowrl.core.protocols` that the live engine has, such as ``(Trainer, Checkpointed)``."""
 

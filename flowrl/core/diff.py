@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from flowrl.core.function import OfFunction
 from flowrl.core.graph import Graph, Node, refuse_no_graph
 from flowrl.core.graph_io import compact_inputs, encode
+from flowrl.core.when import ALWAYS
 from flowrl.data.record_types import accepts
 from flowrl.spec import Spec, non_default
 
@@ -163,8 +165,9 @@ def _node_change(old: Node, new: Node, renamed: Mapping[str, str]) -> NodeChange
     inputs = {field: edge._replace(node=renamed.get(edge.node, edge.node)) for field, edge in old.inputs.items()}
     old = Node(old.name, old.operator, inputs)
     before, after = _parameters(old), _parameters(new)
-    if before["operator"] != after["operator"] and _short(before["operator"]) != _short(after["operator"]):
-        before["operator"], after["operator"] = _short(before["operator"]), _short(after["operator"])
+    types = [before["operator"], after["operator"]]
+    if types[0] != types[1] and _short(types[0]) != _short(types[1]):
+        before["operator"], after["operator"] = map(_short, types)
     changes, ports = _changes(before, after), _changes(compact_inputs(old), compact_inputs(new))
     return NodeChange(changes, ports) if changes or ports else None
 
@@ -183,7 +186,14 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = 
 
 def _parameters(node: Node) -> dict[str, Any]:
     encoded = encode(node.operator, node.name, portable=False)
-    return {"operator": encoded["$type"], **{name: value for name, value in encoded.items() if name != "$type"}}
+    found = {"operator": _operator(encoded), **{k: value for k, value in encoded.items() if not k.startswith("$")}}
+    return found if node.when == ALWAYS else {**found, "when": encode(node.when, node.name)}
+
+
+def _operator(encoded: Mapping[str, Any]) -> Any:
+    if "$source" in encoded:
+        return {"$function": encoded["$type"], "source": encoded["$source"]}
+    return encoded["$type"]
 
 
 def backend_changes(role: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[str]:
@@ -196,11 +206,13 @@ def backend_changes(role: str, before: Mapping[str, Any] | None, after: Mapping[
 
 def describe(node: Node) -> str:
     """``GAE(lam=0.9)``: the operator with the parameters that differ from their defaults."""
-    return _spec(node.operator, node.name)
+    return ".".join(filter(None, (_spec(node.operator, node.name), str(node.when))))
 
 
 def _spec(spec: Spec, where: str) -> str:
     given = [f"{name}={_show(encode(value, where, portable=False))}" for name, value in non_default(spec).items()]
+    if isinstance(spec, OfFunction) and not given:
+        return type(spec).__name__
     return f"{type(spec).__name__}({', '.join(given)})"
 
 
@@ -221,6 +233,7 @@ def _show(value: Any) -> str:
     return repr(value)
 
 
-def _short(path: str) -> str:
-    """``flowrl.operators.advantage:GAE`` -> ``GAE``."""
+def _short(path: str | Mapping[str, str]) -> str:
+    """``flowrl.operators.advantage:GAE`` -> ``GAE``; of an operator that is a function, its name."""
+    path = path if isinstance(path, str) else path["$function"]
     return path.rpartition(":")[2].rpartition(".")[2]

@@ -13,6 +13,7 @@ is untouched.
 - ``wire={"gae.values": "old_values.values"}``: sets edges by hand and overrides all of the above.
 - ``set={"generate.temperature": 0.7, "update_actor.loss.clip_high": 0.28}``: parameters of an operator, or of a spec
   that is one; the others stay. Those of one spec change at once.
+- ``when={"update_actor": When(start=20)}``: the steps in which a node runs, and so what reads it.
 - ``rename={"old": "new"}``, ``bind={"rollout": ...}``, ``lag=1``, ``name="grpo"``.
 
 What writes weights leaves by name only (``drop``, ``replace``): where its last reader is gone, it stays as a sink.
@@ -30,6 +31,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from flowrl.core.graph import Graph
 from flowrl.core.operator import Operator
 from flowrl.core.rewiring import Rewiring
+from flowrl.core.when import When
 from flowrl.errors import GraphError, offer
 from flowrl.spec import Spec, parameters
 
@@ -74,6 +76,7 @@ def edit(
     drop: str | Iterable[str] = (),
     insert: Mapping[str, After] | None = None,
     set: Mapping[str, Any] | None = None,
+    when: Mapping[str, When] | None = None,
     wire: Mapping[str, str] | None = None,
     rename: Mapping[str, str] | None = None,
     bind: Mapping[str, Any] | None = None,
@@ -89,11 +92,11 @@ def edit(
         BindError: a backend for a role that the changed graph does not have, or that cannot serve it.
     """
     drop = _names(drop)
-    replace, insert, set = replace or {}, insert or {}, set or {}
+    replace, insert, set, when = replace or {}, insert or {}, set or {}, when or {}
     wire, rename, bind = wire or {}, rename or {}, bind or {}
-    _refuse_unmapped(replace=replace, insert=insert, set=set, wire=wire, rename=rename, bind=bind)
+    _refuse_unmapped(replace=replace, insert=insert, set=set, when=when, wire=wire, rename=rename, bind=bind)
     _refuse_no_operators(replace, insert)
-    replace = {**replace, **_with_parameters(graph, replace, set)}
+    replace = {**replace, **_timed(graph, replace, when, _with_parameters(graph, replace, set))}
     _refuse_misuse(graph, replace, drop, insert, rename)
     change = Rewiring(
         graph,
@@ -132,7 +135,31 @@ def _with_parameters(graph: Graph, replace: Mapping[str, Operator], set: Mapping
                 f"own argument; write another algorithm."
             )
         given.setdefault(node, {})[parameter] = value
-    return {node: _with(graph[node].operator, node, values).named(node) for node, values in given.items()}
+    operators = {node: graph[node].operator for node in given}
+    return {node: _with(operators[node], node, values).in_place_of(operators[node]) for node, values in given.items()}
+
+
+def _timed(
+    graph: Graph, replace: Mapping[str, Operator], when: Mapping[str, When], changed: Mapping[str, Operator]
+) -> dict[str, Operator]:
+    """Those of `changed`, and every node that `when` names, in the steps that this says.
+
+    Raises:
+        GraphError: a node that is not there, that is an input, or that is replaced too.
+    """
+    found = dict(changed)
+    for node, steps in when.items():
+        said = f"edit(when={{{node!r}: {steps!r}}})"
+        if not isinstance(steps, When):
+            raise GraphError(f"{said} does not say in which steps; expected {{{_EXAMPLES['when']}}}.")
+        if node not in graph:
+            raise GraphError(f"{said} names {node!r}, which {graph.name} does not have; {offer(node, graph.nodes)}")
+        if graph[node].is_input:
+            raise GraphError(f"{said} names an input, and every step has its batch; name the node that reads it.")
+        if node in replace:
+            raise GraphError(f"edit replaces {node!r}, and {said}; say it of the replacement: Operator(...).{steps}.")
+        found[node] = found.get(node, graph[node].operator).when(steps.every, steps.start)
+    return found
 
 
 def _with(spec: SpecT, where: str, given: Mapping[str, Any]) -> SpecT:
@@ -192,6 +219,7 @@ def _refuse_unmapped(**verbs: Any) -> None:
 _EXAMPLES = {
     "replace": "'gae': GAE(lam=0.9)",
     "set": "'gae.lam': 0.9",
+    "when": "'update_actor': When(start=20)",
     "insert": "'length_penalty': After('reward', LengthPenalty())",
     "wire": "'gae.values': 'value.values'",
     "rename": "'gae': 'advantage'",
@@ -258,4 +286,6 @@ def _refuse_misuse(
 def _no_operator(given: Any) -> str:
     if isinstance(given, type) and issubclass(given, Operator):
         return f"the class {given.__name__}; expected an operator, which has parameters: {given.__name__}(...)"
+    if inspect.isfunction(given):
+        return f"the function {given.__name__}, which is not an operator; expected one: write @operator above it"
     return f"{given!r}, which is not an operator; expected one, such as GAE(lam=0.9)"

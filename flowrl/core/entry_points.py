@@ -7,7 +7,9 @@ their bare name (``$type: LengthPenalty``). In Python none of this is needed.
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
+from flowrl.core.function import OfFunction
 from flowrl.core.operator import Operator
 from flowrl.errors import GraphError
 
@@ -31,8 +33,8 @@ def names() -> dict[str, EntryPoint]:
     return found
 
 
-def load(name: str) -> type[Operator]:
-    """The operator class that an installed package brings under `name`.
+def load(name: str) -> Any:
+    """The operator class that an installed package brings under `name`, or the operator that is a function.
 
     Raises:
         GraphError: there is none, or it is not an operator.
@@ -43,8 +45,8 @@ def load(name: str) -> type[Operator]:
             f"{name!r} is not an import path, and no installed package brings an operator of that name; expected "
             f"'package.module:Class', or one of {', '.join(sorted(points)) or 'none'}."
         )
-    found = points[name].load()
-    if not (isinstance(found, type) and issubclass(found, Operator)):
+    found: Any = points[name].load()
+    if not isinstance(found, OfFunction) and not (isinstance(found, type) and issubclass(found, Operator)):
         raise GraphError(
             f"the entry point {name!r} of the group {GROUP!r} names {points[name].value}, which is not an operator."
         )

@@ -19,8 +19,10 @@ from flowrl.core.ports import PortField, Signature
 from flowrl.core.protocols import Rollout
 from flowrl.core.roles import RoleRef
 from flowrl.core.symbols import Edge, EdgeType
+from flowrl.core.when import ALWAYS, When, first_idle
 from flowrl.data.record_types import record_columns
 from flowrl.errors import BindError, GraphError, offer
+from flowrl.spec import schedules
 
 
 class Input(Operator):
@@ -83,6 +85,31 @@ class Node:
         )
 
     @property
+    def when(self) -> When:
+        """In which steps it runs, as far as that is up to itself: it does not run where a source of it does not."""
+        return self.operator._when
+
+    def in_step(self, step: int) -> Node:
+        """The node with the numbers that its operator has in a step; itself where these do not change."""
+        operator = self.operator.in_step(step)
+        return self if operator is self.operator else replace(self, operator=operator)
+
+    @cached_property
+    def effects(self) -> frozenset[str]:
+        """What its operator does, in any step, that rules look for."""
+        return frozenset().union(*(said.effects for said in moments(self.operator)))
+
+    @property
+    def rows_factor(self) -> int:
+        """How many rows go out for every row that comes in."""
+        return moments(self.operator)[0].rows_factor
+
+    @property
+    def row_divisors(self) -> Mapping[str, int]:
+        """Parameters of its operator that must divide the number of rows."""
+        return moments(self.operator)[0].row_divisors
+
+    @property
     def reads(self) -> list[str]:
         """The roles whose weights it reads."""
         return list(dict.fromkeys(use.role for use in self.uses if use.mode == "reads"))
@@ -128,8 +155,33 @@ def refuse_no_graph(given: object) -> None:
     raise GraphError(f"a {type(given).__name__} is not a graph; expected a Graph: {graph}.")
 
 
-def refuse_misdeclared(name: str, said: Operator) -> None:
-    """Raise a `GraphError` for what an operator says of itself and rules could not read."""
+def moments(operator: Operator) -> list[Operator]:
+    """The operator as it is at the moments that tell of its numbers over time; of one without these, itself."""
+    over_time = schedules(operator).values()
+    return [operator.in_step(step) for step in sorted({step for one in over_time for step in one.moments()} or {0})]
+
+
+def refuse_misdeclared(name: str, operator: Operator) -> None:
+    """Raise a `GraphError` for what an operator says of itself and rules could not read, or that changes over time."""
+    first, *others = moments(operator)
+    _refuse_misdeclared(name, first)
+    for said in others:
+        _refuse_misdeclared(name, said)
+        for what in ("rows_factor", "row_divisors", "wants()"):
+            before, after = (_said(one, what) for one in (first, said))
+            if before != after:
+                over_time = ", ".join(f"{path}={schedule!r}" for path, schedule in schedules(operator).items())
+                raise GraphError(
+                    f"{name} says that its {what} is {before!r} in one step and {after!r} in another, by {over_time}; "
+                    f"expected the same in all, since a graph is checked by it: give a number there."
+                )
+
+
+def _said(operator: Operator, what: str) -> Any:
+    return operator.wants() if what == "wants()" else getattr(operator, what)
+
+
+def _refuse_misdeclared(name: str, said: Operator) -> None:
     optional = [port.name for port in said.signature.ports.values() if port.optional]
     wants, effects, divisors = said.wants(), said.effects, said.row_divisors
     are_texts = isinstance(effects, Set) and all(isinstance(effect, str) for effect in effects)
@@ -222,6 +274,18 @@ class Graph:
         _ = graph.types  # every connection is checked here
         graph._check_lag()
         return graph
+
+    def refuse_idle(self) -> None:
+        """Refuse a step in which none of the sinks runs: its prompts would be drawn for nothing.
+
+        Raises:
+            GraphError: naming the step.
+        """
+        if (idle := first_idle([self.whens(sink) for sink in self.sinks])) is not None:
+            raise GraphError(
+                f"none of the sinks of {self.name} ({', '.join(self.sinks)}) runs in step {idle + 1}, so its prompts "
+                f"would be drawn for nothing; expected one in every step: change when(every=..., start=...) of one."
+            )
 
     def _check_lag(self) -> None:
         """Raise a `GraphError` for a lag that is no count, or that has no back-edge."""
@@ -320,6 +384,11 @@ class Graph:
         """The nodes that depend on `name` by data."""
         return set(nx.descendants(self.network, self[name].name))
 
+    def whens(self, name: str) -> tuple[When, ...]:
+        """What says in which steps a node runs: those in which all of these do."""
+        found = (self[other].when for other in (name, *sorted(self.ancestors(name))))
+        return tuple(dict.fromkeys(when for when in found if when != ALWAYS))
+
     def roles(self) -> dict[str, list[Use]]:
         """Who uses which role, and how."""
         roles: dict[str, list[Use]] = {}
@@ -345,7 +414,6 @@ class Graph:
     def __repr__(self) -> str:
         lines = [f"{self.name}: {len(self.nodes)} nodes -> {', '.join(self.sinks)}"]
         for node in self.nodes.values():
-            lines.append(
-                f"  {node.name:<16} {node.operator!r}" + (f"  <- {', '.join(node.sources)}" if node.sources else "")
-            )
+            operator = ".".join(filter(None, (repr(node.operator), str(node.when))))
+            lines.append(f"  {node.name:<16} {operator}" + (f"  <- {', '.join(node.sources)}" if node.sources else ""))
         return "\n".join(lines)

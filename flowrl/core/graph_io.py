@@ -19,12 +19,14 @@ import xxhash
 import yaml
 
 from flowrl.core import entry_points, plain
+from flowrl.core.function import OfFunction, function_of, plain_of
 from flowrl.core.graph import Graph, Node, refuse_no_graph
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
 from flowrl.core.references import named_source_hash, parse_reference, reference, resolve, source_hash
 from flowrl.core.roles import RoleRef
 from flowrl.core.symbols import Edge
+from flowrl.core.when import ALWAYS
 from flowrl.data.files import write
 from flowrl.errors import GraphError, ParameterError, offer
 from flowrl.spec import Spec, parameters
@@ -91,7 +93,7 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
             k: _reference(v) if isinstance(v, str) and k in value.references else encode(v, f"{where}.{k}", portable)
             for k, v in parameters(value).items()
         }
-        return {"$type": _path(type(value), where, portable), **fields}
+        return {**_type(value, where, portable), **fields}
     if isinstance(value, NotImported):
         return {value.key: value.path, "source": value.source}
     if isinstance(value, type):
@@ -101,6 +103,13 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
     raise GraphError(
         f"{where} is {value!r}, a {type(value).__name__}, which cannot be written to a file; use plain values or specs."
     )
+
+
+def _type(spec: Spec, where: str, portable: bool) -> dict[str, str]:
+    """What says of which class a spec is: its path; of an operator that is a function, also the hash of its source."""
+    if isinstance(spec, OfFunction):
+        return {"$type": _path(plain_of(spec), where, portable), "$source": source_hash(function_of(spec))}
+    return {"$type": _path(type(spec), where, portable)}
 
 
 def _reference(ref: str) -> dict[str, str]:
@@ -128,7 +137,7 @@ def decode(data: Any, where: str, imports: bool) -> Any:
         return tuple(decode(item, where, imports) for item in data)
     if not isinstance(data, Mapping):
         return data
-    form = next((key for key in data if key.startswith("$")), None)
+    form = next((key for key in ("$type", *data) if key in data and key.startswith("$")), None)
     if form is None:
         return {k: decode(v, f"{where}[{k!r}]", imports) for k, v in data.items()}
     if not isinstance(data[form], str):
@@ -155,6 +164,9 @@ def _spec(data: Mapping[str, Any], where: str, imports: bool) -> Spec:
     """The spec of this class and these parameters."""
     name = data["$type"]
     cls = entry_points.load(name) if name.isidentifier() else _class(name, where, imports)
+    if isinstance(cls, OfFunction):
+        _refuse_changed(function_of(cls), data.get("$source"), name, where)
+        data, cls = {k: v for k, v in data.items() if k != "$source"}, type(cls)
     if not isinstance(cls, type) or not issubclass(cls, Spec):
         raise GraphError(f"{where} names {name}, which is not a Spec; expected an operator, loss or backend.")
     given = {k: decode(v, f"{where}.{k}", imports) for k, v in data.items() if k != "$type"}
@@ -172,18 +184,23 @@ def _function(data: Mapping[str, Any], form: Literal["$function", "$named"], whe
     if not imports and not _comes_with_flowrl(path):
         return NotImported(path, source, form)
     found = _import(path, where)
-    if source_hash(found) != source:
-        raise GraphError(
-            f"{where} names {path}, whose source has changed since the graph was written, so it would not be the "
-            f"same graph; write the graph again from its Python file, or restore the function."
-        )
+    _refuse_changed(found, source, path, where)
     if form == "$function":
         return found
     return path if imports else NotImported(path, source, form)
 
 
+def _refuse_changed(function: Callable[..., Any], source: Any, path: str, where: str) -> None:
+    """Refuse a function whose source is not that of which the data holds the hash."""
+    if source_hash(function) != source:
+        raise GraphError(
+            f"{where} names {path}, whose source has changed since the graph was written, so it would not be the "
+            f"same graph; write the graph again from its Python file, or restore the function."
+        )
+
+
 def _class(path: str, where: str, imports: bool) -> Any:
-    """What this path names, which should be a class."""
+    """What this path names, which should be a class, or an operator that is a function."""
     if not imports and not _comes_with_flowrl(path):
         raise GraphError(
             f"{where} is of the class {path}, which has to be imported to know what it is, and importing runs its "
@@ -219,6 +236,7 @@ def graph_to_dict(graph: Graph, portable: bool = True) -> dict[str, Any]:
             node.name: {
                 "operator": encode(node.operator, node.name, portable),
                 "inputs": compact_inputs(node),
+                **({} if node.when == ALWAYS else {"when": parameters(node.when)}),
             }
             for node in graph.nodes.values()
         },
@@ -256,20 +274,31 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) 
     written: Mapping[str, Any] = _part(data, "nodes", Mapping, "the data")
     for name in written:
         entry = _part(written, name, Mapping, "nodes")
-        _refuse_other_keys(entry, ("operator", "inputs"), name)
+        _refuse_other_keys(entry, ("operator", "inputs", "when"), name)
         operator = decode(_part(entry, "operator", Mapping, name), name, imports)
         if not isinstance(operator, Operator):
             found = repr(operator) if isinstance(operator, Spec) else f"a {type(operator).__name__}"
             raise GraphError(f"the node {name} is {found}; expected an operator.")
-        nodes[name] = Node(
-            name, operator.named(name), _expand_inputs(name, operator, _part(entry, "inputs", Mapping, name))
-        )
+        inputs = _expand_inputs(name, operator, _part(entry, "inputs", Mapping, name))
+        nodes[name] = Node(name, _timed(operator.named(name), entry), inputs)
     sinks, lag = _part(data, "sinks", list, "the data"), _part(data, "lag", int, "the data")
     if odd := [sink for sink in sinks if not isinstance(sink, str)]:
         raise GraphError(f"the sinks of the data hold a {type(odd[0]).__name__}; expected names of nodes.")
     graph = kind.build(_part(data, "name", str, "the data"), nodes, sinks, lag)
     bindings: Mapping[str, Any] = _part(data, "bindings", Mapping, "the data")
     return graph.bound({role: decode(backend, f"bindings.{role}", imports) for role, backend in bindings.items()})
+
+
+def _timed(operator: Operator, entry: Mapping[str, Any]) -> Operator:
+    """The operator, in the steps that its entry says."""
+    if "when" not in entry:
+        return operator
+    when = _part(entry, "when", Mapping, operator.name)
+    _refuse_other_keys(when, ("every", "start"), f"{operator.name}.when")
+    try:
+        return operator.when(**when)
+    except ParameterError as error:
+        raise GraphError(f"{operator.name}.when cannot be made from what is written: {error}") from error
 
 
 def _part(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:

@@ -77,7 +77,7 @@ def _check_wanted(
     binding: Binding,
     available: Available,
 ) -> None:
-    wants = operator.wants()
+    wants = operator.in_step(0).wants()
     for port in operator.signature.ports.values():
         wired = any(field in inputs for field in port.fields)
         wanted = wants.get(port.name)

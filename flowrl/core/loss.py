@@ -71,8 +71,8 @@ class Loss(Spec):
             call = vars(cls)["__call__"]
             if not inspect.isfunction(call):
                 raise DefinitionError(f"{where}.__call__ is a {type(call).__name__}; expected an ordinary method.")
-            reads = inputs_of(call, where, definer.f_locals)
-            if return_of(call, where, definer.f_locals) is not Tensor:
+            reads = inputs_of(call, f"{where}.__call__", definer.f_locals)
+            if return_of(call, f"{where}.__call__", definer.f_locals) is not Tensor:
                 raise DefinitionError(
                     f"{where}.__call__ returns something else than a tensor; expected the loss of each token, or of "
                     f"each row: `-> Tensor`."

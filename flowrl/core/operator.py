@@ -22,6 +22,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
@@ -29,16 +30,17 @@ import torch
 from torch import Tensor
 
 from flowrl.core import session as sessions
-from flowrl.core.ports import Port, PortField, Signature, signature_of, snake_case, with_loss
+from flowrl.core.ports import Port, PortField, Signature, Step, signature_of, snake_case, with_loss
 from flowrl.core.roles import RoleUse, role_use
 from flowrl.core.session import Call, Cell, State, article, computes, refuse_misfits, supplied_to
-from flowrl.core.symbols import Symbol
+from flowrl.core.symbols import Symbol, prefix, prefixed
+from flowrl.core.when import ALWAYS, SKIPPED, Skipped, When, skipped
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import located
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError
-from flowrl.spec import Spec, defining_frame, where_defined
+from flowrl.spec import Spec, defining_frame, in_step, schedules, where_defined
 
 Granularity = Literal["row", "group", "batch"]
 T = TypeVar("T")
@@ -62,10 +64,13 @@ class Operator(Spec):
     role_uses: ClassVar[dict[str, RoleUse]] = {}
     states: ClassVar[Mapping[str, State[Any]]] = {}
     _signature: ClassVar[Signature]
+    _when: ClassVar[When] = ALWAYS
+    """`when` shadows it in an instance."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        definer = defining_frame()
+    def __init_subclass__(cls, definer: FrameType | None = None, **kwargs: Any) -> None:
+        called = f"{cls.__name__}.__call__" if definer is None else cls.__name__  # of a function, see `.function`
+        definer = definer or defining_frame()
+        super().__init_subclass__(definer=definer, **kwargs)
         where = f"{where_defined(definer)}: {cls.__name__}"
         hints = typing.get_type_hints(cls, localns=dict(definer.f_locals), include_extras=True)
         fields = {f.name: f.default for f in dataclasses.fields(typing.cast(Any, cls))}  # in their order
@@ -87,17 +92,17 @@ class Operator(Spec):
                 f"`def __call__(self, values: Values) -> Returns`."
             )
         if call is not None:
-            _refuse_no_function(call, where)
+            refuse_no_function(call, f"{where}.__call__")
             code = inspect.unwrap(call).__code__
             line = f"{code.co_filename}:{code.co_firstlineno}"
-            cls._signature = signature_of(call, f"{line}: {cls.__name__}", definer.f_locals)
+            cls._signature = signature_of(call, f"{line}: {called}", definer.f_locals)
             cls.__call__ = _dispatching(call, cls._signature)  # type: ignore[method-assign]
         _refuse_misdeclared(cls, fields, where)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls is Operator:
             raise ParameterError("Operator is the base of operators and computes nothing; make one of a subclass.")
-        if any(_is_column(value) for value in (*args, *kwargs.values())):
+        if any(is_column(value) for value in (*args, *kwargs.values())):
             raise ParameterError(
                 f"{cls.__name__} takes parameters, and was given columns; call it on columns: {cls.__name__}()(...)."
             )
@@ -177,6 +182,37 @@ class Operator(Spec):
             renamed.__dict__.pop(field, None)
         return renamed
 
+    def in_step(self, step: int) -> Self:
+        """The same operator with the numbers that its schedules give for a step; itself where it has none.
+
+        Args:
+            step: how many were done before.
+
+        Raises:
+            ParameterError: a number that is not allowed.
+        """
+        now = in_step(self, step)
+        return now if now is self else now.in_place_of(self)
+
+    def when(self, every: int = 1, start: int = 0) -> Self:
+        """The same operator in some steps only: ``UpdateActor().when(start=20)``; see `flowrl.core.when.When`.
+
+        What reads the outputs of a node that does not run, does not run in that step either.
+
+        Raises:
+            ParameterError: `every` is below 1, or `start` below 0.
+        """
+        made = copy.copy(self)
+        made.__dict__["_when"] = When(every, start)
+        return made
+
+    def in_place_of(self, other: Operator) -> Self:
+        """The same operator under the name of another, and in the steps in which that runs."""
+        made = self.named(other.name)
+        if other._when is not ALWAYS:
+            made.__dict__["_when"] = other._when
+        return made
+
     def run(self, inputs: Mapping[PortField, Any], injected: Mapping[str, Any] | None = None) -> Any:
         """Compute on tensors that were passed by hand.
 
@@ -190,7 +226,12 @@ class Operator(Spec):
         refuse_misfits(self, inputs)
         session = sessions.current()
         if session is not None:
-            return Call(self, session.engine).run_in(session, inputs, injected)[0]
+            return Call(self.in_step(session.now), session.engine).run_in(session, inputs, injected)[0]
+        for name, schedule in schedules(self).items():
+            raise BindError(
+                f"{self.name}.{name} is {schedule!r}, and no job is active to say which step it is; call it inside "
+                f"`with job.eager():`, or say it: .in_step(0)(...)."
+            )
         given = dict(injected or {})
         for name, cls in self.signature.injected.items():
             if given.get(name) is None:
@@ -217,6 +258,11 @@ class Operator(Spec):
             return Metrics()
         if cls is Share:
             return None  # whoever calls by hand passes all rows
+        if cls is Step:
+            raise BindError(
+                f"{self.name} asks which step it is, and no job is active; call it inside `with job.eager():`, or pass "
+                f"{name}=Step(0)."
+            )
         raise BindError(
             f"{self.name} draws random numbers, and no job is active to derive its key; call it inside "
             f"`with job.eager():`, or pass {name}=Key.of(seed)."
@@ -243,12 +289,18 @@ def _dispatching(call: Callable[..., Any], signature: Signature) -> Callable[...
                 if arguments.get(name) is None:
                     arguments[name] = supplied_to(self, cls)
             return call(*bound.args, **bound.kwargs)
+        if before := prefix():
+            with prefixed(""):
+                return __call__(self.named(f"{before}{self.name}"), *args, **kwargs)
         inputs: dict[PortField, Any] = {}
         for port in self.signature.ports.values():
             inputs.update(_field_values(self.name, port, arguments.get(port.name)))
         symbols = [v for v in inputs.values() if isinstance(v, Symbol)]
         if symbols:
             return symbols[0]._tracer.record(self, inputs)
+        session = sessions.current()
+        if any(v is SKIPPED for v in inputs.values()) or (session is not None and not self._when.runs(session.now)):
+            return skipped(self.signature)
         _check_complete(self, inputs)
         return self.run(inputs, {name: arguments.get(name) for name in self.signature.injected})
 
@@ -261,8 +313,8 @@ def _parameters(signature: Signature) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
 
-def _refuse_no_function(call: Any, where: str) -> None:
-    """Refuse a `__call__` that would not compute when it is called on an instance."""
+def refuse_no_function(call: Any, where: str) -> None:
+    """Refuse what would not compute when it is called: a `__call__`, or a function that is to be one."""
     kind = (
         article(type(call).__name__)
         if not inspect.isfunction(call)
@@ -274,7 +326,7 @@ def _refuse_no_function(call: Any, where: str) -> None:
     )
     if kind is not None:
         raise DefinitionError(
-            f"{where}.__call__ is {kind}; expected an ordinary method that returns what it declares: "
+            f"{where} is {kind}; expected an ordinary method that returns what it declares: "
             f"`def __call__(self, values: Values) -> Returns`."
         )
 
@@ -317,11 +369,11 @@ def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: s
         )
 
 
-def _is_column(value: Any) -> bool:
+def is_column(value: Any) -> bool:
     """Whether it is a column, the symbol of one, or a record of these; none of them is a parameter."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return any(map(_is_column, value))
-    return isinstance(value, Symbol | torch.Tensor | np.ndarray)
+        return any(map(is_column, value))
+    return isinstance(value, Symbol | Skipped | torch.Tensor | np.ndarray)
 
 
 def _field_values(node: str, port: Port, argument: Any) -> dict[PortField, Any]:

@@ -23,9 +23,15 @@ from flowrl.data.record_types import FieldType, hints_of, located, record_column
 from flowrl.errors import DefinitionError, PortError
 
 INJECTED: Any = None
-"""Default of a parameter that the runner fills in: ``key: Key``, ``metrics: Metrics``, or ``share: Share | None``."""
+"""Default of a parameter that the runner fills in: ``key: Key``, ``metrics: Metrics``, ``step: Step``, or
+``share: Share | None``."""
 
-INJECTABLE: tuple[type, ...] = (Key, Metrics, Share)
+
+class Step(int):
+    """How many steps were done before the one that runs: 0 in the first. It is injected."""
+
+
+INJECTABLE: tuple[type, ...] = (Key, Metrics, Share, Step)
 
 
 if TYPE_CHECKING:
@@ -142,7 +148,7 @@ def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any
 
     Args:
         call: the function.
-        where: ``file:line: Class`` for messages.
+        where: ``file:line: Class.__call__`` for messages.
         localns: names that annotations may use besides the module's.
 
     Raises:
@@ -150,25 +156,26 @@ def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any
     """
     inputs = inputs_of(call, where, localns)
     returned = return_of(call, where, localns)
-    with located(f"{where}.__call__, return value"):
+    with located(f"{where}, return value"):
         outputs, output_record = _outputs(returned, localns)
     return replace(inputs, outputs=outputs, output_record=output_record)
 
 
 def return_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) -> Any:
-    """What a `__call__` is annotated to return."""
-    with located(f"{where}.__call__"):
-        returned = hints_of(call, localns).get("return")
-    if returned is None or returned is type(None):
+    """What a `__call__` is annotated to return; the type of None where it returns nothing."""
+    with located(where):
+        hints = hints_of(call, localns)
+    if "return" not in hints:
         raise DefinitionError(
-            f"{where}.__call__ has no return annotation; say which column, record or value it returns."
+            f"{where} has no return annotation; say which column, record or value it returns, or `-> None` where it "
+            f"returns nothing."
         )
-    return returned
+    return hints["return"]
 
 
 def inputs_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) -> Signature:
     """What a `__call__` reads; see `signature_of`."""
-    with located(f"{where}.__call__"):
+    with located(where):
         hints = hints_of(call, localns)
     ports: dict[str, Port] = {}
     injected: dict[str, type] = {}
@@ -178,26 +185,26 @@ def inputs_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) 
             takes_loss = True
             continue
         _refuse_unfixed(parameter, hints, where)
-        name, (annotation, optional) = parameter.name, _strip_none(hints[parameter.name])
+        name, (annotation, optional) = parameter.name, strip_none(hints[parameter.name])
         if annotation in INJECTABLE:
             _refuse_default(parameter, where, "the runner fills it in; write `= INJECTED`")
             if annotation in injected.values():
                 raise DefinitionError(
-                    f"{where}.__call__({name}) is a second {annotation.__name__}; expected one, which is the node's."
+                    f"{where}({name}) is a second {annotation.__name__}; expected one, which is the node's."
                 )
             injected[name] = annotation
             continue
-        with located(f"{where}.__call__({name})"):
+        with located(f"{where}({name})"):
             fields, record = _fields(name, annotation, localns)
         if optional and parameter.default is parameter.empty:
-            raise DefinitionError(f"{where}.__call__({name}) is optional; give it the default None.")
+            raise DefinitionError(f"{where}({name}) is optional; give it the default None.")
         if not optional and parameter.default is None:
-            raise DefinitionError(f"{where}.__call__({name}) has the default None; annotate it with `X | None`.")
+            raise DefinitionError(f"{where}({name}) has the default None; annotate it with `X | None`.")
         _refuse_default(parameter, where, "a port reads what is wired to it; leave the default out, or make it None")
         ports[name] = Port(name, fields, record, optional)
     if not ports:
         raise DefinitionError(
-            f"{where}.__call__ has no port, so nothing could be wired to it; expected a method with at least one: "
+            f"{where} has no port, so nothing could be wired to it; expected a method with at least one: "
             f"`def __call__(self, values: Values) -> Returns`."
         )
     return Signature(ports, injected, {}, takes_loss=takes_loss)
@@ -207,12 +214,12 @@ def _refuse_unfixed(parameter: inspect.Parameter, hints: Mapping[str, Any], wher
     """Refuse a parameter that has no name to be given by, or no annotation."""
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
         raise DefinitionError(
-            f"{where}.__call__ takes {str(parameter).partition(':')[0]} as {parameter.kind.description}; ports are "
+            f"{where} takes {str(parameter).partition(':')[0]} as {parameter.kind.description}; ports are "
             f"fixed and have names, so declare each one as an ordinary parameter."
         )
     if parameter.name not in hints:
         raise DefinitionError(
-            f"{where}.__call__ has the parameter {parameter.name!r} without an annotation; annotate it with a column "
+            f"{where} has the parameter {parameter.name!r} without an annotation; annotate it with a column "
             f"(flowrl.columns), a record (flowrl.records) or a class of value."
         )
 
@@ -221,11 +228,13 @@ def _refuse_default(parameter: inspect.Parameter, where: str, instead: str) -> N
     """Refuse a default that would never be used."""
     if parameter.default is not parameter.empty and parameter.default is not None:
         said = type(parameter.default).__name__
-        raise DefinitionError(f"{where}.__call__({parameter.name}) has a default, of type {said}, but {instead}.")
+        raise DefinitionError(f"{where}({parameter.name}) has a default, of type {said}, but {instead}.")
 
 
 def _outputs(returned: Any, localns: Mapping[str, Any]) -> tuple[Mapping[str, FieldType], type | None]:
-    """The outputs of a return annotation by name, and the record class where it is a record."""
+    """The outputs of a return annotation by name, and the record class where it is a record; ``None`` has none."""
+    if returned is type(None):
+        return {}, None
     if (column := columns.parse(returned)) is not None:
         return {column.name: columns.register(column)}, None
     if isinstance(returned, type) and (outputs := record_columns(returned, localns)):
@@ -238,7 +247,8 @@ def _outputs(returned: Any, localns: Mapping[str, Any]) -> tuple[Mapping[str, Fi
     return {snake_case(value.cls.__name__): value}, None
 
 
-def _strip_none(annotation: Any) -> tuple[Any, bool]:
+def strip_none(annotation: Any) -> tuple[Any, bool]:
+    """``X | None`` as X and True; anything else as it is and False."""
     if get_origin(annotation) in (Union, types.UnionType):
         rest = [a for a in get_args(annotation) if a is not type(None)]
         if len(rest) == 1 and len(rest) < len(get_args(annotation)):

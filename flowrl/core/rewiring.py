@@ -237,7 +237,8 @@ class Rewiring:
         fitting = [output for output, written in outputs.items() if accepts(end.wanted, written)]
         if len(fitting) != 1:
             raise GraphError(
-                f"{end} reads {edge} and wants {end.wanted}, and the replacement {name} writes {', '.join(outputs)}; "
+                f"{end} reads {edge} and wants {end.wanted}, and the replacement {name} writes "
+                f"{', '.join(outputs) or 'nothing'}; "
                 f"say what it should read: wire={{'{end}': 'node.column'}}."
             )
         return Edge(name, fitting[0])
@@ -252,9 +253,12 @@ class Rewiring:
     # ---- what is left
 
     def _sinks(self) -> list[str]:
-        """The old sinks that are left, and inserted nodes that return a value which nobody reads (a `Sync`, say)."""
+        """The old sinks that are left, new nodes that write nothing, and inserted ones that return a value which nobody
+        reads (a `Sync`, say)."""
         rewritten_by = {self.anchors[name]: name for name, rewritten in self.rewrites.items() if rewritten}
         sinks = [rewritten_by.get(s, self.new_names[s]) for s in self.graph.sinks if s not in self.drop]
+        silent = [self.new_names[old] for old, op in self.replace.items() if not op.signature.outputs]
+        sinks += [name for name in silent if name not in sinks]
         sources = {edge.node for edges in self.wires.values() for edge in edges.values()}
         for name, anchor in self.anchors.items():
             if self.rewrites[name] or name in sources:
@@ -288,10 +292,11 @@ class Rewiring:
         touched += [("rename", new) for new in self.rename.values()] + [("wire", n) for n in self.wires]
         for verb, name in touched:
             if name not in nodes:
+                output = next(iter(self.operators[name].signature.outputs))  # what has none is a sink
                 raise GraphError(
                     f"edit({verb}=...) names {name!r}, which nothing reads in the graph that is left, so it would fall "
                     f"away; the sinks are {', '.join(sinks)}: leave {verb}= out, or wire a reader to it: "
-                    f"wire={{'node.port': '{name}.{next(iter(self.operators[name].signature.outputs))}'}}."
+                    f"wire={{'node.port': '{name}.{output}'}}."
                 )
 
 

@@ -106,13 +106,13 @@ def _read(graph: Graph, name: str, protocol: type) -> set[str]:
 
 def _rows_per_prompt(graph: Graph, name: str) -> int:
     """How many rows reach the node for every prompt of the step."""
-    return math.prod(graph[ancestor].operator.rows_factor for ancestor in graph.ancestors(name))
+    return math.prod(graph[ancestor].rows_factor for ancestor in graph.ancestors(name))
 
 
 @rule("FR001", "KL counts once: in the reward or in the loss, never in both.", "verl-project/verl#211")
 def _kl_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in _writers(graph, Trainer):
-        line = [n.name for n in _line(graph, node.name) if "kl" in n.operator.effects]
+        line = [n.name for n in _line(graph, node.name) if "kl" in n.effects]
         if len(line) > 1:
             in_loss = ", or take it out of the loss: UpdateActor(kl=None)" if line[-1] == node.name else ""
             yield (
@@ -130,11 +130,18 @@ def _kl_once(graph: Graph, prompts: int | None) -> Findings:
 def _synced(graph: Graph, prompts: int | None) -> Findings:
     for node, role in _writers(graph, Trainer):
         for engine in sorted(_read(graph, node.name, Rollout)):
-            synced = any(
-                engine in sync.writes and role in sync.reads and node.name in graph.ancestors(sync.name)
+            syncs = [
+                sync.name
                 for sync in graph.nodes.values()
-            )
-            if not synced:
+                if engine in sync.writes and role in sync.reads and node.name in graph.ancestors(sync.name)
+            ]
+            if syncs and not any(set(graph.whens(sync)) == set(graph.whens(node.name)) for sync in syncs):
+                yield (
+                    node.name,
+                    f"it trains {role!r} in steps in which {', '.join(syncs)} does not carry its weights to "
+                    f"{engine!r}; expected a sync after every update: edit(when={{'{syncs[0]}': When()}}).",
+                )
+            elif not syncs:
                 roles = (("actor", role), ("rollout", engine))
                 sync = f"Sync({', '.join(f'{field}=Role({r!r})' for field, r in roles if r != field)})"
                 yield (
@@ -148,7 +155,7 @@ def _synced(graph: Graph, prompts: int | None) -> Findings:
 @rule("FR003", "A group of one answer is its own baseline: every advantage is 0.", "huggingface/trl#4662")
 def _group_of_one(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values():
-        if "group baseline" in node.operator.effects and _rows_per_prompt(graph, node.name) == 1:
+        if "group baseline" in node.effects and _rows_per_prompt(graph, node.name) == 1:
             yield (
                 node.name,
                 "its groups have 1 row a prompt, so every advantage is 0; expected at least 2: put Repeat(8) before "
@@ -166,7 +173,7 @@ def _divides(graph: Graph, prompts: int | None) -> Findings:
         return
     for node in graph.nodes.values():
         rows = prompts * _rows_per_prompt(graph, node.name)
-        for field, size in node.operator.row_divisors.items():
+        for field, size in node.row_divisors.items():
             if rows % size:
                 fitting = max(d for d in range(1, min(size, rows) + 1) if rows % d == 0)
                 yield (
@@ -210,7 +217,7 @@ def _lag_is_corrected(graph: Graph, prompts: int | None) -> Findings:
         return
     for node, _ in _writers(graph, Trainer):
         line = _line(graph, node.name)
-        if not any("importance correction" in n.operator.effects for n in line):
+        if not any("importance correction" in n.effects for n in line):
             ahead = {generate for _, generate in graph.back_edges} & {n.name for n in line}
             for generate in sorted(ahead):
                 yield (
@@ -228,7 +235,7 @@ def _lag_is_corrected(graph: Graph, prompts: int | None) -> Findings:
 def _greedy(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in _writers(graph, Trainer):
         for n in _line(graph, node.name):
-            if "greedy" in n.operator.effects:
+            if "greedy" in n.effects:
                 yield (
                     n.name,
                     f"it generates greedily, and {node.name} trains on that; expected temperature > 0, as in "
@@ -291,7 +298,7 @@ def _reference_is_frozen(graph: Graph, prompts: int | None) -> Findings:
 )
 def _correction_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in _writers(graph, Trainer):
-        line = [n.name for n in _line(graph, node.name) if "importance correction" in n.operator.effects]
+        line = [n.name for n in _line(graph, node.name) if "importance correction" in n.effects]
         if len(line) > 1:
             in_loss = ", or take the loss's ratio to the trainer: PPOClip(ratio_to='old')" if node.name in line else ""
             yield (

@@ -23,7 +23,7 @@ import torch
 
 from flowrl.columns import ColumnType
 from flowrl.core.in_place import guarded, refuse_written, seen
-from flowrl.core.ports import Port, PortField
+from flowrl.core.ports import Port, PortField, Step
 from flowrl.core.roles import RoleRef
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key, node_key
@@ -49,6 +49,7 @@ class Session:
         self.engines = dict(engines)
         self.seed = seed
         self.step = 0
+        self._now: int | None = None
         self._given = state or {}
         self.state: dict[str, Any] = dict(self._given)
         self.metrics: dict[str, Metrics] = {}
@@ -94,9 +95,14 @@ class Session:
             first.merge(other)
         return first
 
-    def begin_step(self, step: int) -> None:
-        """Go to `step`: keys change, metrics start empty."""
-        self.step = step
+    @property
+    def now(self) -> int:
+        """The step by which parameters over time are taken; keys are taken by `step`."""
+        return self.step if self._now is None else self._now
+
+    def begin_step(self, step: int, now: int | None = None) -> None:
+        """Go to `step`: keys change, metrics start empty. In a validation, what changes over time is as it is `now`."""
+        self.step, self._now = step, now
         self.metrics = {}
 
     @contextmanager
@@ -215,7 +221,14 @@ class Call:
         before = seen(inputs)
         result = layout.compute(bound, **arguments, **injected)
         refuse_written(self._operator, before)
-        if layout.record is None:
+        if not layout.outputs:
+            if result is not None:
+                raise PortError(
+                    f"{self._name} returned {article(type(result).__name__)}, which nothing could read, since its "
+                    f"__call__ declares `-> None`; declare what it returns, or return nothing."
+                )
+            written = {}
+        elif layout.record is None:
             written = {layout.outputs[0]: result}
         elif isinstance(result, layout.record):
             written = {name: getattr(result, name) for name in layout.outputs}
@@ -261,6 +274,8 @@ class Call:
     def _inject(self, cls: type, session: Session) -> Any:
         if cls is Metrics:
             return Metrics()
+        if cls is Step:
+            return Step(session.now)
         return session.share if cls is Share else session.key(self._name)
 
 

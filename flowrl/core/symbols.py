@@ -6,12 +6,31 @@ that axis came to be. So columns of equal shape whose rows were made by differen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from flowrl.data.record_types import FieldType
 from flowrl.errors import GraphError
+
+_prefix: ContextVar[str] = ContextVar("flowrl_prefix", default="")
+
+
+def prefix() -> str:
+    """What goes before the names of the operators that are called now; see `flowrl.core.algorithm.Algorithm.under`."""
+    return _prefix.get()
+
+
+@contextmanager
+def prefixed(prefix: str) -> Iterator[None]:
+    """Let operators that are called in the block have `prefix` before their names."""
+    token = _prefix.set(prefix)
+    try:
+        yield
+    finally:
+        _prefix.reset(token)
 
 
 class Edge(NamedTuple):

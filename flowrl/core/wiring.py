@@ -51,7 +51,7 @@ def wire_by_type(
         GraphError: a field for which there is no output, or more than one; two ports of one type that would read the
             same output.
     """
-    wiring, wants = _Wiring(name, types), operator.wants()
+    wiring, wants = _Wiring(name, types), operator.in_step(0).wants()
     still_open: list[list[End]] = []
     for port in operator.signature.ports.values():
         if wants.get(port.name) is False:

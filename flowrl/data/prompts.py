@@ -55,6 +55,8 @@ class PromptData(Spec):
         ParameterError: no path, one that ends in neither ``.jsonl`` nor ``.parquet``, a limit below 1.
     """
 
+    timeless = True
+
     path: FilePath | tuple[FilePath, ...]
     max_prompt_length: int | None = Field(None, ge=1)
     overlong: Literal["error", "drop"] = "error"

@@ -59,7 +59,7 @@ def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, se
         "critic": TorchCritic(str(model), AdamW(lr=1e-3, betas=(0.9, 0.95))),
         "rollout": TorchRollout(),
     }
-    rows_per_prompt = graph["repeat"].operator.rows_factor
+    rows_per_prompt = graph["repeat"].rows_factor
     return Training(
         graph.bind(**{role: engines[role] for role in graph.roles()}),
         PromptData(data / "train.jsonl"),

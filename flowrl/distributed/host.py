@@ -56,6 +56,7 @@ class HostTask:
         rows: which rows to run on; None for all.
         share: what the operator is told of these rows, where several ranks share the batch.
         sources: where the weights of trainers that live elsewhere are to be had, by role.
+        now: see `flowrl.run.runner.Task`.
     """
 
     operator: Operator
@@ -67,6 +68,7 @@ class HostTask:
     rows: Array | None
     share: Share | None = None
     sources: Mapping[str, Export | Ticket] = field(default_factory=dict)
+    now: int | None = None
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ class Host:
             rank = 0 if self.plan is None else self.plan.rank
             sources = {role: stack.enter_context(sent.open(rank)) for role, sent in task.sources.items()}
             session = Session({**self.engines, **sources}, task.seed, task.state)
-            session.begin_step(task.step or 0)
+            session.begin_step(task.step or 0, task.now)
             session.share = task.share
             with session.active():
                 _, written = Call(task.operator, session.engine).run_in(session, inputs)

@@ -175,7 +175,9 @@ class RayRunner:
             actor = self.hosts.general if host is None else self.hosts.actors[host]
             share = None if len(hosts) == 1 else _share(rank, len(hosts), rows, task.lengths)
             ref = actor.run.remote(
-                HostTask(operator, task.step, task.seed, task.when, task.state, task.inputs, rows, share, sources)
+                HostTask(
+                    operator, task.step, task.seed, task.when, task.state, task.inputs, rows, share, sources, task.now
+                )
             )
             running.hosts[ref], running.rows[ref] = host, rows
         if delivery:

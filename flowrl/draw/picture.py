@@ -132,6 +132,8 @@ def _marked_box(diff: Diff, node: Node) -> Box:
     if type(old) is type(new):
         pairs = ((name, value, getattr(new, name)) for name, value in parameters(old).items())
         details = [f"{name}: {format_value(a)} → {format_value(b)}" for name, a, b in pairs if a != b]
+        whens = [str(graph[node.name].when) or "always" for graph in (diff.before, diff.after)]
+        details += [" → ".join(whens)] if whens[0] != whens[1] else []
     return _box(node, details, "changed")
 
 
@@ -177,8 +179,8 @@ def _details(node: Node) -> list[str]:
     shown = ", ".join(f"{name}={format_value(value)}" for name, value in values.items())
     cls = type(node.operator).__name__
     if node.name != snake_case(cls):
-        return [f"{cls}({shown})"]
-    return [shown] if shown else []
+        shown = f"{cls}({shown})"
+    return [line for line in (shown, str(node.when)) if line]
 
 
 def format_value(value: Any) -> str:

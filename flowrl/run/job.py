@@ -59,7 +59,8 @@ class Job(Generic[GraphT]):
 
         Raises:
             BindError: a role is not bound, or the models of two have other vocabularies.
-            GraphError: a lag, which no executor can run yet, or weights that cannot be kept in order.
+            GraphError: a lag, which no executor can run yet; a step in which nothing would run; or weights that cannot
+                be kept in order.
             RuleError: a rule is broken.
         """
         unbound = [role for role in self.graph.roles() if role not in self.graph.bindings]
@@ -74,6 +75,7 @@ class Job(Generic[GraphT]):
                 f"{self.graph.name} lets generation run {self.graph.lag} version(s) ahead, and no executor can do that "
                 f"yet; run it on-policy: job.edit(lag=0)."
             )
+        self.graph.refuse_idle()
         require(self.graph, prompts)
         _ = Plan(self.graph).order
         models = sorted(self.graph.bindings.items(), key=lambda bound: Trainer not in bound[1].serves)

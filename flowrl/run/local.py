@@ -44,7 +44,7 @@ class LocalRunner:
     def __init__(self, engines: Mapping[str, Any]) -> None:
         self.engines = engines
         self.timeline = Timeline()
-        self._calls: dict[int, Call] = {}  # by the id of the operator, which the call keeps alive
+        self._calls: dict[str, tuple[Operator, Call]] = {}  # by node
         self._done: list[Done] = []
 
     def slots(self, node: Node) -> frozenset[int]:
@@ -62,10 +62,12 @@ class LocalRunner:
             NodeError: it raised; names node, step and the shapes that it was given.
         """
         operator = task.node.operator
-        if (call := self._calls.get(id(operator))) is None:
-            call = self._calls[id(operator)] = Call(operator, self._engine)
+        made_for, call = self._calls.get(operator.name, (None, None))
+        if call is None or made_for is not operator:
+            call = Call(operator, self._engine)
+            self._calls[operator.name] = operator, call
         session = Session(self.engines, task.seed, task.state)
-        session.begin_step(task.step or 0)
+        session.begin_step(task.step or 0, task.now)
         start = time.time()
         try:
             with session.active():

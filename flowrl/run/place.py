@@ -25,6 +25,8 @@ class Place(Spec):
         memory: GiB that a slot has, to be held against the sizes that backends state; None does not check.
     """
 
+    timeless = True
+
     memory: float | None = Field(default=None, gt=0, allow_inf_nan=False, strict=True, kw_only=True)
 
     @property

@@ -99,7 +99,9 @@ def predict(graph: Graph, place: Place | None, prompts: int, costs: Costs, *, se
     slots = [place_of(slot) for slot in range(1 if place is None else place.slots)]
     busy = {slot: sum(s.seconds for s in steps.timeline.spans if s.place == slot) / _STEPS for slot in slots}
     share = {slot: min(1.0, spent / each) if each else 0.0 for slot, spent in busy.items()}
-    path, path_seconds = critical_path(plan.network, {node: median(n[node] for n in nodes) for node in nodes[0]})
+    ran = {node for step in nodes for node in step}
+    typical = {node: median(step[node] for step in nodes if node in step) for node in ran}
+    path, path_seconds = critical_path(plan.network, typical)
     return Prediction(
         "in one process" if place is None else shown(place),
         seconds,

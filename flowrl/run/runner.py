@@ -57,6 +57,7 @@ class Task:
         state: all state cells, as ``{"node.field": value}``.
         lengths: of its rows, where they are known.
         during: when it runs, for messages, where the step is none of a training.
+        now: the step by which the numbers of the operator were taken; None is `step`.
     """
 
     node: Node
@@ -66,6 +67,7 @@ class Task:
     state: Mapping[str, Any] = field(default_factory=dict)
     lengths: Lengths | None = None
     during: str | None = None
+    now: int | None = None
 
     @property
     def when(self) -> str:

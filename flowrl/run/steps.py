@@ -16,15 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
-from flowrl.columns import ColumnType
-from flowrl.core.graph import Graph, Node
 from flowrl.core.plan import Plan
-from flowrl.core.ports import PortField
-from flowrl.core.symbols import Edge
 from flowrl.data.dataproto import DataProto
 from flowrl.data.metrics import Metric, Metrics
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import GraphError
+from flowrl.run.node_info import NodeInfo
 from flowrl.run.runner import Counts, Done, Held, Lengths, Runner, Task
 from flowrl.run.schedule import Schedule
 from flowrl.run.timeline import Timeline
@@ -39,7 +36,7 @@ class StepResult:
     """What one step left.
 
     Args:
-        columns: the columns of the nodes that were asked for, by node.
+        columns: the columns of the nodes that were asked for, by node; of those that ran in this step.
         values: their batchless values, by node.
         metrics: every number that was reported; a key that two nodes report is prefixed by the node.
         seconds: how long each node took.
@@ -61,67 +58,18 @@ class _Step:
         outputs: what nodes left that is still read, or wanted in the end.
         readers: by node, how many of its readers are not done.
         lengths: of the rows of each batch axis.
-        metrics, seconds: of the nodes that are done.
+        metrics, seconds: of the nodes that have run.
+        left: how many nodes are not done.
     """
 
     batch: DataProto
+    left: int
     waits: dict[str, int] = field(default_factory=dict)
     readers: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, Mapping[str, Held]] = field(default_factory=dict)
     lengths: dict[str, Lengths] = field(default_factory=dict)
     metrics: dict[str, Metrics] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class NodeInfo:
-    """What is known of a node before it runs.
-
-    Args:
-        node: which.
-        is_input: whether the batch stands for it.
-        position: in the plan's order.
-        slots: that it takes while it runs.
-        inputs: of each port field, the node that writes it, and the output.
-        columns: of its outputs, those that are columns.
-        read, written: the row axis of what it reads and of what it writes; None where these are no columns.
-        waits, frees: see `Schedule`.
-        readers: how many nodes read what it writes.
-    """
-
-    node: Node
-    is_input: bool
-    position: int
-    slots: frozenset[int]
-    inputs: tuple[tuple[PortField, str, str], ...]
-    columns: tuple[str, ...]
-    read: str | None
-    written: str | None
-    waits: tuple[tuple[str, int], ...]
-    frees: tuple[tuple[str, int], ...]
-    readers: int
-
-    @staticmethod
-    def all(schedule: Schedule, runner: Runner) -> dict[str, NodeInfo]:
-        """Every node of a schedule's plan: the inputs, then the others in the plan's order."""
-        plan, graph = schedule.plan, schedule.plan.graph
-        nodes = [*(graph[name] for name in graph.inputs), *plan.order]
-        infos = {}
-        for position, node in enumerate(nodes):
-            outputs = node.operator.signature.outputs.items()
-            infos[node.name] = NodeInfo(
-                node,
-                node.is_input,
-                position,
-                frozenset() if node.is_input else runner.slots(node),
-                tuple((place, edge.node, edge.output) for place, edge in node.inputs.items()),
-                tuple(name for name, wanted in outputs if isinstance(wanted, ColumnType)),
-                *_row_axes(graph, node),
-                schedule.waits[node.name],
-                schedule.frees[node.name],
-                plan.readers.get(node.name, 0),
-            )
-        return infos
 
 
 class Flight:
@@ -137,6 +85,7 @@ class Flight:
         wanted: nodes whose outputs the results hold.
         on_node: called with the name of each node as it starts.
         during: see `Task`.
+        now: the step by which numbers over time are taken; None is the step itself.
     """
 
     def __init__(
@@ -150,9 +99,10 @@ class Flight:
         wanted: set[str],
         on_node: OnNode,
         during: str | None,
+        now: int | None,
     ) -> None:
         self._infos, self._lag, self._runner, self._seed, self._all = infos, lag, runner, seed, steps
-        self._wanted, self._on_node, self._during = wanted, on_node, during
+        self._wanted, self._on_node, self._during, self._now = wanted, on_node, during, now
         self._order = list(infos.values())
         self._count = sum(not info.is_input for info in self._order)
         self.state = dict(state)
@@ -167,7 +117,7 @@ class Flight:
 
     def open(self, step: int, batch: DataProto) -> None:
         """Take up a step with its batch, which has the columns of all inputs."""
-        self._steps[step] = _Step(batch)
+        self._steps[step] = _Step(batch, self._count)
         self._begin(step)
 
     def restart(self) -> None:
@@ -176,7 +126,7 @@ class Flight:
         self._ready, self._busy = [], set()
         self._done = {instance for instance in self._done if instance[0] not in self._steps}
         for step, opened in self._steps.items():
-            self._steps[step] = _Step(opened.batch)
+            self._steps[step] = _Step(opened.batch, self._count)
         for step in self._steps:
             self._begin(step)
 
@@ -187,9 +137,10 @@ class Flight:
             NodeError: an instance failed, of this step or of one after it.
         """
         one = self._steps[step]
-        while len(one.seconds) < self._count:
+        while one.left:
             self._launch()
-            self._collect()
+            if one.left:
+                self._collect()
         return self._result(one)
 
     def close(self, step: int) -> None:
@@ -222,13 +173,18 @@ class Flight:
         while self._ready:
             step, position = entry = heapq.heappop(self._ready)
             info, one = self._order[position], self._steps[step]
+            now = step if self._now is None else self._now
+            if not info.runs(now):
+                self._leave(step, info)
+                continue
             if info.slots & self._busy:
                 blocked.append(entry)
                 continue
             self._on_node(info.node.name)
             inputs = {place: one.outputs[node][output] for place, node, output in info.inputs}
             lengths = None if info.read is None else one.lengths.get(info.read)
-            self._runner.launch(Task(info.node, step, self._seed, inputs, self.state, lengths, self._during))
+            task = Task(info.node.in_step(now), step, self._seed, inputs, self.state, lengths, self._during, now)
+            self._runner.launch(task)
             self._busy |= info.slots
         for entry in blocked:
             heapq.heappush(self._ready, entry)
@@ -249,11 +205,17 @@ class Flight:
         self.state |= done.state
         if info.readers or name in self._wanted:
             one.outputs[name] = done.outputs
+        self._busy -= info.slots
+        self._leave(step, info)
+
+    def _leave(self, step: int, info: NodeInfo) -> None:
+        """An instance is done, or was none of this step's: let go of what it was the last to read."""
+        one = self._steps[step]
+        one.left -= 1
         for source in info.node.sources:
             one.readers[source] -= 1
             if not one.readers[source] and source not in self._wanted:
-                del one.outputs[source]
-        self._busy -= info.slots
+                one.outputs.pop(source, None)
         self._free(step, info)
 
     def _free(self, step: int, info: NodeInfo) -> None:
@@ -268,7 +230,7 @@ class Flight:
     def _result(self, one: _Step) -> StepResult:
         columns: dict[str, DataProto] = {}
         values: dict[str, dict[str, Any]] = {}
-        for name in (name for name in self._infos if name in self._wanted):
+        for name in (name for name in self._infos if name in self._wanted and name in one.outputs):
             info, left = self._infos[name], one.outputs[name]
             fetched = {output: self._runner.fetch(info.node, output, left[output]) for output in info.columns}
             columns[name] = DataProto(fetched) if fetched else _EMPTY
@@ -302,13 +264,20 @@ class Steps:
         return Steps(plan, self.runner, seed, self._weights)
 
     def step(
-        self, batch: DataProto, step: int, *, keep: Sequence[str] = (), on_node: OnNode = lambda name: None
+        self,
+        batch: DataProto,
+        step: int,
+        *,
+        now: int | None = None,
+        keep: Sequence[str] = (),
+        on_node: OnNode = lambda name: None,
     ) -> StepResult:
         """Run every node once.
 
         Args:
             batch: columns of the graph's inputs.
             step: the step's number, from which keys are derived.
+            now: the step of which parameters over time are taken, where it is another one, as in a validation.
             keep: nodes whose outputs the result holds, besides the sinks.
             on_node: called with the name of each node as it starts; again, where a step is repeated.
 
@@ -316,11 +285,18 @@ class Steps:
             NodeError: a node raised, or a process died; names node and step, with the error as its cause.
             GraphError: `batch` lacks a column of an input, or `keep` names a node that is not there.
         """
-        [result] = self.run(lambda step: batch, range(step, step + 1), keep=keep, on_node=on_node)
+        [result] = self.run(lambda step: batch, range(step, step + 1), now=now, keep=keep, on_node=on_node)
         return result
 
     def run(
-        self, draw: Draw, steps: range, *, lag: int = 0, keep: Sequence[str] = (), on_node: OnNode = lambda name: None
+        self,
+        draw: Draw,
+        steps: range,
+        *,
+        lag: int = 0,
+        now: int | None = None,
+        keep: Sequence[str] = (),
+        on_node: OnNode = lambda name: None,
     ) -> Iterator[StepResult]:
         """Run these steps, and give the result of each, in order.
 
@@ -330,7 +306,7 @@ class Steps:
             draw: gives the batch of a step, called once for each, in order.
             steps: their numbers.
             lag: see `Schedule`.
-            keep, on_node: see `step`.
+            now, keep, on_node: see `step`.
 
         Raises:
             NodeError, GraphError: see `step`; or the graph does not allow this lag.
@@ -341,7 +317,9 @@ class Steps:
             if lag:
                 schedule.refuse_deadlock()
             self._infos[lag] = NodeInfo.all(schedule, self.runner)
-        flight = Flight(self._infos[lag], lag, self.runner, self.seed, steps, self.state, wanted, on_node, self.during)
+        flight = Flight(
+            self._infos[lag], lag, self.runner, self.seed, steps, self.state, wanted, on_node, self.during, now
+        )
         for step in steps:
             self.runner.timeline = self.timeline
             for ahead in steps[steps.index(step) :][: lag + 1]:
@@ -415,14 +393,6 @@ class Steps:
 
 
 _EMPTY = DataProto({})
-
-
-def _row_axes(graph: Graph, node: Node) -> tuple[str | None, str | None]:
-    """The row axis of what a node reads, and of what it writes; None where these are no columns."""
-    read = (graph.types[edge].axes for edge in node.inputs.values())
-    written = (graph.types[Edge(node.name, output)].axes for output in node.operator.signature.outputs)
-    first, second = (next((axes[0] for axes in side if axes), None) for side in (read, written))
-    return first, second
 
 
 def merge_metrics(reported: Mapping[str, Metrics]) -> Metrics:

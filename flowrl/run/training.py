@@ -77,6 +77,8 @@ class Training(Spec):
         ParameterError: two validations share a name, under which their numbers are logged; `resume` without `folder`.
     """
 
+    timeless = True
+
     job: Job[Any]
     data: PromptData
     steps: int = Field(ge=1)
@@ -149,7 +151,7 @@ class Training(Spec):
             refuse_uncheckpointed(graph.trained, graph.bindings, asker, "leave checkpoint_every out")
             for node in graph.nodes.values():
                 for field, state in node.operator.states.items():
-                    check_json(state.initial(node.operator), f"the state {node.name}.{field}")
+                    check_json(state.initial(node.operator.in_step(0)), f"the state {node.name}.{field}")
 
     def run(self, reporters: Sequence[Reporter] = ()) -> Run:
         """Train.

@@ -12,6 +12,7 @@ from pydantic import Field
 from flowrl.core.edit import edit
 from flowrl.core.graph import Graph
 from flowrl.core.plan import Plan
+from flowrl.core.when import ALWAYS
 from flowrl.data.keys import Key
 from flowrl.data.prompts import PromptData, PromptStream
 from flowrl.data.tokenizer import ChatTokenizer
@@ -24,7 +25,8 @@ from flowrl.spec import Spec
 class Validation(Spec):
     """Every few steps, and before the first, the job's engines answer held-out prompts.
 
-    The graph of a validation is the job's own graph up to `until`, with `changes` applied.
+    The graph of a validation is the job's own graph up to `until`, with `changes` applied. All of it runs each time,
+    and numbers that change over time are as they are then.
 
     Args:
         data: the held-out prompts.
@@ -36,6 +38,8 @@ class Validation(Spec):
         goal: the mean reward at which the run ends before its last step; None lets it go on. One that is reached before
             the first step ends nothing.
     """
+
+    timeless = True
 
     data: PromptData
     every: int = Field(default=10, ge=1)
@@ -51,7 +55,8 @@ class Validation(Spec):
         Raises:
             GraphError: a change names a node or parameter that is not there.
         """
-        return edit(graph.subgraph(self.until), set=self.changes)
+        part = graph.subgraph(self.until)
+        return edit(part, set=self.changes, when={n.name: ALWAYS for n in part.nodes.values() if n.when != ALWAYS})
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
         """Whether these metrics, of it or of another validation, reach its goal after the first step."""
@@ -146,7 +151,7 @@ class Validating:
         total: dict[str, Any] = {}
         predictions: list[dict[str, Any]] = []
         for batch in stream.batches(one.batch):
-            result = steps.step(batch, 0, keep=tuple(steps.plan.graph.nodes))
+            result = steps.step(batch, 0, now=step, keep=tuple(steps.plan.graph.nodes))
             predictions += _predictions(result, step, one.name)
             for key, metric in result.metrics.items():
                 total[key] = total[key].merge(metric) if key in total else metric

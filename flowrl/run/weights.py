@@ -46,7 +46,7 @@ class TrainedWeights:
         """
         for node in self._plan.syncs:
             version = Updated(self._runner.version(node.reads[0]))
-            self._runner.launch(Task(node, None, self._seed, dict.fromkeys(node.inputs, version)))
+            self._runner.launch(Task(node.in_step(0), None, self._seed, dict.fromkeys(node.inputs, version)))
             self._runner.wait()
 
     def save(self, folder: Path) -> None:

@@ -75,7 +75,6 @@ def operator(call: Callable[..., Any] | None = None, **body: Any) -> type:
 
 def _no_annotation(self, values) -> c.Values: ...  # type: ignore[no-untyped-def]
 def _no_return(self, values: c.Values): ...  # type: ignore[no-untyped-def]
-def _returns_none(self: Any, values: c.Values) -> None: ...
 def _unknown(self: Any, values: c.Valuse) -> c.Values: ...  # type: ignore[name-defined]
 def _undefined(self: Any, values: Valuse) -> c.Values: ...  # type: ignore[name-defined]
 def _bare_tensor(self: Any, values: Tensor) -> c.Values: ...
@@ -131,7 +130,6 @@ def _impure(self: Any, record: Impure) -> c.Values: ...
             r"Faulty\.__call__ has the parameter 'values' without an annotation; annotate it with a column",
         ),
         (_no_return, r"Faulty\.__call__ has no return annotation; say which column, record or value it returns"),
-        (_returns_none, r"Faulty\.__call__ has no return annotation"),
         (_unknown, r"Faulty\.__call__: an annotation uses a name that is not defined: .*Valuse"),
         (_undefined, r"Faulty\.__call__: an annotation uses a name that is not defined: .*Valuse"),
         (_bare_tensor, r"Faulty\.__call__\(values\): the annotation Tensor is neither a column.*use a column of"),

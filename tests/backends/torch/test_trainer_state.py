@@ -48,16 +48,16 @@ def test_schedules_are_those_of_transformers(schedule: Any, theirs: Callable[[An
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     truth = theirs(optimizer)
     for step in range(13):
-        assert schedule.factor(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        assert schedule.at(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
         optimizer.step()
         truth.step()
 
 
 def test_schedules_by_hand() -> None:
-    assert [Constant().factor(step) for step in (0, 99)] == [1.0, 1.0]
-    assert [Linear(4, min_ratio=0.5).factor(step) for step in (0, 1, 2, 4, 40)] == [1.0, 0.875, 0.75, 0.5, 0.5]
-    assert [round(Cosine(4, min_ratio=0.1).factor(step), 12) for step in (0, 2, 4, 40)] == [1.0, 0.55, 0.1, 0.1]
-    assert Linear(2, warmup_steps=2).factor(2) == 1.0
+    assert [Constant().at(step) for step in (0, 99)] == [1.0, 1.0]
+    assert [Linear(4, min_ratio=0.5).at(step) for step in (0, 1, 2, 4, 40)] == [1.0, 0.875, 0.75, 0.5, 0.5]
+    assert [round(Cosine(4, min_ratio=0.1).at(step), 12) for step in (0, 2, 4, 40)] == [1.0, 0.55, 0.1, 0.1]
+    assert Linear(2, warmup_steps=2).at(2) == 1.0
     with pytest.raises(ParameterError, match="warmup_steps=5 exceeds total_steps=4"):
         Linear(4, warmup_steps=5)
 

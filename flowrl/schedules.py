@@ -1,0 +1,130 @@
+"""Schedules: numbers over time, given where an operator takes a number: ``KLShape(coef=Linear(0.1, 0.01, steps=100))``.
+
+The number is taken anew for each step, before the operator runs. `at` is a pure function of the number of steps that
+were done before, so a resumed run needs nothing but that number. A learning rate is multiplied by one, too, and there
+the steps are the optimiser's: ``TorchTrainer(..., schedule=WSD(1.0, 0.0, steps=1000, decay=200, warmup=50))``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from flowrl.spec import Schedule
+
+__all__ = ["WSD", "Constant", "Cosine", "Linear", "Schedule"]
+
+
+class Constant(Schedule):
+    """One number, after a linear warm-up from 0.
+
+    Args:
+        value: the number.
+        warmup: steps until it is reached.
+    """
+
+    value: float
+    warmup: int = Field(default=0, ge=0)
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        return (0, self.warmup)
+
+    def at(self, step: int) -> float:
+        """The number in a step, `step` of which were done before."""
+        return _warm(step, self.warmup) * self.value
+
+
+class _Between(Schedule):
+    """From one number to another, which is reached at `steps` and stays."""
+
+    start: float
+    end: float
+    steps: int = Field(ge=1)
+    warmup: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> Self:
+        if self.warmup > self.steps:
+            raise ValueError(f"warmup={self.warmup} exceeds steps={self.steps}; shorten it")
+        return self
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        return (0, self.warmup, self.steps)
+
+    def at(self, step: int) -> float:
+        """The number in a step, `step` of which were done before."""
+        way = min(1.0, max(0, step - self.warmup) / max(1, self.steps - self.warmup))
+        gone = self._gone(way)
+        return _warm(step, self.warmup) * (self.start * (1 - gone) + self.end * gone)
+
+    def _gone(self, way: float) -> float:
+        """How much of the change is made, from 0 to 1, when `way` of the time has passed."""
+        raise NotImplementedError
+
+
+class Linear(_Between):
+    """From one number to another in a straight line.
+
+    Args:
+        start, end: the numbers.
+        steps: after which it is at the end, and stays there.
+        warmup: steps of a linear warm-up from 0 to `start`, which come first, within `steps`.
+    """
+
+    def _gone(self, way: float) -> float:
+        return way
+
+
+class Cosine(_Between):
+    """From one number to another in half a cosine (Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, no restarts).
+
+    Args:
+        start, end: the numbers.
+        steps: after which it is at the end, and stays there.
+        warmup: steps of a linear warm-up from 0 to `start`, which come first, within `steps`.
+    """
+
+    def _gone(self, way: float) -> float:
+        return 0.5 * (1 - math.cos(math.pi * way))
+
+
+class WSD(Schedule):
+    """Warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395, §4): a number that holds, and falls in the last steps.
+
+    Args:
+        start, end: the number that holds, and the one that it goes to in a straight line.
+        steps: after which it is at the end, and stays there.
+        decay: the last of these steps, in which it changes.
+        warmup: the first of these steps, a linear warm-up from 0.
+    """
+
+    start: float
+    end: float
+    steps: int = Field(ge=1)
+    decay: int = Field(ge=1)
+    warmup: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.warmup + self.decay > self.steps:
+            raise ValueError(
+                f"warmup={self.warmup} and decay={self.decay} together exceed steps={self.steps}; shorten them"
+            )
+        return self
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        return (0, self.warmup, self.steps - self.decay, self.steps)
+
+    def at(self, step: int) -> float:
+        """The number in a step, `step` of which were done before."""
+        gone = min(1.0, max(0, step - self.steps + self.decay) / self.decay)
+        return _warm(step, self.warmup) * (self.start * (1 - gone) + self.end * gone)
+
+
+def _warm(step: int, warmup: int) -> float:
+    return min(1.0, step / warmup) if warmup else 1.0

@@ -1,0 +1,255 @@
+"""Numbers over time: what they are in each step, where they may stand, and what they are held against."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+import flowrl
+from flowrl import Operator, PromptData, operator
+from flowrl import columns as c
+from flowrl.backends import AdamW, TorchTrainer
+from flowrl.backends.torch import learner
+from flowrl.core.session import Session
+from flowrl.errors import BindError, GraphError, ParameterError
+from flowrl.graphs import grpo, ppo
+from flowrl.operators import GAE, AdaptiveKL, Generate, KLLoss, KLShape, PPOClip, RolloutCorrection, UpdateActor, Whiten
+from flowrl.schedules import WSD, Constant, Cosine, Linear, Schedule
+from flowrl.spec import in_step, schedules
+from tests.kernel import exact
+
+
+class Halving(Schedule):
+    """A user's own."""
+
+    start: float
+    every: int = 10
+
+    def at(self, step: int) -> float:
+        return self.start * 0.5 ** (step // self.every)
+
+
+class Sine(Schedule):
+    """Up and down, for ever; its greatest and least are nowhere near its ends."""
+
+    size: float = 1.0
+
+    def at(self, step: int) -> float:
+        return self.size * math.sin(step / 50)
+
+
+def test_shapes_go_where_they_are_said_to_go() -> None:
+    line = Linear(0.1, 0.01, steps=100)
+    assert [line.at(step) for step in (0, 50, 100, 1000)] == pytest.approx([0.1, 0.055, 0.01, 0.01], abs=1e-15)
+    assert (line.at(0), line.at(100)) == (0.1, 0.01)
+    assert [Linear(2, 4, steps=4, warmup=2).at(step) for step in range(6)] == [0, 1, 2, 3, 4, 4]
+    assert [Constant(3, warmup=3).at(step) for step in range(5)] == [0, 1, 2, 3, 3]
+    cosine = Cosine(1.2, 0.8, steps=200)
+    assert [cosine.at(step) for step in (0, 50, 100, 200, 201)] == pytest.approx(
+        [1.2, 1 + 0.2 / 2**0.5, 1.0, 0.8, 0.8], abs=1e-12
+    )
+    held = WSD(1.0, 0.2, steps=10, decay=4, warmup=2)
+    assert [held.at(step) for step in range(12)] == pytest.approx(
+        [0, 0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2], abs=1e-12
+    )
+
+
+@given(st.integers(1, 60), st.integers(0, 60), st.floats(0, 1), st.integers(0, 80))
+def test_those_of_learning_rates_are_the_same_shapes(steps: int, warmup: int, least: float, step: int) -> None:
+    warmup = min(warmup, steps)
+    for ours, theirs in (
+        (Linear(1.0, least, steps=steps, warmup=warmup), learner.Linear(steps, warmup, least)),
+        (Cosine(1.0, least, steps=steps, warmup=warmup), learner.Cosine(steps, warmup, least)),
+        (Constant(1.0, warmup=warmup), learner.Constant(warmup)),
+    ):
+        assert ours.at(step) == pytest.approx(theirs.at(step), abs=1e-12)
+    assert isinstance(learner.Linear(3), Schedule)
+
+
+def test_an_operator_has_plain_numbers_in_each_step() -> None:
+    shaped = KLShape(coef=Linear(0.1, 0.01, steps=100)).named("shaped")
+    assert shaped.in_step(50) == KLShape(coef=shaped.in_step(50).coef) and shaped.in_step(50).name == "shaped"
+    assert shaped.in_step(50).coef == pytest.approx(0.055) and shaped.in_step(100).coef == 0.01
+    assert shaped == KLShape(coef=Linear(0.1, 0.01, steps=100)) != KLShape(coef=Linear(0.1, 0.02, steps=100))
+    plain = KLShape(0.1)
+    assert plain.in_step(7) is plain
+    assert Generate(max_new_tokens=Linear(10, 100, steps=9)).in_step(1).max_new_tokens == 20
+    rising = Generate(max_new_tokens=Linear(1, 2, steps=3))  # 1, 1.33, 1.67, 2: the nearest
+    assert [rising.in_step(step).max_new_tokens for step in range(4)] == [1, 1, 2, 2]
+
+
+def test_specs_within_an_operator_change_too() -> None:
+    update = UpdateActor(PPOClip(Linear(0.2, 0.1, steps=10)), kl=KLLoss("k3", Cosine(0.01, 0.002, steps=10)))
+    assert set(schedules(update)) == {"loss.clip_low", "kl.coef"}
+    assert update.in_step(5).loss.clip_low == pytest.approx(0.15)
+    assert update.in_step(5).kl.coef == pytest.approx(0.006)
+    assert update.in_step(10).kl == KLLoss("k3", 0.002)
+    target = KLShape(AdaptiveKL(target=Linear(0.1, 0.2, steps=2)))
+    assert target.in_step(1).coef.target == pytest.approx(0.15)
+    assert in_step(update, 3).loss.clip_low == pytest.approx(0.17)
+
+
+def test_specs_in_a_tuple_change_too() -> None:
+    class Many(Operator):
+        terms: tuple[KLLoss, ...]
+
+        def __call__(self, advantages: c.Advantages) -> c.Advantages:
+            return advantages
+
+    many = Many((KLLoss("k1", 0.1), KLLoss("k3", Linear(0.4, 0.2, steps=2))))
+    assert list(schedules(many)) == ["terms.coef"] and many.in_step(2).terms == (KLLoss("k1", 0.1), KLLoss("k3", 0.2))
+    assert (plain := Many((KLLoss("k1", 0.1),))).in_step(2) is plain
+
+
+def test_a_users_operators_and_schedules_need_nothing_for_it() -> None:
+    class Shrink(Operator):
+        by: float = Field(0.5, gt=0)
+
+        def __call__(self, advantages: c.Advantages) -> c.Advantages:
+            return advantages * self.by
+
+    @operator
+    def shrink(advantages: c.Advantages, *, by: float = 0.5) -> c.Advantages:
+        return advantages * by
+
+    for one in (Shrink(by=Halving(8.0)), shrink(by=Halving(8.0))):
+        assert one.in_step(25)(torch.ones(1, 1)).item() == 2.0
+        session = Session({}, seed=0)
+        session.begin_step(10)
+        with session.active():
+            assert one(torch.ones(1, 1)).item() == 4.0
+        with pytest.raises(BindError, match=r"shrink\.by is Halving\(.*no job is active to say which step.*in_step\(0"):
+            one(torch.ones(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: KLShape(coef=Linear(0.1, -0.1, steps=10)),
+            r"coef=-0\.1: input should be greater than or equal to 0.* That is step 11, in which coef is -0\.1, by Lin",
+        ),
+        (lambda: GAE(gamma=Sine()), r"gamma=-0\.99.* That is step \d+"),
+        (lambda: GAE(gamma=Linear(0.9, 1.1, steps=3)), r"gamma=1\.1: input should be less than or equal to 1"),
+        (
+            lambda: GAE(gamma=WSD(0.9, 1.1, steps=9, decay=3)),
+            r"gamma=1\.1: input should be .* That is step 10,",
+        ),
+        (lambda: GAE(gamma=Constant(0.9), lam=7), r"lam=7: input should be less than or equal to 1\.$"),
+        (
+            lambda: RolloutCorrection("token", "mask", low=Linear(0.5, 3.0, steps=4), high=2.0),
+            r"low=3\.0, high=2\.0 exclude nothing.* That is step 5, in which low is 3",
+        ),
+        (lambda: Whiten(shift_mean=Linear(0, 1, steps=2)), r"shift_mean=Linear\(.*input should be a valid boolean"),
+        (lambda: KLShape(estimator=Linear(0, 1, steps=2)), r"estimator=Linear\(.*: input should be 'k1'"),
+        (lambda: Linear(0, 1, steps=2, warmup=3), r"warmup=3 exceeds steps=2"),
+        (lambda: WSD(0, 1, steps=5, decay=3, warmup=3), r"warmup=3 and decay=3 together exceed steps=5"),
+        (lambda: Linear(0.1, 0.01), r"steps is missing"),
+        (lambda: GAE(Linear(0.9, 1, steps=3), 0.9, 5), r"5 is one argument too many"),
+        (lambda: GAE(0.9, gamma=Linear(0.9, 1, steps=3)), r"gamma=0\.9: got multiple values for argument"),
+        (lambda: GAE(lambd=Linear(0.9, 1, steps=3)), r"there is no parameter 'lambd'"),
+        (lambda: Linear(0.1, Linear(0, 1, steps=2), steps=3), r"end=Linear\(.*would change over the steps"),
+        (lambda: KLShape(coef=Schedule()), r"Schedule\(\)\.at\(0\) raises NotImplementedError: .* does not define at"),
+        (
+            lambda: TorchTrainer("m", AdamW(lr=Linear(1e-5, 0, steps=4))),
+            r"optimizer\.lr=Linear.*learning rate by sche",
+        ),
+        (
+            lambda: TorchTrainer("m", max_tokens=Linear(1, 9, steps=4)),
+            r"max_tokens=Linear\(.*one number for a who",
+        ),
+        (lambda: PromptData("x", max_prompt=Linear(1, 9, steps=4)), r"PromptData\(\.\.\.\)"),
+        (lambda: TorchTrainer("m", schedule=Linear(1, -1, steps=3)), r"is -1 after 3 optimiser steps.*train backwards"),
+    ],
+)
+def test_what_would_not_hold_in_every_step_is_refused_at_once(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "0.1", True, torch.tensor(0.1)])
+def test_a_schedule_gives_finite_numbers(value: Any) -> None:
+    class Odd(Schedule):
+        def at(self, step: int) -> Any:
+            return value if step == 7 else 0.5
+
+    with pytest.raises(ParameterError, match=r"Odd\(\)\.at\(7\) is .*; expected a finite number"):
+        GAE(lam=Odd())
+
+
+def test_what_comes_after_the_steps_that_were_looked_at_is_checked_when_it_comes() -> None:
+    class Late(Schedule):
+        def at(self, step: int) -> float:
+            return 0.5 if step < 20_000 else 1.5
+
+    assert GAE(lam=Late()).in_step(19_999).lam == 0.5
+    with pytest.raises(ParameterError, match=r"lam=1\.5: input should be less than or equal to 1"):
+        GAE(lam=Late()).in_step(20_000)
+
+
+def test_learning_rates_take_any_schedule() -> None:
+    assert TorchTrainer("m", schedule=WSD(1.0, 0.1, steps=100, decay=10, warmup=5)).schedule.at(100) == 0.1
+    assert TorchTrainer("m", schedule=Halving(1.0)).schedule.at(10) == 0.5
+
+
+def test_graphs_show_them_and_go_through_files() -> None:
+    graph = ppo("tests.kernel:exact")
+    falling = graph.edit(set={"kl_shape.coef": Linear(0.1, 0.01, steps=100)})
+    assert str(graph.diff(falling)).splitlines()[1:] == [
+        "~ kl_shape.coef: 0.001 -> Linear(start=0.1, end=0.01, steps=100, warmup=0)"
+    ]
+    lower = falling.edit(set={"kl_shape.coef.end": 0.0})
+    assert str(falling.diff(lower)).splitlines()[1:] == ["~ kl_shape.coef.end: 0.01 -> 0.0"]
+    other = falling.edit(set={"kl_shape.coef": Halving(0.1)})
+    assert "-> Halving(start=0.1, every=10)" in str(falling.diff(other))
+    assert "Linear(start=0.1" in falling.mermaid()
+    again = flowrl.Graph.from_dict(falling.to_dict())
+    assert again["kl_shape"].operator == falling["kl_shape"].operator and again.fingerprint() == falling.fingerprint()
+    assert flowrl.Graph.from_dict(falling.to_dict(), imports=False).fingerprint() == falling.fingerprint()
+    assert len({graph.fingerprint(), falling.fingerprint(), lower.fingerprint()}) == 3
+    assert flowrl.Graph.from_dict(other.to_dict())["kl_shape"].operator.in_step(10).coef == 0.05
+
+
+def test_rules_see_every_step() -> None:
+    cooling = grpo(exact).edit(set={"generate.temperature": Linear(1.0, 0.0, steps=3)})
+    assert [finding.rule for finding in cooling.check()] == ["FR007"]
+    fading = ppo(exact).edit(
+        set={"kl_shape.coef": Linear(0.1, 0.0, steps=9), "update_actor.kl": KLLoss()},
+        wire={"update_actor.ref_log_prob": "ref_log_prob.ref_log_prob"},
+    )
+    assert [finding.rule for finding in fading.check()] == ["FR001"]
+
+
+@pytest.mark.parametrize("path", ["repeat.n", "update_actor.mini_batch"])
+def test_what_the_graph_is_checked_by_does_not_change(path: str) -> None:
+    with pytest.raises(GraphError, match=r"says that its row\w+ is .*1.* in one step and .*8.* in another, by \w+=Lin"):
+        ppo(exact).edit(set={path: Linear(1, 8, steps=4)})
+
+
+def test_what_an_operator_says_of_itself_is_asked_with_numbers() -> None:
+    """A property that compares the parameter would otherwise meet a schedule there."""
+
+    class Picky(Operator):
+        coef: float = 0.0
+
+        @property
+        def effects(self) -> frozenset[str]:
+            return frozenset({"kl"} if self.coef > 0.5 else ())
+
+        def wants(self) -> dict[str, bool]:
+            return {"response_mask": self.coef >= 0}
+
+        def __call__(self, advantages: c.Advantages, response_mask: c.ResponseMask | None = None) -> c.Advantages:
+            return advantages
+
+    graph = ppo(exact).edit(replace={"whiten": Picky(Linear(0.0, 1.0, steps=4))})
+    assert graph["picky"].effects == {"kl"} and "generate" in graph["picky"].sources
+    assert dataclasses.replace(graph["picky"].operator, coef=0.0).effects == frozenset()
