@@ -30,7 +30,7 @@ class Repeat(Operator):
     """
 
     granularity: ClassVar[Granularity] = "row"
-    changes_rows: ClassVar[bool] = True
+    fresh: ClassVar[tuple[str, ...]] = ("batch",)
     n: int = Field(default=1, ge=1)
 
     @property

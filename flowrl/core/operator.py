@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.columns import ColumnType
 from flowrl.core import session as sessions
 from flowrl.core.ports import Port, PortField, Signature, signature_of, snake_case, with_loss
 from flowrl.core.roles import RoleUse, role_use
@@ -50,7 +51,9 @@ class Operator(Spec):
     Class attributes:
         granularity: ``"row"`` (each row alone), ``"group"`` (all rows of one `uid`) or ``"batch"`` (all rows): what an
             executor may split.
-        changes_rows: the rows that go out are not those that come in (`Repeat`, filters).
+        fresh: axes of what it reads that it makes anew for what it writes. ``("batch",)``: the rows that go out are not
+            those that come in (`Repeat`, `Filter`); ``("response",)``: responses are cut or joined to other widths. A
+            sequence is a prompt and its response, so it is made anew with either.
 
     Raises:
         DefinitionError: where a subclass is defined, with file and line: a port without annotation, an unknown column,
@@ -58,7 +61,7 @@ class Operator(Spec):
     """
 
     granularity: ClassVar[Granularity] = "batch"
-    changes_rows: ClassVar[bool] = False
+    fresh: ClassVar[tuple[str, ...]] = ()
     role_uses: ClassVar[dict[str, RoleUse]] = {}
     states: ClassVar[Mapping[str, State[Any]]] = {}
     _signature: ClassVar[Signature]
@@ -127,6 +130,10 @@ class Operator(Spec):
     def rows_factor(self) -> int:
         """How many rows go out for every row that comes in."""
         return 1
+
+    def makes(self, axis: str) -> bool:
+        """Whether it makes an axis anew that it also reads."""
+        return axis in self.fresh or (axis == "sequence" and not {"prompt", "response"}.isdisjoint(self.fresh))
 
     @property
     def row_divisors(self) -> Mapping[str, int]:
@@ -296,8 +303,8 @@ def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: s
             f"{where}.granularity is {cls.granularity!r}; expected one of "
             f"{', '.join(map(repr, typing.get_args(Granularity)))}: what an executor may split the rows by."
         )
-    if not isinstance(cls.changes_rows, bool):
-        raise DefinitionError(f"{where}.changes_rows is {cls.changes_rows!r}; expected True or False.")
+    if not isinstance(cls.fresh, tuple) or not all(isinstance(axis, str) for axis in cls.fresh):
+        raise DefinitionError(f"{where}.fresh is {cls.fresh!r}; expected axes that it makes anew, such as ('batch',).")
     ports = cls._signature.ports if hasattr(cls, "_signature") else {}
     if both := next((name for name in ports if name in fields or name in cls.states), None):
         raise DefinitionError(
@@ -308,6 +315,13 @@ def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: s
         raise DefinitionError(
             f"{where}.__call__ takes the columns of its loss, and there is no field of that name; declare one: "
             f"`loss: Loss = PPOClip()`."
+        )
+    outputs = cls._signature.outputs.values() if ports else ()
+    axes = {axis for written in outputs if isinstance(written, ColumnType) for axis in written.axes}
+    if ports and (unwritten := [axis for axis in cls.fresh if axis not in axes]):
+        raise DefinitionError(
+            f"{where}.fresh names {unwritten[0]!r}, which is no axis of what it writes; expected some of "
+            f"{', '.join(sorted(axes)) or 'none'}."
         )
     columns = {place.name for port in ports.values() for place in port.fields}
     if not isinstance(cls.whole, frozenset) or (ports and not cls.whole <= columns):

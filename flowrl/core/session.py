@@ -292,12 +292,12 @@ class _Layout:
         self.record, self.outputs = signature.output_record, tuple(signature.outputs)
         self.checks = tuple((name, Check(name, wanted)) for name, wanted in signature.outputs.items())
         self.takes = {place: Check(place, wanted) for place, wanted in signature.fields.items()}
-        # Where the size of each axis is seen; rows that are made anew have no size before the call.
+        # Where the size of each axis is seen; one that is made anew has no size before the call.
         self.axes: dict[str, tuple[PortField, int]] = {}
         for port in sorted(signature.ports.values(), key=lambda port: port.optional):
             for place, wanted in port.fields.items():
-                for dimension, axis in enumerate(wanted.axes if isinstance(wanted, ColumnType) else ()):
-                    if not (axis == "batch" and operator.changes_rows):
+                for dimension, axis in enumerate(wanted.here if isinstance(wanted, ColumnType) else ()):
+                    if not operator.makes(axis):
                         self.axes.setdefault(axis, (place, dimension))
 
 
@@ -344,7 +344,7 @@ class Check:
         self._name, self._wanted = name, wanted
         self._cls: Final[type | None] = wanted.cls if isinstance(wanted, ValueType) else None
         self._dtype = None if isinstance(wanted, ValueType) else _dtype(wanted.dtype)
-        self._axes = () if isinstance(wanted, ValueType) else wanted.axes
+        self._axes = () if isinstance(wanted, ValueType) else wanted.here
 
     def __call__(self, node: str, value: Any, sizes: dict[str, int], verb: str) -> None:
         """Check class, or dtype and shape; sizes of axes that are not known yet are entered in `sizes`.
@@ -374,9 +374,10 @@ class Check:
             self._refuse(node, verb, f"of the shape {tuple(shape)}; expected {len(self._axes)} axes: {axes}.")
         for axis, size in zip(self._axes, shape, strict=True):
             if sizes.setdefault(axis, size) != size:
+                mend = f", or that {node} makes it anew: fresh: ClassVar = ({axis!r},)" if verb == "declares" else ""
                 raise PortError(
                     f"{node}.{self._name} has the shape {tuple(shape)}, so its {axis} axis is {size} long, but other "
-                    f"columns of this call have {sizes[axis]}; expected one length for all."
+                    f"columns of this call have {sizes[axis]}; expected one length for all{mend}."
                 )
 
     def _refuse(self, node: str, verb: str, found: str) -> None:

@@ -216,10 +216,11 @@ class RayRunner:
     def _rows(self, task: Task, ranks: int) -> list[Array | None]:
         """The rows of each rank, in ascending order; None where all run on all."""
         operator = task.node.operator
-        columns = [place for place, wanted in operator.signature.fields.items() if isinstance(wanted, ColumnType)]
+        fields = operator.signature.fields.items()
+        columns = [place for place, wanted in fields if isinstance(wanted, ColumnType) and wanted.on_batch]
         columns = [place for place in columns if place in task.inputs]
         # Rows that a node makes anew are in its own order, which parts of them would not be.
-        if ranks == 1 or not columns or operator.changes_rows:
+        if ranks == 1 or not columns or operator.makes("batch"):
             return [None] * ranks
         if operator.granularity == "batch":
             return rows_of_ranks(task, ranks)

@@ -190,13 +190,15 @@ def blank(column: ColumnType, rows: int) -> Tensor | np.ndarray[Any, Any]:
 
 def _rows(task: Task) -> int:
     """How many rows an instance is given."""
-    return next((held.number for held in task.inputs.values() if isinstance(held, Rows)), 0)
+    fields = task.node.operator.signature.fields
+    held = (task.inputs[place] for place in task.inputs if getattr(fields[place], "on_batch", False))
+    return next((one.number for one in held if isinstance(one, Rows)), 0)
 
 
 def _shares(task: Task, rows: int, ranks: int) -> list[Counts | None]:
     """The rows of each rank; None is all. Groups are split here, since nobody knows which row is of which."""
     operator = task.node.operator
-    if ranks == 1 or operator.changes_rows or not rows:
+    if ranks == 1 or operator.makes("batch") or not rows:
         return [None] * ranks
     if operator.granularity == "batch":
         return rows_of_ranks(task, ranks)

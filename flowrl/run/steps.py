@@ -84,7 +84,7 @@ class NodeInfo:
         slots: that it takes while it runs.
         inputs: of each port field, the node that writes it, and the output.
         columns: of its outputs, those that are columns.
-        read, written: the row axis of what it reads and of what it writes; None where these are no columns.
+        read, written: the row axis that it works on, and that of what it writes; None where these are no columns.
         waits, frees: see `Schedule`.
         readers: how many nodes read what it writes.
     """
@@ -418,8 +418,10 @@ _EMPTY = DataProto({})
 
 
 def _row_axes(graph: Graph, node: Node) -> tuple[str | None, str | None]:
-    """The row axis of what a node reads, and of what it writes; None where these are no columns."""
-    read = (graph.types[edge].axes for edge in node.inputs.values())
+    """The row axis that a node works on, and that of what it writes; None where these are no columns."""
+    fields = node.operator.signature.fields
+    on_batch = (edge for field, edge in node.inputs.items() if getattr(fields[field], "on_batch", False))
+    read = (graph.types[edge].axes for edge in on_batch)
     written = (graph.types[Edge(node.name, output)].axes for output in node.operator.signature.outputs)
     first, second = (next((axes[0] for axes in side if axes), None) for side in (read, written))
     return first, second

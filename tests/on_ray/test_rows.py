@@ -1,0 +1,78 @@
+"""Rows and axes that operators make anew, on Ray: what several ranks compute is what one process does, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from flowrl import Operator, PromptBatch, algorithm
+from flowrl import columns as c
+from flowrl.columns import Rows, Widths
+from flowrl.core.protocols import Scorer
+from flowrl.core.roles import Reads, Role
+from flowrl.data.dataproto import DataProto
+from flowrl.distributed.place import Split
+from flowrl.operators import Generate, GroupAdvantage, OldLogProb, Repeat, Reward, Sync, UpdateActor
+from flowrl.records import RolloutBatch, Sequences
+from tests.jobs import prompt_batch, rollout_batch
+from tests.on_ray.leftovers import leaves_nothing, process_ids
+from tests.on_ray.test_runner import refuse_difference, run
+from tests.on_ray.toys import toy_job
+from tests.rewards import digits
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+
+class Longer(Operator):
+    """Of two answers to a prompt, the longer."""
+
+    fresh: ClassVar[tuple[str, ...]] = ("response",)
+
+    def __call__(self, first: RolloutBatch, second: Widths[RolloutBatch, "second"]) -> RolloutBatch:
+        one, other = (DataProto(batch._asdict()) for batch in (first, second))
+        longer = second.response_mask.sum(1) > first.response_mask.sum(1)
+        rows = [len(one) + row if later else row for row, later in enumerate(longer.tolist())]
+        return DataProto.concat([one, other])[rows].to_record(RolloutBatch)
+
+
+class Demos(Operator):
+    """Two rows that are wider than any answer."""
+
+    fresh: ClassVar[tuple[str, ...]] = ("batch", "prompt")
+
+    def __call__(self, prompts: c.Prompts) -> RolloutBatch:
+        return rollout_batch(prompt_batch([[7, 8, 9], [7]]), [[8] * 9, [30] * 4])
+
+
+class Beside(Operator):
+    """Reference log-probs, each less the mean of the demonstrations', which every rank has to see whole."""
+
+    granularity = "row"
+    ref: Reads[Scorer] = Role("ref")
+
+    def __call__(self, rollout: Sequences, demos: Rows[Sequences, "demo"]) -> c.RefLogProbs:
+        theirs = self.ref.log_probs(demos).double().sum() / len(demos.input_ids)
+        return (self.ref.log_probs(rollout) - float(theirs)) * rollout.response_mask
+
+
+@algorithm
+def axes(batch: PromptBatch) -> Any:
+    prompts = Repeat(3)(batch)
+    second = Generate(max_new_tokens=9).named("second")(prompts)
+    rollout = Longer()(Generate(max_new_tokens=4)(prompts), second)
+    beside = Beside()(rollout, Demos()(batch.prompts))
+    advantages = GroupAdvantage()(Reward(digits)(rollout, prompts), rollout.response_mask, prompts.uid)
+    return Sync()(UpdateActor(mini_batch=3)(rollout, OldLogProb()(rollout), advantages)), beside
+
+
+def test_axes_that_are_made_anew_give_the_bits_of_one_process(tiny: str, tmp_path: Path) -> None:
+    graph = axes()
+    keep = tuple(graph.nodes)
+    with toy_job(graph, tmp_path / "local", tiny).open(seed=3) as executor:
+        local = run(executor, 4, 2, keep)
+    ranks = {"actor": 2, "ref": 2, "rollout": 2}
+    with leaves_nothing() as processes, toy_job(graph, tmp_path / "ray", tiny, ranks, Split(2, 2)).open(3) as executor:
+        processes += process_ids(executor).values()
+        refuse_difference(local, run(executor, 4, 2, keep))
