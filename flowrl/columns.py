@@ -240,6 +240,9 @@ Temperature = Annotated[Float32[Tensor, "batch"], Column("temperature", "tempera
 """The temperature that a row was sampled at; it travels with the row to every log-prob that is taken of it."""
 PolicyVersion = Annotated[Int64[Tensor, "batch"], Column("policy_version", "version", -1)]
 
+Kept = Annotated[Bool[Tensor, "batch"], Column("kept", "kept", pad=False)]
+"""Whether a row is let through a `Filter` or a `Collect`."""
+
 Uid = Annotated[Shaped[np.ndarray, "batch"], Column("uid", "group")]
 RowId = Annotated[Shaped[np.ndarray, "batch"], Column("row_id", "row id")]
 DataSource = Annotated[Shaped[np.ndarray, "batch"], Column("data_source", "source name")]

@@ -12,6 +12,7 @@ from flowrl.operators.objective import KLLoss
 from flowrl.operators.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, KLCov, PPOClip, Reinforce
 from flowrl.operators.preferences import DPO, NLL
 from flowrl.operators.reward.operator import Reward
+from flowrl.operators.rows import Filter, Length, Spread
 from flowrl.operators.update import Sync, UpdateActor, UpdateCritic
 from flowrl.operators.value_losses import ValueClip, ValueHuber
 
@@ -27,12 +28,14 @@ __all__ = [
     "SAPO",
     "AdaptiveKL",
     "DecoupledGAE",
+    "Filter",
     "GPGAdvantage",
     "Generate",
     "GroupAdvantage",
     "KLCov",
     "KLLoss",
     "KLShape",
+    "Length",
     "Mismatch",
     "OPOAdvantage",
     "OldLogProb",
@@ -45,6 +48,7 @@ __all__ = [
     "ReturnToGo",
     "Reward",
     "RolloutCorrection",
+    "Spread",
     "Sync",
     "UpdateActor",
     "UpdateCritic",

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from flowrl.core.graph import Graph, Node, refuse_no_graph
 from flowrl.core.graph_io import compact_inputs, encode
 from flowrl.data.record_types import accepts
-from flowrl.spec import Spec, non_default
+from flowrl.spec import Spec, non_default, shown
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = 
 
 def _parameters(node: Node) -> dict[str, Any]:
     encoded = encode(node.operator, node.name, portable=False)
-    return {"operator": encoded["$type"], **{name: value for name, value in encoded.items() if name != "$type"}}
+    return {"operator": encoded["$type"], **{name: encoded[name] for name in shown(node.operator)}}
 
 
 def backend_changes(role: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Self
 import networkx as nx
 
 from flowrl.core.backend import members, refuse_unfit
+from flowrl.core.gate import ROWS, Gate
 from flowrl.core.inference import infer
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField, Signature
@@ -128,6 +129,55 @@ def refuse_no_graph(given: object) -> None:
     raise GraphError(f"a {type(given).__name__} is not a graph; expected a Graph: {graph}.")
 
 
+def settled(nodes: Mapping[str, Node], sinks: Sequence[str]) -> Mapping[str, Node]:
+    """The nodes that the sinks reach, with gates that let through just what is read behind them: each column under its
+    own name where one of that name passes, else under those of its source and of itself. Without gates, all nodes."""
+    if not any(isinstance(node.operator, Gate) for node in nodes.values()):
+        return nodes
+    read = _read_of_gates(nodes, sinks)
+    gates: dict[str, dict[str, str]] = {}  # by gate, the new names of what passes
+    for name, node in nodes.items():
+        if isinstance(node.operator, Gate):
+            passes = {o: node.inputs[PortField(ROWS, o)] for o in node.operator.columns if o in read.get(name, ())}
+            plain = [edge.output for edge in passes.values()]
+            gates[name] = {o: e.output if plain.count(e.output) == 1 else str(e) for o, e in passes.items()}
+
+    def moved(edge: Edge) -> Edge:
+        return edge._replace(output=gates.get(edge.node, {}).get(edge.output, edge.output))
+
+    changed = {}
+    for name, node in nodes.items():
+        if name not in read:
+            continue
+        operator, inputs = node.operator, node.inputs
+        if isinstance(operator, Gate):
+            new = gates[name]
+            order = sorted(new, key=new.__getitem__)
+            operator = operator.passing({new[o]: operator.columns[o] for o in order})
+            kept = {field: edge for field, edge in inputs.items() if field.port != ROWS}
+            inputs = kept | {PortField(ROWS, new[o]): inputs[PortField(ROWS, o)] for o in order}
+        changed[name] = replace(node, operator=operator, inputs={field: moved(edge) for field, edge in inputs.items()})
+    return changed
+
+
+def _read_of_gates(nodes: Mapping[str, Node], sinks: Sequence[str]) -> dict[str, set[str]]:
+    """By node, the outputs that are read on the way to the sinks; of gates that are sinks, all."""
+    read: dict[str, set[str]] = {}
+    ends = [sink for sink in sinks if isinstance(sink, str) and sink in nodes]
+    for sink in ends:
+        read.setdefault(sink, set()).update(nodes[sink].operator.signature.outputs)
+    while ends:
+        node = nodes[ends.pop()]
+        for end, edge in node.inputs.items():
+            passes = isinstance(node.operator, Gate) and end.port == ROWS
+            if edge.node in nodes and not (passes and end.field not in read[node.name]):
+                known = read.setdefault(edge.node, set())
+                if edge.output not in known:
+                    known.add(edge.output)
+                    ends.append(edge.node)
+    return read
+
+
 def refuse_misdeclared(name: str, said: Operator) -> None:
     """Raise a `GraphError` for what an operator says of itself and rules could not read."""
     optional = [port.name for port in said.signature.ports.values() if port.optional]
@@ -176,7 +226,7 @@ class Graph:
         lag: int = 0,
         bindings: Mapping[str, Any] | None = None,
     ) -> Self:
-        """A graph of those of `nodes` that `sinks` reach, checked.
+        """A graph of those of `nodes` that `sinks` reach, checked. Through its gates pass the columns that are read.
 
         Raises:
             GraphError: no name, no sink, an edge from nowhere, a cycle (which is named), or a lag without a back-edge.
@@ -187,6 +237,7 @@ class Graph:
                 f"{name!r} is no name of a graph; expected letters, digits, spaces and any of _.+- (it names pictures "
                 f"and folders), such as 'grpo'."
             )
+        nodes = settled(nodes, sinks)
         data: nx.DiGraph[str] = nx.DiGraph()
         for position, node in enumerate(nodes.values()):
             data.add_node(node.name, position=position)

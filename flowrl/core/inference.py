@@ -81,6 +81,8 @@ def _refuse_recut(name: str, operator: Operator, binding: Binding) -> None:
     for output, type in operator.signature.outputs.items():
         if not isinstance(type, ColumnType) or not (operator.makes("batch") or type.kind == "tokens"):
             continue
+        if type.own is not None:  # it is as wide as the column that it is made of
+            continue
         for axis in type.axes[1:]:
             met = {b.identity: b for here, b in binding.items() if here.rpartition(".")[2] == axis}
             if axis in binding and len(met) > 1 and not operator.makes(axis):
@@ -88,8 +90,8 @@ def _refuse_recut(name: str, operator: Operator, binding: Binding) -> None:
                 said = (*operator.fresh, axis)
                 raise PortError(
                     f"{name}.{output} would be as wide as {name}.{binding[axis].field}, but {name} joins {axis} axes "
-                    f"of several widths, those of {found}; let {type(operator).__name__} say that it makes the axis "
-                    f"anew: fresh: ClassVar = {said}."
+                    f"of several widths, those of {found}; let {operator.__class__.__name__} say that it makes the "
+                    f"axis anew: fresh: ClassVar = {said}."
                 )
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from flowrl.core.gate import Gate
 from flowrl.core.graph import Graph, Node, Use
 from flowrl.core.protocols import Critic, Rollout, Trainer
 from flowrl.errors import ParameterError, RuleError
@@ -104,6 +105,12 @@ def _read(graph: Graph, name: str, protocol: type) -> set[str]:
     return {u.role for n in _line(graph, name) for u in n.uses if u.mode == "reads" and u.goes_through(protocol)}
 
 
+def _last_gate(graph: Graph, name: str) -> Gate | None:
+    """The gate through which the rows of a node came last; None where all come that were drawn."""
+    line = [graph[other].operator for other in graph.nodes if other in graph.ancestors(name)]
+    return next((operator for operator in reversed(line) if isinstance(operator, Gate)), None)
+
+
 def _rows_per_prompt(graph: Graph, name: str) -> int:
     """How many rows reach the node for every prompt of the step."""
     return math.prod(graph[ancestor].operator.rows_factor for ancestor in graph.ancestors(name))
@@ -165,14 +172,25 @@ def _divides(graph: Graph, prompts: int | None) -> Findings:
     if prompts is None:
         return
     for node in graph.nodes.values():
-        rows = prompts * _rows_per_prompt(graph, node.name)
+        gate = _last_gate(graph, node.name)
+        filled = prompts if gate is None else gate.fills
         for field, size in node.operator.row_divisors.items():
+            if gate is not None and filled is None:
+                yield (
+                    node.name,
+                    f"{field}={size} must divide the rows of a step, and nobody knows how many {gate.name} lets "
+                    f"through; expected {field}=None, which takes all at once, or in the place of {gate.name} a "
+                    f"Collect, which fills up: edit(replace={{'{gate.name}': Collect(...)}}).",
+                )
+            if filled is None:
+                continue
+            rows = filled * _rows_per_prompt(graph, node.name)
             if rows % size:
                 fitting = max(d for d in range(1, min(size, rows) + 1) if rows % d == 0)
                 yield (
                     node.name,
-                    f"{field}={size} does not divide the {rows} rows of a step ({prompts} prompts x "
-                    f"{rows // prompts}); expected a divisor, such as {field}={fitting}.",
+                    f"{field}={size} does not divide the {rows} rows of a step ({filled} prompts x "
+                    f"{rows // filled}); expected a divisor, such as {field}={fitting}.",
                 )
 
 

@@ -19,7 +19,7 @@ from flowrl.core.graph import Graph, Input, Node
 from flowrl.core.plan import state_edges
 from flowrl.core.ports import snake_case
 from flowrl.draw.colours import colours
-from flowrl.spec import Spec, non_default, parameters
+from flowrl.spec import Spec, non_default, shown
 
 Mark = Literal["", "added", "removed", "changed"]
 
@@ -130,7 +130,7 @@ def _marked_box(diff: Diff, node: Node) -> Box:
     old, new = diff.before[node.name].operator, node.operator
     details = _details(node)
     if type(old) is type(new):
-        pairs = ((name, value, getattr(new, name)) for name, value in parameters(old).items())
+        pairs = ((name, value, getattr(new, name)) for name, value in shown(old).items())
         details = [f"{name}: {format_value(a)} → {format_value(b)}" for name, a, b in pairs if a != b]
     return _box(node, details, "changed")
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from flowrl.core.edit import edit
+from flowrl.core.gating import gates_of
 from flowrl.core.graph import Graph
 from flowrl.core.plan import Plan
 from flowrl.data.keys import Key
@@ -24,7 +25,8 @@ from flowrl.spec import Spec
 class Validation(Spec):
     """Every few steps, and before the first, the job's engines answer held-out prompts.
 
-    The graph of a validation is the job's own graph up to `until`, with `changes` applied.
+    The graph of a validation is the job's own graph up to `until`, with `changes` applied. What lets only some rows
+    through (`Filter`, `Collect`) is left out, so that all held-out prompts count.
 
     Args:
         data: the held-out prompts.
@@ -46,12 +48,13 @@ class Validation(Spec):
     goal: float | None = Field(default=None, allow_inf_nan=False)
 
     def graph(self, graph: Graph) -> Graph:
-        """The graph of the validation, as an edit of `graph`.
+        """The graph of the validation, as an edit of `graph`: without its gates, since every prompt counts.
 
         Raises:
             GraphError: a change names a node or parameter that is not there.
         """
-        return edit(graph.subgraph(self.until), set=self.changes)
+        part = graph.subgraph(self.until)
+        return edit(part, drop=gates_of(part), set=self.changes)
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
         """Whether these metrics, of it or of another validation, reach its goal after the first step."""

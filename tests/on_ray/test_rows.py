@@ -7,14 +7,26 @@ from typing import Any, ClassVar
 
 import pytest
 
-from flowrl import Operator, PromptBatch, algorithm
+from flowrl import After, Operator, PromptBatch, algorithm
 from flowrl import columns as c
 from flowrl.columns import Rows, Widths
 from flowrl.core.protocols import Scorer
 from flowrl.core.roles import Reads, Role
 from flowrl.data.dataproto import DataProto
 from flowrl.distributed.place import Split
-from flowrl.operators import Generate, GroupAdvantage, OldLogProb, Repeat, Reward, Sync, UpdateActor
+from flowrl.graphs import grpo
+from flowrl.operators import (
+    Filter,
+    Generate,
+    GroupAdvantage,
+    Length,
+    OldLogProb,
+    Repeat,
+    Reward,
+    Spread,
+    Sync,
+    UpdateActor,
+)
 from flowrl.records import RolloutBatch, Sequences
 from tests.jobs import prompt_batch, rollout_batch
 from tests.on_ray.leftovers import leaves_nothing, process_ids
@@ -76,3 +88,21 @@ def test_axes_that_are_made_anew_give_the_bits_of_one_process(tiny: str, tmp_pat
     with leaves_nothing() as processes, toy_job(graph, tmp_path / "ray", tiny, ranks, Split(2, 2)).open(3) as executor:
         processes += process_ids(executor).values()
         refuse_difference(local, run(executor, 4, 2, keep))
+
+
+def test_what_passes_a_filter_is_the_same_and_shared_out_unevenly(tiny: str, tmp_path: Path) -> None:
+    """Groups of one score go, and short rows of the others; ranks share what is left."""
+    graph = grpo(digits, n=3, max_new_tokens=6).edit(
+        insert={"long": After("generate", Filter(Length(least=3))), "spread": After("reward", Filter(Spread(0.1)))}
+    )
+    keep = tuple(graph.nodes)
+    with toy_job(graph, tmp_path / "local", tiny).open(seed=3) as executor:
+        local = run(executor, 5, 3, keep)
+    kept = [len(result.columns["spread"]) for result in local]
+    assert all(0 < count < 15 for count in kept)
+    assert any(count % 2 for count in kept)
+    assert [result.metrics["spread/kept"].value for result in local] == kept
+    ranks = {"actor": 2, "ref": 2, "rollout": 2}
+    with leaves_nothing() as processes, toy_job(graph, tmp_path / "ray", tiny, ranks, Split(2, 2)).open(3) as executor:
+        processes += process_ids(executor).values()
+        refuse_difference(local, run(executor, 5, 3, keep))
