@@ -12,7 +12,7 @@ from flowrl.operators.objective import KLLoss
 from flowrl.operators.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, KLCov, PPOClip, Reinforce
 from flowrl.operators.preferences import DPO, NLL
 from flowrl.operators.reward.operator import Reward
-from flowrl.operators.rows import Filter, Length, Spread
+from flowrl.operators.rows import Collect, Filter, Length, Spread
 from flowrl.operators.update import Sync, UpdateActor, UpdateCritic
 from flowrl.operators.value_losses import ValueClip, ValueHuber
 
@@ -27,6 +27,7 @@ __all__ = [
     "NLL",
     "SAPO",
     "AdaptiveKL",
+    "Collect",
     "DecoupledGAE",
     "Filter",
     "GPGAdvantage",

@@ -1,16 +1,23 @@
-"""Which rows go on: `Filter`, and operators that decide, one bool a row."""
+"""Which rows go on: `Filter` and `Collect`, and operators that decide, one bool a row."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 
-from flowrl.columns import Kept, ResponseMask, TokenLevelScores, Uid
+from flowrl.columns import Kept, ResponseMask, TokenLevelScores, Uid, lookup
 from flowrl.core.gate import Gate, pick, refuse_none
 from flowrl.core.operator import Granularity, Operator
+from flowrl.core.ports import Port, PortField
 from flowrl.data.metrics import Metrics
+from flowrl.data.record_types import ValueType
+from flowrl.data.rounds import Collected, Round
+from flowrl.errors import DataError
 
 
 class Spread(Operator):
@@ -83,21 +90,135 @@ class Filter(Gate):
         DataError: no row is kept.
     """
 
-    def passed(self, rows: Any, metrics: Metrics, **given: Any) -> Any:
+    def passed(self, rows: Any, metrics: Metrics, round: Round, **given: Any) -> Any:
         """The rows that `keep` keeps."""
         kept = self.kept(metrics, given)
         if not kept.any():
             refuse_none(self, len(kept), "rows")
-        out = type(rows)(*(pick(column, kept) for column in rows))
+        out = {name: pick(getattr(rows, name), kept) for name in self.columns}
         metrics.sum(f"{self.name}/offered", len(kept))
         metrics.sum(f"{self.name}/kept", kept.sum())
         report_scores(out, metrics)
+        return self.record(**out)
+
+
+class Collect(Gate):
+    """Lets groups through, and refills: all that it depends on runs again, on further prompts, for what is missing.
+
+    ``edit(insert={"collect": After("reward", Collect(Spread(), groups=32))})`` turns GRPO into dynamic sampling (Yu et
+    al. 2025, arXiv:2503.14476). A group is the rows of one `uid`; it passes if `keep` keeps all of them. Groups are
+    taken in the order in which they were drawn, so none is preferred because its answers are short. The first round is
+    on the prompts of the step, each later one on as many as are missing; what these draw counts for where the data
+    stands, in checkpoints too.
+
+    Args:
+        keep: an operator that writes one bool a row, such as `Spread` or one of your own.
+        groups: how many are wanted in every step.
+        rounds: how often it may run in a step.
+        short: what to do where the rounds are over and groups are missing: ``"error"``; ``"train"`` on those that there
+            are; or ``"repeat"`` these, in their order, under ids of their own.
+
+    Reads:
+        what `keep` reads; `uid`; and all that passes.
+
+    Returns:
+        what passes. Metrics, in groups: ``<node>/offered``, ``<node>/kept``, ``<node>/surplus`` (passed, and not needed
+        any more), ``<node>/repeated``; ``<node>/rounds``; and ``reward/kept_mean`` where scores pass.
+
+    Raises:
+        NodeError: groups are missing after all rounds, and `short` is ``"error"``; or there is none at all.
+    """
+
+    groups: int = Field(ge=1)
+    rounds: int = Field(default=8, ge=1)
+    short: Literal["error", "train", "repeat"] = "error"
+
+    @cached_property
+    def reads(self) -> Mapping[str, Port]:
+        """The ports by which it decides: those of `keep`, and `uid`."""
+        own = super().reads
+        uid = lookup("uid")
+        assert uid is not None
+        return own if "uid" in own else {**own, "uid": Port("uid", {PortField("uid"): uid})}
+
+    @property
+    def values(self) -> Mapping[str, ValueType]:
+        """Which groups it took."""
+        return {"collected": ValueType(Collected)}
+
+    @property
+    def fills(self) -> int | None:
+        """`groups`; 1 where it may be fewer."""
+        return 1 if self.short == "train" else self.groups
+
+    @property
+    def rounds_at_most(self) -> int:
+        """`rounds`."""
+        return self.rounds
+
+    def passed(self, rows: Any, metrics: Metrics, round: Round, **given: Any) -> Any:
+        """Those of this round that are wanted; or, once all are over, what was collected and its repetitions."""
+        if round.sizes:
+            return self._filled(rows, round.sizes, metrics)
+        kept, members = self.kept(metrics, given).tolist(), dict[str, list[int]]()
+        for row, uid in enumerate(given["uid"].tolist()):
+            members.setdefault(uid, []).append(row)
+        good = [group for group in members.values() if all(kept[row] for row in group)]
+        taken = good[: self.groups if round.wanted is None else round.wanted]
+        index = torch.tensor([row for group in taken for row in group], dtype=torch.int64)
+        picked = {name: pick(getattr(rows, name), index) for name in self.columns}
+        sizes = tuple(map(len, taken))
+        metrics.sum(f"{self.name}/offered", len(members))
+        metrics.sum(f"{self.name}/kept", len(taken))
+        metrics.sum(f"{self.name}/surplus", len(good) - len(taken))
+        metrics.sum(f"{self.name}/rounds", 1)
+        report_scores(picked, metrics)
+        out = self.record(**picked, collected=Collected(sizes))
+        if round.wanted is None and self.when_short(sizes) == "repeat":  # by hand: nobody runs it again
+            return self._filled(out, sizes, metrics)
         return out
 
+    def missing(self, sizes: Sequence[int]) -> int:
+        """How many groups are missing of those that are wanted."""
+        return self.groups - len(sizes)
 
-def report_scores(rows: Any, metrics: Metrics) -> None:
+    def when_short(self, sizes: Sequence[int]) -> str:
+        """What to do about groups that are missing once the rounds are over: ``""``, ``"train"`` or ``"repeat"``.
+
+        Raises:
+            DataError: it is an error, or there is none at all.
+        """
+        if not self.missing(sizes):
+            return ""
+        if not sizes:
+            refuse_none(self, self.groups, "groups that are wanted")
+        if self.short == "error":
+            raise DataError(
+                f"{self.name} has {len(sizes)} of {self.groups} groups after all its rounds ({self.rounds}); expected "
+                f"enough that {self.keep!r} keeps: allow more rounds (rounds=), draw more prompts a step, or say what "
+                f"to do then: short='train' or short='repeat'."
+            )
+        return self.short
+
+    def _filled(self, rows: Any, sizes: Sequence[int], metrics: Metrics) -> Any:
+        """All groups, and these again, in their order, until there are enough."""
+        starts = [sum(sizes[:group]) for group in range(len(sizes))]
+        order = [(again % len(sizes), again // len(sizes)) for again in range(self.groups)]
+        index = torch.tensor([starts[g] + i for g, _ in order for i in range(sizes[g])], dtype=torch.int64)
+        times = [time for group, time in order for _ in range(sizes[group])]
+        picked = {name: pick(getattr(rows, name), index) for name in self.columns}
+        for name, column in self.columns.items():
+            if column in ("uid", "row_id"):  # a group of its own, which is its own baseline
+                named = [f"{value}+{time}" if time else value for value, time in zip(picked[name], times, strict=True)]
+                picked[name] = np.array(named, dtype=object)
+        metrics.sum(f"{self.name}/repeated", self.groups - len(sizes))
+        repeated = Collected(tuple(sizes[group] for group, _ in order))
+        return self.record(**picked, collected=repeated)
+
+
+def report_scores(rows: Mapping[str, Any], metrics: Metrics) -> None:
     """Report ``reward/kept_mean`` of what passes, where it has scores: the mean over rows with a token on the mask, as
     ``reward/mean`` is over those that were offered."""
-    if {"token_level_scores", "response_mask"} <= set(rows._fields):
-        live = rows.response_mask.any(-1)
-        metrics.mean("reward/kept_mean", rows.token_level_scores[live].double().sum(), live.sum())
+    if {"token_level_scores", "response_mask"} <= rows.keys():
+        live = rows["response_mask"].any(-1)
+        metrics.mean("reward/kept_mean", rows["token_level_scores"][live].double().sum(), live.sum())

@@ -23,6 +23,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/draw/test_mermaid.py": ("flowrl/draw/picture.py",),
     "tests/draw/test_svg.py": ("flowrl/draw/layout.py",),
     "tests/run/test_costs.py": ("flowrl/run/cost.py",),
+    "tests/run/test_flight.py": ("flowrl/run/nodes.py",),
     "tests/run/test_local.py": ("flowrl/run/runner.py",),
     "tests/sync/test_stream.py": ("flowrl/sync/group.py", "flowrl/sync/received.py"),
     "tests/on_ray/test_cluster.py": ("flowrl/distributed/cluster.py", "flowrl/distributed/slots.py"),

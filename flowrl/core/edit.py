@@ -142,7 +142,7 @@ def _wires_of(
             continue
         field, edge = PortField.parse(port), Edge.parse(source)
         edge = edge._replace(node=new_names.get(edge.node, edge.node))
-        if field not in (known := gate.keep.signature.fields):
+        if field not in (known := gate.passing({}).signature.fields):
             raise GraphError(
                 f"wire={{{end!r}: ...}} does not name a port; {offer(port, map(str, known), f'{name} has')}"
             )

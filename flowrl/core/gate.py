@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -24,7 +24,8 @@ from flowrl.core.ports import Port, PortField, Signature
 from flowrl.core.session import Call
 from flowrl.core.symbols import Symbol
 from flowrl.data.metrics import Metrics
-from flowrl.data.record_types import accepts, column_fields
+from flowrl.data.record_types import FieldType, ValueType, accepts, column_fields
+from flowrl.data.rounds import Round
 from flowrl.errors import DataError, PortError
 
 ROWS = "rows"
@@ -79,7 +80,7 @@ class Gate(_Called, Operator):
                 f"{keep.name} {'asks an engine' if keep.role_uses else 'keeps state'}, which belongs into a node of "
                 f"its own: let that node write a column, and keep by the column"
             )
-        if taken := {ROWS, "metrics"} & keep.signature.ports.keys():
+        if taken := {ROWS, "metrics", "round"} & keep.signature.ports.keys():
             raise ValueError(f"{keep.name} has a port {taken.pop()!r}, as every gate has; give it another name")
         return keep
 
@@ -90,11 +91,28 @@ class Gate(_Called, Operator):
         types = {
             name: dataclasses.replace(_type(column), own=Own(name, rows=False)) for name, column in self.columns.items()
         }
-        ports, record = dict(own.ports), _passing(tuple(types))
+        ports = dict(self.reads)
         if types:
-            ports[ROWS] = Port(ROWS, {PortField(ROWS, name): type for name, type in types.items()}, record)
-        injected = {name: cls for name, cls in own.injected.items() if cls is not Metrics}
-        return Signature(ports, {**injected, "metrics": Metrics}, types, record)
+            fields = {PortField(ROWS, name): type for name, type in types.items()}
+            ports[ROWS] = Port(ROWS, fields, _passing(tuple(types)))
+        outputs: dict[str, FieldType] = {**types, **self.values}
+        injected = {**own.injected, "metrics": Metrics, "round": Round}
+        return Signature(ports, injected, outputs, _passing(tuple(outputs)))
+
+    def record(self, **written: Any) -> Any:
+        """What it returns: the columns that pass, and `values`, by output."""
+        made: Any = self.signature.output_record
+        return made(**written)
+
+    @cached_property
+    def reads(self) -> Mapping[str, Port]:
+        """The ports by which it decides: those of `keep`."""
+        return self.keep.signature.ports
+
+    @property
+    def values(self) -> Mapping[str, ValueType]:
+        """What it writes besides what passes."""
+        return {}
 
     @property
     def effects(self) -> frozenset[str]:
@@ -103,8 +121,29 @@ class Gate(_Called, Operator):
 
     @property
     def fills(self) -> int | None:
-        """How many prompts the rows are of that come out; None where that is not known before it runs."""
+        """The rows that come out are those of a multiple of so many prompts; None where nobody knows beforehand."""
         return None
+
+    @property
+    def rounds_at_most(self) -> int:
+        """How often all that it depends on may run in a step, each time on further prompts."""
+        return 1
+
+    def missing(self, sizes: Sequence[int]) -> int:
+        """How many groups are missing still, where it collects.
+
+        Args:
+            sizes: of the groups that it has, in rows.
+        """
+        return 0
+
+    def when_short(self, sizes: Sequence[int]) -> str:
+        """What to do where all rounds are over: ``"repeat"`` runs it once more, on what was collected.
+
+        Raises:
+            DataError: groups are missing, and that is an error.
+        """
+        return ""
 
     def wants(self) -> Mapping[str, bool]:
         return self.keep.wants()
@@ -113,8 +152,14 @@ class Gate(_Called, Operator):
         """The same gate, with these columns by output."""
         return dataclasses.replace(self, columns=columns).named(self.name)
 
-    def passed(self, rows: Any, metrics: Metrics, **given: Any) -> Any:
-        """What is let through, as the record that `rows` is."""
+    def passed(self, rows: Any, metrics: Metrics, round: Round, **given: Any) -> Any:
+        """What is let through of `rows`, and `values`.
+
+        Args:
+            rows: a record of the columns.
+            metrics, round: injected.
+            given: by port of `reads`, its column or record; and what is injected into `keep`.
+        """
         raise NotImplementedError(f"{type(self).__name__} is a gate that does not say what passes.")
 
     def kept(self, metrics: Metrics, given: Mapping[str, Any]) -> Tensor:
@@ -184,7 +229,7 @@ class Gate(_Called, Operator):
         """For each field of the ports of `keep`, what it reads of what is given."""
         found: dict[PortField, str] = {}
         wants = self.keep.wants()
-        for port in self.keep.signature.ports.values():
+        for port in self.reads.values():
             if wants.get(port.name) is False or (port.optional and not wants.get(port.name)):
                 continue
             for place, wanted in port.fields.items():

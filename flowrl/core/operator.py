@@ -38,6 +38,7 @@ from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import located
+from flowrl.data.rounds import ONLY, Round
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError
 from flowrl.spec import Spec, defining_frame, where_defined
 
@@ -224,6 +225,8 @@ class Operator(Spec):
             return Metrics()
         if cls is Share:
             return None  # whoever calls by hand passes all rows
+        if cls is Round:
+            return ONLY
         raise BindError(
             f"{self.name} draws random numbers, and no job is active to derive its key; call it inside "
             f"`with job.eager():`, or pass {name}=Key.of(seed)."

@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import networkx as nx
 
+from flowrl.core.gate import Gate
+from flowrl.core.gating import gates_of
 from flowrl.core.graph import Graph, Node
 from flowrl.errors import GraphError
 
@@ -25,6 +28,10 @@ class StateEdge:
     before: str
     after: str
     role: str
+
+
+def _gate(graph: Graph, name: str) -> Gate:
+    return cast(Gate, graph[name].operator)
 
 
 def state_edges(graph: Graph) -> list[StateEdge]:
@@ -57,6 +64,7 @@ class Plan:
         Raises:
             GraphError: together they form a cycle, so no order keeps all weights as their readers expect them.
         """
+        _ = self.region  # refused here, if it cannot run twice
         network: nx.DiGraph[str] = nx.DiGraph(self.graph.network)
         network.add_edges_from((edge.before, edge.after) for edge in self.state_edges)
         if not nx.is_directed_acyclic_graph(network):
@@ -74,6 +82,52 @@ class Plan:
         position = {name: i for i, name in enumerate(self.graph.nodes)}
         names = nx.lexicographical_topological_sort(self.network, key=position.__getitem__)
         return [self.graph[name] for name in names if not self.graph[name].is_input]
+
+    @cached_property
+    def collector(self) -> str | None:
+        """The gate that lets a part of the graph run again within a step; None where nothing runs twice.
+
+        Raises:
+            GraphError: that part could not run twice: it writes weights, or something else reads what it makes; or
+                there are two such gates.
+        """
+        found = [name for name in gates_of(self.graph) if _gate(self.graph, name).rounds_at_most > 1]
+        if len(found) > 1:
+            raise GraphError(
+                f"{found[0]} and {found[1]} both run what they depend on again; expected one of them: let the other be "
+                f"a Filter, edit(replace={{'{found[1]}': Filter(...)}})."
+            )
+        for name in found:
+            self._refuse_unrepeatable(name)
+        return next(iter(found), None)
+
+    @cached_property
+    def region(self) -> frozenset[str]:
+        """The nodes that run again: the collector, and all that it depends on, inputs among them."""
+        gate = self.collector
+        return frozenset() if gate is None else frozenset({gate, *self.graph.ancestors(gate)})
+
+    def _refuse_unrepeatable(self, gate: str) -> None:
+        inside = self.graph.ancestors(gate)
+        for name in (node for node in self.graph.nodes if node in inside):
+            if self.graph[name].writes:
+                raise GraphError(
+                    f"{gate} runs {name} again in a step, which writes the weights of {self.graph[name].writes[0]!r}; "
+                    f"expected {gate} before all that trains."
+                )
+        for node in self.graph.nodes.values():
+            crossing = [edge for edge in node.inputs.values() if edge.node in inside]
+            if node.name not in inside and node.name != gate and crossing:
+                raise GraphError(
+                    f"{node.name} reads {crossing[0]}, which {gate} makes in several rounds on other rows than those "
+                    f"that it lets through; expected {node.name} to read what passes, or to come before {gate}: make "
+                    f"what it reads from rows that pass."
+                )
+        if alone := [sink for sink in self.graph.sinks if sink in inside]:
+            raise GraphError(
+                f"{alone[0]} is a sink, and {gate} runs it in several rounds; expected what is returned to come behind "
+                f"{gate}."
+            )
 
     @cached_property
     def waves(self) -> list[list[Node]]:
@@ -117,6 +171,11 @@ class Plan:
                 read = sorted({edge.output for edge in node.inputs.values() if edge.node == source})
                 text = f"from {source}: {', '.join(read)}"
                 lines += textwrap.wrap(text, 120, initial_indent=indent, subsequent_indent=f"{indent}  ")
+        if self.collector is not None:
+            gate, again = _gate(self.graph, self.collector), [n.name for n in self.order if n.name in self.region]
+            times = f"at most {gate.rounds_at_most} times in a step"
+            lines.append(f"{times}, on further prompts, until {self.collector} is full:")
+            lines += textwrap.wrap(", ".join(again), 120, initial_indent="  ", subsequent_indent="  ")
         if self.state_edges:
             lines.append("weights are read before they are written:")
             lines += [f"  {edge.role}: {edge.before} before {edge.after}" for edge in self.state_edges]

@@ -21,12 +21,13 @@ from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import FieldType, hints_of, located, record_columns, value_type
+from flowrl.data.rounds import Round
 from flowrl.errors import DefinitionError, PortError
 
 INJECTED: Any = None
 """Default of a parameter that the runner fills in: ``key: Key``, ``metrics: Metrics``, or ``share: Share | None``."""
 
-INJECTABLE: tuple[type, ...] = (Key, Metrics, Share)
+INJECTABLE: tuple[type, ...] = (Key, Metrics, Share, Round)
 
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from flowrl.data.balance import Share
 from flowrl.data.keys import Key, node_key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import FieldType, ValueType, record_tuple
+from flowrl.data.rounds import ONLY, Round
 from flowrl.errors import BindError, DefinitionError, PortError
 from flowrl.spec import where_defined
 
@@ -53,6 +54,7 @@ class Session:
         self.state: dict[str, Any] = dict(self._given)
         self.metrics: dict[str, Metrics] = {}
         self.share: Share | None = None  # of the node that runs, where several ranks share its rows
+        self.round = ONLY
 
     def engine(self, role: str, asked_by: str) -> Any:
         """The live engine of `role`.
@@ -73,8 +75,9 @@ class Session:
         return self.state[name] if name in self.state else operator.states[field].initial(operator)
 
     def key(self, node: str) -> Key:
-        """The key of a node in this step."""
-        return node_key(self.seed, self.step, node)
+        """The key of a node in this step and round."""
+        key = node_key(self.seed, self.step, node)
+        return key.derive("round", self.round.number) if self.round.number else key
 
     def report(self, node: str, metrics: Metrics) -> None:
         """Keep what a node reported in this step."""
@@ -261,6 +264,8 @@ class Call:
     def _inject(self, cls: type, session: Session) -> Any:
         if cls is Metrics:
             return Metrics()
+        if cls is Round:
+            return session.round
         return session.share if cls is Share else session.key(self._name)
 
 

@@ -24,6 +24,7 @@ from flowrl.core.protocols import Adapted, Sleeper
 from flowrl.core.session import Call, Session
 from flowrl.data.balance import Share
 from flowrl.data.metrics import Metrics
+from flowrl.data.rounds import ONLY, Round
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults import Failure, named
 from flowrl.distributed.meeting import LOOPBACK, c10d, stay_on_loopback, store_at
@@ -33,9 +34,9 @@ from flowrl.errors import SyncError
 from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
 from flowrl.run.local import failure
+from flowrl.run.nodes import lengths_of
 from flowrl.run.place import ProcessSpec
 from flowrl.run.runner import Lengths
-from flowrl.run.steps import lengths_of
 from flowrl.sync.probe import arithmetic
 from flowrl.sync.received import Origin
 from flowrl.sync.route import Seat
@@ -56,6 +57,7 @@ class HostTask:
         rows: which rows to run on; None for all.
         share: what the operator is told of these rows, where several ranks share the batch.
         sources: where the weights of trainers that live elsewhere are to be had, by role.
+        round: of the step.
     """
 
     operator: Operator
@@ -67,6 +69,7 @@ class HostTask:
     rows: Array | None
     share: Share | None = None
     sources: Mapping[str, Export | Ticket] = field(default_factory=dict)
+    round: Round = ONLY
 
 
 @dataclass(frozen=True)
@@ -297,7 +300,7 @@ class Host:
             sources = {role: stack.enter_context(sent.open(rank)) for role, sent in task.sources.items()}
             session = Session({**self.engines, **sources}, task.seed, task.state)
             session.begin_step(task.step or 0)
-            session.share = task.share
+            session.share, session.round = task.share, task.round
             with session.active():
                 _, written = Call(task.operator, session.engine).run_in(session, inputs)
             for source in sources.values():

@@ -9,7 +9,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,9 @@ class RayRunner:
             actor = self.hosts.general if host is None else self.hosts.actors[host]
             share = None if len(hosts) == 1 else _share(rank, len(hosts), rows, task.lengths)
             ref = actor.run.remote(
-                HostTask(operator, task.step, task.seed, task.when, task.state, task.inputs, rows, share, sources)
+                HostTask(
+                    operator, task.step, task.seed, task.when, task.state, task.inputs, rows, share, sources, task.round
+                )
             )
             running.hosts[ref], running.rows[ref] = host, rows
         if delivery:
@@ -206,6 +208,18 @@ class RayRunner:
     def fetch(self, node: Node, output: str, held: list[Piece]) -> Any:
         """A column in the driver; counted as its traffic."""
         return self._fetch(held, column_type(node, output), f"{node.name}, whose outputs are fetched,")
+
+    def join(
+        self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, list[Piece]]]
+    ) -> dict[str, list[Piece]]:
+        """The pieces of all rounds; whoever reads them makes them equally wide."""
+        joined: dict[str, list[Piece]] = {}
+        for output in makers:
+            joined[output] = []
+            for part in parts:
+                before = sum(len(piece.rows) for piece in joined[output])
+                joined[output] += [replace(piece, rows=piece.rows + before) for piece in part[output]]
+        return joined
 
     def _delivery(self, task: Task) -> Delivery | None:
         """Of the weights that an instance carries, if it is a sync."""

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import networkx as nx
 
 from flowrl.core.diff import Diff
+from flowrl.core.gate import Gate
 from flowrl.core.graph import Graph, Input, Node
 from flowrl.core.plan import state_edges
 from flowrl.core.ports import snake_case
@@ -152,6 +153,10 @@ def _arrows(graph: Graph) -> Iterator[Arrow]:
     for edge in state_edges(graph):
         if not nx.has_path(graph.network, edge.before, edge.after):
             yield Arrow(edge.before, edge.after, f"reads {edge.role} first", "state")
+    for node in graph.nodes.values():
+        if isinstance(node.operator, Gate) and node.operator.rounds_at_most > 1:
+            for source in (name for name in graph.inputs if name in graph.ancestors(node.name)):
+                yield Arrow(node.name, source, f"again, at most {node.operator.rounds_at_most} rounds", "back")
     for sync, generate in graph.back_edges:
         yield Arrow(sync, generate, f"lag {graph.lag}" + (" (on-policy)" if graph.lag == 0 else ""), "back")
 

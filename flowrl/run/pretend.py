@@ -111,6 +111,10 @@ class PretendRunner:
         assert isinstance(wanted, ColumnType)
         return blank(wanted, held.number)
 
+    def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Rows]]) -> Mapping[str, Rows]:
+        """As many rows as all rounds have."""
+        return {output: Rows(sum(part[output].number for part in parts)) for output in makers}
+
     def _turn(self, processes: Sequence[ProcessSpec], node: str) -> None:
         """Let some processes have their slots; the driver waits for that."""
         slept, woken = self._turns.take(processes)

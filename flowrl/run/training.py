@@ -29,6 +29,7 @@ from flowrl.errors import BindError, DataError, GraphError, ParameterError, Stor
 from flowrl.records import PromptBatch
 from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.costs import Costs
+from flowrl.run.flight import StepResult
 from flowrl.run.identity import identity_of
 from flowrl.run.job import Job
 from flowrl.run.prediction import predict
@@ -36,7 +37,7 @@ from flowrl.run.report import Reporter
 from flowrl.run.resume import Found, find, tell_changed_prompts
 from flowrl.run.run_folder import RunFolder, jsonable
 from flowrl.run.signals import ended_in_order
-from flowrl.run.steps import StepResult, Steps
+from flowrl.run.steps import Steps
 from flowrl.run.timeline import Summary, Timeline, idle
 from flowrl.run.validation import Validating, Validation
 from flowrl.spec import Spec
@@ -337,7 +338,7 @@ class _Loop:
 
     def _go(self, steps: range) -> None:
         """Run steps, each with the validation and the checkpoint that are due after it."""
-        results = self.steps.run(self._draw, steps, on_node=self._tell_node)
+        results = self.steps.run(self._draw, steps, on_node=self._tell_node, more=self.stream.next)
         for step in steps:
             result = next(results)
             self._enter(step, result, time.perf_counter() - self.started)

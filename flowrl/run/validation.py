@@ -17,7 +17,8 @@ from flowrl.data.keys import Key
 from flowrl.data.prompts import PromptData, PromptStream
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import ParameterError
-from flowrl.run.steps import StepResult, Steps
+from flowrl.run.flight import StepResult
+from flowrl.run.steps import Steps
 from flowrl.run.timeline import Span
 from flowrl.spec import Spec
 

@@ -235,7 +235,7 @@ class Named(Operator):
         (
             lambda: Filter(Length(most=3))(answers()),
             DataError,
-            r"filter lets none of 2 rows through, so nothing is left to train .*; expected Length\(least=1, most=3\) to",
+            r"filter lets none of 2 rows through, so nothing is left .*; expected Length\(least=1, most=3\) to",
         ),
         (
             lambda: Filter(Length())(answers(), uid=np.array([object(), object(), object()], dtype=object)),
