@@ -30,8 +30,8 @@ def gates_of(graph: Graph) -> list[str]:
 def widened(graph: GraphT) -> GraphT:
     """A graph with gates through which all passes that could: so a reader that an edit puts behind one finds what it
     wants."""
-    nodes = dict(graph.nodes)
-    for name in gates_of(graph):
+    gates, nodes = gates_of(graph), dict(graph.nodes)
+    for name in gates:
         node, gate = nodes[name], cast(Gate, nodes[name].operator)
         rows, before = _rows_axis(graph, node), graph.ancestors(name)
         columns, inputs = dict(gate.columns), dict(node.inputs)
@@ -44,7 +44,7 @@ def widened(graph: GraphT) -> GraphT:
                 free = output if output not in columns else str(edge)
                 columns[free], inputs[PortField(ROWS, free)] = type.name, edge
         nodes[name] = replace(node, operator=gate.passing(columns), inputs=inputs)
-    return replace(graph, nodes=MappingProxyType(nodes))
+    return replace(graph, nodes=MappingProxyType(nodes)) if gates else graph
 
 
 def _axis(graph: Graph, edge: Edge) -> str | None:

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl import After, PromptData, Validation
-from flowrl.errors import NodeError
+from flowrl.errors import DataError, NodeError
 from flowrl.graphs import grpo
-from flowrl.operators import Filter, Length, Spread
+from flowrl.operators import Collect, Filter, Length, Spread
 from tests.jobs import column, job_of, write_prompts
+from tests.kernel import answers
 from tests.runs import train
 
 ROWS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.integers(0, 3)), min_size=1)
@@ -77,6 +78,27 @@ def test_no_row_at_all_is_an_error_that_says_what_decided(tiny: str, tmp_path: P
     job = job_of("grpo", tiny, same, n=2).edit(insert={"filter": After("reward", Filter(Spread()))})
     with pytest.raises(NodeError, match=r"filter failed in step 1: DataError: filter lets none of 8 rows through, so"):
         train(job, write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run")
+
+
+def test_collect_by_hand_is_one_round() -> None:
+    """There is nobody who could run it again, so what is missing is missing at once."""
+    rollout = answers(rows=6)
+    mask = torch.arange(4) < torch.tensor([1, 2, 3, 4, 4, 4])[:, None]
+    rollout, uid = rollout._replace(response_mask=mask), column(["a", "a", "b", "b", "c", "c"])
+
+    def collect(groups: int, **settings: Any) -> Any:
+        return Collect(Length(least=3), groups=groups, **settings)(rollout, uid=uid)
+
+    assert collect(1)[1].tolist() == ["b", "b"]  # the first that passes, and whole groups only
+    assert collect(2)[1].tolist() == ["b", "b", "c", "c"]
+    with pytest.raises(
+        DataError, match=r"collect has 2 of 3 groups after all its rounds \(8\); expected enough that Leng"
+    ):
+        collect(3)
+    assert collect(3, short="train")[1].tolist() == ["b", "b", "c", "c"]
+    kept, ids = collect(5, short="repeat")
+    assert ids.tolist() == ["b", "b", "c", "c", "b+1", "b+1", "c+1", "c+1", "b+2", "b+2"]
+    assert torch.equal(kept.response_mask, mask[[2, 3, 4, 5, 2, 3, 4, 5, 2, 3]])
 
 
 def test_a_validation_behind_a_filter_leaves_it_out() -> None:
