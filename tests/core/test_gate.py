@@ -34,6 +34,13 @@ class Answered(Operator):
         return torch.tensor([bool(text) for text in response_text])
 
 
+class Odd(Operator):
+    """Reads what is there on two row axes, and nothing else."""
+
+    def __call__(self, uid: c.Uid) -> c.Kept:
+        return torch.ones(len(uid), dtype=torch.bool)
+
+
 class Half(Operator):
     """Every row with a chance of a half, out of the key."""
 
@@ -120,6 +127,9 @@ def test_what_keep_reads_is_of_the_rows_that_pass_and_may_be_wired() -> None:
     answered = GRPO.edit(insert={"filter": After("generate", Filter(Answered()))})
     assert wires(answered, "filter")["uid"] == "repeat.uid"  # and not that of before Repeat
     assert "reward" in answered.descendants("filter")
+    assert wires(GRPO.edit(insert={"odd": After("generate", Filter(Odd()))}), "odd")["uid"] == "repeat.uid"
+    late = GRPO.edit(insert={"filter": After("group_advantage", Filter(Length()))})
+    assert {"reward", "group_advantage"} <= late.ancestors("filter")
     two = GRPO.edit(
         insert={"second": After("reward", Reward(exact)), "mean": After("reward", LengthPenalty())},
         wire={

@@ -83,7 +83,7 @@ def test_no_row_at_all_is_an_error_that_says_what_decided(tiny: str, tmp_path: P
 def test_collect_by_hand_is_one_round() -> None:
     """There is nobody who could run it again, so what is missing is missing at once."""
     rollout = answers(rows=6)
-    mask = torch.arange(4) < torch.tensor([1, 2, 3, 4, 4, 4])[:, None]
+    mask = torch.arange(4) < torch.tensor([1, 3, 3, 4, 4, 4])[:, None]
     rollout, uid = rollout._replace(response_mask=mask), column(["a", "a", "b", "b", "c", "c"])
 
     def collect(groups: int, **settings: Any) -> Any:
