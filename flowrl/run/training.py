@@ -174,8 +174,8 @@ class Training(Spec):
             found = None
             if self.resume:
                 found = find(folder, checkpoints, described["identity"], self._bindings(), self.steps)
-            folder.describe({"status": "running", **described})
             try:
+                folder.describe({"status": "running", **described})
                 with self.job.open(self.seed) as steps:
                     run = _Loop(self, steps, folder, checkpoints, reporters, described["identity"]).run(found)
                 if seconds and run.metrics:

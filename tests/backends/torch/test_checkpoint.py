@@ -69,9 +69,22 @@ def shortened(path: Path) -> None:
     save_file(held | {"weights.lm_head.weight": held["weights.lm_head.weight"][1:]}, path / PART)
 
 
+def without_axes(number: int) -> Callable[[Path], None]:
+    """A second part, with a tensor that has rows in the other one and no axis in this."""
+
+    def damage(path: Path) -> None:
+        (path / PART).rename(path / f"part-0000{number}-of-00002.safetensors")
+        scalar = {"weights.lm_head.weight": torch.tensor(1.0)}
+        save_file(scalar, path / f"part-0000{3 - number}-of-00002.safetensors")
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
+        (without_axes(1), "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
+        (without_axes(2), "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
         (lambda path: (path / PART).write_bytes(b""), "could not be read"),
         (lambda path: (path / PART).write_bytes((path / PART).read_bytes()[:-1]), "could not be read"),
         (lambda path: (path / PART).write_bytes(b"\xff" * 64), "could not be read"),
