@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -88,7 +89,7 @@ class Costs:
             ParameterError: no number of seconds.
         """
         for node, s in seconds.items():
-            if isinstance(s, bool) or not isinstance(s, int | float) or not 0 <= s < math.inf:
+            if not _is_seconds(s):
                 raise ParameterError(f"given({node}={s!r}): expected seconds, such as given({node}=0.1).")
         nodes = {**self.nodes, **{node: {1: Cost(fixed=s)} for node, s in seconds.items()}}
         noise = [{node: n for node, n in step.items() if node not in seconds} for step in self.noise]
@@ -151,6 +152,10 @@ class Costs:
         return Lengths(tokens, np.concatenate(responses) if responses else None)
 
 
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
 def refuse_no_costs(costs: object) -> None:
     """Raise a `ParameterError` for what are no `Costs`, such as the path of a run."""
     if not isinstance(costs, Costs):
@@ -165,16 +170,17 @@ def _read(folder: Path, imports: bool) -> tuple[int, Place | None, Timeline, dic
             raise DataError(f"{folder} {what}; expected the folder of one that went some steps, such as runs/grpo-001.")
     try:
         described = parse_json((folder / "run.json").read_bytes())
-        prompts, place = described["training"]["prompts"], decode(described["place"], f"the place in {folder / 'run.json'}", imports)
+        prompts = described["training"]["prompts"]
+        place = decode(described["place"], f"the place in {folder / 'run.json'}", imports)
         if not is_count(prompts) or not isinstance(place, Place | None):
             raise ValueError(f"prompts={prompts!r}, place={place!r}")
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(f"{folder / 'run.json'} is not what a run writes there ({error!r}); run it again.") from error
     measured, _ = RunFolder(folder).lines()
     steps: dict[int | None, float] = {int(line["step"]) - 1: line["timing/step"] for line in measured}
-    if odd := [step for step, s in steps.items() if not isinstance(s, int | float) or not math.isfinite(s)]:
+    if odd := [line["step"] for line in measured if not _is_seconds(line["timing/step"])]:
         raise DataError(
-            f"{folder / 'metrics.jsonl'} says no number of seconds (timing/step) for step {odd[0] + 1}; run it again."
+            f"{folder / 'metrics.jsonl'} says no number of seconds (timing/step) for step {odd[0]}; run it again."
         )
     timeline = Timeline.load(folder / "trace.json")
     if not steps or not any(span.kind == "node" for span in timeline.spans):

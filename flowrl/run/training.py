@@ -108,7 +108,7 @@ class Training(Spec):
     def _refuse_unfit(self) -> Self:
         names = [validation.name for validation in self.validations]
         if self.resume and self.folder is None:
-            raise ValueError("resume=True, but no folder says which run; name it: Training(..., folder=...)")
+            raise ValueError("resume=True, but no folder says which run; name it: Training(..., folder=...), --folder")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two validations are named {twice[0]!r}; give one another: Validation(..., name=...)")
         return self
