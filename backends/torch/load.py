@@ -210,8 +210,9 @@ def refuse_no_model(folder: str) -> None:
         BindError: there is no such folder, no ``config.json`` in it, or one that is not a JSON object.
     """
     try:
-        if isinstance(json.loads(Path(folder, "config.json").read_text(encoding="utf-8")), dict):
-            return
+        with open(os.path.join(folder, "config.json"), encoding="utf-8") as config:
+            if isinstance(json.load(config), dict):
+                return
         found = "has a config.json that is not an object"
     except FileNotFoundError:
         found = "has no config.json" if os.path.isdir(folder) else "does not exist"

@@ -49,9 +49,9 @@ class ChatTokenizer:
         try:
             loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # whatever is wrong in the folder's files
-            said = next(iter(str(error).splitlines()), "")
+            first, *_ = [*str(error).splitlines(), ""]
             raise DataError(
-                f"no tokeniser can be loaded from {folder!r} ({type(error).__name__}: {said}); look at its "
+                f"no tokeniser can be loaded from {folder!r} ({type(error).__name__}: {first}); look at its "
                 f"config.json, by which the class is chosen, or write one there by "
                 f"tokenizer.save_pretrained({folder!r})."
             ) from error

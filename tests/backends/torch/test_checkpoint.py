@@ -130,6 +130,15 @@ def test_a_part_is_a_file_of_safetensors(tmp_path: Path) -> None:
         assert found[name].dtype == tensor.dtype and torch.equal(found[name].nan_to_num(-1), tensor.nan_to_num(-1))
 
 
+@pytest.mark.parametrize("length", range(1, 10))
+def test_the_tensors_of_a_part_are_aligned(length: int, tmp_path: Path) -> None:
+    """However long the text is that stands before them, so that a file can be mapped as it is."""
+    checkpoint._write(str(tmp_path / PART), {"x" * length: torch.tensor(1 << 40)})
+    raw = (tmp_path / PART).read_bytes()
+    assert int.from_bytes(raw[:8], "little") % 8 == 0
+    assert int.from_bytes(raw[-8:], "little") == 1 << 40
+
+
 def test_a_part_is_written_with_one_tensor_in_cpu_memory_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
