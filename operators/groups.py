@@ -39,7 +39,7 @@ class Groups:
         size: float64 ``[batch]``, how many live rows the row's group has.
 
     Raises:
-        DataError: a group of one row, a reward off the mask, or shapes that differ.
+        DataError: a group of one row, a uid that is no name, a reward off the mask, or shapes that differ.
     """
 
     def __init__(self, token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray) -> None:
@@ -49,6 +49,8 @@ class Groups:
             raise DataError(
                 f"uid names {len(uid)} rows but token_level_rewards has {len(self.scores)}; pass one uid per row."
             )
+        if odd := next((name for name in uid.tolist() if isinstance(name, list | dict)), None):
+            raise DataError(f"uid holds {odd!r}, which names no group; expected text, the same for rows of one prompt.")
         numbers: dict[object, int] = {}
         index = np.array([numbers.setdefault(name, len(numbers)) for name in uid.tolist()], dtype=np.int64)
         sizes = np.bincount(index, minlength=len(numbers))

@@ -221,6 +221,6 @@ def _show(value: Any) -> str:
     return repr(value)
 
 
-def _short(path: str) -> str:
+def _short(path: object) -> str:
     """``flowrl.operators.advantage:GAE`` -> ``GAE``."""
-    return path.rpartition(":")[2].rpartition(".")[2]
+    return str(path).rpartition(":")[2].rpartition(".")[2]

@@ -274,7 +274,7 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) 
 
 def _part(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     """A part of the data that is read, refused unless it is of `kind`."""
-    if key not in data or not isinstance(data[key], kind):
+    if key not in data or not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
         found = f"has a {type(data[key]).__name__} under {key!r}" if key in data else f"lacks {key!r}"
         raise GraphError(
             f"{where} {found}, so this is not a flowrl graph, or a damaged one; expected a {kind.__name__.lower()} "

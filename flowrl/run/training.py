@@ -109,7 +109,7 @@ class Training(Spec):
     def _refuse_unfit(self) -> Self:
         names = [validation.name for validation in self.validations]
         if self.resume and self.folder is None:
-            raise ValueError("resume=True, but no folder says which run; name it: Training(..., folder=...)")
+            raise ValueError("resume=True, but no folder says which run; name it: Training(..., folder=...), --folder")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two validations are named {twice[0]!r}; give one another: Validation(..., name=...)")
         return self
@@ -175,8 +175,8 @@ class Training(Spec):
             found = None
             if self.resume:
                 found = find(folder, checkpoints, described["identity"], self._bindings(), self.steps)
-            folder.describe({"status": "running", **described})
             try:
+                folder.describe({"status": "running", **described})
                 with self.job.open(self.seed) as steps:
                     run = _Loop(self, steps, folder, checkpoints, reporters, described["identity"]).run(found)
                 if seconds and run.metrics:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flowrl.core.operator import Operator
 from flowrl.errors import DataError, ParameterError
 from flowrl.operators.advantage import GAE, DecoupledGAE, ReturnToGo, Whiten, gae, whiten
 from tests.operators.ragged import masks, numbers
@@ -172,8 +173,11 @@ class TestOperators:
     def test_what_they_need_together(self) -> None:
         assert (GAE.granularity, ReturnToGo.granularity, Whiten.granularity) == ("row", "row", "batch")
 
-    def test_refuse_parameters_out_of_range(self) -> None:
-        with pytest.raises(ParameterError, match="gamma"):
-            GAE(gamma=1.1)
-        with pytest.raises(ParameterError, match="critic_lam"):
-            DecoupledGAE(critic_lam=1.1)
+    @pytest.mark.parametrize("value", [-0.1, 1.1])
+    @pytest.mark.parametrize(
+        ("operator", "name"),
+        [(GAE, "gamma"), (GAE, "lam"), (DecoupledGAE, "gamma"), (DecoupledGAE, "lam"), (DecoupledGAE, "critic_lam")],
+    )
+    def test_refuse_parameters_out_of_range(self, operator: type[Operator], name: str, value: float) -> None:
+        with pytest.raises(ParameterError, match=f"{name}="):
+            operator(**{name: value})
