@@ -3,7 +3,7 @@
 if __name__ != "flowrl.operators":
     raise ImportError(f"{__name__!r} is imported as flowrl.operators; write `from flowrl.operators import ...`.")
 
-from flowrl.operators.advantage import GAE, DecoupledGAE, ReturnToGo, Whiten
+from flowrl.operators.advantage import GAE, DecoupledGAE, ReturnToGo, RowScore, SubtractBaseline, Whiten
 from flowrl.operators.correction import Mismatch, RolloutCorrection
 from flowrl.operators.engines import Generate, OldLogProb, RefLogProb, Repeat, Value
 from flowrl.operators.groups import GPGAdvantage, GroupAdvantage, OPOAdvantage, PassAtKAdvantage, RLOOAdvantage
@@ -45,6 +45,8 @@ __all__ = [
     "ReturnToGo",
     "Reward",
     "RolloutCorrection",
+    "RowScore",
+    "SubtractBaseline",
     "Sync",
     "UpdateActor",
     "UpdateCritic",
