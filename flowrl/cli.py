@@ -139,6 +139,8 @@ def check(
     if prompts is None and isinstance(found, Training):
         prompts = found.prompts
     problems, ends = [str(finding) for finding in graph.check(prompts=prompts)], None
+    for allowance in graph.allowances(prompts=prompts):
+        out.print(str(allowance), markup=False)
     try:
         if not problems and isinstance(found, Job | Training):
             found.refuse_unready()

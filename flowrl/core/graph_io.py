@@ -24,13 +24,14 @@ from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
 from flowrl.core.references import named_source_hash, parse_reference, reference, resolve, source_hash
 from flowrl.core.roles import RoleRef
+from flowrl.core.rules import refuse_no_rules
 from flowrl.core.symbols import Edge
 from flowrl.data.files import write
 from flowrl.errors import GraphError, ParameterError, offer
 from flowrl.spec import Spec, parameters
 
 FORMAT = 1
-KEYS = ("flowrl", "name", "nodes", "sinks", "lag", "bindings")
+KEYS = ("flowrl", "name", "nodes", "sinks", "lag", "bindings", "allow")
 """What a graph is written under."""
 
 GraphT = TypeVar("GraphT", bound=Graph)
@@ -212,6 +213,7 @@ def graph_to_dict(graph: Graph, portable: bool = True) -> dict[str, Any]:
     Raises:
         GraphError: a parameter cannot be written, such as a lambda, and `portable` asks for what can be read back.
     """
+    allow = {"allow": dict(graph.allow)} if graph.allow else {}
     return {
         "flowrl": FORMAT,
         "name": graph.name,
@@ -227,6 +229,7 @@ def graph_to_dict(graph: Graph, portable: bool = True) -> dict[str, Any]:
         "bindings": {
             role: encode(backend, f"bindings.{role}", portable) for role, backend in sorted(graph.bindings.items())
         },
+        **allow,
     }
 
 
@@ -234,6 +237,7 @@ def fingerprint(graph: Graph) -> str:
     """xxh3-128 (hex) of the canonical form: equal for graphs that compute the same, whatever their name."""
     canonical = graph_to_dict(graph, portable=False)
     canonical |= {"name": "", "sinks": sorted(graph.sinks)}
+    canonical.pop("allow", None)
     return xxhash.xxh3_128_hexdigest(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -267,7 +271,9 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) 
     sinks, lag = _part(data, "sinks", list, "the data"), _part(data, "lag", int, "the data")
     if odd := [sink for sink in sinks if not isinstance(sink, str)]:
         raise GraphError(f"the sinks of the data hold a {type(odd[0]).__name__}; expected names of nodes.")
-    graph = kind.build(_part(data, "name", str, "the data"), nodes, sinks, lag)
+    allow: Mapping[str, str] = _part(data, "allow", Mapping, "the data") if "allow" in data else {}
+    refuse_no_rules(allow, "the data, under 'allow',")
+    graph = kind.build(_part(data, "name", str, "the data"), nodes, sinks, lag, allow=allow)
     bindings: Mapping[str, Any] = _part(data, "bindings", Mapping, "the data")
     return graph.bound({role: decode(backend, f"bindings.{role}", imports) for role, backend in bindings.items()})
 

@@ -141,7 +141,13 @@ class TestPlanted:
 
 def test_rows_of_a_prompt_multiply_along_their_axis() -> None:
     graph = graphs.grpo(exact, n=4).edit(insert={"again": After("repeat", Repeat(3))})
-    assert [rows_per_prompt(graph, name) for name in ("batch", "repeat", "again", "generate", "sync")] == [1, 1, 4, 12, 1]
+    assert [rows_per_prompt(graph, name) for name in ("batch", "repeat", "again", "generate", "sync")] == [
+        1,
+        1,
+        4,
+        12,
+        1,
+    ]
 
 
 # ---- one step with live engines
