@@ -144,7 +144,7 @@ def check(
     try:
         if not problems and isinstance(found, Job | Training):
             found.refuse_unready()
-            (found.job if isinstance(found, Training) else found).refuse_missing()
+            (found.whole if isinstance(found, Training) else found).refuse_missing()
         _ = Plan(graph).order
         ends = ends_of_responses(graph)
     except FlowrlError as error:

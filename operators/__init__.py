@@ -7,6 +7,7 @@ from flowrl.operators.advantage import GAE, DecoupledGAE, ReturnToGo, RowScore, 
 from flowrl.operators.correction import Mismatch, RolloutCorrection
 from flowrl.operators.engines import Generate, OldLogProb, RefLogProb, Repeat, Value
 from flowrl.operators.groups import GPGAdvantage, GroupAdvantage, OPOAdvantage, PassAtKAdvantage, RLOOAdvantage
+from flowrl.operators.held_out import MajorityAtK, PassAtK
 from flowrl.operators.kl import AdaptiveKL, KLShape
 from flowrl.operators.objective import KLLoss
 from flowrl.operators.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, KLCov, PPOClip, Reinforce
@@ -33,10 +34,12 @@ __all__ = [
     "KLCov",
     "KLLoss",
     "KLShape",
+    "MajorityAtK",
     "Mismatch",
     "OPOAdvantage",
     "OldLogProb",
     "PPOClip",
+    "PassAtK",
     "PassAtKAdvantage",
     "RLOOAdvantage",
     "RefLogProb",

@@ -19,6 +19,7 @@ import xxhash
 import yaml
 
 from flowrl.core import entry_points, plain
+from flowrl.core.edit import After
 from flowrl.core.graph import Graph, Node, refuse_no_graph
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
@@ -87,6 +88,8 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
         return {"$role": value.name}
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, After):
+        return {"after": value.node, "operator": encode(value.operator, where, portable)}
     if isinstance(value, Spec):
         fields = {
             k: _reference(v) if isinstance(v, str) and k in value.references else encode(v, f"{where}.{k}", portable)

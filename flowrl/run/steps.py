@@ -378,15 +378,17 @@ class Steps:
 
     # ---- between steps
 
-    def sync(self) -> None:
-        """Carry the trainers' weights to the engines that generate: before the first step, and after a restore.
+    def sync(self, syncs: Sequence[Node] | None = None) -> None:
+        """Carry the trainers' weights to the engines that generate: before the first step, and after a restore; and
+        before a validation by its own `syncs` alone.
 
         Raises:
             NodeError: they did not arrive; with a `SyncError` as its cause.
         """
         self.runner.timeline = self.timeline
-        self._weights.sync()
-        self._weights.keep()
+        self._weights.protect(lambda: self._weights.sync(syncs))
+        if syncs is None:
+            self._weights.keep()
 
     def save(self, folder: Path) -> None:
         """Write the state of every trained role into a folder of its own.

@@ -29,6 +29,7 @@ from flowrl.errors import BindError, DataError, GraphError, ParameterError, Stor
 from flowrl.records import PromptBatch
 from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.costs import Costs
+from flowrl.run.held_out import held_out, with_engines
 from flowrl.run.identity import identity_of
 from flowrl.run.job import Job
 from flowrl.run.prediction import predict
@@ -38,7 +39,8 @@ from flowrl.run.run_folder import RunFolder, jsonable
 from flowrl.run.signals import ended_in_order
 from flowrl.run.steps import StepResult, Steps
 from flowrl.run.timeline import Summary, Timeline, idle
-from flowrl.run.validation import Validating, Validation
+from flowrl.run.validating import Validating
+from flowrl.run.validation import Validation
 from flowrl.spec import Spec
 
 logger = logging.getLogger(__name__)
@@ -118,6 +120,16 @@ class Training(Spec):
         """`validation` as a tuple."""
         return (self.validation,) if isinstance(self.validation, Validation) else self.validation
 
+    @property
+    def whole(self) -> Job[Any]:
+        """The job, with the engines that validations have of their own beside it: what is built and placed.
+
+        Raises:
+            GraphError, PortError, BindError: a validation does not fit the graph.
+        """
+        graph = self.job.graph
+        return dataclasses.replace(self.job, graph=with_engines(graph, held_out(graph, self.validations)))
+
     def refuse_unready(self) -> None:
         """Everything that can be refused before a model loads.
 
@@ -140,8 +152,10 @@ class Training(Spec):
                 f"no node of {graph.name} reads a rollout engine, and it is its tokeniser that prompts become tokens "
                 f"by; expected a Generate()(prompts) in the graph."
             )
-        for validation in self.validations:
-            _ = Plan(validation.graph(graph)).order
+        for one in held_out(graph, self.validations):
+            one.refuse_unready()
+        if self.whole.graph is not graph:
+            self.whole.refuse_unready(self.prompts)
         for data in (self.data, *(validation.data for validation in self.validations)):
             data.refuse_missing()
         if self.checkpoint_every is not None:
@@ -176,7 +190,8 @@ class Training(Spec):
                 found = find(folder, checkpoints, described["identity"], self._bindings(), self.steps)
             folder.describe({"status": "running", **described})
             try:
-                with self.job.open(self.seed) as steps:
+                with self.whole.open(self.seed) as opened:
+                    steps = opened.fork(Plan(self.job.graph), self.seed)
                     run = _Loop(self, steps, folder, checkpoints, reporters, described["identity"]).run(found)
                 if seconds and run.metrics:
                     seconds["measured"] = statistics.median(step["timing/step"] for step in run.metrics)
@@ -247,7 +262,8 @@ class _Loop:
                 training.prompts,
                 len(self.stream),
             )
-        self.validations = Validating(training.validations, steps, tokenizer, training.seed)
+        forks = held_out(training.job.graph, training.validations)
+        self.validations = Validating(forks, steps, tokenizer, training.seed)
         self.last = training.steps  # or the one after which a validation reached its goal
         self.content = {"prompts": self.stream.digest(), **self.validations.digests}
         self.metrics: list[Mapping[str, float]] = []
