@@ -8,6 +8,7 @@ from typing import Any
 from flowrl.core.edit import After
 from flowrl.graph import Graph
 from flowrl.graphs.reinforce_plus_plus import reinforce_plus_plus
+from flowrl.graphs.settings import refuse_lost
 from flowrl.operators import Generate, Reward, RowScore, SubtractBaseline
 
 
@@ -26,6 +27,7 @@ def remax(reward_fn: str | Callable[..., Any], *, max_new_tokens: int = 1024, **
     Raises:
         ParameterError: `lam` was given, which is for a critic.
     """
+    refuse_lost("remax", settings, "lam")
     return reinforce_plus_plus(reward_fn, max_new_tokens=max_new_tokens, **settings).edit(
         insert={
             "greedy": After("generate", Generate(temperature=0.0, max_new_tokens=max_new_tokens)),

@@ -207,5 +207,10 @@ class Whiten(Operator):
 
     shift_mean: bool = True
 
+    @property
+    def effects(self) -> frozenset[str]:
+        """``{"scaled"}``: by a standard deviation."""
+        return frozenset({"scaled"})
+
     def __call__(self, advantages: Advantages, response_mask: ResponseMask) -> Advantages:
         return whiten(advantages, response_mask, self.shift_mean)

@@ -23,6 +23,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/draw/test_svg.py": ("flowrl/draw/layout.py",),
     "tests/run/test_costs.py": ("flowrl/run/cost.py",),
     "tests/run/test_local.py": ("flowrl/run/runner.py",),
+    "tests/run/test_validation.py": ("flowrl/run/validating.py",),
     "tests/sync/test_stream.py": ("flowrl/sync/group.py", "flowrl/sync/received.py"),
     "tests/on_ray/test_cluster.py": ("flowrl/distributed/cluster.py", "flowrl/distributed/slots.py"),
     "tests/on_ray/test_faults.py": ("flowrl/distributed/faults.py",),

@@ -88,3 +88,53 @@ def _correction_once(graph: Graph, prompts: int | None) -> Findings:
                 f"update, by {', '.join(line)}; expected once: drop one, as in edit(drop=['{line[0]}']), or let it "
                 f"reject and not weigh, by mode='reject'{in_loss}.",
             )
+
+
+@rule(
+    "FR012",
+    "A ratio to the engine counts what top-k and top-p cut off as a change of the policy.",
+    "huggingface/trl#6789",
+)
+def _whole_distribution(graph: Graph, prompts: int | None) -> Findings:
+    for node, _ in writers(graph, Trainer):
+        by = [n.name for n in own_line(graph, node.name) if "importance correction" in n.operator.effects]
+        for n in makers(graph, node.name):
+            if by and "truncated" in n.operator.effects:
+                yield (
+                    n.name,
+                    f"it samples from the most likely tokens alone, so its log-probs are of these, and {by[0]} takes "
+                    f"the ratio of the trainer's, which are of all tokens, to them; expected the whole distribution: "
+                    f"edit(set={{'{n.name}.top_k': 0, '{n.name}.top_p': 1.0}}), or no such ratio.",
+                )
+
+
+@rule(
+    "FR013",
+    "Advantages are scaled once: what a group's deviation has scaled is not whitened again.",
+    "amazon-science/reskill#12",
+)
+def _scaled_once(graph: Graph, prompts: int | None) -> Findings:
+    for node in graph.nodes.values():
+        for edge in node.inputs.values():
+            scaled = {"scaled"} <= node.operator.effects & graph[edge.node].operator.effects
+            if scaled and getattr(graph.types[edge].type, "kind", None) == "advantage":
+                yield (
+                    node.name,
+                    f"it divides {edge} by a standard deviation, and {edge.node} has done so, over other rows; "
+                    f"expected one scale: edit(drop=['{node.name}']), or let {edge.node} leave it to this node, as by "
+                    f"GroupAdvantage(normalize_std=False).",
+                )
+
+
+@rule("FR014", "KL that shapes rewards is felt by the policy, or it holds nothing back.", "THUDM/slime#397")
+def _kl_is_felt(graph: Graph, prompts: int | None) -> Findings:
+    lines = [{n.name: n for n in own_line(graph, node.name)} for node, _ in writers(graph, Trainer)]
+    if not lines or any("kl" in n.operator.effects for found in lines for n in found.values()):
+        return
+    for node in graph.nodes.values():
+        if "kl" in node.operator.effects:
+            yield (
+                node.name,
+                "it takes KL to the reference into rewards from which no update of a policy gets its advantages; "
+                f"expected advantages of what it writes: wire them to it, or take it out: edit(drop=['{node.name}']).",
+            )
