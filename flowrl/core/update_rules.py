@@ -111,7 +111,7 @@ def _whole_distribution(graph: Graph, prompts: int | None) -> Findings:
 @rule(
     "FR013",
     "Advantages are scaled once: what a group's deviation has scaled is not whitened again.",
-    "amazon-science/reskill#12",
+    "axon-rl/gem#113",
 )
 def _scaled_once(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values():

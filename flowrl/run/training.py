@@ -395,8 +395,9 @@ class _Loop:
 
 def _timing(result: StepResult, seconds: float) -> dict[str, float]:
     timing = {f"timing/{node}": s for node, s in result.seconds.items()} | {"timing/step": seconds}
-    tokens = result.metrics.get("response_length/total")
-    return timing | ({"throughput/tokens_per_second": tokens.compute() / seconds} if tokens is not None else {})
+    totals = [metric for key, metric in result.metrics.items() if f"/{key}".endswith("/response_length/total")]
+    tokens = sum(float(metric.compute()) for metric in totals)  # of all that generate
+    return timing | ({"throughput/tokens_per_second": tokens / seconds} if totals else {})
 
 
 def _traced(path: Path) -> Timeline:
