@@ -379,8 +379,7 @@ class Steps:
     # ---- between steps
 
     def sync(self, syncs: Sequence[Node] | None = None) -> None:
-        """Carry the trainers' weights to the engines that generate: before the first step, and after a restore; and
-        before a validation by its own `syncs` alone.
+        """Carry weights to the engines that generate, before the first step and after a restore; or by `syncs` alone.
 
         Raises:
             NodeError: they did not arrive; with a `SyncError` as its cause.

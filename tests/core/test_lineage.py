@@ -20,7 +20,16 @@ from flowrl.core.roles import Role, Writes
 from flowrl.data.keys import Key
 from flowrl.errors import BindError
 from flowrl.graph import Graph, algorithm
-from flowrl.operators import Generate, GroupAdvantage, OldLogProb, Repeat, Reward, Sync, UpdateActor
+from flowrl.operators import (
+    Generate,
+    GroupAdvantage,
+    OldLogProb,
+    Repeat,
+    Reward,
+    RolloutCorrection,
+    Sync,
+    UpdateActor,
+)
 from flowrl.records import PromptBatch, RolloutBatch, Updated
 from flowrl.run.build import EngineBuilder
 from tests.jobs import PROMPTS, weights_of
@@ -57,6 +66,25 @@ class TestWhatIsLegal:
         ahead = graphs.remax(exact).edit(lag=1)
         assert found(ahead) == [("FR006", "generate")]  # and not greedy
         assert found(ahead.edit(set={"update_actor.loss.ratio_to": "rollout"})) == []
+
+    def test_a_policy_that_judges_itself_and_one_that_improves_on_a_draft(self) -> None:
+        own_judge = judged().edit(set={"judge.rollout": Role("rollout"), "judge.top_k": 5})
+        assert "ask" in {node.name for node in own_line(own_judge, "update_actor")}
+        assert found(own_judge) == []
+        assert found(own_judge.edit(lag=1)) == [("FR006", "generate")]  # and not what it says as a judge
+        corrected = {"correction": After("group_advantage", RolloutCorrection())}
+        assert found(own_judge.edit(lag=1, insert=corrected)) == []
+
+        @algorithm
+        def improved(batch: PromptBatch):  # type: ignore[no-untyped-def]
+            prompts = Repeat(2)(batch)
+            draft = Generate(temperature=0.0).named("draft")(prompts)
+            rows = Generate()(Ask()(draft.input_ids, draft.attention_mask, prompts.row_id))
+            advantages = GroupAdvantage()(Reward(exact)(rows, prompts), rows.response_mask, prompts.uid)
+            return Sync()(UpdateActor()(rows, old_log_probs=OldLogProb()(rows), advantages=advantages))
+
+        assert sampled(improved(), "update_actor") == ["generate"]
+        assert found(improved()) == []
 
 
 class TestPlanted:
