@@ -99,6 +99,7 @@ def test_what_passes_and_what_votes_is_chosen() -> None:
     tokens, mask = scored([0.4, 0.2, 0.3, 0.2, 0.2, 0.2])
     assert reported(PassAtK(1), tokens, mask, UID) == {"pass@1": 0.0}
     assert reported(PassAtK(1, passed=0.25), tokens, mask, UID) == {"pass@1": pytest.approx(1 / 3)}
+    assert reported(PassAtK(1, passed=0.25), *scored([0.25] * 6), UID) == {"pass@1": 0.0}  # above, and not at
     answers = texts(["4 a", "", "4 b", " ", "5", ""])
     for parse in (first_word, "tests.operators.test_held_out:first_word"):
         assert reported(MajorityAtK(3, parse), answers, *scored([1, 1, 1, 1, 0, 1]), UID) == {"maj@3": 0.5}
