@@ -139,10 +139,12 @@ def check(
     if prompts is None and isinstance(found, Training):
         prompts = found.prompts
     problems, ends = [str(finding) for finding in graph.check(prompts=prompts)], None
+    for allowance in graph.allowances(prompts=prompts):
+        out.print(str(allowance), markup=False)
     try:
         if not problems and isinstance(found, Job | Training):
             found.refuse_unready()
-            (found.job if isinstance(found, Training) else found).refuse_missing()
+            (found.whole if isinstance(found, Training) else found).refuse_missing()
         _ = Plan(graph).order
         ends = ends_of_responses(graph)
     except FlowrlError as error:

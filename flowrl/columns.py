@@ -236,6 +236,9 @@ Advantages = Annotated[Float32[Tensor, "batch response"], Column("advantages", "
 TokenLevelScores = Annotated[Float32[Tensor, "batch response"], Column("token_level_scores", "score", 0.0)]
 TokenLevelRewards = Annotated[Float32[Tensor, "batch response"], Column("token_level_rewards", "reward", 0.0)]
 
+RowScores = Annotated[Float32[Tensor, "batch"], Column("row_scores", "score of a row")]
+"""What a whole response is worth: such as that of another answer to the same prompt, as its baseline."""
+
 Temperature = Annotated[Float32[Tensor, "batch"], Column("temperature", "temperature", 1.0)]
 """The temperature that a row was sampled at; it travels with the row to every log-prob that is taken of it."""
 PolicyVersion = Annotated[Int64[Tensor, "batch"], Column("policy_version", "version", -1)]

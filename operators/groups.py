@@ -269,6 +269,11 @@ class GroupAdvantage(_GroupBaseline, Operator):
     normalize_std: bool = True
     eps: float = Field(default=1e-6, gt=0)
 
+    @property
+    def effects(self) -> frozenset[str]:
+        """``"scaled"``, too, where it is divided by the standard deviation."""
+        return super().effects | ({"scaled"} if self.normalize_std else set())
+
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
         return group_advantage(token_level_rewards, response_mask, uid, self.normalize_std, self.eps)
 
@@ -312,6 +317,11 @@ class PassAtKAdvantage(_GroupBaseline, Operator):
 
     k: int = Field(default=4, ge=1)
     passed: float = 0.5
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """``"scaled"``, too: by the standard deviation of the sets."""
+        return super().effects | {"scaled"}
 
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
         return pass_at_k_advantage(token_level_rewards, response_mask, uid, self.k, self.passed)

@@ -25,6 +25,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/run/test_costs.py": ("flowrl/run/cost.py",),
     "tests/run/test_flight.py": ("flowrl/run/nodes.py",),
     "tests/run/test_local.py": ("flowrl/run/runner.py",),
+    "tests/run/test_validation.py": ("flowrl/run/validating.py",),
     "tests/sync/test_stream.py": ("flowrl/sync/group.py", "flowrl/sync/received.py"),
     "tests/on_ray/test_cluster.py": ("flowrl/distributed/cluster.py", "flowrl/distributed/slots.py"),
     "tests/on_ray/test_faults.py": ("flowrl/distributed/faults.py",),

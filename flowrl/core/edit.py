@@ -15,6 +15,7 @@ is untouched.
 - ``set={"generate.temperature": 0.7, "update_actor.loss.clip_high": 0.28}``: parameters of an operator, or of a spec
   that is one; the others stay. Those of one spec change at once.
 - ``rename={"old": "new"}``, ``bind={"rollout": ...}``, ``lag=1``, ``name="grpo"``.
+- ``allow={"FR007": "greedy is the baseline only"}``: a rule may be broken, for this reason; None takes that back.
 
 What writes weights leaves by name only (``drop``, ``replace``): where its last reader is gone, it stays as a sink.
 """
@@ -34,6 +35,7 @@ from flowrl.core.graph import Graph
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
 from flowrl.core.rewiring import Rewiring
+from flowrl.core.rules import refuse_no_rules
 from flowrl.core.symbols import Edge
 from flowrl.errors import GraphError, offer
 from flowrl.spec import Spec, parameters
@@ -84,19 +86,21 @@ def edit(
     bind: Mapping[str, Any] | None = None,
     lag: int | None = None,
     name: str | None = None,
+    allow: Mapping[str, str | None] | None = None,
 ) -> GraphT:
     """A changed copy of `graph`; see the module's docstring.
 
     Raises:
-        GraphError: a node that is not there, one named twice, an edit after which it is not clear what a port reads;
-            the message names the `wire=` that settles it.
+        GraphError: a node or rule that is not there, one named twice, an edit after which it is not clear what a port
+            reads; the message names the `wire=` that settles it.
         PortError: the changed graph connects what does not fit.
         BindError: a backend for a role that the changed graph does not have, or that cannot serve it.
     """
     drop, before = _names(drop), widened(graph)
     replace, insert, set = replace or {}, insert or {}, set or {}
-    wire, rename, bind = wire or {}, rename or {}, bind or {}
-    _refuse_unmapped(replace=replace, insert=insert, set=set, wire=wire, rename=rename, bind=bind)
+    wire, rename, bind, allow = wire or {}, rename or {}, bind or {}, allow or {}
+    _refuse_unmapped(replace=replace, insert=insert, set=set, wire=wire, rename=rename, bind=bind, allow=allow)
+    refuse_no_rules(allow, f"edit(allow={dict(allow)!r})")
     _refuse_no_operators(replace, insert)
     replace = {**_through_same(before, replace), **_with_parameters(before, replace, set)}
     _refuse_misuse(graph, replace, drop, insert, rename)
@@ -112,7 +116,9 @@ def edit(
         {end: source for end, source in wire.items() if end.partition(".")[0] not in gates},
     )
     nodes, sinks = change.reached()
-    changed = graph.build(graph.name if name is None else name, nodes, sinks, graph.lag if lag is None else lag)
+    allowed = {rule: reason for rule, reason in {**graph.allow, **allow}.items() if reason is not None}
+    name, lag = graph.name if name is None else name, graph.lag if lag is None else lag
+    changed = graph.build(name, nodes, sinks, lag, allow=allowed)
     for at, gate in gates.items():
         moved = [other for other in anchors if other in gates or change.rewrites.get(other)]
         anchor = anchor_of(at, anchors[at], anchors, moved, change.new_names[anchors[at]])
@@ -241,6 +247,7 @@ _EXAMPLES = {
     "wire": "'gae.values': 'value.values'",
     "rename": "'gae': 'advantage'",
     "bind": "'rollout': TorchRollout()",
+    "allow": "'FR007': 'greedy is the baseline only'",
 }
 
 

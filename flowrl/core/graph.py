@@ -189,6 +189,7 @@ def refuse_misdeclared(name: str, said: Operator) -> None:
         ("effects", effects, are_texts, "a set of texts, such as frozenset({'kl'})"),
         ("rows_factor", said.rows_factor, _is_count(said.rows_factor), "a count: 1, 2, ..."),
         ("row_divisors", divisors, are_counts, "counts by parameter"),
+        ("behind", said.behind, _is_count(said.behind) or said.behind == 0, "a count: 0, 1, 2, ..."),
         ("wants()", wants, are_ports, f"True or False by optional port, of which it has {optional or 'none'}"),
     ):
         if not holds:
@@ -209,6 +210,7 @@ class Graph:
         sinks: the nodes whose outputs are wanted.
         lag: how many versions generation may run ahead, on the back-edge from `Sync` to `Generate`; 0 is on-policy.
         bindings: backends by role, as far as they are bound.
+        allow: the rules that it may break, each with the reason.
     """
 
     name: str
@@ -216,6 +218,7 @@ class Graph:
     sinks: tuple[str, ...]
     lag: int = 0
     bindings: Mapping[str, Any] = field(default_factory=dict)
+    allow: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -225,6 +228,7 @@ class Graph:
         sinks: Sequence[str],
         lag: int = 0,
         bindings: Mapping[str, Any] | None = None,
+        allow: Mapping[str, str] | None = None,
     ) -> Self:
         """A graph of those of `nodes` that `sinks` reach, checked. Through its gates pass the columns that are read.
 
@@ -269,6 +273,7 @@ class Graph:
             tuple(dict.fromkeys(sinks)),
             lag,
             MappingProxyType(dict(bindings or {})),
+            MappingProxyType(dict(allow or {})),
         )
         _ = graph.types  # every connection is checked here
         graph._check_lag()
@@ -389,7 +394,8 @@ class Graph:
         """
         if not isinstance(until, Iterable):
             raise GraphError(f"subgraph(until={until!r}) does not name nodes; {offer(until, self.nodes)}")
-        part = self.build(self.name, self.nodes, (until,) if isinstance(until, str) else tuple(until))
+        sinks = (until,) if isinstance(until, str) else tuple(until)
+        part = self.build(self.name, self.nodes, sinks, allow=self.allow)
         bindings = {role: backend for role, backend in self.bindings.items() if role in part.roles()}
         return replace(part, lag=self.lag if part.back_edges else 0, bindings=MappingProxyType(bindings))
 

@@ -141,6 +141,12 @@ class Operator(Spec):
         """Parameters that must divide the number of rows, by name."""
         return {}
 
+    @property
+    def behind(self) -> int:
+        """How many updates the weights that it writes may be ahead of those that sampled its rows: 1 for a second
+        update in a step. It runs after writers of the role that allow less."""
+        return 0
+
     whole: ClassVar[frozenset[str]] = frozenset()
     """Columns of which every rank is given all rows, even where `shares` deals the rows out."""
 

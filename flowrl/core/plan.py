@@ -23,7 +23,7 @@ from flowrl.errors import GraphError
 
 @dataclass(frozen=True)
 class StateEdge:
-    """`before` reads the weights of `role` and must do so before `after` writes them."""
+    """`before` reads the weights of `role`, or writes them, and must do so before `after` writes them."""
 
     before: str
     after: str
@@ -34,15 +34,30 @@ def _gate(graph: Graph, name: str) -> Gate:
     return cast(Gate, graph[name].operator)
 
 
+def in_order(graph: Graph, role: str) -> list[str]:
+    """The writers of a role in the order in which they run: one whose rows may be further `behind` comes later."""
+    names = [use.node for use in graph.roles()[role] if use.mode == "writes"]
+    return sorted(names, key=lambda name: graph[name].operator.behind)
+
+
+def later_writers(graph: Graph, name: str, role: str) -> list[str]:
+    """The writers of a role that say that they run after the one called `name`."""
+    behind = graph[name].operator.behind
+    return [other for other in in_order(graph, role) if graph[other].operator.behind > behind]
+
+
 def state_edges(graph: Graph) -> list[StateEdge]:
-    """The state edges of a graph: from every reader of a role's weights to every writer that it does not depend on."""
+    """The state edges of a graph: from every reader of a role's weights to every writer whose update it does not ask
+    for, be it by data or by asking for a later one; and from every writer to the `later_writers`."""
     edges = []
     for role, uses in graph.roles().items():
         for writer in (use.node for use in uses if use.mode == "writes"):
-            downstream = nx.descendants(graph.network, writer)
+            later = later_writers(graph, writer, role)
+            downstream = set().union(*(nx.descendants(graph.network, name) for name in (writer, *later)))
             for reader in (use.node for use in uses if use.mode == "reads"):
                 if reader != writer and reader not in downstream:
                     edges.append(StateEdge(reader, writer, role))
+            edges += [StateEdge(writer, name, role) for name in later]
     return edges
 
 
@@ -143,12 +158,12 @@ class Plan:
         return Counter(source for node in self.order for source in node.sources)
 
     def downstream(self, name: str) -> set[str]:
-        """The nodes that depend on `name` by data."""
+        """The nodes that come after `name`, by data or by state."""
         return self._downstream[name]
 
     @cached_property
     def _downstream(self) -> Mapping[str, set[str]]:
-        return {name: self.graph.descendants(name) for name in self.graph.nodes}
+        return {name: set(nx.descendants(self.network, name)) for name in self.graph.nodes}
 
     @cached_property
     def syncs(self) -> list[Node]:

@@ -19,6 +19,7 @@ from flowrl.core.gate import Gate
 from flowrl.core.graph import Graph, Input, Node
 from flowrl.core.plan import state_edges
 from flowrl.core.ports import snake_case
+from flowrl.core.rules import allowances
 from flowrl.draw.colours import colours
 from flowrl.spec import Spec, non_default, shown
 
@@ -78,7 +79,7 @@ class Picture:
 def picture(subject: Graph | Diff) -> Picture:
     """What to draw of a graph; of a diff, both graphs in one, with what was added, removed and changed marked."""
     if isinstance(subject, Graph):
-        boxes = tuple(_box(node, _details(node)) for node in subject.nodes.values())
+        boxes = _with_allowances(subject, tuple(_box(node, _details(node)) for node in subject.nodes.values()))
         return Picture(subject.name, boxes, tuple(_arrows(subject)), _roles(boxes, subject))
     before, after = subject.before, subject.after
     boxes = (
@@ -89,6 +90,7 @@ def picture(subject: Graph | Diff) -> Picture:
             if n.name in (*subject.removed, *subject.pruned)
         ),
     )
+    boxes = _with_allowances(after, boxes)
     names = subject.renamed
     now = (
         replace(a, source=names.get(a.source, a.source), target=names.get(a.target, a.target)) for a in _arrows(before)
@@ -99,6 +101,16 @@ def picture(subject: Graph | Diff) -> Picture:
         for key, arrow in {**old, **new}.items()
     ]
     return Picture(f"{before.name} -> {after.name}", boxes, tuple(arrows), _roles(boxes, before, after))
+
+
+def _with_allowances(graph: Graph, boxes: tuple[Box, ...]) -> tuple[Box, ...]:
+    """Boxes that also say which rule their node may break, and why."""
+    said: dict[str, list[str]] = {}
+    for allowance in allowances(graph):
+        for name in dict.fromkeys(finding.node for finding in allowance.findings):
+            text = f"allowed: {allowance.rule}, {allowance.reason}"
+            said.setdefault(name, []).extend(textwrap.wrap(text, WIDTH, max_lines=5, placeholder=" …"))
+    return tuple(replace(box, lines=(*box.lines, *said.get(box.name, ()))) for box in boxes)
 
 
 def _box(node: Node, details: list[str], mark: Mark = "") -> Box:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.core.graph import Node
 from flowrl.core.plan import Plan
 from flowrl.data.dataproto import DataProto
 from flowrl.data.tokenizer import ChatTokenizer
@@ -149,15 +150,16 @@ class Steps:
 
     # ---- between steps
 
-    def sync(self) -> None:
-        """Carry the trainers' weights to the engines that generate: before the first step, and after a restore.
+    def sync(self, syncs: Sequence[Node] | None = None) -> None:
+        """Carry weights to the engines that generate, before the first step and after a restore; or by `syncs` alone.
 
         Raises:
             NodeError: they did not arrive; with a `SyncError` as its cause.
         """
         self.runner.timeline = self.timeline
-        self._weights.sync()
-        self._weights.keep()
+        self._weights.protect(lambda: self._weights.sync(syncs))
+        if syncs is None:
+            self._weights.keep()
 
     def save(self, folder: Path) -> None:
         """Write the state of every trained role into a folder of its own.

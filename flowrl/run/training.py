@@ -30,6 +30,7 @@ from flowrl.records import PromptBatch
 from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.costs import Costs
 from flowrl.run.flight import StepResult
+from flowrl.run.held_out import held_out, with_engines
 from flowrl.run.identity import identity_of
 from flowrl.run.job import Job
 from flowrl.run.prediction import predict
@@ -39,7 +40,8 @@ from flowrl.run.run_folder import RunFolder, jsonable
 from flowrl.run.signals import ended_in_order
 from flowrl.run.steps import Steps
 from flowrl.run.timeline import Summary, Timeline, idle
-from flowrl.run.validation import Validating, Validation
+from flowrl.run.validating import Validating
+from flowrl.run.validation import Validation
 from flowrl.spec import Spec
 
 logger = logging.getLogger(__name__)
@@ -119,6 +121,16 @@ class Training(Spec):
         """`validation` as a tuple."""
         return (self.validation,) if isinstance(self.validation, Validation) else self.validation
 
+    @property
+    def whole(self) -> Job[Any]:
+        """The job, with the engines that validations have of their own beside it: what is built and placed.
+
+        Raises:
+            GraphError, PortError, BindError: a validation does not fit the graph.
+        """
+        graph = self.job.graph
+        return dataclasses.replace(self.job, graph=with_engines(graph, held_out(graph, self.validations)))
+
     def refuse_unready(self) -> None:
         """Everything that can be refused before a model loads.
 
@@ -141,8 +153,10 @@ class Training(Spec):
                 f"no node of {graph.name} reads a rollout engine, and it is its tokeniser that prompts become tokens "
                 f"by; expected a Generate()(prompts) in the graph."
             )
-        for validation in self.validations:
-            _ = Plan(validation.graph(graph)).order
+        for one in held_out(graph, self.validations):
+            one.refuse_unready()
+        if self.whole.graph is not graph:
+            self.whole.refuse_unready(self.prompts)
         for data in (self.data, *(validation.data for validation in self.validations)):
             data.refuse_missing()
         if self.checkpoint_every is not None:
@@ -177,7 +191,8 @@ class Training(Spec):
                 found = find(folder, checkpoints, described["identity"], self._bindings(), self.steps)
             try:
                 folder.describe({"status": "running", **described})
-                with self.job.open(self.seed) as steps:
+                with self.whole.open(self.seed) as opened:
+                    steps = opened.fork(Plan(self.job.graph), self.seed)
                     run = _Loop(self, steps, folder, checkpoints, reporters, described["identity"]).run(found)
                 if seconds and run.metrics:
                     seconds["measured"] = statistics.median(step["timing/step"] for step in run.metrics)
@@ -248,7 +263,8 @@ class _Loop:
                 training.prompts,
                 len(self.stream),
             )
-        self.validations = Validating(training.validations, steps, tokenizer, training.seed)
+        forks = held_out(training.job.graph, training.validations)
+        self.validations = Validating(forks, steps, tokenizer, training.seed)
         self.last = training.steps  # or the one after which a validation reached its goal
         self.content = {"prompts": self.stream.digest(), **self.validations.digests}
         self.metrics: list[Mapping[str, float]] = []
@@ -380,8 +396,9 @@ class _Loop:
 
 def _timing(result: StepResult, seconds: float) -> dict[str, float]:
     timing = {f"timing/{node}": s for node, s in result.seconds.items()} | {"timing/step": seconds}
-    tokens = result.metrics.get("response_length/total")
-    return timing | ({"throughput/tokens_per_second": tokens.compute() / seconds} if tokens is not None else {})
+    totals = [metric for key, metric in result.metrics.items() if f"/{key}".endswith("/response_length/total")]
+    tokens = sum(float(metric.compute()) for metric in totals)  # of all that generate
+    return timing | ({"throughput/tokens_per_second": tokens / seconds} if totals else {})
 
 
 def _traced(path: Path) -> Timeline:
