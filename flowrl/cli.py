@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from flowrl.errors import FlowrlError, GraphError, ParameterError
+from flowrl.errors import FlowrlError, GraphError, ParameterError, offer
 
 INTERRUPTED = 130
 """The exit code that shells use for a process that Ctrl-C ended."""
@@ -139,10 +139,12 @@ def check(
     if prompts is None and isinstance(found, Training):
         prompts = found.prompts
     problems, ends = [str(finding) for finding in graph.check(prompts=prompts)], None
+    for allowance in graph.allowances(prompts=prompts):
+        out.print(str(allowance), markup=False)
     try:
         if not problems and isinstance(found, Job | Training):
             found.refuse_unready()
-            (found.job if isinstance(found, Training) else found).refuse_missing()
+            (found.whole if isinstance(found, Training) else found).refuse_missing()
         _ = Plan(graph).order
         ends = ends_of_responses(graph)
     except FlowrlError as error:
@@ -188,11 +190,16 @@ def plan(
         from flowrl.run.costs import Costs
         from flowrl.run.prediction import predict
 
-        measured = Costs.of(costs, imports=imports).given(**dict(map(_cost, cost or ())))
+        graph, given = _graph(found, target), dict(map(_cost, cost or ()))
+        if odd := [node for node in given if node not in graph.nodes]:
+            raise ParameterError(
+                f"--cost {odd[0]}=... is of no node; {offer(odd[0], graph.nodes, f'{graph.name} has')}"
+            )
+        measured = Costs.of(costs, imports=imports).given(**given)
         own = job.place if isinstance(job, Job) else measured.place
         count = prompts or (found.prompts if isinstance(found, Training) else measured.prompts)
         lines.append(f"predicted from {costs}, with {count} prompts a step:")
-        lines += [str(predict(_graph(found, target), one, count, measured)) for one in [own, *map(_place, place or ())]]
+        lines += [str(predict(graph, one, count, measured)) for one in [own, *map(_place, place or ())]]
     out.print("\n".join(lines), markup=False)
 
 
@@ -338,6 +345,7 @@ def _place(text: str) -> Any:
         ParameterError: it is none, or wants other parameters.
     """
     from flowrl import Colocate, Split
+    from flowrl.data.files import unique
 
     if text == "local":
         return None
@@ -346,10 +354,10 @@ def _place(text: str) -> Any:
         call = ast.parse(text.strip(), mode="eval").body
         match call:
             case ast.Call(func=ast.Name(id=name), args=[]) if name in places:
-                given = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+                given = unique((one.arg or "**", ast.literal_eval(one.value)) for one in call.keywords)
             case _:
                 raise ValueError(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ParameterError(
             f"--place {text} is no place; expected local, or such as 'Colocate(gpus=2)' or 'Split(train=1, rollout=1)'."
         ) from None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int64, Shaped
@@ -58,17 +58,87 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Own:
+    """What `Rows` and `Widths` say of a port: its axes are not those of the other ports.
+
+    Args:
+        name: of these axes within the operator.
+        rows: whether its rows are its own, too.
+    """
+
+    name: str
+    rows: bool
+
+
+if TYPE_CHECKING:
+    from typing import Annotated as Rows
+    from typing import Annotated as Widths
+else:
+
+    class Rows:
+        """``demos: Rows[RolloutBatch, "demo"]``: a port whose rows are others than those of the operator's other ports,
+        and so are all its axes; ports of one name share them. Each rank is given all of these rows."""
+
+        def __class_getitem__(cls, given: Any) -> Any:
+            return Annotated[given[0], _own("Rows", given, rows=True)]
+
+    class Widths:
+        """``second: Widths[RolloutBatch, "second"]``: a port on the same rows, whose prompts and responses are as wide
+        as they are: those of another `Generate`, say."""
+
+        def __class_getitem__(cls, given: Any) -> Any:
+            return Annotated[given[0], _own("Widths", given, rows=False)]
+
+
+def _own(said: str, given: Any, rows: bool) -> Own:
+    name = given[1] if isinstance(given, tuple) and len(given) == 2 else None
+    if not isinstance(name, str) or not name.isidentifier() or name == "batch":
+        raise DefinitionError(
+            f"{said}[...] does not name axes of a port's own; expected what the port takes, and a name other than "
+            f'batch: {said}[RolloutBatch, "demo"].'
+        )
+    return Own(name, rows)
+
+
+def apart(annotation: Any) -> tuple[Any, Own | None]:
+    """An annotation without what `Rows` or `Widths` say, and that."""
+    extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    if not (own := [extra for extra in extras if isinstance(extra, Own)]):
+        return annotation, None
+    if len(own) > 1:
+        raise DefinitionError(f"a port has axes of the names {own[0].name!r} and {own[1].name!r}; expected one.")
+    rest = tuple(extra for extra in extras if extra is not own[0])
+    plain = get_args(annotation)[0]
+    return (Annotated[(plain, *rest)] if rest else plain), own[0]
+
+
+@dataclass(frozen=True)
 class ColumnType:
-    """A column annotation, parsed: `name`, `kind`, `dtype` (``"float32"``, ..., ``"object"``), `axes`, `pad`."""
+    """A column annotation, parsed: `name`, `kind`, `dtype` (``"float32"``, ..., ``"object"``), `axes`, `pad`; and of a
+    port that has axes of its own, which."""
 
     name: str
     kind: str
     dtype: str
     axes: tuple[str, ...]
     pad: int | float | bool = 0
+    own: Own | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind}[{' '.join(self.axes)}] {self.dtype}"
+        return f"{self.kind}[{' '.join(self.here)}] {self.dtype}"
+
+    @property
+    def here(self) -> tuple[str, ...]:
+        """The axes by their names within an operator: ``demo`` and ``demo.response`` are of a port's own."""
+        if self.own is None:
+            return self.axes
+        rows = self.own.name if self.own.rows else self.axes[0]
+        return rows, *(f"{self.own.name}.{axis}" for axis in self.axes[1:])
+
+    @property
+    def on_batch(self) -> bool:
+        """Whether it stands on the rows that an operator works on."""
+        return self.own is None or not self.own.rows
 
     def accepts(self, other: ColumnType) -> bool:
         """Whether a column of type `other` may be read where this one is wanted (axis *identity* aside)."""
@@ -166,9 +236,15 @@ Advantages = Annotated[Float32[Tensor, "batch response"], Column("advantages", "
 TokenLevelScores = Annotated[Float32[Tensor, "batch response"], Column("token_level_scores", "score", 0.0)]
 TokenLevelRewards = Annotated[Float32[Tensor, "batch response"], Column("token_level_rewards", "reward", 0.0)]
 
+RowScores = Annotated[Float32[Tensor, "batch"], Column("row_scores", "score of a row")]
+"""What a whole response is worth: such as that of another answer to the same prompt, as its baseline."""
+
 Temperature = Annotated[Float32[Tensor, "batch"], Column("temperature", "temperature", 1.0)]
 """The temperature that a row was sampled at; it travels with the row to every log-prob that is taken of it."""
 PolicyVersion = Annotated[Int64[Tensor, "batch"], Column("policy_version", "version", -1)]
+
+Kept = Annotated[Bool[Tensor, "batch"], Column("kept", "kept", pad=False)]
+"""Whether a row is let through a `Filter` or a `Collect`."""
 
 Uid = Annotated[Shaped[np.ndarray, "batch"], Column("uid", "group")]
 RowId = Annotated[Shaped[np.ndarray, "batch"], Column("row_id", "row id")]

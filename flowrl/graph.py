@@ -12,7 +12,7 @@ from flowrl.core import diff, edit, graph, graph_io, rules
 from flowrl.core.algorithm import Algorithm
 from flowrl.core.edit import After
 from flowrl.core.operator import Operator
-from flowrl.core.rules import Finding
+from flowrl.core.rules import Allowance, Finding
 from flowrl.core.when import When
 from flowrl.draw import mermaid
 from flowrl.errors import BindError, GraphError
@@ -34,6 +34,7 @@ class Graph(graph.Graph):
         sinks: the nodes that the graph is run for.
         lag: how many versions generation may run ahead, on the back-edge from `Sync` to `Generate`; 0 is on-policy.
         bindings: backends by role, as far as they are bound.
+        allow: the rules that it may break, each with the reason.
     """
 
     @edit.refuses_other_verbs
@@ -50,6 +51,7 @@ class Graph(graph.Graph):
         bind: Mapping[str, Any] | None = None,
         lag: int | None = None,
         name: str | None = None,
+        allow: Mapping[str, str | None] | None = None,
     ) -> Graph:
         """A changed copy, in one atomic call; see `flowrl.core.edit`.
 
@@ -70,6 +72,7 @@ class Graph(graph.Graph):
             bind=bind,
             lag=lag,
             name=name,
+            allow=allow,
         )
 
     def bind(self, *misplaced: Any, place: Place | None = None, **backends: Any) -> Job[Graph]:
@@ -117,12 +120,21 @@ class Graph(graph.Graph):
         return replace(found, seconds=(before, after))
 
     def check(self, *, prompts: int | None = None) -> list[Finding]:
-        """Everything that the rules find wrong, at once; `prompts` is the number of prompts a step, where known.
+        """Everything that the rules find wrong and the graph does not allow, at once; `prompts` is the number of
+        prompts a step, where known.
 
         Raises:
             ParameterError: `prompts` is no count.
         """
         return rules.check(self, prompts)
+
+    def allowances(self, *, prompts: int | None = None) -> list[Allowance]:
+        """The rules that the graph allows to be broken, each with the reason and with what breaks it.
+
+        Raises:
+            ParameterError: `prompts` is no count.
+        """
+        return rules.allowances(self, prompts)
 
     def mermaid(self) -> str:
         """The graph as Mermaid text."""

@@ -266,13 +266,19 @@ def parameters(spec: Spec) -> dict[str, Any]:
 
 
 def non_default(spec: Spec) -> dict[str, Any]:
-    """The parameters that differ from their defaults, by name."""
+    """The parameters that people set and that differ from their defaults, by name."""
     fields: Mapping[str, Any] = cast(Any, type(spec)).__pydantic_fields__
     return {
         name: value
-        for name, value in parameters(spec).items()
+        for name, value in shown(spec).items()
         if fields[name].is_required() or value != fields[name].get_default(call_default_factory=True)
     }
+
+
+def shown(spec: Spec) -> dict[str, Any]:
+    """The parameters that people set, by name; those with ``Field(repr=False)`` are filled in."""
+    fields: Mapping[str, Any] = cast(Any, type(spec)).__pydantic_fields__
+    return {name: value for name, value in parameters(spec).items() if fields[name].repr}
 
 
 # ---- numbers over time

@@ -9,6 +9,7 @@ from flowrl.graphs.other_advantages import gpg, opo, pass_at_k
 from flowrl.graphs.other_losses import cispo, dppo, gmpo, gspo, kl_cov, online_dpo, sapo
 from flowrl.graphs.ppo import ppo
 from flowrl.graphs.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
+from flowrl.graphs.remax import remax
 from flowrl.graphs.rloo import rloo
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "ppo",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "remax",
     "rloo",
     "sapo",
 ]

@@ -12,7 +12,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.columns import Advantages, ResponseMask, Returns, TokenLevelRewards, Values
+from flowrl.columns import (
+    Advantages,
+    ResponseMask,
+    Returns,
+    RowScores,
+    TokenLevelRewards,
+    TokenLevelScores,
+    Values,
+)
 from flowrl.core.operator import Granularity, Operator
 from flowrl.errors import DataError
 from flowrl.operators.per_token import select, select_rewards
@@ -163,6 +171,31 @@ class ReturnToGo(Operator):
         return gae(token_level_rewards, torch.zeros_like(token_level_rewards), response_mask, self.gamma, 1.0)[0]
 
 
+class RowScore(Operator):
+    """The score of each whole response: the sum over its tokens, float32 ``[batch]``.
+
+    It has no tokens any more, so it can meet other answers to the same prompts: as their baseline, or to compare.
+    """
+
+    granularity: ClassVar[Granularity] = "row"
+
+    def __call__(self, token_level_scores: TokenLevelScores, response_mask: ResponseMask) -> RowScores:
+        return select_rewards(token_level_scores, response_mask, "token_level_scores").sum(-1)
+
+
+class SubtractBaseline(Operator):
+    """Advantages less one number a row, at each of its tokens, as ReMax does (Li et al. 2023, arXiv:2310.10505).
+
+    ``A_t - b(x)``, which leaves the policy gradient unbiased as long as b depends on the prompt alone, and not on the
+    row's own answer.
+    """
+
+    granularity: ClassVar[Granularity] = "row"
+
+    def __call__(self, advantages: Advantages, baseline: RowScores, response_mask: ResponseMask) -> Advantages:
+        return select(advantages - baseline.unsqueeze(-1), response_mask)
+
+
 class Whiten(Operator):
     """Advantages scaled to unit variance (and zero mean) over the batch; see `whiten`.
 
@@ -173,6 +206,11 @@ class Whiten(Operator):
     granularity: ClassVar[Granularity] = "batch"
 
     shift_mean: bool = True
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """``{"scaled"}``: by a standard deviation."""
+        return frozenset({"scaled"})
 
     def __call__(self, advantages: Advantages, response_mask: ResponseMask) -> Advantages:
         return whiten(advantages, response_mask, self.shift_mean)

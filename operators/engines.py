@@ -30,7 +30,7 @@ class Repeat(Operator):
     """
 
     granularity: ClassVar[Granularity] = "row"
-    changes_rows: ClassVar[bool] = True
+    fresh: ClassVar[tuple[str, ...]] = ("batch",)
     n: int = Field(default=1, ge=1)
 
     @property
@@ -91,8 +91,9 @@ class Generate(Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"greedy"}`` at temperature 0."""
-        return frozenset({"greedy"} if self.temperature == 0 else ())
+        """``"greedy"`` at temperature 0, ``"truncated"`` where top-k or top-p leave tokens out."""
+        greedy = {"greedy"} if self.temperature == 0 else set()
+        return frozenset(greedy | ({"truncated"} if self.top_k > 0 or self.top_p < 1 else set()))
 
     def __call__(self, prompts: Prompted, key: Key = INJECTED, metrics: Metrics = INJECTED) -> RolloutBatch:
         engine = self.rollout

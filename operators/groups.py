@@ -39,7 +39,7 @@ class Groups:
         size: float64 ``[batch]``, how many live rows the row's group has.
 
     Raises:
-        DataError: a group of one row, a reward off the mask, or shapes that differ.
+        DataError: a group of one row, a uid that is no name, a reward off the mask, or shapes that differ.
     """
 
     def __init__(self, token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray) -> None:
@@ -49,6 +49,8 @@ class Groups:
             raise DataError(
                 f"uid names {len(uid)} rows but token_level_rewards has {len(self.scores)}; pass one uid per row."
             )
+        if odd := next((name for name in uid.tolist() if isinstance(name, list | dict)), None):
+            raise DataError(f"uid holds {odd!r}, which names no group; expected text, the same for rows of one prompt.")
         numbers: dict[object, int] = {}
         index = np.array([numbers.setdefault(name, len(numbers)) for name in uid.tolist()], dtype=np.int64)
         sizes = np.bincount(index, minlength=len(numbers))
@@ -267,6 +269,11 @@ class GroupAdvantage(_GroupBaseline, Operator):
     normalize_std: bool = True
     eps: float = Field(default=1e-6, gt=0)
 
+    @property
+    def effects(self) -> frozenset[str]:
+        """``"scaled"``, too, where it is divided by the standard deviation."""
+        return super().effects | ({"scaled"} if self.normalize_std else set())
+
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
         return group_advantage(token_level_rewards, response_mask, uid, self.normalize_std, self.eps)
 
@@ -310,6 +317,11 @@ class PassAtKAdvantage(_GroupBaseline, Operator):
 
     k: int = Field(default=4, ge=1)
     passed: float = 0.5
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """``"scaled"``, too: by the standard deviation of the sets."""
+        return super().effects | {"scaled"}
 
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
         return pass_at_k_advantage(token_level_rewards, response_mask, uid, self.k, self.passed)

@@ -121,6 +121,8 @@ class UpdateActor(_Update, Operator):
         aggregation, norm: of tokens; see `token_weights`.
         kl: a KL term, which wants `ref_log_prob`; or None.
         entropy: the weight of the entropy bonus.
+        off_policy: by how many updates the weights may be ahead of the rows: 1 for a second update of one role in a
+            step, which runs after the first.
         actor: the trainer.
 
     Raises:
@@ -139,7 +141,13 @@ class UpdateActor(_Update, Operator):
     norm: float | None = None
     kl: KLLoss | None = None
     entropy: float = Field(default=0.0, ge=0)
+    off_policy: int = Field(default=0, ge=0)
     actor: Writes[Trainer] = Role("actor")
+
+    @property
+    def behind(self) -> int:
+        """`off_policy`."""
+        return self.off_policy
 
     @property
     def effects(self) -> frozenset[str]:
@@ -160,7 +168,8 @@ class UpdateActor(_Update, Operator):
         share: Share | None = INJECTED,
         **columns: FromLoss,
     ) -> Updated:
-        stale = (rollout.policy_version != self.actor.version).nonzero().flatten()
+        age = self.actor.version - rollout.policy_version
+        stale = ((age < 0) | (age > self.off_policy)).nonzero().flatten()
         if len(stale):
             row = int(stale[0])
             raise StalePolicyError(

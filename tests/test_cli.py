@@ -326,9 +326,12 @@ def test_plan_predicts_a_step_from_a_run(command: Command, training: Path) -> No
     where = [line.partition(":")[0] for line in predicted.splitlines() if not line.startswith("  ")]
     assert where == ["predicted from own, with 6 prompts a step", "in one process", "Colocate()"]
     assert all(9 < float(line.split()[-2]) < 99 for line in predicted.splitlines() if "a step takes" in line)
-    for place in ("Colocate(2)", "Colocate(gpus=", "Elsewhere(gpus=1)", "Colocate(gpus=len(x))"):
+    twice, deep = "Colocate(gpus=1, gpus=2)", f"Colocate(gpus={'-' * 20_000}1)"
+    for place in ("Colocate(2)", "Colocate(gpus=", "Elsewhere(gpus=1)", "Colocate(gpus=len(x))", twice, deep):
         assert f"flowrl: --place {place} is no place; expected local, or" in command(*asked, "--place", place).err
     assert "--cost reward=long says no number of seconds" in command(*asked, "--cost", "reward=long").err
+    assert "given(reward=nan): expected seconds" in command(*asked, "--cost", "reward=nan").err
+    assert "--cost rewrad=... is of no node; grpo has batch, repeat" in command(*asked, "--cost", "rewrad=1").err
 
 
 def test_a_run_at_a_place_of_ones_own_is_read_where_that_is_allowed(command: Command, training: Path) -> None:

@@ -15,6 +15,7 @@ SMALL = 100
 # modules by what they do together.
 TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/core/test_algorithm.py": ("flowrl/core/symbols.py", "flowrl/data/record_types.py"),
+    "tests/core/test_gate.py": ("flowrl/core/gating.py",),
     "tests/core/test_graph.py": ("flowrl/graph.py", "flowrl/core/backend.py"),
     "tests/graphs/test_shelf.py": ("graphs/other_losses.py",),
     "tests/test_types.py": ("flowrl/core/inference.py",),
@@ -22,7 +23,9 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/draw/test_mermaid.py": ("flowrl/draw/picture.py",),
     "tests/draw/test_svg.py": ("flowrl/draw/layout.py",),
     "tests/run/test_costs.py": ("flowrl/run/cost.py",),
+    "tests/run/test_flight.py": ("flowrl/run/nodes.py",),
     "tests/run/test_local.py": ("flowrl/run/runner.py",),
+    "tests/run/test_validation.py": ("flowrl/run/validating.py",),
     "tests/sync/test_stream.py": ("flowrl/sync/group.py", "flowrl/sync/received.py"),
     "tests/on_ray/test_cluster.py": ("flowrl/distributed/cluster.py", "flowrl/distributed/slots.py"),
     "tests/on_ray/test_faults.py": ("flowrl/distributed/faults.py",),

@@ -157,10 +157,11 @@ def _pieces(folder: str, files: ExitStack) -> dict[str, list[Any]]:
 def _described(pieces: Sequence[Any]) -> tuple[Any, ...]:
     """Dtype and shape of the tensor that has these rows."""
     shapes = [piece.get_shape() for piece in pieces]
-    rows = [sum(shape[0] for shape in shapes)] if shapes[0] else []
-    kinds = {(piece.get_dtype(), *piece.get_shape()[1:]) for piece in pieces}
-    dtype, *rest = kinds.pop() if len(kinds) == 1 else ("mixed",)
-    return (dtype, *rows, *rest)
+    kinds = {(piece.get_dtype(), len(shape), *shape[1:]) for piece, shape in zip(pieces, shapes, strict=True)}
+    if len(kinds) > 1:
+        return ("mixed",)
+    dtype, axes, *rest = kinds.pop()
+    return (dtype, *([sum(shape[0] for shape in shapes)] if axes else []), *rest)
 
 
 def _read(pieces: Sequence[Any], tensor: Tensor, mesh: Mesh) -> None:

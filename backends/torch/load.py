@@ -187,14 +187,16 @@ def load_tokenizer(folder: str) -> Any:
     """The tokeniser of a Hugging Face folder.
 
     Raises:
-        BindError: the folder has none that loads.
+        BindError: the folder has none that loads, or a ``config.json`` that does not.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     refuse_no_model(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, **_LOCAL)
     except Exception as error:
+        with loading(folder):  # config.json says which class the tokeniser is of, so that may be what is broken
+            AutoConfig.from_pretrained(folder, **_LOCAL)
         raise BindError(
             f"the folder {folder!r} has no tokeniser that loads ({type(error).__name__}: {error}); it is written "
             f"beside the trained weights, so add it with tokenizer.save_pretrained(folder)."
@@ -205,17 +207,18 @@ def refuse_no_model(folder: str) -> None:
     """Refuse a folder that holds no model at all.
 
     Raises:
-        BindError: there is no such folder, no ``config.json`` in it, or one that is not JSON.
+        BindError: there is no such folder, no ``config.json`` in it, or one that is not a JSON object.
     """
     try:
         with open(os.path.join(folder, "config.json"), encoding="utf-8") as config:
-            json.load(config)
-        return
+            if isinstance(json.load(config), dict):
+                return
+        found = "has a config.json that is not an object"
     except FileNotFoundError:
         found = "has no config.json" if os.path.isdir(folder) else "does not exist"
     except OSError as error:
         found = f"cannot be read ({error.strerror})"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         found = f"has a config.json that is not JSON ({error})"
     raise BindError(
         f"the model folder {folder!r} {found}; expected a local Hugging Face folder of a causal LM. Write one with "

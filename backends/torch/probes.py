@@ -140,7 +140,7 @@ def refuse_blind_to_padding(probe: Inputs, model: PreTrainedModel, folder: str, 
         model: what is run: a causal LM, or its body.
 
     Raises:
-        BindError: it does.
+        BindError: it does, or gives NaN or infinity without padding.
     """
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         raise BindError(
@@ -149,6 +149,12 @@ def refuse_blind_to_padding(probe: Inputs, model: PreTrainedModel, folder: str, 
         )
     alone = model(**known(model, probe))[0]
     distance = apart(model(**known(model, padded(probe, 3, 2)))[0][:, 3:-2], alone)
+    if not alone.isfinite().all():
+        raise BindError(
+            f"{type(model).__name__} in {folder!r} gives NaN or infinity for plain tokens, though its weights are "
+            f"finite; expected numbers: its config.json or its weights are not those that it was trained with. Take "
+            f"another copy."
+        )
     if not distance <= bound:
         raise BindError(
             f"{type(model).__name__} in {folder!r} cannot tell padding from tokens: beside padding its outputs are "

@@ -58,6 +58,7 @@ class TorchRollout(FolderBackend):
         lora: that of an actor which trains an adapter beside the weights of this very folder: sync then sends the
             adapter alone. Without, a model of its own gets all weights, the adapter merged into them; a shared one has
             the actor's adapter anyway.
+        frozen: answer with the weights of the folder, which nothing syncs: a judge, or an opponent that stays as it is.
     """
 
     serves = (Rollout, Sleeper)
@@ -71,6 +72,7 @@ class TorchRollout(FolderBackend):
     memory: float | None = Field(default=None, gt=0)
     ranks: int = Field(default=1, ge=1)
     lora: LoRA | None = None
+    frozen: bool = False
 
     @model_validator(mode="after")
     def _refuse_unused(self) -> Self:
@@ -79,6 +81,8 @@ class TorchRollout(FolderBackend):
                 f"without a model this shares the actor's, which is one, whole, with its own dtype, attention, device "
                 f"and adapter; drop {unused}, or name a folder too"
             )
+        if self.frozen and self.lora is not None:
+            raise ValueError("frozen=True takes no sync, so no adapter ever comes; drop lora or frozen")
         return self
 
     @property
@@ -87,7 +91,7 @@ class TorchRollout(FolderBackend):
         return "weights" if self.lora is None else "adapter_weights"
 
     def build(self, context: BuildContext) -> TorchRolloutEngine:
-        """The live engine; it holds no receipt yet.
+        """The live engine; it holds no receipt yet, unless it is frozen.
 
         Raises:
             BindError: the folder does not hold a whole causal LM, or one that `lora` does not fit; or no model is named
@@ -108,9 +112,9 @@ class TorchRollout(FolderBackend):
             cast(nn.Module, model).to(device).eval()
             with torch.no_grad():
                 settle_attention(probe_inputs(model, device), model, self.attention, self.model, tolerance(model.dtype))
-            return TorchRolloutEngine(
-                model, ChatTokenizer(self.model), self.max_rows, adapter=adapter, adapter_of=adapter_of
-            )
+            tokenizer = ChatTokenizer(self.model)
+            engine = TorchRolloutEngine(model, tokenizer, self.max_rows, adapter=adapter, adapter_of=adapter_of)
+            return engine.freeze(weights_digest(named_weights(model))) if self.frozen else engine
         actor = context.engine("actor")
         if not isinstance(actor, SharesModel):
             raise BindError(

@@ -58,6 +58,11 @@ class Backend(Spec):
         return False
 
     @property
+    def frozen(self) -> bool:
+        """Whether an engine that generates does so with the weights that it starts from, and takes no others."""
+        return False
+
+    @property
     def receives(self) -> Literal["weights", "adapter_weights"]:
         """The method of a trainer whose tensors the engine's `sync` reads."""
         return "weights"
@@ -103,6 +108,31 @@ def refuse_unfit(role: str, backend: Any, node: str, protocol: type) -> None:
             f"the role {role!r} is bound to {name}, but {node} needs a {protocol.__name__} there, and {name} serves "
             f"{found or 'no Protocol'}, which declares no {', '.join(missing)}; bind {role}= to a backend that is a "
             f"{protocol.__name__}, or, where its engine is one, say so: serves = ({protocol.__name__},)."
+        )
+
+
+def refuse_unsynced(role: str, backend: Backend, synced_by: str | None) -> None:
+    """Refuse an engine that would never have weights to generate with, or that has some and is sent others.
+
+    Args:
+        role: one that generates.
+        backend: bound to it.
+        synced_by: the node that carries weights to it; None where none does.
+
+    Raises:
+        BindError: naming the role and what mends it.
+    """
+    name = type(backend).__name__
+    if synced_by is None and not backend.frozen:
+        raise BindError(
+            f"nothing carries weights to {role!r}, and {name} generates only with those of a sync; expected a "
+            f"Sync(rollout=Role({role!r}))(updated) in the graph, or an engine that keeps the weights of its folder, "
+            f"such as a judge's: bind {role}=TorchRollout(folder, frozen=True)."
+        )
+    if synced_by is not None and backend.frozen:
+        raise BindError(
+            f"{synced_by} carries weights to {role!r}, whose engine is frozen and keeps those of its folder; bind "
+            f"{role}={name}(..., frozen=False), or give what stays as it is a role of its own."
         )
 
 

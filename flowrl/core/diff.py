@@ -11,7 +11,7 @@ from flowrl.core.graph import Graph, Node, refuse_no_graph
 from flowrl.core.graph_io import compact_inputs, encode
 from flowrl.core.when import ALWAYS
 from flowrl.data.record_types import accepts
-from flowrl.spec import Spec, non_default
+from flowrl.spec import Spec, non_default, shown
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Diff:
     `pruned` are nodes that fell away because nothing reads them any more; `removed` are the others that are gone:
     sinks, those whose readers live on, and those whose outputs an added node writes instead. `supplanted` says of these
     what stands in their place: the nodes that their readers read now, or that write what they wrote. `renamed` are
-    those that differ only in their name, old name to new; they are neither added nor removed.
+    those that differ only in their name, old name to new; they are neither added nor removed. `allow` are the reasons
+    for which rules may be broken, before and after; None is not allowed.
     """
 
     before: Graph
@@ -43,10 +44,11 @@ class Diff:
     sinks: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     supplanted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    allow: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         nodes = self.added or self.removed or self.pruned or self.changed or self.renamed
-        return bool(nodes or self.bindings or self.lag or self.sinks)
+        return bool(nodes or self.bindings or self.lag or self.sinks or self.allow)
 
     def __str__(self) -> str:
         lines = [f"{self.before.name} -> {self.after.name}" + ("" if self else ": no difference")]
@@ -72,6 +74,9 @@ class Diff:
             lines.append(f"~ lag of Sync -> Generate: {self.lag[0]} -> {self.lag[1]}")
         if self.sinks:
             lines.append(f"~ sinks: {', '.join(self.sinks[0])} -> {', '.join(self.sinks[1])}")
+        for rule, (old_reason, new_reason) in self.allow.items():
+            was, now = (repr(reason) if reason else "refused" for reason in (old_reason, new_reason))
+            lines.append(f"~ allow {rule}: {was} -> {now}")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -127,6 +132,7 @@ def diff(kind: type[DiffT], before: Graph, after: Graph) -> DiffT:
         (before.sinks, after.sinks) if moved else None,
         renamed,
         {name: place for name in removed if (place := _in_place_of(name, before, after, added, renamed))},
+        _changes(before.allow, after.allow),
     )
 
 
@@ -186,7 +192,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = 
 
 def _parameters(node: Node) -> dict[str, Any]:
     encoded = encode(node.operator, node.name, portable=False)
-    found = {"operator": _operator(encoded), **{k: value for k, value in encoded.items() if not k.startswith("$")}}
+    found = {"operator": _operator(encoded), **{name: encoded[name] for name in shown(node.operator)}}
     return found if node.when == ALWAYS else {**found, "when": encode(node.when, node.name)}
 
 
@@ -233,7 +239,7 @@ def _show(value: Any) -> str:
     return repr(value)
 
 
-def _short(path: str | Mapping[str, str]) -> str:
+def _short(path: object) -> str:
     """``flowrl.operators.advantage:GAE`` -> ``GAE``; of an operator that is a function, its name."""
-    path = path if isinstance(path, str) else path["$function"]
-    return path.rpartition(":")[2].rpartition(".")[2]
+    named = path["$function"] if isinstance(path, Mapping) else path
+    return str(named).rpartition(":")[2].rpartition(".")[2]

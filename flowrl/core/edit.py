@@ -10,11 +10,13 @@ is untouched.
   readers.
 - ``insert={"length_penalty": After("reward", LengthPenalty())}``: what it reads of ``reward`` and writes anew, it
   rewrites, and every reader moves to it. Its ports take what ``reward`` writes, else are found in the same way.
+  A gate (`Filter`) rewrites nothing: all that is read across it is led through (see `flowrl.core.gating`).
 - ``wire={"gae.values": "old_values.values"}``: sets edges by hand and overrides all of the above.
 - ``set={"generate.temperature": 0.7, "update_actor.loss.clip_high": 0.28}``: parameters of an operator, or of a spec
   that is one; the others stay. Those of one spec change at once.
 - ``when={"update_actor": When(start=20)}``: the steps in which a node runs, and so what reads it.
 - ``rename={"old": "new"}``, ``bind={"rollout": ...}``, ``lag=1``, ``name="grpo"``.
+- ``allow={"FR007": "greedy is the baseline only"}``: a rule may be broken, for this reason; None takes that back.
 
 What writes weights leaves by name only (``drop``, ``replace``): where its last reader is gone, it stays as a sink.
 """
@@ -28,9 +30,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
+from flowrl.core.gate import Gate
+from flowrl.core.gating import anchor_of, led_through, widened
 from flowrl.core.graph import Graph
 from flowrl.core.operator import Operator
+from flowrl.core.ports import PortField
 from flowrl.core.rewiring import Rewiring
+from flowrl.core.rules import refuse_no_rules
+from flowrl.core.symbols import Edge
 from flowrl.core.when import When
 from flowrl.errors import GraphError, offer
 from flowrl.spec import Spec, parameters
@@ -82,35 +89,82 @@ def edit(
     bind: Mapping[str, Any] | None = None,
     lag: int | None = None,
     name: str | None = None,
+    allow: Mapping[str, str | None] | None = None,
 ) -> GraphT:
     """A changed copy of `graph`; see the module's docstring.
 
     Raises:
-        GraphError: a node that is not there, one named twice, an edit after which it is not clear what a port reads;
-            the message names the `wire=` that settles it.
+        GraphError: a node or rule that is not there, one named twice, an edit after which it is not clear what a port
+            reads; the message names the `wire=` that settles it.
         PortError: the changed graph connects what does not fit.
         BindError: a backend for a role that the changed graph does not have, or that cannot serve it.
     """
-    drop = _names(drop)
+    drop, before = _names(drop), widened(graph)
     replace, insert, set, when = replace or {}, insert or {}, set or {}, when or {}
-    wire, rename, bind = wire or {}, rename or {}, bind or {}
-    _refuse_unmapped(replace=replace, insert=insert, set=set, when=when, wire=wire, rename=rename, bind=bind)
+    wire, rename, bind, allow = wire or {}, rename or {}, bind or {}, allow or {}
+    _refuse_unmapped(
+        replace=replace, insert=insert, set=set, when=when, wire=wire, rename=rename, bind=bind, allow=allow
+    )
+    refuse_no_rules(allow, f"edit(allow={dict(allow)!r})")
     _refuse_no_operators(replace, insert)
-    replace = {**replace, **_timed(graph, replace, when, _with_parameters(graph, replace, set))}
+    changed_in_place = _timed(before, replace, when, _with_parameters(before, replace, set))
+    replace = {**_through_same(before, replace), **changed_in_place}
     _refuse_misuse(graph, replace, drop, insert, rename)
+    gates = {name: after.operator for name, after in insert.items() if isinstance(after.operator, Gate)}
+    anchors = {name: after.node for name, after in insert.items()}
     change = Rewiring(
-        graph,
+        before,
         replace,
         drop,
-        {name: after.operator for name, after in insert.items()},
-        {name: after.node for name, after in insert.items()},
+        {name: after.operator for name, after in insert.items() if name not in gates},
+        {name: anchor for name, anchor in anchors.items() if name not in gates},
         rename,
-        wire,
+        {end: source for end, source in wire.items() if end.partition(".")[0] not in gates},
     )
     nodes, sinks = change.reached()
-    changed = graph.build(graph.name if name is None else name, nodes, sinks, graph.lag if lag is None else lag)
+    allowed = {rule: reason for rule, reason in {**graph.allow, **allow}.items() if reason is not None}
+    name, lag = graph.name if name is None else name, graph.lag if lag is None else lag
+    changed = graph.build(name, nodes, sinks, lag, allow=allowed)
+    for at, gate in gates.items():
+        moved = [other for other in anchors if other in gates or change.rewrites.get(other)]
+        anchor = anchor_of(at, anchors[at], anchors, moved, change.new_names[anchors[at]])
+        changed = led_through(changed, at, gate, anchor, _wires_of(at, gate, changed, wire, change.new_names))
     kept = {role: backend for role, backend in graph.bindings.items() if role in changed.roles()}
     return changed.bound({**kept, **bind})
+
+
+def _through_same(graph: Graph, replace: Mapping[str, Operator]) -> dict[str, Operator]:
+    """`replace`, where through a gate that takes the place of another the same columns pass."""
+    return {
+        node: new.passing(old.operator.columns)
+        if isinstance(new, Gate) and (old := graph.nodes.get(node)) is not None and isinstance(old.operator, Gate)
+        else new
+        for node, new in replace.items()
+    }
+
+
+def _wires_of(
+    name: str, gate: Gate, graph: Graph, wire: Mapping[str, str], new_names: Mapping[str, str]
+) -> dict[PortField, Edge]:
+    """What ``wire=`` says of the ports of a gate that is inserted."""
+    found = {}
+    for end, source in wire.items():
+        node, _, port = end.partition(".")
+        if node != name:
+            continue
+        field, edge = PortField.parse(port), Edge.parse(source)
+        edge = edge._replace(node=new_names.get(edge.node, edge.node))
+        if field not in (known := gate.passing({}).signature.fields):
+            raise GraphError(
+                f"wire={{{end!r}: ...}} does not name a port; {offer(port, map(str, known), f'{name} has')}"
+            )
+        if edge not in graph.types:
+            raise GraphError(
+                f"wire={{{end!r}: {source!r}}} names {source!r}, which is not an output; "
+                f"{offer(source, map(str, graph.types), 'expected one of:')}"
+            )
+        found[field] = edge
+    return found
 
 
 def _with_parameters(graph: Graph, replace: Mapping[str, Operator], set: Mapping[str, Any]) -> dict[str, Operator]:
@@ -224,6 +278,7 @@ _EXAMPLES = {
     "wire": "'gae.values': 'value.values'",
     "rename": "'gae': 'advantage'",
     "bind": "'rollout': TorchRollout()",
+    "allow": "'FR007': 'greedy is the baseline only'",
 }
 
 

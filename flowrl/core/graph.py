@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple, Self
 import networkx as nx
 
 from flowrl.core.backend import members, refuse_unfit
+from flowrl.core.declared import moments, refuse_misdeclared
+from flowrl.core.gate import ROWS, Gate
 from flowrl.core.inference import infer
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField, Signature
@@ -22,7 +24,6 @@ from flowrl.core.symbols import Edge, EdgeType
 from flowrl.core.when import ALWAYS, When, first_idle
 from flowrl.data.record_types import record_columns
 from flowrl.errors import BindError, GraphError, offer
-from flowrl.spec import schedules
 
 
 class Input(Operator):
@@ -99,15 +100,25 @@ class Node:
         """What its operator does, in any step, that rules look for."""
         return frozenset().union(*(said.effects for said in moments(self.operator)))
 
+    @cached_property
+    def at_first(self) -> Operator:
+        """Its operator with plain numbers: what it says of itself by them is the same in all steps."""
+        return moments(self.operator)[0]
+
     @property
     def rows_factor(self) -> int:
         """How many rows go out for every row that comes in."""
-        return moments(self.operator)[0].rows_factor
+        return self.at_first.rows_factor
 
     @property
     def row_divisors(self) -> Mapping[str, int]:
         """Parameters of its operator that must divide the number of rows."""
-        return moments(self.operator)[0].row_divisors
+        return self.at_first.row_divisors
+
+    @property
+    def behind(self) -> int:
+        """How many updates its weights may be ahead of its rows; see `Operator.behind`."""
+        return self.at_first.behind
 
     @property
     def reads(self) -> list[str]:
@@ -155,50 +166,53 @@ def refuse_no_graph(given: object) -> None:
     raise GraphError(f"a {type(given).__name__} is not a graph; expected a Graph: {graph}.")
 
 
-def moments(operator: Operator) -> list[Operator]:
-    """The operator as it is at the moments that tell of its numbers over time; of one without these, itself."""
-    over_time = schedules(operator).values()
-    return [operator.in_step(step) for step in sorted({step for one in over_time for step in one.moments()} or {0})]
+def settled(nodes: Mapping[str, Node], sinks: Sequence[str]) -> Mapping[str, Node]:
+    """The nodes that the sinks reach, with gates that let through just what is read behind them: each column under its
+    own name where one of that name passes, else under those of its source and of itself. Without gates, all nodes."""
+    if not any(isinstance(node.operator, Gate) for node in nodes.values()):
+        return nodes
+    read = _read_of_gates(nodes, sinks)
+    gates: dict[str, dict[str, str]] = {}  # by gate, the new names of what passes
+    for name, node in nodes.items():
+        if isinstance(node.operator, Gate):
+            passes = {o: node.inputs[PortField(ROWS, o)] for o in node.operator.columns if o in read.get(name, ())}
+            plain = [edge.output for edge in passes.values()]
+            gates[name] = {o: e.output if plain.count(e.output) == 1 else str(e) for o, e in passes.items()}
+
+    def moved(edge: Edge) -> Edge:
+        return edge._replace(output=gates.get(edge.node, {}).get(edge.output, edge.output))
+
+    changed = {}
+    for name, node in nodes.items():
+        if name not in read:
+            continue
+        operator, inputs = node.operator, node.inputs
+        if isinstance(operator, Gate):
+            new = gates[name]
+            order = sorted(new, key=new.__getitem__)
+            operator = operator.passing({new[o]: operator.columns[o] for o in order})
+            kept = {field: edge for field, edge in inputs.items() if field.port != ROWS}
+            inputs = kept | {PortField(ROWS, new[o]): inputs[PortField(ROWS, o)] for o in order}
+        changed[name] = replace(node, operator=operator, inputs={field: moved(edge) for field, edge in inputs.items()})
+    return changed
 
 
-def refuse_misdeclared(name: str, operator: Operator) -> None:
-    """Raise a `GraphError` for what an operator says of itself and rules could not read, or that changes over time."""
-    first, *others = moments(operator)
-    _refuse_misdeclared(name, first)
-    for said in others:
-        _refuse_misdeclared(name, said)
-        for what in ("rows_factor", "row_divisors", "wants()"):
-            before, after = (_said(one, what) for one in (first, said))
-            if before != after:
-                over_time = ", ".join(f"{path}={schedule!r}" for path, schedule in schedules(operator).items())
-                raise GraphError(
-                    f"{name} says that its {what} is {before!r} in one step and {after!r} in another, by {over_time}; "
-                    f"expected the same in all, since a graph is checked by it: give a number there."
-                )
-
-
-def _said(operator: Operator, what: str) -> Any:
-    return operator.wants() if what == "wants()" else getattr(operator, what)
-
-
-def _refuse_misdeclared(name: str, said: Operator) -> None:
-    optional = [port.name for port in said.signature.ports.values() if port.optional]
-    wants, effects, divisors = said.wants(), said.effects, said.row_divisors
-    are_texts = isinstance(effects, Set) and all(isinstance(effect, str) for effect in effects)
-    are_counts = isinstance(divisors, Mapping) and all(map(_is_count, divisors.values()))
-    are_ports = isinstance(wants, Mapping) and wants.keys() <= set(optional)
-    for what, value, holds, expected in (
-        ("effects", effects, are_texts, "a set of texts, such as frozenset({'kl'})"),
-        ("rows_factor", said.rows_factor, _is_count(said.rows_factor), "a count: 1, 2, ..."),
-        ("row_divisors", divisors, are_counts, "counts by parameter"),
-        ("wants()", wants, are_ports, f"True or False by optional port, of which it has {optional or 'none'}"),
-    ):
-        if not holds:
-            raise GraphError(f"{name} says that its {what} is {value!r}; expected {expected}.")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _read_of_gates(nodes: Mapping[str, Node], sinks: Sequence[str]) -> dict[str, set[str]]:
+    """By node, the outputs that are read on the way to the sinks; of gates that are sinks, all."""
+    read: dict[str, set[str]] = {}
+    ends = [sink for sink in sinks if isinstance(sink, str) and sink in nodes]
+    for sink in ends:
+        read.setdefault(sink, set()).update(nodes[sink].operator.signature.outputs)
+    while ends:
+        node = nodes[ends.pop()]
+        for end, edge in node.inputs.items():
+            passes = isinstance(node.operator, Gate) and end.port == ROWS
+            if edge.node in nodes and not (passes and end.field not in read[node.name]):
+                known = read.setdefault(edge.node, set())
+                if edge.output not in known:
+                    known.add(edge.output)
+                    ends.append(edge.node)
+    return read
 
 
 @dataclass(frozen=True)
@@ -211,6 +225,7 @@ class Graph:
         sinks: the nodes whose outputs are wanted.
         lag: how many versions generation may run ahead, on the back-edge from `Sync` to `Generate`; 0 is on-policy.
         bindings: backends by role, as far as they are bound.
+        allow: the rules that it may break, each with the reason.
     """
 
     name: str
@@ -218,6 +233,7 @@ class Graph:
     sinks: tuple[str, ...]
     lag: int = 0
     bindings: Mapping[str, Any] = field(default_factory=dict)
+    allow: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -227,8 +243,9 @@ class Graph:
         sinks: Sequence[str],
         lag: int = 0,
         bindings: Mapping[str, Any] | None = None,
+        allow: Mapping[str, str] | None = None,
     ) -> Self:
-        """A graph of those of `nodes` that `sinks` reach, checked.
+        """A graph of those of `nodes` that `sinks` reach, checked. Through its gates pass the columns that are read.
 
         Raises:
             GraphError: no name, no sink, an edge from nowhere, a cycle (which is named), or a lag without a back-edge.
@@ -239,6 +256,7 @@ class Graph:
                 f"{name!r} is no name of a graph; expected letters, digits, spaces and any of _.+- (it names pictures "
                 f"and folders), such as 'grpo'."
             )
+        nodes = settled(nodes, sinks)
         data: nx.DiGraph[str] = nx.DiGraph()
         for position, node in enumerate(nodes.values()):
             data.add_node(node.name, position=position)
@@ -270,6 +288,7 @@ class Graph:
             tuple(dict.fromkeys(sinks)),
             lag,
             MappingProxyType(dict(bindings or {})),
+            MappingProxyType(dict(allow or {})),
         )
         _ = graph.types  # every connection is checked here
         graph._check_lag()
@@ -407,7 +426,8 @@ class Graph:
         """
         if not isinstance(until, Iterable):
             raise GraphError(f"subgraph(until={until!r}) does not name nodes; {offer(until, self.nodes)}")
-        part = self.build(self.name, self.nodes, (until,) if isinstance(until, str) else tuple(until))
+        sinks = (until,) if isinstance(until, str) else tuple(until)
+        part = self.build(self.name, self.nodes, sinks, allow=self.allow)
         bindings = {role: backend for role, backend in self.bindings.items() if role in part.roles()}
         return replace(part, lag=self.lag if part.back_edges else 0, bindings=MappingProxyType(bindings))
 

@@ -19,12 +19,14 @@ import xxhash
 import yaml
 
 from flowrl.core import entry_points, plain
+from flowrl.core.edit import After
 from flowrl.core.function import OfFunction, function_of, plain_of
 from flowrl.core.graph import Graph, Node, refuse_no_graph
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
 from flowrl.core.references import named_source_hash, parse_reference, reference, resolve, source_hash
 from flowrl.core.roles import RoleRef
+from flowrl.core.rules import refuse_no_rules
 from flowrl.core.symbols import Edge
 from flowrl.core.when import ALWAYS
 from flowrl.data.files import write
@@ -32,7 +34,7 @@ from flowrl.errors import GraphError, ParameterError, offer
 from flowrl.spec import Spec, parameters
 
 FORMAT = 1
-KEYS = ("flowrl", "name", "nodes", "sinks", "lag", "bindings")
+KEYS = ("flowrl", "name", "nodes", "sinks", "lag", "bindings", "allow")
 """What a graph is written under."""
 
 GraphT = TypeVar("GraphT", bound=Graph)
@@ -88,6 +90,8 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
         return {"$role": value.name}
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, After):
+        return {"after": value.node, "operator": encode(value.operator, where, portable)}
     if isinstance(value, Spec):
         fields = {
             k: _reference(v) if isinstance(v, str) and k in value.references else encode(v, f"{where}.{k}", portable)
@@ -229,6 +233,7 @@ def graph_to_dict(graph: Graph, portable: bool = True) -> dict[str, Any]:
     Raises:
         GraphError: a parameter cannot be written, such as a lambda, and `portable` asks for what can be read back.
     """
+    allow = {"allow": dict(graph.allow)} if graph.allow else {}
     return {
         "flowrl": FORMAT,
         "name": graph.name,
@@ -245,6 +250,7 @@ def graph_to_dict(graph: Graph, portable: bool = True) -> dict[str, Any]:
         "bindings": {
             role: encode(backend, f"bindings.{role}", portable) for role, backend in sorted(graph.bindings.items())
         },
+        **allow,
     }
 
 
@@ -252,6 +258,7 @@ def fingerprint(graph: Graph) -> str:
     """xxh3-128 (hex) of the canonical form: equal for graphs that compute the same, whatever their name."""
     canonical = graph_to_dict(graph, portable=False)
     canonical |= {"name": "", "sinks": sorted(graph.sinks)}
+    canonical.pop("allow", None)
     return xxhash.xxh3_128_hexdigest(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -284,7 +291,9 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) 
     sinks, lag = _part(data, "sinks", list, "the data"), _part(data, "lag", int, "the data")
     if odd := [sink for sink in sinks if not isinstance(sink, str)]:
         raise GraphError(f"the sinks of the data hold a {type(odd[0]).__name__}; expected names of nodes.")
-    graph = kind.build(_part(data, "name", str, "the data"), nodes, sinks, lag)
+    allow: Mapping[str, str] = _part(data, "allow", Mapping, "the data") if "allow" in data else {}
+    refuse_no_rules(allow, "the data, under 'allow',")
+    graph = kind.build(_part(data, "name", str, "the data"), nodes, sinks, lag, allow=allow)
     bindings: Mapping[str, Any] = _part(data, "bindings", Mapping, "the data")
     return graph.bound({role: decode(backend, f"bindings.{role}", imports) for role, backend in bindings.items()})
 
@@ -303,7 +312,7 @@ def _timed(operator: Operator, entry: Mapping[str, Any]) -> Operator:
 
 def _part(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     """A part of the data that is read, refused unless it is of `kind`."""
-    if key not in data or not isinstance(data[key], kind):
+    if key not in data or not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
         found = f"has a {type(data[key]).__name__} under {key!r}" if key in data else f"lacks {key!r}"
         raise GraphError(
             f"{where} {found}, so this is not a flowrl graph, or a damaged one; expected a {kind.__name__.lower()} "

@@ -33,41 +33,66 @@ def infer(
 ) -> dict[str, EdgeType]:
     """Check what is wired to a node, and type its outputs.
 
-    Axes of the inputs are bound across all ports of the call; an axis of an output that no input binds comes to be
-    here, and so do the rows of an operator that changes their number.
+    Axes of the inputs are bound across all ports of the call, but for those of ports that have their own. An axis of an
+    output comes to be here where no input binds it, or where the operator makes it anew.
 
     Raises:
-        PortError: a kind, dtype or axis does not fit, or a port is wired or left open against what the operator wants.
+        PortError: a kind, dtype or axis does not fit, or a port is wired or left open against what the operator wants;
+            what is joined out of several widths is declared to have one of them.
     """
-    signature = operator.signature
     binding: dict[str, Bound] = {}
     for field, (edge, typed) in inputs.items():
-        wanted = signature.fields[field]
+        wanted = operator.signature.fields[field]
         if not accepts(wanted, typed.type):
             raise PortError(
                 f"{name}.{field} wants {wanted}, but {edge} is {typed}{_suggest(wanted, binding, available, edge)}"
             )
         if isinstance(wanted, ColumnType):
-            for axis, identity in zip(wanted.axes, typed.axes, strict=True):
+            for axis, identity in zip(wanted.here, typed.axes, strict=True):
                 bound = binding.setdefault(axis, Bound(identity, field, edge))
                 if bound.identity != identity:
+                    own = f"{'Rows' if axis == 'batch' else 'Widths'}[..., {field.port!r}]"
+                    free = {e: t for e, t in available.items() if all(e != other for other, _ in inputs.values())}
+                    join = f"; to join them, let the port say that its axes are its own: {field.port}: {own}."
                     raise PortError(
                         f"{name}.{field} takes the {axis} axis of {edge}, which was made by {_maker(identity)}, but "
                         f"{name}.{bound.field} takes that of {bound.edge}, made by {_maker(bound.identity)}; expected "
-                        f"one {axis} axis for all ports{_suggest(wanted, binding, available, edge)}"
+                        f"one {axis} axis for all ports{_suggest(wanted, binding, free, edge, join)}"
                     )
     _check_wanted(name, operator, inputs, binding, available)
+    _refuse_recut(name, operator, binding)
     outputs = {}
-    for output, type in signature.outputs.items():
+    for output, type in operator.signature.outputs.items():
         if isinstance(type, ValueType):
             outputs[output] = EdgeType(type)
             continue
-        axes = []
-        for axis in type.axes:
-            fresh = axis not in binding or (axis == "batch" and operator.changes_rows)
-            axes.append(f"{axis}@{name}" if fresh else binding[axis].identity)
-        outputs[output] = EdgeType(type, tuple(axes))
+        made = (axis not in binding or operator.makes(axis) for axis in type.here)
+        axes = zip(type.here, type.axes, made, strict=True)
+        identities = (f"{axis}@{name}" if new else binding[here].identity for here, axis, new in axes)
+        outputs[output] = EdgeType(type, tuple(identities))
     return outputs
+
+
+def _refuse_recut(name: str, operator: Operator, binding: Binding) -> None:
+    """Refuse an operator that joins what is of several widths, and says that what it writes is as wide as one of these.
+
+    It would fail as soon as another one is the widest, which may be in the first step or in the seventh.
+    """
+    for output, type in operator.signature.outputs.items():
+        if not isinstance(type, ColumnType) or not (operator.makes("batch") or type.kind == "tokens"):
+            continue
+        if type.own is not None:  # it is as wide as the column that it is made of
+            continue
+        for axis in type.axes[1:]:
+            met = {b.identity: b for here, b in binding.items() if here.rpartition(".")[2] == axis}
+            if axis in binding and len(met) > 1 and not operator.makes(axis):
+                found = " and ".join(f"{bound.field} ({bound.edge})" for bound in met.values())
+                said = (*operator.fresh, axis)
+                raise PortError(
+                    f"{name}.{output} would be as wide as {name}.{binding[axis].field}, but {name} joins {axis} axes "
+                    f"of several widths, those of {found}; let {operator.__class__.__name__} say that it makes the "
+                    f"axis anew: fresh: ClassVar = {said}."
+                )
 
 
 def _check_wanted(
@@ -106,7 +131,7 @@ def fits(wanted: FieldType, binding: Binding, typed: EdgeType) -> bool:
     """Whether an output may be wired to a field, given the axes that other fields have bound."""
     if not accepts(wanted, typed.type):
         return False
-    axes = wanted.axes if isinstance(wanted, ColumnType) else ()
+    axes = wanted.here if isinstance(wanted, ColumnType) else ()
     return all(
         axis not in binding or binding[axis].identity == identity
         for axis, identity in zip(axes, typed.axes, strict=True)
@@ -121,11 +146,15 @@ def _maker(identity: str) -> str:
     return identity.partition("@")[2]
 
 
-def _suggest(wanted: FieldType, binding: Binding, available: Available, found: Edge | None) -> str:
+def _suggest(
+    wanted: FieldType, binding: Binding, available: Available, found: Edge | None, otherwise: str | None = None
+) -> str:
     near: Iterable[Edge] = [edge for edge in candidates(wanted, binding, available) if edge != found]
     named = [edge for edge in near if isinstance(wanted, ColumnType) and edge.output == wanted.name]
     best = (named or list(near))[-1:]
     if best:
         return f"; did you mean {best[0]}?"
+    if otherwise is not None:
+        return otherwise
     what = "column" if isinstance(wanted, ColumnType) else "value"
     return f"; no node before this one writes such a {what}: add the operator that does."

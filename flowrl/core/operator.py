@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.columns import ColumnType
 from flowrl.core import session as sessions
 from flowrl.core.ports import Port, PortField, Signature, Step, signature_of, snake_case, with_loss
 from flowrl.core.roles import RoleUse, role_use
@@ -39,6 +40,7 @@ from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import located
+from flowrl.data.rounds import ONLY, Round
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError
 from flowrl.spec import Spec, defining_frame, in_step, schedules, where_defined
 
@@ -52,7 +54,9 @@ class Operator(Spec):
     Class attributes:
         granularity: ``"row"`` (each row alone), ``"group"`` (all rows of one `uid`) or ``"batch"`` (all rows): what an
             executor may split.
-        changes_rows: the rows that go out are not those that come in (`Repeat`, filters).
+        fresh: axes of what it reads that it makes anew for what it writes. ``("batch",)``: the rows that go out are not
+            those that come in (`Repeat`, `Filter`); ``("response",)``: responses are cut or joined to other widths. A
+            sequence is a prompt and its response, so it is made anew with either.
 
     Raises:
         DefinitionError: where a subclass is defined, with file and line: a port without annotation, an unknown column,
@@ -60,7 +64,7 @@ class Operator(Spec):
     """
 
     granularity: ClassVar[Granularity] = "batch"
-    changes_rows: ClassVar[bool] = False
+    fresh: ClassVar[tuple[str, ...]] = ()
     role_uses: ClassVar[dict[str, RoleUse]] = {}
     states: ClassVar[Mapping[str, State[Any]]] = {}
     _signature: ClassVar[Signature]
@@ -133,10 +137,20 @@ class Operator(Spec):
         """How many rows go out for every row that comes in."""
         return 1
 
+    def makes(self, axis: str) -> bool:
+        """Whether it makes an axis anew that it also reads."""
+        return axis in self.fresh or (axis == "sequence" and not {"prompt", "response"}.isdisjoint(self.fresh))
+
     @property
     def row_divisors(self) -> Mapping[str, int]:
         """Parameters that must divide the number of rows, by name."""
         return {}
+
+    @property
+    def behind(self) -> int:
+        """How many updates the weights that it writes may be ahead of those that sampled its rows: 1 for a second
+        update in a step. It runs after writers of the role that allow less."""
+        return 0
 
     whole: ClassVar[frozenset[str]] = frozenset()
     """Columns of which every rank is given all rows, even where `shares` deals the rows out."""
@@ -258,6 +272,8 @@ class Operator(Spec):
             return Metrics()
         if cls is Share:
             return None  # whoever calls by hand passes all rows
+        if cls is Round:
+            return ONLY
         if cls is Step:
             raise BindError(
                 f"{self.name} asks which step it is, and no job is active; call it inside `with job.eager():`, or pass "
@@ -348,8 +364,8 @@ def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: s
             f"{where}.granularity is {cls.granularity!r}; expected one of "
             f"{', '.join(map(repr, typing.get_args(Granularity)))}: what an executor may split the rows by."
         )
-    if not isinstance(cls.changes_rows, bool):
-        raise DefinitionError(f"{where}.changes_rows is {cls.changes_rows!r}; expected True or False.")
+    if not isinstance(cls.fresh, tuple) or not all(isinstance(axis, str) for axis in cls.fresh):
+        raise DefinitionError(f"{where}.fresh is {cls.fresh!r}; expected axes that it makes anew, such as ('batch',).")
     ports = cls._signature.ports if hasattr(cls, "_signature") else {}
     if both := next((name for name in ports if name in fields or name in cls.states), None):
         raise DefinitionError(
@@ -360,6 +376,13 @@ def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: s
         raise DefinitionError(
             f"{where}.__call__ takes the columns of its loss, and there is no field of that name; declare one: "
             f"`loss: Loss = PPOClip()`."
+        )
+    outputs = cls._signature.outputs.values() if ports else ()
+    axes = {axis for written in outputs if isinstance(written, ColumnType) for axis in written.axes}
+    if ports and (unwritten := [axis for axis in cls.fresh if axis not in axes]):
+        raise DefinitionError(
+            f"{where}.fresh names {unwritten[0]!r}, which is no axis of what it writes; expected some of "
+            f"{', '.join(sorted(axes)) or 'none'}."
         )
     columns = {place.name for port in ports.values() for place in port.fields}
     if not isinstance(cls.whole, frozenset) or (ports and not cls.whole <= columns):

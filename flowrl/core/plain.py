@@ -7,12 +7,13 @@ comes out can be walked without a thought.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from flowrl.data.files import unique
 from flowrl.errors import GraphError
 
 DEPTH = 64
@@ -97,7 +98,7 @@ def _broken(source: object, what: str) -> GraphError:
 
 
 def _json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_unique)
+    return json.loads(text, object_pairs_hook=unique)
 
 
 def _yaml(text: str) -> Any:
@@ -120,16 +121,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
         try:
-            _unique((key, None) for key in keys)
+            unique((key, None) for key in keys)
         except ValueError as error:
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
         return super().construct_mapping(node, deep)
-
-
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key!r} stands twice in one mapping")
-        found[key] = value
-    return found

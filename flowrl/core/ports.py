@@ -16,10 +16,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Union, get_args, get_origin
 
 from flowrl import columns
+from flowrl.columns import ColumnType
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import FieldType, hints_of, located, record_columns, value_type
+from flowrl.data.rounds import Round
 from flowrl.errors import DefinitionError, PortError
 
 INJECTED: Any = None
@@ -31,7 +33,7 @@ class Step(int):
     """How many steps were done before the one that runs: 0 in the first. It is injected."""
 
 
-INJECTABLE: tuple[type, ...] = (Key, Metrics, Share, Step)
+INJECTABLE: tuple[type, ...] = (Key, Metrics, Share, Round, Step)
 
 
 if TYPE_CHECKING:
@@ -135,11 +137,15 @@ def with_loss(own: Signature, loss: Signature) -> Signature:
 
 def _fields(port: str, annotation: Any, localns: Mapping[str, Any]) -> tuple[dict[PortField, FieldType], type | None]:
     """The fields of a port with this annotation, and the record class where it is a record."""
+    annotation, own = columns.apart(annotation)
     column = columns.parse(annotation)
     if column is not None:
-        return {PortField(port): columns.register(column)}, None
+        return {PortField(port): replace(columns.register(column), own=own)}, None
     if isinstance(annotation, type) and (types := record_columns(annotation, localns)):
-        return {PortField(port, field): t for field, t in types.items()}, annotation
+        placed = {f: replace(t, own=own) if isinstance(t, ColumnType) else t for f, t in types.items()}
+        return {PortField(port, field): t for field, t in placed.items()}, annotation
+    if own is not None:
+        raise DefinitionError(f"a value without rows has no axes to be its own; take the name {own.name!r} out.")
     return {PortField(port): value_type(annotation)}, None
 
 
@@ -233,6 +239,11 @@ def _refuse_default(parameter: inspect.Parameter, where: str, instead: str) -> N
 
 def _outputs(returned: Any, localns: Mapping[str, Any]) -> tuple[Mapping[str, FieldType], type | None]:
     """The outputs of a return annotation by name, and the record class where it is a record; ``None`` has none."""
+    if columns.apart(returned)[1] is not None:
+        raise DefinitionError(
+            "what is returned has axes of its own; expected them on the ports. Axes that the operator makes itself are "
+            "named by the class: `fresh: ClassVar = ('batch', 'response')`."
+        )
     if returned is type(None):
         return {}, None
     if (column := columns.parse(returned)) is not None:

@@ -171,7 +171,8 @@ class Critic(Protocol):
 
 @runtime_checkable
 class Rollout(Protocol):
-    """An engine that samples responses. It starts without a receipt and must not generate until it has one."""
+    """An engine that samples responses. It must not generate without a receipt, and starts with one only where its
+    backend says that it is `frozen`."""
 
     @property
     def receipt(self) -> Receipt | None:

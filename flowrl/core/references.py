@@ -16,6 +16,7 @@ import inspect
 import os
 import sys
 import textwrap
+import tokenize
 import traceback
 from collections.abc import Callable
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -121,14 +122,7 @@ def check(ref: str) -> None:
     file = source_file(ref)
     if file is None or not file.endswith(".py"):
         return  # no source to look at; `resolve` will find out
-    try:
-        with open(file, "rb") as stream:
-            content = stream.read()
-        code = compile(content, file, "exec", dont_inherit=True)
-    except SyntaxError as error:
-        raise ParameterError(
-            f"{ref!r} cannot be used: {file}:{error.lineno} does not compile ({error.msg})."
-        ) from error
+    _, tree, code = _read(ref, file)
     bound = _bound_names(code)
     open_ended = "*" in bound or "__getattr__" in bound
     if name.split(".")[0] not in bound and not open_ended:
@@ -136,11 +130,29 @@ def check(ref: str) -> None:
         raise ParameterError(
             f"{ref!r} does not name a function: {file} does not define {name!r}; {offer(name, functions, 'it defines')}"
         )
-    if bound.count(name) == 1 and (what := _plainly(ast.parse(content, file), name)) is not None:
+    if bound.count(name) == 1 and (what := _plainly(tree, name)) is not None:
         raise ParameterError(
             f"{ref!r} does not name a function: {file} has {what} under that name; expected a function, or a method "
             f"as 'path/to/file.py:Class.method'."
         )
+
+
+def _read(ref: str, file: str) -> tuple[str, ast.Module, CodeType]:
+    """The text of the file that `ref` names, and what it means.
+
+    Raises:
+        ParameterError: it cannot be read, or does not compile.
+    """
+    try:
+        with tokenize.open(file) as stream:  # in the encoding that its first lines name
+            text = stream.read()
+        tree = ast.parse(text, file)
+        return text, tree, compile(tree, file, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        where = f"{file}:{error.lineno}" if error.lineno else file
+        raise ParameterError(f"{ref!r} cannot be used: {where} does not compile ({error.msg}).") from error
+    except (OSError, ValueError, RecursionError, MemoryError) as error:  # bytes of another encoding; endless brackets
+        raise ParameterError(f"{ref!r} cannot be used: {file} is no Python that can be read ({error}).") from error
 
 
 def _plainly(module: ast.Module, name: str) -> str | None:
@@ -191,12 +203,10 @@ def _definition(ref: str) -> tuple[str, ast.FunctionDef | ast.AsyncFunctionDef] 
     file = source_file(ref)
     if file is None or not file.endswith(".py"):
         return None
-    with open(file, encoding="utf-8") as stream:
-        text = stream.read()
-    code = compile(text, file, "exec", dont_inherit=True)
+    text, tree, code = _read(ref, file)
     if _bound_names(code).count(name) != 1:
         return None
-    for node in ast.parse(text, file).body:
+    for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
             return None if node.decorator_list else (text, node)
     return None

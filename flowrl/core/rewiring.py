@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flowrl.core.graph import Graph, Node, refuse_misdeclared
+from flowrl.core.declared import refuse_misdeclared
+from flowrl.core.gate import ROWS, Gate
+from flowrl.core.graph import Graph, Node
 from flowrl.core.inference import Available
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
@@ -216,7 +218,9 @@ class Rewiring:
         return Edge(self.new_names[edge.node], edge.output)
 
     def _bypass(self, edge: Edge, end: End) -> Edge:
-        """What a reader of a dropped node reads instead: the one input of that node that fits."""
+        """What a reader of a dropped node reads instead: its one input that fits; of a gate, what passes."""
+        if isinstance(self.graph[edge.node].operator, Gate):
+            return self.graph[edge.node].inputs[PortField(ROWS, edge.output)]
         inputs = self.graph[edge.node].inputs.values()
         fitting = {e for e in inputs if accepts(end.wanted, self.graph.types[e].type)}
         if len(fitting) != 1:

@@ -29,6 +29,7 @@ from flowrl.data.balance import Share
 from flowrl.data.keys import Key, node_key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import FieldType, ValueType, record_tuple
+from flowrl.data.rounds import ONLY, Round
 from flowrl.errors import BindError, DefinitionError, PortError
 from flowrl.spec import where_defined
 
@@ -54,6 +55,7 @@ class Session:
         self.state: dict[str, Any] = dict(self._given)
         self.metrics: dict[str, Metrics] = {}
         self.share: Share | None = None  # of the node that runs, where several ranks share its rows
+        self.round = ONLY
 
     def engine(self, role: str, asked_by: str) -> Any:
         """The live engine of `role`.
@@ -74,8 +76,9 @@ class Session:
         return self.state[name] if name in self.state else operator.states[field].initial(operator)
 
     def key(self, node: str) -> Key:
-        """The key of a node in this step."""
-        return node_key(self.seed, self.step, node)
+        """The key of a node in this step and round."""
+        key = node_key(self.seed, self.step, node)
+        return key.derive("round", self.round.number) if self.round.number else key
 
     def report(self, node: str, metrics: Metrics) -> None:
         """Keep what a node reported in this step."""
@@ -276,6 +279,8 @@ class Call:
             return Metrics()
         if cls is Step:
             return Step(session.now)
+        if cls is Round:
+            return session.round
         return session.share if cls is Share else session.key(self._name)
 
 
@@ -307,12 +312,12 @@ class _Layout:
         self.record, self.outputs = signature.output_record, tuple(signature.outputs)
         self.checks = tuple((name, Check(name, wanted)) for name, wanted in signature.outputs.items())
         self.takes = {place: Check(place, wanted) for place, wanted in signature.fields.items()}
-        # Where the size of each axis is seen; rows that are made anew have no size before the call.
+        # Where the size of each axis is seen; one that is made anew has no size before the call.
         self.axes: dict[str, tuple[PortField, int]] = {}
         for port in sorted(signature.ports.values(), key=lambda port: port.optional):
             for place, wanted in port.fields.items():
-                for dimension, axis in enumerate(wanted.axes if isinstance(wanted, ColumnType) else ()):
-                    if not (axis == "batch" and operator.changes_rows):
+                for dimension, axis in enumerate(wanted.here if isinstance(wanted, ColumnType) else ()):
+                    if not operator.makes(axis):
                         self.axes.setdefault(axis, (place, dimension))
 
 
@@ -359,7 +364,7 @@ class Check:
         self._name, self._wanted = name, wanted
         self._cls: Final[type | None] = wanted.cls if isinstance(wanted, ValueType) else None
         self._dtype = None if isinstance(wanted, ValueType) else _dtype(wanted.dtype)
-        self._axes = () if isinstance(wanted, ValueType) else wanted.axes
+        self._axes = () if isinstance(wanted, ValueType) else wanted.here
 
     def __call__(self, node: str, value: Any, sizes: dict[str, int], verb: str) -> None:
         """Check class, or dtype and shape; sizes of axes that are not known yet are entered in `sizes`.
@@ -389,9 +394,10 @@ class Check:
             self._refuse(node, verb, f"of the shape {tuple(shape)}; expected {len(self._axes)} axes: {axes}.")
         for axis, size in zip(self._axes, shape, strict=True):
             if sizes.setdefault(axis, size) != size:
+                mend = f", or that {node} makes it anew: fresh: ClassVar = ({axis!r},)" if verb == "declares" else ""
                 raise PortError(
                     f"{node}.{self._name} has the shape {tuple(shape)}, so its {axis} axis is {size} long, but other "
-                    f"columns of this call have {sizes[axis]}; expected one length for all."
+                    f"columns of this call have {sizes[axis]}; expected one length for all{mend}."
                 )
 
     def _refuse(self, node: str, verb: str, found: str) -> None:

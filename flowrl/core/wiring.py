@@ -89,7 +89,7 @@ class _Wiring:
         self.edges |= wires
         for end, edge in wires.items():
             if isinstance(end.wanted, ColumnType):
-                for axis, identity in zip(end.wanted.axes, self._types[edge].axes, strict=True):
+                for axis, identity in zip(end.wanted.here, self._types[edge].axes, strict=True):
                     self._binding.setdefault(axis, Bound(identity, end.field, edge))
 
     def settle(self, still_open: Sequence[list[End]], pools: Sequence[Available]) -> None:

@@ -42,8 +42,8 @@ def check_column(name: str, column: Any) -> Tensor | Objects:
         DataError: neither a dense tensor nor an array of one object per row, or not as `flowrl.columns` defines `name`.
     """
     checked: Tensor | Objects
-    if not isinstance(name, str) or not name:
-        raise DataError(f"a column is named {name!r}; expected a str that is not empty.")
+    if not isinstance(name, str) or not name or not name.isprintable():  # half a surrogate pair cannot be saved
+        raise DataError(f"a column is named {name!r}; expected a str that can be printed and is not empty.")
     if isinstance(column, Tensor):
         if column.layout != torch.strided or column.is_nested or column.ndim == 0:
             found = "a nested tensor" if column.is_nested else f"a {column.layout} tensor of {column.ndim} axes"

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -94,12 +94,26 @@ def parse_json(text: str | bytes) -> Any:
     """What JSON text says.
 
     Raises:
-        ValueError: it is broken, not UTF-8, or nested more deeply than Python follows.
+        ValueError: it is broken, not UTF-8, nested more deeply than Python follows, or has a key twice in one object.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """What pairs of keys and values say together.
+
+    Raises:
+        ValueError: a key stands twice, of which a plain dict would keep the last without a word.
+    """
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands twice in one mapping")
+        found[key] = value
+    return found
 
 
 def remove(path: Path) -> None:

@@ -14,6 +14,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from flowrl.errors import ParameterError
+
 _SEPARATOR = "\x1f"
 
 
@@ -25,7 +27,13 @@ class Key:
 
     @staticmethod
     def of(seed: int) -> Key:
-        """The root key of a seed."""
+        """The root key of a seed.
+
+        Raises:
+            ParameterError: the seed is no int.
+        """
+        if type(seed) is not int:
+            raise ParameterError(f"the seed is {seed!r}, a {type(seed).__name__}; expected an int, such as 0.")
         return Key(0).derive("seed", seed)
 
     def derive(self, *parts: str | int) -> Key:

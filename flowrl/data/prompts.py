@@ -106,9 +106,12 @@ class PromptData(Spec):
             seed: of the order in which the rows are drawn.
 
         Raises:
+            ParameterError: a folder in place of its tokeniser, or a seed that is no int.
             DataError: a file that is missing, empty or damaged, a row that is not in the format, a prompt longer than
                 `max_prompt_length` (with ``overlong="error"``), or only such rows.
         """
+        if isinstance(tokenizer, str | Path):
+            raise ParameterError(f"load({str(tokenizer)!r}, ...): expected ChatTokenizer({str(tokenizer)!r}).")
         self.refuse_missing()
         rows: list[Row] = []
         long: list[tuple[Length, str]] = []
@@ -226,11 +229,11 @@ class PromptStream:
         Raises:
             DataError: not a position, or one in other data.
         """
-        found = dict(position)
+        found = dict(position) if isinstance(position, Mapping) else {}
         whole = found.keys() == self.position.keys() and all(type(v) is int and v >= 0 for v in found.values())
         if not whole or found["rows"] != len(self) or found["offset"] >= len(self):
             raise DataError(
-                f"seek({found}) is no position in a stream of {len(self)} rows; expected epoch, offset (below the "
+                f"seek({position!r}) is no position in a stream of {len(self)} rows; expected epoch, offset (below the "
                 f"rows) and rows as `position` gave them for the same files and max_prompt_length."
             )
         self._start_epoch(found["epoch"])

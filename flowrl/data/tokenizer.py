@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 from torch import Tensor
 
 from flowrl.data.vocabulary import stated
@@ -48,9 +48,11 @@ class ChatTokenizer:
 
         try:
             loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever is wrong in the folder's files
+            first, *_ = [*str(error).splitlines(), ""]
             raise DataError(
-                f"no tokeniser can be loaded from {folder!r} ({str(error).splitlines()[0]}); write one there by "
+                f"no tokeniser can be loaded from {folder!r} ({type(error).__name__}: {first}); look at its "
+                f"config.json, by which the class is chosen, or write one there by "
                 f"tokenizer.save_pretrained({folder!r})."
             ) from error
         self.folder = folder
@@ -136,7 +138,7 @@ class ChatTokenizer:
                 f"the chat template in {self.folder!r} is broken in line {error.lineno} ({error.message}); mend it, or "
                 f"set tokenizer.chat_template and call tokenizer.save_pretrained({self.folder!r})."
             ) from error
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template divides, indexes and calls as it likes
             given = f" with the arguments {arguments!r}" if arguments else ""
             raise DataError(
                 f"the chat template in {self.folder!r} does not take the messages {messages!r}{given}: {error}; give "
@@ -172,7 +174,7 @@ class ChatTokenizer:
         turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": said}]
         try:
             text = cast(str, self._tokenizer.apply_chat_template(turns, tokenize=False))
-        except (TemplateError, TypeError, ValueError):
+        except Exception:
             return []  # a template that takes no such conversation says nothing here; `prompt_ids` refuses it
         _, found, rest = text.rpartition(said)
         ids = self.encode(rest.lstrip()) if found else []

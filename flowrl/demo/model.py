@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
+from flowrl.backends.torch.load import quiet
 from flowrl.data.keys import Key
 from flowrl.demo import task
 from flowrl.demo.verifier import END_THINK, THINK
@@ -212,7 +213,8 @@ def build(folder: str | Path, seed: int = 0, on_step: OnStep | None = None, *, s
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, seed)
     warm_start(model, tokenizer, seed, steps, on_step)
-    model.save_pretrained(folder)
+    with quiet():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     stamp.write_bytes(_stamp(folder, seed, steps))  # last, so that a folder that was left half-way carries none
     return folder

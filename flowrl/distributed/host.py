@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowrl.columns import ColumnType
+from flowrl.columns import ColumnType, Own
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
 from flowrl.core.protocols import Adapted, Sleeper
 from flowrl.core.session import Call, Session
 from flowrl.data.balance import Share
 from flowrl.data.metrics import Metrics
+from flowrl.data.rounds import ONLY, Round
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults import Failure, named
 from flowrl.distributed.meeting import LOOPBACK, c10d, stay_on_loopback, store_at
@@ -33,9 +34,9 @@ from flowrl.errors import SyncError
 from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
 from flowrl.run.local import failure
+from flowrl.run.nodes import lengths_of
 from flowrl.run.place import ProcessSpec
 from flowrl.run.runner import Lengths
-from flowrl.run.steps import lengths_of
 from flowrl.sync.probe import arithmetic
 from flowrl.sync.received import Origin
 from flowrl.sync.route import Seat
@@ -56,6 +57,7 @@ class HostTask:
         rows: which rows to run on; None for all.
         share: what the operator is told of these rows, where several ranks share the batch.
         sources: where the weights of trainers that live elsewhere are to be had, by role.
+        round: of the step.
         now: see `flowrl.run.runner.Task`.
     """
 
@@ -68,6 +70,7 @@ class HostTask:
     rows: Array | None
     share: Share | None = None
     sources: Mapping[str, Export | Ticket] = field(default_factory=dict)
+    round: Round = ONLY
     now: int | None = None
 
 
@@ -292,26 +295,22 @@ class Host:
 
     def _run(self, task: HostTask, inputs: dict[PortField, Any], said: Sequence[Warned]) -> Report:
         started = time.time()
-        received, sizes = self._gather(task, inputs)
+        received, read = self._gather(task, inputs)
         fetched = time.time()
         with ExitStack() as stack:
             rank = 0 if self.plan is None else self.plan.rank
             sources = {role: stack.enter_context(sent.open(rank)) for role, sent in task.sources.items()}
             session = Session({**self.engines, **sources}, task.seed, task.state)
             session.begin_step(task.step or 0, task.now)
-            session.share = task.share
+            session.share, session.round = task.share, task.round
             with session.active():
                 _, written = Call(task.operator, session.engine).run_in(session, inputs)
             for source in sources.values():
                 written = {n: source.check(v) if isinstance(v, Receipt) else v for n, v in written.items()}
         types = task.operator.signature.outputs
         columns = {name: value for name, value in written.items() if isinstance(types[name], ColumnType)}
-        for name, column in columns.items():
-            wanted = types[name]
-            assert isinstance(wanted, ColumnType)
-            sizes |= dict(zip(wanted.axes, column.shape, strict=True))
         return Report(
-            {name: _put(column, task, sizes) for name, column in columns.items()},
+            _put(columns, task, read),
             {name: value for name, value in written.items() if name not in columns},
             session.all_metrics(),
             session.changed(),
@@ -323,28 +322,30 @@ class Host:
             time.time(),
         )
 
-    def _gather(self, task: HostTask, inputs: dict[PortField, Any]) -> tuple[int, dict[str, int]]:
+    def _gather(self, task: HostTask, inputs: dict[PortField, Any]) -> tuple[int, Mapping[Own | None, tuple[int, int]]]:
         """Enter the inputs: of every column the rows of this rank, out of the pieces that hold them.
 
         Returns:
-            the bytes that were taken, and the size of every axis.
+            the bytes that were taken, and how wide prompts and responses are; those of each port with axes of its own.
         """
-        sizes: dict[str, int] = {}
         received = 0
         fields = task.operator.signature.fields
-        pieces = [piece for end, held in task.inputs.items() if isinstance(fields[end], ColumnType) for piece in held]
         # As wide as the widest, since the same rows may be in pieces of other widths in another column.
-        least = max((p.prompt for p in pieces), default=0), max((p.response for p in pieces), default=0)
+        read: dict[Own | None, tuple[int, int]] = {}
+        for end, held in task.inputs.items():
+            if isinstance(wanted := fields[end], ColumnType):
+                widest = (max(piece.prompt for piece in held), max(piece.response for piece in held))
+                prompt, response = read.get(wanted.own, (0, 0))
+                read[wanted.own] = max(prompt, widest[0]), max(response, widest[1])
         for end, source in task.inputs.items():
             wanted = fields[end]
             if not isinstance(wanted, ColumnType):
                 inputs[end] = source
                 continue
-            rows = None if end.name in task.operator.given_whole else task.rows
-            inputs[end], nbytes = join_pieces(source, wanted, rows, least)
+            rows = task.rows if wanted.on_batch and end.name not in task.operator.given_whole else None
+            inputs[end], nbytes = join_pieces(source, wanted, rows, read[wanted.own])
             received += nbytes
-            sizes |= dict(zip(wanted.axes, inputs[end].shape, strict=True))
-        return received, sizes
+        return received, read
 
 
 def join_pieces(
@@ -367,7 +368,15 @@ def join_pieces(
     return join(parts, wanted.axes, wanted.pad, everything, least), nbytes
 
 
-def _put(column: Any, task: HostTask, sizes: Mapping[str, int]) -> Piece:
-    packed = pack(column)
-    rows = task.rows if task.rows is not None and not task.operator.changes_rows else np.arange(len(column))
-    return Piece(rows, ray.put(packed), *widths(sizes), packed.nbytes)
+def _put(columns: Mapping[str, Any], task: HostTask, read: Mapping[Own | None, tuple[int, int]]) -> dict[str, Piece]:
+    """Put what an instance wrote into the object store, with the widths by which its pieces meet those of others."""
+    sizes: dict[Own | None, dict[str, int]] = {}
+    types = {name: wanted for name, wanted in task.operator.signature.outputs.items() if isinstance(wanted, ColumnType)}
+    for name, column in columns.items():
+        sizes.setdefault(types[name].own, {}).update(zip(types[name].axes, column.shape, strict=True))
+    pieces = {}
+    for name, column in columns.items():
+        packed, own = pack(column), types[name].own
+        rows = task.rows if task.rows is not None and not task.operator.makes("batch") else np.arange(len(column))
+        pieces[name] = Piece(rows, ray.put(packed), *widths(sizes[own], read.get(own, (0, 0))), packed.nbytes)
+    return pieces

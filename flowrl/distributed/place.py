@@ -10,6 +10,9 @@ from flowrl.core.graph import Graph
 from flowrl.distributed.ray_place import RayPlace
 from flowrl.run.steps import Steps
 
+_MOST = 1 << 16
+"""The most slots: plans and predictions tell of each."""
+
 
 class _Opened(RayPlace):
     def open(self, graph: Graph, seed: int) -> AbstractContextManager[Steps]:
@@ -26,7 +29,7 @@ class Colocate(_Opened):
         address, memory, deadline, restart: see `RayPlace`.
     """
 
-    gpus: int = Field(default=1, ge=1, strict=True)
+    gpus: int = Field(default=1, ge=1, le=_MOST, strict=True)
 
     @property
     def slots(self) -> int:
@@ -45,8 +48,8 @@ class Split(_Opened):
         address, memory, deadline, restart: see `RayPlace`.
     """
 
-    train: int = Field(default=1, ge=1, strict=True)
-    rollout: int = Field(default=1, ge=1, strict=True)
+    train: int = Field(default=1, ge=1, le=_MOST, strict=True)
+    rollout: int = Field(default=1, ge=1, le=_MOST, strict=True)
 
     @property
     def slots(self) -> int:

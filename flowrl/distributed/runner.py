@@ -9,7 +9,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +170,13 @@ class RayRunner:
         beside = delivery.stay_awake if delivery else []
         self.hosts.take_turns([host for host in hosts if host is not None], str(task), beside)
         running = Running(task, {}, {}, time.monotonic(), delivery)
-        operator = task.node.operator
+        operator, moment = task.node.operator, (task.round, task.now)
         for rank, (host, rows) in enumerate(zip(hosts, self._rows(task, len(hosts)), strict=True)):
             actor = self.hosts.general if host is None else self.hosts.actors[host]
             share = None if len(hosts) == 1 else _share(rank, len(hosts), rows, task.lengths)
             ref = actor.run.remote(
                 HostTask(
-                    operator, task.step, task.seed, task.when, task.state, task.inputs, rows, share, sources, task.now
+                    operator, task.step, task.seed, task.when, task.state, task.inputs, rows, share, sources, *moment
                 )
             )
             running.hosts[ref], running.rows[ref] = host, rows
@@ -209,6 +209,18 @@ class RayRunner:
         """A column in the driver; counted as its traffic."""
         return self._fetch(held, column_type(node, output), f"{node.name}, whose outputs are fetched,")
 
+    def join(
+        self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, list[Piece]]]
+    ) -> dict[str, list[Piece]]:
+        """The pieces of all rounds; whoever reads them makes them equally wide."""
+        joined: dict[str, list[Piece]] = {}
+        for output in makers:
+            joined[output] = []
+            for part in parts:
+                before = sum(len(piece.rows) for piece in joined[output])
+                joined[output] += [replace(piece, rows=piece.rows + before) for piece in part[output]]
+        return joined
+
     def _delivery(self, task: Task) -> Delivery | None:
         """Of the weights that an instance carries, if it is a sync."""
         if not task.node.is_sync:
@@ -218,10 +230,11 @@ class RayRunner:
     def _rows(self, task: Task, ranks: int) -> list[Array | None]:
         """The rows of each rank, in ascending order; None where all run on all."""
         operator = task.node.operator
-        columns = [place for place, wanted in operator.signature.fields.items() if isinstance(wanted, ColumnType)]
+        fields = operator.signature.fields.items()
+        columns = [place for place, wanted in fields if isinstance(wanted, ColumnType) and wanted.on_batch]
         columns = [place for place in columns if place in task.inputs]
         # Rows that a node makes anew are in its own order, which parts of them would not be.
-        if ranks == 1 or not columns or operator.changes_rows:
+        if ranks == 1 or not columns or operator.makes("batch"):
             return [None] * ranks
         if operator.granularity == "batch":
             return rows_of_ranks(task, ranks)

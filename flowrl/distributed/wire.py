@@ -119,10 +119,17 @@ def unpack(packed: Packed) -> Tensor | Array:
     return torch.from_numpy(array if array.flags.writeable else array.copy()).view(packed.dtype)
 
 
-def widths(sizes: Mapping[str, int]) -> tuple[int, int]:
-    """How wide prompts and responses are, given the size of every axis; 0 where there is none."""
-    response = sizes.get("response", 0)
-    return sizes["prompt"] if "prompt" in sizes else sizes.get("sequence", response) - response, response
+def widths(sizes: Mapping[str, int], read: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """How wide prompts and responses are.
+
+    Args:
+        sizes: of the axes of what was written.
+        read: what was read had these widths, which hold for axes that were not written.
+    """
+    response = sizes.get("response", read[1])
+    if "prompt" in sizes:
+        return sizes["prompt"], response
+    return sizes["sequence"] - response if "sequence" in sizes else read[0], response
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ from typing import Any, Literal
 import networkx as nx
 
 from flowrl.core.diff import Diff
+from flowrl.core.gate import Gate
 from flowrl.core.graph import Graph, Input, Node
 from flowrl.core.plan import state_edges
 from flowrl.core.ports import snake_case
+from flowrl.core.rules import allowances
 from flowrl.draw.colours import colours
-from flowrl.spec import Spec, non_default, parameters
+from flowrl.spec import Spec, non_default, shown
 
 Mark = Literal["", "added", "removed", "changed"]
 
@@ -77,7 +79,7 @@ class Picture:
 def picture(subject: Graph | Diff) -> Picture:
     """What to draw of a graph; of a diff, both graphs in one, with what was added, removed and changed marked."""
     if isinstance(subject, Graph):
-        boxes = tuple(_box(node, _details(node)) for node in subject.nodes.values())
+        boxes = _with_allowances(subject, tuple(_box(node, _details(node)) for node in subject.nodes.values()))
         return Picture(subject.name, boxes, tuple(_arrows(subject)), _roles(boxes, subject))
     before, after = subject.before, subject.after
     boxes = (
@@ -88,6 +90,7 @@ def picture(subject: Graph | Diff) -> Picture:
             if n.name in (*subject.removed, *subject.pruned)
         ),
     )
+    boxes = _with_allowances(after, boxes)
     names = subject.renamed
     now = (
         replace(a, source=names.get(a.source, a.source), target=names.get(a.target, a.target)) for a in _arrows(before)
@@ -98,6 +101,16 @@ def picture(subject: Graph | Diff) -> Picture:
         for key, arrow in {**old, **new}.items()
     ]
     return Picture(f"{before.name} -> {after.name}", boxes, tuple(arrows), _roles(boxes, before, after))
+
+
+def _with_allowances(graph: Graph, boxes: tuple[Box, ...]) -> tuple[Box, ...]:
+    """Boxes that also say which rule their node may break, and why."""
+    said: dict[str, list[str]] = {}
+    for allowance in allowances(graph):
+        for name in dict.fromkeys(finding.node for finding in allowance.findings):
+            text = f"allowed: {allowance.rule}, {allowance.reason}"
+            said.setdefault(name, []).extend(textwrap.wrap(text, WIDTH, max_lines=5, placeholder=" …"))
+    return tuple(replace(box, lines=(*box.lines, *said.get(box.name, ()))) for box in boxes)
 
 
 def _box(node: Node, details: list[str], mark: Mark = "") -> Box:
@@ -130,7 +143,7 @@ def _marked_box(diff: Diff, node: Node) -> Box:
     old, new = diff.before[node.name].operator, node.operator
     details = _details(node)
     if type(old) is type(new):
-        pairs = ((name, value, getattr(new, name)) for name, value in parameters(old).items())
+        pairs = ((name, value, getattr(new, name)) for name, value in shown(old).items())
         details = [f"{name}: {format_value(a)} → {format_value(b)}" for name, a, b in pairs if a != b]
         whens = [str(graph[node.name].when) or "always" for graph in (diff.before, diff.after)]
         details += [" → ".join(whens)] if whens[0] != whens[1] else []
@@ -154,6 +167,10 @@ def _arrows(graph: Graph) -> Iterator[Arrow]:
     for edge in state_edges(graph):
         if not nx.has_path(graph.network, edge.before, edge.after):
             yield Arrow(edge.before, edge.after, f"reads {edge.role} first", "state")
+    for node in graph.nodes.values():
+        if isinstance(node.operator, Gate) and node.operator.rounds_at_most > 1:
+            for source in (name for name in graph.inputs if name in graph.ancestors(node.name)):
+                yield Arrow(node.name, source, f"again, at most {node.operator.rounds_at_most} rounds", "back")
     for sync, generate in graph.back_edges:
         yield Arrow(sync, generate, f"lag {graph.lag}" + (" (on-policy)" if graph.lag == 0 else ""), "back")
 

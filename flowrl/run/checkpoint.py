@@ -129,6 +129,8 @@ def find_fault(path: Path) -> str | None:
     if STATE not in files:
         return f"the checkpoint {path} is damaged: its {MANIFEST} names no {STATE}"
     for name, digest in files.items():
+        if not (path / name).is_file():
+            return f"the checkpoint {path} is damaged: {name!r} is no file there"
         try:
             found = file_digest(path / name)
         except OSError as error:

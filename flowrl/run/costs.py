@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from flowrl.core.graph import Graph
 from flowrl.core.graph_io import decode
 from flowrl.data.files import parse_json
 from flowrl.data.keys import Key
+from flowrl.data.rows import is_count
 from flowrl.errors import DataError, ParameterError
 from flowrl.run.cost import Cost, Load
 from flowrl.run.place import Place
@@ -66,8 +68,7 @@ class Costs:
             DataError: no run is there, or it has left no trace of a step.
             GraphError: the class of its place is not there, or would have to be imported.
         """
-        folder = Path(run)
-        described, timeline, steps = _read(folder)
+        prompts, place, timeline, steps = _read(Path(run), imports)
         warm = _warm(timeline.spans)
         trained, nodes = [span for span in warm if "/" not in span.name], _fitted(warm)
         return Costs(
@@ -77,12 +78,19 @@ class Costs:
             _noise(trained, nodes),
             *_driver(trained),
             _between(trained, steps),
-            int(described["training"]["prompts"]),
-            decode(described["place"], f"the place in {folder / 'run.json'}", imports),
+            prompts,
+            place,
         )
 
     def given(self, **seconds: float) -> Costs:
-        """The same, with the seconds of some nodes as you say, whatever they are given."""
+        """The same, with the seconds of some nodes as you say, whatever they are given.
+
+        Raises:
+            ParameterError: no number of seconds.
+        """
+        for node, s in seconds.items():
+            if not _is_seconds(s):
+                raise ParameterError(f"given({node}={s!r}): expected seconds, such as given({node}=0.1).")
         nodes = {**self.nodes, **{node: {1: Cost(fixed=s)} for node, s in seconds.items()}}
         noise = [{node: n for node, n in step.items() if node not in seconds} for step in self.noise]
         return replace(self, nodes=nodes, noise=noise)
@@ -144,29 +152,40 @@ class Costs:
         return Lengths(tokens, np.concatenate(responses) if responses else None)
 
 
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
 def refuse_no_costs(costs: object) -> None:
     """Raise a `ParameterError` for what are no `Costs`, such as the path of a run."""
     if not isinstance(costs, Costs):
         raise ParameterError(f"costs={costs!r} are no costs; expected those of a run: Costs.of('runs/first').")
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], Timeline, dict[int | None, float]]:
-    """What ran, its trace, and by step how long it took."""
+def _read(folder: Path, imports: bool) -> tuple[int, Place | None, Timeline, dict[int | None, float]]:
+    """How many prompts a step had, where it ran, its trace, and by step how long it took."""
     for file in ("run.json", "trace.json", "metrics.jsonl"):
         if not (folder / file).is_file():
             what = "holds no run" if file == "run.json" else f"holds a run that has left no {file} yet"
             raise DataError(f"{folder} {what}; expected the folder of one that went some steps, such as runs/grpo-001.")
     try:
         described = parse_json((folder / "run.json").read_bytes())
-        _ = described["training"]["prompts"], described["place"]
+        prompts = described["training"]["prompts"]
+        place = decode(described["place"], f"the place in {folder / 'run.json'}", imports)
+        if not is_count(prompts) or not isinstance(place, Place | None):
+            raise ValueError(f"prompts={prompts!r}, place={place!r}")
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(f"{folder / 'run.json'} is not what a run writes there ({error!r}); run it again.") from error
     measured, _ = RunFolder(folder).lines()
     steps: dict[int | None, float] = {int(line["step"]) - 1: line["timing/step"] for line in measured}
+    if odd := [line["step"] for line in measured if not _is_seconds(line["timing/step"])]:
+        raise DataError(
+            f"{folder / 'metrics.jsonl'} says no number of seconds (timing/step) for step {odd[0]}; run it again."
+        )
     timeline = Timeline.load(folder / "trace.json")
     if not steps or not any(span.kind == "node" for span in timeline.spans):
         raise DataError(f"{folder} holds a run that has not finished a step, so nothing was measured; run it again.")
-    return described, timeline, steps
+    return prompts, place, timeline, steps
 
 
 def _warm(spans: Iterable[Span]) -> list[Span]:

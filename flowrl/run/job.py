@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from flowrl.core.backend import refuse_unsynced
 from flowrl.core.edit import edit
 from flowrl.core.graph import Graph
 from flowrl.core.plan import Plan
@@ -58,7 +59,8 @@ class Job(Generic[GraphT]):
             prompts: prompts a step, where they are known.
 
         Raises:
-            BindError: a role is not bound, or the models of two have other vocabularies.
+            BindError: a role is not bound, the models of two have other vocabularies, or nothing carries weights to an
+                engine that generates and is not frozen.
             GraphError: a lag, which no executor can run yet; a step in which nothing would run; or weights that cannot
                 be kept in order.
             RuleError: a rule is broken.
@@ -78,6 +80,9 @@ class Job(Generic[GraphT]):
         self.graph.refuse_idle()
         require(self.graph, prompts)
         _ = Plan(self.graph).order
+        syncs = {role: node.name for node in Plan(self.graph).syncs for role in node.writes}
+        for role in self.graph.generators:
+            refuse_unsynced(role, self.graph.bindings[role], syncs.get(role))
         models = sorted(self.graph.bindings.items(), key=lambda bound: Trainer not in bound[1].serves)
         refuse_other_vocabularies({role: backend.starts_from for role, backend in models if backend.starts_from})
         many = [role for role, backend in self.graph.bindings.items() if backend.ranks > 1]

@@ -22,10 +22,12 @@ from flowrl.core.graph import Node
 from flowrl.core.operator import Operator
 from flowrl.core.plan import Plan
 from flowrl.core.session import Call, Session
+from flowrl.data.dataproto import DataProto
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import FlowrlError, NodeError
+from flowrl.run.nodes import lengths_of
 from flowrl.run.runner import Done, Lengths, Task
-from flowrl.run.steps import Steps, lengths_of
+from flowrl.run.steps import Steps
 from flowrl.run.timeline import Span, Timeline
 from flowrl.run.weights import TrainedWeights
 
@@ -68,6 +70,7 @@ class LocalRunner:
             self._calls[operator.name] = operator, call
         session = Session(self.engines, task.seed, task.state)
         session.begin_step(task.step or 0, task.now)
+        session.round = task.round
         start = time.time()
         try:
             with session.active():
@@ -88,6 +91,20 @@ class LocalRunner:
     def fetch(self, node: Node, output: str, held: Column) -> Column:
         """The column itself."""
         return held
+
+    def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+        """The columns of all rounds, as wide as the widest."""
+        types = node.operator.signature.outputs
+        together: dict[tuple[str, int], dict[str, str]] = {}  # by maker, the outputs by the names of their columns
+        for output, maker in makers.items():
+            column = getattr(types[output], "name", output)
+            number = sum(column in known for (other, _), known in together.items() if other == maker)
+            together.setdefault((maker, number), {})[column] = output
+        joined: dict[str, Column] = {}
+        for columns in together.values():
+            whole = DataProto.concat([DataProto({name: part[o] for name, o in columns.items()}) for part in parts])
+            joined |= {output: whole.columns[name] for name, output in columns.items()}
+        return joined
 
     def _engine(self, role: str, asked_by: str) -> Any:
         return self.engines[role]

@@ -58,7 +58,7 @@ def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
                 f"nodes, with a column between."
             )
         ranks = max((host.ranks for host in hosts if roles and roles[0] in host.roles), default=1)
-        by_batch = node.operator.granularity == "batch" or node.operator.changes_rows
+        by_batch = node.operator.granularity == "batch" or node.operator.makes("batch")
         if node.operator.states and ranks > 1 and not by_batch:
             raise GraphError(
                 f"{node.name} keeps {', '.join(node.operator.states)} over steps, and its role {roles[0]!r} has "
@@ -75,4 +75,5 @@ def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
 def uid_field(node: Node) -> PortField | None:
     """The port field by which a node reads which group a row is of."""
     types = node.operator.signature.fields
-    return next((field for field in node.inputs if getattr(types[field], "kind", "") == "group"), None)
+    uids = (field for field in node.inputs if getattr(types[field], "kind", "") == "group")
+    return next((field for field in uids if getattr(types[field], "on_batch", False)), None)

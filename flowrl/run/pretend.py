@@ -111,6 +111,10 @@ class PretendRunner:
         assert isinstance(wanted, ColumnType)
         return blank(wanted, held.number)
 
+    def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Rows]]) -> Mapping[str, Rows]:
+        """As many rows as all rounds have."""
+        return {output: Rows(sum(part[output].number for part in parts)) for output in makers}
+
     def _turn(self, processes: Sequence[ProcessSpec], node: str) -> None:
         """Let some processes have their slots; the driver waits for that."""
         slept, woken = self._turns.take(processes)
@@ -190,13 +194,15 @@ def blank(column: ColumnType, rows: int) -> Tensor | np.ndarray[Any, Any]:
 
 def _rows(task: Task) -> int:
     """How many rows an instance is given."""
-    return next((held.number for held in task.inputs.values() if isinstance(held, Rows)), 0)
+    fields = task.node.operator.signature.fields
+    held = (task.inputs[place] for place in task.inputs if getattr(fields[place], "on_batch", False))
+    return next((one.number for one in held if isinstance(one, Rows)), 0)
 
 
 def _shares(task: Task, rows: int, ranks: int) -> list[Counts | None]:
     """The rows of each rank; None is all. Groups are split here, since nobody knows which row is of which."""
     operator = task.node.operator
-    if ranks == 1 or operator.changes_rows or not rows:
+    if ranks == 1 or operator.makes("batch") or not rows:
         return [None] * ranks
     if operator.granularity == "batch":
         return rows_of_ranks(task, ranks)

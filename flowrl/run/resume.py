@@ -50,7 +50,7 @@ def find(
         return None
     path, state = found
     odd = [key for key, kind in _STATE.items() if not isinstance(state.get(key), kind)]
-    if not odd and not all(isinstance(backend, dict) for backend in state["bindings"].values()):
+    if not odd and not all(isinstance(b, dict) and isinstance(b.get("$type"), str) for b in state["bindings"].values()):
         odd = ["bindings"]
     if odd:
         raise DataError(

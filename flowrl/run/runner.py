@@ -17,6 +17,7 @@ from torch import Tensor
 from flowrl.core.graph import Node
 from flowrl.core.ports import PortField
 from flowrl.data.metrics import Metrics
+from flowrl.data.rounds import ONLY, Round
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import NodeError
 from flowrl.run.timeline import Timeline
@@ -57,6 +58,7 @@ class Task:
         state: all state cells, as ``{"node.field": value}``.
         lengths: of its rows, where they are known.
         during: when it runs, for messages, where the step is none of a training.
+        round: of the step.
         now: the step by which the numbers of the operator were taken; None is `step`.
     """
 
@@ -67,6 +69,7 @@ class Task:
     state: Mapping[str, Any] = field(default_factory=dict)
     lengths: Lengths | None = None
     during: str | None = None
+    round: Round = ONLY
     now: int | None = None
 
     @property
@@ -136,6 +139,16 @@ class Runner(Protocol):
 
     def fetch(self, node: Node, output: str, held: Held) -> Tensor | np.ndarray[Any, Any]:
         """A column in this process."""
+        ...
+
+    def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Held]]) -> Mapping[str, Held]:
+        """What a node left in several rounds, one behind the other.
+
+        Args:
+            node: which.
+            makers: by output, which node made its responses; columns of one are equally wide.
+            parts: its columns by output, of each round.
+        """
         ...
 
     # ---- engines, between steps

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import networkx as nx
 from rich.table import Table
@@ -117,7 +118,10 @@ class Timeline:
                     args = {**event["args"], "lengths": tuple(map(tuple, event["args"].get("lengths", ())))}
                     if "step" in args:
                         args["step"] -= 1
-                    trace.spans.append(Span(event["name"], places[event["pid"]], start, end, kind=event["cat"], **args))
+                    span = Span(event["name"], places[event["pid"]], start, end, kind=event["cat"], **args)
+                    if not _is_sound(span):
+                        raise ValueError(f"it says {span}")
+                    trace.spans.append(span)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path} is not the trace that a run writes ({type(error).__name__}: {error}); put a copy of it back, "
@@ -149,6 +153,20 @@ class Timeline:
         means = {t.name: t.seconds / n for t in totals if t.name in plan.graph}
         path, length = critical_path(plan.network, means)
         return Summary(totals, idle(self.spans), tuple(path), length, total / n)
+
+
+def _is_sound(span: Span) -> bool:
+    """Whether a span that was read is of the types that it should be, which JSON does not say."""
+    counts = (span.bytes, span.rows, span.tokens, span.padded, *(n for pair in span.lengths for n in pair))
+    return (
+        isinstance(span.name, str)
+        and isinstance(span.place, str)
+        and span.kind in get_args(Kind)
+        and (span.step is None or type(span.step) is int)
+        and math.isfinite(span.seconds)
+        and all(type(n) is int and n >= 0 for n in counts)
+        and all(len(pair) == 2 for pair in span.lengths)
+    )
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ from flowrl.errors import BindError, DataError, GraphError, ParameterError, Stor
 from flowrl.records import PromptBatch
 from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.costs import Costs
+from flowrl.run.flight import StepResult
+from flowrl.run.held_out import held_out, with_engines
 from flowrl.run.identity import identity_of
 from flowrl.run.job import Job
 from flowrl.run.prediction import predict
@@ -36,9 +38,10 @@ from flowrl.run.report import Reporter
 from flowrl.run.resume import Found, find, tell_changed_prompts
 from flowrl.run.run_folder import RunFolder, jsonable
 from flowrl.run.signals import ended_in_order
-from flowrl.run.steps import StepResult, Steps
+from flowrl.run.steps import Steps
 from flowrl.run.timeline import Summary, Timeline, idle
-from flowrl.run.validation import Validating, Validation
+from flowrl.run.validating import Validating
+from flowrl.run.validation import Validation
 from flowrl.spec import Spec
 
 logger = logging.getLogger(__name__)
@@ -110,7 +113,7 @@ class Training(Spec):
     def _refuse_unfit(self) -> Self:
         names = [validation.name for validation in self.validations]
         if self.resume and self.folder is None:
-            raise ValueError("resume=True, but no folder says which run; name it: Training(..., folder=...)")
+            raise ValueError("resume=True, but no folder says which run; name it: Training(..., folder=...), --folder")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two validations are named {twice[0]!r}; give one another: Validation(..., name=...)")
         return self
@@ -119,6 +122,16 @@ class Training(Spec):
     def validations(self) -> tuple[Validation, ...]:
         """`validation` as a tuple."""
         return (self.validation,) if isinstance(self.validation, Validation) else self.validation
+
+    @property
+    def whole(self) -> Job[Any]:
+        """The job, with the engines that validations have of their own beside it: what is built and placed.
+
+        Raises:
+            GraphError, PortError, BindError: a validation does not fit the graph.
+        """
+        graph = self.job.graph
+        return dataclasses.replace(self.job, graph=with_engines(graph, held_out(graph, self.validations)))
 
     def refuse_unready(self) -> None:
         """Everything that can be refused before a model loads.
@@ -142,8 +155,10 @@ class Training(Spec):
                 f"no node of {graph.name} reads a rollout engine, and it is its tokeniser that prompts become tokens "
                 f"by; expected a Generate()(prompts) in the graph."
             )
-        for validation in self.validations:
-            _ = Plan(validation.graph(graph)).order
+        for one in held_out(graph, self.validations):
+            one.refuse_unready()
+        if self.whole.graph is not graph:
+            self.whole.refuse_unready(self.prompts)
         for data in (self.data, *(validation.data for validation in self.validations)):
             data.refuse_missing()
         if self.checkpoint_every is not None:
@@ -176,9 +191,10 @@ class Training(Spec):
             found = None
             if self.resume:
                 found = find(folder, checkpoints, described["identity"], self._bindings(), self.steps)
-            folder.describe({"status": "running", **described})
             try:
-                with self.job.open(self.seed) as steps:
+                folder.describe({"status": "running", **described})
+                with self.whole.open(self.seed) as opened:
+                    steps = opened.fork(Plan(self.job.graph), self.seed)
                     run = _Loop(self, steps, folder, checkpoints, reporters, described["identity"]).run(found)
                 if seconds and run.metrics:
                     seconds["measured"] = statistics.median(step["timing/step"] for step in run.metrics)
@@ -249,7 +265,8 @@ class _Loop:
                 training.prompts,
                 len(self.stream),
             )
-        self.validations = Validating(training.validations, steps, tokenizer, training.seed)
+        forks = held_out(training.job.graph, training.validations)
+        self.validations = Validating(forks, steps, tokenizer, training.seed)
         self.last = training.steps  # or the one after which a validation reached its goal
         self.content = {"prompts": self.stream.digest(), **self.validations.digests}
         self.metrics: list[Mapping[str, float]] = []
@@ -339,7 +356,7 @@ class _Loop:
 
     def _go(self, steps: range) -> None:
         """Run steps, each with the validation and the checkpoint that are due after it."""
-        results = self.steps.run(self._draw, steps, on_node=self._tell_node)
+        results = self.steps.run(self._draw, steps, on_node=self._tell_node, more=self.stream.next)
         for step in steps:
             result = next(results)
             self._enter(step, result, time.perf_counter() - self.started)
@@ -381,8 +398,9 @@ class _Loop:
 
 def _timing(result: StepResult, seconds: float) -> dict[str, float]:
     timing = {f"timing/{node}": s for node, s in result.seconds.items()} | {"timing/step": seconds}
-    tokens = result.metrics.get("response_length/total")
-    return timing | ({"throughput/tokens_per_second": tokens.compute() / seconds} if tokens is not None else {})
+    totals = [metric for key, metric in result.metrics.items() if f"/{key}".endswith("/response_length/total")]
+    tokens = sum(float(metric.compute()) for metric in totals)  # of all that generate
+    return timing | ({"throughput/tokens_per_second": tokens / seconds} if totals else {})
 
 
 def _traced(path: Path) -> Timeline:

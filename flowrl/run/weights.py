@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from flowrl.core.graph import Node
 from flowrl.core.plan import Plan
 from flowrl.errors import NodeError
 from flowrl.records import Updated
@@ -38,13 +39,13 @@ class TrainedWeights:
         self._kept: Path | None = None
         self._numbers = itertools.count()
 
-    def sync(self) -> None:
-        """Carry them to the engines that generate.
+    def sync(self, syncs: Sequence[Node] | None = None) -> None:
+        """Carry them to the engines that generate; by these nodes alone, where some are given.
 
         Raises:
             NodeError: they did not arrive; with a `SyncError` as its cause.
         """
-        for node in self._plan.syncs:
+        for node in self._plan.syncs if syncs is None else syncs:
             version = Updated(self._runner.version(node.reads[0]))
             self._runner.launch(Task(node.in_step(0), None, self._seed, dict.fromkeys(node.inputs, version)))
             self._runner.wait()

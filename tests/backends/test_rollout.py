@@ -117,6 +117,8 @@ def test_log_probs_that_are_not_finite_are_refused_where_the_rows_are_made(
         (9, 1024, "raise that where the model allows it, or lower max_new_tokens to 247."),  # no prompt is short enough
         (250, 28, "lower max_new_tokens to 6, or drop prompts of more than 228 tokens."),
         (403, 28, "raise that where the model allows it, or drop prompts of more than 228 tokens."),
+        (255, 255, "lower max_new_tokens to 1, or drop prompts of more than 1 tokens."),
+        (256, 256, "raise that where the model allows it."),
         (300, 300, "raise that where the model allows it."),
     ],
 )

@@ -57,6 +57,39 @@ def test_check_looks_without_running(tmp_path: Path) -> None:
         functions.check(f"{file}:f")
 
 
+ENDLESS = "x = " + "+".join(["1"] * 50_000) + "\ndef f(): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"def f(): pass\n\0", "source code string cannot contain null bytes"),
+        ("\n\n\n# é\ndef f(): pass\n".encode("latin-1"), "utf-8"),
+        (b"# coding: martian\ndef f(): pass\n", "unknown encoding .*martian"),
+        (ENDLESS.encode(), "recursion"),
+    ],
+    ids=["a NUL", "another encoding", "an unknown encoding", "an endless sum"],
+)
+def test_a_file_that_is_no_python_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+    file = tmp_path / "odd.py"
+    file.write_bytes(content)
+    for look in (functions.check, functions.stub_of, functions.named_source_hash):
+        with pytest.raises(ParameterError, match=rf"odd\.py:f' cannot be used: .*odd\.py.*{said}"):
+            look(f"{file}:f")
+
+
+@pytest.mark.parametrize(("head", "encoding"), [("# coding: latin-1\n", "latin-1"), ("", "utf-8-sig")])
+def test_a_file_is_read_in_its_own_encoding(tmp_path: Path, head: str, encoding: str) -> None:
+    own = "def f(x, y='é'):\n    return x\n"
+    for name, text, written in (("plain", own, "utf-8"), ("other", head + own, encoding)):
+        (tmp_path / f"{name}.py").write_text(text, encoding=written)
+    plain, other = (f"{tmp_path / name}.py:f" for name in ("plain", "other"))
+    functions.check(other)
+    stub = functions.stub_of(other)
+    assert stub is not None and stub.__defaults__ == ("é",)
+    assert functions.named_source_hash(other) == functions.named_source_hash(plain)
+
+
 def test_check_leaves_what_no_literal_says(tmp_path: Path) -> None:
     """An annotation alone, a loop, and a literal that cannot be made: `resolve` finds out what these are."""
     file = tmp_path / "odd.py"

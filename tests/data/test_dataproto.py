@@ -42,6 +42,7 @@ def rows(proto: DataProto, name: str = "policy_version") -> list[Any]:
         ({"a": np.zeros(3)}, ["'a'", "float64", "from_numpy"]),
         ({"a": np.array([[1, 2], [3, 4]], dtype=object)}, ["'a'", "2 axes", "objects(rows)"]),
         ({"": torch.zeros(1)}, ["''"]),
+        ({"\ud800": torch.zeros(1)}, [r"'\ud800'", "printed"]),
         ({"a": torch.eye(2).to_sparse()}, ["'a'", "sparse"]),
         ({"values": torch.zeros(2, 3, dtype=torch.bfloat16)}, ["'values'", "bfloat16", ".to(torch.float32)"]),
         ({"values": torch.zeros(2)}, ["'values'", "[2]", "value[batch response] float32"]),

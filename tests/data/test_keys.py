@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.data.keys import Key
+from flowrl.errors import ParameterError
 
 names = st.one_of(st.text(alphabet="a1:\x1fstr", max_size=8), st.integers(-5, 5))
 
@@ -20,6 +23,13 @@ def test_different_names_give_different_keys(first: list[str | int], second: lis
     assert (key.derive(*first) == key.derive(*second)) == (
         [(type(p), p) for p in first] == [(type(p), p) for p in second]
     )
+
+
+@pytest.mark.parametrize("seed", ["1", 1.0, True, None])
+def test_a_seed_is_an_int(seed: Any) -> None:
+    """Others would be other keys than the int that they look like."""
+    with pytest.raises(ParameterError, match=f"the seed is {seed!r}, a {type(seed).__name__}; expected an int"):
+        Key.of(seed)
 
 
 def test_types_places_and_parents_count() -> None:

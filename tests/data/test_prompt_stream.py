@@ -152,8 +152,9 @@ def test_seek_refuses_what_is_no_position(tmp_path: Path) -> None:
     for wrong in ({"offset": 3}, {"epoch": -1}, {"epoch": 0.0}, {"rows": 4}, {"rows": 2}, {"row": 3}):
         with pytest.raises(DataError, match=r"seek\(.*3 rows; expected epoch, offset .below the rows. and rows"):
             stream.seek({"epoch": 0, "offset": 0, "rows": 3} | wrong)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="is no position"):
-        stream.seek({"epoch": 0, "offset": 0})
+    for other in ({"epoch": 0, "offset": 0}, None, [0, 0, 3]):
+        with pytest.raises(DataError, match="is no position"):
+            stream.seek(other)  # type: ignore[arg-type]
     assert stream.position == {"epoch": 0, "offset": 1, "rows": 3}
 
 

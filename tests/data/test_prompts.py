@@ -185,6 +185,8 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
         (b"\n", "blank"),
         (b'{"prompt": "\xff"}\n', "not JSON"),
         (b"{} {}\n", "not JSON"),
+        (b'{"prompt": 1, "prompt": 2}\n', r"not JSON \(the key 'prompt' stands twice"),
+        (b'{"extra_info": {"a": {"b": 1, "b": 1}}}\n', r"not JSON \(the key 'b' stands twice"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: bytes, words: str) -> None:

@@ -82,6 +82,19 @@ def test_a_template_that_refuses_is_a_data_error(tmp_path: Path) -> None:
         ChatTokenizer(str(tmp_path)).prompt_ids([{"role": "system", "content": "a"}])
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 1 // 0 }}", "division"),
+        ("{% for i in range(10 ** 9) %}{{ i }}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_whatever_a_template_raises_is_laid_to_it(tmp_path: Path, template: str, said: str) -> None:
+    with pytest.raises(DataError, match=rf"the chat template in .* does not take the messages .*: .*{said}"):
+        told(tmp_path, template).prompt_ids([{"role": "user", "content": "a"}])
+
+
 def test_a_template_with_a_syntax_error_names_its_line(tmp_path: Path) -> None:
     core = char_tokenizer()
     core.chat_template = "{% for message in messages %}\n{{ message['content' }}\n{% endfor %}"
@@ -253,6 +266,13 @@ def test_a_broken_configuration_is_named(tmp_path: Path, text: str) -> None:
     char_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(DataError, match=r"generation_config\.json"):
+        ChatTokenizer(str(tmp_path))
+
+
+def test_a_configuration_that_breaks_the_tokeniser_is_named(tmp_path: Path) -> None:
+    char_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
+    with pytest.raises(DataError, match=r"no tokeniser can be loaded .*ZeroDivisionError.*look at its config\.json"):
         ChatTokenizer(str(tmp_path))
 
 

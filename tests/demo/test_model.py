@@ -25,6 +25,12 @@ def short_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo_model.build(tmp_path_factory.mktemp("short"), seed=3, steps=SHORT)
 
 
+def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Jobs build it while `flowrl check` and the like print."""
+    demo_model.build(tmp_path, steps=SHORT)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_tokenizer_round_trips_every_demonstration(tokenizer: PreTrainedTokenizerFast) -> None:
     texts = [f"{p.prompt}{p.worked}" for half in task.split() for p in half]
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -61,6 +61,34 @@ def test_rloo() -> None:
     ]
 
 
+def test_remax() -> None:
+    assert changed(graphs.remax(exact, max_new_tokens=7), graphs.reinforce_plus_plus(exact, max_new_tokens=7)) == [
+        "+ greedy: Generate(temperature=0.0, max_new_tokens=7)  <- repeat",
+        "+ greedy_reward: Reward(fn=tests.kernel:exact)  <- repeat, greedy",
+        "+ row_score: RowScore()  <- greedy_reward, greedy",
+        "+ subtract_baseline: SubtractBaseline()  <- return_to_go, generate, row_score",
+        "- whiten: Whiten()  (in its place: subtract_baseline)",
+        "~ update_actor.aggregation: 'token-mean' -> 'seq-mean-token-sum'",
+        "~ update_actor <- advantages: whiten.advantages -> subtract_baseline.advantages",
+    ]
+
+
+def test_remax_takes_the_greedy_answer_s_score_from_what_is_still_to_come(tiny: str) -> None:
+    """By the paper's formula, token by token, from what the graph's other nodes have left."""
+    job = job_of("remax", tiny, digits, n=2, kl_coef=0.1)
+    steps = walk(job.graph, **job.build(0))
+    steps.sync()
+    kept = steps.step(PROMPTS, 0, keep=list(job.graph.nodes)).columns
+    rewards, mask = kept["kl_shape"].columns["token_level_rewards"].double(), kept["generate"].columns["response_mask"]
+    found = kept["subtract_baseline"].columns["advantages"]
+    texts = kept["greedy"].columns["response_text"]
+    assert len({digits("", text, "") for text in texts}) > 0 and len(texts) == 6
+    for row, text in enumerate(texts):
+        for t in range(mask.shape[1]):
+            expected = float(rewards[row, t:].sum()) - digits("", text, "") if mask[row, t] else 0.0
+            assert float(found[row, t]) == pytest.approx(expected, abs=1e-6)
+
+
 def test_reinforce_plus_plus() -> None:
     graph = graphs.reinforce_plus_plus(exact, gamma=0.5, kl_coef=0.25, clip=0.3, mini_batch=2)
     assert set(graph.roles()) == {"rollout", "actor", "ref"}
@@ -109,6 +137,7 @@ def test_a_setting_that_the_neighbour_does_not_have() -> None:
         ("rloo", "gamma"),
         ("rloo", "lam"),
         ("reinforce_plus_plus", "lam"),
+        ("remax", "lam"),
     ],
 )
 def test_a_setting_of_what_is_left_out_is_refused(name: str, setting: str) -> None:

@@ -11,8 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flowrl.core.operator import Operator
 from flowrl.errors import DataError, ParameterError
-from flowrl.operators.advantage import GAE, DecoupledGAE, ReturnToGo, Whiten, gae, whiten
+from flowrl.operators.advantage import (
+    GAE,
+    DecoupledGAE,
+    ReturnToGo,
+    RowScore,
+    SubtractBaseline,
+    Whiten,
+    gae,
+    whiten,
+)
 from tests.operators.ragged import masks, numbers
 
 unit = st.floats(0, 1)
@@ -111,6 +121,33 @@ class TestReturnToGo:
         assert (found[~mask] == 0).all() and found.dtype == torch.float32
 
 
+class TestBaselineOfAnotherAnswer:  # ReMax
+    @settings(deadline=None)
+    @given(masks(), st.integers(0, 2**16), st.floats(0, 1))
+    def test_what_is_still_to_come_less_the_other_s_score(self, mask: Tensor, seed: int, gamma: float) -> None:
+        rewards = numbers(mask, seed)
+        theirs = masks_like(mask, seed)
+        scores = numbers(theirs, seed + 1)
+        baseline = RowScore()(scores, theirs)
+        found = SubtractBaseline()(ReturnToGo(gamma)(rewards, mask), baseline, mask)
+        for row in range(len(mask)):
+            sampled = [t for t in range(mask.shape[1]) if mask[row, t]]
+            other = sum(float(scores[row, t].double()) for t in range(theirs.shape[1]) if theirs[row, t])
+            for i, t in enumerate(sampled):
+                to_come = sum(gamma**k * float(rewards[row, s].double()) for k, s in enumerate(sampled[i:]))
+                assert float(found[row, t]) == pytest.approx(to_come - other, abs=1e-4)
+        assert (found[~mask] == 0).all() and not found.isnan().any()
+
+    def test_a_score_off_the_mask_is_refused(self) -> None:
+        with pytest.raises(DataError, match=r"token_level_scores\[0, 1\] is 2"):
+            RowScore()(torch.tensor([[1.0, 2.0]]), torch.tensor([[True, False]]))
+
+
+def masks_like(mask: Tensor, seed: int) -> Tensor:
+    """Another mask of as many rows, and of another width."""
+    return torch.rand(len(mask), 5, generator=torch.Generator().manual_seed(seed)) > 0.5
+
+
 class TestDecoupledGAE:
     @settings(deadline=None, max_examples=50)
     @given(masks(), st.integers(0, 2**31), unit, unit)
@@ -172,8 +209,11 @@ class TestOperators:
     def test_what_they_need_together(self) -> None:
         assert (GAE.granularity, ReturnToGo.granularity, Whiten.granularity) == ("row", "row", "batch")
 
-    def test_refuse_parameters_out_of_range(self) -> None:
-        with pytest.raises(ParameterError, match="gamma"):
-            GAE(gamma=1.1)
-        with pytest.raises(ParameterError, match="critic_lam"):
-            DecoupledGAE(critic_lam=1.1)
+    @pytest.mark.parametrize("value", [-0.1, 1.1])
+    @pytest.mark.parametrize(
+        ("operator", "name"),
+        [(GAE, "gamma"), (GAE, "lam"), (DecoupledGAE, "gamma"), (DecoupledGAE, "lam"), (DecoupledGAE, "critic_lam")],
+    )
+    def test_refuse_parameters_out_of_range(self, operator: type[Operator], name: str, value: float) -> None:
+        with pytest.raises(ParameterError, match=f"{name}="):
+            operator(**{name: value})

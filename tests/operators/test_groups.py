@@ -157,6 +157,10 @@ class TestGroupAdvantage:
             group_advantage(torch.ones(2, 2), mask, np.array(["a", "a"], dtype=object))
         with pytest.raises(DataError, match="uid names 3 rows"):
             group_advantage(torch.zeros(2, 2), mask, np.array(["a", "a", "a"], dtype=object))
+        named = np.array([None, None], dtype=object)
+        named[:] = [["a"], ["a"]]
+        with pytest.raises(DataError, match=r"uid holds \['a'\], which names no group; expected text"):
+            group_advantage(torch.zeros(2, 2), mask, named)
 
 
 EVERY = [GroupAdvantage(), RLOOAdvantage(), OPOAdvantage(), OPOAdvantage(True), GPGAdvantage(), PassAtKAdvantage(2)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrl.errors import DataError
-from flowrl.operators.per_token import Estimator, kl_penalty, select
+from flowrl.operators.per_token import Estimator, kl_penalty, select, select_rewards
 
 NAN = float("nan")
 ESTIMATORS: list[Estimator] = ["k1", "k2", "k3", "abs"]
@@ -34,6 +34,15 @@ class TestMasked:
         x = torch.tensor([[1.0, NAN, 3.0], [NAN, NAN, float("inf")]])
         mask = torch.tensor([[True, False, True], [False, False, False]])
         assert select(x, mask).tolist() == [[1, 0, 3], [0, 0, 0]]
+
+    def test_a_reward_off_the_mask_is_refused_and_padding_is_not(self) -> None:
+        mask = torch.tensor([[True, False, False], [False, True, False]])
+        padded = torch.tensor([[2.0, 0.0, NAN], [NAN, 3.0, -0.0]])
+        assert select_rewards(padded, mask, "rewards").tolist() == [[2, 0, 0], [0, 3, 0]]
+        for lost in (1e-30, float("inf")):
+            padded[1, 2] = lost
+            with pytest.raises(DataError, match=r"^rewards\[1, 2\] is .* where the mask is False \(1 such tokens\)"):
+                select_rewards(padded, mask, "rewards")
 
     def test_no_gradient_reaches_what_is_off_the_mask(self) -> None:
         x = torch.tensor([[2.0, NAN]], requires_grad=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from flowrl.errors import DataError, ParameterError
 from flowrl.run.checkpoint import MANIFEST, STATE, Checkpoints, find_fault
@@ -239,6 +240,16 @@ class TestDamage:
         path = checkpoints.folder / "step-000020"
         (path / MANIFEST).write_text(text)
         assert MANIFEST in str(find_fault(path))
+
+    @pytest.mark.parametrize("name", ["a\0b", "pipe", "actor", "../none"])
+    def test_a_manifest_that_names_no_file(self, checkpoints: Checkpoints, name: str) -> None:
+        """Its seal is no secret, so others can write one: what it names must not raise, nor be waited for."""
+        path = checkpoints.folder / "step-000020"
+        os.mkfifo(path / "pipe")
+        files = json.loads((path / MANIFEST).read_text())["files"] | {name: "0" * 32}
+        seal = xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
+        (path / MANIFEST).write_text(json.dumps({"files": files, "digest": seal}))
+        assert str(find_fault(path)).endswith(f"is damaged: {name!r} is no file there")
 
     def test_a_manifest_that_forgets_a_file(self, checkpoints: Checkpoints) -> None:
         path = checkpoints.folder / "step-000020"

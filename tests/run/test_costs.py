@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,29 @@ class TestOfARun:
         costs = Costs("by hand", {"a": {1: Cost(row=1.0)}}, noise=[{"a": 2.0}])
         assert costs.seconds("a", 1, Load(3), step=0) == 6.0
         assert costs.given(a=0.5).seconds("a", 1, Load(3), step=0) == 0.5
+
+    @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, "1", True])
+    def test_a_cost_that_is_none(self, seconds: Any) -> None:
+        with pytest.raises(ParameterError, match=r"expected seconds, such as given\(a=0\.1\)"):
+            Costs("by hand", {"a": {1: Cost(row=1.0)}}).given(a=seconds)
+
+    @pytest.mark.parametrize(
+        ("file", "before", "after"),
+        [
+            ("run.json", '"prompts": 8', '"prompts": 0'),
+            ("run.json", '"prompts": 8', '"prompts": "8"'),
+            ("run.json", '"place": null', '"place": "gpu"'),
+            ("metrics.jsonl", "4.5", "null"),
+            ("metrics.jsonl", "4.5", '"4.5"'),
+        ],
+    )
+    def test_a_run_that_says_something_else(self, tmp_path: Path, file: str, before: str, after: str) -> None:
+        write_run(tmp_path, [span for step in range(3) for span in on_ray(step)], dict.fromkeys(range(3), 4.5))
+        text = (tmp_path / file).read_text()
+        assert before in text
+        (tmp_path / file).write_text(text.replace(before, after, 1))
+        with pytest.raises(DataError, match=f"{file}.* run it again"):
+            Costs.of(tmp_path)
 
     def test_no_run(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="nowhere holds no run; expected the folder of one that went some steps"):

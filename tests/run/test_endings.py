@@ -147,6 +147,25 @@ def test_a_signal_ends_a_run_in_order(tiny: str, prompts_file: str, tmp_path: Pa
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.usefixtures("unhandled")
+def test_a_signal_while_a_run_begins_is_told_too(
+    tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that says "running" of a run that was killed."""
+    describe = RunFolder.describe
+
+    def ends(folder: RunFolder, content: Any) -> None:
+        if content["status"] == "running":
+            os.kill(os.getpid(), signal.SIGTERM)
+        describe(folder, content)
+
+    monkeypatch.setattr(RunFolder, "describe", ends)
+    (tmp_path / "run.json").write_text('{"status": "running"}')
+    with pytest.raises(Ended):
+        train(job_of("grpo", tiny), prompts_file, tmp_path, [])
+    assert described(tmp_path)["status"] == "interrupted"
+
+
 def test_a_second_signal_is_ignored_meanwhile() -> None:
     seen = []
     with pytest.raises(Ended), ended_in_order():

@@ -93,13 +93,22 @@ class TestSpecs:
 
     @pytest.mark.parametrize(
         "given",
-        [{"gpus": 0}, {"gpus": -1}, {"memory": 0}, {"deadline": 0}, {"restart": "always"}, {"gpu": 1}, {"gpus": 1.5}],
+        [
+            {"gpus": 0},
+            {"gpus": -1},
+            {"gpus": 10**9},
+            {"memory": 0},
+            {"deadline": 0},
+            {"restart": "always"},
+            {"gpu": 1},
+            {"gpus": 1.5},
+        ],
     )
     def test_bad_values(self, given: dict[str, Any]) -> None:
         with pytest.raises(ParameterError, match=next(iter(given))):
             Colocate(**given)
 
-    @pytest.mark.parametrize("given", [{"train": 0}, {"rollout": 0}, {"gpus": 2}])
+    @pytest.mark.parametrize("given", [{"train": 0}, {"rollout": 0}, {"rollout": 10**9}, {"gpus": 2}])
     def test_bad_splits(self, given: dict[str, Any]) -> None:
         with pytest.raises(ParameterError, match=next(iter(given))):
             Split(**given)

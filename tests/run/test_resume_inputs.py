@@ -240,6 +240,7 @@ class TestCheckpoints:
             ({"made_with": 3}, "says no made_with"),
             ({"bindings": []}, "says no bindings"),
             ({"bindings": {"actor": 3}}, "says no bindings"),
+            ({"bindings": {"actor": {"$type": 3}}}, "says no bindings"),
             ({"lines": None}, "says no lines"),
             ({"state": "kl"}, "says no state"),
             ({"data": {"epoch": -1, "offset": 0, "rows": 12}}, "is no position in a stream of 12 rows"),

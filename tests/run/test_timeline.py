@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from flowrl.core.plan import Plan
+from flowrl.errors import DataError
 from flowrl.graphs import ppo
 from flowrl.run.timeline import Span, Timeline, critical_path, idle, lanes
 from tests.kernel import exact
@@ -68,6 +69,29 @@ class TestFile:
 
     def test_nothing(self, tmp_path: Path) -> None:
         assert written(Timeline(), tmp_path) == []
+
+    @pytest.mark.parametrize(
+        ("changed", "of"),
+        [
+            ({"name": ["a"]}, {}),
+            ({"ts": float("nan")}, {}),
+            ({"dur": float("inf")}, {}),
+            ({"cat": "martian"}, {}),
+            ({}, {"bytes": "many"}),
+            ({}, {"rows": -1}),
+            ({}, {"step": "1"}),
+            ({}, {"lengths": [[1, 2, 3]]}),
+        ],
+    )
+    def test_a_span_that_is_none_is_refused(self, tmp_path: Path, changed: dict[str, Any], of: dict[str, Any]) -> None:
+        trace = Timeline()
+        trace.add("generate", "driver", START, START + 1)
+        [place, event] = written(trace, tmp_path)
+        event = event | changed | {"args": event["args"] | of}
+        text = json.dumps({"otherData": {"begin": START}, "traceEvents": [place, event]})
+        (tmp_path / "trace.json").write_text(text)
+        with pytest.raises(DataError, match="is not the trace that a run writes"):
+            Timeline.load(tmp_path / "trace.json")
 
     @given(trace=traces())
     def test_events(self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline) -> None:

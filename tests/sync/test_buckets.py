@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flowrl.sync.buckets import in_buckets, packed, unpacked
@@ -15,6 +15,7 @@ Sizes = st.lists(st.integers(0, 40))
 
 
 @given(Sizes, st.integers(1, 60))
+@example([4, 4, 4], 8)  # two fill a bucket to the last byte
 def test_no_bucket_is_too_large_and_none_could_have_taken_more(sizes: list[int], limit: int) -> None:
     weights = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
     buckets = [list(bucket) for bucket in in_buckets(weights, limit)]

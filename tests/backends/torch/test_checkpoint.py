@@ -69,9 +69,22 @@ def shortened(path: Path) -> None:
     save_file(held | {"weights.lm_head.weight": held["weights.lm_head.weight"][1:]}, path / PART)
 
 
+def without_axes(number: int) -> Callable[[Path], None]:
+    """A second part, with a tensor that has rows in the other one and no axis in this."""
+
+    def damage(path: Path) -> None:
+        (path / PART).rename(path / f"part-0000{number}-of-00002.safetensors")
+        scalar = {"weights.lm_head.weight": torch.tensor(1.0)}
+        save_file(scalar, path / f"part-0000{3 - number}-of-00002.safetensors")
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
+        (without_axes(1), "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
+        (without_axes(2), "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
         (lambda path: (path / PART).write_bytes(b""), "could not be read"),
         (lambda path: (path / PART).write_bytes((path / PART).read_bytes()[:-1]), "could not be read"),
         (lambda path: (path / PART).write_bytes(b"\xff" * 64), "could not be read"),
@@ -115,6 +128,15 @@ def test_a_part_is_a_file_of_safetensors(tmp_path: Path) -> None:
     assert found.keys() == held.keys()
     for name, tensor in held.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name].nan_to_num(-1), tensor.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("length", range(1, 10))
+def test_the_tensors_of_a_part_are_aligned(length: int, tmp_path: Path) -> None:
+    """However long the text is that stands before them, so that a file can be mapped as it is."""
+    checkpoint._write(str(tmp_path / PART), {"x" * length: torch.tensor(1 << 40)})
+    raw = (tmp_path / PART).read_bytes()
+    assert int.from_bytes(raw[:8], "little") % 8 == 0
+    assert int.from_bytes(raw[-8:], "little") == 1 << 40
 
 
 def test_a_part_is_written_with_one_tensor_in_cpu_memory_at_a_time(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from flowrl.backends import SGD, AdamW, Linear, TorchCritic
+from flowrl.backends import SGD, AdamW, Linear, TorchCritic, TorchTrainer
 from flowrl.core.protocols import Critic, MiniBatch
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, DataError
@@ -92,6 +92,12 @@ class Truth:
     def gradients(self) -> dict[str, Tensor]:
         body = {f"model.{name}": parameter.grad for name, parameter in self.body.named_parameters()}
         return {**body, "value_head.weight": self.weight.grad, "value_head.bias": self.bias.grad}
+
+
+def test_rates_are_those_that_the_docs_name() -> None:
+    """docs/running.md: 1e-6 for the actor and 1e-5 for the critic."""
+    assert TorchTrainer("model").optimizer == AdamW(lr=1e-6)
+    assert TorchCritic("model").optimizer == AdamW(lr=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

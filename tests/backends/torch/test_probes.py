@@ -4,6 +4,8 @@ padded or not, with a cache or without, with an adapter or merged; or they are r
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,6 +121,16 @@ def test_all_linear_layers_that_are_adapted_count(kind: str, made: Folder, tmp_p
 def test_what_cannot_tell_padding_from_tokens_is_refused(kind: str, said: str, made: Folder) -> None:
     with pytest.raises(BindError, match=said):
         TorchTrainer(made(kind), device="cpu").build(CONTEXT)
+
+
+def test_nan_is_not_blamed_on_padding(folder: Folder, tmp_path: Path) -> None:
+    """Weights that are finite, and a scale that is not."""
+    shutil.copytree(folder("llama"), tmp_path, dirs_exist_ok=True)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(stated | {"rms_norm_eps": float("nan")}))
+    for backend in (TorchScorer, TorchTrainer, TorchCritic):
+        with pytest.raises(BindError, match="gives NaN or infinity for plain tokens, though its weights are finite"):
+            backend(str(tmp_path), device="cpu").build(CONTEXT)
 
 
 @pytest.mark.parametrize("kind", ["recurrent_gemma", "rwkv", "minimax", "deepseek_v4"])

@@ -1,15 +1,21 @@
-"""`NodeInfo`: what is known of a node before it runs, so that a step asks nothing twice."""
+"""What is known of the nodes of a plan before they run, and of their rows once these are there."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from flowrl.columns import ColumnType
 from flowrl.core.graph import Graph, Node
+from flowrl.core.plan import Plan
 from flowrl.core.ports import PortField
 from flowrl.core.symbols import Edge
 from flowrl.core.when import When
-from flowrl.run.runner import Runner
+from flowrl.run.runner import Counts, Lengths, Runner
 from flowrl.run.schedule import Schedule
 
 
@@ -24,7 +30,7 @@ class NodeInfo:
         slots: that it takes while it runs.
         inputs: of each port field, the node that writes it, and the output.
         columns: of its outputs, those that are columns.
-        read, written: the row axis of what it reads and of what it writes; None where these are no columns.
+        read, written: the row axis that it works on, and that of what it writes; None where these are no columns.
         waits, frees: see `Schedule`.
         readers: how many nodes read what it writes.
         whens: what says in which steps it runs.
@@ -71,9 +77,57 @@ class NodeInfo:
         return infos
 
 
+@dataclass(frozen=True)
+class Region:
+    """The nodes of a plan that run in rounds.
+
+    Args:
+        collector: the gate that says whether there is another; None where nothing runs in rounds.
+        nodes: it, and all that it depends on.
+        makers: by output of the collector, the node that made the responses; columns of one are equally wide.
+    """
+
+    collector: str | None
+    nodes: frozenset[str]
+    makers: Mapping[str, str]
+
+    @staticmethod
+    def of(plan: Plan) -> Region:
+        """That of a plan."""
+        makers: dict[str, str] = {}
+        for edge, typed in plan.graph.types.items() if plan.collector is not None else ():
+            if edge.node == plan.collector and isinstance(typed.type, ColumnType):
+                made = (i.partition("@") for i in typed.axes)
+                makers[edge.output] = next((by for axis, _, by in made if axis in ("response", "sequence")), "")
+        return Region(plan.collector, plan.region, makers)
+
+
 def _row_axes(graph: Graph, node: Node) -> tuple[str | None, str | None]:
-    """The row axis of what a node reads, and of what it writes; None where these are no columns."""
-    read = (graph.types[edge].axes for edge in node.inputs.values())
+    """The row axis that a node works on, and that of what it writes; None where these are no columns."""
+    fields = node.operator.signature.fields
+    on_batch = (edge for field, edge in node.inputs.items() if getattr(fields[field], "on_batch", False))
+    read = (graph.types[edge].axes for edge in on_batch)
     written = (graph.types[Edge(node.name, output)].axes for output in node.operator.signature.outputs)
     first, second = (next((axes[0] for axes in side if axes), None) for side in (read, written))
     return first, second
+
+
+def lengths_of(columns: Mapping[str, Any]) -> Lengths | None:
+    """How long the rows of a node that writes tokens are; None of one that does not."""
+    attended = columns.get("attention_mask", columns.get("prompt_mask"))
+    if attended is None:
+        return None
+    response = columns.get("response_mask")
+    return Lengths(_counted(attended), None if response is None else _counted(response))
+
+
+def _counted(mask: Tensor) -> Counts:
+    counted: Counts = mask.sum(-1).cpu().numpy()
+    return counted
+
+
+def joined_lengths(parts: Sequence[Lengths]) -> Lengths:
+    """Those of several rounds, one behind the other."""
+    responses = [part.response for part in parts if part.response is not None]
+    whole = np.concatenate(responses) if len(responses) == len(parts) else None
+    return Lengths(np.concatenate([part.tokens for part in parts]), whole)

@@ -1,0 +1,61 @@
+"""On Ray: validations with an engine of their own, frozen engines, and two updates of a role, as in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl import PromptData, Validation
+from flowrl.backends import SGD, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.distributed.place import Colocate, Split
+from flowrl.graph import Graph
+from flowrl.graphs import grpo
+from tests.others import judged, twice
+from tests.rewards import digits
+from tests.runs import lines, timeless, train
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+
+def bound(graph: Graph, folder: str, place: Any) -> Any:
+    """The trainer's weights go to an engine of another process."""
+    backends: dict[str, Any] = {
+        "actor": TorchTrainer(folder, optimizer=SGD(lr=0.05), device="cpu"),
+        "ref": TorchScorer(folder, device="cpu"),
+        "rollout": TorchRollout(folder, device="cpu"),
+        "judge": TorchRollout(folder, device="cpu", frozen=True),
+    }
+    return replace(graph.bind(**{role: backends[role] for role in graph.roles()}), place=place)
+
+
+def close(here: list[dict[str, Any]], there: list[dict[str, Any]]) -> bool:
+    """The same numbers but for rounding, and but for how weights travel."""
+    kept = [{k: v for k, v in line.items() if not k.startswith("sync/by/")} for line in here]
+    return len(kept) == len(there) and all(
+        one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5)
+        for one, other in zip(kept, there, strict=True)
+        for key in one
+    )
+
+
+def test_a_validation_s_own_engine_gets_the_weights(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    own = TorchRollout(tiny, device="cpu", max_rows=5)
+    validation = Validation(PromptData(prompts_file), every=2, name="own", bind={"rollout": own})
+    settings = {"steps": 2, "validation": validation}
+    graph = grpo(digits, n=2, max_new_tokens=6)
+    here = train(bound(graph, tiny, None), prompts_file, tmp_path / "here", **settings)
+    there = train(bound(graph, tiny, Split(train=1, rollout=2)), prompts_file, tmp_path / "there", **settings)
+    assert close(timeless(list(here.metrics)), timeless(list(there.metrics)))
+    assert close(list(here.validations), list(there.validations))
+    first, second = (lines(tmp_path / run / "predictions.jsonl") for run in ("here", "there"))
+    assert [record["response"] for record in first] == [record["response"] for record in second]
+
+
+@pytest.mark.parametrize("graph", [judged(), twice()], ids=["judged", "twice"])
+def test_others_answer_and_update(graph: Graph, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    here = train(bound(graph, tiny, None), prompts_file, tmp_path / "here", steps=2)
+    there = train(bound(graph, tiny, Colocate(gpus=1)), prompts_file, tmp_path / "there", steps=2)
+    assert close(timeless(list(here.metrics)), timeless(list(there.metrics)))
