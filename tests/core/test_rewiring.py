@@ -309,7 +309,7 @@ def test_the_exact_kind_goes_before_an_acceptable_one() -> None:
 
 
 def test_what_writes_weights_leaves_by_name_only() -> None:
-    graph = grpo(exact).edit(replace={"sync": Whiten()}, set={"group_advantage.normalize_std": False})
+    graph = grpo(exact).edit(replace={"sync": Whiten()})
     assert graph.sinks == ("whiten", "mismatch", "update_actor")
     assert [finding.rule for finding in graph.check()] == ["FR002"]
     behind = PPO.edit(insert={"waits": After("update_actor", Waits())})
