@@ -166,6 +166,18 @@ def refuse_no_graph(given: object) -> None:
     raise GraphError(f"a {type(given).__name__} is not a graph; expected a Graph: {graph}.")
 
 
+def _in_order(data: nx.DiGraph[str]) -> list[str]:
+    """Nodes by what they depend on, and else by their position; refuses a cycle."""
+    try:
+        return list(nx.lexicographical_topological_sort(data, key=lambda n: data.nodes[n]["position"]))
+    except nx.NetworkXUnfeasible:
+        cycle = [edge[0] for edge in nx.find_cycle(data)]
+        raise GraphError(
+            f"the nodes {' -> '.join([*cycle, cycle[0]])} form a cycle; within a step a graph is acyclic, and the "
+            f"one edge across steps is Sync -> Generate, which is implied."
+        ) from None
+
+
 def settled(nodes: Mapping[str, Node], sinks: Sequence[str]) -> Mapping[str, Node]:
     """The nodes that the sinks reach, with gates that let through just what is read behind them: each column under its
     own name where one of that name passes, else under those of its source and of itself. Without gates, all nodes."""
@@ -273,18 +285,9 @@ class Graph:
         if unknown := [sink for sink in sinks if not isinstance(sink, str) or sink not in nodes]:
             raise GraphError(f"{name} has no node {unknown[0]!r} to be a sink; {offer(unknown[0], nodes)}")
         reached = set(sinks).union(*(nx.ancestors(data, sink) for sink in sinks))
-        data = data.subgraph(reached)
-        try:
-            order = list(nx.lexicographical_topological_sort(data, key=lambda n: data.nodes[n]["position"]))
-        except nx.NetworkXUnfeasible:
-            cycle = [edge[0] for edge in nx.find_cycle(data)]
-            raise GraphError(
-                f"the nodes {' -> '.join([*cycle, cycle[0]])} form a cycle; within a step a graph is acyclic, and the "
-                f"one edge across steps is Sync -> Generate, which is implied."
-            ) from None
         graph = cls(
             name,
-            MappingProxyType({n: nodes[n] for n in order}),
+            MappingProxyType({n: nodes[n] for n in _in_order(data.subgraph(reached))}),
             tuple(dict.fromkeys(sinks)),
             lag,
             MappingProxyType(dict(bindings or {})),

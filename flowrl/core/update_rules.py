@@ -114,7 +114,8 @@ def _whole_distribution(graph: Graph, prompts: int | None) -> Findings:
     "axon-rl/gem#113",
 )
 def _scaled_once(graph: Graph, prompts: int | None) -> Findings:
-    for node in graph.nodes.values():
+    lines = [own_line(graph, node.name) for node, _ in writers(graph, Trainer)]
+    for node in {n.name: n for line in lines for n in line}.values():
         for edge in node.inputs.values():
             scaled = {"scaled"} <= node.effects & graph[edge.node].effects
             if scaled and getattr(graph.types[edge].type, "kind", None) == "advantage":

@@ -25,6 +25,7 @@ from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import Mismatch, PPOClip, RolloutCorrection, Whiten
 from flowrl.operators.correction import Level, Mismatched, Mode, bound_ratios, importance_ratios
+from flowrl.operators.objective import TokenObjective
 from tests.jobs import job_of
 from tests.kernel import exact
 
@@ -180,7 +181,7 @@ class TestFormulas:
         old, new, advantages, rollout = (torch.randn(4, 5, generator=draw) for _ in range(4))
         mask = torch.ones(4, 5, dtype=torch.bool)
         weights = bound_ratios(importance_ratios(old, rollout, mask, "token"), "mask", 0.5, 2.0)[0]
-        loss = PPOClip(0.2, dual_clip=3.0)
+        loss = TokenObjective(PPOClip(0.2, dual_clip=3.0))
 
         def value(advantages: Tensor, weights: Tensor) -> Tensor:
             class Batch:
