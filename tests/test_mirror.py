@@ -16,6 +16,7 @@ SMALL = 100
 TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/core/test_algorithm.py": ("flowrl/core/symbols.py", "flowrl/data/record_types.py"),
     "tests/core/test_gate.py": ("flowrl/core/gating.py",),
+    "tests/core/test_rules.py": ("flowrl/core/weight_rules.py",),
     "tests/core/test_graph.py": ("flowrl/graph.py", "flowrl/core/backend.py"),
     "tests/graphs/test_shelf.py": ("graphs/other_losses.py",),
     "tests/test_types.py": ("flowrl/core/inference.py",),
