@@ -22,7 +22,7 @@ def refuse_misdeclared(name: str, operator: Operator) -> None:
     _refuse_misdeclared(name, first)
     for said in others:
         _refuse_misdeclared(name, said)
-        for what in ("rows_factor", "row_divisors", "behind", "fills", "wants()"):
+        for what in ("rows_factor", "row_divisors", "behind", "fills", "rounds_at_most", "wants()"):
             before, after = (_said(one, what) for one in (first, said))
             if before != after:
                 over_time = ", ".join(f"{path}={schedule!r}" for path, schedule in schedules(operator).items())
@@ -33,7 +33,7 @@ def refuse_misdeclared(name: str, operator: Operator) -> None:
 
 
 def _said(operator: Operator, what: str) -> Any:
-    return operator.wants() if what == "wants()" else getattr(operator, what, None)  # gates alone fill
+    return operator.wants() if what == "wants()" else getattr(operator, what, None)  # gates alone fill and repeat
 
 
 def _refuse_misdeclared(name: str, said: Operator) -> None:

@@ -31,7 +31,7 @@ class StateEdge:
 
 
 def _gate(graph: Graph, name: str) -> Gate:
-    return cast(Gate, graph[name].operator)
+    return cast(Gate, graph[name].at_first)
 
 
 def in_order(graph: Graph, role: str) -> list[str]:

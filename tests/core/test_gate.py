@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl import INJECTED, After, Key, Metrics, Operator, PromptBatch, algorithm
+from flowrl import INJECTED, After, Key, Metrics, Operator, PromptBatch, When, algorithm, operator
 from flowrl import columns as c
 from flowrl.core.gate import Gate
 from flowrl.core.protocols import Scorer
@@ -17,7 +17,8 @@ from flowrl.core.session import Session, State
 from flowrl.errors import DataError, GraphError, ParameterError, PortError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
-from flowrl.operators import Filter, Generate, GroupAdvantage, Length, Repeat, Reward, Spread, UpdateActor
+from flowrl.operators import Collect, Filter, Generate, GroupAdvantage, Length, Repeat, Reward, Spread, UpdateActor
+from flowrl.schedules import Constant, Linear
 from tests.jobs import column
 from tests.kernel import LengthPenalty, answers, exact, wires
 
@@ -159,6 +160,35 @@ def test_a_gate_where_nothing_would_pass_is_refused() -> None:
         scored.edit(insert={"filter": After("reward", Filter(Spread()))})
 
 
+@operator
+def long(response_mask: c.ResponseMask, *, least: float = 3.0) -> c.Kept:
+    return response_mask.sum(-1) >= least
+
+
+def test_a_gate_may_wait_and_what_decides_may_be_a_function_that_changes_over_time() -> None:
+    keep = long(least=Linear(1.0, 5.0, steps=4))
+    waiting = GRPO.edit(insert={"filter": After("reward", Filter(keep).when(every=2))})
+    gate = waiting["filter"]
+    assert gate.when == When(every=2)
+    assert gate.in_step(2).when == When(every=2)
+    assert repr(gate.in_step(2).operator) == "Filter(keep=long)"  # 3.0, its default
+    assert waiting.whens("sync") == (When(every=2),)
+    assert Graph.from_dict(waiting.to_dict()).fingerprint() == waiting.fingerprint()
+    assert waiting.edit(drop=["filter"]).fingerprint() == GRPO.fingerprint()
+    assert FILTERED.edit(when={"filter": When(start=1)}).edit(set={"filter.keep.least": 1.0})["filter"].when.start == 1
+
+
+def test_rows_that_a_gate_fills_up_to_do_not_change_over_time() -> None:
+    def collecting(**settings: Any) -> Graph:
+        return GRPO.edit(insert={"collect": After("reward", Collect(Spread(), **settings))})
+
+    for given, what in (({"groups": Linear(4, 8, steps=4)}, "fills"), ({"rounds": Linear(1, 8, steps=9)}, "rounds")):
+        with pytest.raises(GraphError, match=f"collect says that its {what}.* in one step and .* in another"):
+            collecting(**({"groups": 4} | given))
+    constant = collecting(groups=Constant(4)).edit(set={"update_actor.mini_batch": 6})
+    assert [finding.message[:36] for finding in constant.check(prompts=1)] == ["mini_batch=6 does not divide the 16 "]
+
+
 # ------------------------------------------------------------------------------------------------------------- by calls
 
 
@@ -193,6 +223,26 @@ def test_the_same_lines_run_on_tensors() -> None:
     assert ids.tolist() == ["a", "a"]
     alone = Filter(Length(most=4))(rollout)
     assert torch.equal(alone.input_ids, rollout.input_ids)
+
+
+def test_called_where_it_waits_it_leaves_nothing_and_so_do_those_behind_it() -> None:
+    session, rollout = Session({}, seed=1), answers(rows=4)
+    waits = Filter(Length(most=4)).when(every=2)
+    with session.active():
+        for step in range(3):
+            session.begin_step(step)
+            kept, ids = waits(rollout, uid=column(list("aabb")))
+            behind = Filter(Length(most=4))(kept)
+            assert (type(ids) is np.ndarray) == (type(behind.input_ids) is torch.Tensor) == (step != 1)
+
+
+def test_gates_of_nested_algorithms_have_their_prefix() -> None:
+    @algorithm
+    def twice(batch: PromptBatch) -> Any:
+        return called.under("first")(batch, gate=Filter(Spread())), called(batch, gate=Filter(Spread()))
+
+    assert {"first_filter", "filter"} <= set(twice().nodes)
+    assert wires(twice(), "first_group_advantage")["uid"] == "first_filter.uid"
 
 
 def test_keep_has_the_key_and_the_metrics_of_the_gate() -> None:
@@ -233,6 +283,11 @@ class Named(Operator):
         ),
         (lambda: Filter(Asks()), ParameterError, r"asks asks an engine, which belongs into a node of its own"),
         (lambda: Filter(Counts()), ParameterError, r"counts keeps state, which belongs into a node of its own"),
+        (
+            lambda: Filter(Spread().when(every=2)),
+            ParameterError,
+            r"spread is to run in some steps only, .* of the gate",
+        ),
         (lambda: Filter(Named()), ParameterError, r"named has a port 'rows', as every gate has"),
         (lambda: Filter(3), ParameterError, r"keep=3"),
         (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl import After, PromptBatch, PromptData, algorithm
+from flowrl import After, PromptBatch, PromptData, When, algorithm
 from flowrl.core.plan import Plan
 from flowrl.data.prompts import PromptStream
 from flowrl.data.tokenizer import ChatTokenizer
@@ -19,6 +19,8 @@ from flowrl.graph import Graph
 from flowrl.graphs import grpo
 from flowrl.operators import Collect, Filter, Generate, GroupAdvantage, Repeat, Reward, Spread
 from flowrl.run.flight import StepResult
+from flowrl.run.local import local_steps
+from flowrl.schedules import Linear
 from tests.jobs import job_of, write_prompts
 from tests.kernel import LengthPenalty, exact
 from tests.runs import Recorder, timeless, train
@@ -87,6 +89,31 @@ def test_groups_are_those_that_pass_in_the_order_in_which_they_were_drawn(tiny: 
         scores = kept["token_level_scores"].double().sum()
         assert result.metrics["reward/kept_mean"].value == pytest.approx(float(scores))
     assert max(rounds for *_, rounds, _ in expected) > 1
+
+
+def test_a_collector_that_waits_draws_no_further_prompts_and_nothing_behind_it_runs(tiny: str, data: str) -> None:
+    stream, again = stream_of(tiny, data), stream_of(tiny, data)
+    job = collecting(tiny).edit(when={"collect": When(every=2)})
+    steps = local_steps(Plan(job.graph), job.build(0), 0)  # a job would not run steps in which no sink runs
+    steps.sync()
+    drawn = steps.run(lambda step: stream.next(PROMPTS), range(3), keep=("collect",), more=stream.next)
+    first, second, third = drawn
+    expected = oracle(again, 1)
+    again.next(PROMPTS)
+    expected += oracle(again, 1)
+    assert stream.position == again.position
+    for result, (uids, *_) in zip((first, third), expected, strict=True):
+        assert result.columns["collect"]["uid"].tolist() == [uid for uid in uids for _ in range(N)]
+    assert "collect" not in second.columns
+    assert set(second.seconds) == {"repeat", "generate", "reward"}
+    assert second.metrics["reward/mean"].weight == PROMPTS * N
+
+
+def test_a_collector_has_the_numbers_of_its_step_in_every_round(tiny: str, data: str) -> None:
+    job = collecting(tiny, short="train", groups=Linear(WANTED, 2, steps=2))
+    results = run(job, stream_of(tiny, data))
+    assert [result.metrics["collect/kept"].value for result in results] == [6, 4, 2]
+    assert results[0].metrics["collect/rounds"].value > 1
 
 
 def test_rows_of_several_rounds_are_those_that_were_sampled(tiny: str, data: str) -> None:
