@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 from pydantic import Field
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from flowrl.columns import ResponseMask, ResponseText, TokenLevelScores, Uid
 from flowrl.core import references
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
+from flowrl.data.column_math import rows_of_groups
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
 from flowrl.operators.per_token import select_rewards
@@ -101,7 +101,7 @@ class PassAtK(Operator):
         scores = _scores(token_level_scores, response_mask)
         found = [
             pass_at_k(len(rows), sum(scores[row] > self.passed for row in rows), self.k)
-            for rows in _groups(uid).values()
+            for rows in rows_of_groups(uid).values()
         ]
         return _report(metrics, f"pass@{self.k}", found)
 
@@ -143,7 +143,7 @@ class MajorityAtK(Operator):
         scores = _scores(token_level_scores, response_mask)
         found = [
             majority_at_k([votes[row] for row in rows], [scores[row] for row in rows], self.k)
-            for rows in _groups(uid).values()
+            for rows in rows_of_groups(uid).values()
         ]
         return _report(metrics, f"maj@{self.k}", found)
 
@@ -151,14 +151,6 @@ class MajorityAtK(Operator):
 def _scores(token_level_scores: Tensor, response_mask: Tensor) -> list[float]:
     scores: list[float] = select_rewards(token_level_scores, response_mask, "token_level_scores").sum(-1).tolist()
     return scores
-
-
-def _groups(uid: np.ndarray) -> Mapping[object, list[int]]:
-    """The rows of each prompt, in their order."""
-    rows: dict[object, list[int]] = {}
-    for row, name in enumerate(uid.tolist()):
-        rows.setdefault(name, []).append(row)
-    return rows
 
 
 def _report(metrics: Metrics, key: str, found: Sequence[float]) -> Estimated:

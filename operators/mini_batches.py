@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowrl.core.protocols import MiniBatch, Whole
 from flowrl.data.balance import Share, split_rows
+from flowrl.data.column_math import rows_of_groups
 from flowrl.data.keys import Key
 from flowrl.errors import DataError
 
@@ -53,9 +54,7 @@ def draw_rows(
 
 def _permuted(groups: np.ndarray, size: int, generator: torch.Generator) -> Tensor:
     """All rows, group after group in drawn order, where no group stands on both sides of a cut."""
-    members: dict[object, list[int]] = {}
-    for row, group in enumerate(groups.tolist()):
-        members.setdefault(group, []).append(row)
+    members = rows_of_groups(groups)
     names = list(members)
     order = [row for index in torch.randperm(len(names), generator=generator).tolist() for row in members[names[index]]]
     for cut in range(size, len(order), size):

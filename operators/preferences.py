@@ -12,6 +12,7 @@ from torch import Tensor
 from flowrl import columns as c
 from flowrl.core.loss import Loss, Unit
 from flowrl.core.ports import INJECTED
+from flowrl.data.column_math import rows_of_groups
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
 
@@ -67,12 +68,9 @@ def _pairs(scores: Tensor, uid: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         DataError: a group of one row.
     """
-    rows: dict[object, list[int]] = {}
-    for row, name in enumerate(uid.tolist()):
-        rows.setdefault(name, []).append(row)
     best, worst, given = [], [], scores.tolist()
     group = torch.empty(len(uid), dtype=torch.int64, device=scores.device)
-    for number, (name, members) in enumerate(rows.items()):
+    for number, (name, members) in enumerate(rows_of_groups(uid).items()):
         if len(members) == 1:
             raise DataError(
                 f"the group of uid {str(name)!r} has a single row, and a preference takes two; sample several rows per "

@@ -14,6 +14,7 @@ from flowrl.columns import Kept, ResponseMask, TokenLevelScores, Uid, lookup
 from flowrl.core.gate import Gate, pick, refuse_none
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import Port, PortField
+from flowrl.data.column_math import rows_of_groups
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import ValueType
 from flowrl.data.rounds import Collected, Round
@@ -160,9 +161,7 @@ class Collect(Gate):
         """Those of this round that are wanted; or, once all are over, what was collected and its repetitions."""
         if round.sizes:
             return self._filled(rows, round.sizes, metrics)
-        kept, members = self.kept(metrics, given).tolist(), dict[str, list[int]]()
-        for row, uid in enumerate(given["uid"].tolist()):
-            members.setdefault(uid, []).append(row)
+        kept, members = self.kept(metrics, given).tolist(), rows_of_groups(given["uid"])
         good = [group for group in members.values() if all(kept[row] for row in group)]
         taken = good[: self.groups if round.wanted is None else round.wanted]
         index = torch.tensor([row for group in taken for row in group], dtype=torch.int64)

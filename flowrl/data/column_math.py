@@ -23,6 +23,14 @@ Margin = Sequence[tuple[int, int]]
 """How far a part of a column is padded (left, right) along each axis after the first."""
 
 
+def rows_of_groups(uid: Objects) -> dict[Any, list[int]]:
+    """The rows of each group, ascending, in the order in which groups first appear."""
+    rows: dict[Any, list[int]] = {}
+    for row, group in enumerate(uid.tolist()):
+        rows.setdefault(group, []).append(row)
+    return rows
+
+
 def objects(rows: Iterable[Any]) -> Objects:
     """A 1-d object array with one object per row; NumPy itself would make lists of equal length into a matrix."""
     items = list(rows)

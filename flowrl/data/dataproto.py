@@ -32,6 +32,7 @@ from flowrl.data.column_math import (
     moved,
     own,
     read_only,
+    rows_of_groups,
     same,
     short,
     size,
@@ -302,12 +303,10 @@ class DataProto:
             ColumnNotFoundError: there is no `uid`.
             DataError: a `uid` is not a str.
         """
-        rows: dict[str, list[int]] = {}
         for row, uid in enumerate(self["uid"]):
             if not isinstance(uid, str):
                 raise DataError(f"uid of row {row} is {uid!r}, a {type(uid).__name__}; expected a str.")
-            rows.setdefault(uid, []).append(row)
-        return {uid: torch.tensor(indices) for uid, indices in rows.items()}
+        return {uid: torch.tensor(rows) for uid, rows in rows_of_groups(self["uid"]).items()}
 
     def to(self, device: torch.device | str) -> DataProto:
         """All tensors on `device`.
