@@ -8,13 +8,14 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from flowrl.backends.hosted.arrival import Arrival, due_weights
+from flowrl.backends.hosted.folder import FolderWeights
 from flowrl.backends.rollout import Ending, RolloutEngine
 from flowrl.backends.torch.load import Folder, FolderBackend, load_causal_lm, loading
 from flowrl.backends.torch.lora import LoRA, require_peft
@@ -55,6 +56,7 @@ class EngineSpec(FolderBackend):
             0.05.
         lora: that of an actor which trains an adapter beside the weights of this very folder: sync then sends the
             adapter alone. Without, the engine gets all weights, the adapter merged into them.
+        frozen: answer with the weights of the folder, which nothing syncs: a judge, or an opponent that stays as it is.
         engine_args: further arguments of the engine, by name.
     """
 
@@ -76,6 +78,7 @@ class EngineSpec(FolderBackend):
     prefix_caching: bool = True
     tolerance: float | None = Field(default=None, gt=0)
     lora: LoRA | None = None
+    frozen: bool = False
     engine_args: Mapping[str, Any] = Field(default_factory=dict)
 
     @property
@@ -89,6 +92,8 @@ class EngineSpec(FolderBackend):
         return "weights" if self.lora is None else "adapter_weights"
 
     def __post_init__(self) -> None:
+        if self.frozen and self.lora is not None:
+            raise ParameterError("frozen=True takes no sync, so no adapter ever comes; drop lora or frozen")
         for name in self.engine_args:
             if name in self.reserved:
                 field = self.reserved[name]
@@ -131,7 +136,7 @@ class HostedRollout(RolloutEngine):
     def __init__(self, spec: EngineSpec, tokenizer: ChatTokenizer, seed: int) -> None:
         super().__init__(tokenizer)
         self._seed = seed
-        self._folder, self._tolerance = spec.model, spec.tolerance
+        self._folder, self._tolerance, self._frozen = spec.model, spec.tolerance, spec.frozen
         self._probe: Probe | None = None
         self._arithmetic: torch.dtype | None = None
         self._scores: Scores | None = None  # of the probe, when the engine's last changed
@@ -161,6 +166,7 @@ class HostedRollout(RolloutEngine):
 
         Raises:
             BindError: it does not start, or answers nothing.
+            SyncError: it is frozen, and does not compute as transformers does with the same folder.
         """
         self._start()
         with self._at_stake():
@@ -176,6 +182,8 @@ class HostedRollout(RolloutEngine):
                 ) from error
             width = min(len(answer.ids) for answer in answers)
             self._probe = Probe(prompts, [list(answer.ids)[:width] for answer in answers])
+        if self._frozen:
+            self.sync(cast(Trainer, FolderWeights(self._folder)))
 
     def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:
         """Padding does not reach the engine. Row ``i`` has a seed of its own, from ``key.derive(row_ids[i])``.

@@ -42,7 +42,7 @@ class SGLang(EngineSpec):
 
     Args:
         model, tensor_parallel, ranks, dtype, memory_fraction, max_model_len, max_num_seqs, prefix_caching, tolerance,
-            lora: as of `flowrl.backends.hosted.base.EngineSpec`.
+            lora, frozen: as of `flowrl.backends.hosted.base.EngineSpec`.
         engine_args: further arguments of `sglang.Engine`, by name.
         cache_tokens: that the KV cache has room for; None is what `memory_fraction` leaves, or on a CPU without either,
             65,536, or one sequence of full length.
@@ -71,11 +71,12 @@ class SGLang(EngineSpec):
     seed: int | None = None
 
     def build(self, context: BuildContext) -> SGLangEngine:
-        """Start the engine; it holds no receipt yet.
+        """Start the engine; it holds no receipt yet, unless it is frozen.
 
         Raises:
             BindError: SGLang is not installed, or does not start with this folder and these arguments.
             DataError: the folder has no tokeniser.
+            SyncError: it is frozen, and does not compute its folder as transformers does.
         """
         seed = context.seed if self.seed is None else self.seed
         # with one seed, ranks would give the rows of a group the same answers

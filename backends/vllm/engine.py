@@ -46,7 +46,7 @@ class VLLM(EngineSpec):
 
     Args:
         model, tensor_parallel, ranks, dtype, memory_fraction, max_model_len, max_num_seqs, prefix_caching, tolerance,
-            lora: as of `flowrl.backends.hosted.base.EngineSpec`. With `tensor_parallel` there are workers of vLLM's.
+            lora, frozen: as of `flowrl.backends.hosted.base.EngineSpec`. With `tensor_parallel` there are workers of vLLM's.
         engine_args: further arguments of `vllm.LLM`, by name.
         kv_cache_bytes: of the KV cache; None is what `memory_fraction` leaves, or on a CPU without either, 1 GiB.
         sleep_level: 1 keeps the weights in CPU memory while the engine sleeps, 2 drops them, so that a sync must come
@@ -85,6 +85,11 @@ class VLLM(EngineSpec):
                 "with lora=... a sync brings the adapter alone, and sleep_level=2 drops the weights that it is added "
                 "to; set sleep_level=1, or drop lora"
             )
+        if self.frozen and self.sleep_level == 2:
+            raise ParameterError(
+                "frozen=True takes no sync, and sleep_level=2 drops the weights that only a sync brings back; set "
+                "sleep_level=1, or drop frozen"
+            )
 
     @property
     def loses_weights_asleep(self) -> bool:
@@ -92,11 +97,12 @@ class VLLM(EngineSpec):
         return self.sleep_level == 2
 
     def build(self, context: BuildContext) -> VLLMEngine:
-        """Start the engine; it holds no receipt yet.
+        """Start the engine; it holds no receipt yet, unless it is frozen.
 
         Raises:
             BindError: vLLM is not installed, or does not start with this folder and these arguments.
             DataError: the folder has no tokeniser.
+            SyncError: it is frozen, and does not compute its folder as transformers does.
         """
         return VLLMEngine(self, ChatTokenizer(self.model), context.seed)
 

@@ -356,3 +356,13 @@ class SyncTests:
         engine.wake()
         engine.wake()
         assert rows(engine.generate(prompts, mask, names(2), GREEDY, KEY)) == before
+
+
+def refuse_other_frozen(frozen: Any, folder: str, trainer: TorchTrainerEngine) -> None:
+    """An engine that is frozen must answer at once, with the weights of its folder, which are the trainer's."""
+    assert frozen.receipt.version == 0
+    assert frozen.receipt.digest == weights_digest(trainer.weights())
+    prompts, mask = ragged(frozen, [5, 2, 9])
+    sampled = frozen.generate(prompts, mask, names(3), GREEDY, KEY)
+    assert rows(sampled) == by_torch(trainer, folder, prompts, mask)
+    refuse_other_log_probs(trainer, prompts, mask, sampled, 1.0)

@@ -45,6 +45,7 @@ from tests.engines.answers import (
     by_torch,
     names,
     ragged,
+    refuse_other_frozen,
     rows,
     to_score,
 )
@@ -345,6 +346,16 @@ class TestOthers:
         with pytest.raises(BindError, match=words):
             SGLang(folder, **SETTINGS | settings).build(CONTEXT)
         eventually(lambda: not left())
+
+    def test_a_frozen_one_answers_by_its_folder(
+        self, running: SGLangEngine, trainer: TorchTrainerEngine, folder: str
+    ) -> None:
+        running.close()
+        engine = SGLang(folder, frozen=True, **SETTINGS).build(CONTEXT)
+        try:
+            refuse_other_frozen(engine, folder, trainer)
+        finally:
+            engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ from tests.engines.answers import (
     by_torch,
     names,
     ragged,
+    refuse_other_frozen,
     rows,
     to_score,
 )
@@ -253,6 +254,16 @@ class TestAdapters(AdapterTests):
     """On vLLM."""
 
 
+@needs_vllm
+def test_a_frozen_one_answers_by_its_folder(running: VLLMEngine, trainer: TorchTrainerEngine, folder: str) -> None:
+    running.close()
+    engine = VLLM(folder, frozen=True, **SETTINGS).build(CONTEXT)
+    try:
+        refuse_other_frozen(engine, folder, trainer)
+    finally:
+        engine.close()
+
+
 # Without the engine
 
 
@@ -283,9 +294,17 @@ def test_the_deeper_sleep_forgets() -> None:
     assert not VLLM("somewhere").loses_weights_asleep
 
 
-def test_weights_that_an_adapter_is_added_to_are_not_dropped() -> None:
-    with pytest.raises(ParameterError, match="sleep_level=2 drops the weights"):
-        VLLM("somewhere", lora=ADAPTER, sleep_level=2)
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lora": ADAPTER, "sleep_level": 2}, "sleep_level=2 drops the weights"),
+        ({"frozen": True, "sleep_level": 2}, "sleep_level=2 drops the weights"),
+        ({"frozen": True, "lora": ADAPTER}, "drop lora or frozen"),
+    ],
+)
+def test_weights_that_no_sync_brings_back_are_not_dropped(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ParameterError, match=words):
+        VLLM("somewhere", **settings)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma2"])

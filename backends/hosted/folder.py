@@ -1,0 +1,45 @@
+"""`FolderWeights`: what a frozen engine takes over once, as it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from flowrl.backends.torch.load import load_causal_lm
+from flowrl.records import Sequences
+from flowrl.sync.digest import named_weights
+
+
+class FolderWeights:
+    """The weights of a folder as transformers reads them, in float32 on the CPU.
+
+    To an engine they are a trainer at version 0. So what it made of its folder is held against transformers as every
+    sync is held against the trainer: names, shapes, digests and log-probs.
+
+    Args:
+        folder: a Hugging Face folder.
+
+    Raises:
+        BindError: it does not hold a whole causal LM.
+    """
+
+    version: ClassVar[int] = 0
+
+    def __init__(self, folder: str) -> None:
+        self._model = load_causal_lm(folder, attention="eager").eval()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights, under their Hugging Face names, sorted, tied ones once."""
+        return named_weights(self._model)
+
+    @torch.no_grad()
+    def log_probs(self, batch: Sequences) -> Tensor:
+        """Log-probs of the response tokens at temperature 1: float32 ``[batch response]``."""
+        width = batch.response_mask.shape[1]
+        logits = self._model(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids
+        ).logits[:, -width - 1 : -1]
+        return logits.log_softmax(-1).gather(-1, batch.input_ids[:, -width:, None]).squeeze(-1)
