@@ -39,7 +39,7 @@ class FolderWeights:
     def log_probs(self, batch: Sequences) -> Tensor:
         """Log-probs of the response tokens at temperature 1: float32 ``[batch response]``."""
         width = batch.response_mask.shape[1]
-        logits = self._model(
+        logits: Tensor = self._model(
             input_ids=batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids
         ).logits[:, -width - 1 : -1]
         return logits.log_softmax(-1).gather(-1, batch.input_ids[:, -width:, None]).squeeze(-1)

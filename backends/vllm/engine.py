@@ -46,7 +46,8 @@ class VLLM(EngineSpec):
 
     Args:
         model, tensor_parallel, ranks, dtype, memory_fraction, max_model_len, max_num_seqs, prefix_caching, tolerance,
-            lora, frozen: as of `flowrl.backends.hosted.base.EngineSpec`. With `tensor_parallel` there are workers of vLLM's.
+            lora, frozen: as of `flowrl.backends.hosted.base.EngineSpec`. With `tensor_parallel` there are workers of
+            vLLM's.
         engine_args: further arguments of `vllm.LLM`, by name.
         kv_cache_bytes: of the KV cache; None is what `memory_fraction` leaves, or on a CPU without either, 1 GiB.
         sleep_level: 1 keeps the weights in CPU memory while the engine sleeps, 2 drops them, so that a sync must come
