@@ -1,19 +1,17 @@
-"""The command line: ``flowrl show | check | plan | diff | run | operators | demo``.
+"""The command line: ``flowrl list | show | check | plan | diff | run | operators | demo``.
 
-A target is ``FILE.py:name`` or ``package.module:name``: a graph, a job, a training, or a function without arguments
-that makes one; graph files (``.yaml``, ``.json``) are targets too. Misuse ends with one paragraph and the exit code 2;
-``--debug`` shows the traceback. Heavy modules are imported by the commands that need them.
+What a command may be given is in `flowrl.targets`. Misuse ends with one paragraph and the exit code 2; ``--debug``
+shows the traceback. Heavy modules are imported by the commands that need them.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +19,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from flowrl.errors import FlowrlError, GraphError, ParameterError, offer
+from flowrl.errors import FlowrlError, ParameterError, offer
+from flowrl.targets import graph_of, load_target, refuse_namesakes
 
 INTERRUPTED = 130
 """The exit code that shells use for a process that Ctrl-C ended."""
@@ -49,7 +48,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_NAMES_A_GRAPH = "FILE.py:name, module:name, or a graph in .yaml or .json."
+_NAMES_A_GRAPH = "FILE.py:name, module:name, a graph in .yaml or .json, or an algorithm that `flowrl list` has."
 Target = Annotated[str, typer.Argument(metavar="TARGET", help=_NAMES_A_GRAPH, show_default=False)]
 
 Import = Annotated[
@@ -112,7 +111,7 @@ def show(
 ) -> None:
     """Print a graph as Mermaid, or write it to a file."""
     write = None if to is None else _writer(to, (".md", ".html", ".svg", ".json", ".yaml", ".yml"))
-    graph = _graph(_load(target, imports), target)
+    graph = graph_of(load_target(target, imports), target)
     if write is None:
         out.print(graph.mermaid(), markup=False)
     else:
@@ -134,8 +133,8 @@ def check(
     from flowrl.run.job import Job, ends_of_responses
     from flowrl.run.training import Training
 
-    found = _load(target, imports)
-    graph = _graph(found, target)
+    found = load_target(target, imports)
+    graph = graph_of(found, target)
     if prompts is None and isinstance(found, Training):
         prompts = found.prompts
     problems, ends = [str(finding) for finding in graph.check(prompts=prompts)], None
@@ -183,14 +182,14 @@ def plan(
 
     if costs is None and (place or prompts or cost):
         raise ParameterError("--place, --prompts and --cost are for predictions; say by which run: --costs RUN.")
-    found = _load(target, imports)
+    found = load_target(target, imports)
     job = found.job if isinstance(found, Training) else found
-    lines = [job.plan() if isinstance(job, Job) else str(Plan(_graph(found, target)))]
+    lines = [job.plan() if isinstance(job, Job) else str(Plan(graph_of(found, target)))]
     if costs is not None:
         from flowrl.run.costs import Costs
         from flowrl.run.prediction import predict
 
-        graph, given = _graph(found, target), dict(map(_cost, cost or ()))
+        graph, given = graph_of(found, target), dict(map(_cost, cost or ()))
         if odd := [node for node in given if node not in graph.nodes]:
             raise ParameterError(
                 f"--cost {odd[0]}=... is of no node; {offer(odd[0], graph.nodes, f'{graph.name} has')}"
@@ -212,9 +211,9 @@ def diff(
 ) -> None:
     """Show what changes from one graph to another."""
     write = None if to is None else _writer(to, (".md", ".html", ".svg"))
-    first = _graph(_load(before, imports), before)
-    _refuse_namesakes(before, after)
-    difference = first.diff(_graph(_load(after, imports), after))
+    first = graph_of(load_target(before, imports), before)
+    refuse_namesakes(before, after)
+    difference = first.diff(graph_of(load_target(after, imports), after))
     if write is None:
         out.print(str(difference), markup=False)
     else:
@@ -237,7 +236,7 @@ def run(
     from flowrl.run.report import TensorBoard, Terminal
     from flowrl.run.training import Training
 
-    training = _load(target)
+    training = load_target(target)
     if not isinstance(training, Training):
         raise ParameterError(
             f"{target} is of type {type(training).__name__}, which says neither on which data to train nor how long; "
@@ -258,24 +257,26 @@ def run(
     out.print(f"The run is in {result.folder}", markup=False)
 
 
+@app.command("list")
+def list_() -> None:
+    """List the algorithms that are targets by their names: what each is, with its paper, and what it changes."""
+    from flowrl.shelf import listed
+
+    _print_table(("algorithm", "", "an edit of", "what it changes"), listed())
+
+
 @app.command()
 def operators() -> None:
     """List the installed operators: what each reads and writes."""
-    from rich.table import Table
-
     from flowrl.core import entry_points as installed
 
-    table = Table()
-    for heading in ("operator", "reads", "writes", "from"):
-        table.add_column(heading, no_wrap=heading == "operator", overflow="fold")
+    rows = []
     for name, point in sorted(installed.names().items()):
         signature = installed.load(name).usual_signature()
         record = signature.output_record
         writes = ", ".join(signature.outputs) if record is None else record.__name__
-        table.add_row(name, ", ".join(signature.ports), writes, point.value.partition(":")[0])
-    if not out.is_terminal:  # scripts want whole names and lines
-        table.width = out.measure(table, options=out.options.update(max_width=1000)).maximum
-    out.print(table)
+        rows.append((name, ", ".join(signature.ports), writes, point.value.partition(":")[0]))
+    _print_table(("operator", "reads", "writes", "from"), rows)
 
 
 @app.command()
@@ -289,40 +290,6 @@ def demo(
 
     _quiet()
     run_demo(out, folder, steps, seed)
-
-
-def _load(target: str, imports: bool = True) -> Any:
-    """The object that a target names; if that is an algorithm or a function, what it returns.
-
-    Args:
-        target: a file or module with a name in it, or a graph file.
-        imports: import what a graph file names; see `flowrl.load`.
-
-    Raises:
-        GraphError: a graph file cannot be read, or names what would have to be imported; a function wants arguments.
-        ParameterError: a name does not exist, or a file raises when it is imported.
-    """
-    from flowrl.core.algorithm import Algorithm
-    from flowrl.core.references import load_object
-    from flowrl.graph import load
-
-    if target.endswith((".yaml", ".yml", ".json")):
-        return load(target, imports=imports)
-    if (folder := _folder(target)) is not None:
-        sys.path.insert(0, str(folder))  # so that the file can import its neighbours, as `python FILE.py` lets it
-    found = load_object(target)
-    if isinstance(found, Algorithm):
-        return found()
-    if not inspect.isfunction(found):
-        return found
-    try:
-        inspect.signature(found).bind()
-    except TypeError as error:
-        raise GraphError(
-            f"{target} cannot be called without arguments: {error}; name what it makes instead, such as "
-            f"`graph = {found.__name__}(...)` in your file and FILE.py:graph here."
-        ) from error
-    return found()
 
 
 def _cost(text: str) -> tuple[str, float]:
@@ -364,50 +331,6 @@ def _place(text: str) -> Any:
     return places[name](**given)
 
 
-def _folder(target: str) -> Path | None:
-    """The folder of the file that a target names, if it names one."""
-    source = target.rpartition(":")[0]
-    return Path(source).resolve().parent if source.endswith(".py") else None
-
-
-def _refuse_namesakes(first: str, second: str) -> None:
-    """Python keeps one module for a name, so a neighbour of the first file would replace one of the second.
-
-    Raises:
-        ParameterError: the first file has imported a neighbour, and the second has a neighbour of the same name.
-    """
-    loaded, folder = _folder(first), _folder(second)
-    if loaded is None or folder is None or loaded == folder:
-        return
-    for name, module in sys.modules.items():
-        file = getattr(module, "__file__", None)
-        if file is not None and Path(file).parent == loaded and (folder / f"{name}.py").is_file():
-            raise ParameterError(
-                f"{first} imports {file}, and {folder / name}.py has the same name, so in one process {second} would "
-                f"get the wrong one; give one of the two files another name."
-            )
-
-
-def _graph(found: Any, target: str) -> Any:
-    """The graph of what was loaded.
-
-    Raises:
-        GraphError: it is or has no graph.
-    """
-    from flowrl.graph import Graph
-    from flowrl.run.job import Job
-    from flowrl.run.training import Training
-
-    graph = found.job if isinstance(found, Training) else found
-    graph = graph.graph if isinstance(graph, Job) else graph
-    if not isinstance(graph, Graph):
-        raise GraphError(
-            f"{target} is of type {type(found).__name__}; expected a graph, a job, a training, or a function of no "
-            f"arguments that makes one."
-        )
-    return graph
-
-
 def _writer(to: Path, endings: Sequence[str]) -> Callable[[Any, str], None]:
     """A function that writes a graph or a diff, with its title, in the format that the ending of `to` names.
 
@@ -441,6 +364,20 @@ def _writer(to: Path, endings: Sequence[str]) -> Callable[[Any, str], None]:
             raise ParameterError(f"--to {to} cannot be written: {error.strerror}; name another file.") from error
 
     return write
+
+
+def _print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, no_wrap=heading == headings[0], overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    if not out.is_terminal:  # scripts want whole names and lines
+        table.width = out.measure(table, options=out.options.update(max_width=1000)).maximum
+    out.print(table)
 
 
 def _quiet() -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
+from flowrl.graphs.settings import edit_of
 
 
+@edit_of(grpo)
 def dr_grpo(
     reward_fn: str | Callable[..., Any], *, max_new_tokens: int = 1024, kl_coef: float = 0.0, **settings: Any
 ) -> Graph:

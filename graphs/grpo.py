@@ -7,9 +7,11 @@ from typing import Any
 
 from flowrl.graph import Graph
 from flowrl.graphs.ppo import ppo
+from flowrl.graphs.settings import edit_of
 from flowrl.operators import GroupAdvantage, KLLoss, PPOClip, UpdateActor
 
 
+@edit_of(ppo)
 def grpo(
     reward_fn: str | Callable[..., Any],
     *,

@@ -8,9 +8,11 @@ from typing import Any
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
+from flowrl.graphs.settings import edit_of
 from flowrl.operators import GPGAdvantage, OPOAdvantage, PassAtKAdvantage
 
 
+@edit_of(grpo)
 def gpg(reward_fn: str | Callable[..., Any], *, kl_coef: float = 0.0, **settings: Any) -> Graph:
     """Group policy gradient (GPG: Chu et al. 2025, arXiv:2504.02546): no standard deviation.
 
@@ -24,6 +26,7 @@ def gpg(reward_fn: str | Callable[..., Any], *, kl_coef: float = 0.0, **settings
     return grpo(reward_fn, kl_coef=kl_coef, **settings).edit(replace={"group_advantage": GPGAdvantage()}, name="gpg")
 
 
+@edit_of(grpo)
 def opo(reward_fn: str | Callable[..., Any], *, kl_coef: float = 0.0, **settings: Any) -> Graph:
     """Exactly on-policy, against the baseline of least variance (OPO: Hao et al. 2025, arXiv:2505.23585).
 
@@ -37,6 +40,7 @@ def opo(reward_fn: str | Callable[..., Any], *, kl_coef: float = 0.0, **settings
     return grpo(reward_fn, kl_coef=kl_coef, **settings).edit(replace={"group_advantage": OPOAdvantage()}, name="opo")
 
 
+@edit_of(grpo)
 def pass_at_k(reward_fn: str | Callable[..., Any], *, k: int = 4, n: int = 8, **settings: Any) -> Graph:
     """GRPO for the best of k answers (Chen et al. 2025, arXiv:2508.10751), which keeps answers diverse.
 

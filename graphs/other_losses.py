@@ -8,18 +8,18 @@ from typing import Any, Literal
 from flowrl.core.loss import Loss
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
-from flowrl.graphs.settings import refuse_lost
+from flowrl.graphs.settings import edit_of
 from flowrl.operators import CISPO, DPO, DPPO, GMPO, GSPO, SAPO, KLCov
 
 
 def _grpo(
     name: str, reward_fn: str | Callable[..., Any], loss: Loss, aggregation: str, settings: Mapping[str, Any]
 ) -> Graph:
-    refuse_lost(name, settings, "clip")
     changed = {"update_actor.loss": loss, "update_actor.aggregation": aggregation}
     return grpo(reward_fn, **{"kl_coef": 0.0, **settings}).edit(set=changed, name=name)
 
 
+@edit_of(grpo, without=("clip",))
 def gspo(
     reward_fn: str | Callable[..., Any], *, clip_low: float = 3e-4, clip_high: float = 4e-4, **settings: Any
 ) -> Graph:
@@ -38,6 +38,7 @@ def gspo(
     return _grpo("gspo", reward_fn, GSPO(clip_low, clip_high), "seq-mean-token-mean", settings)
 
 
+@edit_of(grpo, without=("clip",))
 def cispo(reward_fn: str | Callable[..., Any], *, clip_high: float = 0.28, **settings: Any) -> Graph:
     """Clipped weights in place of clipped gradients (CISPO: MiniMax 2025, arXiv:2506.13585).
 
@@ -54,6 +55,7 @@ def cispo(reward_fn: str | Callable[..., Any], *, clip_high: float = 0.28, **set
     return _grpo("cispo", reward_fn, CISPO(clip_high=clip_high), "token-mean", settings)
 
 
+@edit_of(grpo, without=("clip",))
 def gmpo(reward_fn: str | Callable[..., Any], *, clip_log: float = 0.4, **settings: Any) -> Graph:
     """The geometric mean of the ratios of a response (GMPO: Zhao et al. 2025, arXiv:2507.20673).
 
@@ -70,6 +72,7 @@ def gmpo(reward_fn: str | Callable[..., Any], *, clip_log: float = 0.4, **settin
     return _grpo("gmpo", reward_fn, GMPO(clip_log), "seq-mean-token-mean", settings)
 
 
+@edit_of(grpo, without=("clip",))
 def sapo(reward_fn: str | Callable[..., Any], *, tau_pos: float = 1.0, tau_neg: float = 1.05, **settings: Any) -> Graph:
     """A soft gate in place of the clip (SAPO: Gao et al. 2025, arXiv:2511.20347); see `SAPO`.
 
@@ -86,6 +89,7 @@ def sapo(reward_fn: str | Callable[..., Any], *, tau_pos: float = 1.0, tau_neg: 
     return _grpo("sapo", reward_fn, SAPO(tau_pos, tau_neg), "seq-mean-token-mean", settings)
 
 
+@edit_of(grpo, without=("clip",))
 def kl_cov(reward_fn: str | Callable[..., Any], *, top: float = 2e-4, coef: float = 1.0, **settings: Any) -> Graph:
     """KL on the tokens that cost most entropy (KL-Cov: Cui et al. 2025, arXiv:2505.22617).
 
@@ -103,6 +107,7 @@ def kl_cov(reward_fn: str | Callable[..., Any], *, top: float = 2e-4, coef: floa
     return _grpo("kl_cov", reward_fn, KLCov(top, coef), "token-mean", settings)
 
 
+@edit_of(grpo, without=("clip",))
 def dppo(
     reward_fn: str | Callable[..., Any], *, divergence: Literal["tv", "kl"] = "tv", within: float = 0.2, **settings: Any
 ) -> Graph:
@@ -122,6 +127,7 @@ def dppo(
     return _grpo("dppo", reward_fn, DPPO(divergence, within), "token-mean", settings)
 
 
+@edit_of(grpo, without=("clip", "kl_coef"))
 def online_dpo(reward_fn: str | Callable[..., Any], *, n: int = 2, beta: float = 0.1, **settings: Any) -> Graph:
     """The better answer over the worse, sampled as it learns (Guo et al. 2024, arXiv:2402.04792).
 
@@ -137,7 +143,6 @@ def online_dpo(reward_fn: str | Callable[..., Any], *, n: int = 2, beta: float =
     Raises:
         ParameterError: one of these was given.
     """
-    refuse_lost("online_dpo", settings, "clip", "kl_coef")
     changed = {
         "update_actor.loss": DPO(beta),
         "update_actor.kl": None,

@@ -9,10 +9,11 @@ from flowrl.core.edit import After
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
 from flowrl.graphs.ppo import ppo
-from flowrl.graphs.settings import refuse_lost
+from flowrl.graphs.settings import edit_of
 from flowrl.operators import ReturnToGo, Whiten
 
 
+@edit_of(ppo, without=("lam",))
 def reinforce_plus_plus(
     reward_fn: str | Callable[..., Any], *, n: int = 1, gamma: float = 1.0, **settings: Any
 ) -> Graph:
@@ -27,12 +28,12 @@ def reinforce_plus_plus(
     Raises:
         ParameterError: `lam` was given.
     """
-    refuse_lost("reinforce_plus_plus", settings, "lam")
     return ppo(reward_fn, n=n, **settings).edit(
         replace={"gae": ReturnToGo(gamma)}, drop=["update_critic"], name="reinforce_plus_plus"
     )
 
 
+@edit_of(grpo)
 def reinforce_plus_plus_baseline(
     reward_fn: str | Callable[..., Any], *, n: int = 8, kl_coef: float = 0.001, **settings: Any
 ) -> Graph:

@@ -8,10 +8,11 @@ from typing import Any
 from flowrl.core.edit import After
 from flowrl.graph import Graph
 from flowrl.graphs.reinforce_plus_plus import reinforce_plus_plus
-from flowrl.graphs.settings import refuse_lost
+from flowrl.graphs.settings import edit_of
 from flowrl.operators import Generate, Reward, RowScore, SubtractBaseline
 
 
+@edit_of(reinforce_plus_plus, without=("lam",))
 def remax(reward_fn: str | Callable[..., Any], *, max_new_tokens: int = 1024, **settings: Any) -> Graph:
     """REINFORCE against the greedy answer (ReMax: Li et al. 2023, arXiv:2310.10505, eq. 6): no critic, no group.
 
@@ -27,7 +28,6 @@ def remax(reward_fn: str | Callable[..., Any], *, max_new_tokens: int = 1024, **
     Raises:
         ParameterError: `lam` was given, which is for a critic.
     """
-    refuse_lost("remax", settings, "lam")
     return reinforce_plus_plus(reward_fn, max_new_tokens=max_new_tokens, **settings).edit(
         insert={
             "greedy": After("generate", Generate(temperature=0.0, max_new_tokens=max_new_tokens)),

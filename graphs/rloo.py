@@ -7,10 +7,11 @@ from typing import Any
 
 from flowrl.graph import Graph
 from flowrl.graphs.ppo import ppo
-from flowrl.graphs.settings import refuse_lost
+from flowrl.graphs.settings import edit_of
 from flowrl.operators import RLOOAdvantage
 
 
+@edit_of(ppo, without=("gamma", "lam"))
 def rloo(reward_fn: str | Callable[..., Any], *, n: int = 4, kl_coef: float = 0.05, **settings: Any) -> Graph:
     """REINFORCE with a leave-one-out baseline (RLOO: Ahmadian et al. 2024, arXiv:2402.14740).
 
@@ -27,7 +28,6 @@ def rloo(reward_fn: str | Callable[..., Any], *, n: int = 4, kl_coef: float = 0.
     Raises:
         ParameterError: one of these was given.
     """
-    refuse_lost("rloo", settings, "gamma", "lam")
     return ppo(reward_fn, n=n, kl_coef=kl_coef, **settings).edit(
         replace={"gae": RLOOAdvantage()},
         set={"update_actor.aggregation": "seq-mean-token-sum"},

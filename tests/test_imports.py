@@ -52,7 +52,7 @@ def room_of(name: str) -> str:
     second = name.split(".")[1] if "." in name else ""
     if second in ALLOWED:
         return second
-    if second in {"cli", "demo", "__main__"}:
+    if second in {"cli", "demo", "shelf", "targets", "__main__"}:
         return "app"
     return "ground" if second in GROUND else "top"  # the package itself, graph.py, and names of its __init__
 
