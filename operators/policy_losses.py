@@ -181,6 +181,11 @@ class GMPO(Loss):
 
     clip: float = Field(default=0.4, gt=0)
 
+    @property
+    def effects(self) -> frozenset[str]:
+        """``{"one advantage a row"}``: it takes the mean of those of its tokens."""
+        return frozenset({"one advantage a row"})
+
     def __call__(
         self,
         log_probs: c.LogProbs,
@@ -309,6 +314,11 @@ class DRO(Loss):
     unit: ClassVar[Unit] = "row"
 
     tau: float = Field(default=1.0, gt=0)
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """``{"held to the reference"}``, by its square."""
+        return frozenset({"held to the reference"})
 
     def __call__(
         self,

@@ -43,6 +43,11 @@ class DPO(Loss):
     beta: float = Field(default=0.1, gt=0)
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
 
+    @property
+    def effects(self) -> frozenset[str]:
+        """``{"held to the reference"}``, by `beta`."""
+        return frozenset({"held to the reference"})
+
     def __call__(
         self,
         log_probs: c.LogProbs,

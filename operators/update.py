@@ -151,8 +151,10 @@ class UpdateActor(_Update, Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """Those of the loss, and ``"kl"`` with a KL term."""
-        return self.loss.effects | ({"kl"} if self.kl is not None else set())
+        """Those of the loss, and ``"kl"`` with a KL term: by k1, ``"kl without a gradient"``, too."""
+        if self.kl is None:
+            return self.loss.effects
+        return self.loss.effects | ({"kl", "kl without a gradient"} if self.kl.estimator == "k1" else {"kl"})
 
     def wants(self) -> Mapping[str, bool]:
         by_loss = "ref_log_prob" in self.loss.signature.ports  # then it is no matter of the KL term

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from flowrl.columns import ColumnType
+from flowrl.core.gate import ROWS, Gate
 from flowrl.core.graph import Graph, Node
+from flowrl.core.ports import PortField
 from flowrl.core.protocols import Rollout
 from flowrl.core.symbols import Edge
 
@@ -59,6 +61,35 @@ def rows_per_prompt(graph: Graph, name: str) -> int:
         factor *= graph[maker].rows_factor
         name = maker
     return factor
+
+
+def origin(graph: Graph, edge: Edge) -> Edge:
+    """Where a column was written: through gates, it only passes."""
+    while isinstance(graph[edge.node].at_first, Gate):
+        passed = graph[edge.node].inputs.get(PortField(ROWS, edge.output))
+        if passed is None:
+            break  # the gate itself writes it
+        edge = passed
+    return edge
+
+
+def last_gate(graph: Graph, name: str) -> Gate | None:
+    """The gate through which the rows of a node came last; None where all come that were drawn."""
+    line = [graph[other].at_first for other in graph.nodes if other in graph.ancestors(name)]
+    return next((operator for operator in reversed(line) if isinstance(operator, Gate)), None)
+
+
+def rows_of_step(graph: Graph, name: str, prompts: int | None) -> int | None:
+    """How many rows reach the node in a step; None where that is not known.
+
+    Args:
+        graph: with the node.
+        name: of the node.
+        prompts: how many are drawn in a step, where known; a gate that fills up says itself how many there are.
+    """
+    gate = last_gate(graph, name)
+    filled = prompts if gate is None else gate.fills
+    return None if filled is None else filled * rows_per_prompt(graph, name)
 
 
 def _row_maker(graph: Graph, name: str) -> str | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from flowrl.core.gate import Gate
 from flowrl.core.graph import Graph
-from flowrl.core.lineage import rows_per_prompt
+from flowrl.core.lineage import last_gate, rows_of_step, rows_per_prompt
 from flowrl.core.rule import Findings, rule
 
-ASK_FOR_PROMPTS = frozenset({"FR004"})
-"""The rules that find nothing before the number of prompts a step is known."""
+ASK_FOR_PROMPTS = frozenset({"FR004", "FR020"})
+"""The rules that may find nothing before the number of prompts a step is known."""
 
 
 @rule("FR003", "A group of one answer is its own baseline: every advantage is 0.", "huggingface/trl#4662")
@@ -31,29 +30,20 @@ def _divides(graph: Graph, prompts: int | None) -> Findings:
     if prompts is None:
         return
     for node in graph.nodes.values():
-        gate = _last_gate(graph, node.name)
-        filled = prompts if gate is None else gate.fills
+        gate, rows = last_gate(graph, node.name), rows_of_step(graph, node.name, prompts)
         for field, size in node.row_divisors.items():
-            if gate is not None and filled is None:
+            if gate is not None and rows is None:
                 yield (
                     node.name,
                     f"{field}={size} must divide the rows of a step, and nobody knows how many {gate.name} lets "
                     f"through; expected {field}=None, which takes all at once, or in the place of {gate.name} a "
                     f"Collect, which fills up: edit(replace={{'{gate.name}': Collect(...)}}).",
                 )
-            if filled is None:
-                continue
-            rows = filled * rows_per_prompt(graph, node.name)
-            if rows % size:
+            if rows is not None and rows % size:
+                each = rows_per_prompt(graph, node.name)
                 fitting = max(d for d in range(1, min(size, rows) + 1) if rows % d == 0)
                 yield (
                     node.name,
-                    f"{field}={size} does not divide the {rows} rows of a step ({filled} prompts x "
-                    f"{rows // filled}); expected a divisor, such as {field}={fitting}.",
+                    f"{field}={size} does not divide the {rows} rows of a step ({rows // each} prompts x "
+                    f"{each}); expected a divisor, such as {field}={fitting}.",
                 )
-
-
-def _last_gate(graph: Graph, name: str) -> Gate | None:
-    """The gate through which the rows of a node came last; None where all come that were drawn."""
-    line = [graph[other].at_first for other in graph.nodes if other in graph.ancestors(name)]
-    return next((operator for operator in reversed(line) if isinstance(operator, Gate)), None)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from flowrl.core.gate import ROWS
 from flowrl.core.graph import Graph, Node, Use
+from flowrl.core.lineage import origin
+from flowrl.core.ports import PortField
+from flowrl.core.symbols import Edge
 
 Findings = Iterator[tuple[str, str]]
 Check = Callable[[Graph, int | None], Findings]
@@ -65,10 +69,22 @@ def read_through(nodes: Iterable[Node], protocol: type) -> set[str]:
     return {use.role for node in nodes for use in node.uses if use.mode == "reads" and use.goes_through(protocol)}
 
 
+def of_kind(graph: Graph, node: Node, *kinds: str) -> list[tuple[PortField, Edge]]:
+    """The ports by which a node reads columns of these kinds, and where these were written."""
+    read = [(f, edge) for f, edge in node.inputs.items() if getattr(graph.types[edge].type, "kind", None) in kinds]
+    return [(f, origin(graph, edge)) for f, edge in read]
+
+
+def writes(node: Node, kind: str) -> bool:
+    """Whether a node writes a column of this kind; what only passes through a gate, it does not."""
+    outputs = node.operator.signature.outputs.items()
+    return kind in {getattr(t, "kind", None) for name, t in outputs if PortField(ROWS, name) not in node.inputs}
+
+
 def log_probs(nodes: Iterable[Node], kind: str) -> Iterator[Use]:
     """The roles that those of `nodes` read which write a log-prob of `kind`."""
     for node in nodes:
-        if kind in {getattr(t, "kind", None) for t in node.operator.signature.outputs.values()}:
+        if writes(node, kind):
             yield from (use for use in node.uses if use.mode == "reads")
 
 

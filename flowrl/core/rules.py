@@ -15,7 +15,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flowrl.core import row_rules, update_rules, weight_rules
+from flowrl.core import advantage_rules, critic_rules, loss_rules, row_rules, update_rules, weight_rules
 from flowrl.core.graph import Graph
 from flowrl.core.protocols import Critic, Trainer
 from flowrl.core.rule import ENTERED, Finding, Rule, writers
@@ -25,7 +25,7 @@ __all__ = ["RULES", "Allowance", "Finding", "Rule", "allowances", "check", "refu
 
 logger = logging.getLogger(__name__)
 
-MODULES = (row_rules, update_rules, weight_rules)
+MODULES = (advantage_rules, critic_rules, loss_rules, row_rules, update_rules, weight_rules)
 """Where rules are; to be imported is to be in the table."""
 
 RULES: list[Rule] = sorted(ENTERED, key=lambda rule: rule.id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flowrl.core.graph import Graph
 from flowrl.core.lineage import makers, own_line, trained_on
 from flowrl.core.protocols import Trainer
-from flowrl.core.rule import Findings, log_probs, rule, with_role, writers
+from flowrl.core.rule import Findings, log_probs, of_kind, rule, with_role, writers
 
 
 @rule("FR001", "KL counts once: in the reward or in the loss, never in both.", "verl-project/verl#211")
@@ -116,9 +116,8 @@ def _whole_distribution(graph: Graph, prompts: int | None) -> Findings:
 def _scaled_once(graph: Graph, prompts: int | None) -> Findings:
     lines = [own_line(graph, node.name) for node, _ in writers(graph, Trainer)]
     for node in {n.name: n for line in lines for n in line}.values():
-        for edge in node.inputs.values():
-            scaled = {"scaled"} <= node.effects & graph[edge.node].effects
-            if scaled and getattr(graph.types[edge].type, "kind", None) == "advantage":
+        for _, edge in of_kind(graph, node, "advantage"):
+            if "scaled" in node.effects & graph[edge.node].effects:
                 yield (
                     node.name,
                     f"it divides {edge} by a standard deviation, and {edge.node} has done so, over other rows; "

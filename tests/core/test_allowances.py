@@ -80,7 +80,7 @@ def test_a_rule_that_needs_the_number_of_prompts_is_not_judged_without() -> None
 @pytest.mark.parametrize(
     ("allow", "said"),
     [
-        ({"FR07": "why"}, r"names 'FR07', which is no rule; rules are FR001, .*did you mean 'FR007'\?"),
+        ({"fr007": "why"}, r"names 'fr007', which is no rule; rules are FR001, .*did you mean 'FR007'\?"),
         ({"greedy": "why"}, r"names 'greedy', which is no rule"),
         ({"FR007": ""}, r"allows FR007 for the reason ''; expected a text that says why"),
         ({"FR007": " "}, r"for the reason ' '"),

@@ -13,14 +13,16 @@ from flowrl.graph import Graph, algorithm
 from flowrl.graphs import gpg, grpo, pass_at_k, ppo, reinforce_plus_plus_baseline, remax
 from flowrl.operators import (
     GAE,
+    Filter,
     Generate,
-    GroupAdvantage,
     KLShape,
     OldLogProb,
     RefLogProb,
     Repeat,
     Reward,
+    RLOOAdvantage,
     RolloutCorrection,
+    Spread,
     Sync,
     UpdateActor,
     UpdateCritic,
@@ -75,6 +77,10 @@ class TestScaledOnce:  # FR013
         assert found(twice) == [("FR013", "whiten")]
         assert found(the_edit(twice)) == []
 
+    def test_whitened_behind_a_gate(self) -> None:
+        twice = grpo(exact).edit(insert={"gate": After("group_advantage", Filter(Spread()))})
+        assert found(twice.edit(insert={"whiten": After("gate", Whiten())})) == [("FR013", "whiten")]
+
     def test_what_is_not_scaled_yet(self) -> None:
         assert found(reinforce_plus_plus_baseline(exact)) == []
         assert found(reinforce_plus_plus_baseline(exact).edit(set={"group_advantage.normalize_std": True})) == [
@@ -108,7 +114,7 @@ def split(batch: PromptBatch, *, felt: bool) -> Any:
     scores = Reward(exact)(rollout, prompts)
     shaped = KLShape()(scores, old, ref, rollout.response_mask)
     critic = UpdateCritic()(rollout, values=values, returns=GAE()(shaped, values, rollout.response_mask).returns)
-    advantages = GroupAdvantage()(shaped if felt else scores, rollout.response_mask, prompts.uid)
+    advantages = RLOOAdvantage()(shaped if felt else scores, rollout.response_mask, prompts.uid)
     return Sync()(UpdateActor()(rollout, old_log_probs=old, advantages=advantages)), critic
 
 

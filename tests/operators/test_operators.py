@@ -407,7 +407,7 @@ def test_a_wanted_reference_is_used_and_reported(tiny: str) -> None:
     update = UpdateActor(kl=KLLoss("k1", 0.1), actor=actor)
     update(rollout, old, torch.zeros(old.shape), ref, key=KEY, metrics=metrics)
     assert metrics.compute()["kl/ref"] == pytest.approx(0.25, abs=1e-6)  # log(p/q) where p = e^0.25 q at every token
-    assert update.effects == {"kl"}
+    assert update.effects == {"kl", "kl without a gradient"} and UpdateActor(kl=KLLoss("k2")).effects == {"kl"}
     assert UpdateActor().effects == frozenset()
 
 
