@@ -8,7 +8,6 @@ import pytest
 from torch import Tensor
 
 from flowrl import columns as c
-from flowrl import schedules
 from flowrl.core.edit import After
 from flowrl.core.loss import Loss
 from flowrl.core.operator import Operator
@@ -132,11 +131,6 @@ class TestOneStepWithoutARatio:  # FR020
         assert found(self.PLAIN.edit(set={"update_actor.mini_batch": 8})) == []
         assert found(self.PLAIN.edit(set={"update_actor.mini_batch": 4}), prompts=None) == []
         assert found(self.PLAIN.edit(set={"update_actor.mini_batch": 4}), prompts=2) == []
-
-    def test_epochs_that_come_later(self) -> None:
-        over_time = schedules.Steps({0: 1, 10: 2}) if hasattr(schedules, "Steps") else None
-        if over_time is not None:
-            assert found(self.PLAIN.edit(set={"update_actor.ppo_epochs": over_time})) == [("FR020", "update_actor")]
 
     def test_as_many_groups_as_are_collected(self) -> None:
         collected = self.PLAIN.edit(insert={"collect": After("reward", Collect(Spread(), groups=16))})

@@ -30,22 +30,8 @@ from flowrl.operators import (
     Whiten,
 )
 from flowrl.records import PromptBatch
+from tests.core.findings import found, mended
 from tests.kernel import exact
-
-
-def found(graph: Graph) -> list[tuple[str, str]]:
-    return [(finding.rule, finding.node) for finding in graph.check(prompts=4)]
-
-
-def the_edit(graph: Graph) -> Graph:
-    """`graph` after the edit that its one finding names."""
-    [finding] = graph.check(prompts=4)
-    call = finding.message[finding.message.index("edit(") :]
-    end = next(i for i in range(1, len(call) + 1) if call[:i].count("(") == call[:i].count(")") > 0)
-    result = eval(f"graph.{call[:end]}", {"graph": graph})
-    assert isinstance(result, Graph)
-    return result
-
 
 CORRECTED = {"correction": After("group_advantage", RolloutCorrection())}
 
@@ -56,7 +42,7 @@ class TestWholeDistribution:  # FR012
         graph = grpo(exact).edit(insert=CORRECTED, set=cut)
         assert found(graph) == [("FR012", "generate")]
         assert "correction takes the ratio" in graph.check()[0].message
-        assert found(the_edit(graph)) == []
+        assert found(mended(graph)) == []
         assert found(graph.edit(drop=["correction"])) == []
 
     def test_a_correction_that_only_rejects_weighs_nothing(self) -> None:
@@ -75,7 +61,7 @@ class TestScaledOnce:  # FR013
         name = "group_advantage" if "group_advantage" in graph else "pass_at_k_advantage"
         twice = graph.edit(insert={"whiten": After(name, Whiten())})
         assert found(twice) == [("FR013", "whiten")]
-        assert found(the_edit(twice)) == []
+        assert found(mended(twice)) == []
 
     def test_whitened_behind_a_gate(self) -> None:
         twice = grpo(exact).edit(insert={"gate": After("group_advantage", Filter(Spread()))})
@@ -122,7 +108,7 @@ class TestKLIsFelt:  # FR014
     def test_kl_that_reaches_the_critic_alone(self) -> None:
         graph = split(felt=False)
         assert found(graph) == [("FR014", "kl_shape")]
-        assert found(the_edit(graph)) == []
+        assert found(mended(graph)) == []
 
     def test_kl_that_reaches_the_policy(self) -> None:
         assert found(split(felt=True)) == []
