@@ -29,6 +29,16 @@ def offer(name: object, known: Iterable[str], has: str = "it has") -> str:
     return f"{has} {', '.join(names) or 'none'}{f'; did you mean {near[0]!r}?' if near else '.'}"
 
 
+def article(noun: str) -> str:
+    """The noun with its article."""
+    return f"{'an' if noun[0] in 'AEIOUaeiou' or noun == 'ndarray' else 'a'} {noun}"
+
+
+def type_of(value: object) -> str:
+    """What a value is, by its type, with the article: ``"an int"`` for 3."""
+    return article(type(value).__name__)
+
+
 class DefinitionError(FlowrlError, TypeError):
     """An operator, record or column class is not well formed; raised where the class is defined."""
 

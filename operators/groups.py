@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowrl.columns import Advantages, ResponseMask, TokenLevelRewards, Uid
 from flowrl.core.operator import Granularity, Operator
+from flowrl.data.column_math import numbers_of_groups
 from flowrl.errors import DataError
 from flowrl.operators.per_token import select, select_rewards
 
@@ -51,17 +52,16 @@ class Groups:
             )
         if odd := next((name for name in uid.tolist() if isinstance(name, list | dict)), None):
             raise DataError(f"uid holds {odd!r}, which names no group; expected text, the same for rows of one prompt.")
-        numbers: dict[object, int] = {}
-        index = np.array([numbers.setdefault(name, len(numbers)) for name in uid.tolist()], dtype=np.int64)
-        sizes = np.bincount(index, minlength=len(numbers))
+        index, names = numbers_of_groups(uid)
+        sizes = np.bincount(index, minlength=len(names))
         if (sizes == 1).any():
-            lone = list(numbers)[int((sizes == 1).argmax())]
+            lone = names[int((sizes == 1).argmax())]
             raise DataError(
-                f"{int((sizes == 1).sum())} of {len(numbers)} groups have a single row, the first being uid "
+                f"{int((sizes == 1).sum())} of {len(names)} groups have a single row, the first being uid "
                 f"{str(lone)!r}; a group baseline over one row makes its advantage 0. Sample several rows per prompt, "
                 f"as with Repeat(8)."
             )
-        self._index, self._number = torch.from_numpy(index).to(self.scores.device), len(numbers)
+        self._index, self._number = torch.from_numpy(index).to(self.scores.device), len(names)
         self.size = self.sum(self.live)
 
     def sum(self, x: Tensor) -> Tensor:

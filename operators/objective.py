@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowrl.core.loss import Loss
 from flowrl.data.metrics import Metrics
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import DataError, ParameterError, type_of
 from flowrl.operators.per_token import Estimator, kl_penalty, select
 from flowrl.spec import Spec
 
@@ -157,7 +157,7 @@ class TokenObjective:
             per_token = isinstance(column, Tensor) and column.ndim == 2 and column.is_floating_point()
             columns[name] = select(column, on) if per_token else column
         found = self.loss.of(columns, metrics)
-        shape = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type_of(found)
         if shape not in (tuple(new.shape), tuple(new.shape[:1])) or not found.is_floating_point():
             raise DataError(
                 f"{type(self.loss).__name__} returned {shape} for {len(new)} rows; expected the loss of each token, "

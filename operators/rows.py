@@ -14,7 +14,7 @@ from flowrl.columns import Kept, ResponseMask, TokenLevelScores, Uid, lookup
 from flowrl.core.gate import Gate, pick, refuse_none
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import Port, PortField
-from flowrl.data.column_math import rows_of_groups
+from flowrl.data.column_math import numbers_of_groups, rows_of_groups
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import ValueType
 from flowrl.data.rounds import Collected, Round
@@ -40,8 +40,8 @@ class Spread(Operator):
     least: float = Field(default=0.0, ge=0)
 
     def __call__(self, token_level_scores: TokenLevelScores, response_mask: ResponseMask, uid: Uid) -> Kept:
-        names: dict[object, int] = {}
-        group = torch.tensor([names.setdefault(name, len(names)) for name in uid.tolist()], dtype=torch.int64)
+        numbers, names = numbers_of_groups(uid)
+        group = torch.from_numpy(numbers)
         scores = torch.where(response_mask, token_level_scores, 0.0).sum(-1, dtype=torch.float64).cpu()
         live = response_mask.any(-1).cpu()
         worst = torch.full((len(names),), torch.inf, dtype=torch.float64)

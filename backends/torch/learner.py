@@ -324,17 +324,18 @@ class Learner:
     def _step(self, where: str) -> tuple[float, float]:
         """Clip, step; returns the gradient norm before clipping and the learning rate of this step."""
         total = self._mesh.norm([p.grad for p in self._parameters if p.grad is not None])
-        norm = float(total)
+        norm, lr = float(total), self._lr * self._schedule.at(self._steps)
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             raise DataError(
                 f"the {self._prefix}'s gradient norm is {norm} in {where}; expected a finite number, and no weight was "
                 f"changed by it. Look for NaN or infinity in the advantages, returns and log-probs under response_mask "
-                f"of its rows."
+                f"of its rows; where these are finite, for a division or an exp in the loss; and where "
+                f"{self._prefix}/grad_norm has grown over the steps before, the learning rate ({lr:g} here, after "
+                f"{self._steps} steps of the optimiser) is too large: lower it, or let it warm up."
             )
         if self._grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, total)
-        lr = self._lr * self._schedule.at(self._steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

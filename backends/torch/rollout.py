@@ -33,7 +33,7 @@ from flowrl.backends.torch.probes import (
 from flowrl.core.protocols import BuildContext, Rollout, Sampled, Sampling, Sleeper, Trainer
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer, positions
-from flowrl.errors import BindError, DataError, SyncError
+from flowrl.errors import BindError, DataError, SyncError, type_of
 from flowrl.records import Receipt
 from flowrl.spec import non_default
 from flowrl.sync.digest import combine, named_weights, same_bits, tensor_digest, weights_digest
@@ -118,7 +118,7 @@ class TorchRollout(FolderBackend):
         actor = context.engine("actor")
         if not isinstance(actor, SharesModel):
             raise BindError(
-                f"TorchRollout() shares the weights of the role 'actor', but that is a {type(actor).__name__}, which "
+                f"TorchRollout() shares the weights of the role 'actor', but that is {type_of(actor)}, which "
                 f"holds no Hugging Face model in this process; bind the actor to a TorchTrainer, or name a folder: "
                 f"TorchRollout(model)."
             )

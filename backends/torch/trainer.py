@@ -20,7 +20,7 @@ from flowrl.backends.torch.lora import LoRA, require_peft
 from flowrl.backends.torch.model import Dtype, TorchModel
 from flowrl.backends.torch.probes import Attention
 from flowrl.core.protocols import BuildContext, Checkpointed, Scorer, Sleeper, Trainer
-from flowrl.errors import BindError
+from flowrl.errors import BindError, type_of
 from flowrl.spec import non_default
 
 
@@ -75,7 +75,7 @@ class TorchScorer(FolderBackend):
             if not isinstance(actor, LoRATrainerEngine):
                 raise BindError(
                     f"TorchScorer() scores with the weights of the role 'actor' as they are without its adapter, but "
-                    f"that is a {type(actor).__name__} without one, whose weights move; bind "
+                    f"that is {type_of(actor)} without one, whose weights move; bind "
                     f"actor=TorchTrainer(model, lora=LoRA()), or name a folder: TorchScorer(model)."
                 )
             return AdapterOffEngine(actor)

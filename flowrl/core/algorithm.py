@@ -18,7 +18,7 @@ from flowrl.core.ports import PortField
 from flowrl.core.symbols import Edge, EdgeType, Symbol, prefixed
 from flowrl.core.symbols import prefix as before
 from flowrl.data.record_types import hints_of, record_columns, with_clear_attribute_errors
-from flowrl.errors import DefinitionError, GraphError, ParameterError
+from flowrl.errors import DefinitionError, GraphError, ParameterError, type_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,7 +44,7 @@ class Tracer:
         for field, value in inputs.items():
             if not isinstance(value, Symbol):
                 raise GraphError(
-                    f"{operator.name}.{field} was given a {type(value).__name__} while the graph is recorded; expected "
+                    f"{operator.name}.{field} was given {type_of(value)} while the graph is recorded; expected "
                     f"an output of another operator: constants belong in the parameters of "
                     f"{type(operator).__name__}(...)."
                 )
@@ -88,7 +88,7 @@ class Algorithm(Generic[P, R, GraphT]):
     def __init__(self, function: Callable[P, R], localns: Mapping[str, Any], kind: type[GraphT]) -> None:
         self.function, self.kind, self._prefix = function, kind, ""
         if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
-            what = "an async function" if inspect.isfunction(function) else f"a {type(function).__name__}"
+            what = "an async function" if inspect.isfunction(function) else type_of(function)
             raise DefinitionError(
                 f"an algorithm is a plain function of a batch that returns outputs of operators, and {function!r} is "
                 f"{what}; write `@algorithm` above a `def`."
@@ -213,4 +213,4 @@ def _symbols(result: Any, name: str) -> list[Symbol]:
         return [symbol for item in result for symbol in _symbols(item, name)]
     if result is None:
         return []
-    raise GraphError(f"{name} returns a {type(result).__name__}; expected outputs of operators only.")
+    raise GraphError(f"{name} returns {type_of(result)}; expected outputs of operators only.")

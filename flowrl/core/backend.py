@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, Protocol
 
 from flowrl.core.protocols import BuildContext, Checkpointed, Rollout
-from flowrl.errors import BindError
+from flowrl.errors import BindError, type_of
 from flowrl.spec import Spec
 
 
@@ -166,7 +166,7 @@ def refuse_unserved(role: str, backend: Backend, engine: Any) -> None:
     """
     if Rollout in backend.serves and getattr(engine, "tokenizer", engine) is None:
         raise BindError(
-            f"{type(backend).__name__}, bound to the role {role!r}, has built a {type(engine).__name__} whose "
+            f"{type(backend).__name__}, bound to the role {role!r}, has built {type_of(engine)} whose "
             f"tokenizer is None; expected the ChatTokenizer of the model's folder, by which prompts become tokens."
         )
     for protocol in backend.serves:

@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 from weakref import WeakValueDictionary
 
-from flowrl.core.operator import Operator, refuse_no_function
-from flowrl.core.ports import INJECTABLE, strip_none
+from flowrl.core.operator import Operator
+from flowrl.core.ports import INJECTABLE, refuse_no_function, strip_none
 from flowrl.core.references import reference, resolve
 from flowrl.data.record_types import hints_of, located
 from flowrl.errors import DefinitionError, ParameterError, PortError, offer
@@ -49,7 +49,7 @@ def operator(function: Callable[..., Any]) -> Operator:
             f"operator could have; write @operator above a `def`, or derive a class from Operator."
         )
     where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {function.__name__}"
-    refuse_no_function(function, where)
+    refuse_no_function(function, where, "def __call__(self, values: Values) -> Returns")
     with located(where):
         hints = hints_of(function, frame.f_locals)
     made = _made(function, hints, frame, f"{function.__module__}:{function.__qualname__}:{uuid.uuid4().hex}")

@@ -23,7 +23,7 @@ from flowrl.core.roles import RoleRef
 from flowrl.core.symbols import Edge, EdgeType
 from flowrl.core.when import ALWAYS, When, first_idle
 from flowrl.data.record_types import record_columns
-from flowrl.errors import BindError, GraphError, offer
+from flowrl.errors import BindError, GraphError, offer, type_of
 
 
 class Input(Operator):
@@ -163,7 +163,7 @@ def refuse_no_graph(given: object) -> None:
         graph = f"flowrl.load({str(given)!r})"
     else:
         graph = f"{getattr(given, '__name__', 'algorithm')}(...)" if callable(given) else "job.graph"
-    raise GraphError(f"a {type(given).__name__} is not a graph; expected a Graph: {graph}.")
+    raise GraphError(f"{type_of(given)} is not a graph; expected a Graph: {graph}.")
 
 
 def _in_order(data: nx.DiGraph[str]) -> list[str]:

@@ -30,7 +30,7 @@ from flowrl.core.rules import refuse_no_rules
 from flowrl.core.symbols import Edge
 from flowrl.core.when import ALWAYS
 from flowrl.data.files import write
-from flowrl.errors import GraphError, ParameterError, offer
+from flowrl.errors import GraphError, ParameterError, offer, type_of
 from flowrl.spec import Spec, parameters
 
 FORMAT = 1
@@ -105,7 +105,7 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
     if callable(value):
         return {"$function": _path(value, where, portable), "source": source_hash(value)}
     raise GraphError(
-        f"{where} is {value!r}, a {type(value).__name__}, which cannot be written to a file; use plain values or specs."
+        f"{where} is {value!r}, {type_of(value)}, which cannot be written to a file; use plain values or specs."
     )
 
 
@@ -145,7 +145,7 @@ def decode(data: Any, where: str, imports: bool) -> Any:
     if form is None:
         return {k: decode(v, f"{where}[{k!r}]", imports) for k, v in data.items()}
     if not isinstance(data[form], str):
-        raise GraphError(f"{where} has a {type(data[form]).__name__} under {form!r}; expected a name.")
+        raise GraphError(f"{where} has {type_of(data[form])} under {form!r}; expected a name.")
     if form == "$type":
         return _spec(data, where, imports)
     allowed = {"$role": (), "$class": (), "$function": ("source",), "$named": ("source",)}
@@ -269,7 +269,7 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) 
         GraphError: not a graph, of another format, naming what is not there, or what would have to be imported.
     """
     if not isinstance(data, Mapping):
-        raise GraphError(f"a {type(data).__name__} is not a graph as data; expected what graph.to_dict() gives.")
+        raise GraphError(f"{type_of(data)} is not a graph as data; expected what graph.to_dict() gives.")
     plain.check(data, "the data")
     if _part(data, "flowrl", int, "the data") != FORMAT:
         raise GraphError(
@@ -284,13 +284,13 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) 
         _refuse_other_keys(entry, ("operator", "inputs", "when"), name)
         operator = decode(_part(entry, "operator", Mapping, name), name, imports)
         if not isinstance(operator, Operator):
-            found = repr(operator) if isinstance(operator, Spec) else f"a {type(operator).__name__}"
+            found = repr(operator) if isinstance(operator, Spec) else type_of(operator)
             raise GraphError(f"the node {name} is {found}; expected an operator.")
         inputs = _expand_inputs(name, operator, _part(entry, "inputs", Mapping, name))
         nodes[name] = Node(name, _timed(operator.named(name), entry), inputs)
     sinks, lag = _part(data, "sinks", list, "the data"), _part(data, "lag", int, "the data")
     if odd := [sink for sink in sinks if not isinstance(sink, str)]:
-        raise GraphError(f"the sinks of the data hold a {type(odd[0]).__name__}; expected names of nodes.")
+        raise GraphError(f"the sinks of the data hold {type_of(odd[0])}; expected names of nodes.")
     allow: Mapping[str, str] = _part(data, "allow", Mapping, "the data") if "allow" in data else {}
     refuse_no_rules(allow, "the data, under 'allow',")
     graph = kind.build(_part(data, "name", str, "the data"), nodes, sinks, lag, allow=allow)
@@ -313,7 +313,7 @@ def _timed(operator: Operator, entry: Mapping[str, Any]) -> Operator:
 def _part(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     """A part of the data that is read, refused unless it is of `kind`."""
     if key not in data or not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
-        found = f"has a {type(data[key]).__name__} under {key!r}" if key in data else f"lacks {key!r}"
+        found = f"has {type_of(data[key])} under {key!r}" if key in data else f"lacks {key!r}"
         raise GraphError(
             f"{where} {found}, so this is not a flowrl graph, or a damaged one; expected a {kind.__name__.lower()} "
             f"there, as graph.to_dict() writes it."
@@ -343,7 +343,7 @@ def load(kind: type[GraphT], path: str | Path, imports: bool) -> GraphT:
     """
     data = plain.read(Path(path))
     if not isinstance(data, Mapping):
-        raise GraphError(f"{path} holds a {type(data).__name__}; expected a graph as flowrl.save(...) writes it.")
+        raise GraphError(f"{path} holds {type_of(data)}; expected a graph as flowrl.save(...) writes it.")
     return graph_from_dict(kind, data, imports)
 
 

@@ -14,7 +14,6 @@ loss by the update.
 
 from __future__ import annotations
 
-import inspect
 import typing
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +22,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from flowrl.columns import ColumnType
-from flowrl.core.ports import Port, PortField, Signature, inputs_of, return_of
+from flowrl.core.ports import Port, PortField, Signature, inputs_of, refuse_no_function, return_of
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import located
 from flowrl.errors import DefinitionError
@@ -38,6 +37,8 @@ _SAID: dict[str, Said] = {
     "value of the critic that is trained": "values",
     "entropy of the policy that is trained": "entropies",
 }
+
+_EXAMPLE = "def __call__(self, log_probs: LogProbs, advantages: Advantages) -> Tensor"
 
 
 class Loss(Spec):
@@ -69,8 +70,7 @@ class Loss(Spec):
         where = f"{where_defined(definer)}: {cls.__name__}"
         if "__call__" in vars(cls):
             call = vars(cls)["__call__"]
-            if not inspect.isfunction(call):
-                raise DefinitionError(f"{where}.__call__ is a {type(call).__name__}; expected an ordinary method.")
+            refuse_no_function(call, f"{where}.__call__", _EXAMPLE)
             reads = inputs_of(call, f"{where}.__call__", definer.f_locals)
             if return_of(call, f"{where}.__call__", definer.f_locals) is not Tensor:
                 raise DefinitionError(
@@ -82,8 +82,7 @@ class Loss(Spec):
             cls._signature = replace(reads, ports=wired)
         elif not hasattr(cls, "_signature"):
             raise DefinitionError(
-                f"{where} has no __call__; define one whose annotations are the columns that it reads: "
-                f"`def __call__(self, log_probs: LogProbs, advantages: Advantages) -> Tensor`."
+                f"{where} has no __call__; define one whose annotations are the columns that it reads: `{_EXAMPLE}`."
             )
         _refuse_unit(cls, where)
 

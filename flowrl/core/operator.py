@@ -31,9 +31,9 @@ from torch import Tensor
 
 from flowrl.columns import ColumnType
 from flowrl.core import session as sessions
-from flowrl.core.ports import Port, PortField, Signature, Step, signature_of, snake_case, with_loss
+from flowrl.core.ports import Port, PortField, Signature, Step, refuse_no_function, signature_of, snake_case, with_loss
 from flowrl.core.roles import RoleUse, role_use
-from flowrl.core.session import Call, Cell, State, article, computes, refuse_misfits, supplied_to
+from flowrl.core.session import Call, Cell, State, computes, refuse_misfits, supplied_to
 from flowrl.core.symbols import Symbol, prefix, prefixed
 from flowrl.core.when import ALWAYS, SKIPPED, Skipped, When, skipped
 from flowrl.data.balance import Share
@@ -41,7 +41,7 @@ from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import located
 from flowrl.data.rounds import ONLY, Round
-from flowrl.errors import BindError, DefinitionError, ParameterError, PortError
+from flowrl.errors import BindError, DefinitionError, ParameterError, PortError, type_of
 from flowrl.spec import Spec, defining_frame, in_step, schedules, where_defined
 
 Granularity = Literal["row", "group", "batch"]
@@ -96,7 +96,7 @@ class Operator(Spec):
                 f"`def __call__(self, values: Values) -> Returns`."
             )
         if call is not None:
-            refuse_no_function(call, f"{where}.__call__")
+            refuse_no_function(call, f"{where}.__call__", "def __call__(self, values: Values) -> Returns")
             code = inspect.unwrap(call).__code__
             line = f"{code.co_filename}:{code.co_firstlineno}"
             cls._signature = signature_of(call, f"{line}: {called}", definer.f_locals)
@@ -329,24 +329,6 @@ def _parameters(signature: Signature) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
 
-def refuse_no_function(call: Any, where: str) -> None:
-    """Refuse what would not compute when it is called: a `__call__`, or a function that is to be one."""
-    kind = (
-        article(type(call).__name__)
-        if not inspect.isfunction(call)
-        else "async"
-        if inspect.iscoroutinefunction(call)
-        else "a generator"
-        if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call)
-        else None
-    )
-    if kind is not None:
-        raise DefinitionError(
-            f"{where} is {kind}; expected an ordinary method that returns what it declares: "
-            f"`def __call__(self, values: Values) -> Returns`."
-        )
-
-
 def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: str) -> None:
     """Refuse what a class says of itself, where it is not what can be said, or has a name that is taken."""
     if taken := next((name for name in (*fields, *cls.states) if hasattr(Operator, name)), None):
@@ -413,7 +395,7 @@ def _field_values(node: str, port: Port, argument: Any) -> dict[PortField, Any]:
         return {PortField(port.name): argument}
     missing = [field.name for field in port.fields if isinstance(argument, Symbol) or not hasattr(argument, field.name)]
     if missing:
-        found = repr(argument) if isinstance(argument, Symbol) else f"a {type(argument).__name__}"
+        found = repr(argument) if isinstance(argument, Symbol) else type_of(argument)
         names = ", ".join(field.name for field in port.fields)
         raise PortError(
             f"{node}.{port.name} wants a record with the columns {names}, but was given {found}, which lacks "

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from flowrl.data.files import unique
-from flowrl.errors import GraphError
+from flowrl.errors import GraphError, type_of
 
 DEPTH = 64
 """Lists and mappings within each other."""
@@ -84,13 +84,13 @@ def check(data: Any, source: object) -> None:
             raise _broken(source, f"it holds more than {SIZE} values, counting what aliases repeat")
         if isinstance(value, Mapping):
             if odd := [key for key in value if not isinstance(key, str)]:
-                found = f"{odd[0]!r}, a {type(odd[0]).__name__}"
+                found = f"{odd[0]!r}, {type_of(odd[0])}"
                 raise _broken(source, f"{at or 'it'} has the key {found}, and keys are text")
             left += [(item, f"{at}.{key}".lstrip("."), depth + 1) for key, item in value.items()]
         elif isinstance(value, list | tuple):
             left += [(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(value)]
         elif value is not None and not isinstance(value, bool | int | float | str):
-            raise _broken(source, f"{at or 'it'} is a {type(value).__name__}, which JSON does not have")
+            raise _broken(source, f"{at or 'it'} is {type_of(value)}, which JSON does not have")
 
 
 def _broken(source: object, what: str) -> GraphError:

@@ -22,7 +22,7 @@ from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import FieldType, hints_of, located, record_columns, value_type
 from flowrl.data.rounds import Round
-from flowrl.errors import DefinitionError, PortError
+from flowrl.errors import DefinitionError, PortError, type_of
 
 INJECTED: Any = None
 """Default of a parameter that the runner fills in: ``key: Key``, ``metrics: Metrics``, ``step: Step``, or
@@ -147,6 +147,32 @@ def _fields(port: str, annotation: Any, localns: Mapping[str, Any]) -> tuple[dic
     if own is not None:
         raise DefinitionError(f"a value without rows has no axes to be its own; take the name {own.name!r} out.")
     return {PortField(port): value_type(annotation)}, None
+
+
+def refuse_no_function(call: Any, where: str, example: str) -> None:
+    """Refuse what would not compute when it is called: a `__call__`, or a function that is to be one.
+
+    Args:
+        call: what stands there.
+        where: for messages.
+        example: of what is expected.
+
+    Raises:
+        DefinitionError: it is no function, or one that is async or yields.
+    """
+    kind = (
+        type_of(call)
+        if not inspect.isfunction(call)
+        else "async"
+        if inspect.iscoroutinefunction(call)
+        else "a generator"
+        if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call)
+        else None
+    )
+    if kind is not None:
+        raise DefinitionError(
+            f"{where} is {kind}; expected an ordinary method that returns what it declares: `{example}`."
+        )
 
 
 def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) -> Signature:

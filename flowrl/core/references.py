@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import xxhash
 
-from flowrl.errors import FlowrlError, ParameterError, offer
+from flowrl.errors import FlowrlError, ParameterError, offer, type_of
 
 
 def reference(fn: Callable[..., Any]) -> str | None:
@@ -58,7 +58,7 @@ def resolve(ref: str) -> Callable[..., Any]:
     fn = load_object(ref)
     if not callable(fn):
         raise ParameterError(
-            f"{ref!r} does not name a function: {parse_reference(ref)[0]} has a {type(fn).__name__} under that name; "
+            f"{ref!r} does not name a function: {parse_reference(ref)[0]} has {type_of(fn)} under that name; "
             f"expected a function."
         )
     return cast("Callable[..., Any]", fn)

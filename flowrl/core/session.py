@@ -30,7 +30,7 @@ from flowrl.data.keys import Key, node_key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import FieldType, ValueType, record_tuple
 from flowrl.data.rounds import ONLY, Round
-from flowrl.errors import BindError, DefinitionError, PortError
+from flowrl.errors import BindError, DefinitionError, PortError, article, type_of
 from flowrl.spec import where_defined
 
 T = TypeVar("T")
@@ -227,7 +227,7 @@ class Call:
         if not layout.outputs:
             if result is not None:
                 raise PortError(
-                    f"{self._name} returned {article(type(result).__name__)}, which nothing could read, since its "
+                    f"{self._name} returned {type_of(result)}, which nothing could read, since its "
                     f"__call__ declares `-> None`; declare what it returns, or return nothing."
                 )
             written = {}
@@ -237,7 +237,7 @@ class Call:
             written = {name: getattr(result, name) for name in layout.outputs}
         else:
             raise PortError(
-                f"{self._name} returned {article(type(result).__name__)}; expected the record that its __call__ "
+                f"{self._name} returned {type_of(result)}; expected the record that its __call__ "
                 f"declares: return {layout.record.__name__}({', '.join(f'{name}=...' for name in layout.outputs)})."
             )
         sizes = {axis: inputs[at].shape[dim] for axis, (at, dim) in layout.axes.items() if at in inputs}
@@ -380,10 +380,10 @@ class Check:
         """
         if self._cls is not None:
             if not isinstance(value, self._cls):
-                self._refuse(node, verb, f"{article(type(value).__name__)}; pass {article(self._cls.__name__)}.")
+                self._refuse(node, verb, f"{type_of(value)}; pass {article(self._cls.__name__)}.")
             return
         if not isinstance(value, np.ndarray if self._dtype is np.dtype(object) else torch.Tensor):
-            self._refuse(node, verb, f"{article(type(value).__name__)}; pass {self._example()}.")
+            self._refuse(node, verb, f"{type_of(value)}; pass {self._example()}.")
         if value.dtype != self._dtype:
             found = str(value.dtype).removeprefix("torch.")
             call = "astype(object)" if self._dtype is np.dtype(object) else f"to({self._dtype})"
@@ -407,11 +407,6 @@ class Check:
         if self._dtype is np.dtype(object):
             return "a numpy array of dtype object"
         return f"a torch.Tensor of dtype {str(self._dtype).removeprefix('torch.')}"
-
-
-def article(noun: str) -> str:
-    """The noun with its article."""
-    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
 
 
 def _dtype(name: str) -> Any:

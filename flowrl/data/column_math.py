@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowrl.columns import PAD_SIDE, Side, lookup
-from flowrl.errors import DataError
+from flowrl.errors import DataError, type_of
 
 Objects = NDArray[np.object_]
 Columns = Mapping[str, Tensor | Objects]
@@ -21,6 +21,12 @@ Growth = Mapping[Side, tuple[int, int]]
 """By how much an axis of each side grows, as (left, right); a side is absent where that is unknown."""
 Margin = Sequence[tuple[int, int]]
 """How far a part of a column is padded (left, right) along each axis after the first."""
+
+
+def numbers_of_groups(uid: Objects) -> tuple[NDArray[np.int64], list[Any]]:
+    """The number of each row's group, int64 ``[rows]``, and the groups in the order in which they first appear."""
+    numbers: dict[Any, int] = {}
+    return np.array([numbers.setdefault(group, len(numbers)) for group in uid.tolist()], dtype=np.int64), list(numbers)
 
 
 def rows_of_groups(uid: Objects) -> dict[Any, list[int]]:
@@ -65,9 +71,7 @@ def check_column(name: str, column: Any) -> Tensor | Objects:
             )
         checked, dtype = read_only(column.view()), "object"
     else:
-        raise DataError(
-            f"column {name!r} is a {type(column).__name__}; expected a torch.Tensor or a NumPy object array."
-        )
+        raise DataError(f"column {name!r} is {type_of(column)}; expected a torch.Tensor or a NumPy object array.")
     known = lookup(name)
     if known is not None and (known.dtype != dtype or len(known.axes) != checked.ndim):
         castable = "object" not in (dtype, known.dtype) and len(known.axes) == checked.ndim

@@ -41,7 +41,7 @@ from flowrl.data.column_math import (
 from flowrl.data.keys import Key
 from flowrl.data.record_types import column_fields, record_tuple
 from flowrl.data.rows import Rows, is_count, refuse_no_count, row_numbers
-from flowrl.errors import ColumnNotFoundError, DataError
+from flowrl.errors import ColumnNotFoundError, DataError, type_of
 
 R = TypeVar("R")
 _ENDS = {int, type(None)}
@@ -305,7 +305,7 @@ class DataProto:
         """
         for row, uid in enumerate(self["uid"]):
             if not isinstance(uid, str):
-                raise DataError(f"uid of row {row} is {uid!r}, a {type(uid).__name__}; expected a str.")
+                raise DataError(f"uid of row {row} is {uid!r}, {type_of(uid)}; expected a str.")
         return {uid: torch.tensor(rows) for uid, rows in rows_of_groups(self["uid"]).items()}
 
     def to(self, device: torch.device | str) -> DataProto:
@@ -418,7 +418,7 @@ class DataProto:
 def _refuse_others(call: str, given: Any) -> None:
     for one in given if isinstance(given, list | tuple) else [given]:
         if not isinstance(one, DataProto):
-            raise DataError(f"{call} was given a {type(one).__name__}; expected a DataProto, such as DataProto(...).")
+            raise DataError(f"{call} was given {type_of(one)}; expected a DataProto, such as DataProto(...).")
 
 
 def _merge_meta(protos: Sequence[DataProto], operation: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from flowrl.columns import lookup
 from flowrl.data.column_math import Columns, Objects, bits, objects
 from flowrl.data.files import file_digest, parse_json, reading, replaced, writing
-from flowrl.errors import DataError
+from flowrl.errors import DataError, type_of
 
 Meta = Mapping[str, Any]
 
@@ -51,13 +51,11 @@ def _check_json(value: Any, where: str) -> None:
     elif type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
-                raise DataError(
-                    f"{where} has the key {key!r}, a {type(key).__name__}; JSON keys are str: use {str(key)!r}."
-                )
+                raise DataError(f"{where} has the key {key!r}, {type_of(key)}; JSON keys are str: use {str(key)!r}.")
             _check_json(item, f"{where}[{key!r}]")
     elif type(value) not in (str, int, float, bool, type(None)):
         raise DataError(
-            f"{where} is a {type(value).__name__}, which JSON does not give back exactly; expected str, int, float, "
+            f"{where} is {type_of(value)}, which JSON does not give back exactly; expected str, int, float, "
             f"bool, None, list or dict (.item() or .tolist() turns a NumPy value into one, list(...) a tuple)."
         )
 
@@ -190,7 +188,7 @@ def from_tensordict(data: Any) -> tuple[dict[str, Tensor | Objects], dict[str, A
     """
     tensordict = _import_tensordict()
     if not isinstance(data, tensordict.TensorDictBase):
-        raise DataError(f"found a {type(data).__name__}; expected a TensorDict, or call DataProto(columns, meta).")
+        raise DataError(f"found {type_of(data)}; expected a TensorDict, or call DataProto(columns, meta).")
     if len(data.batch_size) != 1:
         raise DataError(f"the TensorDict has the batch size {list(data.batch_size)}; reshape(-1) makes it one number.")
     columns: dict[str, Tensor | Objects] = {}
@@ -202,9 +200,7 @@ def from_tensordict(data: Any) -> tuple[dict[str, Tensor | Objects], dict[str, A
         elif isinstance(entry, tensordict.NonTensorStack):
             columns[name] = objects(entry.tolist())
         elif not isinstance(entry, tensordict.NonTensorData):
-            raise DataError(
-                f"entry {name!r} of the TensorDict is a {type(entry).__name__}; flatten_keys() makes it flat."
-            )
+            raise DataError(f"entry {name!r} of the TensorDict is {type_of(entry)}; flatten_keys() makes it flat.")
         elif known is not None and known.dtype == "object":
             columns[name] = objects([entry.data] * data.batch_size[0])
         else:
@@ -239,7 +235,7 @@ def from_verl(data: Any) -> tuple[dict[str, Tensor | Objects], dict[str, Any]]:
         found = data[part] if isinstance(data, Mapping) else getattr(data, part)
         parts[part] = {} if found is None else found  # verl has batch=None where there are no tensors
         if not hasattr(parts[part], "items"):  # a TensorDict is no Mapping
-            raise DataError(f"{part} of verl's three is a {type(found).__name__}; expected a dict of columns.")
+            raise DataError(f"{part} of verl's three is {type_of(found)}; expected a dict of columns.")
     columns: dict[str, Tensor | Objects] = {}
     for name, tensor in parts["batch"].items():
         if _is_mask(name) and isinstance(tensor, Tensor) and tensor.dtype != torch.bool:
@@ -250,7 +246,7 @@ def from_verl(data: Any) -> tuple[dict[str, Tensor | Objects], dict[str, Any]]:
         columns[name] = tensor
     for name, array in parts["non_tensor_batch"].items():
         if name in columns or not isinstance(array, np.ndarray):
-            what = "is in batch as well" if name in columns else f"is a {type(array).__name__}"
+            what = "is in batch as well" if name in columns else f"is {type_of(array)}"
             raise DataError(f"{name!r} in non_tensor_batch {what}; expected a NumPy array under a name of its own.")
         columns[name] = objects(array.tolist())
     return columns, dict(parts["meta_info"])

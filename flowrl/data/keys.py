@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from flowrl.errors import ParameterError
+from flowrl.errors import ParameterError, type_of
 
 _SEPARATOR = "\x1f"
 
@@ -33,7 +33,7 @@ class Key:
             ParameterError: the seed is no int.
         """
         if type(seed) is not int:
-            raise ParameterError(f"the seed is {seed!r}, a {type(seed).__name__}; expected an int, such as 0.")
+            raise ParameterError(f"the seed is {seed!r}, {type_of(seed)}; expected an int, such as 0.")
         return Key(0).derive("seed", seed)
 
     def derive(self, *parts: str | int) -> Key:

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from flowrl.data.column_math import short
 from flowrl.data.files import parse_json, reading
-from flowrl.errors import DataError
+from flowrl.errors import DataError, type_of
 
 if TYPE_CHECKING:
     from flowrl.data.tokenizer import ChatTokenizer
@@ -161,7 +161,7 @@ def checked(index: int, where: str, record: Any) -> Row:
     """
     if not isinstance(record, dict):
         raise DataError(
-            f"{where}: the row is a {type(record).__name__}; expected an object with the keys {', '.join(_REQUIRED)}."
+            f"{where}: the row is {type_of(record)}; expected an object with the keys {', '.join(_REQUIRED)}."
         )
     if any(_nests(record.get(key), _DEPTH) for key in _READ):
         raise DataError(f"{where}: the row nests more than {_DEPTH} lists and objects; expected a flatter one.")

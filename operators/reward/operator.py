@@ -29,7 +29,7 @@ from flowrl.core import references as functions
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
 from flowrl.data.metrics import Metrics
-from flowrl.errors import DataError, ParameterError, RewardError
+from flowrl.errors import DataError, ParameterError, RewardError, type_of
 from flowrl.operators.reward.pool import FunctionSource, Outcome, Pool, ThreadWorker, process_pool
 from flowrl.operators.reward.worker import NoScore, Scored, digest
 
@@ -280,4 +280,4 @@ def _plain(value: Any) -> Any:
             if not isinstance(key, str):
                 raise TypeError(f"a dict with the key {key!r} ({type(key).__name__})")
         return {key: _plain(item) for key, item in value.items()}
-    raise TypeError(f"a {type(value).__name__}")
+    raise TypeError(type_of(value))

@@ -149,7 +149,7 @@ def test_an_algorithm_is_a_plain_function() -> None:
 
     class Made: ...
 
-    for odd, what in ((later, "an async function"), (Made, "a type"), (Repeat(2), "a Repeat"), (3, "a int")):
+    for odd, what in ((later, "an async function"), (Made, "a type"), (Repeat(2), "a Repeat"), (3, "an int")):
         with pytest.raises(DefinitionError, match=rf"an algorithm is a plain function .* is {what}; write"):
             algorithm(odd)  # type: ignore[arg-type, call-overload]
 

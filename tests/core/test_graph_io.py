@@ -161,7 +161,7 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         (lambda d: d["nodes"]["gae"].pop("operator"), r"gae lacks 'operator'"),
         (lambda d: d["nodes"]["gae"].pop("inputs"), r"gae lacks 'inputs'"),
         (lambda d: d["nodes"].pop("value"), r"gae\.values comes from value\.values, which ppo does not have"),
-        (lambda d: d["nodes"]["gae"]["inputs"].update(values=3), r"the inputs of gae has a int under 'values'"),
+        (lambda d: d["nodes"]["gae"]["inputs"].update(values=3), r"the inputs of gae has an int under 'values'"),
         (lambda d: d["nodes"]["gae"]["inputs"].update(values="value"), r"'value' does not name an output"),
         (
             lambda d: d["nodes"]["gae"]["inputs"].update(value="value.values"),
@@ -183,7 +183,7 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         ),
         (
             lambda d: d["nodes"]["gae"]["operator"].update({"$type": 3}),
-            r"gae has a int under '\$type'; expected a name",
+            r"gae has an int under '\$type'; expected a name",
         ),
         (
             lambda d: d["nodes"]["gae"]["operator"].update({"$type": "json:dumps"}),
@@ -273,12 +273,15 @@ def test_a_truncated_file_is_refused_wherever_it_ends(ending: str, tmp_path: Pat
             r"reward\.fn has a dict under '\$function'; expected a name",
         ),
         (lambda d: d.update(sinks=[[]]), r"the sinks of the data hold a list; expected names of nodes"),
-        (lambda d: d.update(sinks=[3]), r"the sinks of the data hold a int"),
+        (lambda d: d.update(sinks=[3]), r"the sinks of the data hold an int"),
         (lambda d: d.update(name="../up"), r"'\.\./up' is no name of a graph"),
         (lambda d: d.update(name=""), r"'' is no name of a graph"),
         (lambda d: d["nodes"].update({"a b": d["nodes"]["gae"]}), r"'a b' is not a node name"),
-        (lambda d: d["nodes"].update({3: d["nodes"]["gae"]}), r"nodes has the key 3, a int, and keys are text"),
-        (lambda d: d["nodes"]["gae"]["inputs"].update({3: "value.values"}), r"nodes\.gae\.inputs has the key 3, a int"),
+        (lambda d: d["nodes"].update({3: d["nodes"]["gae"]}), r"nodes has the key 3, an int, and keys are text"),
+        (
+            lambda d: d["nodes"]["gae"]["inputs"].update({3: "value.values"}),
+            r"nodes\.gae\.inputs has the key 3, an int",
+        ),
         (lambda d: d["nodes"]["gae"]["operator"].update(lam=d), r"it nests more than 64 lists and mappings"),
         (lambda d: d["nodes"]["gae"]["operator"].update(lam={1}), r"gae\.operator\.lam is a set, which JSON does not"),
     ],
@@ -291,7 +294,7 @@ def test_what_means_nothing_in_a_graph_is_refused(change: Callable[[dict[str, An
 @pytest.mark.parametrize("data", [3, None, "text", [], PPO])
 def test_what_is_no_data_is_refused(data: Any) -> None:
     with pytest.raises(
-        GraphError, match=rf"a {type(data).__name__} is not a graph as data; expected what graph\.to_dict"
+        GraphError, match=rf"an? {type(data).__name__} is not a graph as data; expected what graph\.to_dict"
     ):
         Graph.from_dict(data)
 

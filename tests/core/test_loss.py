@@ -163,7 +163,7 @@ def fine(self: Any, log_probs: c.LogProbs) -> Tensor: ...
             {"unit": "group", "__annotations__": {"unit": "ClassVar[str]"}},
             r"unit is 'group', and its __call__ reads 0 columns that say which group",
         ),
-        (3, {}, r"__call__ is a int; expected an ordinary method"),
+        (3, {}, r"__call__ is an int; expected an ordinary method"),
     ],
 )
 def test_a_faulty_class_is_told_with_file_and_line(call: Any, body: dict[str, Any], said: str) -> None:

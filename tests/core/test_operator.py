@@ -135,7 +135,7 @@ F32, BOOL = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
             r"response_mask wants mask\[batch response\] bool, but is float32; convert it: \.to\(torch\.bool\)",
         ),
         ((F32.double(), BOOL), {}, r"token_level_scores wants score\[batch response\] float32, but is float64"),
-        ((F32.numpy(), BOOL), {}, r"scores wants .*, but is a ndarray; pass a torch\.Tensor of dtype float32"),
+        ((F32.numpy(), BOOL), {}, r"scores wants .*, but is an ndarray; pass a torch\.Tensor of dtype float32"),
         ((F32[0], BOOL), {}, r"but is of the shape \(3,\); expected 2 axes: batch response"),
         (
             (F32, BOOL[:1]),

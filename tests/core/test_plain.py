@@ -41,7 +41,7 @@ def bomb(levels: int) -> str:
         ("g.yaml", "a: 2020-01-01", "a is a date, which JSON does not have"),
         ("g.yaml", "a: [1, {b: !!binary aGk=}]", "a[1].b is a bytes, which JSON does not have"),
         ("g.yaml", "a: !!set {b}", "a is a set, which JSON does not have"),
-        ("g.yaml", "1: 2", "it has the key 1, a int, and keys are text"),
+        ("g.yaml", "1: 2", "it has the key 1, an int, and keys are text"),
         ("g.yaml", "a: {null: 2}", "a has the key None, a NoneType, and keys are text"),
         ("g.yaml", "[1]: 2", "line 1, column 1: found unhashable key"),
         ("g.yaml", "a: 1\nb: 2\na: 3", "line 1, column 1: the key 'a' stands twice in one mapping"),

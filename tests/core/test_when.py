@@ -106,7 +106,7 @@ def test_what_says_no_steps_is_refused(edit: Callable[[], Any], message: str) ->
 @pytest.mark.parametrize(
     ("when", "message"),
     [
-        (3, r"update_actor has a int under 'when'"),
+        (3, r"update_actor has an int under 'when'"),
         ({"every": 0}, r"update_actor\.when cannot be made from what is written: .*every=0"),
         ({"ever": 2}, r"update_actor\.when has 'ever', which means nothing there; .* did you mean 'every'"),
         ({"start": "x"}, r"update_actor\.when cannot be made from what is written"),

@@ -97,7 +97,7 @@ class TestSave:
         ("state", "said"),
         [
             ({"position": (1, 2)}, r"\['position'\] is a tuple"),
-            ({"kl": {"a": object()}}, r"\['kl'\]\['a'\] is a object"),
+            ({"kl": {"a": object()}}, r"\['kl'\]\['a'\] is an object"),
             ({"counts": {1: 2}}, "has the key 1"),
         ],
     )

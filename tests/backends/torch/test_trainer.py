@@ -240,8 +240,10 @@ def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(bad: float
     batch, engine = ragged(), trainer(folder("llama"), grad_clip=1.0)
     poisoned = batch._replace(pull=batch.pull.index_fill(0, torch.tensor([5]), bad))
     minis = [MiniBatch(rows, batch.response_mask[rows].float()) for rows in (torch.tensor([0, 1]), torch.tensor([5]))]
-    with pytest.raises(DataError, match=r"actor's gradient norm is (nan|inf) in mini-batch 1 of 2; expected"):
+    with pytest.raises(DataError, match=r"actor's gradient norm is (nan|inf) in mini-batch 1 of 2; expected") as raised:
         engine.update(poisoned, minis, Pull())
+    assert "NaN or infinity in the advantages" in str(raised.value)
+    assert "learning rate (1 here, after 1 steps" in str(raised.value)
     first_only = trainer(folder("llama"), grad_clip=1.0)
     first_only.update(batch, minis[:1], Pull())
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(engine.weights(), first_only.weights(), strict=True))
