@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from flowrl import graphs
 from flowrl.errors import ParameterError
 from flowrl.graph import Diff, Graph
-from flowrl.graphs.settings import neighbour_of
+from flowrl.graphs.settings import neighbour_of, settings_of
 
 
 def your_reward(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
@@ -29,7 +29,9 @@ def names() -> Sequence[str]:
 
 def graph(name: str) -> Graph:
     """The graph of the algorithm `name`, one of `names`."""
-    made: Graph = getattr(graphs, name)(your_reward)
+    algorithm = getattr(graphs, name)
+    given = {"reward_fn": your_reward} if "reward_fn" in settings_of(algorithm).parameters else {}
+    made: Graph = algorithm(**given)
     return made
 
 

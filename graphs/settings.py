@@ -52,6 +52,11 @@ def edit_of(
     return enter
 
 
+def settings_of(algorithm: Callable[..., Graph]) -> inspect.Signature:
+    """What an algorithm is called with to make its graph."""
+    return algorithm.parameters if isinstance(algorithm, Algorithm) else inspect.signature(algorithm)
+
+
 def neighbour_of(name: str) -> str | None:
     """The algorithm that another is an edit of; None where that is written line by line."""
     return _NEIGHBOURS.get(name)
@@ -83,7 +88,6 @@ def _with_settings(
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     if len(own) == len(signature.parameters):
         return signature
-    passed_on = neighbour.parameters if isinstance(neighbour, Algorithm) else inspect.signature(neighbour)
-    left_out = {*without, *signature.parameters}
-    more = [p.replace(kind=p.KEYWORD_ONLY) for p in passed_on.parameters.values() if p.name not in left_out]
+    passed_on, left_out = settings_of(neighbour).parameters.values(), {*without, *signature.parameters}
+    more = [p.replace(kind=p.KEYWORD_ONLY) for p in passed_on if p.name not in left_out]
     return signature.replace(parameters=[*own, *more])

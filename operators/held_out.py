@@ -91,6 +91,11 @@ class PassAtK(Operator):
     k: int = Field(default=1, ge=1)
     passed: float = 0.5
 
+    @property
+    def effects(self) -> frozenset[str]:
+        """``{"several answers"}``, where `k` is more than 1."""
+        return frozenset({"several answers"} if self.k > 1 else ())
+
     def __call__(
         self,
         token_level_scores: TokenLevelScores,
@@ -125,6 +130,11 @@ class MajorityAtK(Operator):
 
     k: int = Field(default=8, ge=1)
     parse: Callable[[str], Any] | str | None = None
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """``{"several answers"}``, where `k` is more than 1."""
+        return frozenset({"several answers"} if self.k > 1 else ())
 
     def __post_init__(self) -> None:
         if isinstance(self.parse, str):

@@ -54,6 +54,11 @@ def own_line(graph: Graph, name: str) -> list[Node]:
     return found
 
 
+def response_makers(graph: Graph, name: str) -> set[str]:
+    """The nodes that made the axes, rows apart, of what a node reads: those that answered, where it reads scores."""
+    return set(_makers_of(graph, (origin(graph, edge) for edge in graph[name].inputs.values())))
+
+
 def rows_per_prompt(graph: Graph, name: str) -> int:
     """How many rows reach the node for every prompt of the step."""
     factor = 1

@@ -36,23 +36,25 @@ class Rule:
         reason: why, in a line.
         source: the public issue that taught it, as ``owner/repository#number`` on GitHub.
         check: yields ``(node, message)``; the second argument is the number of prompts a step, or None.
+        everywhere: also for graphs that train nothing, such as those of validations.
     """
 
     id: str
     reason: str
     source: str
     check: Check
+    everywhere: bool = False
 
 
 ENTERED: list[Rule] = []
 """All rules, as their modules are imported; `flowrl.core.rules.RULES` has them in order."""
 
 
-def rule(id: str, reason: str, source: str) -> Callable[[Check], Check]:
+def rule(id: str, reason: str, source: str, everywhere: bool = False) -> Callable[[Check], Check]:
     """Enter a function into the table."""
 
     def enter(check: Check) -> Check:
-        ENTERED.append(Rule(id, reason, source, check))
+        ENTERED.append(Rule(id, reason, source, check, everywhere))
         return check
 
     return enter

@@ -21,7 +21,17 @@ from flowrl.core.protocols import Critic, Trainer
 from flowrl.core.rule import ENTERED, Finding, Rule, writers
 from flowrl.errors import GraphError, ParameterError, RuleError, offer
 
-__all__ = ["RULES", "Allowance", "Finding", "Rule", "allowances", "check", "refuse_no_rules", "require"]
+__all__ = [
+    "RULES",
+    "Allowance",
+    "Finding",
+    "Rule",
+    "allowances",
+    "check",
+    "refuse_broken",
+    "refuse_no_rules",
+    "require",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +68,7 @@ class Allowance:
 def check(graph: Graph, prompts: int | None = None) -> list[Finding]:
     """All findings of all rules that the graph does not allow to be broken.
 
-    They concern training, so a graph that writes no trained weights has none.
+    Most concern training: of a graph that writes no trained weights, only those that hold `Rule.everywhere` are asked.
 
     Raises:
         ParameterError: `prompts` is no count.
@@ -86,12 +96,26 @@ def require(graph: Graph, prompts: int | None = None) -> None:
     Raises:
         RuleError: with every finding.
     """
-    if findings := check(graph, prompts):
-        lines = "\n".join(f"  {finding}" for finding in findings)
-        raise RuleError(f"{graph.name} must not be launched; {len(findings)} finding(s):\n{lines}")
+    refuse_broken(graph, graph.name, prompts)
     for allowance in allowances(graph, prompts):
         if not allowance.findings:
             logger.warning("%s: %s", graph.name, allowance)
+
+
+def refuse_broken(graph: Graph, said: str, prompts: int | None = None) -> None:
+    """Refuse a graph that breaks a rule.
+
+    Args:
+        graph: which.
+        said: what it is, for messages.
+        prompts: how many a step, where known.
+
+    Raises:
+        RuleError: with every finding.
+    """
+    if findings := check(graph, prompts):
+        lines = "\n".join(f"  {finding}" for finding in findings)
+        raise RuleError(f"{said} must not be launched; {len(findings)} finding(s):\n{lines}")
 
 
 def refuse_no_rules(allow: Mapping[str, str | None], said: str) -> None:
@@ -118,6 +142,6 @@ def refuse_no_rules(allow: Mapping[str, str | None], said: str) -> None:
 def _found(graph: Graph, prompts: int | None) -> list[Finding]:
     if prompts is not None and (isinstance(prompts, bool) or not isinstance(prompts, int) or prompts < 1):
         raise ParameterError(f"check(prompts={prompts!r}) is no number of prompts a step; expected 1, 2, ... or None.")
-    if not writers(graph, Trainer) and not writers(graph, Critic):
-        return []
-    return [Finding(rule.id, node, message) for rule in RULES for node, message in rule.check(graph, prompts)]
+    trains = bool(writers(graph, Trainer) or writers(graph, Critic))
+    asked = [rule for rule in RULES if trains or rule.everywhere]
+    return [Finding(rule.id, node, message) for rule in asked for node, message in rule.check(graph, prompts)]

@@ -16,6 +16,7 @@ from flowrl.core.graph import Graph, Node
 from flowrl.core.operator import Operator
 from flowrl.core.plan import Plan
 from flowrl.core.roles import RoleRef
+from flowrl.core.rules import refuse_broken
 from flowrl.errors import BindError
 from flowrl.run.validation import Validation
 
@@ -40,9 +41,11 @@ class HeldOut:
         """Refuse what could not run.
 
         Raises:
+            RuleError: it breaks a rule.
             BindError: a role of the validation alone is not bound.
             GraphError: weights cannot be kept in order.
         """
+        refuse_broken(self.graph, f"the validation {self.validation.name!r}")
         _ = Plan(self.graph).order
         if unbound := [role for role in self.graph.roles() if role not in self.graph.bindings]:
             name, role = self.validation.name, unbound[0]

@@ -155,6 +155,10 @@ def test_what_is_built_and_placed() -> None:
         ({"replace": {"generate": Generate(rollout=Role("x"))}, "changes": {}}, r"'val' leaves 'x' unbound.*bind={'x'"),
         ({"wire": {"reward.rollout": "nobody"}}, r"nobody"),
         ({"drop": ["repeats"]}, r"names 'repeats'.*did you mean 'repeat'"),
+        (
+            {"changes": {"repeat.n": 4, "generate.temperature": 0.0}, "insert": {"best": After("reward", PassAtK(4))}},
+            r"the validation 'val' must not be launched; 1 finding\(s\):\n  FR031 best: .*'generate.temperature': 1.0",
+        ),
     ],
 )
 def test_an_edit_that_does_not_fit_is_refused_before_there_is_a_folder(
