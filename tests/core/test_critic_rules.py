@@ -64,6 +64,11 @@ class TestCriticGoesFirst:  # FR024
         assert found(ppo(exact).edit(when={"update_actor": actor})) == []
         assert found(ppo(exact).edit(when={"update_actor": actor, "update_critic": When(start=20)})) == []
 
+    def test_what_comes_before_the_critic_may_come_late_too(self) -> None:
+        graph = ppo(exact).edit(when={"gae": When(start=9), "update_critic": When(start=20)})
+        assert found(graph) == [("FR024", "update_critic")]
+        assert "from step 20 on" in the_message(graph, "FR024") and "from step 9 on" in the_message(graph, "FR024")
+
     def test_a_critic_that_is_trained_now_and_then(self) -> None:
         assert found(ppo(exact).edit(when={"update_critic": When(every=2)})) == []
 
@@ -90,6 +95,16 @@ class TestReturnsAreNotScaled:  # FR025
         )
         assert found(graph) == []
         assert found(ppo(exact).edit(replace={"gae": DecoupledGAE()})) == []
+
+    def test_rewards_that_are_scaled_are_learnt_as_they_are(self) -> None:
+        class Scaled(Operator):
+            @property
+            def effects(self) -> frozenset[str]:
+                return frozenset({"scaled"})
+
+            def __call__(self, token_level_rewards: c.TokenLevelRewards) -> c.TokenLevelRewards: ...
+
+        assert found(ppo(exact).edit(insert={"scaled": After("kl_shape", Scaled())})) == []
 
 
 @algorithm

@@ -192,6 +192,7 @@ class TestChosenBeforeImitated:  # FR030
         scored = grpo(exact).edit(insert={"best": After("reward", Filter(Best()))})
         chosen = scored.edit(set={"update_actor.loss": NLL(), "update_actor.kl": None})
         assert found(chosen) == []
+        assert found(chosen.edit(set={"update_actor.ppo_epochs": 3})) == []  # what is imitated need not be one's own
 
     def test_another_s_answers(self) -> None:
         assert found(imitated(teacher="teacher")) == [("FR002", "update_actor")]
