@@ -230,6 +230,10 @@ Entropies = Annotated[
 NewValues = Annotated[Float32[Tensor, "batch response"], Column("new_values", "value of the critic that is trained")]
 """What the critic says now, with a gradient: for losses."""
 RefLogProbs = Annotated[Float32[Tensor, "batch response"], Column("ref_log_prob", "log-prob of the reference", 0.0)]
+LogitNorms = Annotated[
+    Float32[Tensor, "batch response"], Column("logit_norms", "squared norm in the logits of the old policy", 0.0)
+]
+"""``||d log p(token) / d logits||**2`` of each token, between 0 and 2: how much the policy could have said otherwise."""
 Values = Annotated[Float32[Tensor, "batch response"], Column("values", "value", 0.0)]
 Returns = Annotated[Float32[Tensor, "batch response"], Column("returns", "return", 0.0)]
 Advantages = Annotated[Float32[Tensor, "batch response"], Column("advantages", "advantage", 0.0)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flowrl.core.edit import After
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
 from flowrl.graphs.settings import edit_of
-from flowrl.operators import GPGAdvantage, OPOAdvantage, PassAtKAdvantage
+from flowrl.operators import GPGAdvantage, LogitNorm, OPOAdvantage, OptimalTokenBaseline, PassAtKAdvantage
 
 
 @edit_of(grpo)
@@ -38,6 +39,26 @@ def opo(reward_fn: str | Callable[..., Any], *, kl_coef: float = 0.0, **settings
         settings: others of `grpo`.
     """
     return grpo(reward_fn, kl_coef=kl_coef, **settings).edit(replace={"group_advantage": OPOAdvantage()}, name="opo")
+
+
+@edit_of(grpo)
+def otb(reward_fn: str | Callable[..., Any], *, kl_coef: float = 0.0, **settings: Any) -> Graph:
+    """A baseline of least variance at each token (OTB: Li et al. 2026, arXiv:2602.07078).
+
+    Answers to one prompt are each other's baseline, weighed by how hard their tokens so far have pulled at the policy;
+    that takes another forward pass.
+
+    Args:
+        reward_fn: scores a response; see `Reward`.
+        kl_coef: the weight of KL to the reference, in the loss; the paper has none.
+        settings: others of `grpo`.
+    """
+    return grpo(reward_fn, kl_coef=kl_coef, **settings).edit(
+        replace={"group_advantage": OptimalTokenBaseline()},
+        insert={"logit_norm": After("generate", LogitNorm())},
+        wire={"optimal_token_baseline.logit_norms": "logit_norm.logit_norms"},
+        name="otb",
+    )
 
 
 @edit_of(grpo)

@@ -9,7 +9,7 @@ from flowrl.core.loss import Loss
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
 from flowrl.graphs.settings import edit_of
-from flowrl.operators import CISPO, DPO, DPPO, GMPO, GSPO, SAPO, KLCov
+from flowrl.operators import CISPO, DPO, DPPO, GMPO, GSPO, SAPO, ClipCov, KLCov
 
 
 def _grpo(
@@ -105,6 +105,27 @@ def kl_cov(reward_fn: str | Callable[..., Any], *, top: float = 2e-4, coef: floa
         ParameterError: `clip` was given.
     """
     return _grpo("kl_cov", reward_fn, KLCov(top, coef), "token-mean", settings)
+
+
+@edit_of(grpo, without=("clip",))
+def clip_cov(
+    reward_fn: str | Callable[..., Any], *, share: float = 2e-4, low: float = 1.0, high: float = 5.0, **settings: Any
+) -> Graph:
+    """No gradient from some of the tokens that cost entropy (Clip-Cov: Cui et al. 2025, arXiv:2505.22617).
+
+    They are drawn from those whose log-prob and advantage vary together within bounds, over the mini-batch; see
+    `ClipCov`.
+
+    Args:
+        reward_fn: scores a response; see `Reward`.
+        share: how many are drawn, of all tokens.
+        low, high: the bounds of the covariance.
+        settings: others of `grpo`, except `clip`; `kl_coef` is 0 unless given.
+
+    Raises:
+        ParameterError: `clip` was given.
+    """
+    return _grpo("clip_cov", reward_fn, ClipCov(share, low, high), "token-mean", settings)
 
 
 @edit_of(grpo, without=("clip",))

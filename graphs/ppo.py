@@ -40,6 +40,7 @@ def ppo(
     clip: float = 0.2,
     ppo_epochs: int = 1,
     mini_batch: int | None = None,
+    critic_warmup: int = 0,
 ) -> tuple[Receipt, CriticUpdated, Mismatched]:
     """Proximal policy optimisation with a critic and KL in the reward (Ouyang et al. 2022, arXiv:2203.02155).
 
@@ -55,6 +56,8 @@ def ppo(
         clip: PPO's epsilon.
         ppo_epochs: passes over the rows of a step.
         mini_batch: rows per optimiser step; None for all.
+        critic_warmup: the steps in which the critic is trained alone, before the policy is (VC-PPO: Yuan et al. 2025,
+            arXiv:2503.01491).
     """
     prompts = Repeat(n)(batch)
     rollout = Generate(temperature=temperature, max_new_tokens=max_new_tokens)(prompts)
@@ -67,5 +70,6 @@ def ppo(
     adv = GAE(gamma, lam)(rewards, values, rollout.response_mask)
     white = Whiten()(adv.advantages, rollout.response_mask)
     critic = UpdateCritic(ppo_epochs=ppo_epochs, mini_batch=mini_batch)(rollout, values=values, returns=adv.returns)
-    actor = UpdateActor(PPOClip(clip), ppo_epochs, mini_batch)(rollout, old_log_probs=old, advantages=white)
+    update = UpdateActor(PPOClip(clip), ppo_epochs, mini_batch).when(start=critic_warmup)
+    actor = update(rollout, old_log_probs=old, advantages=white)
     return Sync()(actor), critic, mismatch

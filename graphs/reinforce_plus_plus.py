@@ -13,7 +13,7 @@ from flowrl.graphs.settings import edit_of
 from flowrl.operators import ReturnToGo, Whiten
 
 
-@edit_of(ppo, without=("lam",))
+@edit_of(ppo, without=("lam", "critic_warmup"))
 def reinforce_plus_plus(
     reward_fn: str | Callable[..., Any], *, n: int = 1, gamma: float = 1.0, **settings: Any
 ) -> Graph:
@@ -23,10 +23,10 @@ def reinforce_plus_plus(
         reward_fn: scores a response; see `Reward`.
         n: responses per prompt.
         gamma: discount.
-        settings: others of `ppo`, except `lam`; KL is in the reward.
+        settings: others of `ppo`, except `lam` and `critic_warmup`; KL is in the reward.
 
     Raises:
-        ParameterError: `lam` was given.
+        ParameterError: one of these was given.
     """
     return ppo(reward_fn, n=n, **settings).edit(
         replace={"gae": ReturnToGo(gamma)}, drop=["update_critic"], name="reinforce_plus_plus"

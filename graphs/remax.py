@@ -12,7 +12,7 @@ from flowrl.graphs.settings import edit_of
 from flowrl.operators import Generate, Reward, RowScore, SubtractBaseline
 
 
-@edit_of(reinforce_plus_plus, without=("lam",))
+@edit_of(reinforce_plus_plus, without=("lam", "critic_warmup"))
 def remax(reward_fn: str | Callable[..., Any], *, max_new_tokens: int = 1024, **settings: Any) -> Graph:
     """REINFORCE against the greedy answer (ReMax: Li et al. 2023, arXiv:2310.10505, eq. 6): no critic, no group.
 
@@ -26,7 +26,7 @@ def remax(reward_fn: str | Callable[..., Any], *, max_new_tokens: int = 1024, **
             one mini-batch a step nothing is clipped, and the update is REINFORCE's.
 
     Raises:
-        ParameterError: `lam` was given, which is for a critic.
+        ParameterError: `lam` or `critic_warmup` was given, which are for a critic.
     """
     return reinforce_plus_plus(reward_fn, max_new_tokens=max_new_tokens, **settings).edit(
         insert={

@@ -11,7 +11,7 @@ from flowrl.graphs.settings import edit_of
 from flowrl.operators import RLOOAdvantage
 
 
-@edit_of(ppo, without=("gamma", "lam"))
+@edit_of(ppo, without=("gamma", "lam", "critic_warmup"))
 def rloo(reward_fn: str | Callable[..., Any], *, n: int = 4, kl_coef: float = 0.05, **settings: Any) -> Graph:
     """REINFORCE with a leave-one-out baseline (RLOO: Ahmadian et al. 2024, arXiv:2402.14740).
 
@@ -22,8 +22,8 @@ def rloo(reward_fn: str | Callable[..., Any], *, n: int = 4, kl_coef: float = 0.
         reward_fn: scores a response; see `Reward`.
         n: responses per prompt.
         kl_coef: the weight of KL to the reference, in the reward.
-        settings: others of `ppo`, except those of its GAE, `gamma` and `lam`. With one mini-batch a step nothing is
-            clipped, and the update is REINFORCE's.
+        settings: others of `ppo`, except those of its critic: `gamma`, `lam` and `critic_warmup`. With one mini-batch a
+            step nothing is clipped, and the update is REINFORCE's.
 
     Raises:
         ParameterError: one of these was given.

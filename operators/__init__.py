@@ -5,15 +5,17 @@ if __name__ != "flowrl.operators":
 
 from flowrl.operators.advantage import GAE, DecoupledGAE, ReturnToGo, RowScore, SubtractBaseline, Whiten
 from flowrl.operators.correction import Mismatch, RolloutCorrection
-from flowrl.operators.engines import Generate, OldLogProb, RefLogProb, Repeat, Value
+from flowrl.operators.engines import Generate, LogitNorm, OldLogProb, RefLogProb, Repeat, Value
 from flowrl.operators.groups import GPGAdvantage, GroupAdvantage, OPOAdvantage, PassAtKAdvantage, RLOOAdvantage
 from flowrl.operators.held_out import MajorityAtK, PassAtK
 from flowrl.operators.kl import AdaptiveKL, KLShape
 from flowrl.operators.objective import KLLoss
-from flowrl.operators.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, KLCov, PPOClip, Reinforce
-from flowrl.operators.preferences import DPO, NLL
+from flowrl.operators.overlong import MaskOverlong, OverlongPenalty
+from flowrl.operators.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, ClipCov, KLCov, PPOClip, Reinforce
+from flowrl.operators.preferences import DPO, NLL, PPOClipNLL
 from flowrl.operators.reward.operator import Reward
-from flowrl.operators.rows import Collect, Filter, Length, Spread
+from flowrl.operators.rows import Collect, Filter, Length, Ranked, Spread
+from flowrl.operators.token_baseline import OptimalTokenBaseline
 from flowrl.operators.update import Sync, UpdateActor, UpdateCritic
 from flowrl.operators.value_losses import ValueClip, ValueHuber
 
@@ -28,6 +30,7 @@ __all__ = [
     "NLL",
     "SAPO",
     "AdaptiveKL",
+    "ClipCov",
     "Collect",
     "DecoupledGAE",
     "Filter",
@@ -38,14 +41,20 @@ __all__ = [
     "KLLoss",
     "KLShape",
     "Length",
+    "LogitNorm",
     "MajorityAtK",
+    "MaskOverlong",
     "Mismatch",
     "OPOAdvantage",
     "OldLogProb",
+    "OptimalTokenBaseline",
+    "OverlongPenalty",
     "PPOClip",
+    "PPOClipNLL",
     "PassAtK",
     "PassAtKAdvantage",
     "RLOOAdvantage",
+    "Ranked",
     "RefLogProb",
     "Reinforce",
     "Repeat",

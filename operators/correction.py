@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -26,12 +27,12 @@ from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
 from flowrl.core.session import State
 from flowrl.data.metrics import Metrics
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import DataError, ParameterError, offer
 from flowrl.operators.per_token import MAX_EXPONENT, kl_penalty, select
 
 logger = logging.getLogger(__name__)
 
-Level = Literal["token", "sequence", "geometric", "minimum"]
+Level = Literal["token", "sequence", "geometric", "minimum", "maximum", "k2", "k3"]
 Mode = Literal["truncate", "mask", "reject"]
 
 NEAR_ONE = (0.9, 1.1)
@@ -51,9 +52,12 @@ def importance_ratios(old_log_probs: Tensor, rollout_log_probs: Tensor, response
     - ``token``: d, for each token alone;
     - ``sequence``: the sum of d over the row, which is the ratio of the whole responses;
     - ``geometric``: the mean of d over the row, as GSPO takes it (Zheng et al. 2025, arXiv:2507.18071, eq. 7);
-    - ``minimum``: the smallest d of the row, of the token that the trainer finds the least plausible.
+    - ``minimum``: the smallest d of the row, of the token that the trainer finds the least plausible;
+    - ``maximum``: the largest ``|d|`` of the row, of the token on which they differ most, in either direction;
+    - ``k2``, ``k3``: these are no ratios, but how far apart they are, KL(engine || trainer) a token, by the mean over the
+      row of ``d**2 / 2`` or ``exp(d) - 1 - d`` (see `per_token`).
 
-    It is clamped to ±20, as in verl, so that nothing overflows.
+    The logarithm is clamped to ±20, as in verl, so that nothing overflows.
 
     Args:
         old_log_probs: float ``[batch response]``, the trainer's.
@@ -63,7 +67,7 @@ def importance_ratios(old_log_probs: Tensor, rollout_log_probs: Tensor, response
 
     Returns:
         float32, ``[batch response]`` at the level of tokens and ``[batch 1]`` otherwise; 1 off the mask and in rows
-        that are masked entirely.
+        that are masked entirely (0 by k2 and k3).
 
     Raises:
         DataError: a log-prob on the mask is NaN, or shapes differ.
@@ -76,6 +80,9 @@ def importance_ratios(old_log_probs: Tensor, rollout_log_probs: Tensor, response
             f"{float(old_log_probs[row, token]):g} and the engine's {float(rollout_log_probs[row, token]):g}; expected "
             f"finite log-probs on the mask: look for an overflow in the one that is not."
         )
+    if level in ("k2", "k3"):
+        apart = kl_penalty(-d, torch.zeros_like(d), level)
+        return apart.sum(-1, keepdim=True) / response_mask.sum(-1, keepdim=True).clamp(min=1)
     if level == "sequence":
         d = d.sum(-1, keepdim=True)
     elif level == "geometric":
@@ -83,6 +90,8 @@ def importance_ratios(old_log_probs: Tensor, rollout_log_probs: Tensor, response
     elif level == "minimum":
         least = d.masked_fill(~response_mask, torch.inf).amin(-1, keepdim=True)
         d = least.masked_fill(~response_mask.any(-1, keepdim=True), 0.0)
+    elif level == "maximum":
+        d = d.abs().amax(-1, keepdim=True)
     return d.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
 
 
@@ -119,8 +128,9 @@ class RolloutCorrection(Operator):
 
     Insert it behind what writes the advantages: ``edit(insert={"correction": After("whiten", RolloutCorrection())})``.
     Only one may weigh on the way to an update, and none where the loss's own ratio is to the rollout, or the ratio
-    would count twice (rule FR011); others may reject before or behind it, such as implausible rows:
-    ``RolloutCorrection("minimum", "reject", low=1e-4, high=None)``, which is verl's veto.
+    would count twice (rule FR011); any number of others may reject before or behind it, such as implausible rows:
+    ``RolloutCorrection("minimum", "reject", low=1e-4, high=None)``, which is verl's veto. `preset` has what is known by
+    name: ``RolloutCorrection.preset("icepop")``.
 
     Truncated per token it is biased but calm; per sequence it is the unbiased correction but for its bound, and its
     variance grows with the length. Where an engine renormalised by top-p or top-k, its log-probs are of that narrower
@@ -129,15 +139,19 @@ class RolloutCorrection(Operator):
     Reports, over tokens, or over rows at the other levels: ``rollout_corr/ratio_mean``, ``_min`` and ``_max`` before
     bounding, ``rollout_corr/weight_mean``, ``rollout_corr/bounded`` (the share out of bounds), and
     ``rollout_corr/ess``, the effective sample size of the weights as a share, ``(sum w)**2 / (n * sum w**2)`` (Kish
-    1965).
+    1965). By k2 and k3, which are no ratios, ``rollout_corr/k2_mean``, ``_min`` and ``_max`` take the place of the first.
 
     Args:
-        level: what has one weight: each token, or each row by its whole ratio, its geometric mean, or its least token.
+        level: what has one weight: each token, or each row by its whole ratio, its geometric mean, its least token, or
+            the one that differs most; or by how far engine and trainer are apart on it, by k2 or k3.
         mode: what happens to a ratio out of bounds: it is cut to `high`, or its weight is 0; see `bound_ratios`.
         low: the smallest ratio that counts; None is no bound, and truncation has none.
         high: the largest; None is no bound.
+        normalize: divide the weights by their mean over the batch, of tokens or rows as `level` has it, so that they
+            are 1 on average (self-normalised importance sampling; ``rollout_is_batch_normalize`` of verl).
 
     Raises:
+        ParameterError: bounds, mode and level do not go together.
         DataError: a log-prob on the mask is NaN.
     """
 
@@ -148,6 +162,26 @@ class RolloutCorrection(Operator):
     mode: Mode = "truncate"
     low: float | None = Field(default=None, gt=0)
     high: float | None = Field(default=2.0, gt=0)
+    normalize: bool = False
+
+    @classmethod
+    def preset(cls, name: str) -> RolloutCorrection:
+        """A correction under the name by which it is known.
+
+        - ``truncate``: tokens weigh at most 2 (TIS: Yao et al. 2025; verl's ``rollout_is=token``);
+        - ``mask``: rows whose ratio is above 3 are left out (MIS: TRL's default, ``sequence_mask``);
+        - ``icepop``: tokens outside 0.5 to 5 are left out (IcePop: Ling Team 2025, arXiv:2510.18855);
+        - ``geometric``: rows whose mean ratio is outside 0.99 to 1.01 are left out (verl's ``seq_mean_k1``);
+        - ``k3``: rows on which k3 is above 0.01 are left out (verl's ``seq_mean_k3``);
+        - ``veto``: rows with a token below 1e-4 are left out (verl's ``rollout_token_veto``);
+        - ``token_truncate``, ``token_mask``, ``sequence_truncate``, ``sequence_mask``: TRL's modes, at its cap of 3.
+
+        Raises:
+            ParameterError: no preset has this name.
+        """
+        if name not in PRESETS:
+            raise ParameterError(f"no preset is called {name!r}; {offer(name, PRESETS, 'there are')}")
+        return PRESETS[name]
 
     def __post_init__(self) -> None:
         if self.mode == "truncate" and (self.low is not None or self.high is None):
@@ -155,10 +189,20 @@ class RolloutCorrection(Operator):
                 f"truncation cuts ratios to high and nothing else, but was given low={self.low!r}, high={self.high!r}; "
                 f"give it high alone, or take mode='mask'"
             )
-        if self.mode != "reject" and self.level == "minimum":
+        if self.mode != "reject" and self.level in ("minimum", "maximum", "k2", "k3"):
             raise ParameterError(
-                f"the least ratio of a row is no weight for it, so level='minimum' cannot go with mode={self.mode!r}; "
-                f"take mode='reject', or level='sequence'"
+                f"{_NO_WEIGHT[self.level]} of a row is no weight for it, so level={self.level!r} cannot go with "
+                f"mode={self.mode!r}; take mode='reject', or level='sequence'"
+            )
+        if self.mode == "reject" and self.normalize:
+            raise ParameterError(
+                "what is rejected weighs 0 and all else 1, so that normalize=True would weigh what is kept; expected "
+                "it with mode='truncate' or mode='mask'"
+            )
+        if self.level in ("k2", "k3") and self.low is not None:
+            raise ParameterError(
+                f"low={self.low!r} would reject rows on which engine and trainer agree, since {self.level} is how far "
+                f"they are apart; give it high alone"
             )
         if (self.low, self.high) == (None, None) or (self.low or 0.0) > (self.high or float("inf")):
             raise ParameterError(
@@ -181,16 +225,41 @@ class RolloutCorrection(Operator):
         ratios = importance_ratios(old_log_probs, rollout_log_probs, response_mask, self.level)
         weights, outside = bound_ratios(ratios, self.mode, self.low, self.high)
         counted = response_mask if self.level == "token" else response_mask.any(-1, keepdim=True)
+        if self.normalize and (mean := weights[counted].double().mean()) > 0:  # not where there is none, or all weigh 0
+            weights = weights / mean.float()
         if counted.any():
             r, w, count = ratios[counted].double(), weights[counted].double(), int(counted.sum())
-            metrics.mean("rollout_corr/ratio_mean", r.sum(), count)
-            metrics.min("rollout_corr/ratio_min", r.min())
-            metrics.max("rollout_corr/ratio_max", r.max())
+            what = self.level if self.level in ("k2", "k3") else "ratio"
+            metrics.mean(f"rollout_corr/{what}_mean", r.sum(), count)
+            metrics.min(f"rollout_corr/{what}_min", r.min())
+            metrics.max(f"rollout_corr/{what}_max", r.max())
             metrics.mean("rollout_corr/weight_mean", w.sum(), count)
             metrics.mean("rollout_corr/bounded", outside[counted].sum(), count)
             squares = float(w.square().sum())
             metrics.mean("rollout_corr/ess", float(w.sum()) ** 2 / squares if squares else 0.0, count)
         return select(advantages, response_mask) * weights
+
+
+_NO_WEIGHT = {
+    "minimum": "the least ratio",
+    "maximum": "the largest difference",
+    "k2": "the distance",
+    "k3": "the distance",
+}
+
+PRESETS: Mapping[str, RolloutCorrection] = {
+    "truncate": RolloutCorrection("token", "truncate", high=2.0),
+    "mask": RolloutCorrection("sequence", "mask", high=3.0),
+    "icepop": RolloutCorrection("token", "mask", low=0.5, high=5.0),
+    "geometric": RolloutCorrection("geometric", "reject", low=0.99, high=1.001),
+    "k3": RolloutCorrection("k3", "reject", high=0.01),
+    "veto": RolloutCorrection("minimum", "reject", low=1e-4, high=None),
+    "token_truncate": RolloutCorrection("token", "truncate", high=3.0),
+    "token_mask": RolloutCorrection("token", "mask", high=3.0),
+    "sequence_truncate": RolloutCorrection("sequence", "truncate", high=3.0),
+    "sequence_mask": RolloutCorrection("sequence", "mask", high=3.0),
+}
+"""Of `RolloutCorrection.preset`."""
 
 
 class Mismatched(NamedTuple):

@@ -11,7 +11,7 @@ from pydantic import Field
 from flowrl import columns as c
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
-from flowrl.core.protocols import Critic, Rollout, Sampling, Scorer
+from flowrl.core.protocols import Critic, NormScorer, Rollout, Sampling, Scorer
 from flowrl.core.roles import Reads, Role
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
@@ -152,6 +152,20 @@ class OldLogProb(Operator):
 
     def __call__(self, rollout: Sequences) -> c.OldLogProbs:
         return self.actor.log_probs(rollout)
+
+
+class LogitNorm(Operator):
+    """How hard each sampled token pulls at the logits: ``||d log p / d logits||**2``, for `OptimalTokenBaseline`.
+
+    It is ``1 - 2 p + sum p**2`` by the trainer's weights at the start of the step, at each row's temperature: float32
+    ``[batch response]``, 0 off the mask. One forward pass.
+    """
+
+    granularity: ClassVar[Granularity] = "row"
+    actor: Reads[NormScorer] = Role("actor")
+
+    def __call__(self, rollout: Sequences) -> c.LogitNorms:
+        return self.actor.logit_norms(rollout)
 
 
 class RefLogProb(Operator):

@@ -7,6 +7,7 @@ The functions are plain torch; the operators below them are the same computation
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
@@ -67,6 +68,16 @@ class Groups:
     def sum(self, x: Tensor) -> Tensor:
         """For each row, the sum over its group: float64 ``[batch]`` from float64 ``[batch]``, 0 for dead rows."""
         return x.new_zeros(self._number).index_add_(0, self._index, x)[self._index]
+
+    def blocks(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """All rows, about `rows` at a time and whole groups: where they stand, and their groups from 0 on."""
+        order = self._index.argsort(stable=True)
+        ends = torch.bincount(self._index).cumsum(0).tolist()
+        start = first = 0
+        for number, end in enumerate(ends, 1):
+            if end - start >= rows or number == len(ends):
+                yield order[start:end], self._index[order[start:end]] - first
+                start, first = end, number
 
     def mean(self, x: Tensor) -> Tensor:
         """For each row, the mean over the live rows of its group."""
@@ -247,8 +258,8 @@ def _chance(some: Tensor, all_: Tensor, k: int) -> Tensor:
     return chance
 
 
-class _GroupBaseline:
-    """What the operators below share: they need several rows per prompt."""
+class GroupBaseline:
+    """What operators with a group baseline share: they need several rows per prompt."""
 
     granularity: ClassVar[Granularity] = "group"
 
@@ -258,7 +269,7 @@ class _GroupBaseline:
         return frozenset({"group baseline"})
 
 
-class GroupAdvantage(_GroupBaseline, Operator):
+class GroupAdvantage(GroupBaseline, Operator):
     """Group-relative advantages, as in GRPO; see `group_advantage`.
 
     Args:
@@ -278,14 +289,14 @@ class GroupAdvantage(_GroupBaseline, Operator):
         return group_advantage(token_level_rewards, response_mask, uid, self.normalize_std, self.eps)
 
 
-class RLOOAdvantage(_GroupBaseline, Operator):
+class RLOOAdvantage(GroupBaseline, Operator):
     """A score less the mean score of the other rows of its group, as in RLOO; see `rloo_advantage`."""
 
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
         return rloo_advantage(token_level_rewards, response_mask, uid)
 
 
-class OPOAdvantage(_GroupBaseline, Operator):
+class OPOAdvantage(GroupBaseline, Operator):
     """A score less the mean of its group, weighed by length, as in OPO; see `opo_advantage`.
 
     Args:
@@ -298,7 +309,7 @@ class OPOAdvantage(_GroupBaseline, Operator):
         return opo_advantage(token_level_rewards, response_mask, uid, self.leave_one_out)
 
 
-class GPGAdvantage(_GroupBaseline, Operator):
+class GPGAdvantage(GroupBaseline, Operator):
     """Group advantages scaled up by the share of groups that have nothing to tell, as in GPG; see `gpg_advantage`."""
 
     granularity: ClassVar[Granularity] = "batch"
@@ -307,7 +318,7 @@ class GPGAdvantage(_GroupBaseline, Operator):
         return gpg_advantage(token_level_rewards, response_mask, uid)
 
 
-class PassAtKAdvantage(_GroupBaseline, Operator):
+class PassAtKAdvantage(GroupBaseline, Operator):
     """Advantages that train pass@k; see `pass_at_k_advantage`.
 
     Args:

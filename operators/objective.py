@@ -18,6 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl.core.loss import Loss
+from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError, type_of
 from flowrl.operators.per_token import Estimator, kl_penalty, select
@@ -95,6 +96,7 @@ class TokenObjective:
         aggregation, norm: see `token_weights`.
         kl: a KL term, or None.
         entropy: the weight of the entropy bonus.
+        key: what a loss draws from.
     """
 
     loss: Loss
@@ -102,6 +104,7 @@ class TokenObjective:
     norm: float | None = None
     kl: KLLoss | None = None
     entropy: float = 0.0
+    key: Key | None = None
 
     @property
     def wants_entropy(self) -> bool:
@@ -156,7 +159,7 @@ class TokenObjective:
             column = on if name == "response_mask" else getattr(batch, name)
             per_token = isinstance(column, Tensor) and column.ndim == 2 and column.is_floating_point()
             columns[name] = select(column, on) if per_token else column
-        found = self.loss.of(columns, metrics)
+        found = self.loss.of(columns, metrics, self.key)
         shape = tuple(found.shape) if isinstance(found, Tensor) else type_of(found)
         if shape not in (tuple(new.shape), tuple(new.shape[:1])) or not found.is_floating_point():
             raise DataError(

@@ -8,6 +8,7 @@ micro-batches and ranks merge.
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar, Literal
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 from flowrl import columns as c
 from flowrl.core.loss import Loss, Unit
 from flowrl.core.ports import INJECTED, Signature
+from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
+from flowrl.errors import ParameterError
 from flowrl.operators.per_token import MAX_EXPONENT
 
 
@@ -67,7 +70,7 @@ class PPOClip(Loss):
     @property
     def signature(self) -> Signature:
         """The columns that are wired; `old_log_probs` is of the kind that the ratio is taken to."""
-        return self._signature if self.ratio_to == "old" else _to_rollout
+        return self._signature if self.ratio_to == "old" else _to_rollout(type(self))
 
     @property
     def effects(self) -> frozenset[str]:
@@ -96,7 +99,10 @@ class PPOClip(Loss):
         return per_token
 
 
-_to_rollout = PPOClip._signature.retyped("old_log_probs", c.RolloutLogProbs)  # made once: calls are laid out by it
+@functools.cache
+def _to_rollout(loss: type[PPOClip]) -> Signature:
+    """Made once for a class: calls are laid out by it."""
+    return loss._signature.retyped("old_log_probs", c.RolloutLogProbs)
 
 
 class Reinforce(Loss):
@@ -252,13 +258,71 @@ class KLCov(Loss):
         metrics: Metrics = INJECTED,
     ) -> Tensor:
         log_ratio = log_ratio_of(log_probs, old_log_probs, response_mask, metrics)
-        said, advantage = log_probs.detach()[response_mask], advantages[response_mask]
-        covariance = torch.full_like(advantages, -torch.inf)
-        covariance[response_mask] = (said - said.mean()) * (advantage - advantage.mean())
-        most = covariance.flatten().topk(min(len(said), max(1, int(self.top * len(said))))).indices
-        chosen = torch.zeros_like(response_mask).flatten()
-        chosen[most] = True
-        return -advantages * _exp(log_ratio) + self.coef * log_ratio.abs() * chosen.view_as(advantages)
+        covariance, tokens = _covariance(log_probs, advantages, response_mask), int(response_mask.sum())
+        most = covariance.flatten().topk(min(tokens, max(1, int(self.top * tokens)))).indices
+        return -advantages * _exp(log_ratio) + self.coef * log_ratio.abs() * _at(most, response_mask)
+
+
+class ClipCov(Loss):
+    """No gradient from some of the tokens that cost entropy (Clip-Cov: Cui et al. 2025, arXiv:2505.22617).
+
+    ``-A * r``, and 0 for tokens that are drawn, as many as the share `share` of the mini-batch's, from those whose
+    ``(log_prob - mean) * (A - mean)`` is from `low` to `high` (means over the mini-batch).
+
+    Reports ``actor/pg_clipfrac``, the share of tokens that were drawn.
+
+    Args:
+        share: how many are drawn, of all tokens; at least one, and at most those within the bounds.
+        low, high: the bounds of the covariance.
+
+    Raises:
+        ParameterError: `low` is above `high`.
+    """
+
+    unit: ClassVar[Unit] = "batch"
+
+    share: float = Field(default=2e-4, gt=0, le=1)
+    low: float = 1.0
+    high: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ParameterError(
+                f"no covariance is from low={self.low:g} to high={self.high:g}; expected low <= high, as in "
+                f"ClipCov(low=1.0, high=5.0)"
+            )
+
+    def __call__(
+        self,
+        log_probs: c.LogProbs,
+        old_log_probs: c.OldLogProbs,
+        advantages: c.Advantages,
+        response_mask: c.ResponseMask,
+        metrics: Metrics = INJECTED,
+        key: Key = INJECTED,
+    ) -> Tensor:
+        ratio = _exp(log_ratio_of(log_probs, old_log_probs, response_mask, metrics))
+        covariance, tokens = _covariance(log_probs, advantages, response_mask), int(response_mask.sum())
+        band = ((covariance >= self.low) & (covariance <= self.high)).flatten().nonzero().flatten()
+        order = torch.randperm(len(band), generator=key.generator())[: max(1, int(self.share * tokens))]
+        drawn = _at(band[order.to(band.device)], response_mask)
+        metrics.mean("actor/pg_clipfrac", drawn.sum(), tokens)
+        return -advantages * ratio * ~drawn
+
+
+def _covariance(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
+    """``(log_prob - mean) * (A - mean)`` of each token, means over all on the mask; -inf off it."""
+    said, advantage = log_probs.detach()[response_mask], advantages[response_mask]
+    covariance = torch.full_like(advantages, -torch.inf)
+    covariance[response_mask] = (said - said.mean()) * (advantage - advantage.mean())
+    return covariance
+
+
+def _at(places: Tensor, response_mask: Tensor) -> Tensor:
+    """True at these tokens, counted row by row: bool of the shape of the mask."""
+    found = torch.zeros_like(response_mask).flatten()
+    found[places] = True
+    return found.view_as(response_mask)
 
 
 class DPPO(Loss):

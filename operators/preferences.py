@@ -1,4 +1,5 @@
-"""Losses that learn from examples: those to imitate, and pairs of which one is preferred."""
+"""Losses that learn from examples: those to imitate, alone or beside the policy gradient, and pairs of which one is
+preferred."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from flowrl.core.ports import INJECTED
 from flowrl.data.column_math import rows_of_groups
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
+from flowrl.operators.policy_losses import PPOClip
 
 
 class NLL(Loss):
@@ -22,6 +24,42 @@ class NLL(Loss):
 
     def __call__(self, log_probs: c.LogProbs) -> Tensor:
         return -log_probs
+
+
+class PPOClipNLL(PPOClip):
+    """The clipped surrogate, and the negative log-likelihood of answers that are right (VAPO: Yue et al. 2025,
+    arXiv:2504.05118, §4.3).
+
+    ``l_t - coef * [right] * (N / N_right) * log_prob``, where ``l_t`` is the loss of `PPOClip`, and N_right of the
+    mini-batch's N tokens are of right answers. So with ``token-mean`` the second term is ``coef`` times the mean over
+    the tokens of right answers; it is 0 where there is none.
+
+    Reports, too, ``actor/nll_loss``: that mean, before its coefficient.
+
+    Args:
+        coef: the weight of the second term.
+        above: an answer is right where the sum of its scores is above.
+    """
+
+    unit: ClassVar[Unit] = "batch"
+
+    coef: float = Field(default=0.1, gt=0)
+    above: float = 0.0
+
+    def __call__(
+        self,
+        log_probs: c.LogProbs,
+        old_log_probs: c.OldLogProbs,
+        advantages: c.Advantages,
+        response_mask: c.ResponseMask,
+        token_level_scores: c.TokenLevelScores,
+        metrics: Metrics = INJECTED,
+    ) -> Tensor:
+        surrogate = super().__call__(log_probs, old_log_probs, advantages, response_mask, metrics)
+        right = response_mask & (token_level_scores.sum(-1, keepdim=True) > self.above)
+        metrics.mean("actor/nll_loss", -(log_probs.detach() * right).sum(), right.sum())
+        share = right.sum().clamp(min=1) / response_mask.sum().clamp(min=1)
+        return surrogate - self.coef / share * right * log_probs
 
 
 class DPO(Loss):

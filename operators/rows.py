@@ -18,7 +18,7 @@ from flowrl.data.column_math import numbers_of_groups, rows_of_groups
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import ValueType
 from flowrl.data.rounds import Collected, Round
-from flowrl.errors import DataError
+from flowrl.errors import DataError, ParameterError
 
 
 class Spread(Operator):
@@ -50,6 +50,40 @@ class Spread(Operator):
         best.scatter_reduce_(0, group[live], scores[live], "amax")
         apart = best - worst  # -inf for a group without a score
         return ((apart > 0) & (apart >= self.least))[group]
+
+
+class Ranked(Operator):
+    """The best and the worst rows of each group, by the sum of their scores (PF-PPO: Zhang et al. 2024, arXiv:2409.06957).
+
+    ``Ranked(best=1)`` is best-of-n, ``Ranked(best=1, worst=1)`` what PF-PPO filters by: a reward is trusted the more the
+    nearer it is to the ends. Of equal scores the earlier row is the better one. Rows that are masked entirely have no
+    score and do not go on; of a group of fewer rows all others do.
+
+    Args:
+        best, worst: how many rows of a group go on from either end.
+
+    Returns:
+        bool ``[batch]``.
+
+    Raises:
+        ParameterError: both are 0.
+    """
+
+    granularity: ClassVar[Granularity] = "group"
+    best: int = Field(default=1, ge=0)
+    worst: int = Field(default=0, ge=0)
+
+    def __post_init__(self) -> None:
+        if not self.best + self.worst:
+            raise ParameterError("best=0, worst=0 keep no row of a group; expected at least one, as in Ranked(best=1)")
+
+    def __call__(self, token_level_scores: TokenLevelScores, response_mask: ResponseMask, uid: Uid) -> Kept:
+        scores = torch.where(response_mask, token_level_scores, 0.0).sum(-1, dtype=torch.float64).tolist()
+        live, kept = response_mask.any(-1).tolist(), torch.zeros(len(scores), dtype=torch.bool)
+        for members in rows_of_groups(uid).values():
+            ranked = sorted((row for row in members if live[row]), key=scores.__getitem__, reverse=True)
+            kept[ranked[: self.best] + ranked[max(0, len(ranked) - self.worst) :]] = True
+        return kept
 
 
 class Length(Operator):

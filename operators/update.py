@@ -187,7 +187,7 @@ class UpdateActor(_Update, Operator):
             )
             mask = own_rows(rollout.response_mask, share)
             metrics.mean("kl/ref", (old - ref)[mask].sum(), mask.sum())
-        objective = TokenObjective(self.loss, self.aggregation, self.norm, self.kl, self.entropy)
+        objective = TokenObjective(self.loss, self.aggregation, self.norm, self.kl, self.entropy, key)
         read = {**columns, "ref_log_prob": ref_log_prob}
         metrics.merge(self._train(self.actor, rollout, read, objective, key, share))
         return Updated(self.actor.version)
@@ -232,7 +232,7 @@ class UpdateCritic(_Update, Operator):
         share: Share | None = INJECTED,
         **columns: FromLoss,
     ) -> CriticUpdated:
-        objective = TokenObjective(self.loss, self.aggregation, self.norm)
+        objective = TokenObjective(self.loss, self.aggregation, self.norm, key=key)
         metrics.merge(self._train(self.critic, rollout, columns, objective, key, share))
         return CriticUpdated(self.critic.version)
 

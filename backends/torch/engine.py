@@ -6,7 +6,7 @@ calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -187,13 +187,22 @@ class TorchScorerEngine(Resident):
             RankError: that is so on another rank.
             AsleepError: the engine sleeps.
         """
-        self.residence.require_awake("log_probs")
-        with self._scorer.mesh.all_or_none("log_probs"):
+        return self._scored("log_probs", batch, lambda micro: self._scorer.log_probs(micro, self._chunk, "none")[0])
+
+    @torch.no_grad()
+    def logit_norms(self, batch: Sequences) -> Tensor:
+        """``1 - 2 p + sum p**2`` of the response tokens, at each row's temperature: float32 ``[batch response]``, 0 off
+        the mask.
+
+        That is the squared norm of the gradient of a token's log-prob in the logits over the temperature, where p is
+        its probability and the sum is over the vocabulary. Ranks and errors as in `log_probs`.
+        """
+        return self._scored("logit_norms", batch, lambda micro: self._scorer.logit_norms(micro, self._chunk))
+
+    def _scored(self, call: str, batch: Sequences, score: Callable[[SequenceInputs], Tensor]) -> Tensor:
+        self.residence.require_awake(call)
+        with self._scorer.mesh.all_or_none(call):
             inputs = SequenceInputs.of(batch, self._scorer.vocabulary)
-
-        def score(micro: SequenceInputs) -> Tensor:
-            return self._scorer.log_probs(micro, self._chunk, "none")[0]
-
         return score_rows(self._scorer.mesh, inputs, self._max_tokens, score)
 
 
@@ -282,12 +291,12 @@ class AdapterOffEngine(TorchScorerEngine):
         super().__init__(actor.folder, actor._scorer, actor._max_tokens, actor._chunk, residence)
         self._actor = actor
 
-    def log_probs(self, batch: Sequences) -> Tensor:
-        """As `TorchScorerEngine.log_probs`, with the adapter off; it is on again afterwards.
+    def _scored(self, call: str, batch: Sequences, score: Callable[[SequenceInputs], Tensor]) -> Tensor:
+        """As `TorchScorerEngine._scored`, with the adapter off; it is on again afterwards.
 
         Raises:
             AsleepError: this engine sleeps, or the trainer.
         """
-        self._actor.residence.require_awake("log_probs")
+        self._actor.residence.require_awake(call)
         with self._scorer.without_adapter():
-            return super().log_probs(batch)
+            return super()._scored(call, batch, score)

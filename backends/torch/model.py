@@ -367,6 +367,11 @@ class TorchModel:
         """
         return self.gathered.call(self._log_probs, batch, chunk, _SCORES[entropy])
 
+    def logit_norms(self, batch: Sequences, chunk: int) -> Tensor:
+        """``||d log p(token) / d logits||**2`` of the response tokens, in the logits over the temperature: float32 ``[batch
+        response]``, 0 off the mask."""
+        return self.gathered.call(self._log_probs, batch, chunk, _norm)[0]
+
     def _log_probs(
         self, batch: Sequences, chunk: int, score: Callable[..., tuple[Tensor, ...]]
     ) -> tuple[Tensor, Tensor | None]:
@@ -397,6 +402,11 @@ def _score_with_value(head: nn.Module, states: Tensor, targets: Tensor, temperat
     log_p = _log_softmax(head, states, temperature)
     seen = log_p.detach()
     return log_p.gather(1, targets[:, None]).squeeze(1), -(seen.exp() * seen).sum(1)
+
+
+def _norm(head: nn.Module, states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    p = _log_softmax(head, states, temperature).exp()
+    return (p.scatter_add_(1, targets[:, None], p.new_full((len(p), 1), -1.0)).square().sum(1),)
 
 
 _SCORES: dict[Entropy, Callable[..., tuple[Tensor, ...]]] = {

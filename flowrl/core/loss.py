@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flowrl.columns import ColumnType
 from flowrl.core.ports import Port, PortField, Signature, inputs_of, refuse_no_function, return_of
+from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import located
 from flowrl.errors import DefinitionError
@@ -45,7 +46,8 @@ class Loss(Spec):
     """Base class of all losses; see the module's docstring.
 
     `__call__` returns the loss of each token, float ``[rows response]``; or of each row, ``[rows]``, which is then that
-    of every token of the row. It may take ``metrics: Metrics = INJECTED``.
+    of every token of the row. It may take ``metrics: Metrics = INJECTED``; and where its unit is ``"batch"``, so that it
+    is called once for a mini-batch, ``key: Key = INJECTED`` to draw from: that of the update in this step.
 
     Class attributes:
         unit: what must be seen together for the loss to be right: ``"token"`` or ``"row"`` (each alone), ``"group"``
@@ -99,10 +101,10 @@ class Loss(Spec):
         """What it does that rules look for along the dataflow; see `Operator.effects`."""
         return frozenset()
 
-    def of(self, columns: Mapping[str, Any], metrics: Metrics) -> Any:
+    def of(self, columns: Mapping[str, Any], metrics: Metrics, key: Key | None = None) -> Any:
         """What `__call__` returns for these columns, each under the name of the parameter that takes it."""
         names = (*self.said.values(), *self.signature.ports)
-        injected = {name: metrics for name in self.signature.injected}
+        injected = {name: metrics if cls is Metrics else key for name, cls in self.signature.injected.items()}
         return self(**{name: columns[name] for name in names}, **injected)
 
 
@@ -120,8 +122,10 @@ def _what_is_said(reads: Signature, where: str) -> dict[Said, str]:
             f"`log_probs: LogProbs` for a policy, with `entropies: Entropies` or without, or `new_values: NewValues` "
             f"for a critic."
         )
-    if other := [cls.__name__ for cls in reads.injected.values() if cls is not Metrics]:
-        raise DefinitionError(f"{where}.__call__ takes a {other[0]}; expected columns, and `metrics: Metrics` perhaps.")
+    if other := [cls.__name__ for cls in reads.injected.values() if cls not in (Metrics, Key)]:
+        raise DefinitionError(
+            f"{where}.__call__ takes a {other[0]}; expected columns, and perhaps `metrics: Metrics` and `key: Key`."
+        )
     return said
 
 
@@ -137,6 +141,11 @@ def _refuse_unit(cls: type[Loss], where: str) -> None:
         raise DefinitionError(
             f"{where}.unit is {cls.unit!r}; expected one of {', '.join(map(repr, typing.get_args(Unit)))}: what must "
             f"be seen together."
+        )
+    if Key in cls._signature.injected.values() and cls.unit != "batch":
+        raise DefinitionError(
+            f"{where}.__call__ takes a Key, and its unit is {cls.unit!r}, so it would draw the same numbers again for "
+            f"every micro-batch; expected the unit 'batch', of which it is called once for a mini-batch."
         )
     kinds = [_column(port).kind for port in cls._signature.ports.values()]
     if cls.unit == "group" and kinds.count("group") != 1:

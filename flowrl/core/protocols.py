@@ -119,6 +119,16 @@ class Scorer(Protocol):
 
 
 @runtime_checkable
+class NormScorer(Scorer, Protocol):
+    """A scorer that also says how hard each token pulls at the logits."""
+
+    def logit_norms(self, batch: Sequences) -> Tensor:
+        """Squared norms of the gradient of each response token's log-prob in its logits: float32 ``[batch response]``,
+        0 off the mask."""
+        ...
+
+
+@runtime_checkable
 class Coarse(Protocol):
     """A scorer, or an engine that generates, which says what it computes in; of others float32 is expected."""
 

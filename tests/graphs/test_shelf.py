@@ -32,9 +32,14 @@ def asks_for_digits(data_source: str, solution_str: str, ground_truth: str, extr
     return float(digits(data_source, solution_str, ground_truth) >= 0.25)
 
 
+SETTINGS: dict[str, dict[str, int]] = {"dapo": {"groups": 1, "max_new_tokens": 20}, "vapo": {"critic_warmup": 1}}
+"""What an algorithm needs to learn from three prompts in three steps, beside what all are given."""
+
+
 @every
 def test_it_takes_three_steps_that_change_the_actor(algorithm: object, tiny: str) -> None:
-    job = job_of(algorithm.__name__, tiny, asks_for_digits, n=5)  # type: ignore[attr-defined]
+    name = algorithm.__name__  # type: ignore[attr-defined]
+    job = job_of(name, tiny, asks_for_digits, n=5, **SETTINGS.get(name, {}))
     engines = job.build(0)
     steps, before = walk(job.graph, **engines), weights_of(engines["actor"])
     steps.sync()

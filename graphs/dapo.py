@@ -1,0 +1,52 @@
+"""DAPO, as an edit of GRPO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flowrl.core.edit import After
+from flowrl.graph import Graph
+from flowrl.graphs.grpo import grpo
+from flowrl.operators import Collect, MaskOverlong, OverlongPenalty, Spread
+
+
+def dapo(
+    reward_fn: str | Callable[..., Any],
+    *,
+    groups: int = 32,
+    n: int = 16,
+    max_new_tokens: int = 1024,
+    overlong_buffer: int | None = None,
+    clip_high: float = 0.28,
+    kl_coef: float = 0.0,
+    **settings: Any,
+) -> Graph:
+    """GRPO for long answers, on prompts that teach (DAPO: Yu et al. 2025, arXiv:2503.14476): no KL, and four changes.
+
+    Clip-higher (eq. 10); dynamic sampling (eq. 11): further prompts are drawn in the place of those whose answers are
+    all right or all wrong; the mean over tokens (eq. 12), which is GRPO's here, too; and overlong answers (§3.4), which
+    lose score as they come near the end (eq. 13), and count for nothing in the loss if they were cut off there.
+    ``edit(drop=["collect"])`` takes out dynamic sampling, and ``"overlong_penalty"`` and ``"mask_overlong"`` their part.
+
+    Args:
+        reward_fn: scores a response; see `Reward`.
+        groups: prompts that are trained on in a step; see `Collect`.
+        n: responses per prompt, the size of a group.
+        max_new_tokens: the longest a response may get.
+        overlong_buffer: over how many of the last tokens the penalty grows; None is a fifth, as in the paper.
+        clip_high: how far above 1 the ratio counts; `clip` is how far below.
+        kl_coef: the weight of KL to the reference, in the loss; the paper has none.
+        settings: others of `grpo`.
+    """
+    buffer = max(1, max_new_tokens // 5) if overlong_buffer is None else overlong_buffer
+    return grpo(reward_fn, n=n, max_new_tokens=max_new_tokens, kl_coef=kl_coef, **settings).edit(
+        set={"update_actor.loss.clip_high": clip_high},
+        insert={
+            "collect": After("reward", Collect(Spread(), groups=groups)),
+            "overlong_penalty": After("reward", OverlongPenalty(max_new_tokens, buffer)),
+            "mask_overlong": After("group_advantage", MaskOverlong(max_new_tokens - 1)),
+        },
+        wire={"update_actor.rollout.response_mask": "mask_overlong.response_mask"},
+        name="dapo",
+    )

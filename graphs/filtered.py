@@ -1,0 +1,56 @@
+"""Methods that train on some of the answers to each prompt, chosen by their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flowrl.core.edit import After
+from flowrl.graph import Graph
+from flowrl.graphs.grpo import grpo
+from flowrl.graphs.ppo import ppo
+from flowrl.graphs.settings import refuse_lost
+from flowrl.operators import NLL, Filter, Ranked
+
+
+def raft(reward_fn: str | Callable[..., Any], *, best: int = 1, n: int = 8, **settings: Any) -> Graph:
+    """Supervised fine-tuning on the best of n own answers (RAFT: Dong et al. 2023, arXiv:2304.06767, alg. 1).
+
+    There is no advantage, no ratio and no reference.
+
+    Args:
+        reward_fn: scores a response; see `Reward`.
+        best: how many of a prompt's answers are imitated.
+        n: responses per prompt.
+        settings: others of `grpo`, except `clip`, `kl_coef`, and `mini_batch`: a filter tells no one how many rows go on.
+
+    Raises:
+        ParameterError: one of these was given.
+    """
+    refuse_lost("raft", settings, "clip", "kl_coef", "mini_batch")
+    chosen = grpo(reward_fn, n=n, kl_coef=0.0, **settings).edit(
+        insert={"filter": After("reward", Filter(Ranked(best)))}
+    )
+    return chosen.edit(set={"update_actor.loss": NLL()}, name="raft")
+
+
+def pf_ppo(
+    reward_fn: str | Callable[..., Any], *, best: int = 1, worst: int = 1, n: int = 8, **settings: Any
+) -> Graph:
+    """PPO on answers whose reward can be trusted (PF-PPO: Zhang et al. 2024, arXiv:2409.06957).
+
+    A reward model is surest of the best and the worst answers to a prompt, so policy and critic learn from these.
+
+    Args:
+        reward_fn: scores a response; see `Reward`.
+        best, worst: how many of a prompt's answers go on from either end; ``worst=0`` is the paper's best-of-n.
+        n: responses per prompt.
+        settings: others of `ppo`, except `mini_batch`: a filter tells no one how many rows go on.
+
+    Raises:
+        ParameterError: `mini_batch` was given.
+    """
+    refuse_lost("pf_ppo", settings, "mini_batch")
+    return ppo(reward_fn, n=n, **settings).edit(
+        insert={"filter": After("reward", Filter(Ranked(best, worst)))}, name="pf_ppo"
+    )

@@ -1,0 +1,102 @@
+"""Rollout correction by distance, by the mean of the batch, several in a chain, and by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flowrl.core.edit import After
+from flowrl.data.metrics import Metrics
+from flowrl.errors import ParameterError
+from flowrl.graphs import grpo
+from flowrl.operators import RolloutCorrection
+from flowrl.operators.correction import PRESETS, Mode
+from tests.kernel import exact
+from tests.operators.ragged import masks, numbers
+
+# Ratios of 2, 1/2, 4 | 1, 1 | 3.
+MASK = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+D = torch.tensor([[2.0, 0.5, 4.0], [1.0, 1.0, 1.0], [3.0, 1.0, 1.0]]).log()
+
+
+def weights(correction: RolloutCorrection, d: Tensor = D, mask: Tensor = MASK) -> tuple[Tensor, dict[str, float]]:
+    metrics = Metrics()
+    found = correction(torch.ones(mask.shape), d, torch.zeros(mask.shape), mask, metrics=metrics)
+    return found, metrics.compute()
+
+
+@pytest.mark.parametrize(
+    ("level", "inside", "outside"),
+    [
+        ("maximum", 4.01, 3.99),  # |log 4| is the largest; log 1/2 counts as log 2
+        ("k2", 0.4806, 0.4802),  # (log(2)**2 + log(2)**2 + log(4)**2) / 2 / 3 = log(2)**2
+        ("k3", 0.7047, 0.7045),  # (6.5 - 3 - log(4)) / 3
+    ],
+)
+def test_rows_that_are_too_far_apart_are_left_out(level: str, inside: float, outside: float) -> None:
+    kept, metrics = weights(RolloutCorrection(level, "reject", high=inside), D[:2], MASK[:2])  # type: ignore[arg-type]
+    assert torch.equal(kept, MASK[:2].float()) and metrics["rollout_corr/bounded"] == 0
+    left, metrics = weights(RolloutCorrection(level, "reject", high=outside), D[:2], MASK[:2])  # type: ignore[arg-type]
+    assert left.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
+    assert metrics["rollout_corr/bounded"] == 0.5
+
+
+@settings(deadline=None, max_examples=40)
+@given(masks(), st.integers(0, 2**31), st.sampled_from(["truncate", "mask"]), st.sampled_from(["token", "sequence"]))
+def test_normalised_weights_are_the_same_but_for_their_mean(mask: Tensor, seed: int, mode: Mode, level: str) -> None:
+    """Over tokens, or over rows, those of weight 0 among them."""
+    d = numbers(mask, seed, off=0.0)
+    plain, _ = weights(RolloutCorrection(level, mode, high=1.5), d, mask)  # type: ignore[arg-type]
+    found, metrics = weights(RolloutCorrection(level, mode, high=1.5, normalize=True), d, mask)  # type: ignore[arg-type]
+    rows = [row.double() for row, on in zip(plain, mask, strict=True) if on.any()]
+    units = torch.cat([r[m] for r, m in zip(plain.double(), mask, strict=True)]) if level == "token" else None
+    if units is None:
+        units = torch.stack([row.max() for row in rows]) if rows else torch.zeros(0)
+    mean = float(units.mean()) if len(units) else 0.0
+    torch.testing.assert_close(found.double(), plain.double() / mean if mean else plain.double(), rtol=1e-5, atol=1e-7)
+    if mean:
+        assert metrics["rollout_corr/weight_mean"] == pytest.approx(1.0)
+
+
+def test_several_in_a_chain_leave_out_what_any_of_them_does() -> None:
+    graph = grpo(exact).edit(
+        insert={
+            "weigh": After("group_advantage", RolloutCorrection.preset("truncate")),
+            "near": After("group_advantage", RolloutCorrection("k3", "reject", high=0.6)),
+            "plausible": After("group_advantage", RolloutCorrection("maximum", "reject", high=2.9)),
+        }
+    )
+    assert graph.check(prompts=8) == []
+    found = torch.ones(MASK.shape)
+    for name in ("weigh", "near", "plausible"):
+        found = graph[name].operator(found, D, torch.zeros(MASK.shape), MASK)
+    assert found.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("truncate", [[2.0, 0.5, 2.0], [1.0, 1.0, 0.0], [2.0, 0.0, 0.0]]),
+        ("mask", [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [3.0, 0.0, 0.0]]),
+        ("icepop", [[2.0, 0.5, 4.0], [1.0, 1.0, 0.0], [3.0, 0.0, 0.0]]),
+        ("geometric", [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]),
+        ("k3", [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]),
+        ("veto", [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]),
+        ("token_truncate", [[2.0, 0.5, 3.0], [1.0, 1.0, 0.0], [3.0, 0.0, 0.0]]),
+        ("token_mask", [[2.0, 0.5, 0.0], [1.0, 1.0, 0.0], [3.0, 0.0, 0.0]]),
+        ("sequence_truncate", [[3.0, 3.0, 3.0], [1.0, 1.0, 0.0], [3.0, 0.0, 0.0]]),
+        ("sequence_mask", [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [3.0, 0.0, 0.0]]),
+    ],
+)
+def test_a_preset_does_what_its_name_says(name: str, expected: list[list[float]]) -> None:
+    found, _ = weights(RolloutCorrection.preset(name), D.double().float())
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_presets_are_tested_and_others_offered() -> None:
+    assert len(PRESETS) == 10
+    with pytest.raises(ParameterError, match=r"no preset is called 'ice_pop'; there are truncate, .*'icepop'"):
+        RolloutCorrection.preset("ice_pop")
