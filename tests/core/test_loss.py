@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl import INJECTED, Graph, Loss, Metrics, Operator
+from flowrl import INJECTED, Graph, Loss, Metrics, Operator, Step
 from flowrl import columns as c
 from flowrl.core.loss import Unit
 from flowrl.core.ports import FromLoss, PortField
@@ -145,6 +145,7 @@ def nothing_said(self: Any, advantages: c.Advantages) -> Tensor: ...
 def both_said(self: Any, log_probs: c.LogProbs, new_values: c.NewValues) -> Tensor: ...
 def a_record(self: Any, log_probs: c.LogProbs, rollout: Tokens) -> Tensor: ...
 def a_key(self: Any, log_probs: c.LogProbs, key: Key = INJECTED) -> Tensor: ...
+def a_step(self: Any, log_probs: c.LogProbs, step: Step = INJECTED) -> Tensor: ...
 def a_column(self: Any, log_probs: c.LogProbs) -> c.Advantages: ...
 def fine(self: Any, log_probs: c.LogProbs) -> Tensor: ...
 
@@ -155,7 +156,8 @@ def fine(self: Any, log_probs: c.LogProbs) -> Tensor: ...
         (nothing_said, {}, r"reads nothing of the model that is trained; expected `log_probs: LogProbs` for a policy"),
         (both_said, {}, r"reads log_probs, new_values of the model that is trained; expected"),
         (a_record, {}, r"\(rollout\).*a loss reads columns, each by a parameter"),
-        (a_key, {}, r"takes a Key; expected columns, and `metrics: Metrics` perhaps"),
+        (a_key, {}, r"takes a Key, and its unit is 'token'.*every micro-batch; expected the unit 'batch'"),
+        (a_step, {}, r"takes a Step; expected columns, and perhaps `metrics: Metrics` and `key: Key`"),
         (a_column, {}, r"returns something else than a tensor; expected the loss of each token"),
         (fine, {"unit": "rows", "__annotations__": {"unit": "ClassVar[str]"}}, r"unit is 'rows'; expected one of 'tok"),
         (

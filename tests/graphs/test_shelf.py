@@ -143,6 +143,15 @@ def test_a_setting_that_the_neighbour_does_not_have() -> None:
         ("rloo", "lam"),
         ("reinforce_plus_plus", "lam"),
         ("remax", "lam"),
+        ("rloo", "critic_warmup"),
+        ("reinforce_plus_plus", "critic_warmup"),
+        ("remax", "critic_warmup"),
+        ("raft", "clip"),
+        ("raft", "kl_coef"),
+        ("raft", "mini_batch"),
+        ("pf_ppo", "mini_batch"),
+        ("vapo", "lam"),
+        ("vapo", "kl_coef"),
     ],
 )
 def test_a_setting_of_what_is_left_out_is_refused(name: str, setting: str) -> None:
@@ -155,7 +164,7 @@ def test_pass_at_k_needs_more_answers_than_it_tries() -> None:
         graphs.pass_at_k(exact, k=8)
 
 
-@pytest.mark.parametrize("name", ["gpg", "opo", "dr_grpo"])
+@pytest.mark.parametrize("name", ["gpg", "opo", "otb", "dr_grpo", "dapo"])
 def test_kl_comes_back_where_the_paper_has_none(name: str) -> None:
     assert getattr(graphs, name)(exact)["update_actor"].operator.kl is None
     graph = getattr(graphs, name)(exact, kl_coef=0.5)
@@ -170,6 +179,7 @@ def test_kl_comes_back_where_the_paper_has_none(name: str) -> None:
         ("gmpo", "seq-mean-token-mean"),
         ("sapo", "seq-mean-token-mean"),
         ("kl_cov", "token-mean"),
+        ("clip_cov", "token-mean"),
         ("dppo", "token-mean"),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import assume
 from torch import Tensor
 
 from flowrl.core.loss import Loss
-from flowrl.operators import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, KLCov, PPOClip, Reinforce
+from flowrl.operators import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, ClipCov, KLCov, PPOClip, Reinforce
 
 
 class Row(NamedTuple):
@@ -97,6 +97,21 @@ def kl_cov(rows: list[Row]) -> list[Tensor]:
     return losses
 
 
+def clip_cov(rows: list[Row]) -> list[Tensor]:
+    """Over all tokens of the mini-batch, where as many are drawn as there are within the bounds."""
+    if not rows:
+        return []
+    new = torch.cat([row.new for row in rows]).detach()
+    advantage = torch.cat([row.advantage for row in rows])
+    covariance = (new - new.mean()) * (advantage - advantage.mean())
+    assume(bool(((covariance - 0.1).abs() > 1e-6).all() and ((covariance - 0.9).abs() > 1e-6).all()))
+    drawn = ((covariance > 0.1) & (covariance < 0.9)).split([len(row.new) for row in rows])
+    return [
+        torch.where(own, 0.0, -row.advantage * torch.exp(row.new - row.old))
+        for row, own in zip(rows, drawn, strict=True)
+    ]
+
+
 FORMULAS: dict[str, tuple[Loss, Formula]] = {
     "ppo": (PPOClip(0.2, 0.3), by_row(ppo)),
     "reinforce": (Reinforce(), by_row(lambda row: -row.advantage * row.new)),
@@ -108,4 +123,5 @@ FORMULAS: dict[str, tuple[Loss, Formula]] = {
     "dppo_kl": (DPPO("kl", 0.05, 1.5), by_row(dppo("kl"))),
     "dro": (DRO(0.7), by_row(dro)),
     "kl_cov": (KLCov(0.2, 2.0), kl_cov),
+    "clip_cov": (ClipCov(1.0, 0.1, 0.9), clip_cov),
 }

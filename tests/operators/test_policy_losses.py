@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError
-from flowrl.operators import KLLoss, PPOClip, UpdateActor
+from flowrl.operators import ClipCov, KLLoss, PPOClip, UpdateActor
 from flowrl.operators.objective import Aggregation, TokenObjective
 from tests.loss_rows import (
     NAN,
@@ -167,7 +168,7 @@ def test_every_loss_is_its_formula(name: str, aggregation: Aggregation, mask: Te
     advantages = torch.randn(len(mask), 1, generator=draw).expand(mask.shape)
     off = [x.masked_fill(~mask, NAN) for x in (new, old, advantages, ref)]
     batch = SimpleNamespace(old_log_probs=off[1], advantages=off[2], ref_log_prob=off[3])
-    objective = TokenObjective(loss, aggregation)
+    objective = TokenObjective(loss, aggregation, key=Key.of(0))
     value, gradient, _ = run(objective, Rows(off[0], torch.zeros(mask.shape), batch), objective.weights(mask))
     exact = new.double().requires_grad_()
     rows = [
@@ -185,8 +186,9 @@ def test_every_loss_is_its_formula(name: str, aggregation: Aggregation, mask: Te
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_at_ratio_1_the_gradient_of_every_loss_is_the_policy_gradient(name: str) -> None:
-    """But for what is regularised (DRO by the reference, and KL-Cov by |log r|, whose slope at 0 is taken to be 0)."""
-    if name == "dro":
+    """But for what is regularised (DRO by the reference, and KL-Cov by |log r|, whose slope at 0 is taken to be 0), and
+    Clip-Cov, which takes the gradient from some."""
+    if name in ("dro", "clip_cov"):
         return
     loss, _ = FORMULAS[name]
     mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(4)) < 0.6
@@ -198,3 +200,36 @@ def test_at_ratio_1_the_gradient_of_every_loss_is_the_policy_gradient(name: str)
     weights = objective.weights(mask)
     _, gradient, _ = run(objective, rows._replace(output=new, batch=batch), weights)
     torch.testing.assert_close(gradient, -advantages * weights, rtol=1e-5, atol=1e-7)
+
+
+class TestClipCov:
+    """Ten rows of 100 tokens, half of which are within the bounds."""
+
+    mask = torch.ones(10, 100, dtype=torch.bool)
+    log_probs = -1.0 + torch.tensor([-0.5, 0.5]).repeat(10, 50)
+    advantages = torch.tensor([-4.0, 4.0, 4.0, -4.0]).repeat(10, 25)  # covariances of 2 and -2
+
+    def drawn(self, loss: ClipCov, key: Key) -> Tensor:
+        found = loss(self.log_probs, self.log_probs, self.advantages, self.mask, Metrics(), key)
+        return found == 0
+
+    @pytest.mark.parametrize(("share", "count"), [(1e-9, 1), (0.0129, 12), (0.5, 500), (1.0, 500)])
+    def test_as_many_are_drawn_as_the_share_says_and_none_out_of_bounds(self, share: float, count: int) -> None:
+        drawn = self.drawn(ClipCov(share), Key.of(1))
+        assert drawn.sum() == count
+        assert (self.log_probs * self.advantages)[drawn].sign().unique().tolist() in ([-1.0, 1.0], [-1.0], [1.0])
+        inside = (self.log_probs + 1.0) * self.advantages
+        assert (inside[drawn] == 2.0).all()
+
+    def test_others_are_drawn_in_another_step_and_all_as_often(self) -> None:
+        one, again, other = (self.drawn(ClipCov(0.1), Key.of(seed)) for seed in (1, 1, 2))
+        assert torch.equal(one, again) and not torch.equal(one, other)
+        often = sum(self.drawn(ClipCov(0.25), Key.of(seed)).double() for seed in range(200)) / 200  # half of those within
+        within = often[(self.log_probs + 1.0) * self.advantages == 2.0]  # type: ignore[index]
+        assert abs(float(within.mean()) - 0.5) < 1e-6
+        assert 0.5 - 5 * (0.25 / 200) ** 0.5 < float(within.min()) and float(within.max()) < 0.5 + 5 * (0.25 / 200) ** 0.5
+
+    def test_none_within_the_bounds_is_plain_and_bounds_are_in_order(self) -> None:
+        assert not self.drawn(ClipCov(1.0, low=3.0), Key.of(0)).any()
+        with pytest.raises(ParameterError, match=r"ClipCov.*from low=6 to high=5; expected low <= high"):
+            ClipCov(low=6.0)

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl import After, PromptData, Validation
-from flowrl.errors import DataError, NodeError
+from flowrl.errors import DataError, NodeError, ParameterError
 from flowrl.graphs import grpo
-from flowrl.operators import Collect, Filter, Length, Spread
+from flowrl.operators import Collect, Filter, Length, Ranked, Spread
 from tests.jobs import column, job_of, write_prompts
 from tests.kernel import answers
 from tests.runs import train
@@ -49,6 +49,25 @@ def test_spread_keeps_the_groups_whose_scores_differ(rows: list[tuple[str, float
 def test_length_keeps_rows_within_its_bounds(rows: list[tuple[str, float, int]], least: int, most: int | None) -> None:
     expected = [least <= length <= (3 if most is None else most) for *_, length in rows]
     assert Length(least, most)(columns(rows)[1]).tolist() == expected
+
+
+@given(ROWS, st.integers(0, 2), st.integers(0, 2))
+def test_ranked_keeps_both_ends_of_each_group(rows: list[tuple[str, float, int]], best: int, worst: int) -> None:
+    """A row goes on if fewer rows than `best` are better, or fewer than `worst` worse; of equal ones the earlier is."""
+    if not best + worst:
+        with pytest.raises(ParameterError, match=r"best=0, worst=0 keep no row"):
+            Ranked(best, worst)
+        return
+
+    def better(a: int, b: int) -> bool:
+        return rows[a][1] > rows[b][1] or (rows[a][1] == rows[b][1] and a < b)
+
+    expected = []
+    for row, (group, _, length) in enumerate(rows):
+        peers = [i for i, (name, _, n) in enumerate(rows) if name == group and n and i != row]
+        above, below = sum(better(i, row) for i in peers), sum(better(row, i) for i in peers)
+        expected.append(length > 0 and (above < best or below < worst))
+    assert Ranked(best, worst)(*columns(rows)).tolist() == expected
 
 
 def tied(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:

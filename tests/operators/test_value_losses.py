@@ -7,13 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from flowrl.data.metrics import Metrics
-from flowrl.operators import ValueClip
-from flowrl.operators.objective import TokenObjective
+from flowrl.errors import ParameterError
+from flowrl.operators import ValueClip, ValueHuber
+from flowrl.operators.objective import Aggregation, TokenObjective
 from tests.loss_rows import (
     Rows,
     ValueBatch,
+    aggregate,
+    make,
+    masks,
+    on_mask,
     run,
 )
 
@@ -49,3 +57,33 @@ class TestValueClip:
         assert metrics.compute()["critic/vf_clipfrac"] == 0.0
         (gradient,) = torch.autograd.grad(found, new)
         torch.testing.assert_close(gradient, (new.detach() - returns) / mask.numel())
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("loss", [ValueHuber(0.3), ValueHuber(), ValueClip(None)], ids=repr)
+@settings(deadline=None, max_examples=25)
+@given(mask=masks(), seed=st.integers(0, 2**31))
+def test_plain_and_huber_losses_are_their_formulas(
+    loss: ValueHuber | ValueClip, aggregation: Aggregation, mask: Tensor, seed: int
+) -> None:
+    """Value and gradient in float64, over ragged rows with holes and rows of nothing."""
+    delta = loss.delta if isinstance(loss, ValueHuber) else float("inf")
+    rows, objective = make(ValueClip, mask, seed), TokenObjective(loss, aggregation)
+    weights = objective.weights(mask)
+    value, gradient, metrics = run(objective, rows, weights)
+    errors = [
+        [v - r for v, r in zip(*row, strict=True)]
+        for row in zip(on_mask(rows.output, mask), on_mask(rows.batch.returns, mask), strict=True)
+    ]
+    per_token = [[e * e / 2 if abs(e) <= delta else delta * (abs(e) - delta / 2) for e in row] for row in errors]
+    assert value == pytest.approx(aggregate(per_token, aggregation, None), rel=1e-5, abs=1e-7)
+    slopes = torch.tensor([min(max(e, -delta), delta) for row in errors for e in row], dtype=torch.float64)
+    torch.testing.assert_close(gradient[mask].double(), slopes * weights[mask].double(), rtol=1e-5, atol=1e-7)
+    assert (gradient[~mask] == 0).all()
+    if mask.any():
+        assert metrics.compute()["critic/vpred_mean"] == pytest.approx(float(rows.output[mask].double().mean()), abs=1e-6)
+
+
+def test_huber_refuses_a_width_of_nothing() -> None:
+    with pytest.raises(ParameterError, match="delta"):
+        ValueHuber(0.0)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from flowrl.backends import SGD, AdamW, TorchScorer
 from flowrl.backends.torch.model import micro_batches
-from flowrl.core.protocols import MiniBatch, Scorer, Trainer
+from flowrl.core.protocols import MiniBatch, NormScorer, Scorer, Trainer
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
 from tests.backends.torch.trainers import CONTEXT, Folder, Pull, change, trainer, whole
@@ -48,6 +48,25 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 # --- log-probs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logit_norms_are_the_squared_gradients_of_log_probs_in_the_logits(kind: str, folder: Folder) -> None:
+    """By autograd in float64, in the logits over the temperature."""
+    batch, lm = ragged(), float64(folder(kind))
+    expected = torch.zeros(batch.response_mask.shape, dtype=torch.float64)
+    for row, ids, counted in unpadded(batch):
+        with torch.no_grad():
+            logits = (lm(ids).logits[0] / batch.temperature[row].to(lm.dtype))[counted - 1]
+        logits.requires_grad_()
+        torch.log_softmax(logits, dim=-1).gather(1, ids[0, counted, None]).sum().backward()
+        assert logits.grad is not None
+        expected[row, batch.response_mask[row]] = logits.grad.square().sum(1)
+    for engine in (trainer(folder(kind), logprob_chunk=3), TorchScorer(folder(kind), device="cpu").build(CONTEXT)):
+        assert isinstance(engine, NormScorer)
+        found = engine.logit_norms(batch)
+        assert found.dtype == torch.float32 and not found.requires_grad
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
