@@ -233,7 +233,7 @@ RefLogProbs = Annotated[Float32[Tensor, "batch response"], Column("ref_log_prob"
 LogitNorms = Annotated[
     Float32[Tensor, "batch response"], Column("logit_norms", "squared norm in the logits of the old policy", 0.0)
 ]
-"""``||d log p(token) / d logits||**2`` of each token, between 0 and 2: how much the policy could have said otherwise."""
+"""``||d log p(token) / d logits||**2`` of each token, between 0 and 2: how far the policy was from sure of it."""
 Values = Annotated[Float32[Tensor, "batch response"], Column("values", "value", 0.0)]
 Returns = Annotated[Float32[Tensor, "batch response"], Column("returns", "return", 0.0)]
 Advantages = Annotated[Float32[Tensor, "batch response"], Column("advantages", "advantage", 0.0)]

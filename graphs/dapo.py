@@ -22,12 +22,12 @@ def dapo(
     kl_coef: float = 0.0,
     **settings: Any,
 ) -> Graph:
-    """GRPO for long answers, on prompts that teach (DAPO: Yu et al. 2025, arXiv:2503.14476): no KL, and four changes.
+    """GRPO for long answers, on prompts that teach (DAPO: Yu et al. 2025, arXiv:2503.14476).
 
-    Clip-higher (eq. 10); dynamic sampling (eq. 11): further prompts are drawn in the place of those whose answers are
-    all right or all wrong; the mean over tokens (eq. 12), which is GRPO's here, too; and overlong answers (§3.4), which
-    lose score as they come near the end (eq. 13), and count for nothing in the loss if they were cut off there.
-    ``edit(drop=["collect"])`` takes out dynamic sampling, and ``"overlong_penalty"`` and ``"mask_overlong"`` their part.
+    There is no KL, but clip-higher (eq. 10); dynamic sampling (eq. 11): further prompts take the place of those whose
+    answers are all right or all wrong; the mean over tokens (eq. 12), which is GRPO's here, too; and overlong answers
+    (§3.4) lose score as they come near the end (eq. 13), and count for nothing in the loss if they were cut off. By
+    ``edit(drop=["collect"])`` there is no dynamic sampling; so for ``"overlong_penalty"`` and ``"mask_overlong"``.
 
     Args:
         reward_fn: scores a response; see `Reward`.

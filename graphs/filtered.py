@@ -22,7 +22,8 @@ def raft(reward_fn: str | Callable[..., Any], *, best: int = 1, n: int = 8, **se
         reward_fn: scores a response; see `Reward`.
         best: how many of a prompt's answers are imitated.
         n: responses per prompt.
-        settings: others of `grpo`, except `clip`, `kl_coef`, and `mini_batch`: a filter tells no one how many rows go on.
+        settings: others of `grpo`, except `clip`, `kl_coef`, and `mini_batch`, since a filter does not promise how many
+            rows go on.
 
     Raises:
         ParameterError: one of these was given.
@@ -34,9 +35,7 @@ def raft(reward_fn: str | Callable[..., Any], *, best: int = 1, n: int = 8, **se
     return chosen.edit(set={"update_actor.loss": NLL()}, name="raft")
 
 
-def pf_ppo(
-    reward_fn: str | Callable[..., Any], *, best: int = 1, worst: int = 1, n: int = 8, **settings: Any
-) -> Graph:
+def pf_ppo(reward_fn: str | Callable[..., Any], *, best: int = 1, worst: int = 1, n: int = 8, **settings: Any) -> Graph:
     """PPO on answers whose reward can be trusted (PF-PPO: Zhang et al. 2024, arXiv:2409.06957).
 
     A reward model is surest of the best and the worst answers to a prompt, so policy and critic learn from these.
@@ -45,7 +44,7 @@ def pf_ppo(
         reward_fn: scores a response; see `Reward`.
         best, worst: how many of a prompt's answers go on from either end; ``worst=0`` is the paper's best-of-n.
         n: responses per prompt.
-        settings: others of `ppo`, except `mini_batch`: a filter tells no one how many rows go on.
+        settings: others of `ppo`, except `mini_batch`, since a filter does not promise how many rows go on.
 
     Raises:
         ParameterError: `mini_batch` was given.

@@ -8,7 +8,7 @@ from typing import Any
 from flowrl.graph import Graph
 from flowrl.graphs.ppo import ppo
 from flowrl.graphs.settings import refuse_lost
-from flowrl.operators import DecoupledGAE, PPOClipNLL
+from flowrl.operators import DecoupledGAE, PPOClip, PPOClipNLL
 
 
 def vapo(
@@ -43,7 +43,7 @@ def vapo(
     refuse_lost("vapo", settings, "lam", "kl_coef")
     return ppo(reward_fn, n=n, critic_warmup=critic_warmup, **settings).edit(
         replace={"gae": DecoupledGAE(settings.get("gamma", 1.0), alpha=alpha)},
-        set={"update_actor.loss": PPOClipNLL(clip, clip_high, coef=nll)},
+        set={"update_actor.loss": PPOClipNLL(PPOClip(clip, clip_high), nll)},
         drop=["kl_shape"],
         name="vapo",
     )

@@ -54,8 +54,8 @@ def importance_ratios(old_log_probs: Tensor, rollout_log_probs: Tensor, response
     - ``geometric``: the mean of d over the row, as GSPO takes it (Zheng et al. 2025, arXiv:2507.18071, eq. 7);
     - ``minimum``: the smallest d of the row, of the token that the trainer finds the least plausible;
     - ``maximum``: the largest ``|d|`` of the row, of the token on which they differ most, in either direction;
-    - ``k2``, ``k3``: these are no ratios, but how far apart they are, KL(engine || trainer) a token, by the mean over the
-      row of ``d**2 / 2`` or ``exp(d) - 1 - d`` (see `per_token`).
+    - ``k2``, ``k3``: no ratio, but how far apart the two are: KL(engine || trainer) a token, the mean over the row of
+      ``d**2 / 2`` or ``exp(d) - 1 - d`` (see `per_token`).
 
     The logarithm is clamped to ±20, as in verl, so that nothing overflows.
 
@@ -139,7 +139,8 @@ class RolloutCorrection(Operator):
     Reports, over tokens, or over rows at the other levels: ``rollout_corr/ratio_mean``, ``_min`` and ``_max`` before
     bounding, ``rollout_corr/weight_mean``, ``rollout_corr/bounded`` (the share out of bounds), and
     ``rollout_corr/ess``, the effective sample size of the weights as a share, ``(sum w)**2 / (n * sum w**2)`` (Kish
-    1965). By k2 and k3, which are no ratios, ``rollout_corr/k2_mean``, ``_min`` and ``_max`` take the place of the first.
+    1965). By k2 and k3, which are no ratios, ``rollout_corr/k3_mean``, ``_min`` and ``_max`` take the place of the
+    first.
 
     Args:
         level: what has one weight: each token, or each row by its whole ratio, its geometric mean, its least token, or

@@ -20,8 +20,8 @@ class OverlongPenalty(Operator):
     """Scores less a penalty that grows over the last tokens of the length that is allowed (DAPO: Yu et al. 2025,
     arXiv:2503.14476, eq. 13).
 
-    With l tokens on the mask, the score of a row's last token changes by ``weight * clip((most - buffer - l) / buffer, -1,
-    0)``: nothing up to ``most - buffer`` tokens, then a straight line, and ``-weight`` from `most` on.
+    With l tokens on the mask, the score of a row's last token changes by ``weight * clip((most - buffer - l) / buffer,
+    -1, 0)``: nothing up to ``most - buffer`` tokens, then a straight line, and ``-weight`` from `most` on.
 
     Reports ``overlong/penalty``, the mean over rows with a token on the mask.
 

@@ -8,7 +8,6 @@ micro-batches and ranks merge.
 
 from __future__ import annotations
 
-import functools
 from typing import ClassVar, Literal
 
 import torch
@@ -70,7 +69,7 @@ class PPOClip(Loss):
     @property
     def signature(self) -> Signature:
         """The columns that are wired; `old_log_probs` is of the kind that the ratio is taken to."""
-        return self._signature if self.ratio_to == "old" else _to_rollout(type(self))
+        return self._signature if self.ratio_to == "old" else _to_rollout
 
     @property
     def effects(self) -> frozenset[str]:
@@ -99,10 +98,7 @@ class PPOClip(Loss):
         return per_token
 
 
-@functools.cache
-def _to_rollout(loss: type[PPOClip]) -> Signature:
-    """Made once for a class: calls are laid out by it."""
-    return loss._signature.retyped("old_log_probs", c.RolloutLogProbs)
+_to_rollout = PPOClip._signature.retyped("old_log_probs", c.RolloutLogProbs)  # made once: calls are laid out by it
 
 
 class Reinforce(Loss):

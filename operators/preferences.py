@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flowrl import columns as c
 from flowrl.core.loss import Loss, Unit
-from flowrl.core.ports import INJECTED
+from flowrl.core.ports import INJECTED, Signature
 from flowrl.data.column_math import rows_of_groups
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
@@ -26,7 +26,7 @@ class NLL(Loss):
         return -log_probs
 
 
-class PPOClipNLL(PPOClip):
+class PPOClipNLL(Loss):
     """The clipped surrogate, and the negative log-likelihood of answers that are right (VAPO: Yue et al. 2025,
     arXiv:2504.05118, §4.3).
 
@@ -34,17 +34,29 @@ class PPOClipNLL(PPOClip):
     mini-batch's N tokens are of right answers. So with ``token-mean`` the second term is ``coef`` times the mean over
     the tokens of right answers; it is 0 where there is none.
 
-    Reports, too, ``actor/nll_loss``: that mean, before its coefficient.
+    Reports what `clip` does, and ``actor/nll_loss``: that mean, before its coefficient.
 
     Args:
+        clip: the clipped surrogate.
         coef: the weight of the second term.
         above: an answer is right where the sum of its scores is above.
     """
 
     unit: ClassVar[Unit] = "batch"
 
+    clip: PPOClip = PPOClip()
     coef: float = Field(default=0.1, gt=0)
     above: float = 0.0
+
+    @property
+    def signature(self) -> Signature:
+        """The columns that are wired; `old_log_probs` is of the kind that the ratio is taken to."""
+        return self._signature if self.clip.ratio_to == "old" else _nll_to_rollout
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """Those of `clip`."""
+        return self.clip.effects
 
     def __call__(
         self,
@@ -55,11 +67,14 @@ class PPOClipNLL(PPOClip):
         token_level_scores: c.TokenLevelScores,
         metrics: Metrics = INJECTED,
     ) -> Tensor:
-        surrogate = super().__call__(log_probs, old_log_probs, advantages, response_mask, metrics)
+        surrogate = self.clip(log_probs, old_log_probs, advantages, response_mask, metrics)
         right = response_mask & (token_level_scores.sum(-1, keepdim=True) > self.above)
         metrics.mean("actor/nll_loss", -(log_probs.detach() * right).sum(), right.sum())
         share = right.sum().clamp(min=1) / response_mask.sum().clamp(min=1)
         return surrogate - self.coef / share * right * log_probs
+
+
+_nll_to_rollout = PPOClipNLL._signature.retyped("old_log_probs", c.RolloutLogProbs)
 
 
 class DPO(Loss):

@@ -53,11 +53,11 @@ class Spread(Operator):
 
 
 class Ranked(Operator):
-    """The best and the worst rows of each group, by the sum of their scores (PF-PPO: Zhang et al. 2024, arXiv:2409.06957).
+    """The best and the worst rows of each group, by score (PF-PPO: Zhang et al. 2024, arXiv:2409.06957).
 
-    ``Ranked(best=1)`` is best-of-n, ``Ranked(best=1, worst=1)`` what PF-PPO filters by: a reward is trusted the more the
-    nearer it is to the ends. Of equal scores the earlier row is the better one. Rows that are masked entirely have no
-    score and do not go on; of a group of fewer rows all others do.
+    A row's score is the sum of its token-level scores. ``Ranked(best=1)`` is best-of-n, and ``Ranked(best=1, worst=1)``
+    what PF-PPO filters by: near both ends a reward can be trusted most. Of equal scores the earlier row is the better
+    one. Rows that are masked entirely have no score and do not go on; of a group of fewer rows all others do.
 
     Args:
         best, worst: how many rows of a group go on from either end.

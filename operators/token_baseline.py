@@ -68,7 +68,7 @@ def _against_baseline(rewards: Tensor, norms: Tensor, mask: Tensor, group: Tenso
 
 
 class OptimalTokenBaseline(GroupBaseline, Operator):
-    """What is still to come, less a baseline of least variance at each token, as in OTB; see `optimal_token_baseline`."""
+    """What is still to come, less a baseline of least variance a token, as in OTB; see `optimal_token_baseline`."""
 
     def __call__(
         self, token_level_rewards: TokenLevelRewards, logit_norms: LogitNorms, response_mask: ResponseMask, uid: Uid

@@ -368,8 +368,10 @@ class TorchModel:
         return self.gathered.call(self._log_probs, batch, chunk, _SCORES[entropy])
 
     def logit_norms(self, batch: Sequences, chunk: int) -> Tensor:
-        """``||d log p(token) / d logits||**2`` of the response tokens, in the logits over the temperature: float32 ``[batch
-        response]``, 0 off the mask."""
+        """``||d log p(token) / d logits||**2`` of the response tokens, in the logits over the temperature.
+
+        Float32 ``[batch response]``, 0 off the mask.
+        """
         return self.gathered.call(self._log_probs, batch, chunk, _norm)[0]
 
     def _log_probs(

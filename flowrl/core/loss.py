@@ -46,8 +46,8 @@ class Loss(Spec):
     """Base class of all losses; see the module's docstring.
 
     `__call__` returns the loss of each token, float ``[rows response]``; or of each row, ``[rows]``, which is then that
-    of every token of the row. It may take ``metrics: Metrics = INJECTED``; and where its unit is ``"batch"``, so that it
-    is called once for a mini-batch, ``key: Key = INJECTED`` to draw from: that of the update in this step.
+    of every token of the row. It may take ``metrics: Metrics = INJECTED``; and, where its unit is ``"batch"`` and it is
+    called once for a mini-batch, ``key: Key = INJECTED`` to draw from, which is that of the update in this step.
 
     Class attributes:
         unit: what must be seen together for the loss to be right: ``"token"`` or ``"row"`` (each alone), ``"group"``

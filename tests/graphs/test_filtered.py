@@ -7,7 +7,7 @@ import torch
 
 from flowrl import graphs
 from flowrl.core.when import When
-from flowrl.operators import NLL, DecoupledGAE, Filter, PPOClipNLL, Ranked
+from flowrl.operators import NLL, DecoupledGAE, Filter, PPOClip, PPOClipNLL, Ranked
 from tests.jobs import PROMPTS, job_of, weights_of
 from tests.kernel import exact
 from tests.rewards import digits
@@ -47,7 +47,7 @@ def test_vapo_is_ppo_with_what_the_paper_names() -> None:
     graph = graphs.vapo(exact, alpha=0.1, gamma=0.9, clip=0.1, clip_high=0.3, nll=0.2, critic_warmup=7)
     update = graph["update_actor"].operator
     assert graph["decoupled_gae"].operator == DecoupledGAE(0.9, alpha=0.1)
-    assert (update.loss, update.aggregation) == (PPOClipNLL(0.1, 0.3, coef=0.2), "token-mean")
+    assert (update.loss, update.aggregation) == (PPOClipNLL(PPOClip(0.1, 0.3), 0.2), "token-mean")
     assert update._when == When(start=7) and "ref" not in graph.roles() and "kl_shape" not in graph.nodes
 
 

@@ -51,6 +51,8 @@ def saved(folder: str | Path) -> dict[str, torch.Tensor]:
         ("ppo", 3, False, Colocate(1), {}),
         ("grpo", 4, True, Split(2, 1), {"n": 3, "mini_batch": 6, "ppo_epochs": 2}),
         ("ppo", 5, True, Colocate(3), {"n": 2, "ppo_epochs": 2, "kl_coef": 0.1}),
+        ("gspo", 4, True, Split(1, 1), {"n": 3, "mini_batch": 6}),
+        ("dapo", 3, True, Split(1, 1), {"n": 3, "groups": 4, "max_new_tokens": 20, "mini_batch": 6}),
     ],
 )
 def test_one_rank_has_the_bits_of_one_process(

@@ -29,8 +29,7 @@ from flowrl.operators.objective import TokenObjective
 from tests.jobs import job_of
 from tests.kernel import exact
 
-LEVELS: list[Level] = ["token", "sequence", "geometric", "minimum", "maximum", "k2", "k3"]
-WEIGHS = ("token", "sequence", "geometric")
+LEVELS: list[Level] = ["token", "sequence", "geometric", "minimum"]
 NAN = float("nan")
 
 # Ratios of 2, 1/2, 4 | 1, 1 (and one token off the mask) | nothing.
@@ -58,12 +57,6 @@ def ratio_by_loop(old: list[float], rollout: list[float], level: Level) -> list[
             logs = [sum(d) / len(d)] * len(d)
         case "minimum":
             logs = [min(d)] * len(d)
-        case "maximum":
-            logs = [max(map(abs, d))] * len(d)
-        case "k2":
-            return [sum(x * x / 2 for x in d) / len(d)] * len(d)
-        case "k3":  # of samples of the engine: r - 1 - log r
-            return [sum(math.exp(min(x, 20.0)) - 1 - min(x, 20.0) for x in d) / len(d)] * len(d)
     return [math.exp(min(max(x, -20.0), 20.0)) for x in logs]
 
 
@@ -82,10 +75,10 @@ class TestFormulas:
         rows, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
         row = st.lists(st.booleans(), min_size=width, max_size=width)
         mask = torch.tensor(data.draw(st.lists(row, min_size=rows, max_size=rows)))
-        low = None if level in ("k2", "k3") else data.draw(st.none() | st.floats(0.1, 0.9))
+        low = data.draw(st.none() | st.floats(0.1, 0.9))
         high = data.draw(st.floats(1.1, 5.0))
         modes: list[Mode] = ["reject"]
-        if level in WEIGHS:
+        if level != "minimum":
             modes += ["mask"] if low else ["mask", "truncate"]
         mode = data.draw(st.sampled_from(modes))
         draw = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
@@ -114,10 +107,9 @@ class TestFormulas:
                 assert edge or x == pytest.approx(a * w, rel=2e-4, abs=1e-6)
             units += ratios if level == "token" else ratios[:1]
         if units:
-            what = level if level in ("k2", "k3") else "ratio"
-            assert metrics[f"rollout_corr/{what}_mean"] == pytest.approx(sum(units) / len(units), rel=2e-4, abs=1e-6)
-            assert metrics[f"rollout_corr/{what}_max"] == pytest.approx(max(units), rel=2e-4, abs=1e-6)
-            assert metrics[f"rollout_corr/{what}_min"] == pytest.approx(min(units), rel=2e-4, abs=1e-6)
+            assert metrics["rollout_corr/ratio_mean"] == pytest.approx(sum(units) / len(units), rel=2e-4)
+            assert metrics["rollout_corr/ratio_max"] == pytest.approx(max(units), rel=2e-4)
+            assert metrics["rollout_corr/ratio_min"] == pytest.approx(min(units), rel=2e-4)
         else:
             assert metrics == {}
 
@@ -221,10 +213,6 @@ class TestFormulas:
             {"mode": "mask", "low": 3.0, "high": 2.0},
             {"mode": "mask", "low": -1.0},
             {"mode": "mask", "level": "minimum"},
-            {"mode": "truncate", "level": "maximum"},
-            {"mode": "mask", "level": "k2"},
-            {"mode": "reject", "level": "k3", "low": 0.001},
-            {"mode": "reject", "normalize": True},
             {"level": "row"},
         ],
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +16,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.errors import ParameterError
 from flowrl.graphs import grpo
 from flowrl.operators import RolloutCorrection
-from flowrl.operators.correction import PRESETS, Mode
+from flowrl.operators.correction import PRESETS, Level, Mode
 from tests.kernel import exact
 from tests.operators.ragged import masks, numbers
 
@@ -28,6 +31,48 @@ def weights(correction: RolloutCorrection, d: Tensor = D, mask: Tensor = MASK) -
     return found, metrics.compute()
 
 
+def distance(d: list[float], level: str) -> float:
+    """How far apart engine and trainer are on a row without padding; k3 is that of samples of the engine."""
+    if level == "maximum":
+        return math.exp(min(max(map(abs, d)), 20.0))
+    return sum(x * x / 2 if level == "k2" else math.exp(min(x, 20.0)) - 1 - min(x, 20.0) for x in d) / len(d)
+
+
+@pytest.mark.parametrize("level", ["maximum", "k2", "k3"])
+@settings(deadline=None, max_examples=40)
+@given(mask=masks(), seed=st.integers(0, 2**31), scale=st.sampled_from([0.01, 1.0, 30.0]), high=st.floats(1e-4, 5.0))
+def test_a_distance_equals_loops_over_ragged_masks(
+    level: Level, mask: Tensor, seed: int, scale: float, high: float
+) -> None:
+    d = scale * numbers(mask, seed)
+    found, metrics = weights(RolloutCorrection(level, "reject", high=high), d.nan_to_num(9.0), mask)
+    far = [distance(row[on].double().tolist(), level) if on.any() else None for row, on in zip(d, mask, strict=True)]
+    for row, on, x in zip(found, mask, far, strict=True):
+        if x is not None and not math.isclose(x, high, rel_tol=1e-4):
+            assert row[on].tolist() == [float(x <= high)] * int(on.sum())
+        assert (row[~on] == 0).all()
+    if known := [x for x in far if x is not None]:
+        what = "ratio" if level == "maximum" else level
+        assert metrics[f"rollout_corr/{what}_mean"] == pytest.approx(sum(known) / len(known), rel=2e-4, abs=1e-6)
+        assert metrics[f"rollout_corr/{what}_max"] == pytest.approx(max(known), rel=2e-4, abs=1e-6)
+        assert metrics[f"rollout_corr/{what}_min"] == pytest.approx(min(known), rel=2e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"mode": "truncate", "level": "maximum"},
+        {"mode": "mask", "level": "k2"},
+        {"mode": "reject", "level": "k3", "low": 0.001},
+        {"mode": "reject", "level": "k3", "high": None},
+        {"mode": "reject", "normalize": True},
+    ],
+)
+def test_what_means_nothing_is_refused(parameters: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError, match="RolloutCorrection"):
+        RolloutCorrection(**parameters)
+
+
 @pytest.mark.parametrize(
     ("level", "inside", "outside"),
     [
@@ -36,21 +81,21 @@ def weights(correction: RolloutCorrection, d: Tensor = D, mask: Tensor = MASK) -
         ("k3", 0.7047, 0.7045),  # (6.5 - 3 - log(4)) / 3
     ],
 )
-def test_rows_that_are_too_far_apart_are_left_out(level: str, inside: float, outside: float) -> None:
-    kept, metrics = weights(RolloutCorrection(level, "reject", high=inside), D[:2], MASK[:2])  # type: ignore[arg-type]
+def test_rows_that_are_too_far_apart_are_left_out(level: Level, inside: float, outside: float) -> None:
+    kept, metrics = weights(RolloutCorrection(level, "reject", high=inside), D[:2], MASK[:2])
     assert torch.equal(kept, MASK[:2].float()) and metrics["rollout_corr/bounded"] == 0
-    left, metrics = weights(RolloutCorrection(level, "reject", high=outside), D[:2], MASK[:2])  # type: ignore[arg-type]
+    left, metrics = weights(RolloutCorrection(level, "reject", high=outside), D[:2], MASK[:2])
     assert left.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
     assert metrics["rollout_corr/bounded"] == 0.5
 
 
 @settings(deadline=None, max_examples=40)
 @given(masks(), st.integers(0, 2**31), st.sampled_from(["truncate", "mask"]), st.sampled_from(["token", "sequence"]))
-def test_normalised_weights_are_the_same_but_for_their_mean(mask: Tensor, seed: int, mode: Mode, level: str) -> None:
+def test_normalised_weights_are_the_same_but_for_their_mean(mask: Tensor, seed: int, mode: Mode, level: Level) -> None:
     """Over tokens, or over rows, those of weight 0 among them."""
     d = numbers(mask, seed, off=0.0)
-    plain, _ = weights(RolloutCorrection(level, mode, high=1.5), d, mask)  # type: ignore[arg-type]
-    found, metrics = weights(RolloutCorrection(level, mode, high=1.5, normalize=True), d, mask)  # type: ignore[arg-type]
+    plain, _ = weights(RolloutCorrection(level, mode, high=1.5), d, mask)
+    found, metrics = weights(RolloutCorrection(level, mode, high=1.5, normalize=True), d, mask)
     rows = [row.double() for row, on in zip(plain, mask, strict=True) if on.any()]
     units = torch.cat([r[m] for r, m in zip(plain.double(), mask, strict=True)]) if level == "token" else None
     if units is None:

@@ -22,7 +22,9 @@ def penalty(length: int, most: int, buffer: int) -> float:
 
 
 @given(masks(), st.integers(0, 2**31), st.integers(1, 7), st.integers(1, 7), st.floats(0.1, 2.0))
-def test_the_last_token_loses_what_the_paper_says(mask: Tensor, seed: int, most: int, buffer: int, weight: float) -> None:
+def test_the_last_token_loses_what_the_paper_says(
+    mask: Tensor, seed: int, most: int, buffer: int, weight: float
+) -> None:
     buffer = min(buffer, most)
     scores, metrics = numbers(mask, seed), Metrics()
     found = OverlongPenalty(most, buffer, weight)(scores, mask, metrics)
@@ -50,5 +52,7 @@ def test_longer_rows_are_masked_entirely_and_others_as_they_were(mask: Tensor, m
     metrics = Metrics()
     found = MaskOverlong(most)(mask, metrics)
     longer = [int(row.sum()) > most for row in mask]
-    assert found.tolist() == [[False] * mask.shape[1] if far else row.tolist() for far, row in zip(longer, mask, strict=True)]
+    assert found.tolist() == [
+        [False] * mask.shape[1] if far else row.tolist() for far, row in zip(longer, mask, strict=True)
+    ]
     assert metrics.compute() == {"overlong/masked": sum(longer) / len(longer)}

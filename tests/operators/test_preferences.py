@@ -28,7 +28,7 @@ def test_it_is_the_surrogate_and_the_mean_over_the_tokens_of_right_answers(
     new, scores = old + 0.3 * moved, torch.zeros(mask.shape)
     scores[:, 0] = torch.where(right & mask[:, 0], 1.0, -0.5).masked_fill(~mask[:, 0], torch.nan)
     batch = SimpleNamespace(old_log_probs=old, advantages=advantages, token_level_scores=scores)
-    objective = TokenObjective(PPOClipNLL(0.2, 0.28, coef=0.4))
+    objective = TokenObjective(PPOClipNLL(PPOClip(0.2, 0.28), 0.4))
     value, gradient, metrics = run(objective, Rows(new, torch.zeros(mask.shape), batch), objective.weights(mask))
 
     exact = new.double().requires_grad_()
@@ -36,7 +36,9 @@ def test_it_is_the_surrogate_and_the_mean_over_the_tokens_of_right_answers(
     rows = [(exact[i][m], old[i][m].double(), advantages[i][m].double()) for i, m in enumerate(mask)]
     zero = exact[mask].sum() * 0.0
     ratios = [(torch.exp(n - o), a) for n, o, a in rows]
-    policy = sum((-torch.minimum(r * a, r.clamp(0.8, 1.28) * a).sum() for r, a in ratios), zero) / max(1, int(mask.sum()))
+    policy = sum((-torch.minimum(r * a, r.clamp(0.8, 1.28) * a).sum() for r, a in ratios), zero) / max(
+        1, int(mask.sum())
+    )
     said = [row[0] for row, good in zip(rows, live, strict=True) if good]
     nll = -sum((x.sum() for x in said), zero) / max(1, sum(map(len, said)))
     (policy + 0.4 * nll).backward()
@@ -57,6 +59,6 @@ def test_without_a_right_answer_it_is_the_surrogate() -> None:
 
 
 def test_its_ratio_may_be_to_the_rollout() -> None:
-    ports = PPOClipNLL(ratio_to="rollout").signature.ports
+    ports = PPOClipNLL(PPOClip(ratio_to="rollout")).signature.ports
     assert list(ports) == ["old_log_probs", "advantages", "response_mask", "token_level_scores"]
     assert ports != PPOClipNLL().signature.ports and PPOClipNLL().signature.ports.keys() == ports.keys()

@@ -81,7 +81,9 @@ def test_plain_and_huber_losses_are_their_formulas(
     torch.testing.assert_close(gradient[mask].double(), slopes * weights[mask].double(), rtol=1e-5, atol=1e-7)
     assert (gradient[~mask] == 0).all()
     if mask.any():
-        assert metrics.compute()["critic/vpred_mean"] == pytest.approx(float(rows.output[mask].double().mean()), abs=1e-6)
+        assert metrics.compute()["critic/vpred_mean"] == pytest.approx(
+            float(rows.output[mask].double().mean()), abs=1e-6
+        )
 
 
 def test_huber_refuses_a_width_of_nothing() -> None:
