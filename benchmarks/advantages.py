@@ -8,7 +8,14 @@ import numpy as np
 import torch
 from harness import medians, table
 
-from flowrl.operators import GPGAdvantage, GroupAdvantage, OPOAdvantage, PassAtKAdvantage, RLOOAdvantage
+from flowrl.operators import (
+    GPGAdvantage,
+    GroupAdvantage,
+    OPOAdvantage,
+    OptimalTokenBaseline,
+    PassAtKAdvantage,
+    RLOOAdvantage,
+)
 
 ROWS, WIDTH, GROUP = 4096, 1024, 8
 
@@ -20,13 +27,24 @@ if __name__ == "__main__":
     rewards = torch.zeros(ROWS, WIDTH)
     rewards[torch.arange(ROWS), lengths - 1] = torch.randint(0, 2, (ROWS,), generator=generator).float()
     uid = np.array([f"0/{row // GROUP}/0" for row in range(ROWS)], dtype=object)
-    operators = [GroupAdvantage(), RLOOAdvantage(), OPOAdvantage(), GPGAdvantage(), PassAtKAdvantage(4)]
+    norms = torch.rand(ROWS, WIDTH, generator=generator) * mask
+    operators = [
+        GroupAdvantage(),
+        GroupAdvantage(normalize_std=False),
+        RLOOAdvantage(),
+        OPOAdvantage(),
+        OPOAdvantage(leave_one_out=True),
+        GPGAdvantage(),
+        PassAtKAdvantage(4),
+    ]
     found = medians(
         {
             "read rewards and mask, write advantages": lambda: rewards * mask.float(),
-            **{type(operator).__name__: partial(operator, rewards, mask, uid) for operator in operators},
+            **{repr(operator): partial(operator, rewards, mask, uid) for operator in operators},
+            # by token, and not by row: it also reads the norms, and sums along rows and over groups at each token
+            "OptimalTokenBaseline()": lambda: OptimalTokenBaseline()(rewards, norms, mask, uid),
         },
-        seconds=8.0,
+        seconds=10.0,
     )
     one_pass = next(iter(found.values()))
     table(

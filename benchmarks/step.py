@@ -1,4 +1,5 @@
-"""Where the time of a demo step goes, for GRPO and for PPO: milliseconds and share of each node."""
+"""Where the time of a demo step goes, for GRPO, for PPO, and for GRPO with `Collect`: milliseconds and share of each
+node. What runs in several rounds is counted whole."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ import torch
 from harness import table
 from transformers.utils import logging
 
+from flowrl import After
 from flowrl.demo.model import build
 from flowrl.demo.run import graphs, training
 from flowrl.demo.task import write_dataset
 from flowrl.graph import Graph
+from flowrl.operators import Collect, Spread
 
 STEPS = 8
 
@@ -41,6 +44,9 @@ if __name__ == "__main__":
         folder = Path(base)
         write_dataset(folder / "data")
         build(folder / "model")
-        for graph in graphs():
+        plain = graphs()
+        collect = After("reward", Collect(Spread(), groups=32))
+        dynamic = next(g for g in plain if g.name == "grpo").edit(insert={"collect": collect}, name="grpo_with_collect")
+        for graph in (*plain, dynamic):
             rows = shares(graph, folder)
             table(f"{graph.name}: median of {STEPS - 1} steps of 256 rows", ["", "ms", "share"], rows)

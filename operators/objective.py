@@ -135,10 +135,10 @@ class TokenObjective:
         on = weights != 0
         new = select(output, on)
         per_token = self._per_token(new, entropy, batch, on, metrics)
-        loss, share, tokens = (weights * per_token).sum(), self._share(weights), on.sum()
+        loss, share = (weights * per_token).sum(), self._share(weights)
         metrics.mean("critic/vf_loss" if "values" in self.loss.said else "actor/pg_loss", loss.detach(), share)
         if entropy is not None and "log-probs" in self.loss.said:
-            metrics.mean("actor/entropy", select(entropy.detach(), on).sum(), tokens)
+            metrics.mean("actor/entropy", select(entropy.detach(), on).sum(), on.sum())
         if self.entropy > 0:
             wanted = _wanted(entropy, "entropy", "an entropy bonus")
             loss = loss - self.entropy * (weights * select(wanted, on)).sum()

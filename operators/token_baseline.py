@@ -9,9 +9,9 @@ from torch import Tensor
 from flowrl.columns import Advantages, LogitNorms, ResponseMask, TokenLevelRewards, Uid
 from flowrl.core.operator import Operator
 from flowrl.operators.groups import GroupBaseline, Groups
-from flowrl.operators.per_token import select, select_rewards
+from flowrl.operators.per_token import select
 
-_ROWS = 64
+_ROWS = 32
 """Rows of whole groups that are worked on at a time, so that they stay in the cache."""
 
 
@@ -38,10 +38,12 @@ def optimal_token_baseline(
         DataError: as `Groups`.
     """
     group = Groups(token_level_rewards, response_mask, uid)
-    rewards = select_rewards(token_level_rewards, response_mask, "token_level_rewards")
-    norms, out = select(logit_norms, response_mask), torch.zeros_like(rewards)
+    if logit_norms.shape != response_mask.shape:
+        select(logit_norms, response_mask)  # refuses
+    out = torch.empty(response_mask.shape, device=response_mask.device)
     for rows, index in group.blocks(_ROWS):
-        out[rows] = _against_baseline(rewards[rows], norms[rows], response_mask[rows], index)
+        on = response_mask[rows]
+        out[rows] = _against_baseline(select(token_level_rewards[rows], on), select(logit_norms[rows], on), on, index)
     return out
 
 
@@ -51,10 +53,9 @@ def _against_baseline(rewards: Tensor, norms: Tensor, mask: Tensor, group: Tenso
     order = mask.int().argsort(dim=1, descending=True, stable=True) if holes else None  # its tokens first
     if order is not None:
         rewards, norms, mask = (x.gather(1, order) for x in (rewards, norms, mask))
-    on = mask.double()
-    paid = rewards.double()
-    to_come = (paid.flip(1).cumsum(1).flip(1)) * on
-    pulled = norms.double().cumsum(1) * on
+    on, paid = mask.double(), rewards.cumsum(1, dtype=torch.float64)
+    to_come = (paid[:, -1:] - paid + rewards) * on
+    pulled = norms.cumsum(1, dtype=torch.float64) * on
 
     def total(x: Tensor) -> Tensor:
         return x.new_zeros(int(group.max()) + 1, x.shape[1]).index_add_(0, group, x)
