@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowrl.core.edit import After
+from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
 from flowrl.graphs.ppo import ppo
@@ -26,9 +27,10 @@ def raft(reward_fn: str | Callable[..., Any], *, best: int = 1, n: int = 8, **se
             rows go on.
 
     Raises:
-        ParameterError: one of these was given.
+        ParameterError: one of these was given, or `n` is not more than `best`.
     """
     refuse_lost("raft", settings, "clip", "kl_coef", "mini_batch")
+    _refuse_all("raft", n, best)
     chosen = grpo(reward_fn, n=n, kl_coef=0.0, **settings).edit(
         insert={"filter": After("reward", Filter(Ranked(best)))}
     )
@@ -47,9 +49,18 @@ def pf_ppo(reward_fn: str | Callable[..., Any], *, best: int = 1, worst: int = 1
         settings: others of `ppo`, except `mini_batch`, since a filter does not promise how many rows go on.
 
     Raises:
-        ParameterError: `mini_batch` was given.
+        ParameterError: `mini_batch` was given, or `n` is not more than `best` and `worst`.
     """
     refuse_lost("pf_ppo", settings, "mini_batch")
+    _refuse_all("pf_ppo", n, best + worst)
     return ppo(reward_fn, n=n, **settings).edit(
         insert={"filter": After("reward", Filter(Ranked(best, worst)))}, name="pf_ppo"
     )
+
+
+def _refuse_all(algorithm: str, n: int, kept: int) -> None:
+    if n <= kept:
+        raise ParameterError(
+            f"{algorithm}(n={n}) keeps {kept} of a prompt's answers, and so leaves none out; expected more than are "
+            f"kept: n={4 * kept}."
+        )

@@ -88,11 +88,16 @@ def importance_ratios(old_log_probs: Tensor, rollout_log_probs: Tensor, response
     elif level == "geometric":
         d = d.sum(-1, keepdim=True) / response_mask.sum(-1, keepdim=True).clamp(min=1)
     elif level == "minimum":
-        least = d.masked_fill(~response_mask, torch.inf).amin(-1, keepdim=True)
+        least = _padded(d.masked_fill(~response_mask, torch.inf), torch.inf).amin(-1, keepdim=True)
         d = least.masked_fill(~response_mask.any(-1, keepdim=True), 0.0)
     elif level == "maximum":
-        d = d.abs().amax(-1, keepdim=True)
+        d = _padded(d.abs(), 0.0).amax(-1, keepdim=True)
     return d.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+
+
+def _padded(d: Tensor, value: float) -> Tensor:
+    """`d` and a column of `value`, for rows that may have no tokens at all."""
+    return torch.nn.functional.pad(d, (0, 1), value=value)
 
 
 def bound_ratios(ratios: Tensor, mode: Mode, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:
@@ -180,7 +185,7 @@ class RolloutCorrection(Operator):
         Raises:
             ParameterError: no preset has this name.
         """
-        if name not in PRESETS:
+        if name not in list(PRESETS):
             raise ParameterError(f"no preset is called {name!r}; {offer(name, PRESETS, 'there are')}")
         return PRESETS[name]
 

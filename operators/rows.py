@@ -67,6 +67,7 @@ class Ranked(Operator):
 
     Raises:
         ParameterError: both are 0.
+        DataError: a score is NaN.
     """
 
     granularity: ClassVar[Granularity] = "group"
@@ -78,8 +79,14 @@ class Ranked(Operator):
             raise ParameterError("best=0, worst=0 keep no row of a group; expected at least one, as in Ranked(best=1)")
 
     def __call__(self, token_level_scores: TokenLevelScores, response_mask: ResponseMask, uid: Uid) -> Kept:
-        scores = torch.where(response_mask, token_level_scores, 0.0).sum(-1, dtype=torch.float64).tolist()
-        live, kept = response_mask.any(-1).tolist(), torch.zeros(len(scores), dtype=torch.bool)
+        found = torch.where(response_mask, token_level_scores, 0.0).sum(-1, dtype=torch.float64)
+        if found.isnan().any():
+            raise DataError(
+                f"the score of row {int(found.isnan().nonzero()[0])} is not a number, so it has no rank; expected a "
+                f"number for each row: look at the reward function."
+            )
+        scores, live = found.tolist(), response_mask.any(-1).tolist()
+        kept = torch.zeros(len(scores), dtype=torch.bool)
         for members in rows_of_groups(uid).values():
             ranked = sorted((row for row in members if live[row]), key=scores.__getitem__, reverse=True)
             kept[ranked[: self.best] + ranked[max(0, len(ranked) - self.worst) :]] = True

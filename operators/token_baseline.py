@@ -63,7 +63,7 @@ def _against_baseline(rewards: Tensor, norms: Tensor, mask: Tensor, group: Tenso
     # Against the plain mean first: then equal numbers are exactly 0 whatever they weigh.
     apart = (to_come - (total(to_come) / total(on).clamp(min=1))[group]) * on
     weight = total(pulled)
-    baseline = torch.where(weight > 0, total(apart * pulled) / weight.where(weight > 0, 1.0), 0.0)
+    baseline = torch.where(weight == 0, 0.0, total(apart * pulled) / weight.where(weight != 0, 1.0))  # NaN stays
     found = ((apart - baseline[group]) * on).float()
     return found if order is None else torch.zeros_like(found).scatter_(1, order, found)
 

@@ -7,11 +7,19 @@ import torch
 
 from flowrl import graphs
 from flowrl.core.when import When
+from flowrl.errors import ParameterError
 from flowrl.operators import NLL, DecoupledGAE, Filter, PPOClip, PPOClipNLL, Ranked
 from tests.jobs import PROMPTS, job_of, weights_of
 from tests.kernel import exact
 from tests.rewards import digits
 from tests.runs import walk
+
+
+def test_a_filter_that_leaves_nothing_out_is_refused() -> None:
+    with pytest.raises(ParameterError, match=r"raft\(n=4\) keeps 4 of a prompt's answers.*: n=16"):
+        graphs.raft(exact, best=4, n=4)
+    with pytest.raises(ParameterError, match=r"pf_ppo\(n=2\) keeps 2"):
+        graphs.pf_ppo(exact, n=2)
 
 
 def test_raft_imitates_the_best_answer() -> None:

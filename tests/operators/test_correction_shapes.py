@@ -58,6 +58,15 @@ def test_a_distance_equals_loops_over_ragged_masks(
         assert metrics[f"rollout_corr/{what}_min"] == pytest.approx(min(known), rel=2e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("level", ["minimum", "maximum", "k2", "k3"])
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_rows_of_nothing_are_kept(level: Level, shape: tuple[int, int]) -> None:
+    found, metrics = weights(
+        RolloutCorrection(level, "reject", high=2.0), torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    )
+    assert found.shape == shape and metrics == {}
+
+
 @pytest.mark.parametrize(
     "parameters",
     [

@@ -70,6 +70,12 @@ def test_ranked_keeps_both_ends_of_each_group(rows: list[tuple[str, float, int]]
     assert Ranked(best, worst)(*columns(rows)).tolist() == expected
 
 
+def test_ranked_refuses_a_score_that_is_no_number() -> None:
+    mask = torch.tensor([[True], [True]])
+    with pytest.raises(DataError, match=r"the score of row 1 is not a number"):
+        Ranked()(torch.tensor([[1.0], [torch.nan]]), mask, column(["a", "a"]))
+
+
 def tied(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     """Groups of prompts with an odd number are tied; in others, what begins with a digit is right."""
     return 0.5 if int(ground_truth) % 2 else float(solution_str[:1].isdigit())

@@ -74,6 +74,11 @@ class TestFormula:
             alone = OTB(rewards[own], norms[own], mask[own], uid[own.numpy()])
             torch.testing.assert_close(found[own], alone, atol=1e-6, rtol=1e-6)
 
+    def test_a_norm_that_is_no_number_is_not_taken_for_none(self) -> None:
+        norms, mask = torch.tensor([[1.0, torch.nan], [1.0, 1.0]]), torch.ones(2, 2, dtype=torch.bool)
+        found = OTB(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), norms, mask, np.array(["p", "p"], dtype=object))
+        assert found.isfinite().tolist() == [[True, False], [True, False]]
+
     def test_needs_a_group_and_loses_no_reward(self) -> None:
         ones = torch.ones(3, 2, dtype=torch.bool)
         with pytest.raises(DataError, match=r"1 of 2 groups .* 'lonely'"):
