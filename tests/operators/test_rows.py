@@ -51,7 +51,7 @@ def test_length_keeps_rows_within_its_bounds(rows: list[tuple[str, float, int]],
     assert Length(least, most)(columns(rows)[1]).tolist() == expected
 
 
-@given(ROWS, st.integers(0, 2), st.integers(0, 2))
+@given(ROWS, st.integers(0, 4), st.integers(0, 4))
 def test_ranked_keeps_both_ends_of_each_group(rows: list[tuple[str, float, int]], best: int, worst: int) -> None:
     """A row goes on if fewer rows than `best` are better, or fewer than `worst` worse; of equal ones the earlier is."""
     if not best + worst:
