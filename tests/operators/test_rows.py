@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flowrl import After, PromptData, Validation
@@ -52,6 +52,7 @@ def test_length_keeps_rows_within_its_bounds(rows: list[tuple[str, float, int]],
 
 
 @given(ROWS, st.integers(0, 4), st.integers(0, 4))
+@example([("a", 0.0, 1), ("a", 1.0, 1)], 0, 3)
 def test_ranked_keeps_both_ends_of_each_group(rows: list[tuple[str, float, int]], best: int, worst: int) -> None:
     """A row goes on if fewer rows than `best` are better, or fewer than `worst` worse; of equal ones the earlier is."""
     if not best + worst:
