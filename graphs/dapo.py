@@ -8,9 +8,11 @@ from typing import Any
 from flowrl.core.edit import After
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
+from flowrl.graphs.settings import edit_of
 from flowrl.operators import Collect, MaskOverlong, OverlongPenalty, Spread
 
 
+@edit_of(grpo)
 def dapo(
     reward_fn: str | Callable[..., Any],
     *,

@@ -10,10 +10,11 @@ from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
 from flowrl.graphs.ppo import ppo
-from flowrl.graphs.settings import refuse_lost
+from flowrl.graphs.settings import edit_of
 from flowrl.operators import NLL, Filter, Ranked
 
 
+@edit_of(grpo, without=("clip", "kl_coef", "mini_batch"))
 def raft(reward_fn: str | Callable[..., Any], *, best: int = 1, n: int = 8, **settings: Any) -> Graph:
     """Supervised fine-tuning on the best of n own answers (RAFT: Dong et al. 2023, arXiv:2304.06767, alg. 1).
 
@@ -29,7 +30,6 @@ def raft(reward_fn: str | Callable[..., Any], *, best: int = 1, n: int = 8, **se
     Raises:
         ParameterError: one of these was given, or `n` is not more than `best`.
     """
-    refuse_lost("raft", settings, "clip", "kl_coef", "mini_batch")
     _refuse_all("raft", n, best)
     chosen = grpo(reward_fn, n=n, kl_coef=0.0, **settings).edit(
         insert={"filter": After("reward", Filter(Ranked(best)))}
@@ -37,6 +37,7 @@ def raft(reward_fn: str | Callable[..., Any], *, best: int = 1, n: int = 8, **se
     return chosen.edit(set={"update_actor.loss": NLL()}, name="raft")
 
 
+@edit_of(ppo, without=("mini_batch",))
 def pf_ppo(reward_fn: str | Callable[..., Any], *, best: int = 1, worst: int = 1, n: int = 8, **settings: Any) -> Graph:
     """PPO on answers whose reward can be trusted (PF-PPO: Zhang et al. 2024, arXiv:2409.06957).
 
@@ -51,7 +52,6 @@ def pf_ppo(reward_fn: str | Callable[..., Any], *, best: int = 1, worst: int = 1
     Raises:
         ParameterError: `mini_batch` was given, or `n` is not more than `best` and `worst`.
     """
-    refuse_lost("pf_ppo", settings, "mini_batch")
     _refuse_all("pf_ppo", n, best + worst)
     return ppo(reward_fn, n=n, **settings).edit(
         insert={"filter": After("reward", Filter(Ranked(best, worst)))}, name="pf_ppo"

@@ -7,10 +7,11 @@ from typing import Any
 
 from flowrl.graph import Graph
 from flowrl.graphs.ppo import ppo
-from flowrl.graphs.settings import refuse_lost
+from flowrl.graphs.settings import edit_of
 from flowrl.operators import DecoupledGAE, PPOClip, PPOClipNLL
 
 
+@edit_of(ppo, without=("lam", "kl_coef"))
 def vapo(
     reward_fn: str | Callable[..., Any],
     *,
@@ -40,7 +41,6 @@ def vapo(
     Raises:
         ParameterError: one of these was given.
     """
-    refuse_lost("vapo", settings, "lam", "kl_coef")
     return ppo(reward_fn, n=n, critic_warmup=critic_warmup, **settings).edit(
         replace={"gae": DecoupledGAE(settings.get("gamma", 1.0), alpha=alpha)},
         set={"update_actor.loss": PPOClipNLL(PPOClip(clip, clip_high), nll)},
