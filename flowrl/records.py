@@ -39,6 +39,48 @@ class RolloutBatch(NamedTuple):
     policy_version: c.PolicyVersion
 
 
+class DemoBatch(NamedTuple):
+    """Demonstrations: prompts with the responses that are to be imitated, which no policy has sampled: their
+    `policy_version` is -1, and their temperature 1."""
+
+    prompts: c.Prompts
+    responses: c.Responses
+    input_ids: c.InputIds
+    attention_mask: c.AttentionMask
+    position_ids: c.PositionIds
+    response_mask: c.ResponseMask
+    response_text: c.ResponseText
+    raw_prompt: c.RawPrompt
+    temperature: c.Temperature
+    policy_version: c.PolicyVersion
+    uid: c.Uid
+    row_id: c.RowId
+
+
+class PreferenceBatch(NamedTuple):
+    """Pairs of responses: of each, the chosen one in a row that scores 1, and behind it the rejected one, that scores
+    0. The two rows of a pair share their `uid`; no policy has sampled them: their `policy_version` is -1."""
+
+    prompts: c.Prompts
+    responses: c.Responses
+    input_ids: c.InputIds
+    attention_mask: c.AttentionMask
+    position_ids: c.PositionIds
+    response_mask: c.ResponseMask
+    response_text: c.ResponseText
+    raw_prompt: c.RawPrompt
+    temperature: c.Temperature
+    policy_version: c.PolicyVersion
+    uid: c.Uid
+    row_id: c.RowId
+    token_level_scores: c.TokenLevelScores
+
+    @staticmethod
+    def rows_of_draw() -> int:
+        """How many rows a draw is."""
+        return 2
+
+
 class Tokens(Protocol):
     """What a model needs to run over whole sequences; the last ``response`` columns of `input_ids` are the response."""
 
@@ -90,3 +132,9 @@ class Receipt(NamedTuple):
     bytes: int
     seconds: float
     transport: str
+
+
+def rows_of_draw(record: type) -> int:
+    """How many rows a draw from a source of this record is: what its own `rows_of_draw` says, or 1."""
+    said: int = getattr(record, "rows_of_draw", lambda: 1)()
+    return said

@@ -4,26 +4,31 @@ if __name__ != "flowrl.graphs":
     raise ImportError(f"{__name__!r} is imported as flowrl.graphs; write `from flowrl.graphs import ...`.")
 
 from flowrl.graphs.dapo import dapo
+from flowrl.graphs.dpo import dpo
 from flowrl.graphs.dr_grpo import dr_grpo
 from flowrl.graphs.filtered import pf_ppo, raft
 from flowrl.graphs.grpo import grpo
+from flowrl.graphs.grpo_sft import grpo_sft
 from flowrl.graphs.other_advantages import gpg, opo, otb, pass_at_k
 from flowrl.graphs.other_losses import cispo, clip_cov, dppo, gmpo, gspo, kl_cov, online_dpo, sapo
 from flowrl.graphs.ppo import ppo
 from flowrl.graphs.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from flowrl.graphs.remax import remax
 from flowrl.graphs.rloo import rloo
+from flowrl.graphs.sft import sft
 from flowrl.graphs.vapo import vapo
 
 __all__ = [
     "cispo",
     "clip_cov",
     "dapo",
+    "dpo",
     "dppo",
     "dr_grpo",
     "gmpo",
     "gpg",
     "grpo",
+    "grpo_sft",
     "gspo",
     "kl_cov",
     "online_dpo",
@@ -38,5 +43,6 @@ __all__ = [
     "remax",
     "rloo",
     "sapo",
+    "sft",
     "vapo",
 ]

@@ -6,6 +6,7 @@ if __name__ != "flowrl.operators":
 from flowrl.operators.advantage import GAE, DecoupledGAE, ReturnToGo, RowScore, SubtractBaseline, Whiten
 from flowrl.operators.correction import Mismatch, RolloutCorrection
 from flowrl.operators.engines import Generate, LogitNorm, OldLogProb, RefLogProb, Repeat, Value
+from flowrl.operators.feedback import Feedback
 from flowrl.operators.groups import GPGAdvantage, GroupAdvantage, OPOAdvantage, PassAtKAdvantage, RLOOAdvantage
 from flowrl.operators.held_out import MajorityAtK, PassAtK
 from flowrl.operators.kl import AdaptiveKL, KLShape
@@ -33,6 +34,7 @@ __all__ = [
     "ClipCov",
     "Collect",
     "DecoupledGAE",
+    "Feedback",
     "Filter",
     "GPGAdvantage",
     "Generate",

@@ -107,7 +107,7 @@ class _Update:
 
 
 class UpdateActor(_Update, Operator):
-    """Train the policy on rows that it sampled itself: one optimiser step per mini-batch.
+    """Train the policy on rows that it sampled itself, or on demonstrations: one optimiser step per mini-batch.
 
     What the loss reads are ports of the update. Columns stay as they were taken at the start of the step, so
     mini-batches and epochs after the first are on-policy in the sense of PPO (Schulman et al. 2017, arXiv:1707.06347,
@@ -127,7 +127,8 @@ class UpdateActor(_Update, Operator):
 
     Raises:
         ParameterError: a loss of values, or a `norm` that does not belong to `aggregation`.
-        StalePolicyError: rows were sampled by another version of the policy than the one that is trained here.
+        StalePolicyError: rows were sampled by another version of the policy than the one that is trained here; rows
+            that no policy has sampled, as those of `DemoData`, have none.
         DataError: `mini_batch` does not divide the rows, or cuts groups that must stay together.
     """
 
@@ -171,7 +172,8 @@ class UpdateActor(_Update, Operator):
         **columns: FromLoss,
     ) -> Updated:
         age = self.actor.version - rollout.policy_version
-        stale = ((age < 0) | (age > self.off_policy)).nonzero().flatten()
+        sampled = rollout.policy_version >= 0  # and not from a file
+        stale = (sampled & ((age < 0) | (age > self.off_policy))).nonzero().flatten()
         if len(stale):
             row = int(stale[0])
             raise StalePolicyError(

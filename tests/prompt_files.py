@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import torch
 
 from flowrl.data.dataproto import DataProto
-from flowrl.data.prompts import FilePath, PromptData, PromptStream
+from flowrl.data.file_source import FilePath
+from flowrl.data.prompts import PromptData, PromptStream
 
 
 class Characters:

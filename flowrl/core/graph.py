@@ -24,6 +24,7 @@ from flowrl.core.symbols import Edge, EdgeType
 from flowrl.core.when import ALWAYS, When, first_idle
 from flowrl.data.record_types import record_columns
 from flowrl.errors import BindError, GraphError, offer, type_of
+from flowrl.records import rows_of_draw
 
 
 class Input(Operator):
@@ -34,6 +35,11 @@ class Input(Operator):
     @property
     def signature(self) -> Signature:
         return Signature({}, {}, record_columns(self.record), self.record)
+
+    @property
+    def rows_factor(self) -> int:
+        """The rows of a draw: 1, unless the record says that they are more."""
+        return rows_of_draw(self.record)
 
     def __repr__(self) -> str:
         return f"Input({self.record.__name__})"

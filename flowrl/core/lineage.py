@@ -97,6 +97,16 @@ def rows_of_step(graph: Graph, name: str, prompts: int | None) -> int | None:
     return None if filled is None else filled * rows_per_prompt(graph, name)
 
 
+def input_of(graph: Graph, name: str) -> str | None:
+    """The input whose rows a node's rows go back to; None of a node that reads no columns."""
+    while not graph[name].is_input:
+        maker = _row_maker(graph, name)
+        if maker is None:
+            return None
+        name = maker
+    return name
+
+
 def _row_maker(graph: Graph, name: str) -> str | None:
     """The node that made the rows that a node reads."""
     axes = (graph.types[edge].axes for edge in graph[name].inputs.values())

@@ -7,14 +7,14 @@ have reported, which a mean of means does not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
 
 from flowrl.errors import ParameterError
 
-Reduction = Literal["mean", "sum", "min", "max"]
+Reduction = Literal["mean", "sum", "min", "max", "groups"]
 Number = float | int | Tensor
 
 
@@ -48,6 +48,35 @@ class Metric:
         return self.value
 
 
+@dataclass(frozen=True)
+class GroupScores(Metric):
+    """How groups scored: to the log it is the share of groups whose answers do not all score the same.
+
+    Args:
+        scores: by `uid`, of each answer; parts merge as the answers of both.
+    """
+
+    reduction: Reduction = "groups"
+    value: float = 0.0
+    scores: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def merge(self, other: Metric) -> GroupScores:
+        """Both parts together.
+
+        Raises:
+            ParameterError: the other part is a number.
+        """
+        if not isinstance(other, GroupScores):
+            raise ParameterError("scores of groups are also reported as a number; report these under two names.")
+        uids = [*self.scores, *(uid for uid in other.scores if uid not in self.scores)]
+        return GroupScores(scores={uid: self.scores.get(uid, ()) + other.scores.get(uid, ()) for uid in uids})
+
+    def compute(self) -> float:
+        """The share of groups that differ; NaN of none."""
+        differ = [len(set(answers)) > 1 for answers in self.scores.values()]
+        return sum(differ) / len(differ) if differ else float("nan")
+
+
 class Metrics(Mapping[str, Metric]):
     """A collector that an operator fills: ``metrics.mean("actor/entropy", (h * mask).sum(), mask.sum())``.
 
@@ -77,6 +106,18 @@ class Metrics(Mapping[str, Metric]):
     def max(self, key: str, value: Number) -> None:
         """Report a number; of its parts, the largest counts."""
         _add(self._metrics, key, Metric("max", float(value)))
+
+    def groups(self, key: str, scores: Mapping[str, Sequence[float]]) -> None:
+        """Report how groups scored, by `uid`: whatever drew these rows may learn from it."""
+        _add(self._metrics, key, GroupScores(scores={str(uid): tuple(map(float, s)) for uid, s in scores.items()}))
+
+    def scores(self) -> dict[str, tuple[float, ...]]:
+        """All that was reported of groups."""
+        found = GroupScores()
+        for metric in self._metrics.values():
+            if isinstance(metric, GroupScores):
+                found = found.merge(metric)
+        return dict(found.scores)
 
     def merge(self, other: Mapping[str, Metric]) -> None:
         """Merge the parts of `other` into this collector."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 _REQUIRED = ("prompt", "data_source", "reward_model")
 _MEDIA = ("images", "videos")  # verl's names; a prompt without them would be trained on with the picture missing
-_READ = (*_REQUIRED, "extra_info", "chat_template_kwargs", *_MEDIA)
+READ = (*_REQUIRED, "extra_info", "chat_template_kwargs", *_MEDIA)
+"""The columns that are read."""
 _LINE = 1 << 28
 """The most bytes of a line of JSONL."""
 _ROLE = 100
@@ -58,10 +59,15 @@ class Row:
     template_kwargs: dict[str, Any]
 
     @property
-    def characters(self) -> int:
+    def characters(self) -> dict[str, int]:
         """Of what a chat template writes out."""
         written = (message.get(key, "") for message in self.raw_prompt for key in ("content", "tool_calls"))
-        return sum(len(str(text)) for text in (*written, *self.template_kwargs.values()))
+        return {"prompt": sum(len(str(text)) for text in (*written, *self.template_kwargs.values()))}
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """How many ids it has."""
+        return {"prompt": len(self.ids)}
 
     def tokenised(self, where: str, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Row:
         """With its ids.
@@ -95,24 +101,28 @@ class Length(NamedTuple):
         return f"{self.number} {self.unit}"
 
 
-def read(path: Path) -> Iterator[tuple[str, Any]]:
+def read(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """The records of a file, each with how an error names it.
+
+    Args:
+        path: of the file.
+        columns: those that are read of parquet.
 
     Raises:
         DataError: the file cannot be read, or has none.
     """
     empty = True
     with reading(path):
-        for pair in READERS[path.suffix.lower()](path):
+        for pair in READERS[path.suffix.lower()](path, columns):
             empty = False
             yield pair
     if empty:
         raise DataError(
-            f"{path} has no rows; expected at least one prompt, so leave the file out of PromptData(path=...)."
+            f"{path} has no rows; expected at least one, so leave the file out of path=."
         )
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_jsonl(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as lines:  # as bytes, so that U+2028 in a text ends no line
         for number in itertools.count(1):
             where = f"{path}:{number}"
@@ -132,12 +142,12 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                 raise DataError(f"{where}: {what}; expected one JSON object, so fix or delete the line.") from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_parquet(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, Any]]:
     row = 0
     try:
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            columns = [name for name in _READ if name in names]
+            columns = [name for name in wanted if name in names]
             if twice := [name for name in columns if names.count(name) > 1]:
                 raise ValueError(f"there are {names.count(twice[0])} columns {twice[0]!r}")
             for batch in file.iter_batches(batch_size=1024, columns=columns):
@@ -163,8 +173,7 @@ def checked(index: int, where: str, record: Any) -> Row:
         raise DataError(
             f"{where}: the row is {type_of(record)}; expected an object with the keys {', '.join(_REQUIRED)}."
         )
-    if any(_nests(record.get(key), _DEPTH) for key in _READ):
-        raise DataError(f"{where}: the row nests more than {_DEPTH} lists and objects; expected a flatter one.")
+    refuse_nested(where, record, READ)
     if missing := [key for key in _REQUIRED if record.get(key) is None]:
         raise DataError(
             f"{where}: the row has no {' and no '.join(missing)}, or null there; expected prompt (a list of messages), "
@@ -191,11 +200,21 @@ def checked(index: int, where: str, record: Any) -> Row:
         )
     if not isinstance(extra, dict | None):
         raise DataError(f"{where}: extra_info is {short(extra, 200)}; expected an object, or leave it out.")
+    arguments, messages = template_arguments(where, record), messages_of(where, record["prompt"])
+    return Row(index, [], source, reward["ground_truth"], extra or {}, messages, arguments)
+
+
+def template_arguments(where: str, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the chat template that a record has of its own.
+
+    Raises:
+        DataError: they are no object.
+    """
     own = record.get("chat_template_kwargs")
     if not isinstance(own, dict | None):
         raise DataError(f"{where}: chat_template_kwargs is {short(own, 200)}; expected an object, or leave it out.")
-    messages = _messages(where, record["prompt"])
-    return Row(index, [], source, reward["ground_truth"], extra or {}, messages, _without_nulls(own or {}))
+    arguments: dict[str, Any] = _without_nulls(own or {})
+    return arguments
 
 
 def _without_nulls(value: Any) -> Any:
@@ -203,6 +222,16 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def refuse_nested(where: str, record: Mapping[str, Any], columns: Sequence[str]) -> None:
+    """Refuse a record in which lists and objects are in each other more deeply than any template would go.
+
+    Raises:
+        DataError: it is one.
+    """
+    if any(_nests(record.get(key), _DEPTH) for key in columns):
+        raise DataError(f"{where}: the row nests more than {_DEPTH} lists and objects; expected a flatter one.")
 
 
 def _nests(value: Any, levels: int) -> bool:
@@ -219,8 +248,12 @@ def _holds_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def _messages(where: str, prompt: Any) -> list[dict[str, Any]]:
-    """The messages of a prompt. A key with null counts as missing, since parquet does not distinguish the two."""
+def messages_of(where: str, prompt: Any) -> list[dict[str, Any]]:
+    """The messages of a prompt. A key with null counts as missing, since parquet does not distinguish the two.
+
+    Raises:
+        DataError: they are none.
+    """
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{where}: prompt is {short(prompt, 200)}; {_EXPECTED_MESSAGES}.")
     messages = []
@@ -239,3 +272,14 @@ def _messages(where: str, prompt: Any) -> list[dict[str, Any]]:
     if not any(message.get("content", "").strip() or "tool_calls" in message for message in messages):
         raise DataError(f"{where}: no message of prompt says anything; {_EXPECTED_MESSAGES}.")
     return messages
+
+
+def copied(value: Any) -> Any:
+    """A record with containers of its own, so that what a reward function writes into its extra_info is not there in
+    later epochs. JSON and parquet give no other containers, which spares half of what `copy.deepcopy` costs.
+    """
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    return tuple(map(copied, value)) if isinstance(value, tuple) else value

@@ -76,6 +76,11 @@ class ChatTokenizer:
         return cast(int, self._tokenizer.eos_token_id)
 
     @property
+    def turn_end(self) -> int:
+        """The id that ends a turn of the assistant: that of the chat template, or the EOS where it puts none."""
+        return next((i for i, by in self.ends.items() if "chat template" in by), self.eos_id)
+
+    @property
     def said_ends(self) -> str:
         """`ends` in words: ``"<eos> (1: tokeniser, config.json)"``."""
         texts = (f"{self._tokenizer.convert_ids_to_tokens(i)} ({i}: {', '.join(by)})" for i, by in self.ends.items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,7 +22,9 @@ from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.nodes import NodeInfo, Region, joined_lengths, lengths_of
 from flowrl.run.runner import Done, Held, Lengths, Runner, Task
 
-Draw = Callable[[int], DataProto]
+Batches = DataProto | Mapping[str, DataProto]
+"""The batch of each input, by its name; or one that has the columns of all."""
+Draw = Callable[[int], Batches]
 OnNode = Callable[[str], None]
 
 
@@ -34,6 +36,7 @@ class StepResult:
         columns: the columns of the nodes that were asked for, by node; of those that ran in this step.
         values: their batchless values, by node.
         metrics: every number that was reported; a key that two nodes report is prefixed by the node.
+        scores: of each node that told how groups scored, the scores by `uid`, over all rounds.
         seconds: how long each node took.
     """
 
@@ -41,6 +44,7 @@ class StepResult:
     values: Mapping[str, Mapping[str, Any]]
     metrics: Metrics
     seconds: Mapping[str, float]
+    scores: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -48,7 +52,7 @@ class _Step:
     """A step under way.
 
     Args:
-        batches: what it was opened with, and the further prompts of each round.
+        batches: by input, what it was opened with; and the further prompts of each round.
         waits: by node that has not started, how many instances it still waits for.
         outputs: what nodes left that is still read, or wanted in the end.
         readers: by node, how many of its readers are not done.
@@ -59,7 +63,7 @@ class _Step:
         rounds: what the collector took in each that is over.
     """
 
-    batches: list[DataProto]
+    batches: list[Mapping[str, DataProto]]
     round: Round = ONLY
     waits: dict[str, int] = field(default_factory=dict)
     readers: dict[str, int] = field(default_factory=dict)
@@ -94,7 +98,7 @@ class Flight:
         during: see `Task`.
         now: the step by which numbers over time are taken; None is the step itself.
         region: what runs in rounds.
-        more: gives the batch of so many further prompts.
+        more: gives the batches of so many further prompts, for the inputs of the region.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class Flight:
         during: str | None,
         now: int | None,
         region: Region,
-        more: Draw,
+        more: Callable[[int], Mapping[str, DataProto]],
     ) -> None:
         self._infos, self._lag, self._runner, self._seed, self._all = infos, lag, runner, seed, steps
         self._wanted, self._on_node, self._during, self._now = wanted, on_node, during, now
@@ -127,9 +131,9 @@ class Flight:
     def __contains__(self, step: object) -> bool:
         return step in self._steps
 
-    def open(self, step: int, batch: DataProto) -> None:
-        """Take up a step with its batch, which has the columns of all inputs."""
-        self._steps[step] = _Step([batch])
+    def open(self, step: int, batches: Mapping[str, DataProto]) -> None:
+        """Take up a step with the batch of each input."""
+        self._steps[step] = _Step([batches])
         self._begin(step)
 
     def restart(self) -> None:
@@ -180,7 +184,8 @@ class Flight:
 
     def _put(self, one: _Step, info: NodeInfo) -> None:
         """Put in what an input is in the newest batch."""
-        given = {column: one.batches[one.round.number].columns[column] for column in info.columns}
+        batch = one.batches[one.round.number][info.node.name]
+        given = {column: batch.columns[column] for column in info.columns}
         one.outputs[info.node.name] = self._runner.put(info.node, given)
         if (lengths := lengths_of(given)) is not None and info.written is not None:
             one.lengths[info.written] = lengths
@@ -352,7 +357,8 @@ class Flight:
             columns[name] = DataProto(fetched) if fetched else _EMPTY
             values[name] = {output: value for output, value in left.items() if output not in fetched}
         ordered = {name: one.metrics[name] for name in self._infos if name in one.metrics}
-        return StepResult(columns, values, merge_metrics(ordered), one.seconds)
+        told = {name: scores for name, metrics in ordered.items() if (scores := metrics.scores())}
+        return StepResult(columns, values, merge_metrics(ordered), one.seconds, told)
 
 
 _EMPTY = DataProto({})

@@ -17,7 +17,9 @@ from flowrl.core.operator import Operator
 from flowrl.core.plan import Plan
 from flowrl.core.roles import RoleRef
 from flowrl.core.rules import refuse_broken
+from flowrl.data.sources import Source
 from flowrl.errors import BindError
+from flowrl.run.sources import by_input
 from flowrl.run.validation import Validation
 
 
@@ -37,16 +39,26 @@ class HeldOut:
     bindings: Mapping[str, Any]
     syncs: tuple[Node, ...]
 
+    @property
+    def sources(self) -> dict[str, Source]:
+        """The held-out data, by input of the graph.
+
+        Raises:
+            ParameterError, GraphError: it does not fit the inputs.
+        """
+        return by_input(self.graph, self.validation.data, "Validation")
+
     def refuse_unready(self) -> None:
         """Refuse what could not run.
 
         Raises:
+            ParameterError, GraphError: the data does not fit the graph's inputs.
             RuleError: it breaks a rule.
             BindError: a role of the validation alone is not bound.
             GraphError: weights cannot be kept in order.
         """
         refuse_broken(self.graph, f"the validation {self.validation.name!r}")
-        _ = Plan(self.graph).order
+        _ = Plan(self.graph).order, self.sources
         if unbound := [role for role in self.graph.roles() if role not in self.graph.bindings]:
             name, role = self.validation.name, unbound[0]
             raise BindError(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from flowrl.core.graph import Graph
-from flowrl.core.graph_io import fingerprint
+from flowrl.core.graph_io import encode, fingerprint
 from flowrl.data.files import file_digest
 from flowrl.data.prompts import PromptData
+from flowrl.data.sources import Source
 from flowrl.errors import BindError
-from flowrl.spec import parameters
+from flowrl.run.sources import identities
+from flowrl.spec import Spec
 
 WEIGHTS = (".safetensors", ".bin", ".json")
 """Endings of the files of a model's folder that say what its weights are."""
@@ -20,8 +23,14 @@ TOKENISER = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "chat_t
 """How names of the tokeniser's files begin: a run may go on with another, which `tell_changed_prompts` warns of."""
 
 
-def identity_of(graph: Graph, data: PromptData, seed: int, prompts: int) -> dict[str, Any]:
+def identity_of(graph: Graph, sources: Mapping[str, Source], seed: int, prompts: int) -> dict[str, Any]:
     """The identity of a run, as JSON-able data: by content, so that files may lie elsewhere.
+
+    Args:
+        graph: of the run.
+        sources: of its inputs.
+        seed: of the run.
+        prompts: drawn a step.
 
     Raises:
         DataError: a file of prompts is missing, or cannot be read.
@@ -31,10 +40,18 @@ def identity_of(graph: Graph, data: PromptData, seed: int, prompts: int) -> dict
         "graph": fingerprint(graph.bound({})),
         "seed": seed,
         "prompts": prompts,
-        "data": {name: value for name, value in parameters(data).items() if name != "path"},
-        "content of the data": data.digests(),
+        "data": identities(sources, _parameters),
+        "content of the data": identities(sources, lambda source: source.digests()),
         "starting model": _weights(graph),
     }
+
+
+def _parameters(source: Source) -> dict[str, Any]:
+    """Those of its identity, as JSON-able data; of a source of another class than `PromptData`, also its class."""
+    said = source.identity()
+    written = {k: encode(v, f"data.{k}", portable=False) if isinstance(v, Spec) else v for k, v in said.items()}
+    kind = type(source)
+    return written if kind is PromptData else {**written, "$type": f"{kind.__module__}:{kind.__qualname__}"}
 
 
 def _weights(graph: Graph) -> dict[str, str | None]:

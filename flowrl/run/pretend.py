@@ -178,11 +178,15 @@ def place_of(slot: int) -> str:
     return f"slot {slot}"
 
 
-def blank_batch(graph: Graph, rows: int) -> DataProto:
-    """A batch for all inputs of a graph, of so many rows and of nothing."""
-    outputs = [graph[name].operator.signature.outputs for name in graph.inputs]
-    columns = {name: wanted for found in outputs for name, wanted in found.items() if isinstance(wanted, ColumnType)}
-    return DataProto({name: blank(wanted, rows) for name, wanted in columns.items()})
+def blank_batch(graph: Graph, draws: int) -> dict[str, DataProto]:
+    """A batch of so many draws for each input of a graph, with rows of nothing."""
+    batches = {}
+    for name in graph.inputs:
+        operator = graph[name].operator
+        columns = {name: wanted for name, wanted in operator.signature.outputs.items() if isinstance(wanted, ColumnType)}
+        rows = draws * operator.rows_factor
+        batches[name] = DataProto({name: blank(wanted, rows) for name, wanted in columns.items()})
+    return batches
 
 
 def blank(column: ColumnType, rows: int) -> Tensor | np.ndarray[Any, Any]:

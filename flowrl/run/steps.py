@@ -7,16 +7,16 @@ virtual clock.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.core.graph import Node
+from flowrl.core.graph import Graph, Node
 from flowrl.core.plan import Plan
 from flowrl.data.dataproto import DataProto
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import GraphError
-from flowrl.run.flight import Draw, Flight, OnNode, StepResult
+from flowrl.run.flight import Batches, Draw, Flight, OnNode, StepResult
 from flowrl.run.nodes import NodeInfo, Region
 from flowrl.run.runner import Runner
 from flowrl.run.schedule import Schedule
@@ -50,7 +50,7 @@ class Steps:
 
     def step(
         self,
-        batch: DataProto,
+        batch: Batches,
         step: int,
         *,
         now: int | None = None,
@@ -60,7 +60,7 @@ class Steps:
         """Run every node once.
 
         Args:
-            batch: columns of the graph's inputs.
+            batch: columns of the graph's inputs; where they stand on other rows, the batch of each, by its name.
             step: the step's number, from which keys are derived.
             now: the step of which parameters over time are taken, where it is another one, as in a validation.
             keep: nodes whose outputs the result holds, besides the sinks.
@@ -89,11 +89,12 @@ class Steps:
         Nothing starts while the caller holds a result, so with ``lag=0`` the engines stand still between two steps.
 
         Args:
-            draw: gives the batch of a step, called once for each, in order.
+            draw: gives the batch of a step, or that of each input by its name; called once for each step, in order.
             steps: their numbers.
             lag: see `Schedule`.
             now, keep, on_node: see `step`.
-            more: gives the batch of so many further prompts, which a `Collect` asks for.
+            more: gives the batch of so many further prompts, which a `Collect` asks for, or that of each input in front
+                of it.
 
         Raises:
             NodeError, GraphError: see `step`; or the graph does not allow this lag.
@@ -110,36 +111,43 @@ class Steps:
                 schedule.refuse_deadlock()
             self._infos[lag] = NodeInfo.all(schedule, self.runner)
 
-        def further(prompts: int) -> DataProto:
-            return self._complete((more or self._refuse_more)(prompts), lag)
-
         infos, region = self._infos[lag], Region.of(self.plan)
+        inputs = self.plan.graph.inputs
+        again = [name for name in inputs if name in region.nodes]
+
+        def further(prompts: int) -> Mapping[str, DataProto]:
+            return self._complete((more or self._refuse_more)(prompts), infos, again)
+
         asked = wanted, on_node, self.during, now, region, further
         flight = Flight(infos, lag, self.runner, self.seed, steps, self.state, *asked)
         for step in steps:
             self.runner.timeline = self.timeline
             for ahead in steps[steps.index(step) :][: lag + 1]:
                 if ahead not in flight:
-                    flight.open(ahead, self._complete(draw(ahead), lag))
+                    flight.open(ahead, self._complete(draw(ahead), infos, inputs))
             finish = functools.partial(self._finish, flight, step)
             result = self._weights.protect(finish, flight.restart) if self._weights.spare else finish()
             flight.close(step)
             self.state = flight.state
             yield result
 
-    def _complete(self, batch: DataProto, lag: int) -> DataProto:
-        """The batch, which has the columns of all inputs."""
-        for name, info in self._infos[lag].items():
-            wanted = info.columns if info.is_input else ()
-            if missing := [column for column in wanted if column not in batch.columns]:
+    def _complete(
+        self, given: Batches, infos: Mapping[str, NodeInfo], inputs: Iterable[str]
+    ) -> Mapping[str, DataProto]:
+        """The batch of each of these inputs, which has its columns."""
+        batches = dict.fromkeys(inputs, given) if isinstance(given, DataProto) else given
+        for name in inputs:
+            wanted = infos[name].columns
+            found = batches[name].columns if name in batches else {}
+            if missing := [column for column in wanted if column not in found]:
                 raise GraphError(
                     f"the input {name!r} of {self.plan.graph.name} wants the columns {', '.join(wanted)}, and the "
                     f"batch lacks {', '.join(missing)}; pass a batch that has them, such as "
-                    f"PromptData(...).load(...).next(n)."
+                    f"PromptData(...).load(...).next(n), or one for each input: {{{name!r}: ...}}."
                 )
-        return batch
+        return batches
 
-    def _refuse_more(self, prompts: int) -> DataProto:
+    def _refuse_more(self, prompts: int) -> Batches:
         raise GraphError(
             f"{self.plan.collector} of {self.plan.graph.name} wants {prompts} further prompts, and nobody draws them; "
             f"say how: steps.run(draw, range(3), more=stream.next), or let Training draw."
@@ -191,5 +199,15 @@ class Steps:
         self._weights.protect(lambda: self.runner.save_pretrained(role, Path(folder)))
 
     def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer of the engine that generates."""
-        return self.runner.tokenizer(self.plan.graph.generators[0])
+        """The tokenizer of the engine that generates; where none does, that of a model that is trained."""
+        graph = self.plan.graph
+        if graph.generators:
+            return self.runner.tokenizer(graph.generators[0])
+        folder = folder_of_trained(graph)
+        assert folder is not None  # `Training` refuses it
+        return ChatTokenizer(folder)
+
+
+def folder_of_trained(graph: Graph) -> str | None:
+    """The folder of a model that is trained, whose tokeniser data becomes tokens by; None where none is known."""
+    return next((folder for role in graph.trained if (folder := graph.bindings[role].starts_from)), None)

@@ -21,15 +21,13 @@ from flowrl.core.graph import Graph
 from flowrl.core.graph_io import encode, graph_to_dict
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import Trainer
-from flowrl.data.dataproto import DataProto
 from flowrl.data.files import writing
 from flowrl.data.formats import check_json
-from flowrl.data.prompts import PromptData
-from flowrl.errors import BindError, DataError, GraphError, ParameterError, StorageError
-from flowrl.records import PromptBatch
+from flowrl.data.sources import Source, Stream
+from flowrl.errors import BindError, DataError, ParameterError, StorageError
 from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.costs import Costs
-from flowrl.run.flight import StepResult
+from flowrl.run.flight import Batches, StepResult
 from flowrl.run.held_out import held_out, with_engines
 from flowrl.run.identity import identity_of
 from flowrl.run.job import Job
@@ -38,7 +36,8 @@ from flowrl.run.report import Reporter
 from flowrl.run.resume import Found, find, tell_changed_prompts
 from flowrl.run.run_folder import RunFolder, jsonable
 from flowrl.run.signals import ended_in_order
-from flowrl.run.steps import Steps
+from flowrl.run.sources import Data, Sources, by_input, refuse_no_source, refuse_untold
+from flowrl.run.steps import Steps, folder_of_trained
 from flowrl.run.timeline import Summary, Timeline, idle
 from flowrl.run.validating import Validating
 from flowrl.run.validation import Validation
@@ -62,10 +61,12 @@ class Training(Spec):
 
     Args:
         job: the bound graph.
-        data: prompts to train on.
+        data: where the rows of the graph's input come from, such as ``PromptData("train.jsonl")``; of a graph of several
+            inputs a source for each, by its name: ``{"batch": PromptData(...), "demos": DemoData(...)}``.
         steps: how many steps.
-        prompts: prompts a step; rows are prompts times what the graph repeats them by. Where the data has fewer, a step
-            holds some of them more than once, each time as a group of its own, and a warning says so.
+        prompts: prompts a step, and as many draws of every other source; rows are prompts times what the graph repeats
+            them by. Where a source has fewer, a step holds some of them more than once, each time as a group of its
+            own, and a warning says so.
         seed: root of all randomness: data order, sampling, mini-batches.
         validation: one or several.
         folder: where the run is written; None is ``runs/<graph>-<number>``.
@@ -77,13 +78,15 @@ class Training(Spec):
             what was measured. None predicts nothing.
 
     Raises:
-        ParameterError: two validations share a name, under which their numbers are logged; `resume` without `folder`.
+        ParameterError: two validations share a name, under which their numbers are logged; `resume` without `folder`;
+            an input without a source, or a source without an input.
+        GraphError: a source that lacks columns of its input, or would learn from scores that the graph does not tell.
     """
 
     timeless = True
 
     job: Job[Any]
-    data: PromptData
+    data: Data
     steps: int = Field(ge=1)
     prompts: int = Field(ge=1)
     seed: int = 0
@@ -105,9 +108,7 @@ class Training(Spec):
     @field_validator("data", mode="before")
     @classmethod
     def _refuse_path(cls, data: Any) -> Any:
-        if isinstance(data, str | Path):
-            raise ValueError(f"expected PromptData({str(data)!r})")
-        return data
+        return refuse_no_source(data)
 
     @model_validator(mode="after")
     def _refuse_unfit(self) -> Self:
@@ -116,7 +117,13 @@ class Training(Spec):
             raise ValueError("resume=True, but no folder says which run; name it: Training(..., folder=...), --folder")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two validations are named {twice[0]!r}; give one another: Validation(..., name=...)")
+        refuse_untold(self.job.graph, self.sources)
         return self
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """`data` by input."""
+        return by_input(self.job.graph, self.data, "Training")
 
     @property
     def validations(self) -> tuple[Validation, ...]:
@@ -137,30 +144,25 @@ class Training(Spec):
         """Everything that can be refused before a model loads.
 
         Raises:
-            RuleError, BindError, GraphError: what `Job.refuse_unready` refuses; an input that prompts cannot feed; no
-                engine that could tokenise prompts; a validation that does not fit the graph.
-            DataError: a file of prompts is missing; a state that no checkpoint could hold.
+            RuleError, BindError, GraphError, ParameterError: what `Job.refuse_unready` refuses; no model that could
+                tokenise data; a validation that does not fit the graph, or its data.
+            DataError: a file of data is missing; a state that no checkpoint could hold.
         """
         self.job.refuse_unready(self.prompts)
         graph = self.job.graph
-        for name in graph.inputs:
-            if missing := [c for c in graph[name].operator.signature.outputs if c not in PromptBatch._fields]:
-                raise GraphError(
-                    f"the input {name!r} of {graph.name} wants the columns {', '.join(missing)}, which prompts do not "
-                    f"have; Training feeds {', '.join(PromptBatch._fields)}: compute the others in the graph, or run "
-                    f"it by `with job.open() as steps: steps.step(batch, step)`."
-                )
-        if not graph.generators:
+        if not graph.generators and folder_of_trained(graph) is None:
             raise BindError(
-                f"no node of {graph.name} reads a rollout engine, and it is its tokeniser that prompts become tokens "
-                f"by; expected a Generate()(prompts) in the graph."
+                f"no node of {graph.name} reads a rollout engine, and none trains a model of a folder: it is their "
+                f"tokeniser that data becomes tokens by; expected a Generate()(prompts) in the graph, or an update."
             )
-        for one in held_out(graph, self.validations):
+        forks = held_out(graph, self.validations)
+        for one in forks:
             one.refuse_unready()
         if self.whole.graph is not graph:
             self.whole.refuse_unready(self.prompts)
-        for data in (self.data, *(validation.data for validation in self.validations)):
-            data.refuse_missing()
+        for sources in (self.sources, *(one.sources for one in forks)):
+            for source in sources.values():
+                source.refuse_missing()
         if self.checkpoint_every is not None:
             asker = f"checkpoint_every={self.checkpoint_every}"
             refuse_uncheckpointed(graph.trained, graph.bindings, asker, "leave checkpoint_every out")
@@ -212,7 +214,7 @@ class Training(Spec):
         Raises:
             DataError, BindError: data or weights cannot be read.
         """
-        return identity_of(self.job.graph, self.data, self.seed, self.prompts)
+        return identity_of(self.job.graph, self.sources, self.seed, self.prompts)
 
     def _bindings(self) -> dict[str, Any]:
         """The backends, as JSON-able data."""
@@ -254,27 +256,22 @@ class _Loop:
         self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
         self.checkpoints, self.identity = checkpoints, identity
         tokenizer = steps.tokenizer()
-        self.stream = training.data.load(tokenizer, training.seed)
-        if len(self.stream) < training.prompts:
-            left_out = f" ({self.stream.dropped} longer ones are left out)" if self.stream.dropped else ""
-            logger.warning(
-                "the data has %d prompts%s and a step takes %d, so every step holds some of them more than once; "
-                "expected at least as many as a step takes: Training(..., prompts=%d), or more data.",
-                len(self.stream),
-                left_out,
-                training.prompts,
-                len(self.stream),
-            )
+        graph, region = training.job.graph, steps.plan.region
+        again = [name for name in graph.inputs if name in region]
+        self.sources = Sources(training.sources, tokenizer, training.seed, graph, again)
+        for stream in self.sources.streams.values():
+            _warn_of_few(stream, training.prompts)
         forks = held_out(training.job.graph, training.validations)
         self.validations = Validating(forks, steps, tokenizer, training.seed)
         self.last = training.steps  # or the one after which a validation reached its goal
-        self.content = {"prompts": self.stream.digest(), **self.validations.digests}
+        self.content = {**self.sources.digests, **self.validations.digests}
         self.metrics: list[Mapping[str, float]] = []
         self.validated: list[Mapping[str, float]] = []
         self.seconds: list[Mapping[str, float]] = []
         self.makespans: list[float] = []
         self.summary: Summary | None = None
         self.started = 0.0
+        self.heard: Mapping[str, float] = {}  # when the rows of the step were drawn
         self.before = _traced(folder.path / "trace.json")  # the starts that this run resumes
 
     def run(self, found: Found | None) -> Run:
@@ -312,7 +309,7 @@ class _Loop:
         path, state = found
         tell_changed_prompts(path, state["content"], self.content)
         self.steps.state.update(state["state"])
-        self.stream.seek(state["data"])
+        self.sources.seek(state["data"])
         self.steps.load(path)
         self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
         if self.validations.reached(self.validated):
@@ -323,7 +320,7 @@ class _Loop:
         if every is None or (step % every and step != self.last):
             return
         state = {
-            "data": self.stream.position,
+            "data": self.sources.position,
             "state": self.steps.state,
             "content": self.content,
             "made_with": jsonable(self.identity),
@@ -356,7 +353,7 @@ class _Loop:
 
     def _go(self, steps: range) -> None:
         """Run steps, each with the validation and the checkpoint that are due after it."""
-        results = self.steps.run(self._draw, steps, on_node=self._tell_node, more=self.stream.next)
+        results = self.steps.run(self._draw, steps, on_node=self._tell_node, more=self.sources.more)
         for step in steps:
             result = next(results)
             self._enter(step, result, time.perf_counter() - self.started)
@@ -365,13 +362,15 @@ class _Loop:
             if step + 1 == self.last:
                 break
 
-    def _draw(self, step: int) -> DataProto:
-        batch = self.stream.next(self.training.prompts)
+    def _draw(self, step: int) -> Batches:
+        self.heard = self.sources.heard
+        batches = self.sources.next(self.training.prompts)
         self.started = time.perf_counter()  # to read data is no part of the step
-        return batch
+        return batches
 
     def _enter(self, step: int, result: StepResult, seconds: float) -> None:
-        metrics = {"step": step + 1, **result.metrics.compute(), **_timing(result, seconds)}
+        metrics = {"step": step + 1, **result.metrics.compute(), **self.heard, **_timing(result, seconds)}
+        self.sources.learn(step + 1, result.scores)
         if self.training.checkpoint_every is not None:  # now, and not hours later where it is to be saved
             check_json(self.steps.state, f"the state after step {step + 1}")
         self.metrics.append(metrics)
@@ -394,6 +393,20 @@ class _Loop:
     def _tell_node(self, name: str) -> None:
         for reporter in self.reporters:
             reporter.node(name)
+
+
+def _warn_of_few(stream: Stream, draws: int) -> None:
+    """Say that a step holds some rows more than once."""
+    if stream.size is None or stream.size >= draws:
+        return
+    logger.warning(
+        "the data has %d prompts%s and a step takes %d, so every step holds some of them more than once; "
+        "expected at least as many as a step takes: Training(..., prompts=%d), or more data.",
+        stream.size,
+        f" ({stream.dropped} longer ones are left out)" if stream.dropped else "",
+        draws,
+        stream.size,
+    )
 
 
 def _timing(result: StepResult, seconds: float) -> dict[str, float]:

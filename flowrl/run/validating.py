@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from flowrl.core.graph import Graph
 from flowrl.core.plan import Plan
 from flowrl.data.keys import Key
-from flowrl.data.prompts import PromptStream
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.run.flight import StepResult
 from flowrl.run.held_out import HeldOut
+from flowrl.run.sources import Sources
 from flowrl.run.steps import Steps
 from flowrl.run.timeline import Span
 
@@ -24,7 +24,7 @@ class _Ready:
 
     held_out: HeldOut
     steps: Steps
-    stream: PromptStream
+    sources: Sources
 
     @property
     def name(self) -> str:
@@ -54,14 +54,20 @@ class Validating:
     def __init__(self, held_out: Sequence[HeldOut], steps: Steps, tokenizer: ChatTokenizer, seed: int) -> None:
         own_seed = Key.of(seed).derive("validation").bits
         self._all = [
-            _Ready(one, steps.fork(Plan(one.graph), own_seed), one.validation.data.load(tokenizer, seed))
+            _Ready(
+                one, steps.fork(Plan(one.graph), own_seed), Sources(one.sources, tokenizer, seed, one.graph, ())
+            )
             for one in held_out
         ]
 
     @property
     def digests(self) -> dict[str, str]:
         """Of the prompts of each, by name; see `PromptStream.digest`."""
-        return {f"prompts of the validation {one.name!r}": one.stream.digest() for one in self._all}
+        return {
+            f"{what} of the validation {one.name!r}": digest
+            for one in self._all
+            for what, digest in one.sources.digests.items()
+        }
 
     @property
     def spans(self) -> list[Span]:
@@ -103,7 +109,7 @@ class Validating:
             steps.sync(one.held_out.syncs)
         total: dict[str, Any] = {}
         predictions: list[dict[str, Any]] = []
-        for batch in one.stream.batches(validation.batch):
+        for batch in one.sources.batches(validation.batch):
             result = steps.step(batch, 0, now=step, keep=tuple(steps.plan.graph.nodes))
             predictions += _predictions(steps.plan.graph, result, step, one.name)
             for key, metric in result.metrics.items():
@@ -113,13 +119,19 @@ class Validating:
         return Validated(metrics, predictions, validation.reached(metrics))
 
 
+_TOLD = {"uid": "uid", "prompt": "raw_prompt", "response": "response_text", "ground_truth": "ground_truth"}
+"""What a prediction says of a row, and the column that it is in; a source of one's own need not have all."""
+
+
 def _predictions(graph: Graph, result: StepResult, step: int, name: str) -> list[dict[str, Any]]:
     """One record a row of a validation: the prompt, the answer, and what it was worth.
 
     Where several answer, it is the one whose score is taken last that counts; what stands on its rows is told of it.
     """
     scored = next((e for e in reversed(list(graph.types)) if getattr(graph.types[e].type, "kind", "") == "score"), None)
-    answered = [edge for edge in graph.types if edge.output == "response_text"]
+    answered = [edge for edge in graph.types if edge.output == "response_text" and not graph[edge.node].is_input]
+    if not answered:
+        return []
     of_score = graph.types[scored].axes[1:] if scored is not None else ()
     answer = next((e for e in answered if f"response@{e.node}" in of_score), answered[0])
     rows = graph.types[answer].axes[0]
@@ -131,8 +143,8 @@ def _predictions(graph: Graph, result: StepResult, step: int, name: str) -> list
     if scored is not None and graph.types[scored].axes[0] == rows:
         scores = result.columns[scored.node].columns[scored.output].sum(-1).tolist()
     records = []
-    for row, text in enumerate(columns["response_text"]):
-        record = {"step": step, "validation": name, "uid": columns["uid"][row], "prompt": columns["raw_prompt"][row]}
-        record |= {"response": text, "ground_truth": columns["ground_truth"][row]}
+    for row in range(len(columns["response_text"])):
+        told = {key: columns[name][row] for key, name in _TOLD.items() if name in columns}
+        record = {"step": step, "validation": name, **told}
         records.append(record | ({"score": scores[row]} if scores is not None else {}))
     return records

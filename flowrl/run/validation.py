@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from flowrl.core.backend import Backend
 from flowrl.core.edit import After, edit
@@ -14,8 +14,8 @@ from flowrl.core.gating import gates_of
 from flowrl.core.graph import Graph
 from flowrl.core.operator import Operator
 from flowrl.core.when import ALWAYS
-from flowrl.data.prompts import PromptData
 from flowrl.errors import ParameterError
+from flowrl.run.sources import Data, refuse_no_source
 from flowrl.spec import Spec
 
 
@@ -27,7 +27,7 @@ class Validation(Spec):
     each time, and numbers that change over time are as they are then.
 
     Args:
-        data: the held-out prompts.
+        data: the held-out prompts; of a graph with several inputs up to `until`, a source for each, by its name.
         every: steps between two validations; there is always one after the last step.
         name: metrics are logged as ``<name>/<key>``.
         changes: ``"node.parameter"`` to value, as ``edit(set=...)``; by default one greedy answer per prompt.
@@ -42,7 +42,7 @@ class Validation(Spec):
 
     timeless = True
 
-    data: PromptData
+    data: Data
     every: int = Field(default=10, ge=1)
     name: str = Field(default="val", min_length=1)
     changes: Mapping[str, Any] = Field(default_factory=lambda: {"repeat.n": 1, "generate.temperature": 0.0})
@@ -54,6 +54,11 @@ class Validation(Spec):
     insert: Mapping[str, After] = Field(default_factory=dict)
     wire: Mapping[str, str] = Field(default_factory=dict)
     bind: Mapping[str, Backend] = Field(default_factory=dict)
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _refuse_path(cls, data: Any) -> Any:
+        return refuse_no_source(data)
 
     def graph(self, graph: Graph) -> Graph:
         """The graph of the validation, as an edit of `graph`: without its gates, since every prompt counts.

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flowrl import PromptData
-from flowrl.data import prompt_rows, prompts
+from flowrl.data import file_source, prompt_rows
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError
 from tests.models import tiny_folder
@@ -164,7 +164,7 @@ def test_a_prompt_that_tokens_could_just_hold_is_tokenised(tmp_path: Path) -> No
 
 
 def test_without_a_limit_there_is_still_what_no_machine_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "_CHARACTERS", 80)
+    monkeypatch.setattr(file_source, "_CHARACTERS", 80)
     path = write_jsonl(tmp_path / "a.jsonl", [record(0), record(1, "x" * 78)])
     with pytest.raises(
         DataError, match=r"a\.jsonl:2: the prompt has 81 characters, which no machine tokenises \(1 of 2"

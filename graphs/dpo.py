@@ -1,0 +1,27 @@
+"""Direct preference optimisation on pairs from a file."""
+
+from __future__ import annotations
+
+from flowrl.graph import algorithm
+from flowrl.operators import DPO, RefLogProb, UpdateActor
+from flowrl.records import PreferenceBatch, Updated
+
+
+@algorithm
+def dpo(
+    pairs: PreferenceBatch, *, beta: float = 0.1, label_smoothing: float = 0.0, mini_batch: int | None = None
+) -> Updated:
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290, eq. 7), on ``data=PreferenceData(...)``.
+
+    ``-log sigmoid(beta log(pi(y_w) / ref(y_w)) - beta log(pi(y_l) / ref(y_l)))``: chosen over rejected, held to the
+    reference. `online_dpo` samples its pairs.
+
+    Args:
+        pairs: two rows each, chosen and rejected.
+        beta: how strongly the reference holds.
+        label_smoothing: how often a preference is taken to be wrong.
+        mini_batch: rows per optimiser step, two a pair; None for all.
+    """
+    ref = RefLogProb()(pairs)
+    update = UpdateActor(DPO(beta, label_smoothing), mini_batch=mini_batch, aggregation="seq-mean-token-mean")
+    return update(pairs, ref_log_prob=ref, token_level_scores=pairs.token_level_scores, uid=pairs.uid)

@@ -1,0 +1,48 @@
+"""GRPO that also imitates: a second update of the policy in every step, on demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flowrl.graph import algorithm
+from flowrl.operators import NLL, Generate, GroupAdvantage, OldLogProb, PPOClip, Repeat, Reward, Sync, UpdateActor
+from flowrl.records import DemoBatch, PromptBatch, Receipt, Updated
+
+
+@algorithm
+def grpo_sft(
+    batch: PromptBatch,
+    demos: DemoBatch,
+    reward_fn: str | Callable[..., Any],
+    *,
+    n: int = 8,
+    temperature: float = 1.0,
+    max_new_tokens: int = 1024,
+    clip: float = 0.2,
+    mini_batch: int | None = None,
+) -> tuple[Receipt, Updated]:
+    """GRPO and supervised fine-tuning in every step, on ``data={"batch": PromptData(...), "demos": DemoData(...)}``.
+
+    The two losses of CHORD (Zhang et al. 2025, arXiv:2508.11408, sec. 3: GRPO's, and ``-log pi`` of the expert's
+    tokens), in an optimiser step each in the place of their weighted sum. The second runs after the first, and says so:
+    its rows may be one update behind. There is no KL: demonstrations are what holds the policy.
+
+    Args:
+        batch: prompts.
+        demos: demonstrations, as many rows as there are prompts.
+        reward_fn: scores a response; see `Reward`.
+        n: responses per prompt, the size of a group.
+        temperature: the sampling temperature.
+        max_new_tokens: the longest a response may get.
+        clip: PPO's epsilon.
+        mini_batch: rows per optimiser step of GRPO; None for all.
+    """
+    prompts = Repeat(n)(batch)
+    rollout = Generate(temperature=temperature, max_new_tokens=max_new_tokens)(prompts)
+    old = OldLogProb()(rollout)
+    scores = Reward(reward_fn)(rollout, prompts)
+    advantages = GroupAdvantage()(scores, rollout.response_mask, prompts.uid)
+    updated = UpdateActor(PPOClip(clip), mini_batch=mini_batch)(rollout, old_log_probs=old, advantages=advantages)
+    imitated = UpdateActor(NLL(), off_policy=1).named("imitate")(demos)
+    return Sync()(imitated), updated
