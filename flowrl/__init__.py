@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     from flowrl.core.session import State
     from flowrl.core.when import When
     from flowrl.data.dataproto import DataProto
+    from flowrl.data.demos import DemoData, PreferenceData
     from flowrl.data.keys import Key
     from flowrl.data.metrics import Metrics
     from flowrl.data.prompts import PromptData
+    from flowrl.data.samplers import ByDifficulty, Replay, Sampler
+    from flowrl.data.sources import Source
     from flowrl.distributed.place import Colocate, Split
     from flowrl.errors import FlowrlError
     from flowrl.graph import Graph, algorithm, load
-    from flowrl.records import PromptBatch, RolloutBatch
+    from flowrl.records import DemoBatch, PreferenceBatch, PromptBatch, RolloutBatch
     from flowrl.run.costs import Costs
     from flowrl.run.job import Job
     from flowrl.run.report import TensorBoard, Terminal
@@ -38,10 +41,13 @@ __version__ = "0.1.0"
 __all__ = [
     "INJECTED",
     "After",
+    "ByDifficulty",
     "Colocate",
     "Column",
     "Costs",
     "DataProto",
+    "DemoBatch",
+    "DemoData",
     "FlowrlError",
     "Graph",
     "Job",
@@ -49,11 +55,16 @@ __all__ = [
     "Loss",
     "Metrics",
     "Operator",
+    "PreferenceBatch",
+    "PreferenceData",
     "PromptBatch",
     "PromptData",
     "Reads",
+    "Replay",
     "Role",
     "RolloutBatch",
+    "Sampler",
+    "Source",
     "Split",
     "State",
     "Step",
@@ -70,6 +81,14 @@ __all__ = [
 ]
 
 _MODULES = {
+    "ByDifficulty": "data.samplers",
+    "DemoData": "data.demos",
+    "PreferenceData": "data.demos",
+    "Replay": "data.samplers",
+    "Sampler": "data.samplers",
+    "Source": "data.sources",
+    "DemoBatch": "records",
+    "PreferenceBatch": "records",
     "Column": "columns",
     "Costs": "run.costs",
     "Colocate": "distributed.place",

@@ -1,12 +1,12 @@
 """Demonstrations and preferences from files: prompts with the responses that are to be learned from.
 
-A row has a ``prompt``, which is a list of messages or the text of a user. A demonstration has beside it a ``response``, a
-preference has ``chosen`` and ``rejected``: each is text, or the one message of an assistant. A demonstration may be given
-as ``messages`` instead, the last of which is the assistant's: that is the response, and all before it is the prompt. A
-row may have ``chat_template_kwargs``, as those of prompts.
+A row has a ``prompt``, which is a list of messages or the text of a user. A demonstration has beside it a ``response``,
+a preference has ``chosen`` and ``rejected``: each is text, or the one message of an assistant. A demonstration may be
+given as ``messages`` instead, the last of which is the assistant's: that is the response, and all before it is the
+prompt. A row may have ``chat_template_kwargs``, as those of prompts.
 
-The ids of a response are those of its text, and the id that ends a turn by the chat template: what the policy would have
-to sample to say it.
+The ids of a response are those of its text, and the id that ends a turn by the chat template: what the policy would
+have to sample to say it.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ class PreferenceData(_Responses):
 class AnswerStream(RowStream[Answered]):
     """Prompts with responses, and the position up to which they were drawn.
 
-    ``uid`` is ``"{epoch}/{index}/{draw}"``, as that of prompts; so is ``row_id``, with ``#0`` and ``#1`` behind it where
-    a draw is two rows. Scores, where the record has them, are 1 and 0 on the last token of the response.
+    ``uid`` is ``"{epoch}/{index}/{draw}"``, as that of prompts; so is ``row_id``, with ``#0`` and ``#1`` behind it
+    where a draw is two rows. Scores, where the record has them, are 1 and 0 on the last token of the response.
     """
 
     def __init__(

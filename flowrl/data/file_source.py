@@ -101,9 +101,8 @@ class FileSource(Source):
 
     def __post_init__(self) -> None:
         if self.sampler is not None and not self.shuffle:
-            raise ParameterError(
-                f"{type(self).__name__}(shuffle=False, sampler={self.sampler!r}) says twice in which order rows come; "
-                f"expected one: leave shuffle out, or sampler."
+            raise ValueError(
+                f"shuffle=False and sampler={self.sampler!r} both say in which order rows come; leave one of them out"
             )
 
     @property
@@ -150,9 +149,7 @@ class FileSource(Source):
         """By part of a row, the setting that limits its tokens, and the limit."""
         raise NotImplementedError
 
-    def _read(
-        self, tokenizer: ChatTokenizer, check: Callable[[int, str, Any], RowT]
-    ) -> tuple[list[RowT], int]:
+    def _read(self, tokenizer: ChatTokenizer, check: Callable[[int, str, Any], RowT]) -> tuple[list[RowT], int]:
         """All rows, tokenised; and how many were left out.
 
         Args:
@@ -209,8 +206,8 @@ class FileSource(Source):
         mend = f"set {setting}={longest.number}" if longest.unit == "tokens" else "shorten them"
         raise DataError(
             f"{where}: the {part} has {length}, but {setting} is {limit} "
-            f"({len(alike)} of {rest + len(long)} {part}s are longer, the longest has {longest.number} {longest.unit}); "
-            f"{mend}{drop}."
+            f"({len(alike)} of {rest + len(long)} {part}s are longer, the longest has {longest.number} "
+            f"{longest.unit}); {mend}{drop}."
         )
 
 

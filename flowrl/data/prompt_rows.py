@@ -117,9 +117,7 @@ def read(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
             empty = False
             yield pair
     if empty:
-        raise DataError(
-            f"{path} has no rows; expected at least one, so leave the file out of path=."
-        )
+        raise DataError(f"{path} has no rows; expected at least one, so leave the file out of path=.")
 
 
 def _read_jsonl(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from flowrl.data.keys import Key
 from flowrl.data.rows import is_count
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import DataError
 from flowrl.spec import Spec
 
 Scores = Mapping[int, Sequence[float]]
@@ -179,9 +179,9 @@ class ByDifficulty(Sampler):
 
     def __post_init__(self) -> None:
         if self.worst >= self.best:
-            raise ParameterError(
-                f"ByDifficulty(worst={self.worst:g}, best={self.best:g}) tells no failure from a success; expected "
-                f"worst < best: the least and the highest score of an answer."
+            raise ValueError(
+                f"worst={self.worst:g} and best={self.best:g} tell no failure from a success; give the least and the "
+                f"highest score of an answer, worst < best"
             )
 
     def start(self, rows: Sequence[Any], key: Key) -> Order:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from flowrl.data.tokenizer import ChatTokenizer
 
 
-
 class Stream(ABC):
     """The rows of a source while they are drawn.
 
@@ -75,6 +74,7 @@ class Stream(ABC):
             step: that is done, counted from 1.
             scores: by `uid`, of each answer.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no learn(step, scores)")
 
     @property
     def heard(self) -> int:

@@ -44,7 +44,7 @@ class HeldOut:
         """The held-out data, by input of the graph.
 
         Raises:
-            ParameterError, GraphError: it does not fit the inputs.
+            ParameterError: it does not fit the inputs.
         """
         return by_input(self.graph, self.validation.data, "Validation")
 
@@ -52,7 +52,7 @@ class HeldOut:
         """Refuse what could not run.
 
         Raises:
-            ParameterError, GraphError: the data does not fit the graph's inputs.
+            ParameterError: the data does not fit the graph's inputs.
             RuleError: it breaks a rule.
             BindError: a role of the validation alone is not bound.
             GraphError: weights cannot be kept in order.

@@ -183,7 +183,9 @@ def blank_batch(graph: Graph, draws: int) -> dict[str, DataProto]:
     batches = {}
     for name in graph.inputs:
         operator = graph[name].operator
-        columns = {name: wanted for name, wanted in operator.signature.outputs.items() if isinstance(wanted, ColumnType)}
+        columns = {
+            name: wanted for name, wanted in operator.signature.outputs.items() if isinstance(wanted, ColumnType)
+        }
         rows = draws * operator.rows_factor
         batches[name] = DataProto({name: blank(wanted, rows) for name, wanted in columns.items()})
     return batches

@@ -13,7 +13,7 @@ from flowrl.data.keys import Key
 from flowrl.data.record_types import record_columns
 from flowrl.data.sources import Source, Stream
 from flowrl.data.tokenizer import ChatTokenizer
-from flowrl.errors import DataError, GraphError, ParameterError, offer
+from flowrl.errors import DataError, ParameterError, offer
 from flowrl.records import rows_of_draw
 
 Data = Source | Mapping[str, Source]
@@ -44,26 +44,26 @@ def by_input(graph: Graph, data: Data, call: str) -> dict[str, Source]:
         call: that takes it, for messages: ``"Training"``.
 
     Raises:
-        ParameterError: an input without a source, a name that no input has, or one source for several inputs.
-        GraphError: a source lacks columns of its input.
+        ParameterError: an input without a source, a name that no input has, one source for several inputs,
+            or one that lacks columns of its input.
     """
     inputs = list(graph.inputs)
     named = ", ".join(f"{name!r}: ..." for name in inputs)
     if isinstance(data, Source):
         if len(inputs) > 1:
             raise ParameterError(
-                f"{call}(data={type(data).__name__}(...)) is one source, and {graph.name} has the inputs "
+                f"data is one source, a {type(data).__name__}, and {graph.name} has the inputs "
                 f"{', '.join(map(repr, inputs))}; give each its own: {call}(..., data={{{named}}})."
             )
         data = dict.fromkeys(inputs, data)
     if unknown := [name for name in data if name not in inputs]:
         raise ParameterError(
-            f"{call}(data=...) names {unknown[0]!r}, which is no input of {graph.name}; "
-            f"{offer(unknown[0], inputs)} Give {call}(..., data={{{named}}})."
+            f"data names {unknown[0]!r}, which is no input of {graph.name}; {offer(unknown[0], inputs)} Give "
+            f"{call}(..., data={{{named}}})."
         )
     if missing := [name for name in inputs if name not in data]:
         raise ParameterError(
-            f"{call}(data=...) has no source for the input {missing[0]!r} of {graph.name}; give each input one: "
+            f"data has no source for the input {missing[0]!r} of {graph.name}; give each input one: "
             f"{call}(..., data={{{named}}})."
         )
     for name in inputs:
@@ -75,11 +75,11 @@ def refuse_untold(graph: Graph, sources: Mapping[str, Source]) -> None:
     """Refuse a source that would learn from scores that nothing tells it.
 
     Raises:
-        GraphError: naming its input.
+        ParameterError: naming its input.
     """
     for name, source in sources.items():
         if source.learns and not tellers(graph, name):
-            raise GraphError(
+            raise ParameterError(
                 f"the source of {name!r} learns from how its rows scored, and nothing in {graph.name} tells it; put a "
                 f"Feedback behind the reward: edit(insert={{'feedback': After('reward', Feedback())}})."
             )
@@ -91,14 +91,14 @@ def _refuse_other_columns(graph: Graph, name: str, source: Source) -> None:
     wanted = graph[name].operator.signature.outputs
     if missing := [column for column, typed in wanted.items() if has.get(column) != typed]:
         fitting = f", as {source.record.__name__} has them" if set(wanted) & set(has) else ""
-        raise GraphError(
+        raise ParameterError(
             f"the input {name!r} of {graph.name} wants the columns {', '.join(missing)}, which {kind} does not have; "
             f"it gives {', '.join(has)}{fitting}: annotate the input with {source.record.__name__} and compute the "
             f"others in the graph, or write a Source that gives them."
         )
     rows, factor = graph[name].operator.rows_factor, rows_of_draw(source.record)
     if rows != factor:
-        raise GraphError(
+        raise ParameterError(
             f"the input {name!r} of {graph.name} has {rows} row(s) a draw, and {kind} gives {factor}; annotate the "
             f"input with {source.record.__name__}."
         )
@@ -156,7 +156,9 @@ class Sources:
         sizes = {name: stream.size for name, stream in self.streams.items()}
         if len(set(sizes.values())) > 1:
             told = ", ".join(f"{size} of {name!r}" for name, size in sizes.items())
-            raise DataError(f"a validation takes as many rows of each input at a time, and there are {told}; even them.")
+            raise DataError(
+                f"a validation takes as many rows of each input at a time, and there are {told}; even them."
+            )
         every = [stream.batches(n) for stream in self.streams.values()]
         return (dict(zip(self.streams, batches, strict=True)) for batches in zip(*every, strict=True))
 

@@ -61,8 +61,8 @@ class Training(Spec):
 
     Args:
         job: the bound graph.
-        data: where the rows of the graph's input come from, such as ``PromptData("train.jsonl")``; of a graph of several
-            inputs a source for each, by its name: ``{"batch": PromptData(...), "demos": DemoData(...)}``.
+        data: where the rows of the graph's input come from, such as ``PromptData("train.jsonl")``; of a graph of
+            several inputs a source for each, by its name: ``{"batch": PromptData(...), "demos": DemoData(...)}``.
         steps: how many steps.
         prompts: prompts a step, and as many draws of every other source; rows are prompts times what the graph repeats
             them by. Where a source has fewer, a step holds some of them more than once, each time as a group of its
@@ -79,8 +79,8 @@ class Training(Spec):
 
     Raises:
         ParameterError: two validations share a name, under which their numbers are logged; `resume` without `folder`;
-            an input without a source, or a source without an input.
-        GraphError: a source that lacks columns of its input, or would learn from scores that the graph does not tell.
+            an input without a source, or a source without an input; a source that lacks columns of its input, or would
+            learn from scores that the graph does not tell.
     """
 
     timeless = True

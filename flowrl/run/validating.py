@@ -54,9 +54,7 @@ class Validating:
     def __init__(self, held_out: Sequence[HeldOut], steps: Steps, tokenizer: ChatTokenizer, seed: int) -> None:
         own_seed = Key.of(seed).derive("validation").bits
         self._all = [
-            _Ready(
-                one, steps.fork(Plan(one.graph), own_seed), Sources(one.sources, tokenizer, seed, one.graph, ())
-            )
+            _Ready(one, steps.fork(Plan(one.graph), own_seed), Sources(one.sources, tokenizer, seed, one.graph, ()))
             for one in held_out
         ]
 

@@ -15,7 +15,7 @@ import torch
 from flowrl import Operator, PromptData, Training, Validation, algorithm
 from flowrl import columns as c
 from flowrl.backends import TorchRollout
-from flowrl.errors import BindError, DataError, GraphError, NodeError, ParameterError
+from flowrl.errors import BindError, DataError, NodeError, ParameterError
 from flowrl.records import PromptBatch
 from tests.jobs import job_of, write_prompts
 from tests.runs import Recorder, described, fails_at, lines, timeless, train
@@ -158,7 +158,7 @@ def test_what_training_cannot_feed_is_refused_before_there_is_a_folder(prompts_f
 
     with pytest.raises(BindError, match=r"no node of counting reads a rollout engine.*expected a Generate\(\)"):
         train(counting().bind(), prompts_file, tmp_path / "a")
-    with pytest.raises(GraphError, match=r"input 'batch' of offline wants the columns values"):
+    with pytest.raises(ParameterError, match=r"input 'batch' of offline wants the columns values"):
         train(offline().bind(), prompts_file, tmp_path / "b")
     assert list(tmp_path.iterdir()) == []
 
