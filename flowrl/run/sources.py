@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from flowrl.data.sources import Source, Stream
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError, offer
 from flowrl.records import rows_of_draw
+
+logger = logging.getLogger(__name__)
 
 Data = Source | Mapping[str, Source]
 """The source of each input, by its name; or, of a graph with one input, that alone."""
@@ -138,6 +141,20 @@ class Sources:
         }
         self._learns = {name: tellers(graph, name) for name, source in sources.items() if source.learns}
         self._again = tuple(again)
+
+    def warn_of_few(self, draws: int) -> None:
+        """Say where a step of so many draws holds some rows more than once."""
+        for name, stream in self.streams.items():
+            if stream.size is not None and stream.size < draws:
+                logger.warning(
+                    "the data%s has %d prompts%s and a step takes %d, so every step holds some of them more than once; "
+                    "expected at least as many as a step takes: Training(..., prompts=%d), or more data.",
+                    f" of {name!r}" if len(self.streams) > 1 else "",
+                    stream.size,
+                    f" ({stream.dropped} longer ones are left out)" if stream.dropped else "",
+                    draws,
+                    stream.size,
+                )
 
     def next(self, n: int) -> dict[str, DataProto]:
         """The batch of each input."""

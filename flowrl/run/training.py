@@ -23,7 +23,7 @@ from flowrl.core.plan import Plan
 from flowrl.core.protocols import Trainer
 from flowrl.data.files import writing
 from flowrl.data.formats import check_json
-from flowrl.data.sources import Source, Stream
+from flowrl.data.sources import Source
 from flowrl.errors import BindError, DataError, ParameterError, StorageError
 from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.costs import Costs
@@ -259,8 +259,7 @@ class _Loop:
         graph, region = training.job.graph, steps.plan.region
         again = [name for name in graph.inputs if name in region]
         self.sources = Sources(training.sources, tokenizer, training.seed, graph, again)
-        for stream in self.sources.streams.values():
-            _warn_of_few(stream, training.prompts)
+        self.sources.warn_of_few(training.prompts)
         forks = held_out(training.job.graph, training.validations)
         self.validations = Validating(forks, steps, tokenizer, training.seed)
         self.last = training.steps  # or the one after which a validation reached its goal
@@ -393,20 +392,6 @@ class _Loop:
     def _tell_node(self, name: str) -> None:
         for reporter in self.reporters:
             reporter.node(name)
-
-
-def _warn_of_few(stream: Stream, draws: int) -> None:
-    """Say that a step holds some rows more than once."""
-    if stream.size is None or stream.size >= draws:
-        return
-    logger.warning(
-        "the data has %d prompts%s and a step takes %d, so every step holds some of them more than once; "
-        "expected at least as many as a step takes: Training(..., prompts=%d), or more data.",
-        stream.size,
-        f" ({stream.dropped} longer ones are left out)" if stream.dropped else "",
-        draws,
-        stream.size,
-    )
 
 
 def _timing(result: StepResult, seconds: float) -> dict[str, float]:

@@ -230,8 +230,8 @@ def test_prompts_may_be_fewer_than_a_step_wants(tiny: str, tmp_path: Path, caplo
     data = write_prompts(tmp_path / "few.jsonl", 3)
     run = train(job_of("grpo", tiny), data, tmp_path / "run", prompts=8, steps=2)
     assert len(run.metrics) == 2
-    [said] = [record.getMessage() for record in caplog.records if record.name == "flowrl.run.training"]
+    [said] = [record.getMessage() for record in caplog.records if record.name == "flowrl.run.sources"]
     assert said.startswith("the data has 3 prompts and a step takes 8, so every step holds some of them more than once")
     caplog.clear()
     train(job_of("grpo", tiny), data, tmp_path / "enough", prompts=3, steps=1)
-    assert not [record for record in caplog.records if record.name == "flowrl.run.training"]
+    assert not [record for record in caplog.records if record.name == "flowrl.run.sources"]
