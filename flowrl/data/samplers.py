@@ -159,7 +159,8 @@ class ByDifficulty(Sampler):
     of which little is known are tried. An answer's score counts as a share of a success, and evidence fades as the
     policy changes: ``a <- decay a + (1 - decay) + successes``, and alike for failures, whenever a prompt was answered.
 
-    No prompt is drawn twice at once, unless there are fewer than are wanted. There are no epochs.
+    What was drawn since it last heard of scores, as in the rounds of a `Collect`, is not drawn again, unless all was.
+    There are no epochs.
 
     Args:
         target: the success rate.
@@ -199,15 +200,18 @@ class _Believed(Order):
         self._asked = 0
         self._draws = np.zeros(rows, dtype=np.int64)
         self._beliefs = np.ones((2, rows))
+        self._unheard = np.zeros(rows, dtype=bool)
 
     def next(self, n: int) -> list[Drawn]:
         drawn: list[Drawn] = []
         while len(drawn) < n:
             seed = self._key.derive("by difficulty", self._asked).bits
             rates = np.random.Generator(np.random.Philox(key=seed)).beta(*self._beliefs)
-            nearest = np.argsort(np.abs(rates - self._sampler.target), kind="stable")[: n - len(drawn)]
+            nearest = np.lexsort((np.abs(rates - self._sampler.target), self._unheard))
+            nearest = nearest[: min(n - len(drawn), (~self._unheard).sum() or len(nearest))]
             drawn += [Drawn(0, row, int(self._draws[row])) for row in nearest.tolist()]
             self._draws[nearest] += 1
+            self._unheard[nearest] = True
             self._asked += 1
         return drawn
 
@@ -218,23 +222,30 @@ class _Believed(Order):
             passed = sum(min(max(share, 0.0), 1.0) for share in shares)
             evidence = np.array([passed, len(answers) - passed])
             self._beliefs[:, row] = sampler.decay * self._beliefs[:, row] + (1.0 - sampler.decay) + evidence
+        self._unheard[:] = False
         self.heard = step
 
     @property
     def position(self) -> dict[str, Any]:
         drawn = self._draws.nonzero()[0].tolist()
         known = {str(row): [int(self._draws[row]), *self._beliefs[:, row].tolist()] for row in drawn}
-        return {"rows": len(self._draws), "asked": self._asked, "heard": self.heard, "known": known}
+        unheard = self._unheard.nonzero()[0].tolist()
+        told = {"rows": len(self._draws), "asked": self._asked, "heard": self.heard}
+        return {**told, "unheard": unheard, "known": known}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         found = _checked(position, self.position, len(self._draws), "ByDifficulty")
         draws, beliefs = np.zeros_like(self._draws), np.ones_like(self._beliefs)
+        unheard = np.zeros_like(self._unheard)
+        if not _are_rows(found["unheard"], len(draws)):
+            _refuse_position(position, len(draws), "ByDifficulty")
+        unheard[found["unheard"]] = True
         for row, known in found["known"].items():
             whole = isinstance(known, list) and len(known) == 3 and is_count(known[0])
             if not whole or any(type(belief) is not float or not belief > 0 for belief in known[1:]):
                 _refuse_position(position, len(draws), "ByDifficulty")
             draws[int(row)], beliefs[:, int(row)] = known[0], known[1:]
-        self._draws, self._beliefs = draws, beliefs
+        self._draws, self._beliefs, self._unheard = draws, beliefs, unheard
         self._asked, self.heard = found["asked"], found["heard"]
 
 
@@ -292,13 +303,17 @@ class _Replayed(Order):
 
     def seek(self, position: Mapping[str, Any]) -> None:
         found = _checked(position, self.position, self._rows, "Replay")
-        rows: Any = found["waiting"]
-        waiting = isinstance(rows, list) and all(is_count(row, 0) and row < self._rows for row in rows)
-        if not waiting or not all(is_count(times) for times in found["known"].values()):
+        counted = all(is_count(times) for times in found["known"].values())
+        if not _are_rows(found["waiting"], self._rows) or not counted:
             _refuse_position(position, self._rows, "Replay")
         self._fresh.seek(found["fresh"])
-        self._waiting, self.heard = list(rows), found["heard"]
+        self._waiting, self.heard = list(found["waiting"]), found["heard"]
         self._replays = {int(row): times for row, times in found["known"].items()}
+
+
+def _are_rows(said: Any, rows: int) -> bool:
+    """Whether it is a list of numbers of rows."""
+    return isinstance(said, list) and all(is_count(row, 0) and row < rows for row in said)
 
 
 def _checked(position: Any, like: Mapping[str, Any], rows: int, sampler: str) -> dict[str, Any]:

@@ -103,6 +103,18 @@ def test_by_difficulty_draws_what_is_nearest_to_its_target() -> None:
             told[row].append((row, 10))
 
 
+def test_what_is_not_yet_answered_is_not_drawn_again() -> None:
+    order = start(ByDifficulty(), 10)
+    rounds = [{one.row for one in order.next(n)} for n in (4, 3, 3)]
+    assert set.union(*rounds) == set(range(10))
+    assert len({one.row for one in order.next(10)}) == 10  # all are: once more, in their order
+    order.learn(1, {})
+    first = {one.row for one in order.next(6)}
+    again = start(ByDifficulty(), 10)
+    again.seek(json.loads(json.dumps(order.position)))
+    assert {one.row for one in again.next(4)} == set(range(10)) - first
+
+
 def test_by_difficulty_finds_the_prompts_that_teach() -> None:
     sampler = ByDifficulty(0.5, decay=1.0)
     order = start(sampler, 11)
