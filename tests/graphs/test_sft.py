@@ -1,0 +1,128 @@
+"""Graphs that learn from data: SFT, offline DPO, and GRPO beside SFT."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl import DemoData, Key, PreferenceData, Training
+from flowrl.core.plan import Plan
+from flowrl.data.dataproto import DataProto
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.errors import RuleError, StalePolicyError
+from flowrl.graph import Graph
+from flowrl.graphs import dpo, grpo_sft, sft
+from flowrl.operators import DPO, NLL, UpdateActor
+from flowrl.records import DemoBatch
+from flowrl.run.job import Job
+from tests.jobs import PROMPTS, job_of, weights_of
+from tests.kernel import exact
+from tests.prompt_files import write_jsonl
+from tests.rewards import digits
+from tests.runs import walk
+
+
+KEY = Key.of(0)
+
+
+def bound(graph: Graph, folder: str) -> Job:
+    backends = job_of("grpo", folder).graph.bindings
+    return graph.bind(**{role: backends[role] for role in graph.roles()})
+
+
+def demos(folder: Path, tiny: str, count: int = 4) -> DataProto:
+    rows = [{"prompt": f"q{i}", "response": "12" * (1 + i % 3)} for i in range(count)]
+    return DemoData(write_jsonl(folder / "demos.jsonl", rows)).load(ChatTokenizer(tiny), 0).next(count)
+
+
+def pairs(folder: Path, tiny: str, count: int = 3) -> DataProto:
+    rows = [{"prompt": f"q{i}", "chosen": "12" * (1 + i % 3), "rejected": "abc"} for i in range(count)]
+    return PreferenceData(write_jsonl(folder / "pairs.jsonl", rows)).load(ChatTokenizer(tiny), 0).next(count)
+
+
+@pytest.mark.parametrize(("graph", "roles"), [(sft(), ["actor"]), (dpo(), ["actor", "ref"])], ids=["sft", "dpo"])
+def test_no_engine_generates(graph: Graph, roles: list[str]) -> None:
+    assert sorted(graph.roles()) == roles and graph.check(prompts=8) == []
+
+
+def test_sft_steps_down_the_negative_log_likelihood(tiny: str, tmp_path: Path) -> None:
+    job, batch = bound(sft(), tiny), demos(tmp_path, tiny)
+    engines = job.build(0)
+    steps, losses = walk(job.graph, **engines), []
+    for step in range(3):
+        said = engines["actor"].log_probs(batch.to_record(DemoBatch)).double()
+        metrics = steps.step(batch, step).metrics.compute()
+        expected = -said[batch["response_mask"]].mean()
+        assert metrics["actor/pg_loss"] == pytest.approx(float(expected), rel=1e-5)
+        losses.append(metrics["actor/pg_loss"])
+    assert losses[2] < losses[1] < losses[0] and engines["actor"].version == 3
+
+
+def test_dpo_prefers_what_was_chosen(tiny: str, tmp_path: Path) -> None:
+    job, batch = bound(dpo(beta=0.5, mini_batch=6), tiny), pairs(tmp_path, tiny)
+    engines = job.build(0)
+    steps = walk(job.graph, **engines)
+    found = [steps.step(batch, step).metrics.compute() for step in range(3)]
+    assert found[0]["actor/pg_loss"] == pytest.approx(math.log(2), rel=1e-5)  # it is its own reference as yet
+    assert found[0]["actor/dpo_margin"] == pytest.approx(0.0, abs=1e-5)
+    assert found[2]["actor/dpo_margin"] > found[1]["actor/dpo_margin"] > 0 and found[2]["actor/dpo_accuracy"] == 1.0
+
+
+def test_mini_batches_of_pairs_are_counted_in_rows() -> None:
+    assert dpo(mini_batch=4).check(prompts=6) == []  # 12 rows
+    [finding] = dpo(mini_batch=8).check(prompts=6)
+    assert finding.rule == "FR004" and "the 12 rows of a step (6 prompts x 2)" in finding.message
+
+
+def test_grpo_beside_sft_updates_twice_and_syncs_last(tiny: str, tmp_path: Path) -> None:
+    graph = grpo_sft(digits, n=3, max_new_tokens=5)
+    order = [node.name for node in Plan(graph).order]
+    assert order.index("update_actor") < order.index("imitate") < order.index("sync")
+    assert graph["imitate"].operator == UpdateActor(NLL(), off_policy=1).named("imitate")
+    job = bound(graph, tiny)
+    engines = job.build(0)
+    steps, before = walk(job.graph, **engines), weights_of(engines["actor"])
+    steps.sync()
+    batches, losses = {"batch": PROMPTS, "demos": demos(tmp_path, tiny)}, []
+    for step in range(3):
+        metrics = steps.step(batches, step).metrics.compute()
+        assert all(math.isfinite(value) for value in metrics.values())
+        assert engines["actor"].version == engines["rollout"].receipt.version == 2 * step + 2
+        losses.append(metrics["imitate/actor/pg_loss"])
+    assert losses[2] < losses[0]
+    assert any(not torch.equal(before[name], after) for name, after in weights_of(engines["actor"]).items())
+
+
+def test_a_second_update_that_does_not_say_so_is_refused(tiny: str) -> None:
+    graph = grpo_sft(exact)
+    assert graph.check(prompts=8) == []
+    with pytest.raises(RuleError, match="off_policy=1"):
+        bound(graph.edit(set={"imitate.off_policy": 0}), tiny).refuse_unready()
+
+
+def test_rows_that_a_policy_has_sampled_must_still_be_its_own(tiny: str, tmp_path: Path) -> None:
+    """Only what nobody has sampled is free of that."""
+    actor = bound(sft(), tiny).build(0)["actor"]
+    batch = demos(tmp_path, tiny).to_record(DemoBatch)
+    UpdateActor(NLL(), actor=actor)(batch, key=KEY)
+    mixed = torch.tensor([-1, 1, 0, -1])
+    with pytest.raises(StalePolicyError, match="1 of 4 rows .*row 2 carries policy_version 0, the actor is at 1"):
+        UpdateActor(NLL(), actor=actor)(batch._replace(policy_version=mixed), key=KEY)
+    UpdateActor(NLL(), off_policy=1, actor=actor)(batch._replace(policy_version=mixed), key=KEY)
+
+
+@pytest.mark.parametrize("changed", [{"beta": 0.3}, {"label_smoothing": 0.2}])
+def test_settings_reach_the_loss(changed: dict[str, Any]) -> None:
+    assert dpo(**changed)["update_actor"].operator.loss == DPO(**changed)
+
+
+def test_a_run_needs_no_engine_and_leaves_a_folder(tiny: str, tmp_path: Path) -> None:
+    """SFT takes the tokeniser of the model that it trains, and a run ends with a folder that is loaded again."""
+    data = DemoData(write_jsonl(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}] * 3))
+    run = Training(bound(sft(mini_batch=3), tiny), data, steps=2, prompts=3, folder=str(tmp_path / "run")).run()
+    again = Training(bound(sft(), str(run.folder / "actor")), data, steps=1, prompts=3, folder=str(tmp_path / "more"))
+    assert again.run().metrics[0]["actor/pg_loss"] < run.metrics[0]["actor/pg_loss"]
