@@ -25,7 +25,6 @@ from tests.prompt_files import write_jsonl
 from tests.rewards import digits
 from tests.runs import walk
 
-
 KEY = Key.of(0)
 
 
@@ -110,7 +109,7 @@ def test_rows_that_a_policy_has_sampled_must_still_be_its_own(tiny: str, tmp_pat
     batch = demos(tmp_path, tiny).to_record(DemoBatch)
     UpdateActor(NLL(), actor=actor)(batch, key=KEY)
     mixed = torch.tensor([-1, 1, 0, -1])
-    with pytest.raises(StalePolicyError, match="1 of 4 rows .*row 2 carries policy_version 0, the actor is at 1"):
+    with pytest.raises(StalePolicyError, match=r"1 of 4 rows .*row 2 carries policy_version 0, the actor is at 1"):
         UpdateActor(NLL(), actor=actor)(batch._replace(policy_version=mixed), key=KEY)
     UpdateActor(NLL(), off_policy=1, actor=actor)(batch._replace(policy_version=mixed), key=KEY)
 

@@ -264,7 +264,7 @@ def test_a_validation_on_both_inputs(tiny: str, tmp_path: Path) -> None:
     even = {**sources, "demos": DemoData(demos_in(tmp_path / "held", 12))}
     found = run(job(tiny), sources, tmp_path / "b", validation=Validation(even, batch=5, **both))
     assert found.validations[0]["val/rows/demos"] == 12
-    with pytest.raises(ParameterError, match="no source for the input 'demos'.*Validation"):
+    with pytest.raises(ParameterError, match=r"no source for the input 'demos'.*Validation"):
         run(job(tiny), sources, tmp_path / "c", validation=Validation({"batch": sources["batch"]}, **both))
 
 
