@@ -22,11 +22,11 @@ def grpo_sft(
     clip: float = 0.2,
     mini_batch: int | None = None,
 ) -> tuple[Receipt, Updated]:
-    """GRPO and supervised fine-tuning in every step, on ``data={"batch": PromptData(...), "demos": DemoData(...)}``.
+    """GRPO, and supervised fine-tuning beside it in every step (CHORD: Zhang et al. 2025, arXiv:2508.11408, sec. 3).
 
-    The two losses of CHORD (Zhang et al. 2025, arXiv:2508.11408, sec. 3: GRPO's, and ``-log pi`` of the expert's
-    tokens), in an optimiser step each in the place of their weighted sum. The second runs after the first, and says so:
-    its rows may be one update behind. There is no KL: demonstrations are what holds the policy.
+    It trains on ``data={"batch": PromptData(...), "demos": DemoData(...)}``. The paper's two losses, GRPO's and ``-log
+    pi`` of the expert's tokens, have an optimiser step each in the place of their weighted sum. The second runs after
+    the first, and says so: its rows may be one update behind. There is no KL: demonstrations hold the policy.
 
     Args:
         batch: prompts.
