@@ -31,6 +31,7 @@ def test_it_tells_the_scores_of_each_group() -> None:
     metrics = told(rows, ["a", "b", "a", "b", "c"])
     assert metrics.scores() == {"a": (0.75,), "b": (1.0, 2.0)}  # a masked row has none, and so has all of c
     assert metrics.compute() == {"feedback/differ": 0.5}
+    assert told([[1.0], [1.0]], ["a", "a"]).compute() == {"feedback/differ": 0.0}
     assert math.isnan(told([[NAN]], ["a"]).compute()["feedback/differ"])
 
 
