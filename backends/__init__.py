@@ -8,6 +8,7 @@ from flowrl.backends.sglang.engine import SGLang
 from flowrl.backends.torch.critic import TorchCritic
 from flowrl.backends.torch.learner import SGD, AdamW, Constant, Cosine, Linear
 from flowrl.backends.torch.lora import LoRA
+from flowrl.backends.torch.reward_model import TorchRewardModel
 from flowrl.backends.torch.rollout import TorchRollout
 from flowrl.backends.torch.trainer import TorchScorer, TorchTrainer
 from flowrl.backends.vllm.engine import VLLM
@@ -24,6 +25,7 @@ __all__ = [
     "LoRA",
     "SGLang",
     "TorchCritic",
+    "TorchRewardModel",
     "TorchRollout",
     "TorchScorer",
     "TorchTrainer",

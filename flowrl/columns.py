@@ -227,6 +227,17 @@ Entropies = Annotated[
     Float32[Tensor, "batch response"], Column("entropies", "entropy of the policy that is trained", 0.0)
 ]
 """Of the next-token distribution, with a gradient: for losses."""
+Distributions = Annotated[
+    Float32[Tensor, "batch vocabulary"], Column("distributions", "distribution of the policy that is trained")
+]
+"""Log-probs of the whole vocabulary after each token, with a gradient: for losses, which see a few tokens at a time."""
+TeacherIds = Annotated[Int64[Tensor, "batch response top"], Column("teacher_ids", "tokens that a teacher finds likely")]
+TeacherLogProbs = Annotated[
+    Float32[Tensor, "batch response top"], Column("teacher_log_probs", "log-prob of a teacher's likely tokens")
+]
+TeacherRest = Annotated[
+    Float32[Tensor, "batch response"], Column("teacher_rest", "log-prob of all tokens but a teacher's likely ones")
+]
 NewValues = Annotated[Float32[Tensor, "batch response"], Column("new_values", "value of the critic that is trained")]
 """What the critic says now, with a gradient: for losses."""
 RefLogProbs = Annotated[Float32[Tensor, "batch response"], Column("ref_log_prob", "log-prob of the reference", 0.0)]

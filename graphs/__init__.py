@@ -4,9 +4,11 @@ if __name__ != "flowrl.graphs":
     raise ImportError(f"{__name__!r} is imported as flowrl.graphs; write `from flowrl.graphs import ...`.")
 
 from flowrl.graphs.dapo import dapo
+from flowrl.graphs.distill import distill, distill_full
 from flowrl.graphs.dpo import dpo
 from flowrl.graphs.dr_grpo import dr_grpo
 from flowrl.graphs.filtered import pf_ppo, raft
+from flowrl.graphs.gdpo import gdpo
 from flowrl.graphs.grpo import grpo
 from flowrl.graphs.grpo_sft import grpo_sft
 from flowrl.graphs.other_advantages import gpg, opo, otb, pass_at_k
@@ -22,9 +24,12 @@ __all__ = [
     "cispo",
     "clip_cov",
     "dapo",
+    "distill",
+    "distill_full",
     "dpo",
     "dppo",
     "dr_grpo",
+    "gdpo",
     "gmpo",
     "gpg",
     "grpo",

@@ -5,6 +5,7 @@ if __name__ != "flowrl.operators":
 
 from flowrl.operators.advantage import GAE, DecoupledGAE, ReturnToGo, RowScore, SubtractBaseline, Whiten
 from flowrl.operators.correction import Mismatch, RolloutCorrection
+from flowrl.operators.distillation import GKD, ReverseKL, TeacherTopK
 from flowrl.operators.engines import Generate, LogitNorm, OldLogProb, RefLogProb, Repeat, Value
 from flowrl.operators.feedback import Feedback
 from flowrl.operators.groups import GPGAdvantage, GroupAdvantage, OPOAdvantage, PassAtKAdvantage, RLOOAdvantage
@@ -14,7 +15,10 @@ from flowrl.operators.objective import KLLoss
 from flowrl.operators.overlong import MaskOverlong, OverlongPenalty
 from flowrl.operators.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, ClipCov, KLCov, PPOClip, Reinforce
 from flowrl.operators.preferences import DPO, NLL, PPOClipNLL
+from flowrl.operators.reward.judge import Judge
+from flowrl.operators.reward.models import ModelReward, TextModelReward
 from flowrl.operators.reward.operator import Reward
+from flowrl.operators.reward.terms import GDPOAdvantage, Matches, WeighRewards
 from flowrl.operators.rows import Collect, Filter, Length, Ranked, Spread
 from flowrl.operators.token_baseline import OptimalTokenBaseline
 from flowrl.operators.update import Sync, UpdateActor, UpdateCritic
@@ -26,6 +30,7 @@ __all__ = [
     "DPPO",
     "DRO",
     "GAE",
+    "GKD",
     "GMPO",
     "GSPO",
     "NLL",
@@ -36,9 +41,11 @@ __all__ = [
     "DecoupledGAE",
     "Feedback",
     "Filter",
+    "GDPOAdvantage",
     "GPGAdvantage",
     "Generate",
     "GroupAdvantage",
+    "Judge",
     "KLCov",
     "KLLoss",
     "KLShape",
@@ -46,7 +53,9 @@ __all__ = [
     "LogitNorm",
     "MajorityAtK",
     "MaskOverlong",
+    "Matches",
     "Mismatch",
+    "ModelReward",
     "OPOAdvantage",
     "OldLogProb",
     "OptimalTokenBaseline",
@@ -61,16 +70,20 @@ __all__ = [
     "Reinforce",
     "Repeat",
     "ReturnToGo",
+    "ReverseKL",
     "Reward",
     "RolloutCorrection",
     "RowScore",
     "Spread",
     "SubtractBaseline",
     "Sync",
+    "TeacherTopK",
+    "TextModelReward",
     "UpdateActor",
     "UpdateCritic",
     "Value",
     "ValueClip",
     "ValueHuber",
+    "WeighRewards",
     "Whiten",
 ]

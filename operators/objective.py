@@ -17,12 +17,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.core.loss import Loss
+from flowrl.core.loss import Loss, Said
+from flowrl.core.protocols import OfDistribution
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError, type_of
 from flowrl.operators.per_token import Estimator, kl_penalty, select
 from flowrl.spec import Spec
+
+_REPORTED: dict[Said, str] = {
+    "log-probs": "actor/pg_loss",
+    "distributions": "actor/divergence",
+    "values": "critic/vf_loss",
+}
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -111,6 +118,21 @@ class TokenObjective:
         """Whether entropy is needed with its gradient; entropy that comes without need is still reported."""
         return self.entropy > 0 or "entropies" in self.loss.said
 
+    @property
+    def of_distribution(self) -> OfDistribution | None:
+        """The loss itself, where it is of whole distributions; the model then says what it is."""
+        if "distributions" not in self.loss.said:
+            return None
+        return OfDistribution(tuple(self.loss.signature.ports), self._of_tokens)
+
+    def _of_tokens(self, log_probs: Tensor, **columns: Tensor) -> Tensor:
+        """What the loss says of some tokens, of which `log_probs` ``[tokens vocabulary]`` are the distributions."""
+        found = self.loss.of({self.loss.said["distributions"]: log_probs, **columns}, Metrics(), self.key)
+        self._refuse_shapeless(found, [tuple(log_probs.shape[:1])], f"{len(log_probs)} tokens")
+        if log_probs.requires_grad:
+            self._refuse_flat(found)
+        return found
+
     def weights(self, response_mask: Tensor) -> Tensor:
         """`token_weights` of a mini-batch: float32 ``[rows response]``."""
         return token_weights(response_mask, self.aggregation, self.norm)
@@ -118,11 +140,12 @@ class TokenObjective:
     def __call__(self, output: Tensor, entropy: Tensor | None, batch: Any, weights: Tensor, metrics: Metrics) -> Tensor:
         """The objective over some rows of a mini-batch: a float32 scalar.
 
-        Reports the loss as ``actor/pg_loss`` or ``critic/vf_loss``, and where they are there ``actor/entropy`` (mean
-        per token) and ``actor/kl_loss`` (before its coefficient).
+        Reports the loss as ``actor/pg_loss``, ``actor/divergence`` (of a loss of distributions) or ``critic/vf_loss``,
+        and where they are there ``actor/entropy`` (mean per token) and ``actor/kl_loss`` (before its coefficient).
 
         Args:
-            output: float ``[rows response]``, log-probs or values under the weights as they are.
+            output: float ``[rows response]``, log-probs or values under the weights as they are; or what
+                `of_distribution` gave.
             entropy: float ``[rows response]``, or None.
             batch: the columns of these rows that the loss reads, by their names.
             weights: float32 ``[rows response]``, from `weights`; a token of weight 0 is not looked at.
@@ -134,11 +157,11 @@ class TokenObjective:
         """
         on = weights != 0
         new = select(output, on)
-        per_token = self._per_token(new, entropy, batch, on, metrics)
-        loss, share = (weights * per_token).sum(), self._share(weights)
-        metrics.mean("critic/vf_loss" if "values" in self.loss.said else "actor/pg_loss", loss.detach(), share)
-        if entropy is not None and "log-probs" in self.loss.said:
-            metrics.mean("actor/entropy", select(entropy.detach(), on).sum(), on.sum())
+        per_token = new if self.of_distribution else self._per_token(new, entropy, batch, on, metrics)
+        loss, share, tokens = (weights * per_token).sum(), self._share(weights), on.sum()
+        metrics.mean(next(_REPORTED[said] for said in self.loss.said if said in _REPORTED), loss.detach(), share)
+        if entropy is not None and "values" not in self.loss.said:
+            metrics.mean("actor/entropy", select(entropy.detach(), on).sum(), tokens)
         if self.entropy > 0:
             wanted = _wanted(entropy, "entropy", "an entropy bonus")
             loss = loss - self.entropy * (weights * select(wanted, on)).sum()
@@ -160,19 +183,28 @@ class TokenObjective:
             per_token = isinstance(column, Tensor) and column.ndim == 2 and column.is_floating_point()
             columns[name] = select(column, on) if per_token else column
         found = self.loss.of(columns, metrics, self.key)
+        self._refuse_shapeless(found, [tuple(new.shape), tuple(new.shape[:1])], f"{len(new)} rows")
+        if new.requires_grad:
+            self._refuse_flat(found)
+        return select(found if found.ndim == 2 else found[:, None].expand(new.shape), on)
+
+    def _refuse_shapeless(self, found: Any, wanted: list[tuple[int, ...]], given: str) -> None:
+        """Refuse what is no loss of each token, or of each row."""
         shape = tuple(found.shape) if isinstance(found, Tensor) else type_of(found)
-        if shape not in (tuple(new.shape), tuple(new.shape[:1])) or not found.is_floating_point():
+        if shape not in wanted or not found.is_floating_point():
+            or_row = f", or of each row, float {wanted[1]}" if len(wanted) > 1 else ""
             raise DataError(
-                f"{type(self.loss).__name__} returned {shape} for {len(new)} rows; expected the loss of each token, "
-                f"float {tuple(new.shape)}, or of each row, float {tuple(new.shape[:1])}, not summed or averaged: the "
-                f"update does that (aggregation={self.aggregation!r})."
+                f"{type(self.loss).__name__} returned {shape} for {given}; expected the loss of each token, "
+                f"float {wanted[0]}{or_row}, not summed or averaged: the update does that "
+                f"(aggregation={self.aggregation!r})."
             )
-        if new.requires_grad and not found.requires_grad:
+
+    def _refuse_flat(self, found: Tensor) -> None:
+        if not found.requires_grad:
             raise DataError(
                 f"{type(self.loss).__name__} returned a loss without a gradient; expected one that depends on "
                 f"{' and '.join(self.loss.said.values())}: look for .detach(), .item() or torch.no_grad() on its way."
             )
-        return select(found if found.ndim == 2 else found[:, None].expand(new.shape), on)
 
     def _share(self, weights: Tensor) -> Tensor:
         """Which share of the mini-batch these rows are, of its tokens or of its sequences."""

@@ -9,9 +9,9 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl import columns as c
-from flowrl.core.loss import Loss
+from flowrl.core.loss import Loss, Said
 from flowrl.core.operator import Granularity, Operator
-from flowrl.core.ports import INJECTED, FromLoss, PortField
+from flowrl.core.ports import INJECTED, FromParameters, PortField
 from flowrl.core.protocols import Critic, Rollout, Shipped, Trainer
 from flowrl.core.roles import Reads, Role, Writes
 from flowrl.data.balance import Share
@@ -33,16 +33,16 @@ class _Update:
     mini_batch: int | None
     aggregation: Aggregation
     norm: float | None
-    trains: ClassVar[str]
+    trains: ClassVar[frozenset[Said]]
     whole: ClassVar[frozenset[str]]
 
     def __post_init__(self) -> None:
         check_norm(self.aggregation, self.norm)
-        if self.trains not in self.loss.said:
+        if not self.trains & self.loss.said.keys():
             raise ParameterError(
                 f"{self.loss!r} is of the {' and '.join(self.loss.said)} of what is trained, and this update trains "
-                f"{self.trains}; expected a loss that reads these: PPOClip() for UpdateActor, ValueClip() for "
-                f"UpdateCritic."
+                f"{' or '.join(sorted(self.trains, reverse=True))}; expected a loss that reads these: PPOClip() for "
+                f"UpdateActor, ValueClip() for UpdateCritic."
             )
 
     @property
@@ -126,7 +126,8 @@ class UpdateActor(_Update, Operator):
         actor: the trainer.
 
     Raises:
-        ParameterError: a loss of values, or a `norm` that does not belong to `aggregation`.
+        ParameterError: a loss of values, a KL term beside a loss of distributions, or a `norm` that does not belong to
+            `aggregation`.
         StalePolicyError: rows were sampled by another version of the policy than the one that is trained here; rows
             that no policy has sampled, as those of `DemoData`, have none.
         DataError: `mini_batch` does not divide the rows, or cuts groups that must stay together.
@@ -134,7 +135,7 @@ class UpdateActor(_Update, Operator):
 
     granularity: ClassVar[Granularity] = "batch"
     whole: ClassVar[frozenset[str]] = frozenset({"response_mask", "policy_version"})  # all weigh, and all refuse
-    trains: ClassVar[str] = "log-probs"
+    trains: ClassVar[frozenset[Said]] = frozenset({"log-probs", "distributions"})
     loss: Loss = PPOClip()
     ppo_epochs: int = Field(default=1, ge=1)
     mini_batch: int | None = Field(default=None, ge=1)
@@ -144,6 +145,14 @@ class UpdateActor(_Update, Operator):
     entropy: float = Field(default=0.0, ge=0)
     off_policy: int = Field(default=0, ge=0)
     actor: Writes[Trainer] = Role("actor")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kl is not None and "distributions" in self.loss.said:
+            raise ParameterError(
+                f"kl={self.kl!r} is of log-probs, and {self.loss!r} is of whole distributions, of which the model says "
+                f"the loss alone; expected kl=None, and a term within the loss, if any."
+            )
 
     @property
     def behind(self) -> int:
@@ -169,7 +178,7 @@ class UpdateActor(_Update, Operator):
         key: Key = INJECTED,
         metrics: Metrics = INJECTED,
         share: Share | None = INJECTED,
-        **columns: FromLoss,
+        **columns: FromParameters,
     ) -> Updated:
         age = self.actor.version - rollout.policy_version
         sampled = rollout.policy_version >= 0  # and not from a file
@@ -212,7 +221,7 @@ class UpdateCritic(_Update, Operator):
 
     granularity: ClassVar[Granularity] = "batch"
     whole: ClassVar[frozenset[str]] = frozenset({"response_mask"})
-    trains: ClassVar[str] = "values"
+    trains: ClassVar[frozenset[Said]] = frozenset({"values"})
     loss: Loss = ValueClip()
     ppo_epochs: int = Field(default=1, ge=1)
     mini_batch: int | None = Field(default=None, ge=1)
@@ -232,7 +241,7 @@ class UpdateCritic(_Update, Operator):
         key: Key = INJECTED,
         metrics: Metrics = INJECTED,
         share: Share | None = INJECTED,
-        **columns: FromLoss,
+        **columns: FromParameters,
     ) -> CriticUpdated:
         objective = TokenObjective(self.loss, self.aggregation, self.norm, key=key)
         metrics.merge(self._train(self.critic, rollout, columns, objective, key, share))

@@ -13,11 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.backends.torch.chunks import Entropy
 from flowrl.backends.torch.learner import Learner
-from flowrl.backends.torch.model import Rows, SequenceInputs, TorchModel, check_sequences, score_rows
-from flowrl.core.protocols import MiniBatch, Objective
+from flowrl.backends.torch.model import (
+    Rows,
+    SequenceInputs,
+    TorchModel,
+    check_sequences,
+    micro_rows,
+    score_rows,
+)
+from flowrl.core.protocols import MiniBatch, Objective, Top
 from flowrl.data.metrics import Metrics
-from flowrl.errors import AsleepError
+from flowrl.errors import AsleepError, ParameterError
 from flowrl.records import Sequences
 from flowrl.sync.buckets import BUCKET_BYTES
 
@@ -205,6 +213,33 @@ class TorchScorerEngine(Resident):
             inputs = SequenceInputs.of(batch, self._scorer.vocabulary)
         return score_rows(self._scorer.mesh, inputs, self._max_tokens, score)
 
+    @torch.no_grad()
+    def top_log_probs(self, batch: Sequences, k: int) -> Top:
+        """The `k` most likely tokens in the place of each response token, and the log-prob of all others together.
+
+        Ranks and errors as in `log_probs`.
+
+        Raises:
+            ParameterError: the vocabulary has no more than `k` tokens.
+        """
+        self.residence.require_awake("top_log_probs")
+        with self._scorer.mesh.all_or_none("top_log_probs"):
+            inputs = SequenceInputs.of(batch, self._scorer.vocabulary)
+            if k >= self._scorer.vocabulary:
+                raise ParameterError(
+                    f"k={k} is the whole vocabulary of {self._scorer.vocabulary} tokens, and [batch, response, "
+                    f"vocabulary] is never held; expected the most likely ones, such as "
+                    f"k={max(1, self._scorer.vocabulary // 4)}."
+                )
+        mask = inputs.response_mask
+        places = torch.zeros(*mask.shape, k, device=mask.device)
+        out = Top(places.long(), places, torch.zeros(mask.shape, device=mask.device))
+        for rows, micro in micro_rows(self._scorer.mesh, inputs, self._max_tokens):
+            for held, found in zip(out, self._scorer.top(micro, self._chunk, k), strict=True):
+                if rows is not None:
+                    held[rows] = found.to(held.device)
+        return out
+
 
 class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
     """A live `Trainer`; made by `TorchTrainer.build`.
@@ -246,7 +281,9 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
 
         def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
             # Entropy is always reported; its gradient is only taken where the objective has a use for it.
-            return self._scorer.log_probs(micro, self._chunk, "gradient" if objective.wants_entropy else "value")
+            entropy: Entropy = "gradient" if objective.wants_entropy else "value"
+            idle = isinstance(micro, SequenceInputs)  # which has no columns beside, and no token that would read them
+            return self._scorer.log_probs(micro, self._chunk, entropy, None if idle else objective.of_distribution)
 
         return self.learner.update(batch, mini_batches, objective, forward)
 

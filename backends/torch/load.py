@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 from pydantic import BeforeValidator
+from safetensors import safe_open
 from torch import Tensor
 
 from flowrl.backends.torch.probes import Attention
@@ -108,22 +109,23 @@ def without_use(unexpected: Collection[str], with_head: bool) -> set[str]:
     return {name for name in unexpected if with_head or not name.startswith("score.")}
 
 
-def skeleton(folder: str, attention: Attention | None = None) -> PreTrainedModel:
-    """The causal LM of a Hugging Face folder without its weights: on the meta device, buffers included.
+def skeleton(folder: str, attention: Attention | None = None, auto: Any = None) -> PreTrainedModel:
+    """The model of a Hugging Face folder without its weights: on the meta device, buffers included.
 
     Args:
         folder: where it is.
         attention: what computes attention; None is transformers' choice (fused where the architecture says that it
             can), but plain where an architecture is built for one or the other, so that they cannot be compared.
+        auto: the class of transformers that chooses among architectures; None is that of causal LMs.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, **_LOCAL)
-    build: Any = AutoModelForCausalLM.from_config
+    build: Any = (auto or AutoModelForCausalLM).from_config
     with torch.device("meta"):
         lm: PreTrainedModel = build(config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False)
         if attention is None and lm.config._attn_implementation != "eager" and not lm._can_set_attn_implementation():
-            return skeleton(folder, "eager")
+            return skeleton(folder, "eager", auto)
     return lm
 
 
@@ -152,21 +154,39 @@ def _some(names: Collection[str]) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers shows no progress bars in the block: they would tear those of the run."""
+    """transformers shows no progress bars in the block, which would tear those of the run; nor what it finds missing
+    or unexpected in a folder: that is judged here."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 
 
+def stored_tensors(folder: str, files: ExitStack) -> dict[str, Any]:
+    """What the safetensors of `folder` hold: lazy slices by name, for as long as `files` is open."""
+    index = os.path.join(folder, "model.safetensors.index.json")
+    if os.path.isfile(index):
+        with open(index, encoding="utf-8") as lines:
+            names = sorted(set(json.load(lines)["weight_map"].values()))
+    else:
+        names = [name for name in ("model.safetensors",) if os.path.isfile(os.path.join(folder, name))]
+    stored: dict[str, Any] = {}
+    for name in names:
+        file = files.enter_context(safe_open(os.path.join(folder, name), framework="pt"))
+        stored |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+    return stored
+
+
 @contextmanager
-def loading(folder: str) -> Iterator[None]:
-    """Whatever goes wrong in the block is laid to the folder.
+def loading(folder: str, what: str = "a causal LM") -> Iterator[None]:
+    """Whatever goes wrong in the block is laid to the folder, which is to hold `what`.
 
     Raises:
         BindError: there is no such folder, or the block raised.
@@ -178,8 +198,8 @@ def loading(folder: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise BindError(
-            f"the folder {folder!r} does not load as a causal LM ({type(error).__name__}: {error}); expected "
-            f"config.json and whole safetensors of a causal LM, as model.save_pretrained(folder) writes them."
+            f"the folder {folder!r} does not load as {what} ({type(error).__name__}: {error}); expected "
+            f"config.json and whole safetensors of {what}, as model.save_pretrained(folder) writes them."
         ) from error
 
 

@@ -9,7 +9,7 @@ are recomputed must be those that the update sees.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flowrl.backends.torch.chunks import Entropy, Score, score_norm, score_top, scores
 from flowrl.backends.torch.load import load_causal_lm, quiet
 from flowrl.backends.torch.lora import Adapter, LoRA
 from flowrl.backends.torch.mesh import Gathered, Mesh
@@ -32,6 +33,7 @@ from flowrl.backends.torch.probes import (
     settle_attention,
     tolerance,
 )
+from flowrl.core.protocols import OfDistribution, Top
 from flowrl.errors import DataError
 from flowrl.records import Sequences, Tokens
 from flowrl.sync.buckets import BUCKET_BYTES
@@ -43,9 +45,6 @@ if TYPE_CHECKING:  # it takes seconds to import
 Dtype = Literal["float32", "bfloat16"]
 Rows = TypeVar("Rows", bound=NamedTuple)
 T = TypeVar("T")
-
-
-Entropy = Literal["none", "value", "gradient"]
 
 
 class TokenInputs(NamedTuple):
@@ -175,14 +174,24 @@ def score_rows(mesh: Mesh, inputs: Rows, max_tokens: int, score: Callable[[Rows]
     """
     columns: Any = inputs
     out = torch.zeros(columns.response_mask.shape, device=columns.response_mask.device)
+    for rows, micro in micro_rows(mesh, inputs, max_tokens):
+        found = score(micro)
+        if rows is not None:
+            out[rows] = found.to(out.device)
+    return out
+
+
+def micro_rows(mesh: Mesh, inputs: Rows, max_tokens: int) -> Iterator[tuple[slice | None, Rows]]:
+    """The micro-batches of this rank's rows, and where these stand; then idle ones, which stand nowhere, until all
+    ranks have had as many."""
+    columns: Any = inputs
     runs = micro_batches(columns.attention_mask, max_tokens)
     idle_runs = mesh.max_over_ranks(len(runs)) - len(runs)
     for rows in runs:
-        out[rows] = score(take(inputs, rows, mesh.device)).to(out.device)
+        yield rows, take(inputs, rows, mesh.device)
     idle: Any = SequenceInputs.idle(mesh.device)
     for _ in range(idle_runs):
-        score(idle)
-    return out
+        yield None, idle
 
 
 def _ends(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,12 +249,12 @@ class TorchModel:
         if not mesh.sharded:
             self.gathered = mesh.gathered(self.module)
         bound = tolerance(self._probed_in)
-        self._probe(settle_attention, self.module, attention, folder, bound)
-        self._probe(refuse_blind_to_padding, self.module, folder, bound)
+        self.probe(settle_attention, self.module, attention, folder, bound)
+        self.probe(refuse_blind_to_padding, self.module, folder, bound)
         if gradient_checkpointing:
-            self._probe(prepare_checkpointing, self.module, folder)
+            self.probe(prepare_checkpointing, self.module, folder)
         self._run, self._output, self._head = lm.base_model, "last_hidden_state", cast(nn.Module, nn.Identity())
-        if with_head and self._probe(has_plain_head, lm):
+        if with_head and self.probe(has_plain_head, lm):
             self._head = cast(nn.Module, lm.get_output_embeddings())
         elif with_head:  # the logits are not those of the head alone: take them from the model
             self._run, self._output = lm, "logits"
@@ -274,14 +283,14 @@ class TorchModel:
         return torch.bfloat16 if self._autocast and self.mesh.sharded else torch.float32
 
     @torch.no_grad()
-    def _probe(self, ask: Callable[..., T], *args: Any) -> T:
-        """What `ask` finds when it runs the model over the tokens of `probe_inputs`."""
+    def probe(self, ask: Callable[..., T], *args: Any) -> T:
+        """What `ask` finds when it runs the model, its weights whole, over the tokens of `probe_inputs`."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._probed_in == torch.bfloat16):
             return self.gathered.call(ask, probe_inputs(self.module, self.device), *args)
 
     def width(self) -> int:
         """The size of what `states` gives; models whose body projects its output have another than ``hidden_size``."""
-        return self._probe(lambda probe: int(getattr(self._run(**known(self._run, probe)), self._output).shape[-1]))
+        return self.probe(lambda probe: int(getattr(self._run(**known(self._run, probe)), self._output).shape[-1]))
 
     def weights(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """The weights under the names that `save_pretrained` writes, sorted, tied ones once; see `Sharded.full`.
@@ -352,7 +361,9 @@ class TorchModel:
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
         return states[rows, tokens + (states.shape[1] - keep)]
 
-    def log_probs(self, batch: Sequences, chunk: int, entropy: Entropy) -> tuple[Tensor, Tensor | None]:
+    def log_probs(
+        self, batch: Sequences, chunk: int, entropy: Entropy, of: OfDistribution | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Log-probs of the response tokens at each row's temperature, and the entropy of what they were drawn from.
 
         Of the ``[tokens, vocabulary]`` matrix only `chunk` rows exist at a time, in the forward and the backward pass.
@@ -361,65 +372,54 @@ class TorchModel:
             batch: what was sampled.
             chunk: tokens whose logits exist at a time.
             entropy: ``"none"``, its ``"value"`` alone, or its value with the ``"gradient"``.
+            of: what is given of each distribution in the place of the log-prob; its columns are those of `batch`.
 
         Returns:
             float32 ``[batch response]`` twice (None where no entropy is wanted), 0 off the mask.
         """
-        return self.gathered.call(self._log_probs, batch, chunk, _SCORES[entropy])
+        beside = () if of is None else of.columns
+        parts = self.gathered.call(self._scored, batch, chunk, scores(entropy, of), beside)
+        scored = [scatter(part, batch.response_mask) for part in parts]
+        return scored[0], scored[1] if len(scored) == 2 else None
 
     def logit_norms(self, batch: Sequences, chunk: int) -> Tensor:
         """``||d log p(token) / d logits||**2`` of the response tokens, in the logits over the temperature.
 
         Float32 ``[batch response]``, 0 off the mask.
         """
-        return self.gathered.call(self._log_probs, batch, chunk, _norm)[0]
+        return scatter(self.gathered.call(self._scored, batch, chunk, score_norm)[0], batch.response_mask)
 
-    def _log_probs(
-        self, batch: Sequences, chunk: int, score: Callable[..., tuple[Tensor, ...]]
-    ) -> tuple[Tensor, Tensor | None]:
+    def top(self, batch: Sequences, chunk: int, k: int) -> Top:
+        """The `k` most likely tokens in the place of each response token, at each row's temperature; as `log_probs`."""
+        ids, log_probs, rest = self.gathered.call(self._scored, batch, chunk, partial(score_top, k))
+        mask = batch.response_mask
+        places = mask[..., None].expand(*mask.shape, k)
+        blank = torch.zeros(places.shape, device=mask.device)
+        return Top(
+            blank.long().masked_scatter(places, ids), blank.masked_scatter(places, log_probs), scatter(rest, mask)
+        )
+
+    def _scored(self, batch: Sequences, chunk: int, score: Score, beside: Sequence[str] = ()) -> tuple[Tensor, ...]:
+        """What `score` gives for the tokens under the mask: ``[tokens ...]`` each, row by row.
+
+        Args:
+            batch, chunk: as in `log_probs`.
+            score: given the head, states, targets and temperatures of some tokens, and what is `beside`.
+            beside: columns of `batch`, of each token or of each row.
+        """
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
         targets = batch.input_ids[rows, tokens + (batch.input_ids.shape[1] - batch.response_mask.shape[1])]
         with self.arithmetic():
-            columns = (self._states(batch), targets, batch.temperature[rows])
+            more = (getattr(batch, name) for name in beside)
+            picked = (x[rows] if x.ndim == 1 else x[rows, tokens] for x in more)
+            columns = (self._states(batch), targets, batch.temperature[rows], *picked)
             pieces = zip(*(column.split(chunk) for column in columns), strict=True)
             if torch.is_grad_enabled():  # keep no chunk for the backward pass; compute it again there
                 again = partial(checkpoint, score, self._head, use_reentrant=False, preserve_rng_state=False)
                 parts = [again(*piece) for piece in pieces]
             else:
                 parts = [score(self._head, *piece) for piece in pieces]
-        scored = [scatter(torch.cat(part), batch.response_mask) for part in zip(*parts, strict=True)]
-        return scored[0], scored[1] if len(scored) == 2 else None
-
-
-def _score(head: nn.Module, states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-    return (_log_softmax(head, states, temperature).gather(1, targets[:, None]).squeeze(1),)
-
-
-def _score_with_gradient(head: nn.Module, states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-    log_p = _log_softmax(head, states, temperature)
-    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
-
-
-def _score_with_value(head: nn.Module, states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-    log_p = _log_softmax(head, states, temperature)
-    seen = log_p.detach()
-    return log_p.gather(1, targets[:, None]).squeeze(1), -(seen.exp() * seen).sum(1)
-
-
-def _norm(head: nn.Module, states: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-    p = _log_softmax(head, states, temperature).exp()
-    return (p.scatter_add_(1, targets[:, None], p.new_full((len(p), 1), -1.0)).square().sum(1),)
-
-
-_SCORES: dict[Entropy, Callable[..., tuple[Tensor, ...]]] = {
-    "none": _score,
-    "value": _score_with_value,
-    "gradient": _score_with_gradient,
-}
-
-
-def _log_softmax(head: nn.Module, states: Tensor, temperature: Tensor) -> Tensor:
-    return torch.log_softmax(head(states).float() / temperature[:, None].float(), dim=1)
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
 def scatter(values: Tensor, mask: Tensor) -> Tensor:

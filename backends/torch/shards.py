@@ -8,7 +8,6 @@ quantised or pickled weights) are loaded by `from_pretrained` into the CPU memor
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -16,14 +15,21 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from flowrl.backends.torch.load import load_causal_lm, loading, quiet, refuse_not_finite, skeleton, without_use
+from flowrl.backends.torch.load import (
+    load_causal_lm,
+    loading,
+    quiet,
+    refuse_not_finite,
+    skeleton,
+    stored_tensors,
+    without_use,
+)
 from flowrl.backends.torch.lora import Adapter, LoRA, base_state
 from flowrl.backends.torch.mesh import Gathered, Mesh
 from flowrl.backends.torch.probes import Attention
@@ -45,7 +51,7 @@ def load_sharded(
     with mesh.all_or_none(f"loading {folder!r}"), ExitStack() as files:
         with loading(folder):
             lm = _without_storage(folder, attention)
-            sources = None if lm is None else _sources(lm, with_head, _stored(folder, files))
+            sources = None if lm is None else _sources(lm, with_head, stored_tensors(folder, files))
         if lm is None or sources is None:
             lm = load_causal_lm(folder, with_head, attention)
         adapter = None if lora is None else Adapter(lm, lora, folder)
@@ -84,21 +90,6 @@ def _without_storage(folder: str, attention: Attention | None) -> PreTrainedMode
     if os.path.isfile(os.path.join(folder, "generation_config.json")):
         lm.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return lm
-
-
-def _stored(folder: str, files: ExitStack) -> dict[str, Any]:
-    """What the safetensors of `folder` hold: lazy slices by name, for as long as `files` is open."""
-    index = os.path.join(folder, "model.safetensors.index.json")
-    if os.path.isfile(index):
-        with open(index, encoding="utf-8") as lines:
-            names = sorted(set(json.load(lines)["weight_map"].values()))
-    else:
-        names = [name for name in ("model.safetensors",) if os.path.isfile(os.path.join(folder, name))]
-    stored: dict[str, Any] = {}
-    for name in names:
-        file = files.enter_context(safe_open(os.path.join(folder, name), framework="pt"))
-        stored |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-    return stored
 
 
 def _sources(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from flowrl.backends.torch.load import Folder, FolderBackend, load_tokenizer
 from flowrl.backends.torch.lora import LoRA, require_peft
 from flowrl.backends.torch.model import Dtype, TorchModel
 from flowrl.backends.torch.probes import Attention
-from flowrl.core.protocols import BuildContext, Checkpointed, NormScorer, Sleeper, Trainer
+from flowrl.core.protocols import BuildContext, Checkpointed, LogitScorer, NormScorer, Sleeper, Trainer
 from flowrl.errors import BindError, type_of
 from flowrl.spec import non_default
 
@@ -42,7 +42,7 @@ class TorchScorer(FolderBackend):
         offload: keep weights in CPU memory; a layer comes to the device to compute.
     """
 
-    serves = (NormScorer, Sleeper)
+    serves = (LogitScorer, NormScorer, Sleeper)
 
     model: Folder | None = None
     dtype: Dtype = "float32"
@@ -96,7 +96,7 @@ class TorchTrainer(TrainedSpec):
         lora: train an adapter, and nothing else; the model's own weights stay. Needs ``pip install 'flowrl[lora]'``.
     """
 
-    serves = (Trainer, NormScorer, Checkpointed, Sleeper)
+    serves = (Trainer, LogitScorer, NormScorer, Checkpointed, Sleeper)
 
     logprob_chunk: int = Field(default=1024, ge=1)
     lora: LoRA | None = None

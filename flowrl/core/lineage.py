@@ -59,6 +59,11 @@ def response_makers(graph: Graph, name: str) -> set[str]:
     return set(_makers_of(graph, (origin(graph, edge) for edge in graph[name].inputs.values())))
 
 
+def roles_of_tokens(graph: Graph) -> set[str]:
+    """The roles whose engines are given tokens of the graph; others, such as a judge, read text and have their own."""
+    return {use.role for node in graph.nodes.values() if any(_tokens(graph, node)) for use in node.uses}
+
+
 def rows_per_prompt(graph: Graph, name: str) -> int:
     """How many rows reach the node for every prompt of the step."""
     factor = 1

@@ -31,12 +31,13 @@ from flowrl.spec import Spec, defining_frame, where_defined
 
 Unit = Literal["token", "row", "group", "batch"]
 
-Said = Literal["log-probs", "values", "entropies"]
+Said = Literal["log-probs", "values", "entropies", "distributions"]
 
 _SAID: dict[str, Said] = {
     "log-prob of the policy that is trained": "log-probs",
     "value of the critic that is trained": "values",
     "entropy of the policy that is trained": "entropies",
+    "distribution of the policy that is trained": "distributions",
 }
 
 _EXAMPLE = "def __call__(self, log_probs: LogProbs, advantages: Advantages) -> Tensor"
@@ -44,6 +45,11 @@ _EXAMPLE = "def __call__(self, log_probs: LogProbs, advantages: Advantages) -> T
 
 class Loss(Spec):
     """Base class of all losses; see the module's docstring.
+
+    A loss that reads `Distributions` is called within the model, for some tokens at a time, so that ``[rows response
+    vocabulary]`` never exists: it gets log-probs ``[tokens vocabulary]``, every other column at these tokens
+    (``[tokens ...]``; of a row, the row's at each), and returns ``[tokens]``. It sees each token alone, and takes no
+    metrics.
 
     `__call__` returns the loss of each token, float ``[rows response]``; or of each row, ``[rows]``, which is then that
     of every token of the row. It may take ``metrics: Metrics = INJECTED``; and, where its unit is ``"batch"`` and it is
@@ -58,7 +64,8 @@ class Loss(Spec):
 
     Raises:
         DefinitionError: where a subclass is defined, with file and line: what it reads is no column, it does not read
-            just one of `LogProbs` and `NewValues`, it returns no tensor, or its unit is not one of these.
+            just one of `LogProbs`, `Distributions` and `NewValues`, it returns no tensor, or its unit is not one of
+            these.
     """
 
     unit: ClassVar[Unit] = "token"
@@ -116,11 +123,11 @@ def _what_is_said(reads: Signature, where: str) -> dict[Said, str]:
             kind = _column(port).kind
         if kind in _SAID:
             said[_SAID[kind]] = name
-    if ("log-probs" in said) == ("values" in said) or ("values" in said and "entropies" in said):
+    if len(said.keys() - {"entropies"}) != 1 or ("entropies" in said and "log-probs" not in said):
         raise DefinitionError(
             f"{where}.__call__ reads {', '.join(said.values()) or 'nothing'} of the model that is trained; expected "
-            f"`log_probs: LogProbs` for a policy, with `entropies: Entropies` or without, or `new_values: NewValues` "
-            f"for a critic."
+            f"`log_probs: LogProbs` for a policy, with `entropies: Entropies` or without; `distributions: "
+            f"Distributions` for all that it could have said; or `new_values: NewValues` for a critic."
         )
     if other := [cls.__name__ for cls in reads.injected.values() if cls not in (Metrics, Key)]:
         raise DefinitionError(
@@ -146,6 +153,13 @@ def _refuse_unit(cls: type[Loss], where: str) -> None:
         raise DefinitionError(
             f"{where}.__call__ takes a Key, and its unit is {cls.unit!r}, so it would draw the same numbers again for "
             f"every micro-batch; expected the unit 'batch', of which it is called once for a mini-batch."
+        )
+    objects = [port.name for port in cls._signature.ports.values() if _column(port).dtype == "object"]
+    more = [*([f"a whole {cls.unit}"] if cls.unit != "token" else []), *cls._signature.injected, *objects]
+    if "distributions" in cls.said and more:
+        raise DefinitionError(
+            f"{where} reads distributions, which exist for some tokens at a time, and wants {more[0]}; expected unit = "
+            f"'token', and a __call__ that takes tensors alone."
         )
     kinds = [_column(port).kind for port in cls._signature.ports.values()]
     if cls.unit == "group" and kinds.count("group") != 1:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from flowrl.columns import ColumnType
 from flowrl.core import session as sessions
-from flowrl.core.ports import Port, PortField, Signature, Step, refuse_no_function, signature_of, snake_case, with_loss
+from flowrl.core.ports import Port, PortField, Signature, Step, refuse_no_function, signature_of, snake_case, with_more
 from flowrl.core.roles import RoleUse, role_use
 from flowrl.core.session import Call, Cell, State, computes, refuse_misfits, supplied_to
 from flowrl.core.symbols import Symbol, prefix, prefixed
@@ -117,15 +117,24 @@ class Operator(Spec):
 
     @property
     def signature(self) -> Signature:
-        """The ports; of an operator with a loss (`FromLoss`), those of the loss among them."""
+        """The ports, `more_ports` among them."""
         own: Signature = self._signature
-        return with_loss(own, typing.cast(Any, self).loss.signature) if own.takes_loss else own
+        return with_more(own, self.more_ports) if own.takes_more else own
+
+    @property
+    def more_ports(self) -> Signature:
+        """The ports that come by the parameters, where `__call__` takes `FromParameters`: those of the field `loss`.
+
+        It is one object for as long as the operator is.
+        """
+        loss: Signature = typing.cast(Any, self).loss.signature
+        return loss
 
     @classmethod
     def usual_signature(cls) -> Signature:
         """The ports of an operator with its default loss; of all others, `signature`."""
         own: Signature = cls._signature
-        return with_loss(own, typing.cast(Any, cls).loss.signature) if own.takes_loss else own
+        return with_more(own, typing.cast(Any, cls).loss.signature) if hasattr(cls, "loss") else own
 
     @property
     def effects(self) -> frozenset[str]:
@@ -292,7 +301,7 @@ def _dispatching(call: Callable[..., Any], signature: Signature) -> Callable[...
     @functools.wraps(call)
     def __call__(self: Operator, *args: Any, **kwargs: Any) -> Any:
         by_super = computes(type(self)) is not call  # in the `__call__` of a subclass
-        parameters = written if by_super or not signature.takes_loss else _parameters(self.signature)
+        parameters = written if by_super or not signature.takes_more else _parameters(self.signature)
         bind = parameters.bind if by_super else parameters.bind_partial
         try:
             bound = bind(self, *args, **kwargs)
@@ -324,7 +333,7 @@ def _dispatching(call: Callable[..., Any], signature: Signature) -> Callable[...
 
 
 def _parameters(signature: Signature) -> inspect.Signature:
-    """The parameters of a `__call__` whose ports are partly those of a loss."""
+    """The parameters of a `__call__` whose ports come partly by the operator's parameters."""
     names = ("self", *signature.ports, *signature.injected)
     return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
@@ -354,7 +363,8 @@ def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: s
             f"{where} has the port {both!r} and a parameter or state of that name; give one of them another name, so "
             f"that '{snake_case(cls.__name__)}.{both}' means one thing."
         )
-    if ports and cls._signature.takes_loss and not hasattr(cls, "loss") and "loss" not in fields:
+    says = cls.more_ports is not Operator.more_ports or hasattr(cls, "loss") or "loss" in fields
+    if ports and cls._signature.takes_more and not says:
         raise DefinitionError(
             f"{where}.__call__ takes the columns of its loss, and there is no field of that name; declare one: "
             f"`loss: Loss = PPOClip()`."

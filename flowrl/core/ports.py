@@ -37,11 +37,11 @@ INJECTABLE: tuple[type, ...] = (Key, Metrics, Share, Round, Step)
 
 
 if TYPE_CHECKING:
-    FromLoss = Any  # to a type checker, which knows no ports, any column may be passed
+    FromParameters = Any  # to a type checker, which knows no ports, any column may be passed
 else:
 
-    class FromLoss:
-        """Annotation of ``**columns`` in a `__call__`: the ports of the operator's field `loss` come to its own."""
+    class FromParameters:
+        """Annotation of ``**columns`` in a `__call__`: ports that come by the parameters; see `Operator.more_ports`."""
 
 
 class PortField(NamedTuple):
@@ -91,14 +91,14 @@ class Signature:
         injected: the class of each parameter that the runner fills in.
         outputs: by name; a loss has none.
         output_record: the record that an operator returns, where it returns one.
-        takes_loss: the ports of the operator's loss come to these; see `FromLoss`.
+        takes_more: further ports come to these by the parameters of the operator; see `FromParameters`.
     """
 
     ports: Mapping[str, Port]
     injected: Mapping[str, type]
     outputs: Mapping[str, FieldType]
     output_record: type | None = None
-    takes_loss: bool = False
+    takes_more: bool = False
 
     @cached_property
     def fields(self) -> Mapping[PortField, FieldType]:
@@ -112,22 +112,22 @@ class Signature:
 
 
 @functools.lru_cache(maxsize=256)
-def with_loss(own: Signature, loss: Signature) -> Signature:
-    """The signature of an operator whose ports are its own and those of its loss.
+def with_more(own: Signature, more: Signature) -> Signature:
+    """The signature of an operator whose ports are its own and those that come by its parameters, as by its loss.
 
-    What a record of the operator's own has already, the loss reads there. Ports that may be left open come last.
+    What a record of the operator's own has already, these read there. Ports that may be left open come last.
 
     Raises:
         PortError: a name is that of two different columns.
     """
     fields = {field.name: type for field, type in own.fields.items()}
-    for name, port in loss.ports.items():
+    for name, port in more.ports.items():
         if (wanted := port.fields[PortField(name)]) != fields.get(name, wanted):
             raise PortError(
                 f"the loss reads {name} as {wanted}, and the operator that takes it as {fields[name]}; expected one "
                 f"column of that name: call the parameter of the loss something else."
             )
-    theirs = {name: port for name, port in loss.ports.items() if name not in fields or name in own.ports}
+    theirs = {name: port for name, port in more.ports.items() if name not in fields or name in own.ports}
     ports = dict(own.ports)
     for name, port in theirs.items():
         ports[name] = replace(port, optional=port.optional and own.ports.get(name, port).optional)
@@ -211,10 +211,10 @@ def inputs_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) 
         hints = hints_of(call, localns)
     ports: dict[str, Port] = {}
     injected: dict[str, type] = {}
-    takes_loss = False
+    takes_more = False
     for parameter in list(inspect.signature(call).parameters.values())[1:]:
-        if parameter.kind is parameter.VAR_KEYWORD and hints.get(parameter.name) is FromLoss:
-            takes_loss = True
+        if parameter.kind is parameter.VAR_KEYWORD and hints.get(parameter.name) is FromParameters:
+            takes_more = True
             continue
         _refuse_unfixed(parameter, hints, where)
         name, (annotation, optional) = parameter.name, strip_none(hints[parameter.name])
@@ -239,7 +239,7 @@ def inputs_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) 
             f"{where} has no port, so nothing could be wired to it; expected a method with at least one: "
             f"`def __call__(self, values: Values) -> Returns`."
         )
-    return Signature(ports, injected, {}, takes_loss=takes_loss)
+    return Signature(ports, injected, {}, takes_more=takes_more)
 
 
 def _refuse_unfixed(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str) -> None:

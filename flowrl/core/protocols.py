@@ -6,7 +6,7 @@ Operators know engines only by these Protocols, so that one engine can stand in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -54,11 +54,28 @@ class MiniBatch(NamedTuple):
     whole: Whole | None = None
 
 
+class OfDistribution(NamedTuple):
+    """What an objective takes of each token's distribution over the vocabulary, while that exists.
+
+    Args:
+        columns: by name, what it reads beside.
+        loss: given log-probs ``[tokens vocabulary]``, and the columns at these tokens by name, float ``[tokens]``.
+    """
+
+    columns: tuple[str, ...]
+    loss: Callable[..., Tensor]
+
+
 class Objective(Protocol[Batch_contra]):
     """What an update minimises, given what the model says now: log-probs with their entropy, or values."""
 
     @property
     def wants_entropy(self) -> bool: ...
+
+    @property
+    def of_distribution(self) -> OfDistribution | None:
+        """What is handed in, of a policy, in the place of log-probs; None wants these."""
+        ...
 
     def __call__(
         self, output: Tensor, entropy: Tensor | None, batch: Batch_contra, weights: Tensor, metrics: Metrics
@@ -115,6 +132,29 @@ class Scorer(Protocol):
 
     def log_probs(self, batch: Sequences) -> Tensor:
         """Log-probs of the response tokens at each row's temperature: float32 ``[batch response]``, 0 off the mask."""
+        ...
+
+
+class Top(NamedTuple):
+    """The most likely tokens after each token, and all others together.
+
+    Args:
+        ids: int64 ``[batch response k]``, the most likely first; 0 off the mask.
+        log_probs: float32 ``[batch response k]``, theirs; 0 off the mask.
+        rest: float32 ``[batch response]``, the log-prob that it is none of them; 0 off the mask.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    rest: Tensor
+
+
+@runtime_checkable
+class LogitScorer(Scorer, Protocol):
+    """A scorer that says what else could have stood in a token's place."""
+
+    def top_log_probs(self, batch: Sequences, k: int) -> Top:
+        """The `k` most likely tokens in the place of each response token, at each row's temperature."""
         ...
 
 
@@ -176,6 +216,24 @@ class Critic(Protocol):
 
     def update(self, batch: Batch, mini_batches: Sequence[MiniBatch], objective: Objective[Batch]) -> Metrics:
         """One optimiser step per mini-batch, in order; then `version` grows by one."""
+        ...
+
+
+@runtime_checkable
+class RewardScorer(Protocol):
+    """Weights that say how good a whole sequence is, given its tokens."""
+
+    def rewards(self, batch: Tokens) -> Tensor:
+        """The score of each row: float32 ``[batch]``."""
+        ...
+
+
+@runtime_checkable
+class TextRewardScorer(Protocol):
+    """Weights that say how good the last answer of a conversation is; tokeniser and template are their own."""
+
+    def rewards_of(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> Tensor:
+        """The score of each conversation, ``{"role": ..., "content": ...}`` a message: float32 ``[conversations]``."""
         ...
 
 

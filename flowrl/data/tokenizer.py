@@ -122,9 +122,22 @@ class ChatTokenizer:
         Raises:
             DataError: the tokeniser has no chat template, or it does not take these messages or arguments.
         """
+        return self._templated(messages, template_kwargs, goes_on=True)
+
+    def conversation_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids of a whole conversation by the chat template, what the assistant said last included.
+
+        Raises:
+            DataError: as `prompt_ids`.
+        """
+        return self._templated(messages, None, goes_on=False)
+
+    def _templated(
+        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None, goes_on: bool
+    ) -> list[int]:
         if not self._tokenizer.chat_template:
             raise DataError(
-                f"the tokeniser in {self.folder!r} has no chat template, so messages cannot become a prompt; set "
+                f"the tokeniser in {self.folder!r} has no chat template, so messages cannot become tokens; set "
                 f"tokenizer.chat_template and call tokenizer.save_pretrained({self.folder!r})."
             )
         _check_messages(messages)
@@ -133,7 +146,7 @@ class ChatTokenizer:
         try:
             ids = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                add_generation_prompt=True,
+                add_generation_prompt=goes_on,
                 tokenize=True,
                 return_dict=False,
                 **arguments,

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from flowrl.core.backend import refuse_unsynced
 from flowrl.core.edit import edit
 from flowrl.core.graph import Graph
+from flowrl.core.lineage import roles_of_tokens
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import Trainer
 from flowrl.core.rules import require
@@ -59,8 +60,8 @@ class Job(Generic[GraphT]):
             prompts: prompts a step, where they are known.
 
         Raises:
-            BindError: a role is not bound, the models of two have other vocabularies, or nothing carries weights to an
-                engine that generates and is not frozen.
+            BindError: a role is not bound, the models of two that share tokens have other vocabularies, or nothing
+                carries weights to an engine that generates and is not frozen.
             GraphError: a lag, which no executor can run yet; a step in which nothing would run; or weights that cannot
                 be kept in order.
             RuleError: a rule is broken.
@@ -84,7 +85,8 @@ class Job(Generic[GraphT]):
         for role in self.graph.generators:
             refuse_unsynced(role, self.graph.bindings[role], syncs.get(role))
         models = sorted(self.graph.bindings.items(), key=lambda bound: Trainer not in bound[1].serves)
-        refuse_other_vocabularies({role: backend.starts_from for role, backend in models if backend.starts_from})
+        of_tokens = roles_of_tokens(self.graph)
+        refuse_other_vocabularies({role: b.starts_from for role, b in models if b.starts_from and role in of_tokens})
         many = [role for role, backend in self.graph.bindings.items() if backend.ranks > 1]
         if self.place is not None:
             lay_out(self.graph, self.place)

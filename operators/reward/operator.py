@@ -36,7 +36,7 @@ from flowrl.operators.reward.worker import NoScore, Scored, digest
 logger = logging.getLogger(__name__)
 
 TAKEN = frozenset({"mean", "min", "max", "errors"})
-"""Names under ``reward/`` that a function's own numbers may not have."""
+"""Names under ``<log>/`` that a function's own numbers may not have."""
 
 MAX_SCORE = torch.finfo(torch.float32).max
 
@@ -82,7 +82,7 @@ class Reward(Operator):
     """Score each response by a function of verl's signature, on the last token on the mask.
 
     The function is called by keyword, ``fn(data_source=, solution_str=, ground_truth=, extra_info=)``, and returns a
-    finite number, or a dict with one under ``"score"``; further numbers in that dict are logged as ``reward/<key>``
+    finite number, or a dict with one under ``"score"``; further numbers in that dict are logged as ``<log>/<key>``
     (mean over the rows that have it), and entries that are not numbers are left out. It should depend on its arguments
     alone. A row that is masked entirely has no token to put a score on; the function is not called for it.
 
@@ -97,15 +97,16 @@ class Reward(Operator):
         fn: a function, or where to find one: ``"package.module:name"`` or ``"path/to/file.py:name"``.
         timeout: seconds allowed for one call.
         on_error: ``"raise"``, or the score of a row whose call raised, hung, died or returned no finite number; such
-            rows are counted in ``reward/errors``, and the first is logged.
+            rows are counted in ``<log>/errors``, and the first is logged.
         workers: how many calls run at once; by default one per CPU, at most 4.
+        log: what metrics begin with: ``reward/accuracy`` where there are several rewards (`WeighRewards`).
 
     Reads:
         rollout: `response_text` and `response_mask`.
         prompts: `data_source`, `ground_truth`, `extra_info`, `row_id`.
 
     Returns:
-        `token_level_scores`, float32 ``[batch response]``. Metrics: ``reward/mean, reward/min, reward/max``.
+        `token_level_scores`, float32 ``[batch response]``. Metrics: ``<log>/mean, <log>/min, <log>/max``.
 
     Raises:
         ParameterError: on construction: there is no such function, it is async, or it does not take those arguments.
@@ -120,6 +121,7 @@ class Reward(Operator):
     timeout: float = Field(default=10.0, gt=0, le=86400, strict=True)
     on_error: Literal["raise"] | Annotated[float, Field(allow_inf_nan=False, strict=True)] = "raise"
     workers: int | None = Field(default=None, ge=1, strict=True)
+    log: str = "reward"
 
     def __post_init__(self) -> None:
         if isinstance(self.fn, str):
@@ -146,13 +148,13 @@ class Reward(Operator):
                     errors += 1
                     scored = Scored(float(self.on_error), {})
                 scores[row] = scored.score
-                metrics.mean("reward/mean", scored.score)
-                metrics.min("reward/min", scored.score)
-                metrics.max("reward/max", scored.score)
+                metrics.mean(f"{self.log}/mean", scored.score)
+                metrics.min(f"{self.log}/min", scored.score)
+                metrics.max(f"{self.log}/max", scored.score)
                 for key, value in scored.extras.items():
-                    metrics.mean(f"reward/{key}", value)
+                    metrics.mean(f"{self.log}/{key}", value)
         if self.on_error != "raise":
-            metrics.sum("reward/errors", errors)
+            metrics.sum(f"{self.log}/errors", errors)
         return place_scores(scores.to(rollout.response_mask.device), rollout.response_mask)
 
     @cached_property

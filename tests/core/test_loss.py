@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl import INJECTED, Graph, Loss, Metrics, Operator, Step
 from flowrl import columns as c
 from flowrl.core.loss import Unit
-from flowrl.core.ports import FromLoss, PortField
+from flowrl.core.ports import FromParameters, PortField
 from flowrl.core.protocols import Trainer
 from flowrl.core.roles import Role, Writes
 from flowrl.data.keys import Key
@@ -187,14 +187,14 @@ def test_an_update_of_the_users_own_takes_its_loss() -> None:
         loss: Loss = Reinforce()
         actor: Writes[Trainer] = Role("actor")
 
-        def __call__(self, rollout: Tokens, **columns: FromLoss) -> Updated: ...
+        def __call__(self, rollout: Tokens, **columns: FromParameters) -> Updated: ...
 
     assert list(Own().signature.ports) == ["rollout", "advantages"]
     assert list(Own(DPO()).signature.ports) == ["rollout", "ref_log_prob", "token_level_scores", "uid"]
     with pytest.raises(DefinitionError, match=r"takes the columns of its loss, and there is no field of that name"):
 
         class Without(Operator):
-            def __call__(self, rollout: Tokens, **columns: FromLoss) -> Updated: ...
+            def __call__(self, rollout: Tokens, **columns: FromParameters) -> Updated: ...
 
 
 def test_a_name_means_one_column() -> None:

@@ -386,6 +386,7 @@ class Failing:
     """A loss that fails on the rank that it says."""
 
     wants_entropy = False
+    of_distribution = None
 
     def __init__(self, fails: bool) -> None:
         self.fails = fails

@@ -31,6 +31,7 @@ class Squares:
     """``(weights * (values - pull)**2).sum()``: regression of the values to the column `pull`."""
 
     wants_entropy = True  # a critic has no distribution over tokens to take it of
+    of_distribution = None
 
     def __call__(
         self, output: Tensor, entropy: Tensor | None, batch: Ragged, weights: Tensor, metrics: Metrics

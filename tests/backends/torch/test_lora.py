@@ -53,6 +53,7 @@ class Pull:
     """Log-probs weighed by a column."""
 
     wants_entropy = False
+    of_distribution = None
 
     def __call__(self, output: Tensor, entropy: Any, batch: Ragged, weights: Tensor, metrics: Any) -> Tensor:
         return (weights * batch.pull * output).sum()

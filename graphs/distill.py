@@ -1,0 +1,80 @@
+"""On-policy distillation: a teacher marks every token that the policy sampled."""
+
+from __future__ import annotations
+
+from flowrl.core.roles import Role
+from flowrl.graph import algorithm
+from flowrl.operators import (
+    GKD,
+    Generate,
+    OldLogProb,
+    PPOClip,
+    RefLogProb,
+    Repeat,
+    ReverseKL,
+    Sync,
+    TeacherTopK,
+    UpdateActor,
+)
+from flowrl.records import PromptBatch, Receipt
+
+
+@algorithm
+def distill(
+    batch: PromptBatch,
+    *,
+    n: int = 1,
+    temperature: float = 1.0,
+    max_new_tokens: int = 1024,
+    clip: float = 0.2,
+    mini_batch: int | None = None,
+) -> Receipt:
+    """A teacher's log-prob of each sampled token is its reward (on-policy distillation; MiniLLM, arXiv:2306.08543).
+
+    ``A_t = log p_teacher(y_t) - log p_old(y_t)``, the negated reverse KL of the token; see `ReverseKL`.
+
+    Args:
+        batch: prompts.
+        n: responses per prompt.
+        temperature: the sampling temperature, at which the teacher is asked, too.
+        max_new_tokens: the longest a response may get.
+        clip: PPO's epsilon.
+        mini_batch: rows per optimiser step; None for all.
+    """
+    prompts = Repeat(n)(batch)
+    rollout = Generate(temperature=temperature, max_new_tokens=max_new_tokens)(prompts)
+    old = OldLogProb()(rollout)
+    teacher = RefLogProb(ref=Role("teacher")).named("teacher_log_prob")(rollout)
+    advantages = ReverseKL()(teacher, old, rollout.response_mask)
+    return Sync()(UpdateActor(PPOClip(clip), mini_batch=mini_batch)(rollout, old_log_probs=old, advantages=advantages))
+
+
+@algorithm
+def distill_full(
+    batch: PromptBatch,
+    *,
+    k: int = 64,
+    beta: float = 1.0,
+    n: int = 1,
+    temperature: float = 1.0,
+    max_new_tokens: int = 1024,
+    mini_batch: int | None = None,
+) -> Receipt:
+    """Towards a teacher's distribution, not its token (GKD: Agarwal et al. 2023, arXiv:2306.13649), on own samples.
+
+    ``beta KL(P || M) + (1 - beta) KL(Q || M)`` over the teacher's k most likely tokens and the rest; see `GKD`.
+
+    Args:
+        batch: prompts.
+        k: tokens of the teacher.
+        beta: 0 is KL(teacher || student), 1 is KL(student || teacher), between them Jensen-Shannon.
+        n: responses per prompt.
+        temperature: the sampling temperature, at which distributions are compared.
+        max_new_tokens: the longest a response may get.
+        mini_batch: rows per optimiser step; None for all.
+    """
+    prompts = Repeat(n)(batch)
+    rollout = Generate(temperature=temperature, max_new_tokens=max_new_tokens)(prompts)
+    top = TeacherTopK(k)(rollout)
+    update = UpdateActor(GKD(beta), mini_batch=mini_batch)
+    return Sync()(update(rollout, **top._asdict()))
