@@ -127,7 +127,7 @@ class TokenObjective:
 
     def _of_tokens(self, log_probs: Tensor, **columns: Tensor) -> Tensor:
         """What the loss says of some tokens, of which `log_probs` ``[tokens vocabulary]`` are the distributions."""
-        found = self.loss.of({self.loss.said["distributions"]: log_probs, **columns}, Metrics(), self.key)
+        found: Tensor = self.loss.of({self.loss.said["distributions"]: log_probs, **columns}, Metrics(), self.key)
         self._refuse_shapeless(found, [tuple(log_probs.shape[:1])], f"{len(log_probs)} tokens")
         if log_probs.requires_grad:
             self._refuse_flat(found)

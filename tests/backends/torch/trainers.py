@@ -42,6 +42,7 @@ class Pull:
 
     entropy_coef: float = 0.0
     seen: list[tuple[Tensor, Tensor | None, Ragged, Tensor]] = field(default_factory=list)
+    of_distribution = None
 
     @property
     def wants_entropy(self) -> bool:
