@@ -1,0 +1,169 @@
+"""`Judge`: it is asked in its own tokens and answers as `Generate` does; what cannot be parsed is said and counted."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl import Metrics
+from flowrl.backends import TorchRollout, TorchTrainer
+from flowrl.core.protocols import Sampling
+from flowrl.data.keys import Key
+from flowrl.errors import BindError, DataError, ParameterError, RewardError
+from flowrl.graph import Graph
+from flowrl.graphs import grpo
+from flowrl.operators import Judge
+from flowrl.operators.reward.judge import conversation
+from flowrl.records import PromptBatch, RolloutBatch
+from flowrl.run.build import EngineBuilder
+from tests.jobs import PROMPTS, column, prompt_batch, rollout_batch
+from tests.kernel import exact
+from tests.models import char_tokenizer, tiny_folder
+from tests.runs import walk
+
+TEMPLATE = "Of {prompt} is {response} like {reference}? {{0 to 9}}"
+
+
+def length(text: str) -> float:
+    """How much the judge has to say."""
+    return float(len(text))
+
+
+def first_digit(text: str) -> float | None:
+    found = re.search(r"\d", text)
+    return float(found.group()) if found else None
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A frozen judge, whose model is not the policy's."""
+    folder = tiny_folder(tmp_path_factory.mktemp("judge"), seed=5)
+    return EngineBuilder({"judge": TorchRollout(folder, device="cpu", frozen=True)}, 0).engine("judge")
+
+
+def answered() -> tuple[RolloutBatch, PromptBatch]:
+    """Three answers, of which the second has no token on the mask."""
+    prompts = prompt_batch([[10, 11], [12], [13]])
+    prompts = prompts._replace(ground_truth=column(["four", "five", 6]))
+    rows = rollout_batch(prompts, [[20, 21, 22], [20], [23, 24]])
+    mask = rows.response_mask.clone()
+    mask[1] = False
+    return rows._replace(response_text=column(["4", "gone", "some {braces}"]), response_mask=mask), prompts
+
+
+def test_the_judge_is_asked_by_its_own_template_and_its_answer_is_parsed(engine: Any) -> None:
+    rollout, prompts = answered()
+    heard, metrics, key = [], Metrics(), Key.of(7)
+
+    def parse(text: str) -> float:
+        heard.append(text)
+        return len(heard) + 0.5
+
+    judge = Judge(rollout=engine, template=TEMPLATE, parse=parse, max_new_tokens=9, temperature=1.3)
+    scores = judge(rollout, prompts, key=key, metrics=metrics)
+    assert scores.tolist() == [[0, 0, 1.5], [0, 0, 0], [0, 2.5, 0]]
+    questions = ["Of ? is 4 like four? {0 to 9}", "Of ? is some {braces} like 6? {0 to 9}"]
+    tokenizer = char_tokenizer()
+    expected = []
+    for text, row in zip(questions, ("0/0/0", "0/2/0"), strict=True):  # each alone, without padding
+        turn = [{"role": "user", "content": text}]
+        ids = torch.tensor([tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)])
+        sampled = engine.generate(ids, torch.ones_like(ids).bool(), [row], Sampling(1.3, 0, 1.0, 9), key)
+        kept = [i for i in sampled.responses[0][sampled.response_mask[0]].tolist() if i != 1]
+        expected.append(tokenizer.decode(kept, skip_special_tokens=True))
+    assert heard == expected and heard[0] != heard[1]
+    logged = metrics.compute()
+    assert (logged["reward/mean"], logged["reward/unparsed"], logged["reward/max"]) == (2.0, 0.0, 2.5)
+    assert 0 < logged["judge/response_length/max"] <= 9
+
+
+def test_nobody_is_asked_about_rows_without_a_token(engine: Any) -> None:
+    rollout, prompts = answered()
+    rollout = rollout._replace(response_mask=torch.zeros_like(rollout.response_mask))
+    metrics = Metrics()
+    judge = Judge(rollout=engine, template="{response}", parse=lambda text: 1 / 0)
+    assert judge(rollout, prompts, key=Key.of(0), metrics=metrics).eq(0).all()
+    assert metrics.compute() == {}
+
+
+@pytest.mark.parametrize("answer", [None, float("nan"), float("inf")])
+def test_what_cannot_be_parsed_is_an_error_or_has_a_score(answer: Any, engine: Any) -> None:
+    rollout, prompts = answered()
+    judge = Judge(rollout=engine, template="{response}", parse=lambda text: answer, max_new_tokens=4)
+    with pytest.raises(RewardError, match=r"parse made .* of the judge's answer .* to row '0/0/0'; expected a finite"):
+        judge(rollout, prompts, key=Key.of(0))
+    metrics = Metrics()
+    told = Judge(rollout=engine, template="{response}", parse=lambda text: answer, max_new_tokens=4, unparsed=-1.0)
+    assert told(rollout, prompts, key=Key.of(0), metrics=metrics).sum(-1).tolist() == [-1, 0, -1]
+    assert metrics.compute()["reward/unparsed"] == 2
+
+
+def test_a_parse_that_raises_names_the_row_and_the_answer(engine: Any) -> None:
+    rollout, prompts = answered()
+    judge = Judge(rollout=engine, template="{response}", parse=lambda text: float("x" + text), max_new_tokens=4)
+    with pytest.raises(RewardError, match=r"parse raised ValueError.* to row '0/0/0'; expected a number, or None"):
+        judge(rollout, prompts, key=Key.of(0))
+
+
+@pytest.mark.parametrize("reference", [None, ""])
+def test_a_reference_that_is_wanted_and_not_there(reference: Any, engine: Any) -> None:
+    rollout, prompts = answered()
+    prompts = prompts._replace(ground_truth=column(["four", "five", reference]))
+    with pytest.raises(DataError, match=r"row '0/2/0' has no ground_truth"):
+        Judge(rollout=engine, template=TEMPLATE, parse=length)(rollout, prompts, key=Key.of(0))
+    free = Judge(rollout=engine, template="{prompt}: {response}", parse=length, max_new_tokens=3)
+    assert free(rollout, prompts, key=Key.of(0)).shape == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("how good is it?", "names no response"),
+        ("{response} {answer}", "names 'answer'"),
+        ("{response} {}", "names ''"),
+        ("{response", "is broken"),
+    ],
+)
+def test_a_template_that_asks_about_something_else(template: str, said: str) -> None:
+    with pytest.raises(ParameterError, match=said):
+        Judge(template=template, parse=length)
+
+
+def test_a_conversation_is_shown_with_its_roles() -> None:
+    assert conversation([{"role": "user", "content": "hi"}]) == "hi"
+    several = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert conversation(several) == "system: be brief\n\nuser: hi"
+
+
+def judged() -> Graph:
+    judge = Judge(template=TEMPLATE, parse=length, max_new_tokens=5)
+    return grpo(exact, n=3, max_new_tokens=6, kl_coef=0.0).edit(replace={"reward": judge})
+
+
+def test_a_graph_that_is_judged_takes_three_steps(tiny: str, tmp_path: Path) -> None:
+    """By a judge of another vocabulary, which is no matter, since it reads text."""
+    folder = tiny_folder(tmp_path, "qwen2", seed=2)
+    tokens = json.loads((file := Path(folder, "tokenizer.json")).read_text())
+    vocab = tokens["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(tokens))
+    graph = judged()
+    assert graph.check(prompts=3) == []
+    assert Graph.from_dict(graph.to_dict()).fingerprint() == graph.fingerprint()
+    roles = {"actor": TorchTrainer(tiny, device="cpu"), "rollout": TorchRollout()}
+    job = graph.bind(**roles, judge=TorchRollout(folder, device="cpu", frozen=True))
+    job.refuse_unready()
+    steps = walk(graph, **job.build(0))
+    steps.sync()
+    for step in range(3):
+        result = steps.step(PROMPTS, step, keep=["judge", "generate"])
+        scores = result.columns["judge"].columns["token_level_scores"]
+        assert scores[~result.columns["generate"].columns["response_mask"]].eq(0).all()
+        assert float(scores.sum(-1).double().mean()) == pytest.approx(result.metrics.compute()["reward/mean"])
+    with pytest.raises(BindError, match=r"judge=TorchRollout\(folder, frozen=True\)"):
+        graph.bind(**roles, judge=TorchRollout(folder, device="cpu")).refuse_unready()
