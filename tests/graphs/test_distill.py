@@ -1,0 +1,94 @@
+"""On-policy distillation: three real steps without a reward function, and a student that comes nearer to its teacher."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl.backends import SGD, AdamW, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.errors import BindError
+from flowrl.graph import Graph
+from flowrl.graphs import distill, distill_full
+from tests.jobs import PROMPTS, weights_of
+from tests.models import tiny_folder
+from tests.runs import walk
+
+GRAPHS = [
+    distill(n=2, max_new_tokens=6),
+    distill_full(k=6, max_new_tokens=6),
+    distill_full(k=6, beta=0.5, n=2, mini_batch=2, max_new_tokens=6),
+]
+each = pytest.mark.parametrize("graph", GRAPHS, ids=["log-prob", "reverse", "between"])
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_folder(tmp_path_factory.mktemp("teacher"), "qwen2", seed=7)
+
+
+def bound(graph: Graph, student: str, teacher: str, optimizer: Any = None) -> Any:
+    return graph.bind(
+        actor=TorchTrainer(student, optimizer or SGD(lr=0.05), device="cpu", logprob_chunk=5),
+        teacher=TorchScorer(teacher, device="cpu", logprob_chunk=4),
+        rollout=TorchRollout(),
+    )
+
+
+@each
+def test_it_takes_three_steps_that_change_the_actor(graph: Graph, tiny: str, teacher: str) -> None:
+    assert graph.check(prompts=2) == []
+    assert Graph.from_dict(graph.to_dict()).fingerprint() == graph.fingerprint()
+    job = bound(graph, tiny, teacher)
+    job.refuse_unready()
+    engines = job.build(0)
+    steps, before = walk(graph, **engines), weights_of(engines["actor"])
+    steps.sync()
+    for step in range(3):
+        assert all(map(math.isfinite, steps.step(PROMPTS, step).metrics.compute().values()))
+    assert any(not torch.equal(before[name], after) for name, after in weights_of(engines["actor"]).items())
+
+
+def test_a_token_s_advantage_is_what_the_teacher_makes_of_it(tiny: str, teacher: str) -> None:
+    job = bound(GRAPHS[0], tiny, teacher)
+    engines = job.build(0)
+    steps = walk(job.graph, **engines)
+    steps.sync()
+    kept = steps.step(PROMPTS, 0, keep=list(job.graph.nodes)).columns
+    mask = kept["generate"].columns["response_mask"]
+    old, marks = kept["old_log_prob"].columns["old_log_probs"], kept["teacher_log_prob"].columns["ref_log_prob"]
+    expected = torch.where(mask, marks.double() - old.double(), 0.0)
+    torch.testing.assert_close(kept["reverse_kl"].columns["advantages"].double(), expected, atol=1e-6, rtol=0)
+    assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("graph", "key"),
+    [
+        (distill(n=8, max_new_tokens=6), "distill/reverse_kl"),
+        (distill_full(k=20, n=8, max_new_tokens=6), "actor/divergence"),
+        (distill_full(k=20, beta=0.0, n=8, max_new_tokens=6), "actor/divergence"),
+    ],
+    ids=["log-prob", "reverse", "forward"],
+)
+def test_the_student_comes_nearer_to_its_teacher(graph: Graph, key: str, tiny: str, teacher: str) -> None:
+    job = bound(graph, tiny, teacher, AdamW(lr=2e-3))
+    steps = walk(job.graph, **job.build(0))
+    steps.sync()
+    apart = [steps.step(PROMPTS, step).metrics.compute()[key] for step in range(25)]
+    assert sum(apart[-5:]) < 0.75 * sum(apart[:5])
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_before_any_loads(tiny: str, tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, seed=3)
+    tokens = json.loads((file := Path(folder, "tokenizer.json")).read_text())
+    vocab = tokens["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(tokens))
+    for graph in GRAPHS:
+        with pytest.raises(BindError, match="'actor' and 'teacher' have models of two vocabularies: 2 ids differ"):
+            bound(graph, tiny, folder).refuse_unready()

@@ -1,0 +1,57 @@
+"""Reward models, judges and teachers on Ray: over several ranks they say what one process does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.backends import SGD, TorchRewardModel, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.distributed.place import Colocate
+from flowrl.graph import Graph
+from flowrl.graphs import distill, distill_full, grpo
+from flowrl.operators import Judge, ModelReward, TextModelReward
+from tests.backends.torch.test_reward_model import reward_folder
+from tests.models import tiny_folder
+from tests.on_ray.test_held_out import close
+from tests.rewards import digits
+from tests.runs import timeless, train
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("cluster")]
+
+
+def length(text: str) -> float:
+    """How much the judge has to say."""
+    return float(len(text))
+
+
+PLAIN = grpo(digits, n=2, max_new_tokens=6, kl_coef=0.0)
+GRAPHS = {
+    "tokens": PLAIN.edit(replace={"reward": ModelReward()}),
+    "text": PLAIN.edit(replace={"reward": TextModelReward()}),
+    "judge": PLAIN.edit(replace={"reward": Judge(template="{prompt}: {response}", parse=length, max_new_tokens=4)}),
+    "distill": distill(n=2, max_new_tokens=6),
+    "distill_full": distill_full(k=8, beta=0.5, n=2, max_new_tokens=6, mini_batch=4),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_two_ranks_say_what_one_process_does(name: str, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    graph: Graph = GRAPHS[name]
+    reward_model, teacher = reward_folder(tmp_path), tiny_folder(tmp_path, seed=9)
+
+    def bound(ranks: int, place: Any) -> Any:
+        backends: dict[str, Any] = {
+            "actor": TorchTrainer(tiny, SGD(lr=0.05), device="cpu", ranks=ranks, logprob_chunk=5),
+            "rollout": TorchRollout(tiny, device="cpu"),
+            "reward_model": TorchRewardModel(model=reward_model, device="cpu", ranks=ranks),
+            "teacher": TorchScorer(teacher, device="cpu", ranks=ranks),
+            "judge": TorchRollout(teacher, device="cpu", ranks=ranks, frozen=True),
+        }
+        return replace(graph.bind(**{role: backends[role] for role in graph.roles()}), place=place)
+
+    here = train(bound(1, None), prompts_file, tmp_path / "here", steps=3, prompts=4)
+    there = train(bound(2, Colocate(gpus=2)), prompts_file, tmp_path / "there", steps=3, prompts=4)
+    assert close(timeless(list(here.metrics)), timeless(list(there.metrics)))
