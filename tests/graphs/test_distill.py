@@ -1,4 +1,4 @@
-"""On-policy distillation: three real steps without a reward function, and a student that comes nearer to its teacher."""
+"""On-policy distillation: three real steps without a reward function, and a student that nears its teacher."""
 
 from __future__ import annotations
 

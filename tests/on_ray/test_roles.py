@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from flowrl import After
 from flowrl.backends import SGD, TorchRewardModel, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.distributed.place import Colocate
 from flowrl.graph import Graph
-from flowrl.graphs import distill, distill_full, grpo
-from flowrl.operators import Judge, ModelReward, TextModelReward
+from flowrl.graphs import distill_full, grpo
+from flowrl.operators import Judge, ModelReward, TextModelReward, WeighRewards
 from tests.backends.torch.test_reward_model import reward_folder
 from tests.models import tiny_folder
 from tests.on_ray.test_held_out import close
@@ -27,14 +28,25 @@ def length(text: str) -> float:
     return float(len(text))
 
 
-PLAIN = grpo(digits, n=2, max_new_tokens=6, kl_coef=0.0)
-GRAPHS = {
-    "tokens": PLAIN.edit(replace={"reward": ModelReward()}),
-    "text": PLAIN.edit(replace={"reward": TextModelReward()}),
-    "judge": PLAIN.edit(replace={"reward": Judge(template="{prompt}: {response}", parse=length, max_new_tokens=4)}),
-    "distill": distill(n=2, max_new_tokens=6),
-    "distill_full": distill_full(k=8, beta=0.5, n=2, max_new_tokens=6, mini_batch=4),
-}
+JUDGE = Judge(template="{prompt}: {response}", parse=length, max_new_tokens=4, log="reward/said")
+
+
+def modelled() -> Graph:
+    """The same answers scored by tokens, by text and by a judge, one node each."""
+    others = {"by_text": TextModelReward(log="reward/text"), "judge": JUDGE}
+    return grpo(digits, n=2, max_new_tokens=6, kl_coef=0.0).edit(
+        replace={"reward": ModelReward(log="reward/tokens").named("by_tokens")},
+        insert={name: After("generate", operator) for name, operator in others.items()}
+        | {"weigh": After("reward", WeighRewards({"tokens": 1.0, "text": 0.5, "said": 0.1}))},
+        wire={
+            "weigh.tokens": "by_tokens.token_level_scores",
+            "weigh.text": "by_text.token_level_scores",
+            "weigh.said": "judge.token_level_scores",
+        },
+    )
+
+
+GRAPHS = {"rewards": modelled(), "distill_full": distill_full(k=8, beta=0.5, n=2, max_new_tokens=6, mini_batch=4)}
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -52,6 +64,6 @@ def test_two_ranks_say_what_one_process_does(name: str, tiny: str, prompts_file:
         }
         return replace(graph.bind(**{role: backends[role] for role in graph.roles()}), place=place)
 
-    here = train(bound(1, None), prompts_file, tmp_path / "here", steps=3, prompts=4)
-    there = train(bound(2, Colocate(gpus=2)), prompts_file, tmp_path / "there", steps=3, prompts=4)
+    here = train(bound(1, None), prompts_file, tmp_path / "here", steps=2, prompts=4)
+    there = train(bound(2, Colocate(gpus=2)), prompts_file, tmp_path / "there", steps=2, prompts=4)
     assert close(timeless(list(here.metrics)), timeless(list(there.metrics)))
