@@ -80,7 +80,7 @@ def placed(node: str, log: str, scores: Tensor, response_mask: ResponseMask, met
     """
     live = response_mask.any(-1)
     scores = scores.to(response_mask.device)
-    if (bad := (live & ~scores.isfinite()).nonzero().flatten().tolist()) and len(bad):
+    if bad := (live & ~scores.isfinite()).nonzero().flatten().tolist():
         raise DataError(
             f"{node} got the score {float(scores[bad[0]])} for row {bad[0]} of {len(scores)} ({len(bad)} are not "
             f"finite); expected numbers: look for overflow, as in a reward model in bfloat16, or take another copy."

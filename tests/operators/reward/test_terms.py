@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from flowrl import After, Metrics
 from flowrl.errors import DataError, ParameterError, PortError
 from flowrl.graph import Graph
 from flowrl.graphs import gdpo, grpo
-from flowrl.operators import GDPOAdvantage, GroupAdvantage, Matches, WeighRewards
+from flowrl.operators import GDPOAdvantage, GroupAdvantage, Matches, ModelReward, WeighRewards
 from flowrl.operators.reward.terms import gdpo_advantage
-from tests.jobs import PROMPTS, column, job_of
+from tests.jobs import PROMPTS, column, job_of, prompt_batch, rollout_batch
 from tests.kernel import exact
 from tests.operators.ragged import masks, numbers
 from tests.rewards import digits
@@ -181,3 +182,18 @@ def test_gdpo_takes_three_steps_on_two_rewards(tiny: str) -> None:
     for step in range(3):
         logged = steps.step(PROMPTS, step).metrics.compute()
         assert {"reward/mean", "reward/right/mean"} <= logged.keys()
+
+
+class Broken:
+    """A reward model that overflows on its second row."""
+
+    def rewards(self, batch: Any) -> Tensor:
+        return torch.tensor([1.0, float("inf"), float("nan")])
+
+
+def test_a_score_that_is_not_finite_is_no_reward() -> None:
+    rows = rollout_batch(prompt_batch([[10], [11], [12]]), [[20, 21]] * 3)
+    with pytest.raises(DataError, match=r"got the score inf for row 1 of 3 \(2 are not finite\)"):
+        ModelReward(reward_model=Broken())(rows)
+    mask = torch.tensor([[True, True], [False, False], [False, False]])
+    assert ModelReward(reward_model=Broken())(rows._replace(response_mask=mask)).tolist() == [[0, 1], [0, 0], [0, 0]]
