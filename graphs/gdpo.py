@@ -8,11 +8,13 @@ from typing import Any
 from flowrl.core.edit import After
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
+from flowrl.graphs.settings import edit_of
 from flowrl.operators import GDPOAdvantage, Reward
 
 Function = str | Callable[..., Any]
 
 
+@edit_of(grpo)
 def gdpo(
     reward_fn: Function,
     *,
