@@ -57,7 +57,8 @@ def test_the_list_has_every_algorithm_in_a_line_with_its_source_and_what_it_chan
         "+rloo_advantage -gae -whiten -update_critic -value ~repeat.n ~kl_shape.coef ~update_actor.aggregation",
     )
     assert told["pass_at_k"] == ("grpo", "+pass_at_k_advantage -group_advantage")
-    edits = {name: said for name, said in told.items() if name not in ("dpo", "grpo_sft", "ppo", "sft")}
+    plain = {"distill", "distill_full", "dpo", "grpo_sft", "ppo", "sft"}
+    edits = {name: said for name, said in told.items() if name not in plain}
     assert all(neighbour in told and changes for neighbour, changes in edits.values())
     assert all(said == ("", "") for name, said in told.items() if name not in edits)
 
