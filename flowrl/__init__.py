@@ -9,6 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flowrl.auditing.audit import audit
+    from flowrl.auditing.record import Audit
+    from flowrl.auditing.world import World
     from flowrl.columns import Column
     from flowrl.core.edit import After
     from flowrl.core.function import operator
@@ -41,6 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "INJECTED",
     "After",
+    "Audit",
     "ByDifficulty",
     "Colocate",
     "Column",
@@ -73,8 +77,10 @@ __all__ = [
     "Training",
     "Validation",
     "When",
+    "World",
     "Writes",
     "algorithm",
+    "audit",
     "load",
     "operator",
     "save",
@@ -89,6 +95,9 @@ _MODULES = {
     "Source": "data.sources",
     "DemoBatch": "records",
     "PreferenceBatch": "records",
+    "Audit": "auditing.record",
+    "World": "auditing.world",
+    "audit": "auditing.audit",
     "Column": "columns",
     "Costs": "run.costs",
     "Colocate": "distributed.place",

@@ -99,6 +99,10 @@ class NodeError(FlowrlError, RuntimeError):
     """A node of a running graph raised; names node, step and input shapes."""
 
 
+class AuditError(FlowrlError, ValueError):
+    """A graph cannot be audited: what it does, or what it is to make large, is not known in a world of tables."""
+
+
 class AsleepError(FlowrlError, RuntimeError):
     """An engine was asked to compute while it sleeps."""
 

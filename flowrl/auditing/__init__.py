@@ -1,0 +1,1 @@
+"""The audit: what does a graph estimate?"""

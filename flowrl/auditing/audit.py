@@ -1,0 +1,155 @@
+"""`audit`: what a graph's update follows in expectation, held against the gradient of what the graph states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.auditing.causes import Without, possible
+from flowrl.auditing.fitting import fitted
+from flowrl.auditing.judged import Interval, Judged, judge, radius_of
+from flowrl.auditing.record import Audit, Cause
+from flowrl.auditing.stated import Stated, stated
+from flowrl.auditing.trial import Runs, Trial, Values
+from flowrl.auditing.truth import gradient
+from flowrl.auditing.world import Policy, World
+from flowrl.core.graph import Graph, refuse_no_graph
+from flowrl.errors import ParameterError
+
+
+@dataclass(frozen=True)
+class _Size:
+    """How many runs are gone through, or sampled; and the values of a critic."""
+
+    limit: int
+    samples: int
+    critic: Values
+
+
+def audit(
+    graph: Graph,
+    world: World | None = None,
+    *,
+    n: int | None = None,
+    role: str | None = None,
+    critic: Values = "exact",
+    limit: int = 3000,
+    samples: int = 1000,
+    explain: bool = True,
+) -> Audit:
+    """What the update of `graph` follows in expectation, beside the gradient of what the graph states.
+
+    The graph's nodes and its loss are run as they are, on engines that are tables; see `World`. The policy takes no
+    step: an update of several mini-batches counts by the mean of their gradients, and ``World(age=...)`` says how far
+    the policy has moved by then.
+
+    Args:
+        graph: bound or not; bindings are not looked at.
+        world: in which; None is the default one, on-policy.
+        n: answers to a prompt in place of the graph's own; fewer make it exact.
+        role: which of several trained policies.
+        critic: the values of each critic: ``"exact"``, ``"zero"``, or ``{(prompt, said): value}``, where `said` are the
+            tokens so far and states that are not named have 0.
+        limit: up to so many runs all are gone through.
+        samples: else so many are sampled.
+        explain: also find out what a bias is along, which takes several times as long.
+
+    Raises:
+        AuditError: it cannot be audited; says what stands in the way.
+        ParameterError: a number that is none of runs or answers.
+        GraphError: it is no graph.
+    """
+    refuse_no_graph(graph)
+    for name, number in (("n", n), ("limit", limit), ("samples", samples)):
+        if number is not None and (type(number) is not int or number < 1 + (name == "samples")):
+            raise ParameterError(f"audit({name}={number!r}) is no count; expected at least {1 + (name == 'samples')}.")
+    fitting, world, notes = fitted(graph, World() if world is None else world, n)
+    states = stated(fitting, role)
+    size = _Size(limit, samples, critic)
+    trial = Trial(fitting, states, world, critic)
+    runs = trial.run(limit, samples)
+    true = {name: gradient(part, trial.now) for name, part in trial.truth.parts(trial.now).items()}
+    both = torch.stack([*true.values()]).sum(0)
+    whole = _judged(runs, runs.whole, both, world)
+    parts = {name: _judged(runs, runs.parts[name], wanted, world) for name, wanted in true.items()}
+    biased = explain and parts["loss"].biased
+    causes = _causes(fitting, states, world, size, parts["loss"].bias) if biased else ()
+    return Audit(
+        graph=graph.name,
+        objective=str(states),
+        world=world,
+        exact=runs.exact,
+        runs=len(runs.weight),
+        rows=runs.rows,
+        expected=runs.mean(runs.whole),
+        true=both,
+        whole=whole,
+        parts=parts,
+        kl_follows=_kl_follows(trial, runs),
+        causes=causes,
+        lengthens=_lengthens(trial, runs, true["loss"], parts["loss"]) if biased else None,
+        variance=_variance(trial, runs, whole),
+        notes=(*notes, *states.notes),
+    )
+
+
+def _judged(runs: Runs, each: Tensor, true: Tensor, world: World) -> Judged:
+    return judge(runs.mean(each), true, 0.0 if runs.exact else radius_of(each, world.seed))
+
+
+def _causes(graph: Graph, states: Stated, world: World, size: _Size, own: Interval) -> tuple[Cause, ...]:
+    """What is left of the loss's bias, `own`, without each thing that may cause it, and without several."""
+
+    def left(without: Sequence[Without]) -> Interval:
+        there, then = world, graph
+        for one in without:
+            there, then = one.world(there), one.graph(then)
+        trial = Trial(then, states, there, size.critic)
+        runs = trial.run(size.limit, size.samples)
+        each = runs.parts["loss"]
+        if any(one.by_spread for one in without):
+            each = each * runs.spread[..., None, None]
+        return _judged(runs, each, gradient(trial.truth.parts(trial.now)["loss"], trial.now), there).bias
+
+    found = {one: left([one]) for one in possible(graph, world)}
+    helping = [one for one, bias in found.items() if bias.value < 0.9 * own.value]
+    several = {tuple(some): left(some) for some in (helping, list(found)) if len(some) > 1}  # biases may cancel out
+    causes = [Cause(one.name, bias) for one, bias in found.items()]
+    best = min(several, key=lambda some: several[some].value, default=())
+    if best and several[best].value < 0.9 * min(bias.value for bias in found.values()):
+        causes.append(Cause(" and ".join(one.name for one in best), several[best]))
+    return tuple(causes)
+
+
+def _kl_follows(trial: Trial, runs: Runs) -> Mapping[str, Interval]:
+    """The cosines of a KL term in the loss with the gradients of divergences, all made small."""
+    terms = [one for one in trial.stated.kl if one.in_loss]
+    if not terms:
+        return {}
+    role, ref = trial.stated.role, terms[0].role
+    truth = trial.truth
+    wanted: dict[str, Callable[[Policy], Tensor]] = {
+        f"KL({role} || {ref})": lambda policy: -truth.divergence(policy, ref),
+        f"KL({role} || {ref}) token by token": lambda policy: -truth.held(policy, ref, forward=False),
+        f"KL({ref} || {role}) token by token": lambda policy: -truth.held(policy, ref, forward=True),
+    }
+    each = runs.parts["kl"]
+    return {name: _judged(runs, each, gradient(of, trial.now), trial.world).cosine for name, of in wanted.items()}
+
+
+def _lengthens(trial: Trial, runs: Runs, true: Tensor, loss: Judged) -> float:
+    """The cosine of the loss's bias with the gradient of the expected length."""
+    bias = runs.mean(runs.parts["loss"]) - loss.scale.value * true
+    length = gradient(trial.truth.length, trial.now)
+    return float((bias * length).sum() / (bias.norm() * length.norm()))
+
+
+def _variance(trial: Trial, runs: Runs, whole: Judged) -> float | None:
+    """The total variance of the update at the scale of the true gradient, in units of plain REINFORCE's."""
+    if whole.follows_nothing:
+        return None
+    own = float(runs.mean((runs.whole - runs.mean(runs.whole)).square()).sum()) / whole.scale.value**2
+    return own / trial.truth.plain_variance(trial.now, runs.rows // trial.world.prompts)

@@ -1,0 +1,69 @@
+"""What a bias is along: each thing that may cause it, and the audit without it.
+
+- Length: responses that have ended go on with tokens that nobody chooses, until all are equally long.
+- Group spread: each prompt's gradient is multiplied by the standard deviation of its answers' rewards.
+- Off-policy age, and the mismatch of the engine: there is none.
+- Clip: clips and bounds on ratios are so wide that nothing is out of them; on-policy nothing is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.auditing.world import World
+from flowrl.core.edit import edit
+from flowrl.core.graph import Graph
+from flowrl.operators import RolloutCorrection
+from flowrl.spec import parameters
+
+_WIDE = 1e6
+_WIDEST = {"clip_low": 1 - 1e-9, "clip_high": _WIDE, "clip": 19.0, "dual_clip": None, "within": _WIDE}
+"""The parameters of losses that clip, and what is so wide that nothing is."""
+
+
+@dataclass(frozen=True)
+class Without:
+    """An audit without something.
+
+    Args:
+        name: of what is left out.
+        world: the world without it.
+        graph: the graph without it.
+        by_spread: whether each prompt's gradient counts by the spread of its rewards.
+    """
+
+    name: str
+    world: Callable[[World], World] = lambda world: world
+    graph: Callable[[Graph], Graph] = lambda graph: graph
+    by_spread: bool = False
+
+
+def possible(graph: Graph, world: World) -> Iterator[Without]:
+    """What may cause a bias of this graph in this world."""
+    if world.ends and world.steps > 1:
+        yield Without("length", world=lambda world: dataclasses.replace(world, even=True))
+    yield Without("group spread", by_spread=True)
+    if world.age:
+        yield Without("off-policy age", world=lambda world: dataclasses.replace(world, age=0.0))
+    if world.mismatch:
+        yield Without("engine mismatch", world=lambda world: dataclasses.replace(world, mismatch=0.0))
+    if (world.age or world.mismatch) and unclipped(graph) is not graph:
+        yield Without("clip", graph=unclipped)
+
+
+def unclipped(graph: Graph) -> Graph:
+    """The graph without clips and bounds; itself where it has none."""
+    changed: dict[str, Any] = {}
+    for node in graph.nodes.values():
+        loss = getattr(node.at_first, "loss", None)
+        for name in parameters(loss) if loss is not None else ():
+            if name in _WIDEST:
+                changed[f"{node.name}.loss.{name}"] = _WIDEST[name]
+        if isinstance(node.at_first, RolloutCorrection):
+            changed[f"{node.name}.high"] = _WIDE
+            if node.at_first.low is not None:
+                changed[f"{node.name}.low"] = 1 / _WIDE
+    return edit(graph, set=changed) if changed else graph

@@ -1,0 +1,258 @@
+"""The engines of an audit: tables in the place of networks, which serve the protocols that operators ask for.
+
+The trainer takes no step. It keeps the gradient of every mini-batch that it is given, which is what an audit looks at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flowrl.auditing.draws import Draws
+from flowrl.auditing.world import Policy, World
+from flowrl.core.protocols import MiniBatch, Sampled, Sampling, Trainer
+from flowrl.data.keys import Key
+from flowrl.data.metrics import Metrics
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.errors import AuditError, SyncError
+from flowrl.operators.objective import TokenObjective
+from flowrl.records import Receipt, Sequences, Tokens
+
+
+class _Rows:
+    """The rows of a batch in the world: which prompt and response each has, and the state of each token.
+
+    Args:
+        world: which.
+        batch: tokens, as in `flowrl.records.Tokens`.
+    """
+
+    def __init__(self, world: World, batch: Any) -> None:
+        prompt = batch.input_ids.shape[1] - batch.response_mask.shape[1]
+        self.tokens, self.sampled = batch.input_ids[:, prompt:], batch.attention_mask[:, prompt:]
+        self.prompt = world.number_of(batch.input_ids[:, :prompt])
+        self.response = world.responses.number_of(self.tokens, self.sampled)
+        self.state = torch.zeros_like(self.tokens)
+        self.state[self.sampled] = world.responses.states[self.response][world.responses.mask[self.response]]
+
+    def of(self, by_state: Tensor) -> Tensor:
+        """What a table ``[prompts states ...]`` holds in the state of each token."""
+        return by_state[self.prompt[:, None], self.state]
+
+    def said(self, of_all_tokens: Tensor) -> Tensor:
+        """Of log-probs of all tokens those of the sampled ones: ``[rows response]``, 0 where none was."""
+        return torch.where(self.sampled, of_all_tokens.gather(-1, self.tokens[..., None])[..., 0], 0.0)
+
+
+def _log_softmax(logits: Tensor, batch: Any) -> Tensor:
+    """At the temperature of each row."""
+    return torch.log_softmax(logits / batch.temperature.double()[:, None, None], -1)
+
+
+class TabularScorer:
+    """A frozen policy that scores.
+
+    Args:
+        world: which.
+        policy: its table.
+    """
+
+    def __init__(self, world: World, policy: Policy) -> None:
+        self.world, self.policy = world, policy
+
+    def log_probs(self, batch: Sequences) -> Tensor:
+        """Float32 ``[batch response]``, 0 off the mask."""
+        rows = _Rows(self.world, batch)
+        said = rows.said(_log_softmax(rows.of(self.policy.logits), batch))
+        return torch.where(batch.response_mask, said, 0.0).float()
+
+    def logit_norms(self, batch: Sequences) -> Tensor:
+        """Squared norms of the gradients of these log-probs in the logits: float32 ``[batch response]``, 0 off the
+        mask."""
+        rows = _Rows(self.world, batch)
+        said = _log_softmax(rows.of(self.policy.logits), batch)
+        norms = 1.0 - 2.0 * rows.said(said).exp() + said.exp().square().sum(-1)
+        return torch.where(batch.response_mask, norms, 0.0).float()
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """What a mini-batch came to.
+
+    Args:
+        whole: float64 ``[prompts states tokens]``, the gradient of what the update makes large (not of its loss).
+        parts: the same of each part of it: ``"loss"``, and where they are there ``"kl"`` and ``"entropy"``.
+        prompt, response: int64 ``[rows]``, what the rows were.
+        offered: the rows that the update was given, of which a mini-batch has a part.
+    """
+
+    whole: Tensor
+    parts: dict[str, Tensor]
+    prompt: Tensor
+    response: Tensor
+    offered: int
+
+
+class TabularTrainer(TabularScorer):
+    """A policy that is trained: scored as it was when rows were sampled, and updated as it is now.
+
+    Args:
+        world: which.
+        policy: as it was.
+        now: as it is.
+    """
+
+    def __init__(self, world: World, policy: Policy, now: Policy) -> None:
+        super().__init__(world, policy)
+        self.now, self.version = now, 0
+        self.taken: list[Taken] = []
+
+    def update(self, batch: Any, mini_batches: Sequence[MiniBatch], objective: Any) -> Metrics:
+        """The gradient of each mini-batch, at the policy as it is now; nothing moves but the version."""
+        for mini_batch in mini_batches:
+            rows = _Rows(self.world, _rows_of(batch, mini_batch.rows))
+            whole = self._gradient(batch, mini_batch, rows, objective)
+            parts = {name: self._gradient(batch, mini_batch, rows, part) for name, part in _parts(objective).items()}
+            alone = parts.pop("loss", whole)
+            others = {name: gradient - alone for name, gradient in parts.items()}
+            offered = len(batch.response_mask)
+            self.taken.append(Taken(whole, {"loss": alone, **others}, rows.prompt, rows.response, offered))
+        self.version += 1
+        return Metrics()
+
+    def _gradient(self, batch: Any, mini_batch: MiniBatch, rows: _Rows, objective: Any) -> Tensor:
+        part = _rows_of(batch, mini_batch.rows)
+        logits = self.now.logits.clone().requires_grad_()
+        said = _log_softmax(rows.of(logits), part)
+        entropy = -(said.exp() * said).sum(-1)
+        seen = part if mini_batch.whole is None else mini_batch.whole.batch
+        loss = objective(rows.said(said), entropy, seen, mini_batch.weights, Metrics())
+        return -torch.autograd.grad(loss, logits)[0]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The table."""
+        yield "logits", self.policy.logits
+
+    def save_pretrained(self, folder: str) -> None:
+        """Nothing outlives an audit; raises `AuditError`."""
+        raise AuditError(f"the table of an audit is no model, so it is not written to {folder}.")
+
+
+def _parts(objective: Any) -> dict[str, Any]:
+    """The loss alone, and with each other term that there is; nothing where it is alone."""
+    if not isinstance(objective, TokenObjective) or not (objective.kl or objective.entropy):
+        return {}
+    alone = dataclasses.replace(objective, kl=None, entropy=0.0)
+    found = {"loss": alone}
+    if objective.kl is not None:
+        found["kl"] = dataclasses.replace(alone, kl=objective.kl)
+    if objective.entropy:
+        found["entropy"] = dataclasses.replace(alone, entropy=objective.entropy)
+    return found
+
+
+def _rows_of(batch: Any, rows: Tensor) -> Any:
+    """Some rows of a record."""
+    return type(batch)(*(None if x is None else x[rows] if isinstance(x, Tensor) else x[rows.numpy()] for x in batch))
+
+
+class TabularCritic:
+    """Values from a table; it is not trained.
+
+    Args:
+        world: which.
+        values: float64 ``[prompts states]``.
+    """
+
+    def __init__(self, world: World, values: Tensor) -> None:
+        self.world, self.table, self.version = world, values, 0
+
+    def values(self, batch: Tokens) -> Tensor:
+        """Float32 ``[batch response]``, 0 off the mask."""
+        return torch.where(batch.response_mask, _Rows(self.world, batch).of(self.table), 0.0).float()
+
+    def update(self, batch: Any, mini_batches: Sequence[MiniBatch], objective: Any) -> Metrics:
+        """Nothing, but the version."""
+        self.version += 1
+        return Metrics()
+
+
+class _Alphabet:
+    """Text of tokens: a letter each."""
+
+    folder = "the world of an audit"
+    ends: frozenset[int] = frozenset()
+
+    def decode(self, ids: Sequence[int], stop_token_ids: Sequence[int] = ()) -> str:
+        """``"ab."``."""
+        return "".join(".abcdefgh"[token] for token in ids)
+
+
+class TabularRollout:
+    """Samples from a table.
+
+    Args:
+        world: which.
+        policy: what the engine holds.
+        draws: decide.
+    """
+
+    def __init__(self, world: World, policy: Policy, draws: Draws) -> None:
+        self.world, self.policy, self.draws = world, policy, draws
+        self.receipt: Receipt | None = None
+        self._by_token: dict[Sampling, tuple[Tensor, list[list[float]]]] = {}
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """What makes text of tokens."""
+        return cast(ChatTokenizer, _Alphabet())
+
+    def sync(self, source: Trainer) -> Receipt:
+        """Take over the version; the table of an engine that is off by a mismatch stays so."""
+        self.receipt = Receipt(source.version, "table", bytes=0, seconds=0.0, transport="table")
+        return self.receipt
+
+    def generate(
+        self, prompts: Tensor, prompt_mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key
+    ) -> Sampled:
+        """One response per row, as wide as the longest."""
+        if self.receipt is None:
+            raise SyncError("the engine of this audit has no receipt; expected a Sync in the graph.")
+        said, probabilities = self._distribution(sampling)
+        prompt, found = self.world.number_of(prompts), self.world.responses
+        drawn = torch.tensor([self.draws.one(probabilities[x]) for x in prompt.tolist()], dtype=torch.int64)
+        width = int(found.mask[drawn].sum(-1).max())
+        log_probs = said[prompt, drawn].float()
+        return Sampled(
+            *(column[:, :width].contiguous() for column in (found.tokens[drawn], found.mask[drawn], log_probs))
+        )
+
+    def _distribution(self, sampling: Sampling) -> tuple[Tensor, list[list[float]]]:
+        """Log-probs of the tokens of each response to each prompt, and the probability of each response."""
+        if sampling not in self._by_token:
+            found = self.world.responses
+            narrowed = _narrowed(self.policy.by_state(sampling.temperature or 1.0), sampling)
+            said = torch.where(found.mask, narrowed[:, found.states, found.tokens], 0.0)
+            probability = said.sum(-1).exp()
+            if sampling.temperature == 0:
+                first = _narrowed(self.policy.by_state(), dataclasses.replace(sampling, top_k=1, top_p=1.0))
+                probability = torch.where(found.mask, first[:, found.states, found.tokens], 0.0).sum(-1).exp()
+            self._by_token[sampling] = said, probability.tolist()
+        return self._by_token[sampling]
+
+
+def _narrowed(log_probs: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probs of the tokens that top-k and top-p leave, renormalised; -inf for the others."""
+    order = log_probs.argsort(-1, descending=True)
+    ranked = log_probs.gather(-1, order)
+    before = ranked.exp().cumsum(-1) - ranked.exp()
+    out = before >= sampling.top_p if sampling.top_p < 1 else torch.zeros_like(before, dtype=torch.bool)
+    if sampling.top_k:
+        out = out | (torch.arange(out.shape[-1]) >= sampling.top_k)
+    kept = torch.empty_like(log_probs).scatter_(-1, order, ranked.masked_fill(out, -torch.inf))
+    return torch.log_softmax(kept, -1)

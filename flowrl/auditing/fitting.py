@@ -1,0 +1,125 @@
+"""A graph made to fit a world: rewards by table, and as many rows as the world has.
+
+All else stays as it is. What was changed is said, so that nobody takes the audit for one of something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from flowrl.auditing.rewards import TableReward
+from flowrl.auditing.world import World
+from flowrl.core.edit import edit
+from flowrl.core.gate import Gate
+from flowrl.core.graph import Graph, Node
+from flowrl.core.protocols import Rollout
+from flowrl.data.record_types import column_fields
+from flowrl.errors import AuditError, GraphError, PortError
+from flowrl.operators import Collect, Generate, Repeat, Reward
+from flowrl.records import PromptBatch
+
+
+def fitted(graph: Graph, world: World, n: int | None) -> tuple[Graph, World, list[str]]:
+    """The graph, the world, and what was changed, each in a sentence.
+
+    Args:
+        graph: to be audited.
+        world: to audit it in.
+        n: answers to a prompt in the place of the graph's own; None leaves them.
+
+    Raises:
+        AuditError: the graph reads what no world has.
+    """
+    _refuse_other_data(graph)
+    said: list[str] = []
+    fitting = _tabled(graph.bound({}), said)
+    generates = [node.at_first for node in fitting.nodes.values() if isinstance(node.at_first, Generate)]
+    shortest = min([world.steps, *(each.max_new_tokens for each in generates)])
+    if shortest < world.steps or (world.ends and any(each.ignore_eos for each in generates)):
+        ends = world.ends and not any(each.ignore_eos for each in generates)
+        world = dataclasses.replace(world, steps=shortest, ends=ends)
+    changed: dict[str, Any] = {}
+    for node in fitting.nodes.values():
+        if isinstance(node.at_first, Repeat) and n is not None and node.at_first.n != n:
+            changed[f"{node.name}.n"] = n
+            said.append(f"{node.name}.n is {n} and not {node.at_first.n}.")
+        if isinstance(node.at_first, Collect) and node.at_first.groups != world.prompts:
+            changed[f"{node.name}.groups"] = world.prompts
+            said.append(f"{node.name} collects {world.prompts} groups and not {node.at_first.groups}.")
+    if changed:
+        fitting = edit(fitting, set=changed)
+    if fitting.lag:
+        fitting = edit(fitting, lag=0)
+        said.append("It is run on-policy; an engine that lags behind is one with a mismatch.")
+    return _in_one_batch(fitting, world, said), world, said
+
+
+def _refuse_other_data(graph: Graph) -> None:
+    wanted = set(column_fields(PromptBatch))
+    for name, record in graph.inputs.items():
+        if other := [column for column in column_fields(record) if column not in wanted]:
+            raise AuditError(
+                f"{graph.name} reads {', '.join(other)} of its input {name!r}, which come from a file, so its rows are "
+                f"no samples of a policy and there is no expectation to hold them against; expected a graph that "
+                f"trains on answers which it generates itself."
+            )
+
+
+def sources_of_scores(graph: Graph) -> Iterator[Node]:
+    """The nodes that write scores, and read none."""
+    for node in graph.nodes.values():
+        reads = (graph.types[edge].type for edge in node.inputs.values())
+        if isinstance(node.operator, Gate) or any(getattr(type, "kind", "") == "score" for type in reads):
+            continue
+        if any(getattr(wanted, "kind", "") == "score" for wanted in node.operator.signature.outputs.values()):
+            yield node
+
+
+def _tabled(graph: Graph, said: list[str]) -> Graph:
+    """The graph with tables in the place of what scores responses."""
+    for node in list(sources_of_scores(graph)):
+        outputs = list(node.operator.signature.outputs)
+        if outputs != ["token_level_scores"]:
+            raise AuditError(
+                f"{node.name} ({type(node.operator).__name__}) writes {', '.join(outputs)} from responses, and a world "
+                f"of tables knows one score for each; expected token_level_scores alone."
+            )
+        alike = node.operator.fn if isinstance(node.operator, Reward) else node.operator
+        table = TableReward(str(getattr(alike, "__qualname__", alike))).named(node.name)
+        try:
+            graph = edit(graph, replace={node.name: table}, wire={f"{node.name}.rollout": _answers_of(graph, node)})
+        except (GraphError, PortError) as error:
+            raise AuditError(f"{node.name} cannot be made to score by a table: {error}") from error
+        if not isinstance(node.operator, Reward):
+            said.append(f"{node.name} scores by a table, and not by {type(node.operator).__name__}.")
+    return graph
+
+
+def _answers_of(graph: Graph, node: Node) -> str:
+    """The node that made the responses which `node` scores."""
+    for source in node.sources:
+        if any(use.goes_through(Rollout) for use in graph[source].uses):
+            return source
+    makers = {axis for edge in node.inputs.values() for axis in graph.types[edge].axes if axis.startswith("response@")}
+    for maker in makers:
+        return maker.removeprefix("response@")
+    raise AuditError(
+        f"{node.name} ({type(node.operator).__name__}) writes scores of no responses that are generated in "
+        f"{graph.name}; expected scores of what a Generate makes."
+    )
+
+
+def _in_one_batch(graph: Graph, world: World, said: list[str]) -> Graph:
+    """The graph with one mini-batch where its own do not divide the rows of the world."""
+    changed: dict[str, Any] = {}
+    rows = world.prompts
+    for node in graph.nodes.values():
+        rows *= node.rows_factor
+    for node in graph.nodes.values():
+        for name, divisor in node.row_divisors.items():
+            if rows % divisor:
+                changed[f"{node.name}.{name}"] = None
+                said.append(f"{node.name} sees its {rows} rows at once, since {name}={divisor} does not divide them.")
+    return edit(graph, set=changed) if changed else graph

@@ -1,0 +1,116 @@
+"""`Audit`: what was found, as a record, and as text for people."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from flowrl.auditing.judged import EXACT, Interval, Judged, percent
+from flowrl.auditing.world import World
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What a bias is along.
+
+    Args:
+        name: ``"length"``, ``"group spread"``, ``"off-policy age"``, ``"engine mismatch"`` or ``"clip"``; or several,
+            joined by ``" and "``: those without which the least is left.
+        bias: that is left without it.
+    """
+
+    name: str
+    bias: Interval
+
+
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """What a graph's update follows in expectation, beside what the graph states.
+
+    Args:
+        graph: its name.
+        objective: what it states that it makes large.
+        world: in which it was audited.
+        exact: whether all runs there are were summed; else `runs` were sampled, and numbers have intervals.
+        runs: of the graph.
+        rows: of its update, in a run.
+        expected: float64 ``[prompts states tokens]``, the expected gradient of what the update makes large.
+        true: the gradient of the objective, of the same shape.
+        whole: how these two stand to each other.
+        parts: the same for each part of the update: ``"loss"`` (with KL in the reward), ``"kl"`` and ``"entropy"``.
+        kl_follows: the cosines of a KL term in the loss with what it might follow, by name; empty without one.
+        causes: of the bias of the loss, each with the bias that is left without it; empty where there is none.
+        lengthens: the cosine of that bias with the gradient of the expected length: above 0 it makes answers longer.
+        variance: of the update, at the scale of the true gradient, in units of the variance of plain REINFORCE from as
+            many rows; None where nothing is followed.
+        notes: what was changed so that the graph fits the world, and what is not sure.
+    """
+
+    graph: str
+    objective: str
+    world: World
+    exact: bool
+    runs: int
+    rows: int
+    expected: Tensor
+    true: Tensor
+    whole: Judged
+    parts: Mapping[str, Judged]
+    kl_follows: Mapping[str, Interval]
+    causes: tuple[Cause, ...]
+    lengthens: float | None
+    variance: float | None
+    notes: tuple[str, ...]
+
+    @property
+    def biased(self) -> bool:
+        """Whether the update certainly points elsewhere, or follows nothing."""
+        return self.whole.biased or self.whole.follows_nothing
+
+    def __rich__(self) -> RenderableType:
+        how = f"all {self.runs:,} runs" if self.exact else f"{self.runs:,} sampled runs, intervals of 95 %"
+        head = Text.assemble((self.graph, "bold"), f" · {self.objective}\n{how}, {self.rows} rows each: ")
+        head.append(str(self.whole), "bold red" if self.biased else "bold green")
+        table = Table("", "bias", "cosine", "scale", "error", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+        judged = {"update": self.whole, **(self.parts if len(self.parts) > 1 else {})}
+        for name, one in judged.items():
+            table.add_row(name, *(str(x) for x in (one.bias, one.cosine, one.scale, one.error)))
+        below = [Padding(table, (0, 2))]
+        return Group(head, *below, *(Padding(Text(line), (0, 2)) for line in self._lines()))
+
+    def _lines(self) -> list[str]:
+        found = []
+        if self.variance is not None:
+            found.append(f"variance: {self.variance:.3g} times that of plain REINFORCE from as many rows")
+        if self.causes:
+            left = ", ".join(f"{percent(one.bias)} without {one.name}" for one in self.causes)
+            found.append(f"what is left of the loss's bias of {percent(self.parts['loss'].bias)}: {left}")
+        if self.lengthens is not None and abs(self.lengthens) > 0.1:
+            way = "longer" if self.lengthens > 0 else "shorter"
+            found.append(
+                f"that bias makes answers {way} (its cosine with the gradient of the length: {self.lengthens:.2f})"
+            )
+        if self.kl_follows:
+            cosines = ", ".join(f"{name} {cosine}" for name, cosine in self.kl_follows.items())
+            found.append(f"KL in the loss {_follows(self.parts['kl'], self.kl_follows)}; cosines: {cosines}")
+        return [*found, *(f"note: {note}" for note in self.notes)]
+
+    def __str__(self) -> str:
+        written = io.StringIO()
+        Console(file=written, width=120).print(self)
+        return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
+
+
+def _follows(kl: Judged, cosines: Mapping[str, Interval]) -> str:
+    """What a KL term follows, if it is one of these."""
+    if kl.follows_nothing:
+        return "follows nothing"
+    exact = [name for name, cosine in cosines.items() if cosine.high > 1 - EXACT]
+    return f"follows {exact[0]}" if exact else "follows none of these"

@@ -1,0 +1,71 @@
+"""Rewards from a table, in the place of what scores responses by their text or by a model."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from flowrl.auditing.world import World
+from flowrl.columns import Prompts, ResponseMask, Responses, TokenLevelScores
+from flowrl.core.operator import Granularity, Operator
+from flowrl.core.roles import Reads, Role
+from flowrl.operators.reward.operator import place_scores
+
+
+@runtime_checkable
+class RewardTables(Protocol):
+    """Scores of responses by table."""
+
+    def scores(self, table: str, prompts: Tensor, responses: Tensor, response_mask: Tensor) -> Tensor:
+        """One for each row: float32 ``[batch]``."""
+        ...
+
+
+class Tables:
+    """The tables of a world: one for each name.
+
+    Args:
+        world: which.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._tables: dict[str, Tensor] = {}
+
+    def scores(self, table: str, prompts: Tensor, responses: Tensor, response_mask: Tensor) -> Tensor:
+        """See `RewardTables`."""
+        if table not in self._tables:
+            drawn = self.world.table(f"reward {table}", self.world.prompts, len(self.world.responses)).sigmoid()
+            self._tables[table] = (drawn > 0.5).double() if self.world.right_or_wrong else drawn
+        response = self.world.responses.number_of(responses, response_mask)
+        return self._tables[table][self.world.number_of(prompts), response].float()
+
+
+class Answered(Protocol):
+    """Which response to which prompt."""
+
+    @property
+    def prompts(self) -> Prompts: ...
+    @property
+    def responses(self) -> Responses: ...
+    @property
+    def response_mask(self) -> ResponseMask: ...
+
+
+class TableReward(Operator):
+    """A score for each response, from a table, on its last token.
+
+    Args:
+        table: which; what scored alike has one table.
+        world: where the tables are.
+    """
+
+    granularity: ClassVar[Granularity] = "row"
+
+    table: str
+    world: Reads[RewardTables] = Role("world")
+
+    def __call__(self, rollout: Answered) -> TokenLevelScores:
+        scores = self.world.scores(self.table, rollout.prompts, rollout.responses, rollout.response_mask)
+        return place_scores(scores, rollout.response_mask)

@@ -1,0 +1,218 @@
+"""`Trial`: a graph in a world, run as often as it takes to know what its update expects.
+
+The graph's own nodes are run by the same machinery as in training (`flowrl.run`); only the engines are tables.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flowrl.auditing.draws import Draws
+from flowrl.auditing.engines import TabularCritic, TabularRollout, TabularScorer, TabularTrainer, Taken
+from flowrl.auditing.rewards import RewardTables, Tables
+from flowrl.auditing.stated import Stated, without_gates
+from flowrl.auditing.truth import Truth
+from flowrl.auditing.world import World
+from flowrl.core.backend import members
+from flowrl.core.graph import Graph
+from flowrl.core.plan import Plan
+from flowrl.core.protocols import Critic, Rollout, Scorer
+from flowrl.errors import AuditError, NodeError
+from flowrl.run.local import local_steps
+from flowrl.run.timeline import Timeline
+
+Values = str | Mapping[tuple[int, tuple[int, ...]], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """What an update was given in many runs.
+
+    Args:
+        exact: whether these are all there are; else they were sampled.
+        weight: float64 ``[runs]``, the probability of each; they add up to 1.
+        whole: float64 ``[runs prompts states tokens]``, the gradient of each.
+        parts: the same of each part; see `Taken`.
+        spread: float64 ``[runs prompts]``, the standard deviation of the rewards of a prompt's answers.
+        rows: that the update was given in the first.
+    """
+
+    exact: bool
+    weight: Tensor
+    whole: Tensor
+    parts: Mapping[str, Tensor]
+    spread: Tensor
+    rows: int
+
+    def mean(self, of: Tensor) -> Tensor:
+        """The expectation over runs."""
+        found: Tensor = torch.tensordot(self.weight, of, 1)
+        return found
+
+
+class Trial:
+    """A graph in a world.
+
+    Args:
+        graph: that fits the world.
+        stated: what it states.
+        world: which.
+        critic: the table of each critic: ``"exact"``, ``"zero"``, or values by prompt and what was said so far.
+
+    Raises:
+        AuditError: a role that no table can stand for, or scores that are no function of the answer.
+    """
+
+    def __init__(self, graph: Graph, stated: Stated, world: World, critic: Values) -> None:
+        self.graph, self.stated, self.world, self._critic = graph, stated, world, critic
+        self.draws = Draws(world.seed)
+        self.tables = Tables(world)
+        self.policy, self.now = world.policy, world.near("age", world.age)
+        self.trainer = TabularTrainer(world, self.policy, self.now)
+        self.engines = {role: self._engine(role) for role in graph.roles()}
+        references = {one.role: self.engines[one.role].policy for one in stated.kl}
+        self.truth = Truth(stated, self._rewards(), references)
+        for engine in self.engines.values():
+            if isinstance(engine, TabularCritic):
+                engine.table = self._values()
+        self._steps = local_steps(Plan(graph), self.engines, world.seed)
+        self._steps.sync()
+
+    @property
+    def _zeros(self) -> Tensor:
+        """A value for each state."""
+        return torch.zeros(self.world.prompts, self.world.responses.number, dtype=torch.float64)
+
+    def _engine(self, role: str) -> Any:
+        """A table for a role that has all that is asked of it."""
+        world, uses = self.world, self.graph.roles()[role]
+        if role == self.stated.role:
+            found: Any = self.trainer
+        elif all(use.protocol is RewardTables for use in uses):
+            found = self.tables
+        elif any(use.goes_through(Rollout) for use in uses):
+            found = TabularRollout(world, world.near(f"engine {role}", world.mismatch), self.draws)
+        elif any(use.goes_through(Critic) for use in uses):
+            found = TabularCritic(world, self._zeros)
+        else:
+            found = TabularScorer(world, world.near(f"scorer {role}"))
+        for use in uses:
+            if missing := sorted(name for name in members(use.protocol) if not hasattr(found, name)):
+                raise AuditError(
+                    f"{use.node} asks the role {role!r} for {', '.join(missing)} ({use.protocol.__name__}), which no "
+                    f"table of an audit has; expected roles that are {Scorer.__name__}, Trainer, Critic or Rollout."
+                )
+        return found
+
+    # ---- what is known before
+
+    def _rewards(self) -> Tensor:
+        """The scores of the tokens of every response: each response is given in turn, alone and beside others."""
+        part = without_gates(self.graph, [edge.node for edge in self.stated.scores])
+        steps = local_steps(Plan(part), self.engines, self.world.seed)
+        for engine in self.engines.values():
+            if isinstance(engine, TabularRollout):
+                engine.sync(self.trainer)
+        responses = self.world.responses
+        known = torch.full((self.world.prompts, len(responses), self.world.steps), torch.nan, dtype=torch.float64)
+        for start, stride in itertools.product(range(len(responses)), (0, 1)):
+            self.draws.begin_with(_in_turns(start, stride))
+            kept = [self.stated.generator, *(edge.node for edge in self.stated.scores)]
+            columns = steps.step(self.world.batch(), self.stated.step, keep=kept).columns
+            rows: Any = columns[self.stated.generator].columns
+            number = responses.number_of(rows["responses"], rows["response_mask"]).tolist()
+            prompt = self.world.number_of(rows["prompts"]).tolist()
+            scored = [cast(Tensor, columns[edge.node].columns[edge.output]).double() for edge in self.stated.scores]
+            for x, y, scores in zip(prompt, number, torch.stack(scored).sum(0), strict=True):
+                self._enter(known[x, y], torch.nn.functional.pad(scores, (0, self.world.steps - len(scores))))
+        return known.nan_to_num()
+
+    def _enter(self, known: Tensor, scores: Tensor) -> None:
+        if not known.isnan().any() and not torch.allclose(known, scores, atol=1e-6):
+            raise AuditError(
+                f"{self.stated.scores[0]} gives one answer different scores in different company, so {self.graph.name} "
+                f"states no expected reward; expected scores that depend on the prompt and the answer alone: compare "
+                f"answers in the advantage."
+            )
+        known.copy_(scores)
+
+    def _values(self) -> Tensor:
+        if self._critic == "exact":
+            return self.truth.values(self.policy)
+        table = self._zeros
+        if isinstance(self._critic, str):
+            if self._critic != "zero":
+                raise AuditError(f"critic={self._critic!r} is no table of values; expected 'exact', 'zero', or values.")
+            return table
+        responses = self.world.responses
+        for (prompt, said), value in self._critic.items():
+            found = next((y for y in responses.index if y[: len(said)] == said and len(y) > len(said)), None)
+            if found is None or not 0 <= prompt < self.world.prompts:
+                raise AuditError(f"critic={{({prompt}, {said}): ...}} names no state of this world.")
+            table[prompt, responses.states[responses.index[found], len(said)]] = value
+        return table
+
+    # ---- runs
+
+    def run(self, limit: int, samples: int) -> Runs:
+        """All runs there are, if they are at most `limit`; else as many as `samples`.
+
+        Raises:
+            AuditError: a node fails on the rows of this world.
+        """
+        taken: list[Sequence[Taken]] = []
+        weight: list[float] = []
+        script: list[int] | None = [] if Plan(self.graph).collector is None else None
+        while script is not None:
+            taken.append(self._one(0, script))
+            weight.append(self.draws.probability)
+            script = self.draws.next() if self.draws.runs <= limit else None
+        if exact := len(taken) > 0 and self.draws.runs <= limit:
+            return self._runs(exact, weight, taken)
+        taken = [self._one(number, None) for number in range(samples)]
+        return self._runs(exact, [1 / samples] * samples, taken)
+
+    def _one(self, number: int, script: Sequence[int] | None) -> Sequence[Taken]:
+        """The mini-batches of one run."""
+        self.trainer.taken = []
+        self._steps.state, self._steps.timeline, self._steps.seed = {}, Timeline(), self.world.seed + number
+        self.draws.begin(script)
+        draw = itertools.count(1)
+        try:
+            steps = range(self.stated.step, self.stated.step + 1)
+            [_] = self._steps.run(
+                lambda _: self.world.batch(), steps, more=lambda rows: self.world.batch(rows, next(draw))
+            )
+        except NodeError as error:
+            raise AuditError(f"{self.graph.name} cannot be run on the rows of this world: {error}") from error
+        return self.trainer.taken
+
+    def _runs(self, exact: bool, weight: Sequence[float], taken: Sequence[Sequence[Taken]]) -> Runs:
+        rewards = self.truth.rewards.sum(-1)
+        spread = torch.stack([_spread(run, rewards) for run in taken])
+        whole = torch.stack([torch.stack([one.whole for one in run]).mean(0) for run in taken])
+        names = taken[0][0].parts
+        parts = {n: torch.stack([torch.stack([one.parts[n] for one in run]).mean(0) for run in taken]) for n in names}
+        return Runs(exact, torch.tensor(weight, dtype=torch.float64), whole, parts, spread, taken[0][0].offered)
+
+
+def _in_turns(start: int, stride: int) -> Callable[[int], int]:
+    """Chooses `start`, then `stride` further, and so on."""
+    turns = itertools.count(start, stride)
+    return lambda possible: next(turns) % possible
+
+
+def _spread(taken: Sequence[Taken], rewards: Tensor) -> Tensor:
+    """The standard deviation of the rewards of each prompt's answers in a run, ``[prompts]``; of all rows, if it has
+    one."""
+    prompt, response = (torch.cat([getattr(one, name) for one in taken]) for name in ("prompt", "response"))
+    paid = rewards[prompt, response]
+    groups = [paid[prompt == x] for x in range(len(rewards))]
+    several = [group if len(group) > 1 else paid for group in groups]
+    return torch.stack([group.std() if len(group) > 1 else group.new_ones(()) for group in several])

@@ -1,0 +1,103 @@
+"""Everything there is in a world, listed anew: responses by recursion, gradients of log-probs by their formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from torch import Tensor
+
+from flowrl import Graph, Operator
+from flowrl.auditing.rewards import Tables
+from flowrl.auditing.world import END, World
+from flowrl.graphs import rloo
+
+Array = np.ndarray
+ONE = World(prompts=1)
+"""The smallest world: three tokens at most, one prompt."""
+
+
+def unread(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    """No audit reads texts."""
+    raise AssertionError("an audit has called a reward function")
+
+
+def with_advantage(operator: Operator, **settings: object) -> Graph:
+    """RLOO with another advantage."""
+    return rloo(unread, **settings).edit(replace={"rloo_advantage": operator})
+
+
+class Listed:
+    """The responses of a world to one prompt, with what a policy says of them.
+
+    Args:
+        world: which.
+        logits: float64 ``[states tokens]``, of this prompt.
+        rewards: of each response, by its tokens.
+    """
+
+    def __init__(self, world: World, logits: Tensor, rewards: Callable[[tuple[int, ...]], float]) -> None:
+        self.world = world
+        weights = np.exp(logits.numpy() - logits.numpy().max(-1, keepdims=True))
+        self.policy = weights / weights.sum(-1, keepdims=True)
+        self.responses = list(self._grown(()))
+        self.rewards = [rewards(response) for response in self.responses]
+        self.probability = [float(np.exp(sum(self.said(response)))) for response in self.responses]
+
+    def _grown(self, start: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        for token in range(self.world.vocabulary):
+            grown = (*start, token)
+            if len(grown) == self.world.steps or (self.world.ends and token == END):
+                yield grown
+            else:
+                yield from self._grown(grown)
+
+    def state(self, said: tuple[int, ...]) -> int:
+        """The number of a state, which the world's own table says."""
+        found = self.world.responses
+        row = next(
+            y for response, y in found.index.items() if response[: len(said)] == said and len(response) > len(said)
+        )
+        return int(found.states[row, len(said)])
+
+    def said(self, response: tuple[int, ...]) -> list[float]:
+        """The log-prob of each token."""
+        return [float(np.log(self.policy[self.state(response[:t]), token])) for t, token in enumerate(response)]
+
+    def pulls(self, response: tuple[int, ...]) -> list[Array]:
+        """The gradient of each token's log-prob in the logits: one at the token, less the policy, in its state."""
+        found = []
+        for t, token in enumerate(response):
+            pull, state = np.zeros_like(self.policy), self.state(response[:t])
+            pull[state] = np.eye(self.world.vocabulary)[token] - self.policy[state]
+            found.append(pull)
+        return found
+
+    def pull(self, response: tuple[int, ...]) -> Array:
+        """That of the whole response."""
+        return np.sum(self.pulls(response), axis=0)
+
+    def of(self, number: Callable[[tuple[int, ...]], float]) -> Array:
+        """The gradient of the expectation of a number that does not depend on the policy."""
+        rows = zip(self.responses, self.probability, strict=True)
+        return np.sum([p * number(response) * self.pull(response) for response, p in rows], axis=0)
+
+    def reward(self) -> Array:
+        """The gradient of the expected reward."""
+        by_response = dict(zip(self.responses, self.rewards, strict=True))
+        return self.of(by_response.__getitem__)
+
+
+def rewards_of(world: World, prompt: int, table: str = "unread") -> Callable[[tuple[int, ...]], float]:
+    """The rewards that `Tables` has for a prompt."""
+    import torch
+
+    tables, found = Tables(world), world.responses
+    prompts = torch.full((len(found), 1), world.vocabulary + prompt)
+    scores = tables.scores(table, prompts, found.tokens, found.mask).tolist()
+    return lambda response: scores[found.index[response]]
+
+
+def listed(world: World, prompt: int = 0) -> Listed:
+    """What the policy of an audit says to a prompt."""
+    return Listed(world, world.policy.logits[prompt], rewards_of(world, prompt))

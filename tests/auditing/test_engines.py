@@ -1,0 +1,103 @@
+"""Tables in the place of engines: what they sample, score and refuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl import Key, World
+from flowrl.auditing.draws import Draws
+from flowrl.auditing.engines import TabularRollout, TabularScorer, TabularTrainer
+from flowrl.core.protocols import Rollout, Sampled, Sampling, Scorer, Trainer
+from flowrl.data.tokenizer import assemble
+from flowrl.errors import AuditError, SyncError
+from flowrl.records import RolloutBatch
+
+WORLD = World(prompts=1, tokens=2, steps=2)
+
+
+def engines() -> tuple[TabularTrainer, TabularRollout, Draws]:
+    draws = Draws(0)
+    trainer = TabularTrainer(WORLD, WORLD.policy, WORLD.near("age", 0.5))
+    rollout = TabularRollout(WORLD, WORLD.policy, draws)
+    rollout.sync(trainer)
+    return trainer, rollout, draws
+
+
+def sampled(sampling: Sampling) -> dict[tuple[int, ...], tuple[float, Sampled]]:
+    """Each response that may be sampled, with its probability."""
+    _, rollout, draws = engines()
+    found: dict[tuple[int, ...], tuple[float, Sampled]] = {}
+    script: list[int] | None = []
+    while script is not None:
+        draws.begin(script)
+        batch = WORLD.batch()
+        one = rollout.generate(batch.columns["prompts"], batch.columns["prompt_mask"], ["a"], sampling, Key.of(0))  # type: ignore[arg-type]
+        found[tuple(one.responses[0].tolist())] = draws.probability, one
+        script = draws.next()
+    return found
+
+
+def test_they_are_what_operators_ask_for() -> None:
+    trainer, rollout, _ = engines()
+    assert isinstance(trainer, Trainer)
+    assert isinstance(rollout, Rollout)
+    assert isinstance(TabularScorer(WORLD, WORLD.policy), Scorer)
+
+
+def test_what_is_sampled_is_as_likely_as_the_policy_says() -> None:
+    found = sampled(Sampling(1.0, 0, 1.0, 2))
+    assert len(found) == len(WORLD.responses)
+    assert sum(probability for probability, _ in found.values()) == pytest.approx(1.0)
+    for probability, one in found.values():
+        assert float(one.log_probs.sum().exp()) == pytest.approx(probability, abs=1e-6)
+        assert one.response_mask.all()  # as wide as the longest, and there is one
+
+
+def test_greedy_and_narrowed_sampling_leave_responses_out() -> None:
+    [(greedy, _)] = sampled(Sampling(0.0, 0, 1.0, 2)).items()
+    first = WORLD.policy.by_state()[0]
+    assert greedy[0] == int(first[0].argmax())
+    two = sampled(Sampling(1.0, 2, 1.0, 2))
+    assert {response[0] for response in two} == set(first[0].topk(2).indices.tolist())
+    probabilities = np.sort(first[0].exp().numpy())[::-1]
+    nucleus = sampled(Sampling(1.0, 0, float(probabilities[:2].sum()) - 1e-6, 2))
+    assert {response[0] for response in nucleus} == {response[0] for response in two}
+    assert sum(probability for probability, _ in nucleus.values()) == pytest.approx(1.0)
+
+
+def test_the_trainer_scores_by_what_sampled_and_updates_by_what_it_is_now() -> None:
+    trainer, rollout, draws = engines()
+    draws.begin(None)
+    batch = WORLD.batch(6)
+    prompts, mask = batch.columns["prompts"], batch.columns["prompt_mask"]
+    one = rollout.generate(prompts, mask, list("abcdef"), Sampling(1.0, 0, 1.0, 2), Key.of(0))  # type: ignore[arg-type]
+    ids, attended, positions = assemble(prompts, mask, one.responses, one.response_mask)  # type: ignore[arg-type]
+    text, version = np.array(["."] * 6, dtype=object), torch.zeros(6, dtype=torch.int64)
+    rows = RolloutBatch(
+        prompts,
+        one.responses,
+        ids,
+        attended,
+        positions,
+        one.response_mask,
+        one.log_probs,
+        text,
+        torch.ones(6),
+        version,  # type: ignore[arg-type]
+    )
+    assert torch.allclose(trainer.log_probs(rows), one.log_probs, atol=1e-6)
+    cold = rows._replace(temperature=torch.full((6,), 0.5))
+    assert not torch.allclose(trainer.log_probs(cold), one.log_probs, atol=1e-3)
+    masked = rows._replace(response_mask=torch.zeros_like(one.response_mask))
+    assert trainer.log_probs(masked).eq(0).all()
+
+
+def test_no_receipt_no_sample_and_no_folder() -> None:
+    rollout = TabularRollout(WORLD, WORLD.policy, Draws(0))
+    batch = WORLD.batch()
+    with pytest.raises(SyncError, match="no receipt"):
+        rollout.generate(batch.columns["prompts"], batch.columns["prompt_mask"], ["a"], Sampling(1, 0, 1, 2), Key.of(0))  # type: ignore[arg-type]
+    with pytest.raises(AuditError, match="no model"):
+        engines()[0].save_pretrained("folder")

@@ -1,0 +1,154 @@
+"""Graphs made to fit a world, what they state, and those that cannot be audited."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl import After, Graph, Operator, Reads, Role, World, algorithm, audit, operator
+from flowrl.auditing.fitting import fitted
+from flowrl.auditing.rewards import TableReward
+from flowrl.auditing.stated import stated
+from flowrl.columns import Advantages, ResponseMask, ResponseText, TokenLevelRewards, TokenLevelScores
+from flowrl.errors import AuditError, GraphError
+from flowrl.graphs import grpo, remax, rloo
+from flowrl.operators import Collect, Filter, Generate, Length, Reinforce, Repeat, Spread, Sync, UpdateActor
+from flowrl.records import PromptBatch, Receipt, RolloutBatch
+from tests.auditing.listed import ONE, unread
+
+
+@operator
+def shorter(token_level_scores: TokenLevelScores, response_mask: ResponseMask) -> TokenLevelScores:
+    """A tenth less for each token."""
+    return torch.where(response_mask, token_level_scores - 0.1, 0.0)
+
+
+@operator
+def of_text(response_text: ResponseText, response_mask: ResponseMask) -> TokenLevelScores:
+    """A score of its own."""
+    return torch.zeros(response_mask.shape)
+
+
+@operator
+def ranked(token_level_scores: TokenLevelScores, response_mask: ResponseMask) -> TokenLevelScores:
+    """A score that depends on the others."""
+    return torch.where(token_level_scores == token_level_scores.max(), 1.0, 0.0)
+
+
+def test_rewards_are_tables_and_what_scored_alike_has_one() -> None:
+    graph, _, notes = fitted(remax(unread), ONE, None)
+    tables = {name: node.operator for name, node in graph.nodes.items() if isinstance(node.operator, TableReward)}
+    assert set(tables) == {"reward", "greedy_reward"}
+    assert len({table.table for table in tables.values()}) == 1
+    assert notes == []
+    other, _, _ = fitted(remax(unread).edit(set={"greedy_reward.fn": _other}), ONE, None)
+    assert len({other[name].operator.table for name in tables}) == 2  # type: ignore[attr-defined]
+
+
+def _other(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    raise AssertionError
+
+
+def test_sizes_are_the_worlds_and_it_is_said() -> None:
+    graph = grpo(unread, mini_batch=32, max_new_tokens=2).edit(
+        insert={"collect": After("reward", Collect(Spread(), groups=8))}, lag=1
+    )
+    fitting, world, notes = fitted(graph, World(), 2)
+    assert world.steps == 2
+    assert fitting.lag == 0
+    assert [fitting["repeat"].operator.n, fitting["collect"].operator.groups] == [2, 2]  # type: ignore[attr-defined]
+    assert fitting["update_actor"].operator.mini_batch is None  # type: ignore[attr-defined]
+    assert len(notes) == 4
+    assert "update_actor sees its 4 rows at once, since mini_batch=32 does not divide them." in notes
+    kept, _, _ = fitted(grpo(unread, n=2, mini_batch=2), World(), None)
+    assert kept["update_actor"].operator.mini_batch == 2  # type: ignore[attr-defined]
+    _, world, _ = fitted(grpo(unread).edit(set={"generate.ignore_eos": True}), World(), None)
+    assert not world.ends
+
+
+def test_the_last_scores_on_the_way_are_what_is_stated() -> None:
+    shaped = rloo(unread).edit(insert={"shorter": After("reward", shorter)})
+    assert [str(e) for e in stated(fitted(shaped, ONE, 2)[0], None).scores] == ["shorter.token_level_scores"]
+    assert not audit(shaped, ONE, n=2).biased  # the penalty is part of what is expected
+    gated = shaped.edit(insert={"filter": After("shorter", Filter(Length(least=1)))})
+    assert [str(e) for e in stated(fitted(gated, ONE, 2)[0], None).scores] == ["shorter.token_level_scores"]
+    assert not audit(gated, ONE, n=2).biased
+    baseline = stated(fitted(remax(unread), ONE, None)[0], None)
+    assert [str(e) for e in baseline.scores] == ["reward.token_level_scores"]
+
+
+def test_a_scorer_of_ones_own_is_a_table_and_that_is_said() -> None:
+    graph = rloo(unread).edit(replace={"reward": of_text})
+    found = audit(graph, ONE, n=2)
+    assert not found.biased
+    assert any("scores by a table, and not by" in note for note in found.notes)
+
+
+def test_scores_that_depend_on_company_are_no_expected_reward() -> None:
+    with pytest.raises(AuditError, match=r"ranked\.token_level_scores gives one answer different scores"):
+        audit(rloo(unread).edit(insert={"ranked": After("reward", ranked)}), ONE, n=2)
+
+
+@runtime_checkable
+class Oracle(Protocol):
+    """An engine that no table can be."""
+
+    def foretell(self, text: object) -> Tensor: ...
+
+
+class Foretold(Operator):
+    """Advantages by an oracle."""
+
+    oracle: Reads[Oracle] = Role("oracle")
+
+    def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask) -> Advantages:
+        return self.oracle.foretell(token_level_rewards)
+
+
+@algorithm
+def no_reward(batch: PromptBatch) -> Receipt:
+    """Learns from nothing."""
+    rollout = Generate()(Repeat(2)(batch))
+    adv = ones(rollout.response_mask)
+    return Sync()(UpdateActor(Reinforce())(rollout, advantages=adv))
+
+
+@operator
+def ones(response_mask: ResponseMask) -> Advantages:
+    """1 everywhere."""
+    return response_mask.float()
+
+
+@algorithm
+def nothing_trained(batch: PromptBatch) -> RolloutBatch:
+    """Only answers."""
+    rollout: RolloutBatch = Generate()(batch)
+    return rollout
+
+
+@pytest.mark.parametrize(
+    ("graph", "said"),
+    [
+        (rloo(unread).edit(replace={"rloo_advantage": Foretold()}), r"asks the role 'oracle' for foretell \(Oracle\)"),
+        (no_reward(), "no score of what generate generates reaches update_actor"),
+        (nothing_trained(), "trains no policy; expected one to audit"),
+    ],
+    ids=["oracle", "no reward", "nothing trained"],
+)
+def test_what_cannot_be_audited_says_why(graph: Graph, said: str) -> None:
+    with pytest.raises(AuditError, match=said):
+        audit(graph, ONE)
+
+
+def test_one_of_several_policies_is_named() -> None:
+    with pytest.raises(AuditError, match="trains actor, and not 'opponent'; expected one to audit: audit"):
+        audit(rloo(unread), ONE, role="opponent")
+    assert not audit(rloo(unread), ONE, n=2, role="actor").biased
+
+
+def test_a_graph_is_wanted() -> None:
+    with pytest.raises(GraphError):
+        audit("grpo")  # type: ignore[arg-type]

@@ -1,0 +1,130 @@
+"""What KL terms follow, on-policy: Tang & Munos 2025 (arXiv:2506.09477), held against sums that are written here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from flowrl import After, Graph, World, audit
+from flowrl.auditing.judged import EXACT
+from flowrl.auditing.record import Audit
+from flowrl.graphs import grpo, rloo
+from flowrl.operators import KLLoss, KLShape
+from tests.auditing.listed import ONE, Array, Listed, listed, unread
+
+Estimator = Literal["k1", "k2", "k3", "abs"]
+COEF = 0.3
+STEP = World(prompts=1, tokens=2, steps=1)
+
+
+def in_loss(estimator: Estimator, aggregation: str = "seq-mean-token-sum") -> Graph:
+    """Dr. GRPO's advantage with a KL term in the loss."""
+    changed = {"group_advantage.normalize_std": False, "update_actor.aggregation": aggregation}
+    return grpo(unread).edit(set={**changed, "update_actor.kl": KLLoss(estimator, COEF)})
+
+
+def audited(graph: Graph, world: World = ONE) -> Audit:
+    return audit(graph, world, n=2, explain=False)
+
+
+def of_kl(found: Audit) -> Array:
+    """The expected gradient of the KL term alone: of all, less that of the loss, whose scale is known (1 - 1/2)."""
+    one = listed(found.world)
+    return found.expected[0].numpy() - 0.5 * one.reward()
+
+
+def pair(world: World) -> tuple[Listed, Listed]:
+    """The policy and the reference."""
+    ref = Listed(world, world.near("scorer ref").logits[0], lambda response: 0.0)
+    return listed(world), ref
+
+
+def by_token(world: World, estimate: dict[str, float]) -> Array:
+    """``-E[sum_t f(d_t) grad log pi(a_t)]`` with ``f(d) = d`` and ``f(d) = 1 - exp(-d)`` weighed by `estimate`."""
+    policy, ref = pair(world)
+    total = np.zeros_like(policy.policy)
+    for response, p in zip(policy.responses, policy.probability, strict=True):
+        apart = np.subtract(policy.said(response), ref.said(response))
+        for d, pull in zip(apart, policy.pulls(response), strict=True):
+            total -= p * (estimate["reverse"] * d + estimate["forward"] * (1 - np.exp(-d))) * pull
+    return COEF * total
+
+
+def test_k1_in_the_loss_follows_nothing() -> None:
+    found = audited(in_loss("k1"))
+    assert found.parts["kl"].follows_nothing
+    np.testing.assert_allclose(of_kl(found), 0.0, atol=1e-6)
+    assert "KL in the loss follows nothing" in str(found)
+    assert found.biased  # since KL is stated, and not followed
+
+
+@pytest.mark.parametrize(
+    ("estimator", "name", "weights"),
+    [
+        ("k2", "KL(actor || ref) token by token", {"reverse": 1.0, "forward": 0.0}),
+        ("k3", "KL(ref || actor) token by token", {"reverse": 0.0, "forward": 1.0}),
+    ],
+)
+@pytest.mark.parametrize("world", [ONE, STEP], ids=["several tokens", "one token"])
+def test_k2_and_k3_follow_divergences_token_by_token(
+    estimator: Estimator, name: str, weights: dict[str, float], world: World
+) -> None:
+    found = audited(in_loss(estimator), world)
+    np.testing.assert_allclose(of_kl(found), by_token(world, weights), atol=1e-6)
+    assert found.kl_follows[name].value == pytest.approx(1.0, abs=EXACT)
+    assert f"KL in the loss follows {name}" in str(found).replace("\n  ", " ") or world is STEP
+    whole = found.kl_follows["KL(actor || ref)"].value  # of whole responses, which is more than token by token
+    assert (whole > 1 - EXACT) is (estimator == "k2" and world is STEP)
+
+
+def test_k1_in_the_loss_divided_by_the_length_is_a_length_bonus() -> None:
+    """``-E[1/n grad log pi(y)]``: all that makes 1/n smaller."""
+    found, one = audited(in_loss("k1", "seq-mean-token-mean")), listed(ONE)
+    loss = audited(in_loss("k1", "seq-mean-token-mean").edit(set={"update_actor.kl": None}))
+    bonus = (found.expected - loss.expected)[0].numpy()
+    np.testing.assert_allclose(bonus, -COEF * one.of(lambda response: 1 / len(response)), atol=1e-6)
+    assert float((bonus * one.of(len)).sum()) > 0
+
+
+@pytest.mark.parametrize(("estimator", "biased"), [("k1", False), ("k2", True), ("k3", True)])
+def test_only_k1_belongs_into_the_reward(estimator: Estimator, biased: bool) -> None:
+    graph = rloo(unread, kl_coef=COEF).edit(set={"kl_shape.estimator": estimator})
+    assert audited(graph, World(prompts=1, tokens=2, steps=2)).biased is biased
+
+
+def test_k3_in_the_reward_follows_the_difference_of_both_divergences() -> None:
+    policy, ref = pair(STEP)
+    found = audited(rloo(unread, kl_coef=COEF).edit(set={"kl_shape.estimator": "k3"}), STEP)
+    expected = policy.reward()
+    for response, p in zip(policy.responses, policy.probability, strict=True):
+        d = policy.said(response)[0] - ref.said(response)[0]
+        expected -= COEF * p * (np.exp(-d) - 1 + d) * policy.pull(response)
+    np.testing.assert_allclose(found.expected[0].numpy(), expected, atol=1e-6)
+
+
+def test_kl_in_the_reward_is_part_of_what_is_stated() -> None:
+    policy, ref = pair(ONE)
+    found = audited(rloo(unread, kl_coef=COEF))
+    assert found.objective == "expected reward - 0.3 · KL(actor || ref)"
+    apart = dict(zip(policy.responses, (sum(policy.said(y)) - sum(ref.said(y)) for y in policy.responses), strict=True))
+    true = policy.reward() - COEF * policy.of(apart.__getitem__)  # the other term, E[grad log pi], is 0
+    np.testing.assert_allclose(found.true[0].numpy(), true, atol=1e-6)
+
+
+def test_kl_twice_is_stated_twice() -> None:
+    graph = grpo(unread).edit(
+        insert={"kl_shape": After("reward", KLShape(COEF))},
+        wire={"group_advantage.token_level_rewards": "kl_shape.token_level_rewards"},
+    )
+    assert audited(graph).objective == "expected reward - 0.3 · KL(actor || ref) - 0.001 · KL(actor || ref)"
+
+
+def test_entropy_is_a_part_of_its_own() -> None:
+    found = audited(in_loss("k2").edit(set={"update_actor.kl": None, "update_actor.entropy": 0.2}))
+    assert found.objective == "expected reward + 0.2 · entropy"
+    assert set(found.parts) == {"loss", "entropy"}
+    step = audited(in_loss("k2").edit(set={"update_actor.kl": None, "update_actor.entropy": 0.2}), STEP)
+    assert step.parts["entropy"].error.high < EXACT  # in one step there is no state to come
+    assert found.parts["entropy"].biased

@@ -1,0 +1,99 @@
+"""The gradients that graphs are held against, by sums and by differences that are written here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl import World
+from flowrl.auditing.stated import KL, Stated
+from flowrl.auditing.truth import Truth, gradient
+from flowrl.auditing.world import Policy
+from flowrl.core.symbols import Edge
+from tests.auditing.listed import Listed, listed
+
+WORLD = World(prompts=1, tokens=2, steps=2, seed=3)
+REF = WORLD.near("ref")
+
+
+def truth(temperature: float = 1.0) -> Truth:
+    one = listed(WORLD)
+    rewards = torch.zeros(1, len(one.responses), WORLD.steps, dtype=torch.float64)
+    for response, paid in zip(one.responses, one.rewards, strict=True):
+        rewards[0, WORLD.responses.index[response], len(response) - 1] = paid
+    said = Stated(
+        "actor", ("update",), "generate", temperature, (Edge("reward", "scores"),), (KL(0.3, "ref", False),), 0.2, 0, ()
+    )
+    return Truth(said, rewards, {"ref": REF})
+
+
+def numbers() -> dict[str, Callable[[Listed, Listed], float]]:
+    """Each number that has a gradient, over the responses as they are listed."""
+
+    def over(each: Callable[[Listed, Listed, tuple[int, ...]], float]) -> Callable[[Listed, Listed], float]:
+        return lambda one, ref: sum(p * each(one, ref, y) for y, p in zip(one.responses, one.probability, strict=True))
+
+    def entropy(one: Listed, ref: Listed, y: tuple[int, ...]) -> float:
+        rows = [one.policy[one.state(y[:t])] for t in range(len(y))]
+        return float(-sum((row * np.log(row)).sum() for row in rows))
+
+    return {
+        "reward": over(lambda one, ref, y: one.rewards[one.responses.index(y)]),
+        "divergence": over(lambda one, ref, y: sum(one.said(y)) - sum(ref.said(y))),
+        "entropy": over(entropy),
+        "length": over(lambda one, ref, y: float(len(y))),
+    }
+
+
+@pytest.mark.parametrize("name", ["reward", "divergence", "entropy", "length"])
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    own, step = truth(), 1e-5
+    of = {
+        "reward": own.reward,
+        "divergence": lambda policy: own.divergence(policy, "ref"),
+        "entropy": own.entropy,
+        "length": own.length,
+    }[name]
+    found, rewards = (
+        gradient(of, WORLD.policy)[0],
+        dict(zip(listed(WORLD).responses, listed(WORLD).rewards, strict=True)),
+    )
+    ref = Listed(WORLD, REF.logits[0], rewards.__getitem__)
+    for state, token in np.ndindex(*found.shape):
+        sides = []
+        for sign in (1, -1):
+            logits = WORLD.policy.logits[0].clone()
+            logits[state, token] += sign * step
+            sides.append(numbers()[name](Listed(WORLD, logits, rewards.__getitem__), ref))
+        assert float(found[state, token]) == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=1e-7)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_divergences_token_by_token_hold_the_states(forward: bool) -> None:
+    """Only the last step of what may be said moves with what is said there: with one token both are KL."""
+    world = World(prompts=1, tokens=2, steps=1)
+    own = Truth(truth().stated, torch.zeros(1, 3, 1, dtype=torch.float64), {"ref": world.near("ref")})
+    p, q = (one.by_state().exp()[0, 0].numpy() for one in (world.policy, world.near("ref")))
+    wanted = (q * np.log(q / p)).sum() if forward else (p * np.log(p / q)).sum()
+    assert float(own.held(world.policy, "ref", forward)) == pytest.approx(float(wanted))
+
+
+def test_values_are_what_is_still_paid() -> None:
+    own, one = truth(), listed(WORLD)
+    ref = Listed(WORLD, REF.logits[0], lambda response: 0.0)
+    found = own.values(WORLD.policy)[0]
+    for said in {y[:t] for y in one.responses for t in range(len(y))}:
+        total = weight = 0.0
+        for y, p, paid in zip(one.responses, one.probability, one.rewards, strict=True):
+            if y[: len(said)] == said and len(y) > len(said):
+                late = sum(one.said(y)[len(said) :]) - sum(ref.said(y)[len(said) :])
+                total, weight = total + p * (paid - 0.3 * late), weight + p
+        assert float(found[one.state(said)]) == pytest.approx(total / weight)
+
+
+def test_a_temperature_is_part_of_the_policy() -> None:
+    cold = Policy(WORLD.policy.logits / 0.5, WORLD.responses)
+    assert float(truth(0.5).reward(WORLD.policy)) == pytest.approx(float(truth().reward(cold)))
