@@ -20,6 +20,9 @@ from flowrl.errors import AuditError, GraphError, PortError
 from flowrl.operators import Collect, Generate, Repeat, Reward
 from flowrl.records import PromptBatch
 
+_ROUNDS = 1000
+"""Rounds of a `Collect`: a world has few prompts, and some have answers that are hardly ever apart."""
+
 
 def fitted(graph: Graph, world: World, n: int | None) -> tuple[Graph, World, list[str]]:
     """The graph, the world, and what was changed, each in a sentence.
@@ -45,9 +48,10 @@ def fitted(graph: Graph, world: World, n: int | None) -> tuple[Graph, World, lis
         if isinstance(node.at_first, Repeat) and n is not None and node.at_first.n != n:
             changed[f"{node.name}.n"] = n
             said.append(f"{node.name}.n is {n} and not {node.at_first.n}.")
-        if isinstance(node.at_first, Collect) and node.at_first.groups != world.prompts:
-            changed[f"{node.name}.groups"] = world.prompts
-            said.append(f"{node.name} collects {world.prompts} groups and not {node.at_first.groups}.")
+        if isinstance(node.at_first, Collect):
+            changed |= {f"{node.name}.groups": world.prompts, f"{node.name}.rounds": _ROUNDS}
+            groups = f"{world.prompts} groups and not {node.at_first.groups}"
+            said.append(f"{node.name} collects {groups}, in as many rounds as it takes.")
     if changed:
         fitting = edit(fitting, set=changed)
     if fitting.lag:
@@ -78,7 +82,8 @@ def sources_of_scores(graph: Graph) -> Iterator[Node]:
 
 
 def _tabled(graph: Graph, said: list[str]) -> Graph:
-    """The graph with tables in the place of what scores responses."""
+    """The graph with tables in the place of what scores responses; what scores alike has one, by its number."""
+    known: dict[str, int] = {}
     for node in list(sources_of_scores(graph)):
         outputs = list(node.operator.signature.outputs)
         if outputs != ["token_level_scores"]:
@@ -87,7 +92,8 @@ def _tabled(graph: Graph, said: list[str]) -> Graph:
                 f"of tables knows one score for each; expected token_level_scores alone."
             )
         alike = node.operator.fn if isinstance(node.operator, Reward) else node.operator
-        table = TableReward(str(getattr(alike, "__qualname__", alike))).named(node.name)
+        number = known.setdefault(str(alike), len(known))
+        table = TableReward(str(number)).named(node.name)
         try:
             graph = edit(graph, replace={node.name: table}, wire={f"{node.name}.rollout": _answers_of(graph, node)})
         except (GraphError, PortError) as error:

@@ -88,7 +88,7 @@ class Listed:
         return self.of(by_response.__getitem__)
 
 
-def rewards_of(world: World, prompt: int, table: str = "unread") -> Callable[[tuple[int, ...]], float]:
+def rewards_of(world: World, prompt: int, table: str = "0") -> Callable[[tuple[int, ...]], float]:
     """The rewards that `Tables` has for a prompt."""
     import torch
 

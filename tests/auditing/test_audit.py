@@ -108,7 +108,7 @@ def test_grpos_division_by_the_length_is_a_bias_along_the_length() -> None:
 def test_two_causes_are_also_left_out_together_where_they_cancel_out_too(seed: int) -> None:
     found = audit(grpo(unread, kl_coef=0.0), World(prompts=1, seed=seed), n=2)
     assert min(cause(found, "length"), cause(found, "group spread")) > 0.01
-    assert (cause(found, "length") < found.whole.bias.value) is (seed == 1)
+    assert (cause(found, "length") < found.whole.bias.value) is (seed == 0)
     assert cause(found, "length and group spread") < EXACT
 
 
@@ -220,7 +220,7 @@ def test_dynamic_sampling_runs_its_rounds() -> None:
     graph = no_length().edit(insert={"collect": After("reward", Collect(Spread(least=0.05), groups=8))})  # type: ignore[attr-defined]
     found = audit(graph, ONE, n=2, samples=40, explain=False)
     assert not found.exact
-    assert "collect collects 1 groups and not 8." in found.notes
+    assert "collect collects 1 groups and not 8, in as many rounds as it takes." in found.notes
 
 
 def test_it_says_in_words_what_it_found() -> None:
