@@ -77,7 +77,8 @@ def test_the_table_of_the_page_has_every_algorithm() -> None:
     lines = _after("shelf").strip().splitlines()
     made = table()
     assert lines[:2] == [next(made), next(made)]
-    assert [line.split("`")[1] for line in lines[2:]] == flowrl.graphs.__all__
+    listed = [line.split("`")[1] for line in lines[2:]]
+    assert listed == flowrl.graphs.__all__, "write what `flowrl audit --shelf` prints into docs/audit.md"
     assert all(line.count("|") - line.count("\\|") == 8 for line in lines)
 
 

@@ -90,6 +90,10 @@ def test_the_trainer_scores_by_what_sampled_and_updates_by_what_it_is_now() -> N
     assert torch.allclose(trainer.log_probs(rows), one.log_probs, atol=1e-6)
     cold = rows._replace(temperature=torch.full((6,), 0.5))
     assert not torch.allclose(trainer.log_probs(cold), one.log_probs, atol=1e-3)
+    pulled = WORLD.policy.logits.clone().requires_grad_()
+    last = torch.log_softmax(pulled[0, 0], -1)[one.responses[0, 0]]
+    norm = torch.autograd.grad(last, pulled)[0].square().sum()
+    assert float(trainer.logit_norms(rows)[0, 0]) == pytest.approx(float(norm), abs=1e-6)
     masked = rows._replace(response_mask=torch.zeros_like(one.response_mask))
     assert trainer.log_probs(masked).eq(0).all()
 

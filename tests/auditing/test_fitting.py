@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl import After, Graph, Operator, Reads, Role, World, algorithm, audit, operator
+from flowrl import After, Graph, Operator, Reads, Role, When, World, algorithm, audit, operator
 from flowrl.auditing.fitting import fitted
 from flowrl.auditing.rewards import TableReward
 from flowrl.auditing.stated import stated
-from flowrl.columns import Advantages, ResponseMask, ResponseText, TokenLevelRewards, TokenLevelScores
+from flowrl.columns import Advantages, Kept, ResponseMask, ResponseText, TokenLevelRewards, TokenLevelScores
 from flowrl.errors import AuditError, GraphError
 from flowrl.graphs import grpo, remax, rloo
-from flowrl.operators import Collect, Filter, Generate, Length, Reinforce, Repeat, Spread, Sync, UpdateActor
+from flowrl.operators import NLL, Collect, Filter, Generate, Length, Reinforce, Repeat, Spread, Sync, UpdateActor
 from flowrl.records import PromptBatch, Receipt, RolloutBatch
+from flowrl.schedules import Linear
 from tests.auditing.listed import ONE, unread
 
 
@@ -147,6 +148,31 @@ def test_one_of_several_policies_is_named() -> None:
     with pytest.raises(AuditError, match="trains actor, and not 'opponent'; expected one to audit: audit"):
         audit(rloo(unread), ONE, role="opponent")
     assert not audit(rloo(unread), ONE, n=2, role="actor").biased
+
+
+def test_an_update_that_begins_late_is_audited_in_its_first_step() -> None:
+    late = rloo(unread).edit(when={"update_actor": When(start=3, every=2)})
+    found = audit(late, ONE, n=2)
+    assert found.notes[-1] == "It is as in step 4, the first in which update_actor runs."
+    assert not found.biased
+    falling = late.edit(set={"kl_shape.coef": Linear(0.4, 0.0, steps=6)})
+    assert audit(falling, ONE, n=2).objective == "expected reward - 0.2 · KL(actor || ref)"
+
+
+@operator
+def best(token_level_scores: TokenLevelScores) -> Kept:
+    """The best answer of all."""
+    scores = token_level_scores.sum(-1)
+    return scores >= scores.max()
+
+
+def test_scores_that_only_choose_rows_are_what_is_stated() -> None:
+    gated = rloo(unread).edit(insert={"filter": After("reward", Filter(best))})
+    chosen = gated.edit(set={"update_actor.loss": NLL()}, drop=["rloo_advantage"])
+    found = audit(chosen, ONE, n=2, explain=False)
+    assert found.objective == "expected reward"
+    assert found.whole.scale.low > 0
+    assert found.biased
 
 
 def test_a_graph_is_wanted() -> None:
