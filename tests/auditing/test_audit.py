@@ -182,8 +182,11 @@ def test_the_variance_is_that_of_the_samples_that_are_listed_here() -> None:
     found, one = audit(with_advantage(ReturnToGo(), kl_coef=0.0), ONE, n=1), listed(ONE)
     assert found.variance == pytest.approx(1.0, abs=1e-5)  # it is plain REINFORCE
     assert audit(with_advantage(ReturnToGo(), kl_coef=0.0), ONE, n=2).variance == pytest.approx(1.0, abs=1e-5)
+    assert audit(with_advantage(ReturnToGo(), kl_coef=0.0), TWO, n=1).variance == pytest.approx(1.0, abs=1e-5)
     by_hand = _variance_of_rloo(one) / _variance_of_reinforce(one)
     assert audit(rloo(unread, kl_coef=0.0), ONE, n=2).variance == pytest.approx(by_hand, abs=1e-5)
+    halved = no_length().edit(set={"group_advantage.normalize_std": False})  # type: ignore[attr-defined]
+    assert audit(halved, ONE, n=2).variance == pytest.approx(by_hand, abs=1e-5)  # the scale is no variance
 
 
 def _variance_of_reinforce(one: Listed) -> float:
