@@ -65,7 +65,7 @@ def _refuse_other_data(graph: Graph) -> None:
     for name, record in graph.inputs.items():
         if other := [column for column in column_fields(record) if column not in wanted]:
             raise AuditError(
-                f"{graph.name} reads {', '.join(other)} of its input {name!r}, which come from a file, so its rows are "
+                f"{graph.name} reads {other[0]} of its input {name!r}, which come from a file, so its rows are "
                 f"no samples of a policy and there is no expectation to hold them against; expected a graph that "
                 f"trains on answers which it generates itself."
             )

@@ -14,7 +14,7 @@ from flowrl.auditing.rewards import TableReward
 from flowrl.auditing.stated import stated
 from flowrl.columns import Advantages, Kept, ResponseMask, ResponseText, TokenLevelRewards, TokenLevelScores
 from flowrl.errors import AuditError, GraphError
-from flowrl.graphs import grpo, remax, rloo
+from flowrl.graphs import grpo, remax, rloo, sft
 from flowrl.operators import NLL, Collect, Filter, Generate, Length, Reinforce, Repeat, Spread, Sync, UpdateActor
 from flowrl.records import PromptBatch, Receipt, RolloutBatch
 from flowrl.schedules import Linear
@@ -136,8 +136,9 @@ def nothing_trained(batch: PromptBatch) -> RolloutBatch:
         (rloo(unread).edit(replace={"rloo_advantage": Foretold()}), r"asks the role 'oracle' for foretell \(Oracle\)"),
         (no_reward(), "no score of what generate generates reaches update_actor"),
         (nothing_trained(), "trains no policy; expected one to audit"),
+        (sft(), "sft reads responses of its input 'demos', which come from a file"),
     ],
-    ids=["oracle", "no reward", "nothing trained"],
+    ids=["oracle", "no reward", "nothing trained", "from a file"],
 )
 def test_what_cannot_be_audited_says_why(graph: Graph, said: str) -> None:
     with pytest.raises(AuditError, match=said):
