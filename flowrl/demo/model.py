@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -108,9 +108,9 @@ class Demonstrations(NamedTuple):
     lengths: Tensor
 
 
-def demonstrations(tokenizer: PreTrainedTokenizerFast) -> Demonstrations:
+def demonstrations(tokenizer: PreTrainedTokenizerFast, digits: int = 2) -> Demonstrations:
     """Every training problem twice: all of them worked, then all of them direct, in the same order."""
-    problems = task.split().train
+    problems = task.split(digits).train
     answers = [p.worked for p in problems] + [p.answer for p in problems]
     users = [[{"role": "user", "content": p.prompt}] for p in problems]
     encoded = tokenizer.apply_chat_template(users, add_generation_prompt=True, return_dict=False)
@@ -132,16 +132,19 @@ def warm_start(
     seed: int,
     steps: int = STEPS,
     on_step: OnStep | None = None,
+    *,
+    digits: int = 2,
+    direct: float = DIRECT_SHARE,
 ) -> list[float]:
     """Fine-tune `model` in place on demonstrations; returns the loss of each step, in nats per answer token.
 
-    The first 70 % of the steps show worked answers only; in the rest, while the learning rate decays to zero, 70 % of
-    the answers are direct. Mixed from the start, some seeds come to add in their heads (two of four answered 56 to 65 %
-    of the held-out problems directly and rightly), and then there is nothing to gain by thinking.
+    The first 70 % of the steps show worked answers only; in the rest, while the learning rate decays to zero, a share
+    `direct` of the answers is direct. Mixed from the start, some seeds come to add in their heads (two of four answered
+    56 to 65 % of the held-out problems directly and rightly), and then there is nothing to gain by thinking.
 
     One seed gives one set of weights: this runs on one thread and leaves the global random state alone.
     """
-    data = demonstrations(tokenizer)
+    data = demonstrations(tokenizer, digits)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS, (steps - step) / (MIXED_SHARE * steps))
@@ -149,7 +152,7 @@ def warm_start(
     losses = []
     model.train()
     with _one_thread():
-        for step, rows in enumerate(_batches(len(data.lengths) // 2, seed, steps)):
+        for step, rows in enumerate(_batches(len(data.lengths) // 2, seed, steps, direct)):
             losses.append(_backward(model, data, rows))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -161,13 +164,13 @@ def warm_start(
     return losses
 
 
-def _batches(problems: int, seed: int, steps: int) -> Iterator[Tensor]:
+def _batches(problems: int, seed: int, steps: int, direct_share: float) -> Iterator[Tensor]:
     """Rows of the demonstrations for each step: problems come from one shuffle of them all after another."""
     generator = Key.of(seed).derive("warm start").generator()
     epochs = -(-steps * BATCH // problems)
     order = torch.cat([torch.randperm(problems, generator=generator) for _ in range(epochs)])
     for step, batch in enumerate(order[: steps * BATCH].view(steps, BATCH)):
-        direct = torch.rand(BATCH, generator=generator) < DIRECT_SHARE
+        direct = torch.rand(BATCH, generator=generator) < direct_share
         mixed = step >= (1 - MIXED_SHARE) * steps
         yield batch + problems * direct if mixed else batch
 
@@ -199,33 +202,50 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def build(folder: str | Path, seed: int = 0, on_step: OnStep | None = None, *, steps: int = STEPS) -> Path:
+def build(
+    folder: str | Path,
+    seed: int = 0,
+    on_step: OnStep | None = None,
+    *,
+    steps: int = STEPS,
+    digits: int = 2,
+    direct: float = DIRECT_SHARE,
+) -> Path:
     """The warm-started model with its tokeniser, as a Hugging Face folder at `folder`; returns its path.
 
-    A folder that an earlier call finished with the same seed, steps and code, and whose files are as they were
-    written, is used as it is; any other is written anew.
+    A folder that an earlier call finished with the same arguments and code, and whose files are as they were written,
+    is used as it is; any other is written anew.
+
+    Args:
+        folder: where it is written.
+        seed: of the weights and the batches.
+        on_step: told of each step of the warm start.
+        steps: of the warm start: the fewer, the more often the model errs also where it thinks.
+        digits: of the numbers that it adds.
+        direct: the share of answers that do not think, once it has learned to.
     """
     folder = Path(folder)
     stamp = folder / STAMP
-    if stamp.exists() and stamp.read_bytes() == _stamp(folder, seed, steps):
+    made_of = {"seed": seed, "steps": steps, "digits": digits, "direct": direct}
+    if stamp.exists() and stamp.read_bytes() == _stamp(folder, made_of):
         return folder
     stamp.unlink(missing_ok=True)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, seed)
-    warm_start(model, tokenizer, seed, steps, on_step)
+    warm_start(model, tokenizer, seed, steps, on_step, digits=digits, direct=direct)
     with quiet():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    stamp.write_bytes(_stamp(folder, seed, steps))  # last, so that a folder that was left half-way carries none
+    stamp.write_bytes(_stamp(folder, made_of))  # last, so that a folder that was left half-way carries none
     return folder
 
 
-def _stamp(folder: Path, seed: int, steps: int) -> bytes:
-    """What decided the weights (seed, steps and code) and a digest (xxh3-128) of every file of the folder, as JSON."""
+def _stamp(folder: Path, made_of: Mapping[str, float]) -> bytes:
+    """What decided the weights (arguments and code) and a digest (xxh3-128) of every file of the folder, as JSON."""
     code = Path(task.__file__).read_bytes() + Path(__file__).read_bytes()
     paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != STAMP)
     files = {path.name: _digest(path.read_bytes()) for path in paths}
-    return json.dumps({"seed": seed, "steps": steps, "code": _digest(code), "files": files}, indent=2).encode()
+    return json.dumps({**made_of, "code": _digest(code), "files": files}, indent=2).encode()
 
 
 def _digest(content: bytes) -> str:

@@ -1,12 +1,14 @@
-"""Two-digit addition: the problems, their demonstrations, and a dataset in verl's format.
+"""Addition of two numbers: the problems, their demonstrations, and a dataset in verl's format.
 
-A problem reads ``59+36=``. It can be answered at once (``95``) or worked first, by column addition from right to left
-with the carry (``<think>9+6=15 5+3+1=9</think>95``). The verifier (`flowrl.demo.verifier`) looks at the final answer
-only, so the policy must find out by itself whether to think.
+The demo adds numbers of two digits; of more digits (`digits`) it is harder. A problem reads ``59+36=``. It can be
+answered at once (``95``) or worked first, by column addition from right to left with the carry
+(``<think>9+6=15 5+3+1=9</think>95``). The verifier (`flowrl.demo.verifier`) looks at the final answer only, so the
+policy must find out by itself whether to think.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import cache
 from pathlib import Path
@@ -17,10 +19,12 @@ from flowrl.demo.verifier import END_THINK, THINK
 
 DATA_SOURCE = "addition"
 HELDOUT = 500
+PAIRS = 10_000
+"""No more pairs than these are drawn; there are 4,095 of two digits, and 405,450 of three."""
 
 
 class Problem(NamedTuple):
-    """Add `a` and `b`, both from 10 to 99."""
+    """Add `a` and `b`, which have as many digits as each other."""
 
     a: int
     b: int
@@ -38,12 +42,12 @@ class Problem(NamedTuple):
     @property
     def worked(self) -> str:
         """The demonstration that thinks first: ``<think>9+6=15 5+3+1=9</think>95``."""
-        (tens_a, units_a), (tens_b, units_b) = divmod(self.a, 10), divmod(self.b, 10)
-        units = units_a + units_b
-        carry = units // 10
-        tens = tens_a + tens_b + carry
-        steps = f"{units_a}+{units_b}={units} {tens_a}+{tens_b}{'+1' if carry else ''}={tens}"
-        return f"{THINK}{steps}{END_THINK}{self.answer}"
+        steps, carry = [], 0
+        for x, y in zip(reversed(str(self.a)), reversed(str(self.b)), strict=True):
+            total = int(x) + int(y) + carry
+            steps.append(f"{x}+{y}{'+1' if carry else ''}={total}")
+            carry = total // 10
+        return f"{THINK}{' '.join(steps)}{END_THINK}{self.answer}"
 
 
 class Holdout(NamedTuple):
@@ -54,22 +58,27 @@ class Holdout(NamedTuple):
 
 
 @cache
-def split() -> Holdout:
-    """The 500 held-out problems, and the 7,110 that are neither held out nor the swapped twin of one that is.
+def split(digits: int = 2) -> Holdout:
+    """500 held-out problems, and problems that are neither held out nor the swapped twin of one that is.
 
-    The split belongs to the task and has no seed: a model that was warm-started under one seed has not seen the
-    held-out problems of a dataset that was written under another.
+    Of two digits these are all others, 7,110; of more digits, 19,000 that are drawn. The split belongs to the task and
+    has no seed: a model that was warm-started under one seed has not seen the held-out problems of a dataset that was
+    written under another.
+
+    Args:
+        digits: of both numbers.
     """
     key = Key(0).derive(DATA_SOURCE, "split")
-    pairs = [Problem(a, b) for a in range(10, 100) for b in range(a, 100)]
-    pairs.sort(key=lambda pair: key.derive(*pair).bits)
+    numbers = range(10 ** (digits - 1), 10**digits)
+    pairs = list(itertools.starmap(Problem, itertools.combinations_with_replacement(numbers, 2)))
+    pairs = sorted(pairs, key=lambda pair: key.derive(*pair).bits)[:PAIRS]
     # Half of the held-out problems are swapped, so that neither order of the operands is favoured.
     heldout = tuple(Problem(b, a) if i % 2 else Problem(a, b) for i, (a, b) in enumerate(pairs[:HELDOUT]))
     train = {problem for a, b in pairs[HELDOUT:] for problem in (Problem(a, b), Problem(b, a))}
     return Holdout(tuple(sorted(train)), heldout)
 
 
-def write_dataset(folder: str | Path, seed: int = 0) -> tuple[Path, Path]:
+def write_dataset(folder: str | Path, seed: int = 0, digits: int = 2) -> tuple[Path, Path]:
     """Write ``train.jsonl``, in an order drawn from `seed`, and ``heldout.jsonl``; returns their paths.
 
     Each line is a row in verl's format: ``data_source, prompt`` (chat messages), ``reward_model.ground_truth`` and
@@ -78,10 +87,11 @@ def write_dataset(folder: str | Path, seed: int = 0) -> tuple[Path, Path]:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     key = Key.of(seed).derive(DATA_SOURCE, "order")
-    train = sorted(split().train, key=lambda problem: key.derive(*problem).bits)
+    problems = split(digits)
+    train = sorted(problems.train, key=lambda problem: key.derive(*problem).bits)
     paths = folder / "train.jsonl", folder / "heldout.jsonl"
-    for path, problems in zip(paths, (train, split().heldout), strict=True):
-        rows = (_row(problem, index, path.stem) for index, problem in enumerate(problems))
+    for path, half in zip(paths, (train, problems.heldout), strict=True):
+        rows = (_row(problem, index, path.stem) for index, problem in enumerate(half))
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return paths
 

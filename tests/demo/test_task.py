@@ -23,6 +23,8 @@ TWO_DIGITS = st.integers(10, 99)
         (Problem(10, 20), "<think>0+0=0 1+2=3</think>30"),
         (Problem(99, 99), "<think>9+9=18 9+9+1=19</think>198"),
         (Problem(64, 53), "<think>4+3=7 6+5=11</think>117"),
+        (Problem(659, 384), "<think>9+4=13 5+8+1=14 6+3+1=10</think>1043"),
+        (Problem(7, 2), "<think>7+2=9</think>9"),
     ],
 )
 def test_demonstrations_by_hand(problem: Problem, worked: str) -> None:
@@ -56,6 +58,15 @@ def test_split_is_strict_and_complete() -> None:
     everything = {Problem(a, b) for a in range(10, 100) for b in range(10, 100)}
     assert seen | set(heldout) | {Problem(b, a) for a, b in heldout} == everything
     assert 200 < sum(a < b for a, b in heldout) < 300
+
+
+def test_problems_of_three_digits_are_drawn_and_split_as_strictly() -> None:
+    train, heldout = task.split(3)
+    assert len(heldout) == 500 and len(train) == len(set(train)) > 18_900
+    assert all(100 <= number <= 999 for problem in (*train, *heldout) for number in problem)
+    seen = {frozenset(problem) for problem in train}
+    assert seen.isdisjoint(frozenset(problem) for problem in heldout)
+    assert {Problem(b, a) for a, b in train} == set(train)  # with both orders of each
 
 
 def test_dataset_has_verls_format(tmp_path: Path) -> None:

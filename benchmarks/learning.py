@@ -1,0 +1,171 @@
+"""How well methods learn: one task, one model, as many sampled answers and optimiser steps for each.
+
+    python benchmarks/learning.py                                       # all methods, three seeds: about an hour
+    python benchmarks/learning.py --methods grpo,dapo --seeds 0 --steps 20
+
+The task is addition of three digits (see `flowrl.demo`), from a warm start that seldom thinks and often errs where it
+does. Each run's result is kept in ``<folder>/<method>-<seed>.json``; what was run with the same settings is not run
+again, so a benchmark that was stopped goes on where it was; of a longer run the beginning is taken. At the end come a
+table and ``<folder>/learning.svg``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.curves import accuracy_table, draw
+from transformers.utils import logging
+
+from flowrl import INJECTED, After, Graph, Key, Operator, PromptData, Training, Validation
+from flowrl.backends import AdamW, Constant, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.columns import ResponseMask, TokenLevelScores
+from flowrl.demo.model import build
+from flowrl.demo.task import write_dataset
+from flowrl.demo.verifier import score_and_thinking
+from flowrl.graphs import cispo, dapo, dr_grpo, grpo, gspo, ppo, reinforce_plus_plus, rloo
+from flowrl.operators.reward.operator import place_scores
+
+ROWS = 256  # sampled answers a step
+GROUP = 8
+MINI_BATCH = 32  # rows an optimiser step
+STEPS = 24
+EVERY = 8  # steps between two validations
+LEARNING_RATE, CRITIC_RATE, WARM_UP = 2e-4, 1e-3, 10
+START = {"digits": 3, "steps": 260, "direct": 0.9}  # of the model: see `build`
+LONGEST = 32  # tokens: an answer that works out every carry has 31
+SETTINGS = {"max_new_tokens": 36, "mini_batch": MINI_BATCH, "kl_coef": 0.0}
+
+
+class Shuffled(Operator):
+    """The control: every answer gets the score of another one, so there is nothing to learn."""
+
+    def __call__(
+        self, token_level_scores: TokenLevelScores, response_mask: ResponseMask, key: Key = INJECTED
+    ) -> TokenLevelScores:
+        order = torch.randperm(len(token_level_scores), generator=key.generator())
+        return place_scores(token_level_scores.sum(-1)[order], response_mask)
+
+
+def methods() -> dict[str, Graph]:
+    """The graph of each method, by its name on the command line.
+
+    DAPO draws as many prompts a step as the others, and more where fewer than half of these teach; it trains on half as
+    many rows, in mini-batches of half the size: so all take the same number of optimiser steps.
+    """
+    settings: dict[str, Any] = {**SETTINGS, "n": GROUP}
+    group = grpo(score_and_thinking, **settings)
+    halved = {**settings, "mini_batch": MINI_BATCH // 2}
+    halved["overlong_buffer"] = SETTINGS["max_new_tokens"] - LONGEST
+    whole = dapo(score_and_thinking, groups=ROWS // GROUP // 2, **halved).edit(set={"collect.short": "repeat"})
+    all_groups = whole.edit(drop=["collect"], set={"update_actor.mini_batch": MINI_BATCH})
+    return {
+        "ppo": ppo(score_and_thinking, **SETTINGS),  # type: ignore[arg-type]
+        "reinforce_plus_plus": reinforce_plus_plus(score_and_thinking, **SETTINGS),
+        "grpo": group,
+        "dr_grpo": dr_grpo(score_and_thinking, **settings),
+        "rloo": rloo(score_and_thinking, **settings),
+        "gspo": gspo(score_and_thinking, **settings),
+        "cispo": cispo(score_and_thinking, **settings),
+        "dapo": whole,
+        "dapo_without_clip_higher": whole.edit(set={"update_actor.loss.clip_high": None}),
+        "dapo_without_dynamic_sampling": all_groups,
+        "dapo_without_token_mean": whole.edit(set={"update_actor.aggregation": "seq-mean-token-mean"}),
+        "grpo_on_shuffled_rewards": group.edit(insert={"shuffled": After("reward", Shuffled())}),
+    }
+
+
+def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, seed: int) -> Training:
+    """The training of one method: `ROWS` answers a step; held-out accuracy at temperature 1, two answers a prompt."""
+    betas = (0.9, 0.95)
+    engines: dict[str, Any] = {
+        "actor": TorchTrainer(str(model), AdamW(lr=LEARNING_RATE, betas=betas), Constant(warmup_steps=WARM_UP)),
+        "ref": TorchScorer(str(model)),
+        "critic": TorchCritic(str(model), AdamW(lr=CRITIC_RATE, betas=betas)),
+        "rollout": TorchRollout(),
+    }
+    held_out = PromptData(data / "heldout.jsonl")
+    return Training(
+        graph.bind(**{role: engines[role] for role in graph.roles()}),
+        PromptData(data / "train.jsonl"),
+        steps=steps,
+        prompts=ROWS // graph["repeat"].rows_factor,
+        seed=seed,
+        validation=Validation(held_out, every=EVERY, changes={"repeat.n": 2}, batch=500),
+        folder=str(folder),
+        save_model=False,
+    )
+
+
+def settings_of(graph: Graph, seed: int) -> dict[str, Any]:
+    """All that decides a run beside its length, as JSON has it."""
+    run = {"rows": ROWS, "every": EVERY, "rates": [LEARNING_RATE, CRITIC_RATE], "warm_up": WARM_UP, "start": START}
+    return {"seed": seed, "graph": graph.fingerprint(), **run}
+
+
+def result_of(method: str, graph: Graph, base: Path, seed: int, steps: int) -> Mapping[str, Any]:
+    """The result of a run: the one that is kept, if it is of these settings and as long; else of a new run, which is
+    then kept."""
+    kept = base / f"{method}-{seed}.json"
+    settings = settings_of(graph, seed)
+    if kept.exists():
+        result = json.loads(kept.read_text())
+        if result["settings"] == settings and result["points"][-1]["step"] >= steps:
+            # Nothing depends on how long a run is to be, so the longer one began like this.
+            return {**result, "points": [point for point in result["points"] if point["step"] <= steps]}
+    model = build(base / f"model-seed{seed}", seed, **START)
+    folder = base / "running"
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
+    run = training(graph, model, base / "data", folder, steps, seed).run()
+    offered = [GROUP * step["collect/offered"] if "collect/offered" in step else ROWS for step in run.metrics]
+    points = [
+        {
+            "step": int(point["step"]),
+            "answers": int(sum(offered[: int(point["step"])])),
+            "accuracy": point["val/reward/mean"],
+            "thinks": point["val/reward/thinks"],
+            "length": point["val/response_length/mean"],
+        }
+        for point in run.validations
+    ]
+    shutil.rmtree(folder)
+    result = {"method": method, "settings": settings, "points": points}
+    kept.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what the command line asks for and has not been run, then print the table and draw the curves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default=",".join(methods()), help="names, with commas (default: %(default)s)")
+    parser.add_argument("--seeds", default="0,1,2", help="whole numbers, with commas (default: %(default)s)")
+    told = f"steps of each run, a multiple of {EVERY} (default: %(default)s)"
+    parser.add_argument("--steps", type=int, default=STEPS, help=told)
+    parser.add_argument("--folder", type=Path, default=Path("runs/learning"), help="default: %(default)s")
+    asked = parser.parse_args(arguments)
+    graphs = methods()
+    if unknown := [name for name in asked.methods.split(",") if name not in graphs]:
+        parser.error(f"there is no method {unknown[0]!r}; expected some of {', '.join(graphs)}.")
+    if asked.steps < 1 or asked.steps % EVERY:
+        parser.error(f"--steps {asked.steps} does not end with a validation; expected a multiple of {EVERY}.")
+    torch.set_num_threads(1)  # at this size a second thread costs more than it gives
+    logging.disable_progress_bar()
+    if not (asked.folder / "data" / "heldout.jsonl").exists():
+        write_dataset(asked.folder / "data", digits=int(START["digits"]))
+    results = []
+    for seed in map(int, asked.seeds.split(",")):
+        for method in asked.methods.split(","):
+            results.append(result := result_of(method, graphs[method], asked.folder, seed, asked.steps))
+            curve = " ".join(f"{point['accuracy']:.3f}" for point in result["points"])
+            print(f"{method}, seed {seed}: {curve}", flush=True)
+    print("\n" + accuracy_table(results, against="grpo"))
+    draw(results, asked.folder / "learning.svg", against="grpo")
+
+
+if __name__ == "__main__":
+    main()
