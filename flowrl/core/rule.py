@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -10,6 +12,7 @@ from flowrl.core.graph import Graph, Node, Use
 from flowrl.core.lineage import origin
 from flowrl.core.ports import PortField
 from flowrl.core.symbols import Edge
+from flowrl.errors import DefinitionError
 
 Findings = Iterator[tuple[str, str]]
 Check = Callable[[Graph, int | None], Findings]
@@ -34,7 +37,7 @@ class Rule:
     Args:
         id: ``FR001``, ...; never used again for another rule.
         reason: why, in a line.
-        source: the public issue that taught it, as ``owner/repository#number`` on GitHub.
+        source: the public issue that taught it, as ``owner/repository#number`` on GitHub; may be empty.
         check: yields ``(node, message)``; the second argument is the number of prompts a step, or None.
         everywhere: also for graphs that train nothing, such as those of validations.
     """
@@ -46,18 +49,37 @@ class Rule:
     everywhere: bool = False
 
 
-ENTERED: list[Rule] = []
-"""All rules, as their modules are imported; `flowrl.core.rules.RULES` has them in order."""
+RULES: list[Rule] = []
+"""All rules whose modules were imported, those of users too, by their ids."""
 
 
-def rule(id: str, reason: str, source: str, everywhere: bool = False) -> Callable[[Check], Check]:
-    """Enter a function into the table."""
+def rule(id: str, reason: str, source: str = "", everywhere: bool = False) -> Callable[[Check], Check]:
+    """Enter a function into the table; every graph is asked from then on.
+
+    Args:
+        id, reason, source, everywhere: as those of `Rule`.
+
+    Raises:
+        DefinitionError: another rule has this id. The same function, run anew in a notebook, takes its own place.
+    """
 
     def enter(check: Check) -> Check:
-        ENTERED.append(Rule(id, reason, source, check, everywhere))
+        for other in [other for other in RULES if other.id == id]:
+            if _written(other.check) != _written(check):
+                raise DefinitionError(
+                    f"the rule {id} of {_written(check)} has an id that is taken, by that of {_written(other.check)}; "
+                    f"expected one of its own, such as LAB001."
+                )
+            RULES.remove(other)
+        bisect.insort(RULES, Rule(id, reason, source, check, everywhere), key=lambda rule: rule.id)
         return check
 
     return enter
+
+
+def _written(check: Check) -> str:
+    """Where a rule is written: file and function."""
+    return f"{inspect.getfile(check)}:{check.__qualname__}"
 
 
 def writers(graph: Graph, protocol: type) -> list[tuple[Node, str]]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from flowrl.core import advantage_rules, critic_rules, loss_rules, row_rules, update_rules, weight_rules
 from flowrl.core.graph import Graph
 from flowrl.core.protocols import Critic, Trainer
-from flowrl.core.rule import ENTERED, Finding, Rule, writers
+from flowrl.core.rule import RULES, Finding, Rule, writers
 from flowrl.errors import GraphError, ParameterError, RuleError, offer
 
 __all__ = [
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 MODULES = (advantage_rules, critic_rules, loss_rules, row_rules, update_rules, weight_rules)
 """Where rules are; to be imported is to be in the table."""
-
-RULES: list[Rule] = sorted(ENTERED, key=lambda rule: rule.id)
 
 
 @dataclass(frozen=True)
