@@ -9,6 +9,8 @@ READY  := $(VENV)/.ready
 
 PICTURES := .pictures
 
+REFERENCE := build/reference
+
 ENGINES       := .venv-engines
 ENGINES_READY := $(ENGINES)/.ready
 
@@ -18,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ray engines test-engines pictures test-pictures check bench clean
+.PHONY: help demo test test-ray engines test-engines pictures test-pictures check bench docs clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +55,9 @@ bench: $(READY)  ## Run the benchmarks
 	@for script in $(sort $(wildcard benchmarks/*.py)); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
 	done
+
+docs: $(READY)  ## Build the API reference from the docstrings; it is then in build/reference/index.html
+	@$(BIN)/python docs/reference.py $(REFERENCE)
 
 clean:  ## Remove caches and build outputs (not .venv, not runs)
 	rm -rf build dist flowrl.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flowrl.auditing.record import Audit
     from flowrl.auditing.world import World
     from flowrl.columns import Column
+    from flowrl.core.backend import Backend
     from flowrl.core.edit import After
     from flowrl.core.function import operator
     from flowrl.core.graph_io import save
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
     from flowrl.records import DemoBatch, PreferenceBatch, PromptBatch, RolloutBatch
     from flowrl.run.costs import Costs
     from flowrl.run.job import Job
-    from flowrl.run.report import TensorBoard, Terminal
+    from flowrl.run.report import Reporter, TensorBoard, Terminal
     from flowrl.run.training import Training
     from flowrl.run.validation import Validation
+    from flowrl.spec import Spec
 
 __version__ = "0.1.0"
 
@@ -45,6 +47,7 @@ __all__ = [
     "INJECTED",
     "After",
     "Audit",
+    "Backend",
     "ByDifficulty",
     "Colocate",
     "Column",
@@ -65,10 +68,12 @@ __all__ = [
     "PromptData",
     "Reads",
     "Replay",
+    "Reporter",
     "Role",
     "RolloutBatch",
     "Sampler",
     "Source",
+    "Spec",
     "Split",
     "State",
     "Step",
@@ -98,6 +103,9 @@ _MODULES = {
     "Audit": "auditing.record",
     "World": "auditing.world",
     "audit": "auditing.audit",
+    "Backend": "core.backend",
+    "Reporter": "run.report",
+    "Spec": "spec",
     "Column": "columns",
     "Costs": "run.costs",
     "Colocate": "distributed.place",

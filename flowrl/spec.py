@@ -112,7 +112,6 @@ def _raise_parameter_errors(cls: type) -> None:
     """Make the constructor of `cls` raise `ParameterError` in place of pydantic's own error."""
     init = vars(cls)["__init__"]
 
-    @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             _refuse_bools(cls, args, kwargs)
@@ -125,7 +124,24 @@ def _raise_parameter_errors(cls: type) -> None:
         if self.timeless:
             _refuse_over_time(self)
 
+    __init__.__module__, __init__.__qualname__ = cls.__module__, f"{cls.__qualname__}.__init__"
+    __init__.__signature__ = _signature(cls)  # type: ignore[attr-defined]
     cls.__init__ = __init__  # type: ignore[misc]
+
+
+def _signature(cls: Any) -> inspect.Signature:
+    """How a spec is called, for its help; from a field on that is required after an optional one, by name."""
+    kinds = inspect.Parameter
+    positional, closed = [kinds("self", kinds.POSITIONAL_ONLY)], False
+    by_name: list[inspect.Parameter] = []
+    for name, field in cls.__pydantic_fields__.items():
+        required = field.is_required()
+        closed = closed or (required and positional[-1].default is not kinds.empty)
+        default = ... if field.default_factory else kinds.empty if required else field.default  # `...`: made anew
+        kind = kinds.KEYWORD_ONLY if closed or field.kw_only else kinds.POSITIONAL_OR_KEYWORD
+        parameter = kinds(name, kind, default=default, annotation=field.annotation)
+        (positional if kind is kinds.POSITIONAL_OR_KEYWORD else by_name).append(parameter)
+    return inspect.Signature([*positional, *by_name])
 
 
 def _refuse_bools(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

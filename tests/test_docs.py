@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import re
+import runpy
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,14 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:32]))
     shutil.copy(ROOT / "examples" / "reward.py", desk / "my_reward.py")
     return desk
+
+
+@pytest.fixture(autouse=True)
+def _no_rule_remains() -> Iterator[None]:
+    """What a page enters into the table of rules is for that page."""
+    before = list(RULES)
+    yield
+    RULES[:] = before
 
 
 def execute(page: Path, desk: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -75,7 +87,21 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_every_page_is_reached_from_the_readme() -> None:
     linked = set(re.findall(r"\(docs/([\w-]+\.md)", (ROOT / "README.md").read_text(encoding="utf-8")))
-    assert linked == {page.name for page in (ROOT / "docs").iterdir()}
+    assert linked == {page.name for page in PAGES}
+
+
+REFERENCE = runpy.run_path(str(ROOT / "docs" / "reference.py"))
+
+
+@pytest.mark.parametrize("name", REFERENCE["MODULES"])
+def test_every_name_of_the_reference_has_a_docstring(name: str) -> None:
+    """Its own, and not what a dataclass or a named tuple writes in its place."""
+    module = importlib.import_module(name)
+    own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == name and key[0] != "_"]
+    values = {key: getattr(module, key) for key in getattr(module, "__all__", own)}
+    documented = {key: value for key, value in values.items() if isinstance(value, type) or inspect.isroutine(value)}
+    assert module.__doc__ and documented
+    assert not [key for key, value in documented.items() if (value.__doc__ or f"{key}(").startswith(f"{key}(")]
 
 
 def _table_after(page: str, mark: str) -> str:

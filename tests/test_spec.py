@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
 from collections.abc import Mapping
@@ -54,6 +55,27 @@ def test_a_spec_with_its_own_constructor_is_refused() -> None:
         class Made(Spec):
             def __init__(self) -> None:
                 self.size = 3
+
+
+def test_help_shows_how_a_spec_is_called() -> None:
+    """Also where a subclass requires a field after optional ones of its base: that one is given by its name."""
+
+    class Base(Spec):
+        first: int
+        second: float = 0.5
+        aside: tuple[str, ...] = Field(default_factory=tuple, kw_only=True)
+
+    class Derived(Base):
+        third: str = Field(min_length=1)
+        fourth: int = 4
+
+    assert str(inspect.signature(Base.__init__)) == (
+        "(self, /, first: int, second: float = 0.5, *, aside: tuple[str, ...] = Ellipsis)"
+    )
+    assert str(inspect.signature(Derived.__init__)) == (
+        "(self, /, first: int, second: float = 0.5, *, aside: tuple[str, ...] = Ellipsis, third: str, fourth: int = 4)"
+    )
+    assert Derived(1, third="x") == Derived(first=1, second=0.5, third="x", fourth=4)
 
 
 def test_a_long_value_is_named_by_its_type() -> None:

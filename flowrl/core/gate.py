@@ -68,7 +68,7 @@ class Gate(_Called, Operator):
     _signature: ClassVar[Signature] = Signature({}, {}, {})
     fresh: ClassVar[tuple[str, ...]] = ("batch",)
     keep: Operator
-    columns: Mapping[str, str] = Field(default_factory=dict, repr=False)
+    columns: Mapping[str, str] = Field(default_factory=dict, repr=False, kw_only=True)
 
     @field_validator("keep", mode="after")
     @classmethod
