@@ -70,7 +70,8 @@ def test_a_reward_is_shown_and_compared_by_its_name(make: Any) -> None:
     spring("mine.py")
     read = load("g.yaml", imports=False)
     assert not_imported(read) == ["mine.py:score"]
-    assert repr(read["reward"].operator) == "Reward(fn=mine.py:score, timeout=10.0, on_error='raise', workers=None)"
+    shown = "Reward(fn=mine.py:score, timeout=10.0, on_error='raise', workers=None, log='reward')"
+    assert repr(read["reward"].operator) == shown
     assert read.mermaid() == graph.mermaid()
     assert read.check(prompts=8) == []
     assert read.to_dict() == load("g.yaml", imports=False).to_dict()
