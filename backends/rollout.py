@@ -1,5 +1,5 @@
-"""What all rollout engines share: a receipt, without which they do not sample; checks of prompts; and one rule for
-where responses end, whichever engine stops by itself.
+"""What all rollout engines share: a receipt, without which they do not sample; requests, and the loop over them that
+`generate` is; checks of prompts; and one rule for where responses end, whichever engine stops by itself.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from flowrl.core.protocols import Sampled, Sampling
+from flowrl.core.protocols import Request, Response, Sampled, Sampling
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer
-from flowrl.errors import DataError, SyncError
+from flowrl.errors import DataError, ParameterError, SyncError
 from flowrl.records import Receipt
 
 
@@ -75,15 +75,20 @@ class RolloutEngine(ABC):
             EngineError: the engine or one of its processes failed.
         """
         self._require_awake("generate")
+        self._require_receipt()
+        check_prompts(prompts, prompt_mask, row_ids, sampling, *self._limits(), self.tokenizer.folder)
+        sampled = self._sample(prompts, prompt_mask, row_ids, sampling, key)
+        self._refuse_not_finite(sampled, row_ids)
+        return Sampled(*(column.to(prompts.device) for column in sampled))
+
+    def _require_receipt(self) -> Receipt:
+        """The receipt, without which nothing is sampled; raises `SyncError`."""
         if self._receipt is None:
             raise SyncError(
                 "this rollout engine holds no receipt, so nobody knows which version of the policy it would sample "
                 "from; call engine.sync(trainer) first (in a graph: end the step with Sync()(actor))."
             )
-        check_prompts(prompts, prompt_mask, row_ids, sampling, *self._limits(), self.tokenizer.folder)
-        sampled = self._sample(prompts, prompt_mask, row_ids, sampling, key)
-        self._refuse_not_finite(sampled, row_ids)
-        return Sampled(*(column.to(prompts.device) for column in sampled))
+        return self._receipt
 
     def _refuse_not_finite(self, sampled: Sampled, row_ids: Sequence[str]) -> None:
         wrong = (sampled.response_mask & ~sampled.log_probs.isfinite()).nonzero()
@@ -108,6 +113,95 @@ class RolloutEngine(ABC):
     @abstractmethod
     def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:
         """`generate`, of prompts that have been checked, on any device."""
+
+
+class RequestEngine(RolloutEngine):
+    """Base of live rollout engines that take `Requests`; `generate` submits all rows, and steps until they are there.
+
+    An error of `step` ends all requests that are under way.
+    """
+
+    def submit(self, request: Request) -> None:
+        """Ask for an answer, which is begun by a later `step`; see `Requests.submit`."""
+        self._require_awake("submit")
+        self._require_receipt()
+        ids = torch.tensor([list(request.ids)], dtype=torch.int64)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        check_prompts(ids, mask, [request.name], request.sampling, *self._limits(), self.tokenizer.folder)
+        if self._asked(request.name):
+            raise ParameterError(
+                f"a request named {request.name!r} is under way, or its response was not taken; expected names that "
+                f"differ: call engine.take({request.name!r}) once step() has named it, or engine.drop({request.name!r})."
+            )
+        self._submit(request)
+
+    def step(self) -> list[str]:
+        """Compute one token of each answer; the names of those that ended; see `Requests.step`."""
+        self._require_awake("step")
+        return self._step(self._require_receipt().version)
+
+    def take(self, name: str) -> Response:
+        """The response to a request, once; see `Requests.take`."""
+        response = self._take(name)
+        if response is None:
+            raise ParameterError(
+                f"there is no response to a request {name!r}: it was not submitted, has not ended, or its response was "
+                f"taken; expected a name that engine.step() gave, once."
+            )
+        return response
+
+    def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:
+        names = {f"generate {i}": i for i in range(len(row_ids))}
+        rows: list[tuple[Sequence[int], Sequence[float]]] = [((), ())] * len(names)
+        try:
+            for name, i in names.items():
+                self._submit(Request(name, prompts[i][mask[i]].tolist(), sampling, key.answer(row_ids[i])))
+            missing = len(names)
+            while missing:
+                for name in self.step():
+                    if name in names:
+                        rows[names[name]] = self.take(name)[:2]
+                        missing -= 1
+        except BaseException:
+            for name in names:
+                self.drop(name)
+            raise
+        return packed(rows, self.tokenizer.pad_id)
+
+    @abstractmethod
+    def drop(self, name: str) -> None:
+        """Stop a request, drop its response, and forget what was kept of it; see `Requests.drop`."""
+
+    @abstractmethod
+    def _asked(self, name: str) -> bool:
+        """Whether a request of that name is under way, or its response was not taken."""
+
+    @abstractmethod
+    def _submit(self, request: Request) -> None:
+        """`submit`, of a request that has been checked."""
+
+    @abstractmethod
+    def _step(self, version: int) -> list[str]:
+        """`step`, with weights of this version."""
+
+    @abstractmethod
+    def _take(self, name: str) -> Response | None:
+        """`take`, or None."""
+
+
+def packed(rows: Sequence[tuple[Sequence[int], Sequence[float]]], pad: int) -> Sampled:
+    """Responses of unequal length, tokens and log-probs, as columns padded on the right."""
+    width = max((len(ids) for ids, _ in rows), default=0)
+    sampled = Sampled(
+        torch.full((len(rows), width), pad),
+        torch.zeros(len(rows), width, dtype=torch.bool),
+        torch.zeros(len(rows), width),
+    )
+    for i, (ids, log_probs) in enumerate(rows):
+        sampled.responses[i, : len(ids)] = torch.tensor(ids)
+        sampled.response_mask[i, : len(ids)] = True
+        sampled.log_probs[i, : len(ids)] = torch.tensor(log_probs)
+    return sampled
 
 
 def check_prompts(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowrl.backends.hosted.arrival import Arrival, due_weights
 from flowrl.backends.hosted.folder import FolderWeights
-from flowrl.backends.rollout import Ending, RolloutEngine
+from flowrl.backends.rollout import Ending, RolloutEngine, packed
 from flowrl.backends.torch.load import Folder, FolderBackend, load_causal_lm, loading
 from flowrl.backends.torch.lora import LoRA, require_peft
 from flowrl.core.protocols import Closable, Rollout, Sampled, Sampling, Sleeper, Trainer
@@ -201,7 +201,7 @@ class HostedRollout(RolloutEngine):
             with self._at_stake():
                 answers = self._answer(requests, settings, seeds)
                 rows = [self._checked(answer, ending, sampling.max_new_tokens) for answer in answers]
-        return _packed(rows, self.tokenizer.pad_id)
+        return packed(rows, self.tokenizer.pad_id)
 
     def _checked(self, answer: Answer, ending: Ending, max_new_tokens: int) -> tuple[Sequence[int], Sequence[float]]:
         """The tokens and log-probs of a response, up to where it ends."""
@@ -356,18 +356,3 @@ def ending_on_error(end: Callable[[], object]) -> Iterator[None]:
         except Exception as another:
             error.add_note(f"Ending it failed too ({type(another).__name__}: {another}).")
         raise
-
-
-def _packed(rows: Sequence[tuple[Sequence[int], Sequence[float]]], pad: int) -> Sampled:
-    """Responses of unequal length as columns, padded on the right."""
-    width = max((len(ids) for ids, _ in rows), default=0)
-    sampled = Sampled(
-        torch.full((len(rows), width), pad),
-        torch.zeros(len(rows), width, dtype=torch.bool),
-        torch.zeros(len(rows), width),
-    )
-    for i, (ids, log_probs) in enumerate(rows):
-        sampled.responses[i, : len(ids)] = torch.tensor(ids)
-        sampled.response_mask[i, : len(ids)] = True
-        sampled.log_probs[i, : len(ids)] = torch.tensor(log_probs)
-    return sampled

@@ -6,7 +6,6 @@ It either shares the weights of the actor in this process, so that `sync` is an 
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,33 +13,34 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, cast, 
 
 import torch
 from pydantic import Field, model_validator
-from torch import LongTensor, Tensor, nn
+from torch import Tensor, nn
 
 from flowrl.backends.hosted.arrival import weights_for
-from flowrl.backends.rollout import Ending, RolloutEngine
+from flowrl.backends.rollout import RequestEngine
+from flowrl.backends.torch.cohorts import Cohorts
+from flowrl.backends.torch.decoder import Decoder, Memory
 from flowrl.backends.torch.device import device_of
 from flowrl.backends.torch.engine import Residence, Resident
 from flowrl.backends.torch.load import Folder, FolderBackend, load_causal_lm
 from flowrl.backends.torch.lora import Adapter, LoRA, require_peft
 from flowrl.backends.torch.probes import (
     Attention,
-    known,
     probe_inputs,
     refuse_other_cache,
     settle_attention,
     tolerance,
 )
-from flowrl.core.protocols import BuildContext, Rollout, Sampled, Sampling, Sleeper, Trainer
+from flowrl.core.protocols import BuildContext, Request, Requests, Response, Rollout, Sampled, Sampling, Sleeper, Trainer
 from flowrl.data.keys import Key
-from flowrl.data.tokenizer import ChatTokenizer, positions
-from flowrl.errors import BindError, DataError, SyncError, type_of
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.errors import BindError, SyncError, type_of
 from flowrl.records import Receipt
 from flowrl.spec import non_default
 from flowrl.sync.digest import combine, named_weights, same_bits, tensor_digest, weights_digest
 from flowrl.sync.wanted import misfit
 
-if TYPE_CHECKING:  # they take seconds to import
-    from transformers import DynamicCache, PreTrainedModel
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
 
 
 class TorchRollout(FolderBackend):
@@ -146,7 +146,7 @@ class SharesModel(Protocol):
     def computing(self) -> AbstractContextManager[None]: ...
 
 
-class TorchRolloutEngine(RolloutEngine, Resident):
+class TorchRolloutEngine(RequestEngine, Resident):
     """A live `TorchRollout`.
 
     Args:
@@ -175,15 +175,26 @@ class TorchRolloutEngine(RolloutEngine, Resident):
         super().__init__(tokenizer)
         self.model = model
         self._adapter, self._adapter_of = adapter, adapter_of
-        self._max_rows = max_rows
         self._shares = shares
         # What is shared moves with the trainer.
         self.residence = Residence(model.device, [model] if shares is None else [])
-        arguments = inspect.signature(model.forward).parameters
-        self._cache = "cache_params" if "cache_params" in arguments else "past_key_values"
+        self._memory = self._memory_of(model)
+        self._decoder = Decoder(self._memory, tokenizer, max_rows, model.device)
+        self._within = False
+
+    def _memory_of(self, model: PreTrainedModel) -> Memory:
+        """Where what is computed of rows stands: in place where that suits the model, else as transformers keeps it.
+
+        Raises:
+            BindError: the model does not go on from its cache as it computes without.
+        """
+        from flowrl.backends.torch.slots import Slots, suits
+
         with evaluating(model), torch.no_grad():
             probe, bound = probe_inputs(model, model.device, rows=2), tolerance(model.dtype)
-            refuse_other_cache(probe, model, self._forward, self._new_cache(), tokenizer.folder, bound)
+            cohorts = Cohorts(model)
+            refuse_other_cache(probe, model, cohorts.step, cohorts.new_cache(), self.tokenizer.folder, bound)
+            return Slots(model) if suits(model, probe, bound) else cohorts
 
     @property
     def arithmetic(self) -> torch.dtype:
@@ -201,11 +212,18 @@ class TorchRolloutEngine(RolloutEngine, Resident):
         cast. The receipt's digest and bytes are those of the tensors as sent.
 
         Raises:
-            SyncError: names or shapes differ, the engine holds other numbers than were sent, `source` is not the
+            SyncError: requests are under way; names or shapes differ, the engine holds other numbers than were sent, `source` is not the
                 trainer that the model is shared with, or has no adapter over the same weights as this engine has. The
                 engine then holds no receipt.
         """
+        if begun := self._decoder.begun:
+            raise SyncError(
+                f"sync was called while {len(begun)} requests are under way ({begun[0]!r} is one), whose tokens are of "
+                f"version {self._require_receipt().version}; expected none, since an answer bears one version: call "
+                f"engine.step() until they end, or engine.drop(name)."
+            )
         self._receipt = None
+        self._decoder.forget()
         if self._shares is None:
             self._receipt = self._copy(source)
         elif cast(object, source) is self._shares:
@@ -285,148 +303,70 @@ class TorchRolloutEngine(RolloutEngine, Resident):
         vocabulary: int = cast(Any, self.model.get_input_embeddings()).num_embeddings
         return vocabulary, getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
-    def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:
-        """By `next_token`; row ``i`` uses ``key.uniforms(row_ids)[i]`` and nothing of the other rows.
-
-        So it gets the same tokens in any order and any batch, but for rounding: kernels that sum in another order for
-        another batch size move probabilities by about 1e-7, and so may move a draw that falls within that of the edge
-        between two tokens.
+    def _require_receipt(self) -> Receipt:
+        """As `RolloutEngine`; and weights that are shared must not have been trained since.
 
         Raises:
-            SyncError: weights that are shared were trained since the receipt.
-            DataError: logits that are NaN.
+            SyncError: they were.
         """
-        assert self._receipt is not None
-        if self._shares is not None and self._shares.version != self._receipt.version:
+        receipt = super()._require_receipt()
+        if self._shares is not None and self._shares.version != receipt.version:
             raise SyncError(
                 f"the weights that this rollout engine shares are at version {self._shares.version}, but its receipt "
-                f"is of version {self._receipt.version}, so its rows would carry the wrong version; call "
+                f"is of version {receipt.version}, so its rows would carry the wrong version; call "
                 f"engine.sync(trainer) after each update (in a graph: end the step with Sync()(actor))."
             )
-        rows, device = len(prompts), self.model.device
-        sampled = Sampled(
-            torch.full((rows, sampling.max_new_tokens), self.tokenizer.pad_id, device=device),
-            torch.zeros(rows, sampling.max_new_tokens, dtype=torch.bool, device=device),
-            torch.zeros(rows, sampling.max_new_tokens, device=device),
-        )
-        uniforms = key.uniforms(row_ids, sampling.max_new_tokens).to(device)
-        columns = (prompts.to(device), mask.to(device), uniforms, *sampled)
+        return receipt
+
+    def _asked(self, name: str) -> bool:
+        return name in self._decoder
+
+    def _submit(self, request: Request) -> None:
+        self._decoder.submit(request)
+
+    def _step(self, version: int) -> list[str]:
+        """By `next_token`; a request draws from ``key.numbers(max_new_tokens)`` and from nothing of the others.
+
+        So it gets the same tokens in any order and any company, but for rounding: kernels that sum in another order for
+        another number of rows move probabilities by about 1e-7, and so may move a draw that falls within that of the
+        edge between two tokens.
+        """
+        try:
+            with self._decoding():
+                return self._decoder.step(version)
+        except BaseException:
+            self._decoder.clear()
+            raise
+
+    def _take(self, name: str) -> Response | None:
+        return self._decoder.take(name)
+
+    def drop(self, name: str) -> None:
+        """Stop a request, drop its response, and forget what was kept of it."""
+        self._decoder.drop(name)
+
+    def sleep(self) -> None:
+        """As `Resident.sleep`; requests that are under way are computed anew once the engine is awake."""
+        self._decoder.forget()
+        super().sleep()
+
+    def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:
+        with self._decoding():
+            return super()._sample(prompts, mask, row_ids, sampling, key)
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """The model as it decodes; within another one, nothing."""
+        if self._within:
+            yield
+            return
         computing = nullcontext() if self._shares is None else self._shares.computing()
-        with evaluating(self.model), torch.no_grad(), computing:
-            for start in range(0, rows, self._max_rows):
-                ids, attended, numbers, *out = (column[start : start + self._max_rows] for column in columns)
-                self._fill(ids, attended, numbers, sampling, Sampled(*out))
-        width = int(sampled.response_mask.any(0).sum())
-        return Sampled(*(column[:, :width] for column in sampled))
-
-    def _fill(self, prompts: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling, sampled: Sampled) -> None:
-        """Sample the responses of some rows into `sampled`; rows that end leave the batch."""
-        rows, width = prompts.shape
-        ending = Ending(self.tokenizer, sampling)
-        stops = torch.tensor(ending.token_ids, dtype=torch.int64, device=prompts.device)
-        watches = [ending.watch() for _ in range(rows)] if ending.stop else []
-        cache = self._new_cache()
-        first, copies = unique_rows(prompts.masked_fill(~mask, -1))
-        ids = prompts.masked_fill(~mask, 0)  # padding may hold anything, ids that the vocabulary lacks included
-        logits = self._forward(ids[first], mask[first], positions(mask[first]), cache)[copies]
-        cache.reorder_cache(cast(LongTensor, copies))
-
-        live = torch.arange(rows, device=prompts.device)  # the rows of `sampled` that the batch now consists of
-        attention = nn.functional.pad(mask, (0, sampling.max_new_tokens), value=True)
-        position = mask.sum(1, keepdim=True)
-        for t in range(sampling.max_new_tokens):
-            tokens, log_probs = next_token(logits, uniforms[live, t], sampling)
-            sampled.responses[live, t] = tokens
-            sampled.response_mask[live, t] = True
-            sampled.log_probs[live, t] = log_probs
-            ended = torch.isin(tokens, stops)
-            if watches:
-                pairs = zip(live.tolist(), tokens.tolist(), strict=True)
-                ended |= torch.tensor([watches[row].completes(token) for row, token in pairs], device=ended.device)
-            on = (~ended).nonzero().squeeze(1)
-            if len(on) == 0 or t + 1 == sampling.max_new_tokens:
-                return
-            if len(on) < len(live):
-                live, tokens, attention, position = live[on], tokens[on], attention[on], position[on]
-                cache.reorder_cache(cast(LongTensor, on))
-            logits = self._forward(tokens[:, None], attention[:, : width + t + 1], position + t, cache)
-
-    def _new_cache(self) -> DynamicCache:
-        from transformers import DynamicCache
-
-        return DynamicCache(config=self.model.config)
-
-    def _forward(self, ids: Tensor, attention: Tensor, position: Tensor, cache: DynamicCache) -> Tensor:
-        """Logits of the token after the last column: ``[rows vocab]``."""
-        inputs = {
-            "input_ids": ids,
-            "attention_mask": attention,
-            "position_ids": position,
-            self._cache: cache,
-            "use_cache": True,
-            "logits_to_keep": 1,
-        }
-        if self._cache == "cache_params" and ids.shape[1] < attention.shape[1]:
-            del inputs["attention_mask"]  # a state-space model keeps no past that could be masked
-        return cast(Tensor, self.model(**known(self.model, inputs)).logits[:, -1])
-
-
-def next_token(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Draw one token per row, by inverting the cumulative distribution at `uniforms`.
-
-    Logits are divided by the temperature, then the `top_k` largest are kept (of equals the lowest ids), then the
-    smallest set of the most likely whose probability reaches `top_p` (nucleus sampling, Holtzman et al. 2020,
-    arXiv:1904.09751), then renormalised; this distribution is drawn from, and the log-prob is that under it. At
-    temperature 0 the most likely token is taken, top-k and top-p have no say, and the log-prob is of temperature 1.
-
-    Args:
-        logits: ``[rows vocab]`` of any float dtype; computed on in float32.
-        uniforms: float64 ``[rows]`` in [0, 1).
-        sampling: temperature, top_k and top_p.
-
-    Returns:
-        tokens (int64 ``[rows]``) and log-probs (float32 ``[rows]``).
-
-    Raises:
-        DataError: logits are NaN or infinite.
-    """
-    logits, order = logits.float(), None
-    if sampling.temperature > 0:
-        logits = logits / sampling.temperature
-        if sampling.top_k > 0 or sampling.top_p < 1:
-            logits, order = logits.sort(dim=-1, descending=True, stable=True)
-        if sampling.top_k > 0:
-            logits = logits[:, : sampling.top_k]
-        if sampling.top_p < 1:
-            reached = logits.softmax(-1).double().cumsum(-1) >= sampling.top_p
-            logits[:, 1:].masked_fill_(reached[:, :-1], -torch.inf)
-    log_probs = logits.log_softmax(-1)
-    if log_probs[:, 0].isnan().any():  # one NaN or +inf makes the whole row NaN
-        raise DataError(
-            "the model's logits are NaN or infinite, so its weights or their dtype have overflowed; look at "
-            "actor/grad_norm of the steps before, and train with a smaller learning rate or in float32 or bfloat16."
-        )
-    if sampling.temperature > 0:
-        cumulative = log_probs.double().exp().cumsum(-1)
-        # The first entry above u * total: never one of probability 0, nor, as u < 1, one past the end.
-        pick = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
-    else:
-        pick = log_probs.argmax(-1, keepdim=True)
-    tokens = pick if order is None else order.gather(1, pick)
-    return tokens.squeeze(1), log_probs.gather(1, pick).squeeze(1)
-
-
-def unique_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each distinct row first stands (int64 ``[distinct]``), and which of them each row is (int64 ``[rows]``)."""
-    seen: dict[bytes, int] = {}
-    first: list[int] = []
-    copies: list[int] = []
-    for i, row in enumerate(rows.cpu().numpy()):
-        j = seen.setdefault(row.tobytes(), len(seen))
-        if j == len(first):
-            first.append(i)
-        copies.append(j)
-    return torch.tensor(first, device=rows.device), torch.tensor(copies, device=rows.device)
+        with evaluating(self.model), torch.no_grad(), computing, self._memory.decoding():
+            self._within = True
+            try:
+                yield
+            finally:
+                self._within = False
 
 
 @contextmanager

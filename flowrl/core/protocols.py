@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, dtype
 
@@ -124,6 +124,42 @@ class Sampled(NamedTuple):
     responses: Tensor
     response_mask: Tensor
     log_probs: Tensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer that is asked for: what `Requests` take.
+
+    Args:
+        name: by which it is taken. No two that are under way share one; an episode gives its own to each of its turns.
+        ids: all that stands before the answer: the prompt, and in later turns what was sampled and what came between.
+        sampling: how tokens are drawn, and where the answer ends.
+        key: where its random numbers come from, and nothing else's: ``key.answer(row_id, turn)``.
+        keep: hold on to what was computed, since a further request of this name may go on from these tokens and the
+            answer to them. It is a wish: an engine may forget it, and then computes it anew.
+    """
+
+    name: str
+    ids: Sequence[int]
+    sampling: Sampling
+    key: Key
+    keep: bool = False
+
+
+class Response(NamedTuple):
+    """The answer to a `Request`.
+
+    Args:
+        ids: its tokens, at least one.
+        log_probs: one a token, of the distribution that it was drawn from.
+        version: of the weights that sampled it.
+        ended: ``"stop"`` by a rule of its `Sampling` or the tokeniser, ``"length"`` by ``max_new_tokens``.
+    """
+
+    ids: list[int]
+    log_probs: list[float]
+    version: int
+    ended: Literal["stop", "length"]
 
 
 @runtime_checkable
@@ -266,6 +302,53 @@ class Rollout(Protocol):
         Raises:
             SyncError: what was received is not what was sent.
         """
+        ...
+
+
+@runtime_checkable
+class Requests(Protocol):
+    """An engine that is asked for answers one by one. They are computed together; new ones may come between any two
+    steps, and each leaves when it ends, so that who waits for something else holds nobody up.
+
+    An error of `step` ends all requests that are under way.
+    """
+
+    def submit(self, request: Request) -> None:
+        """Ask for an answer; it is begun by a later `step`, as soon as there is room.
+
+        Raises:
+            SyncError: the engine holds no receipt, or its weights are not those of its receipt.
+            DataError: a context that the model cannot take.
+            ParameterError: a request of that name is under way, or its response was not taken.
+            AsleepError: the engine sleeps.
+        """
+        ...
+
+    def step(self) -> list[str]:
+        """Compute for as long as the engine does at a time (one token of each answer), if there is anything to compute.
+
+        Returns:
+            the names of the requests whose responses are there since.
+
+        Raises:
+            SyncError: the engine holds no receipt, or its weights are not those of its receipt.
+            DataError: what the model gives is not finite.
+            AsleepError: the engine sleeps.
+            EngineError: the engine or one of its processes failed.
+        """
+        ...
+
+    def take(self, name: str) -> Response:
+        """The response to a request, once.
+
+        Raises:
+            ParameterError: it is not there.
+        """
+        ...
+
+    def drop(self, name: str) -> None:
+        """Stop a request where it is under way, drop its response, and forget what was kept of it; nothing where there
+        is none of these."""
         ...
 
 

@@ -47,13 +47,25 @@ class Key:
         """A CPU `torch.Generator` seeded with this key."""
         return torch.Generator().manual_seed(self.bits & (2**63 - 1))
 
-    def uniforms(self, row_ids: Iterable[str], count: int) -> Tensor:
-        """Uniform numbers in [0, 1), float64 ``[rows, count]``, that depend on (key, row id) only.
+    def answer(self, row_id: str, turn: int = 0) -> Key:
+        """The key of what a row draws in a turn of its episode, counted from 0; a row without turns has turn 0 alone.
 
-        The first ``k`` numbers of a row are the same for every `count` of at least ``k`` (Philox, Salmon et al. 2011).
+        So the first answer of an episode draws what `uniforms` of this key gives the row, and each further one draws
+        numbers that are independent of all others, however long the answers before it were.
         """
-        rows = [np.random.Generator(np.random.Philox(key=self.derive(row).bits)).random(count) for row in row_ids]
-        return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, count, dtype=torch.float64)
+        return self.derive(row_id, "turn", turn) if turn else self.derive(row_id)
+
+    def numbers(self, count: int) -> Tensor:
+        """Uniform numbers in [0, 1), float64 ``[count]`` (Philox, Salmon et al. 2011).
+
+        The first ``k`` are the same for every `count` of at least ``k``.
+        """
+        return torch.from_numpy(np.random.Generator(np.random.Philox(key=self.bits)).random(count))
+
+    def uniforms(self, row_ids: Iterable[str], count: int) -> Tensor:
+        """Uniform numbers in [0, 1), float64 ``[rows, count]``, that depend on (key, row id) only; see `numbers`."""
+        rows = [self.answer(row).numbers(count) for row in row_ids]
+        return torch.stack(rows) if rows else torch.empty(0, count, dtype=torch.float64)
 
 
 def node_key(seed: int, step: int, node: str) -> Key:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.torch.engine import TorchTrainerEngine
-from flowrl.backends.torch.rollout import TorchRolloutEngine, next_token
+from flowrl.backends.torch.rollout import TorchRolloutEngine
+from flowrl.backends.torch.sampler import next_token
 from flowrl.core.protocols import Sampling
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import assemble

@@ -1,0 +1,113 @@
+"""The three kinds of forward pass over rows whose KV is written in place: what each writes, and attends to.
+
+Buffers are ``[slot kv_head width head_dim]``. Queries, and keys and values as a layer has computed them, are
+``[row head column head_dim]``; attention gives ``[row column head head_dim]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class Begin:
+    """A pass over whole contexts ``[row column]``, padded on the right: each attends to what stands before it.
+
+    Args:
+        slots: int64 ``[row]``, or a slice.
+        last: int64 ``[row]``, the column of the last token of each row; None where that is the last column of all.
+    """
+
+    slots: Tensor | slice
+    last: Tensor | None
+
+    def store(self, buffer: Tensor, new: Tensor) -> Tensor:
+        buffer[self.slots, :, : new.shape[2]] = new.to(buffer.dtype)
+        return new
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        grouped = query.shape[1] != keys.shape[1]
+        out = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
+        out = out.transpose(1, 2)
+        if self.last is not None:
+            # Padding repeats the last token, and in the last column it sees what that sees: so there it stays equal to
+            # it from layer to layer, and the logits of the last column are those of every row.
+            out = out.contiguous()
+            out[:, -1] = out[torch.arange(len(out), device=out.device), self.last]
+        return out
+
+
+@dataclass(frozen=True)
+class Further:
+    """A pass over further tokens ``[row column]`` of rows that have a past; padding repeats the last one, at its place.
+
+    Args:
+        slots: int64 ``[row]``.
+        positions: int64 ``[row column]``.
+        top: columns of the buffers that are in use.
+        mask: bool ``[row 1 column top]``, what each token attends to.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    top: int
+    mask: Tensor
+
+    def store(self, buffer: Tensor, new: Tensor) -> Tensor:
+        buffer[self.slots[:, None], :, self.positions] = new.transpose(1, 2).to(buffer.dtype)
+        return buffer[self.slots, :, : self.top]
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        grouped = query.shape[1] != keys.shape[1]
+        out = scaled_dot_product_attention(query, keys, values, self.mask, scale=scale, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Next:
+    """A pass over one further token of every row.
+
+    Args:
+        slots: int64 ``[row]``.
+        positions: int64 ``[row]``; or an int, where all are there.
+        top: columns of the buffers that are in use.
+        mask: float32 ``[row 1 1 top]``, added to the scores; None where all rows are of one length.
+    """
+
+    slots: Tensor
+    positions: Tensor | int
+    top: int
+    mask: Tensor | None
+
+    def store(self, buffer: Tensor, new: Tensor) -> Tensor:
+        if isinstance(self.positions, int):
+            buffer[: len(self.slots), :, self.positions] = new[:, :, 0]
+        else:
+            buffer[self.slots, :, self.positions] = new[:, :, 0].to(buffer.dtype)
+        return buffer[: len(self.slots), :, : self.top]
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Heads that share keys are the queries of one attention over them, which leaves keys and values as they lie.
+
+        In float32 two batched products are faster than torch's fused attention of so few queries; in other dtypes that
+        one keeps its sums in float32.
+        """
+        rows, heads, _, size = query.shape
+        kv = keys.shape[1]
+        query = query.reshape(rows, kv, heads // kv, size)
+        if keys.dtype != torch.float32:
+            mask = None if self.mask is None else self.mask.to(keys.dtype)
+            out = scaled_dot_product_attention(query, keys, values, mask, scale=scale)
+        else:
+            query, keys, values = query.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
+            if self.mask is None:
+                scores = torch.bmm(query * scale, keys.transpose(1, 2))
+            else:
+                mask = self.mask.expand(-1, kv, heads // kv, -1).flatten(0, 1)
+                scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scale)
+            out = torch.bmm(scores.softmax(-1), values)
+        return out.view(rows, 1, heads, -1)
