@@ -130,8 +130,8 @@ class RequestEngine(RolloutEngine):
         check_prompts(ids, mask, [request.name], request.sampling, *self._limits(), self.tokenizer.folder)
         if self._asked(request.name):
             raise ParameterError(
-                f"a request named {request.name!r} is under way, or its response was not taken; expected names that "
-                f"differ: call engine.take({request.name!r}) once step() has named it, or engine.drop({request.name!r})."
+                f"a request named {request.name!r} is under way, or its response was not taken; expected another name, "
+                f"or engine.take({request.name!r}) first, once step() has named it, or engine.drop({request.name!r})."
             )
         self._submit(request)
 

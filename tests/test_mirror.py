@@ -45,10 +45,12 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
         "operators/reward/worker.py",
     ),
     "tests/backends/hosted/test_process.py": ("backends/hosted/keeper.py",),
+    "tests/backends/torch/test_decoder.py": ("backends/torch/cohorts.py",),
     "tests/backends/torch/test_fsdp.py": (
         "backends/torch/sharded.py",
         "backends/torch/shards.py",
     ),
+    "tests/backends/torch/test_slots.py": ("backends/torch/passes.py",),
     "tests/backends/torch/test_trainer.py": (
         "backends/torch/engine.py",
         "backends/torch/learner.py",

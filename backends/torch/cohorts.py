@@ -38,7 +38,7 @@ class Cohorts:
         model: a causal LM, in evaluation mode whenever this computes.
     """
 
-    spare = 1.0  # few and large cohorts, since each takes a forward pass of its own
+    worth = 1.0  # few and large cohorts, since each takes a forward pass of its own
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -61,7 +61,9 @@ class Cohorts:
         rows = [contexts[i].ids for i in first]
         width = max(map(len, rows))
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
-        attended = torch.arange(width - 1, -1, -1, device=device) < torch.tensor(list(map(len, rows)), device=device)[:, None]
+        attended = (
+            torch.arange(width - 1, -1, -1, device=device) < torch.tensor(list(map(len, rows)), device=device)[:, None]
+        )
         cache = self.new_cache()
         logits = self.step(ids, attended, positions(attended), cache)
         chosen = torch.tensor(copies, device=device)

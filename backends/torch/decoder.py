@@ -21,6 +21,9 @@ from flowrl.core.protocols import Request, Response, Sampling
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import DataError
 
+PATIENCE = 8
+"""Steps for which requests wait for others to join with, where there is room for all."""
+
 
 class Context(NamedTuple):
     """The tokens of a row that joins, and what `Memory.keep` gave when a row of the same request left."""
@@ -33,8 +36,8 @@ class Memory(Protocol):
     """What a model has computed of rows, which are numbered from 0 in the order of `join` and `leave`."""
 
     @property
-    def spare(self) -> float:
-        """If not all that wait can join, they do where this share of all rows is free."""
+    def worth(self) -> float:
+        """Rows join at once where they are this share of those that are there."""
         ...
 
     def decoding(self) -> AbstractContextManager[None]:
@@ -189,6 +192,7 @@ class Decoder:
         self._kept: dict[str, Any] = {}  # the longest ago comes first
         self._rules: dict[Sampling, Rule] = {}
         self._parts: list[tuple[Rule, Tensor]] | None = None  # the rows that draw by each rule
+        self._passed = 0  # steps for which some have waited that could have joined
         self._watched = False  # whether any looks for stop strings
 
     def __contains__(self, name: str) -> bool:
@@ -258,11 +262,14 @@ class Decoder:
         self._tidy()
 
     def _admitted(self) -> list[Row]:
-        """Those that join now: as many as there is room for, where that is worth a pass."""
-        free = self._max_rows - len(self._rows)
-        if free < len(self._waiting) and free < max(1, self._memory.spare * self._max_rows):
-            return []
-        return [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        """Those that join now. They take a forward pass of their own, so a few wait for others, but not for long."""
+        joining = min(len(self._waiting), self._max_rows - len(self._rows))
+        if self._rows and joining < self._memory.worth * len(self._rows):
+            self._passed += 1
+            if self._passed <= PATIENCE or joining < len(self._waiting):
+                return []
+        self._passed = 0
+        return [self._waiting.popleft() for _ in range(joining)]
 
     def _draw(self, logits: Tensor) -> list[str]:
         uniforms = self._drawn.numbers()

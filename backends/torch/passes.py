@@ -67,28 +67,35 @@ class Further:
         return out.transpose(1, 2)
 
 
-@dataclass(frozen=True)
 class Next:
-    """A pass over one further token of every row.
+    """A pass over one further token of every row, which are the first slots.
 
     Args:
-        slots: int64 ``[row]``.
-        positions: int64 ``[row]``; or an int, where all are there.
-        top: columns of the buffers that are in use.
-        mask: float32 ``[row 1 1 top]``, added to the scores; None where all rows are of one length.
+        positions: int64 ``[row]``.
+        low, top: the lowest position, and the columns of the buffers that are in use: one more than the highest.
     """
 
-    slots: Tensor
-    positions: Tensor | int
-    top: int
-    mask: Tensor | None
+    def __init__(self, positions: Tensor, low: int, top: int) -> None:
+        self._positions, self._rows, self._top = positions, len(positions), top
+        self._equal = low + 1 == top
+        self._places: Tensor | None = (
+            None  # where each new row of a buffer goes, if all buffers are ``[place head_dim]``
+        )
+        self._mask: Tensor | None = None  # what is added to scores
+        if not self._equal:
+            beyond = torch.arange(top, device=positions.device) > positions[:, None, None, None]
+            self._mask = torch.where(beyond, -torch.inf, 0.0)
 
     def store(self, buffer: Tensor, new: Tensor) -> Tensor:
-        if isinstance(self.positions, int):
-            buffer[: len(self.slots), :, self.positions] = new[:, :, 0]
+        if self._equal:
+            buffer[: self._rows, :, self._top - 1] = new[:, :, 0]
         else:
-            buffer[self.slots, :, self.positions] = new[:, :, 0].to(buffer.dtype)
-        return buffer[: len(self.slots), :, : self.top]
+            if self._places is None:
+                _, heads, width, _ = buffer.shape
+                lines = torch.arange(self._rows * heads, device=buffer.device).view(-1, heads)
+                self._places = (lines * width + self._positions[:, None]).flatten()
+            buffer.view(-1, buffer.shape[3]).index_copy_(0, self._places, new.flatten(0, 2).to(buffer.dtype))
+        return buffer[: self._rows, :, : self._top]
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Heads that share keys are the queries of one attention over them, which leaves keys and values as they lie.
@@ -100,14 +107,14 @@ class Next:
         kv = keys.shape[1]
         query = query.reshape(rows, kv, heads // kv, size)
         if keys.dtype != torch.float32:
-            mask = None if self.mask is None else self.mask.to(keys.dtype)
+            mask = None if self._mask is None else self._mask.to(keys.dtype)
             out = scaled_dot_product_attention(query, keys, values, mask, scale=scale)
         else:
             query, keys, values = query.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
-            if self.mask is None:
+            if self._mask is None:
                 scores = torch.bmm(query * scale, keys.transpose(1, 2))
             else:
-                mask = self.mask.expand(-1, kv, heads // kv, -1).flatten(0, 1)
+                mask = self._mask.expand(-1, kv, heads // kv, -1).flatten(0, 1)
                 scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scale)
             out = torch.bmm(scores.softmax(-1), values)
         return out.view(rows, 1, heads, -1)

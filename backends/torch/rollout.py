@@ -30,7 +30,17 @@ from flowrl.backends.torch.probes import (
     settle_attention,
     tolerance,
 )
-from flowrl.core.protocols import BuildContext, Request, Requests, Response, Rollout, Sampled, Sampling, Sleeper, Trainer
+from flowrl.core.protocols import (
+    BuildContext,
+    Request,
+    Requests,
+    Response,
+    Rollout,
+    Sampled,
+    Sampling,
+    Sleeper,
+    Trainer,
+)
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, SyncError, type_of
@@ -61,7 +71,7 @@ class TorchRollout(FolderBackend):
         frozen: answer with the weights of the folder, which nothing syncs: a judge, or an opponent that stays as it is.
     """
 
-    serves = (Rollout, Sleeper)
+    serves = (Rollout, Requests, Sleeper)
     collective: ClassVar[bool] = False
 
     model: Folder | None = None
@@ -212,9 +222,9 @@ class TorchRolloutEngine(RequestEngine, Resident):
         cast. The receipt's digest and bytes are those of the tensors as sent.
 
         Raises:
-            SyncError: requests are under way; names or shapes differ, the engine holds other numbers than were sent, `source` is not the
-                trainer that the model is shared with, or has no adapter over the same weights as this engine has. The
-                engine then holds no receipt.
+            SyncError: requests are under way; names or shapes differ, the engine holds other numbers than were sent,
+                `source` is not the trainer that the model is shared with, or has no adapter over the same weights as
+                this engine has. But for the first, the engine then holds no receipt.
         """
         if begun := self._decoder.begun:
             raise SyncError(

@@ -55,7 +55,7 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, slots: Slots, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._slots, self._index = slots, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
@@ -80,8 +80,7 @@ class Slots:
         model: a causal LM, in evaluation mode whenever this computes.
     """
 
-    spare = 1 / 8
-    """The share of all rows that is worth a forward pass for those that join."""
+    worth = 1 / 8
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -115,7 +114,9 @@ class Slots:
         if self._keys is None:
             kind = keys.device.type
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            self._keys, self._values = (self._buffer(x.shape[1], x.shape[3], autocast or x.dtype) for x in (keys, values))
+            self._keys, self._values = (
+                self._buffer(x.shape[1], x.shape[3], autocast or x.dtype) for x in (keys, values)
+            )
         assert self._pass is not None and self._values is not None
         return self._pass.store(self._keys[layer], keys), self._pass.store(self._values[layer], values)
 
@@ -156,6 +157,7 @@ class Slots:
         self._pass = kind
         inputs = {
             "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),  # no model makes a mask of it for attention that it does not know
             "position_ids": positions,
             "past_key_values": self._cache,
             "use_cache": True,
@@ -194,17 +196,10 @@ class Slots:
 
     def extend(self, tokens: Tensor) -> Tensor:
         """Add a token to every row, int64 ``[row]``; logits ``[row vocab]`` after it."""
-        rows, low, top = len(tokens), int(self._lengths.min()), int(self._lengths.max()) + 1
-        self._reserve(rows, top)
-        positions, device = self._positions, tokens.device
-        slots = torch.arange(rows, device=device)
-        if low + 1 == top:
-            kind = Next(slots, low, top, None)
-        else:
-            beyond = torch.arange(top, device=device) > positions[:, None, None, None]
-            mask = torch.zeros(rows, 1, 1, top, device=device).masked_fill_(beyond, -torch.inf)
-            kind = Next(slots, positions, top, mask)
-        logits = self._forward(kind, tokens[:, None], positions[:, None])
+        low, top = int(self._lengths.min()), int(self._lengths.max()) + 1
+        self._reserve(len(tokens), top)
+        positions = self._positions
+        logits = self._forward(Next(positions, low, top), tokens[:, None], positions[:, None])
         self._lengths += 1
         self._positions = positions + 1
         return logits
@@ -264,7 +259,7 @@ class Slots:
         return [n or length for n in seen]
 
     def _compute(self, rows: Sequence[tuple[int, list[int]]], seen: Sequence[int]) -> Tensor:
-        """Logits after contexts ``(slot, ids)``, of which the KV of the first `seen` tokens is there: of all or none."""
+        """Logits after contexts ``(slot, ids)``; the KV of the first `seen` tokens is there, of all rows or of none."""
         device = self._model.device
         slots = torch.tensor([slot for slot, _ in rows], device=device)
         length = torch.tensor([len(ids) for _, ids in rows])
@@ -283,8 +278,7 @@ class Slots:
     # Buffers
 
     def _reserve(self, slots: int, columns: int) -> None:
-        """Have room for so many rows of so many tokens; what grows grows by half at least, so that few copies are made.
-        """
+        """Have room for so many rows of so many tokens; what grows, grows by half at least, so that it seldom does."""
         wide = -(-columns // STEP) * STEP
         if self._keys is None or self._values is None:
             self._size = (max(slots, self._size[0]), max(wide, self._size[1]))
@@ -324,7 +318,7 @@ def suits(model: PreTrainedModel, probe: Inputs, bound: float) -> bool:
     """Whether `Slots` compute what a model computes without a cache.
 
     Its configuration must know of full attention only, and its layers hand nothing else to attention; and the logits
-    must be those of a pass without a cache, for rows of unequal length that join, repeat others, end and go on.
+    must be those of a pass without a cache, for rows of unequal length that join, repeat others, end and come again.
 
     Args:
         model: a causal LM, in evaluation mode.
@@ -338,25 +332,37 @@ def suits(model: PreTrainedModel, probe: Inputs, bound: float) -> bool:
     slots = Slots(model)
     try:
         with slots.decoding():
-            found, contexts = _tried(slots, probe["input_ids"])
-    except Exception:  # it differs in some other way that it does not say, and needs a cache that knows it
+            found, contexts = _tried(slots, *probe["input_ids"].tolist())
+    except Exception:  # it differs in some other way, and needs a cache of its own kind
         return False
-    whole = [model(**known(model, {"input_ids": torch.tensor([ids], device=found.device)})).logits[0, -1] for ids in contexts]
-    return slots.attended and apart(found, torch.stack(whole)) <= bound
+    truth = []
+    for ids in contexts:
+        inputs = {"input_ids": torch.tensor([ids], device=found.device), "use_cache": False}
+        truth.append(model(**known(model, inputs)).logits[0, -1])
+    return slots.attended and apart(found, torch.stack(truth)) <= bound
 
 
-def _tried(slots: Slots, ids: Tensor) -> tuple[Tensor, list[list[int]]]:
-    """Logits after some contexts, and these contexts."""
-    one, two = ids.tolist()
-    found = [slots.join([Context(one[:5]), Context(two[:3]), Context(one[:5])])]
-    contexts = [one[:5], two[:3], one[:5]]
-    tokens = [7, 6, 5]
-    found.append(slots.extend(ids.new_tensor(tokens)))
-    rows = [context + [token] for context, token in zip(contexts, tokens, strict=True)]
-    contexts += rows
-    kept = slots.keep(1, rows[1])
-    slots.leave([0, 1])
-    found.append(slots.join([Context(two[:3] + [6] + one[:4], kept), Context(two)]))
-    contexts += [two[:3] + [6] + one[:4], two]
-    found.append(slots.extend(ids.new_tensor([1, 2, 3])))
-    return torch.cat(found), [*contexts, rows[2] + [1], contexts[-2] + [2], two + [3]]
+def _tried(slots: Slots, one: list[int], two: list[int]) -> tuple[Tensor, list[list[int]]]:
+    """Logits after contexts that have come about in all ways there are, and these contexts."""
+    logits, contexts, rows = list[Tensor](), list[list[int]](), list[list[int]]()
+
+    def join(*joining: Context) -> None:
+        logits.append(slots.join(joining))
+        contexts.extend(context.ids for context in joining)
+        rows.extend(context.ids for context in joining)
+
+    def extend(*tokens: int) -> None:
+        logits.append(slots.extend(torch.tensor(tokens, device=logits[0].device)))
+        rows[:] = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
+        contexts.extend(rows)
+
+    join(Context(one[:5]), Context(two[:3]), Context(one[:5]))
+    extend(7, 6, 5)
+    again, kept = [*rows[1], *one[:4]], slots.keep(1, rows[1])
+    rows[:] = [rows[i] for i in slots.leave([0, 1])]
+    join(Context(again, kept), Context(two))
+    extend(1, 2, 3)
+    slots.leave([1])
+    rows.pop(1)
+    extend(4, 5)
+    return torch.cat(logits), contexts

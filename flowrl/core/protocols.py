@@ -314,7 +314,7 @@ class Requests(Protocol):
     """
 
     def submit(self, request: Request) -> None:
-        """Ask for an answer; it is begun by a later `step`, as soon as there is room.
+        """Ask for an answer; it is begun by a later `step`, once there is room and it is worth the engine's while.
 
         Raises:
             SyncError: the engine holds no receipt, or its weights are not those of its receipt.
