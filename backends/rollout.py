@@ -234,7 +234,8 @@ def check_prompts(
         )
     if len(prompts) == 0:
         return
-    holes = (~mask[:, -1]) | (mask[:, :-1] & ~mask[:, 1:]).any(1)
+    ends = mask[:, -1] if prompts.shape[1] else mask.new_zeros(len(mask))
+    holes = ~ends | (mask[:, :-1] & ~mask[:, 1:]).any(1)
     if holes.any():
         raise DataError(
             f"prompt {int(holes.nonzero()[0])} is empty, padded on the right, or has a hole in its mask; expected "

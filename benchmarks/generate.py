@@ -1,40 +1,48 @@
-"""Tokens a second of `TorchRollout` and of transformers' `model.generate`, on the same weights and prompts.
+"""Tokens of `TorchRollout` and of transformers' `model.generate`, on the same weights and prompts, for each second of a
+processor's time: one thread, in turns, the median of the ratios, since other work on the machine slows both alike.
 
-`TorchRollout` also returns log-probs, and draws each row from a key of its own; it runs a prompt that several rows
-share through the model once.
+`TorchRollout` also returns log-probs, and draws each row from a key of its own. It computes a prompt that several rows
+share once, lets rows leave when they end, and in episodes goes on from what earlier turns have computed.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from harness import medians, table
+from harness import table
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from flowrl import Key
-from flowrl.backends import TorchRollout, TorchTrainer
-from flowrl.core.protocols import Sampling
+from flowrl.backends import TorchRollout
+from flowrl.core.protocols import Request, Sampling
 from flowrl.demo.model import make_tokenizer
-from flowrl.graphs import grpo
+from flowrl.run.build import EngineBuilder
 
-ROWS, PROMPT, NEW = 32, 128, 48  # rows, tokens of a prompt, tokens of a response at most
-SIZES = {"2 layers of 64": (2, 64), "4 layers of 256": (4, 256)}
+ROUNDS = 5
+TURNS, SAID = 3, 40  # of an episode; tokens that come between two of its turns
+
+Answer = Callable[[Sequence[list[int]], Sampling, int], list[list[int]]]
+"""Answers to contexts, by a seed."""
 
 
-def write_model(folder: Path, layers: int, width: int) -> str:
-    """A random Llama with the demo's tokeniser."""
+def write_model(folder: str, layers: int = 4, width: int = 128) -> None:
+    """A random Llama with grouped keys and the demo's tokeniser."""
     tokenizer = make_tokenizer()
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=128,
         hidden_size=width,
-        intermediate_size=3 * width,
+        intermediate_size=2 * width,
         num_hidden_layers=layers,
         num_attention_heads=width // 32,
-        max_position_embeddings=256,
+        num_key_value_heads=width // 64,
+        max_position_embeddings=2048,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
@@ -42,48 +50,127 @@ def write_model(folder: Path, layers: int, width: int) -> str:
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
-def compare(engine: Any, group: int) -> list[str]:
-    """Tokens a second of both, and their ratio, where `group` rows share a prompt."""
-    prompts = torch.randint(8, 100, (ROWS // group, PROMPT)).repeat_interleave(group, 0)
-    mask = torch.ones_like(prompts, dtype=torch.bool)
-    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW)
-    row_ids, tokens = [str(i) for i in range(ROWS)], {"flowrl": 0, "transformers": 0}
-    calls = dict.fromkeys(tokens, 0)
+def by_generate(engine: Any) -> Answer:
+    """Batches of the engine's `generate`."""
 
-    def flowrl() -> None:
-        key = Key.of(0).derive(calls["flowrl"])
-        sampled = engine.generate(prompts, mask, row_ids, sampling, key)
-        calls["flowrl"] += 1
-        tokens["flowrl"] += int(sampled.response_mask.sum())
+    def answer(contexts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[list[int]]:
+        names = [str(i) for i in range(len(contexts))]
+        sampled = engine.generate(*engine.tokenizer.pad_left(contexts), names, sampling, Key.of(seed))
+        return [ids[mask].tolist() for ids, mask in zip(*sampled[:2], strict=True)]
 
-    def transformers() -> None:
+    return answer
+
+
+def by_transformers(engine: Any) -> Answer:
+    """Batches of the `generate` of the engine's model."""
+    engine.model.generation_config.eos_token_id = None
+
+    def answer(contexts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[list[int]]:
+        prompts, mask = engine.tokenizer.pad_left(contexts)
+        stops = list(sampling.stop_token_ids)
+        settings: Any = dict(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=sampling.max_new_tokens)
         with torch.no_grad():
-            whole = engine.model.generate(
-                prompts, attention_mask=mask.long(), do_sample=True, temperature=1.0, top_k=0, max_new_tokens=NEW
+            whole: Tensor = engine.model.generate(
+                prompts, attention_mask=mask.long(), eos_token_id=stops or None, pad_token_id=0, **settings
             )
-        answers, config = whole[:, PROMPT:], engine.model.config
-        ended = (answers == config.eos_token_id).cumsum(1)
-        calls["transformers"] += 1
-        tokens["transformers"] += int((ended - (answers == config.eos_token_id).long() == 0).sum())
+        rows = whole[:, prompts.shape[1] :].tolist()
+        return [row[: next((i + 1 for i, t in enumerate(row) if t in stops), len(row))] for row in rows]
 
-    taken = medians({"flowrl": flowrl, "transformers": transformers}, seconds=4, least=2)
-    rates = [tokens[name] / calls[name] / seconds for name, seconds in taken.items()]
-    return [f"{rates[0]:,.0f}", f"{rates[1]:,.0f}", f"{rates[0] / rates[1]:.2f}"]
+    return answer
+
+
+def said(turn: int, row: int) -> list[int]:
+    """What comes after a turn of an episode."""
+    return torch.randint(8, 100, (SAID,), generator=torch.Generator().manual_seed(1000 * turn + row)).tolist()
+
+
+def in_turns(answer: Answer) -> Answer:
+    """Episodes: all rows wait for the slowest one of each turn, and contexts are computed anew."""
+
+    def episodes(prompts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[list[int]]:
+        contexts, answered = list(prompts), [list[int]() for _ in prompts]
+        for turn in range(TURNS):
+            for i, ids in enumerate(answer(contexts, sampling, seed + turn)):
+                answered[i] += ids
+                contexts[i] = [*contexts[i], *ids, *said(turn, i)]
+        return answered
+
+    return episodes
+
+
+def by_requests(engine: Any) -> Answer:
+    """Episodes: each goes on as soon as it can, from what it has computed."""
+
+    def episodes(prompts: Sequence[list[int]], sampling: Sampling, seed: int) -> list[list[int]]:
+        key, contexts, turns = Key.of(seed), list(prompts), [0] * len(prompts)
+        answered = [list[int]() for _ in prompts]
+
+        def ask(i: int) -> None:
+            draws = key.answer(str(i), turns[i])
+            engine.submit(Request(str(i), contexts[i], sampling, draws, keep=turns[i] + 1 < TURNS))
+
+        for i in range(len(prompts)):
+            ask(i)
+        while min(turns) < TURNS:
+            for i in map(int, engine.step()):
+                ids = engine.take(str(i)).ids
+                answered[i] += ids
+                contexts[i] = [*contexts[i], *ids, *said(turns[i], i)]
+                turns[i] += 1
+                if turns[i] < TURNS:
+                    ask(i)
+        return answered
+
+    return episodes
+
+
+def compare(ways: dict[str, Answer], rows: int, lengths: tuple[int, int], group: int, sampling: Sampling) -> list[str]:
+    """Tokens for each second of each way, and how many times the first is faster than each of the others."""
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for seed in range(ROUNDS + 1):
+        draw = torch.Generator().manual_seed(seed)
+        sizes = torch.randint(lengths[0], lengths[1] + 1, (rows // group,), generator=draw).tolist()
+        prompts = [torch.randint(8, 100, (n,), generator=draw).tolist() for n in sizes]
+        prompts = [prompt for prompt in prompts for _ in range(group)]
+        for name in list(ways)[:: (-1) ** seed]:
+            started = time.process_time()
+            tokens = sum(map(len, ways[name](prompts, sampling, seed)))
+            rates[name].append(tokens / (time.process_time() - started))
+    first, *others = [of_way[1:] for of_way in rates.values()]
+    ratios = [statistics.median(a / b for a, b in zip(first, other, strict=True)) for other in others]
+    return [f"{statistics.median(r):,.0f}" for r in (first, *others)] + [f"{ratio:.2f}" for ratio in ratios]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    fixed = Sampling(1.0, 0, 1.0, 32, ignore_eos=True)
+    natural = Sampling(1.0, 0, 1.0, 256, stop_token_ids=(2,), ignore_eos=True)  # one token of 128 ends a row
+    batches = [
+        ("128 rows of 32, prompts of 32", 128, (32, 32), 1, fixed),
+        ("the same in groups of 8", 128, (32, 32), 8, fixed),
+        ("prompts of 16 to 48", 128, (16, 48), 1, fixed),
+        ("64 rows of up to 256, prompts of 32", 64, (32, 32), 1, natural),
+        ("prompts of 16 to 48", 64, (16, 48), 1, natural),
+    ]
+    turns = [
+        ("64 episodes of 3 turns of up to 64", Sampling(1.0, 0, 1.0, 64, (2,), ignore_eos=True)),
+        ("up to 128, one token of 32 ends", Sampling(1.0, 0, 1.0, 128, (2, 20, 40, 60), ignore_eos=True)),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(folder)
+        engine = TorchRollout(folder, device="cpu", frozen=True).build(EngineBuilder({}, seed=0))
+        ours, theirs = by_generate(engine), by_transformers(engine)
+        ways = {"flowrl": ours, "transformers": theirs}
+        rows = [[name, *compare(ways, *case)] for name, *case in batches]
+        table("Tokens a second", ["", "flowrl", "model.generate", "ratio"], rows)
+        ways = {"requests": by_requests(engine), "flowrl": in_turns(ours), "transformers": in_turns(theirs)}
+        rows = [[name, *compare(ways, 64, (32, 32), 1, sampling)] for name, sampling in turns]
+        heads = ["", "requests", "generate", "model.generate", "times generate", "times model.generate"]
+        table("Tokens a second in episodes, of requests and of a batch for each turn", heads, rows)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()
-    rows = []
-    with tempfile.TemporaryDirectory() as base:
-        for size, (layers, width) in SIZES.items():
-            model = write_model(Path(base) / size, layers, width)
-            graph = grpo("flowrl.demo.verifier:compute_score", kl_coef=0.0)
-            with graph.bind(actor=TorchTrainer(model), rollout=TorchRollout()).eager() as session:
-                for group in (1, 8):
-                    rows.append([f"{size}, groups of {group}", *compare(session.engines["rollout"], group)])
-    heads = ["", "flowrl", "model.generate", "ratio"]
-    table(f"Tokens a second: {ROWS} rows, prompts of {PROMPT} tokens, at most {NEW} new ones", heads, rows)
+    main()

@@ -100,7 +100,7 @@ class Row:
 
 
 class Drawn:
-    """What rows draw by, and what they have drawn: a row of each tensor for each row of the memory."""
+    """What rows draw by, and what they have drawn: a row of each tensor for each row of the memory, or room for more."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -115,12 +115,14 @@ class Drawn:
         """Add rows behind those that are there."""
         counts, limits = [len(row.drawn[0]) for row in rows], [row.request.sampling.max_new_tokens for row in rows]
         start, total = len(self.count), len(self.count) + len(rows)
-        width = max(self.ids.shape[1], *limits)
-        for name in ("ids", "log_probs", "uniforms"):
-            old = getattr(self, name)
-            new = old.new_zeros(total, width)
-            new[:start, : old.shape[1]] = old
-            setattr(self, name, new)
+        room, width = self.ids.shape
+        if total > room or max(limits) > width:
+            size = (room if total <= room else max(total, room + room // 2), max(width, *limits))
+            for name in ("ids", "log_probs", "uniforms"):
+                old = getattr(self, name)
+                new = old.new_zeros(size)
+                new[:start, :width] = old[:start]
+                setattr(self, name, new)
         by_length: dict[int, list[int]] = {}
         for i, limit in enumerate(limits):
             by_length.setdefault(limit, []).append(i)
@@ -163,12 +165,9 @@ class Drawn:
         chosen = torch.tensor(order, dtype=torch.int64, device=self._device)
         moved = [i for i, row in enumerate(order) if i != row]
         sources = [order[i] for i in moved]
-        for tensor in (self.ids, self.log_probs, self.uniforms):
-            if moved:
+        if moved:
+            for tensor in (self.ids, self.log_probs, self.uniforms):
                 tensor[moved] = tensor[sources]
-        self.ids, self.log_probs, self.uniforms = (
-            tensor[: len(order)] for tensor in (self.ids, self.log_probs, self.uniforms)
-        )
         self.count, self.limit = self.count[chosen], self.limit[chosen]
         self._rows = self._rows[: len(order)]
 
@@ -255,10 +254,10 @@ class Decoder:
         self._memory.clear()
 
     def clear(self) -> None:
-        """Forget all requests that are under way, and all that was computed of any."""
+        """Forget all requests that are under way, and all that was computed of any; also in the middle of a step."""
         self._waiting.clear()
-        self.forget()
-        self._waiting.clear()
+        self._rows, self._parts = [], None
+        self._kept.clear()
         self._tidy()
 
     def _admitted(self) -> list[Row]:

@@ -325,9 +325,9 @@ def test_names_are_of_one_request_at_a_time(engine: TorchRolloutEngine) -> None:
 
 
 def test_what_cannot_be_answered_is_refused_when_it_is_asked(actor: Actor, engine: TorchRolloutEngine) -> None:
-    for ids, found in (([VOCAB], "vocabulary"), (range(250), r"250 \+ max_new_tokens=12"), ([], "empty|no tokens")):
+    for ids, found in (([VOCAB], "vocabulary"), ([5] * 250, r"250 \+ max_new_tokens=12"), ([], "prompt 0 is empty")):
         with pytest.raises(DataError, match=found):
-            engine.submit(Request("a", list(ids), SAMPLED, KEY))
+            engine.submit(Request("a", ids, SAMPLED, KEY))
     request = Request("a", [5], SAMPLED, KEY)
     fresh = TorchRolloutEngine(actor.model, engine.tokenizer, 4, shares=actor)  # type: ignore[arg-type]
     with pytest.raises(SyncError, match="no receipt"):
