@@ -60,7 +60,8 @@ class TorchRollout(FolderBackend):
         model: a Hugging Face folder; None shares the weights of the role ``actor``.
         dtype: of the weights of a model of its own, float32 unless said; a shared model computes as the actor does.
         attention: of a model of its own, as in `TorchTrainer`.
-        max_rows: at most so many rows are in one forward pass.
+        max_rows: at most so many rows are in one forward pass; of as many that have left, what was computed may be kept
+            for a further turn.
         device: where a model of its own lives; None is CUDA where there is one, else the CPU. A shared one stays where
             the actor is.
         memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
