@@ -100,7 +100,7 @@ class Row:
 
 
 class Drawn:
-    """What rows draw by, and what they have drawn: a row of each tensor for each row of the memory, or room for more."""
+    """What rows draw by, and what they have drawn: a row of each tensor for each row of the memory; some are spare."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
