@@ -378,6 +378,15 @@ def test_an_error_ends_what_is_under_way_and_leaves_the_model_as_it_was(kind: st
     assert as_lists(after) == as_lists(synced(Actor(made(kind))).generate(prompts, mask, names(2), SAMPLED, KEY))
 
 
+def test_what_is_not_finite_is_told_with_the_first_token(actor: Actor, engine: TorchRolloutEngine) -> None:
+    with torch.no_grad():
+        actor.model.lm_head.weight[5, 0] = torch.nan
+    engine.submit(Request("a", [5, 6], SAMPLED, KEY))
+    with pytest.raises(DataError, match="NaN or infinite"):
+        engine.step()
+    assert engine.step() == []
+
+
 @pytest.mark.parametrize(
     ("kind", "memory"),
     [("llama", Slots), ("qwen2", Slots), ("gpt2", Slots), ("deepseek_v3", Slots), ("phimoe", Slots)]
