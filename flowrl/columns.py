@@ -258,6 +258,9 @@ Temperature = Annotated[Float32[Tensor, "batch"], Column("temperature", "tempera
 """The temperature that a row was sampled at; it travels with the row to every log-prob that is taken of it."""
 PolicyVersion = Annotated[Int64[Tensor, "batch"], Column("policy_version", "version", -1)]
 
+Turns = Annotated[Int64[Tensor, "batch"], Column("turns", "number of answers")]
+"""How often the policy answered in an episode."""
+
 Kept = Annotated[Bool[Tensor, "batch"], Column("kept", "kept", pad=False)]
 """Whether a row is let through a `Filter` or a `Collect`."""
 
@@ -267,6 +270,7 @@ DataSource = Annotated[Shaped[np.ndarray, "batch"], Column("data_source", "sourc
 GroundTruth = Annotated[Shaped[np.ndarray, "batch"], Column("ground_truth", "ground truth")]
 ExtraInfo = Annotated[Shaped[np.ndarray, "batch"], Column("extra_info", "record")]
 RawPrompt = Annotated[Shaped[np.ndarray, "batch"], Column("raw_prompt", "messages")]
+Conversation = Annotated[Shaped[np.ndarray, "batch"], Column("conversation", "messages of an episode")]
 ResponseText = Annotated[Shaped[np.ndarray, "batch"], Column("response_text", "text")]
 
 for _name, _value in list(vars(sys.modules[__name__]).items()):

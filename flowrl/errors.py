@@ -95,6 +95,10 @@ class RewardError(FlowrlError, RuntimeError):
     """A reward function raised, hung, or returned something that is not a score."""
 
 
+class EpisodeError(FlowrlError, RuntimeError):
+    """An episode cannot go on: its world failed, or its template writes earlier turns otherwise."""
+
+
 class NodeError(FlowrlError, RuntimeError):
     """A node of a running graph raised; names node, step and input shapes."""
 

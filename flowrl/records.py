@@ -81,6 +81,25 @@ class PreferenceBatch(NamedTuple):
         return 2
 
 
+class EpisodeBatch(NamedTuple):
+    """What was said in episodes: the columns of `RolloutBatch`, whose responses go from the first answer to the last,
+    what the world said in between included (off `response_mask`); and what it was worth."""
+
+    prompts: c.Prompts
+    responses: c.Responses
+    input_ids: c.InputIds
+    attention_mask: c.AttentionMask
+    position_ids: c.PositionIds
+    response_mask: c.ResponseMask
+    rollout_log_probs: c.RolloutLogProbs
+    response_text: c.ResponseText
+    temperature: c.Temperature
+    policy_version: c.PolicyVersion
+    token_level_scores: c.TokenLevelScores
+    turns: c.Turns
+    conversation: c.Conversation
+
+
 class Tokens(Protocol):
     """What a model needs to run over whole sequences; the last ``response`` columns of `input_ids` are the response."""
 

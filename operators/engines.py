@@ -18,6 +18,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.data.tokenizer import assemble
 from flowrl.errors import SyncError
 from flowrl.records import PromptBatch, RolloutBatch, Sequences, Tokens
+from flowrl.spec import Spec
 
 
 class Repeat(Operator):
@@ -57,10 +58,8 @@ class Prompted(Protocol):
     def row_id(self) -> c.RowId: ...
 
 
-class Generate(Operator):
-    """One sampled response per row, with its log-probs and the version of the weights that sampled it.
-
-    Nothing is tokenised again on the way: `input_ids` are the prompt's ids and the sampled ids.
+class Sampler(Spec):
+    """How tokens are drawn, of an operator that asks a rollout engine for some.
 
     Args:
         temperature: 0 is greedy.
@@ -73,13 +72,8 @@ class Generate(Operator):
             the string, and all of that token is part of it, so that the text may go on past the string. Special tokens
             are no text; they go into `stop_token_ids`.
         ignore_eos: what ends a turn does not end a response; stop tokens and strings still do.
-        rollout: the engine.
-
-    Raises:
-        SyncError: the engine holds no valid receipt for its weights.
     """
 
-    granularity: ClassVar[Granularity] = "row"
     temperature: float = Field(default=1.0, ge=0)
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -87,13 +81,42 @@ class Generate(Operator):
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     ignore_eos: bool = False
-    rollout: Reads[Rollout] = Role("rollout")
 
     @property
     def effects(self) -> frozenset[str]:
         """``"greedy"`` at temperature 0, ``"truncated"`` where top-k or top-p leave tokens out."""
         greedy = {"greedy"} if self.temperature == 0 else set()
         return frozenset(greedy | ({"truncated"} if self.top_k > 0 or self.top_p < 1 else set()))
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.max_new_tokens,
+            self.stop_token_ids,
+            self.stop,
+            self.ignore_eos,
+        )
+
+
+class Generate(Sampler, Operator):
+    """One sampled response per row, with its log-probs and the version of the weights that sampled it.
+
+    Nothing is tokenised again on the way: `input_ids` are the prompt's ids and the sampled ids.
+
+    Args:
+        temperature, top_k, top_p, max_new_tokens, stop_token_ids, stop, ignore_eos: see `Sampler`.
+        rollout: the engine.
+
+    Raises:
+        SyncError: the engine holds no valid receipt for its weights.
+    """
+
+    granularity: ClassVar[Granularity] = "row"
+    rollout: Reads[Rollout] = Role("rollout")
 
     def __call__(self, prompts: Prompted, key: Key = INJECTED, metrics: Metrics = INJECTED) -> RolloutBatch:
         engine = self.rollout
@@ -103,16 +126,7 @@ class Generate(Operator):
                 "the rollout engine has no receipt for its weights, so it is not known which policy would answer; "
                 "expected a sync first: Sync()(updated), or `with job.eager():`, which syncs at its start."
             )
-        sampling = Sampling(
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.max_new_tokens,
-            self.stop_token_ids,
-            self.stop,
-            self.ignore_eos,
-        )
-        sampled = engine.generate(prompts.prompts, prompts.prompt_mask, list(prompts.row_id), sampling, key)
+        sampled = engine.generate(prompts.prompts, prompts.prompt_mask, list(prompts.row_id), self.sampling, key)
         input_ids, attention_mask, position_ids = assemble(
             prompts.prompts, prompts.prompt_mask, sampled.responses, sampled.response_mask
         )

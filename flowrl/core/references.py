@@ -111,8 +111,12 @@ def _defined(module: ModuleType) -> list[str]:
     return [name for name, value in vars(module).items() if not name.startswith("_") and is_own(value)]
 
 
-def check(ref: str) -> None:
+def check(ref: str, classes: bool = False) -> None:
     """Refuse a reference to something that is not there or is no function, without running the module or file it names.
+
+    Args:
+        ref: the reference.
+        classes: whether a class will do as well.
 
     Raises:
         ParameterError: there is no such module or file, it does not compile, nothing in it defines the name, or the
@@ -130,7 +134,8 @@ def check(ref: str) -> None:
         raise ParameterError(
             f"{ref!r} does not name a function: {file} does not define {name!r}; {offer(name, functions, 'it defines')}"
         )
-    if bound.count(name) == 1 and (what := _plainly(tree, name)) is not None:
+    what = _plainly(tree, name) if bound.count(name) == 1 else None
+    if what is not None and not (classes and what == "a class"):
         raise ParameterError(
             f"{ref!r} does not name a function: {file} has {what} under that name; expected a function, or a method "
             f"as 'path/to/file.py:Class.method'."

@@ -212,10 +212,23 @@ class Rewiring:
             if edge in rewritten and not self._comes_first(end.node, name):
                 return rewritten[edge]
         if edge.node in self.drop:
-            return self._follow(self._bypass(edge, end), end)
+            return self._taken_over(edge) or self._follow(self._bypass(edge, end), end)
         if edge.node in self.replace:
             return self._of_replacement(edge, end)
         return Edge(self.new_names[edge.node], edge.output)
+
+    def _taken_over(self, edge: Edge) -> Edge | None:
+        """Where a replacement ahead of a dropped node writes the column that this wrote, and that before it did not."""
+        written, ahead = self.graph.types[edge].type, self.graph.ancestors(edge.node)
+        for old in self.replace.keys() & ahead:
+            made = self.replace[old].signature.outputs.get(edge.output)
+            if (
+                edge.output not in self.graph[old].operator.signature.outputs
+                and made is not None
+                and same(made, written)
+            ):
+                return Edge(self.new_names[old], edge.output)
+        return None
 
     def _bypass(self, edge: Edge, end: End) -> Edge:
         """What a reader of a dropped node reads instead: its one input that fits; of a gate, what passes."""

@@ -122,7 +122,7 @@ class ChatTokenizer:
         Raises:
             DataError: the tokeniser has no chat template, or it does not take these messages or arguments.
         """
-        return self._templated(messages, template_kwargs, goes_on=True)
+        return cast("list[int]", self._templated(messages, template_kwargs, go_on=True))
 
     def conversation_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids of a whole conversation by the chat template, what the assistant said last included.
@@ -130,11 +130,32 @@ class ChatTokenizer:
         Raises:
             DataError: as `prompt_ids`.
         """
-        return self._templated(messages, None, goes_on=False)
+        return cast("list[int]", self._templated(messages, None, go_on=False))
+
+    def conversation_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any] | None = None,
+        go_on: bool = False,
+    ) -> str:
+        """The text of a conversation by the chat template, special tokens included.
+
+        Args:
+            messages, template_kwargs: as of `prompt_ids`.
+            go_on: whether the assistant is to go on.
+
+        Raises:
+            DataError: as `prompt_ids`.
+        """
+        return cast(str, self._templated(messages, template_kwargs, go_on, tokenize=False))
 
     def _templated(
-        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None, goes_on: bool
-    ) -> list[int]:
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any] | None,
+        go_on: bool,
+        tokenize: bool = True,
+    ) -> Any:
         if not self._tokenizer.chat_template:
             raise DataError(
                 f"the tokeniser in {self.folder!r} has no chat template, so messages cannot become tokens; set "
@@ -144,10 +165,10 @@ class ChatTokenizer:
         arguments = dict(template_kwargs or {})
         self._refuse_unread(arguments)
         try:
-            ids = self._tokenizer.apply_chat_template(
+            return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                add_generation_prompt=goes_on,
-                tokenize=True,
+                add_generation_prompt=go_on,
+                tokenize=tokenize,
                 return_dict=False,
                 **arguments,
             )
@@ -162,14 +183,16 @@ class ChatTokenizer:
                 f"the chat template in {self.folder!r} does not take the messages {messages!r}{given}: {error}; give "
                 f"it the roles, order and arguments that it was written for."
             ) from error
-        return cast("list[int]", ids)
+
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template has a use for an argument of this name."""
+        return bool(re.search(rf"\b{re.escape(name)}\b", json.dumps(self._tokenizer.chat_template)))
 
     def _refuse_unread(self, arguments: Mapping[str, Any]) -> None:
         """A template renders what it does not know as nothing, so a misspelt argument would change nothing."""
         new = [name for name in arguments if name not in self._read]  # thousands of prompts have the same
         if not new:
             return
-        template = json.dumps(self._tokenizer.chat_template)
         own = set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"tools", "documents"}
         for name in new:
             if name in own:
@@ -177,7 +200,7 @@ class ChatTokenizer:
                     f"chat_template_kwargs holds {name!r}, which says how prompts are made; expected arguments of the "
                     f"template itself, such as enable_thinking or tools: leave {name} out."
                 )
-            if not re.search(rf"\b{re.escape(name)}\b", template):
+            if not self.template_reads(name):
                 raise DataError(
                     f"the chat template in {self.folder!r} reads no {name!r}, so chat_template_kwargs would be without "
                     f"effect; expected arguments that the template names: correct {name}, or leave it out."
@@ -218,6 +241,11 @@ class ChatTokenizer:
         """The text of `ids`, without that of special tokens."""
         kept = [int(i) for i in ids]
         return cast(str, self._tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def shown(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, special tokens included, as a chat template writes them."""
+        kept = [int(i) for i in ids]
+        return cast(str, self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def pad_left(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Prompts of unequal length as one tensor: ids (int64 ``[batch prompt]``) and mask (bool), padded on the left.

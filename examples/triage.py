@@ -1,0 +1,74 @@
+"""Two rounds of incident triage with a tool: the policy may ask for metrics once, and then has to answer in JSON.
+
+flowrl show examples/triage.py:graph       look at the graph
+flowrl run examples/triage.py:training     train, as `python examples/triage.py` does
+"""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the file beside this one
+from triage_world import build, write_data
+
+from flowrl import PromptData, Terminal, Training, Validation
+from flowrl.backends import AdamW, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.episodes import Answer, Environment, Reply, Row
+from flowrl.graphs import grpo
+from flowrl.operators import Interact
+
+MODEL = Path(os.environ.get("MODEL", "runs/triage/model"))
+DATA = Path("runs/triage/data")
+STEPS = int(os.environ.get("STEPS", "60"))
+SEED = int(os.environ.get("SEED", "0"))
+
+CALL = re.compile(r'\{"tool": "get_metrics", "service": "([a-z]+)"\}')
+
+
+class Triage(Environment):
+    """A call of the tool is answered with metrics, anything else with a demand for the answer."""
+
+    async def reset(self, row: Row) -> Reply:
+        self.metrics = row.extra_info["metrics"]
+        return Reply(row.messages)
+
+    async def step(self, answer: Answer) -> Reply:
+        if answer.turn == 1:
+            return Reply(done=True)
+        if called := CALL.fullmatch(answer.text):
+            return Reply([{"role": "tool", "content": self.metrics.get(called[1], "unknown service")}])
+        return Reply("Answer with JSON.")
+
+
+def right(data_source: str, solution_str: str, ground_truth: dict[str, str], extra_info: object = None) -> float:
+    """1 for the JSON that is asked for; what is scored is the last answer."""
+    try:
+        return float(json.loads(solution_str) == ground_truth)
+    except ValueError:
+        return 0.0
+
+
+# GRPO whose answers are episodes: one edit.
+graph = grpo(right, n=8, mini_batch=128).edit(
+    replace={"generate": Interact(Triage, max_turns=2, context=200, timeout=10.0, max_new_tokens=16)}, name="triage"
+)
+
+
+def training() -> Training:
+    """The graph with engines for its roles, incidents, and the number of steps."""
+    if not MODEL.exists():
+        build(MODEL, SEED)
+    train, heldout = write_data(DATA)
+    job = graph.bind(
+        actor=TorchTrainer(MODEL, AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)),
+        ref=TorchScorer(MODEL),
+        rollout=TorchRollout(),
+    )
+    answers = Validation(PromptData(heldout), every=10, changes={"repeat.n": 1}, batch=400)
+    return Training(job, PromptData(train), steps=STEPS, prompts=32, seed=SEED, validation=answers)
+
+
+if __name__ == "__main__":
+    training().run([Terminal()])

@@ -1,0 +1,269 @@
+"""`Chat`: an episode's side of the conversation, and `Desk`, where all episodes of a batch ask for answers together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flowrl.core.protocols import Request, Requests, Response, Sampling
+from flowrl.data.keys import Key
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.transcript import Check, Message, Transcript
+from flowrl.episodes.environment import Answer, Row, ToolCall
+from flowrl.episodes.tools import Misfit, Toolbox, said
+from flowrl.errors import EpisodeError
+
+
+class EpisodeOver(Exception):
+    """An episode asked for an answer that it does not get: its turns are used up, or there is no room for more tokens.
+
+    It is the ordinary end of an episode; an agent may catch it to give its score.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long an episode may get.
+
+    Args:
+        turns: answers.
+        context: tokens, from the first of the prompt to the last of the last answer.
+        seconds: that the world may take between two answers, before the first and after the last.
+    """
+
+    turns: int
+    context: int
+    seconds: float
+
+
+class Desk:
+    """Stands between episodes, which are coroutines of one event loop, and an engine, which computes in that thread.
+
+    Between two steps of the engine every coroutine goes on that can: it takes its answer, and what it asks for next is
+    in the engine's next step.
+
+    Args:
+        engine: takes requests.
+        tokenizer: of its model.
+        sampling: how answers are drawn.
+        key: where their random numbers come from.
+    """
+
+    def __init__(self, engine: Requests, tokenizer: ChatTokenizer, sampling: Sampling, key: Key) -> None:
+        self.tokenizer, self.sampling, self.key = tokenizer, sampling, key
+        self.waited = 0.0
+        """Seconds in which there was nothing to compute, since all episodes waited for their worlds."""
+        self._engine = engine
+        self._new: list[Request] = []
+        self._asked: dict[str, asyncio.Future[Response]] = {}
+        self._more = asyncio.Event()
+
+    async def ask(self, request: Request) -> Response:
+        """The response to a request."""
+        asked: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._asked[request.name] = asked
+        self._new.append(request)
+        self._more.set()
+        return await asked
+
+    def leave(self, name: str) -> None:
+        """An episode is over: nothing of this name goes on."""
+        self._asked.pop(name, None)
+        self._new = [request for request in self._new if request.name != name]
+        self._engine.drop(name)
+
+    async def serve(self) -> None:
+        """Compute whatever is asked for, until cancelled; raises what the engine raises."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if not self._asked:
+                self._more.clear()
+                start = loop.time()
+                await self._more.wait()
+                self.waited += loop.time() - start
+            new, self._new = self._new, []
+            for request in new:
+                self._engine.submit(request)
+            for name in self._engine.step():
+                self._asked.pop(name).set_result(self._engine.take(name))
+            await asyncio.sleep(0)
+
+
+class Chat:
+    """What an agent talks to: ``answer = await chat.answer()``, then ``await chat.answer("Are you sure?")``, and so on.
+
+    Args:
+        desk: where it asks for answers.
+        row: where the episode starts.
+        limits: how long it may get.
+        check: how the chat template is held against what is there; see `Transcript`.
+        toolbox: the tools that the policy may call.
+        clock: ends the episode; its deadline is moved by every answer.
+    """
+
+    def __init__(
+        self, desk: Desk, row: Row, limits: Limits, check: Check, toolbox: Toolbox | None, clock: asyncio.Timeout
+    ) -> None:
+        self._desk, self._row, self.limits, self._check = desk, row, limits, check
+        self._toolbox, self._clock = toolbox, clock
+        self.transcript: Transcript | None = None
+        """All tokens so far; None before the first answer is asked for."""
+        self.rewards: list[float] = []
+        """By answer."""
+        self.versions: list[int] = []
+        """By answer, of the weights that sampled it."""
+        self.rewarded = False
+        """Whether the world gave any reward."""
+        self.tool_calls = 0
+        """Calls of tools that were made."""
+        self.tool_errors = 0
+        """Calls that the policy wrote and no tool takes."""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far."""
+        return self._row.messages if self.transcript is None else self.transcript.messages
+
+    async def answer(self, messages: Sequence[Message] | str | None = None) -> Answer:
+        """What the policy says next.
+
+        Args:
+            messages: what it is told: at first the conversation that the episode starts with, by default the prompt;
+                later what follows its last answer. A text is a message of the user.
+
+        Raises:
+            EpisodeOver: the turns are used up, or there is no room.
+            EpisodeError: nothing was said to the last answer, or the chat template writes it otherwise now.
+            DataError: the chat template does not take the messages.
+        """
+        turn = len(self.rewards)
+        if turn >= self.limits.turns:
+            raise EpisodeOver("turns")
+        transcript = self._told(messages)
+        room = self.limits.context - len(transcript.ids)
+        if room < 1:
+            raise EpisodeOver("context")
+        desk = self._desk
+        sampling = replace(desk.sampling, max_new_tokens=min(desk.sampling.max_new_tokens, room))
+        key = desk.key.answer(self._row.row_id, turn)
+        request = Request(self._row.row_id, list(transcript.ids), sampling, key, keep=True)
+        self._clock.reschedule(None)  # the policy takes the time that it takes
+        response = await desk.ask(request)
+        self._clock.reschedule(asyncio.get_running_loop().time() + self.limits.seconds)
+        answered = transcript.answer(response.ids, response.log_probs)
+        self.rewards.append(0.0)
+        self.versions.append(response.version)
+        return Answer(answered.text, response.ids, turn, response.ended == "length")
+
+    def reward(self, value: float) -> None:
+        """Add to what the last answer is worth.
+
+        Raises:
+            EpisodeError: it is no finite number, or nothing was answered.
+        """
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise EpisodeError(f"a reward is {value!r}; expected a finite number.")
+        if not self.rewards:
+            raise EpisodeError(f"a reward of {value} is given before any answer; expected one to be rewarded.")
+        self.rewards[-1] += float(value)
+        self.rewarded = True
+
+    def calls(self, answer: Answer) -> Sequence[ToolCall]:
+        """The calls of tools in an answer.
+
+        Raises:
+            Misfit: something looks like one, and is none.
+        """
+        return () if self._toolbox is None else self._toolbox.calls(answer.text)
+
+    async def tool(self, call: ToolCall) -> str:
+        """Make a call, and give what the policy is to read.
+
+        Raises:
+            Misfit: there is no such tool, or it takes other arguments.
+            EpisodeError: what it returned is no text.
+        """
+        if self._toolbox is None:
+            raise EpisodeError(
+                f"{call.name!r} is called, and this episode has no tools; give some: Interact(tools=...)."
+            )
+        tool = self._toolbox.find(call)
+        self.tool_calls += 1
+        return said(await called(tool.bound(call.arguments), blocks=tool.blocks))
+
+    async def answer_by_tools(self, messages: Sequence[Message] | str | None = None) -> Answer:
+        """As `answer`; the calls in it are made, and what came of them is told, until an answer has none.
+
+        A call that is wrong is the policy's fault: it is told so, and it counts in `tool_errors`.
+        """
+        answer = await self.answer(messages)
+        while replies := await self._replies(answer):
+            answer = await self.answer(replies)
+        return answer
+
+    async def _replies(self, answer: Answer) -> list[Message]:
+        try:
+            calls = self.calls(answer)
+        except Misfit as misfit:
+            self.tool_errors += 1
+            return [{"role": "tool", "content": f"error: {misfit}"}]
+        replies: list[Message] = []
+        for call in calls:
+            try:
+                content = await self.tool(call)
+            except Misfit as misfit:
+                self.tool_errors += 1
+                content = f"error: {misfit}"
+            replies.append({"role": "tool", "name": call.name, "content": content})
+        return replies
+
+    def _told(self, messages: Sequence[Message] | str | None) -> Transcript:
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if self.transcript is None:
+            tokenizer, start = self._desk.tokenizer, self._row.messages if messages is None else messages
+            told = self._toolbox is not None and tokenizer.template_reads("tools")
+            tools = {"tools": self._toolbox.schemas} if self._toolbox is not None and told else None
+            self.transcript = Transcript(tokenizer, start, self._check, tools)
+        elif not messages:
+            raise EpisodeError("an answer is asked for, and nothing was said to the last one; give messages.")
+        else:
+            self.transcript.reply(messages)
+        return self.transcript
+
+
+async def called(function: Callable[[], Any], blocks: bool) -> Any:
+    """What a function of the world returns; one that blocks runs in a thread of its own.
+
+    A thread cannot be ended: one whose time is over is left behind, and ends with the program.
+    """
+    if not blocks:
+        result = function()
+        return await result if inspect.isawaitable(result) else result
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def tell(set_it: Callable[[Any], None], value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(lambda: None if done.done() else set_it(value))
+
+    def run() -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            tell(done.set_exception, error)
+        else:
+            tell(done.set_result, result)
+
+    threading.Thread(target=run, daemon=True, name="flowrl-world").start()
+    return await done

@@ -1,0 +1,89 @@
+"""`Environment`: the world of an episode, as a class; what it is given, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flowrl.data.transcript import Message
+
+
+class Row(NamedTuple):
+    """A row of the prompts, from which an episode starts.
+
+    Args:
+        row_id: of this row alone.
+        uid: of its group: the episodes of a prompt.
+        messages: the prompt.
+        ground_truth, extra_info, data_source: as they stand in the data.
+        attempt: how often this episode was tried before; 0 at first.
+    """
+
+    row_id: str
+    uid: str
+    messages: Sequence[Message]
+    ground_truth: Any
+    extra_info: Mapping[str, Any]
+    data_source: str
+    attempt: int = 0
+
+
+class ToolCall(NamedTuple):
+    """A call that the policy wrote.
+
+    Args:
+        name: of the tool.
+        arguments: by name, as they were written.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Answer(NamedTuple):
+    """What the policy said in a turn.
+
+    Args:
+        text: what it wrote, without the token that ended it.
+        ids: its tokens.
+        turn: the how many-th answer of the episode it is, from 0.
+        cut: it was ended by its length, and by no rule.
+    """
+
+    text: str
+    ids: Sequence[int]
+    turn: int
+    cut: bool
+
+
+class Reply(NamedTuple):
+    """What the world says.
+
+    Args:
+        messages: what the policy sees next; a text is a message of the user. None are needed where the episode is done.
+        reward: for the answer that it replies to, on whose last token it stands; None gives none.
+        done: whether the episode is over.
+    """
+
+    messages: Sequence[Message] | str = ()
+    reward: float | None = None
+    done: bool = False
+
+
+class Environment:
+    """Base of worlds; each episode has one instance, which nobody else sees.
+
+    The methods may be coroutines or plain functions; plain ones run in threads, so that one that waits holds up no
+    other episode. An error that they raise is a fault of the world, and never a reward.
+    """
+
+    async def reset(self, row: Row) -> Reply:
+        """What stands before the first answer: by default the prompt as it is."""
+        return Reply(row.messages)
+
+    async def step(self, answer: Answer) -> Reply:
+        """What the world says to an answer."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it replies: define step(self, answer).")
+
+    async def close(self) -> None:
+        """Called once at the end of the episode, however it ended."""

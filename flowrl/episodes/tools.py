@@ -1,0 +1,185 @@
+"""Tools: typed functions that the policy may call, their schema from their signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+from pydantic import TypeAdapter, ValidationError, validate_call
+
+from flowrl.episodes.environment import ToolCall
+from flowrl.errors import DefinitionError, EpisodeError, offer
+
+Parser = Callable[[str], Sequence[ToolCall]]
+"""The calls in a text; it raises `Misfit` for what looks like one and cannot be read."""
+
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def hermes(text: str) -> list[ToolCall]:
+    """Calls as Hermes and Qwen write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number.
+
+    Raises:
+        Misfit: what stands there is no call.
+    """
+    return [_call(written) for written in _HERMES.findall(text)]
+
+
+def whole_json(text: str) -> list[ToolCall]:
+    """A call as the whole of an answer: ``{"name": ..., "arguments": {...}}``; other texts hold none.
+
+    Raises:
+        Misfit: an object with a name that is no call.
+    """
+    try:
+        written = json.loads(text)
+    except ValueError:
+        return []
+    return [_call(text)] if isinstance(written, dict) and "name" in written else []
+
+
+PARSERS: Mapping[str, Parser] = {"hermes": hermes, "json": whole_json}
+
+
+def _call(text: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+    except ValueError:
+        call = None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise Misfit(f'{text.strip()[:200]!r} is no call; expected {{"name": "...", "arguments": {{...}}}}')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise Misfit(f"the arguments of {call['name']!r} are {arguments!r}; expected an object")
+    return ToolCall(call["name"], arguments)
+
+
+class Misfit(ValueError):
+    """A call that no tool takes: the policy's fault, which it is told of."""
+
+
+class _Raised(Exception):
+    """What a function raised, told apart from what is wrong with its arguments."""
+
+
+def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose own errors cannot be taken for faults of its arguments."""
+
+    @functools.wraps(function)
+    def apart(**arguments: Any) -> Any:
+        try:
+            return function(**arguments)
+        except Exception as error:
+            raise _Raised from error
+
+    return apart
+
+
+class Tool:
+    """A typed function that the policy may call; its docstring tells the policy what it is for.
+
+    Args:
+        function: plain or a coroutine; each parameter annotated, and given by name.
+
+    Raises:
+        DefinitionError: a parameter without annotation, or one that cannot be given by name.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = function.__name__
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise DefinitionError(f"the tool {self.name} takes {parameter}; expected parameters given by name.")
+            if parameter.annotation is parameter.empty:
+                raise DefinitionError(
+                    f"{parameter.name} of the tool {self.name} has no annotation, so its schema is unknown; write "
+                    f"`{parameter.name}: str`."
+                )
+        self._description = inspect.getdoc(function) or ""
+        self._validated = validate_call(_apart(function))
+        self.blocks = not inspect.iscoroutinefunction(function)
+        """Whether a call holds up its thread."""
+        self._parameters = TypeAdapter(cast(Any, function)).json_schema()
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As chat templates take it under ``tools``."""
+        described = {"name": self.name, "description": self._description, "parameters": self._parameters}
+        return {"type": "function", "function": described}
+
+    def bound(self, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+        """The call with these arguments, which raises `Misfit` where they are not what the function takes."""
+
+        def call() -> Any:
+            try:
+                return self._validated(**arguments)
+            except ValidationError as error:
+                faults = (f"{'.'.join(map(str, f['loc'])) or 'arguments'}: {f['msg']}" for f in error.errors())
+                raise Misfit(f"{self.name} does not take these arguments ({'; '.join(faults)})") from error
+            except _Raised as raised:
+                raise cast(Exception, raised.__cause__) from None
+
+        return call
+
+
+class Toolbox:
+    """The tools of an episode.
+
+    Args:
+        tools: functions, or `Tool`s.
+        parser: how calls are written: ``"hermes"``, ``"json"``, or a function of your own.
+
+    Raises:
+        DefinitionError: two tools of one name, or a parser that there is not.
+    """
+
+    def __init__(self, tools: Sequence[Callable[..., Any] | Tool], parser: Literal["hermes", "json"] | Parser) -> None:
+        made = [tool if isinstance(tool, Tool) else Tool(tool) for tool in tools]
+        self._tools = {tool.name: tool for tool in made}
+        if len(self._tools) < len(made):
+            names = [tool.name for tool in made]
+            raise DefinitionError(f"two tools are called {max(names, key=names.count)!r}; give each a name of its own.")
+        if not callable(parser) and parser not in PARSERS:
+            raise DefinitionError(f"the parser {parser!r} is not known; {offer(parser, PARSERS, 'there are')}")
+        self._parse = parser if callable(parser) else PARSERS[parser]
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of all tools, for the chat template: ``template_kwargs={"tools": toolbox.schemas}``."""
+        return [tool.schema for tool in self._tools.values()]
+
+    def calls(self, text: str) -> Sequence[ToolCall]:
+        """The calls in what the policy wrote.
+
+        Raises:
+            Misfit: something looks like a call, and is none.
+        """
+        return self._parse(text)
+
+    def find(self, call: ToolCall) -> Tool:
+        """The tool that is called.
+
+        Raises:
+            Misfit: there is none of that name.
+        """
+        if call.name not in self._tools:
+            raise Misfit(f"there is no tool {call.name!r}; {offer(call.name, self._tools, 'there are')}")
+        return self._tools[call.name]
+
+
+def said(result: object) -> str:
+    """What a tool returned, as the text that the policy reads: a str as it is, else JSON.
+
+    Raises:
+        EpisodeError: it is neither text nor JSON.
+    """
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise EpisodeError(f"a tool returned {result!r}, which is neither text nor JSON ({error}).") from error

@@ -1,0 +1,94 @@
+"""A policy that says what a script says, in place of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flowrl.core.protocols import Request, Response, Sampling
+from flowrl.data.keys import Key
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.episodes.chat import Desk, Limits
+from flowrl.episodes.environment import Row
+from flowrl.episodes.play import Played, Stage, play
+from flowrl.episodes.tools import Toolbox
+from tests.templates import TEMPLATES, tokenizer_of
+
+KEY = Key.of(1)
+SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=256)
+NAME = "qwen2.5"
+
+Script = Callable[[str, int], str]
+"""From the row id and the turn to what the policy says."""
+
+
+class Scripted:
+    """Answers one token a step, each request from a script.
+
+    Args:
+        script: what to say.
+        tokenizer: how to write it.
+    """
+
+    def __init__(self, script: Script, tokenizer: ChatTokenizer) -> None:
+        self._script, self._tokenizer = script, tokenizer
+        self.requests: list[Request] = []
+        self.dropped: list[str] = []
+        self.steps = 0
+        self.most = 0  # requests that were under way at once
+        self._under_way: dict[str, tuple[list[int], int]] = {}
+        self._done: dict[str, Response] = {}
+
+    def submit(self, request: Request) -> None:
+        assert request.name not in self._under_way and request.name not in self._done
+        turn = next(turn for turn in range(100) if KEY.answer(request.name, turn) == request.key)
+        self.requests.append(request)
+        (end,) = self._tokenizer.encode(TEMPLATES[NAME][1])
+        ids = [*self._tokenizer.encode(self._script(request.name, turn)), end]
+        self._under_way[request.name] = (ids[: request.sampling.max_new_tokens], 0)
+        self.most = max(self.most, len(self._under_way))
+
+    def step(self) -> list[str]:
+        self.steps += 1
+        ended = []
+        for name, (ids, said) in list(self._under_way.items()):
+            self._under_way[name] = (ids, said + 1)
+            if said + 1 == len(ids):
+                del self._under_way[name]
+                (end,) = self._tokenizer.encode(TEMPLATES[NAME][1])
+                how: Any = "stop" if ids[-1] == end else "length"
+                self._done[name] = Response(ids, [-0.25] * len(ids), 3, how)
+                ended.append(name)
+        return ended
+
+    def take(self, name: str) -> Response:
+        return self._done.pop(name)
+
+    def drop(self, name: str) -> None:
+        self._under_way.pop(name, None)
+        self._done.pop(name, None)
+        self.dropped.append(name)
+
+
+def row(number: int, content: str = "go") -> Row:
+    return Row(f"row-{number}", f"group-{number // 2}", [{"role": "user", "content": content}], number, {}, "test")
+
+
+def played(
+    world: Any,
+    script: Script,
+    count: int = 1,
+    turns: int = 4,
+    context: int = 1000,
+    seconds: float = 30.0,
+    tries: int = 1,
+    tools: Any = (),
+    concurrency: int | None = None,
+    rows: Any = None,
+) -> tuple[list[Played], Scripted]:
+    """Episodes of some rows, and the policy that was asked."""
+    engine = Scripted(script, tokenizer_of(NAME))
+    desk = Desk(engine, tokenizer_of(NAME), SAMPLING, KEY)
+    toolbox = Toolbox(tools, "hermes") if tools else None
+    stage = Stage(world, Limits(turns, context, seconds), "strict", toolbox, tries, concurrency)
+    return play(desk, rows or [row(i) for i in range(count)], stage), engine
