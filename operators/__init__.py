@@ -3,7 +3,7 @@
 if __name__ != "flowrl.operators":
     raise ImportError(f"{__name__!r} is imported as flowrl.operators; write `from flowrl.operators import ...`.")
 
-from flowrl.operators.advantage import DecoupledGAE, GAE, ReturnToGo, RowScore, SubtractBaseline, Whiten
+from flowrl.operators.advantage import GAE, DecoupledGAE, ReturnToGo, RowScore, SubtractBaseline, Whiten
 from flowrl.operators.correction import Mismatch, RolloutCorrection
 from flowrl.operators.distillation import GKD, ReverseKL, TeacherTopK
 from flowrl.operators.engines import Generate, LogitNorm, OldLogProb, RefLogProb, Repeat, Value
@@ -14,7 +14,7 @@ from flowrl.operators.interact import Interact
 from flowrl.operators.kl import AdaptiveKL, KLShape
 from flowrl.operators.objective import KLLoss
 from flowrl.operators.overlong import MaskOverlong, OverlongPenalty
-from flowrl.operators.policy_losses import CISPO, ClipCov, DPPO, DRO, GMPO, GSPO, KLCov, PPOClip, Reinforce, SAPO
+from flowrl.operators.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, ClipCov, KLCov, PPOClip, Reinforce
 from flowrl.operators.preferences import DPO, NLL, PPOClipNLL
 from flowrl.operators.reward.judge import Judge
 from flowrl.operators.reward.models import ModelReward, TextModelReward
@@ -26,22 +26,24 @@ from flowrl.operators.update import Sync, UpdateActor, UpdateCritic
 from flowrl.operators.value_losses import ValueClip, ValueHuber
 
 __all__ = [
-    "AdaptiveKL",
     "CISPO",
-    "ClipCov",
-    "Collect",
     "DPO",
     "DPPO",
     "DRO",
+    "GAE",
+    "GKD",
+    "GMPO",
+    "GSPO",
+    "NLL",
+    "SAPO",
+    "AdaptiveKL",
+    "ClipCov",
+    "Collect",
     "DecoupledGAE",
     "Feedback",
     "Filter",
-    "GAE",
     "GDPOAdvantage",
-    "GKD",
-    "GMPO",
     "GPGAdvantage",
-    "GSPO",
     "Generate",
     "GroupAdvantage",
     "Interact",
@@ -56,7 +58,6 @@ __all__ = [
     "Matches",
     "Mismatch",
     "ModelReward",
-    "NLL",
     "OPOAdvantage",
     "OldLogProb",
     "OptimalTokenBaseline",
@@ -75,7 +76,6 @@ __all__ = [
     "Reward",
     "RolloutCorrection",
     "RowScore",
-    "SAPO",
     "Spread",
     "SubtractBaseline",
     "Sync",

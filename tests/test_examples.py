@@ -47,6 +47,18 @@ def test_think_trains_and_leaves_a_run(tmp_path: Path, tiny: str) -> None:
     assert (folder / "actor" / "config.json").is_file()
 
 
+def test_triage_asks_for_metrics_and_answers_in_two_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How well it learns is in docs/episodes.md; "triage_world.py" is what it is played in."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    load_object(f"{EXAMPLES / 'triage_world.py'}:build")(tmp_path / "model", steps=40, rows=32)
+    out = execute("triage.py", tmp_path, MODEL=str(tmp_path / "model"), STEPS="2")
+    assert out.startswith("triage: 2 steps, written to runs/triage-001")
+    *_, last = map(json.loads, (tmp_path / "runs/triage-001/metrics.jsonl").read_text().splitlines())
+    assert last["val/episodes/turns"] == 2 and last["val/episodes/failed"] == 0
+    trained = json.loads((tmp_path / "runs/triage-001/metrics.jsonl").read_text().splitlines()[1])
+    assert trained["episodes/turns"] == 2 and trained["rollout/logp_diff_max"] < 1e-3
+
+
 @pytest.mark.ray
 def test_think_on_ray_trains_with_two_ranks(tmp_path: Path, tiny: str) -> None:
     out = execute("think_on_ray.py", tmp_path, MODEL=tiny, STEPS="1")

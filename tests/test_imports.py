@@ -30,10 +30,11 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": {"ground", "data", "core", "sync", "run"},
     "auditing": {"ground", "data", "core", "run", "operators"},
     "top": {"ground", "data", "core", "draw", "sync", "run", "distributed", "auditing"},
-    "operators": {"ground", "data", "core"},
+    "episodes": {"ground", "data", "core"},
+    "operators": {"ground", "data", "core", "episodes"},
     "graphs": {"ground", "data", "core", "operators", "top"},
     "backends": {"ground", "data", "core", "sync"},
-    "app": {"ground", "data", "core", "draw", "sync", "run", "distributed", "auditing", "top", *FOLDERS},
+    "app": {"ground", "data", "core", "draw", "sync", "run", "distributed", "auditing", "episodes", "top", *FOLDERS},
 }
 
 

@@ -14,6 +14,7 @@ SMALL = 100
 # Modules whose tests have another name, by the file that holds them: it needs Ray or an engine, or covers a family of
 # modules by what they do together.
 TESTED_BY: dict[str, tuple[str, ...]] = {
+    "tests/episodes/test_play.py": ("flowrl/episodes/chat.py", "flowrl/episodes/tools.py"),
     "tests/auditing/test_audit.py": ("flowrl/auditing/record.py", "flowrl/auditing/trial.py"),
     "tests/auditing/test_fitting.py": ("flowrl/auditing/stated.py",),
     "tests/core/test_algorithm.py": ("flowrl/core/symbols.py", "flowrl/data/record_types.py"),

@@ -33,6 +33,36 @@ from tests.kernel import LengthPenalty, Mix, Split, TwoHeads, Waits, exact, read
 PPO = ppo(exact)
 
 
+class ScoredBatch(NamedTuple):
+    """What `Generate` writes, with scores."""
+
+    prompts: c.Prompts
+    responses: c.Responses
+    input_ids: c.InputIds
+    attention_mask: c.AttentionMask
+    position_ids: c.PositionIds
+    response_mask: c.ResponseMask
+    rollout_log_probs: c.RolloutLogProbs
+    response_text: c.ResponseText
+    temperature: c.Temperature
+    policy_version: c.PolicyVersion
+    token_level_scores: c.TokenLevelScores
+
+
+class LaterBatch(NamedTuple):
+    """Log-probs, with scores."""
+
+    old_log_probs: c.OldLogProbs
+    token_level_scores: c.TokenLevelScores
+
+
+class ScoredLater(OldLogProb):
+    """Not ahead of the reward."""
+
+    def __call__(self, rollout: Sequences) -> LaterBatch:  # type: ignore[override]
+        raise AssertionError("never called")
+
+
 def other(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     return 0.0
 
@@ -371,3 +401,23 @@ def test_a_value_of_a_subclass_may_be_read_and_none_of_a_base() -> None:
     assert wires(graph, "sync") == {"updated": "says.better"}
     with pytest.raises(GraphError, match=r"wants\.updated wants Better, and no node that it could read writes one"):
         PPO.edit(insert={"wants": After("update_actor", Wants())})
+
+
+class Scored(Generate):
+    """Generates, and says itself what it was worth."""
+
+    def __call__(self, prompts: PromptBatch) -> ScoredBatch:  # type: ignore[override]
+        raise AssertionError("never called")
+
+
+def test_a_replacement_that_writes_what_was_dropped_is_read_in_its_place() -> None:
+    graph = grpo(exact).edit(replace={"generate": Scored()}, drop=["reward"])
+    assert wires(graph, "group_advantage")["token_level_rewards"] == "scored.token_level_scores"
+    kept = grpo(exact).edit(replace={"generate": Scored()})
+    assert wires(kept, "group_advantage")["token_level_rewards"] == "reward.token_level_scores"
+    assert graph.check() == kept.check() == []
+
+
+def test_a_replacement_behind_what_was_dropped_is_not() -> None:
+    with pytest.raises(GraphError, match="reward cannot be dropped"):
+        grpo(exact).edit(replace={"old_log_prob": ScoredLater()}, drop=["reward"])

@@ -98,7 +98,6 @@ def test_log_probs_are_those_of_a_forward_pass_over_the_whole_episode(engine: An
 
 def test_rewards_stand_on_the_last_token_of_their_turn(engine: Any) -> None:
     batch, metrics = episodes(engine, Echo)
-    tokenizer = engine.tokenizer
     for mask, scores, conversation in zip(
         batch.response_mask, batch.token_level_scores, batch.conversation, strict=True
     ):
@@ -113,7 +112,6 @@ def test_rewards_stand_on_the_last_token_of_their_turn(engine: Any) -> None:
         assert len(said) == 3 and len(conversation) == 6
     assert metrics["episodes/turns"] == 3
     assert metrics["reward/mean"] == pytest.approx(float(batch.token_level_scores.sum(1).mean()))
-    assert tokenizer.pad_id not in batch.responses[batch.response_mask]
 
 
 def test_a_row_does_not_depend_on_its_company(engine: Any) -> None:
@@ -148,8 +146,8 @@ class TestSpecs:
         )
         monkeypatch.chdir(tmp_path)
         graph = grpo(exact).edit(replace={"generate": Interact("world.py:World", max_turns=2)}, drop=["reward"])
-        graph.save("graph.yaml")
-        assert flowrl.load("graph.yaml") == graph
+        flowrl.save(graph, "graph.yaml")
+        assert flowrl.load("graph.yaml", imports=True) == graph
         Interact("world.py:agent")
         with pytest.raises(ParameterError, match="does not define 'Wrld'"):
             Interact("world.py:Wrld")
