@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,17 +33,27 @@ Answer = Callable[[Sequence[list[int]], Sampling, int], list[list[int]]]
 """Answers to contexts, by a seed."""
 
 
-def write_model(folder: str, layers: int = 4, width: int = 128) -> None:
-    """A random Llama with grouped keys and the demo's tokeniser."""
+def write_model(
+    folder: str | Path, layers: int, width: int, *, grouped: int = 1, positions: int = 256, vocabulary: int = 0
+) -> str:
+    """A random Llama with the demo's tokeniser; the folder.
+
+    Args:
+        folder: where to.
+        layers, width: of the model; heads are 32 wide.
+        grouped: heads that share their keys.
+        positions: tokens that a sequence may have.
+        vocabulary: tokens; 0 is as many as the tokeniser has.
+    """
     tokenizer = make_tokenizer()
     config = LlamaConfig(
-        vocab_size=128,
+        vocab_size=vocabulary or len(tokenizer),
         hidden_size=width,
-        intermediate_size=2 * width,
+        intermediate_size=3 * width,
         num_hidden_layers=layers,
         num_attention_heads=width // 32,
-        num_key_value_heads=width // 64,
-        max_position_embeddings=2048,
+        num_key_value_heads=width // 32 // grouped,
+        max_position_embeddings=positions,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
@@ -50,6 +61,7 @@ def write_model(folder: str, layers: int = 4, width: int = 128) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 def by_generate(engine: Any) -> Answer:
@@ -160,7 +172,7 @@ def main() -> None:
         ("up to 128, one token of 32 ends", Sampling(1.0, 0, 1.0, 128, (2, 20, 40, 60), ignore_eos=True)),
     ]
     with tempfile.TemporaryDirectory() as folder:
-        write_model(folder)
+        write_model(folder, 4, 128, grouped=2, positions=2048, vocabulary=128)
         engine = TorchRollout(folder, device="cpu", frozen=True).build(EngineBuilder({}, seed=0))
         ours, theirs = by_generate(engine), by_transformers(engine)
         ways = {"flowrl": ours, "transformers": theirs}
