@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, cast
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from flowrl import columns as c
 from flowrl.core import references
@@ -117,6 +117,14 @@ class Interact(Sampler, Episodes, Operator):
         if self.world is None and not self.tools:
             raise ParameterError("there is no world and no tool, so every episode is one answer: write Generate(...).")
         self._toolbox  # noqa: B018 (refuses tools that are none)
+
+    @field_validator("world", mode="before")
+    @classmethod
+    def _refuse_no_world(cls, world: Any) -> Any:
+        if isinstance(world, Environment):
+            name = type(world).__name__
+            raise ValueError(f"it is an object, and each episode makes its own; give its class: Interact({name})")
+        return world
 
     @cached_property
     def _toolbox(self) -> Toolbox | None:
@@ -227,6 +235,7 @@ def report(played: Sequence[Played], waited: float, seconds: float, metrics: Met
         metrics.sum("response_length/total", length)
         metrics.mean("response_length/mean", length)
         metrics.max("response_length/max", length)
+        metrics.mean("episodes/cut", one.chat.cut, turns)
         if rewarded:
             reward = sum(one.chat.rewards)
             metrics.mean("reward/mean", reward)
@@ -247,10 +256,19 @@ def refuse_no_world(world: Callable[..., Any]) -> None:
     Raises:
         ParameterError: naming it.
     """
-    if isinstance(world, type):
-        if issubclass(world, Environment):
-            return
-    elif inspect.iscoroutinefunction(world):
+    if isinstance(world, type) and issubclass(world, Environment):
+        name = world.__name__
+        if world.step is Environment.step:
+            raise ParameterError(f"{name} does not say what it replies; define step(self, answer) -> Reply in it.")
+        try:
+            inspect.signature(world).bind()
+        except TypeError as error:
+            raise ParameterError(
+                f"{name}() cannot be made without arguments ({error}), and each episode makes one so; give them "
+                f"defaults, or read what it needs of the row in reset(self, row)."
+            ) from None
+        return
+    if inspect.iscoroutinefunction(world):
         return
     raise ParameterError(
         f"the world is {world!r}; expected a class that derives from Environment, or an agent: async def "

@@ -183,7 +183,8 @@ class TokenObjective:
             per_token = isinstance(column, Tensor) and column.ndim == 2 and column.is_floating_point()
             columns[name] = select(column, on) if per_token else column
         found = self.loss.of(columns, metrics, self.key)
-        self._refuse_shapeless(found, [tuple(new.shape), tuple(new.shape[:1])], f"{len(new)} rows")
+        of_rows = [] if self.loss.unit == "token" else [tuple(new.shape[:1])]
+        self._refuse_shapeless(found, [tuple(new.shape), *of_rows], f"{len(new)} rows")
         if new.requires_grad:
             self._refuse_flat(found)
         return select(found if found.ndim == 2 else found[:, None].expand(new.shape), on)
@@ -193,6 +194,8 @@ class TokenObjective:
         shape = tuple(found.shape) if isinstance(found, Tensor) else type_of(found)
         if shape not in wanted or not found.is_floating_point():
             or_row = f", or of each row, float {wanted[1]}" if len(wanted) > 1 else ""
+            if not or_row and shape == wanted[0][:1]:
+                or_row = " (a loss of whole rows says so in its class: unit = 'row')"
             raise DataError(
                 f"{type(self.loss).__name__} returned {shape} for {given}; expected the loss of each token, "
                 f"float {wanted[0]}{or_row}, not summed or averaged: the update does that "

@@ -17,7 +17,7 @@ from flowrl.core.ports import PortField
 from flowrl.core.protocols import Rollout, Trainer
 from flowrl.core.symbols import Edge
 from flowrl.errors import AuditError
-from flowrl.operators import Generate, KLLoss
+from flowrl.operators import AdaptiveKL, Generate, KLLoss, KLShape
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,10 @@ def stated(graph: Graph, role: str | None) -> Stated:
     step, notes = _first_step(graph, updates), list[str]()
     if step:
         notes.append(f"It is as in step {step + 1}, the first in which {updates[-1].name} runs.")
+    for name in sorted(before):
+        fixed = isinstance(op := graph[name].operator, KLShape) and not isinstance(op.coef, AdaptiveKL)
+        if op.states and not fixed:
+            notes.append(f"{name} keeps state, which is as it is before the first step of a run.")
     kl = [*_shaped(graph, before, step, notes)]
     entropy = 0.0
     for update in updates:

@@ -124,6 +124,8 @@ class Chat:
         """By answer, of the weights that sampled it."""
         self.rewarded = False
         """Whether the world gave any reward."""
+        self.cut = 0
+        """Answers that were ended by their length."""
         self.tool_calls = 0
         """Calls of tools that were made."""
         self.tool_errors = 0
@@ -163,6 +165,7 @@ class Chat:
         answered = transcript.answer(response.ids, response.log_probs)
         self.rewards.append(0.0)
         self.versions.append(response.version)
+        self.cut += response.ended == "length"
         return Answer(answered.text, response.ids, turn, response.ended == "length")
 
     def reward(self, value: float) -> None:

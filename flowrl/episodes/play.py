@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from flowrl.data.transcript import Check
@@ -13,6 +15,9 @@ from flowrl.episodes.chat import Chat, Desk, EpisodeOver, Limits, called
 from flowrl.episodes.environment import Environment, Reply, Row
 from flowrl.episodes.tools import Toolbox
 from flowrl.errors import EpisodeError, FlowrlError
+
+_OWN = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
+"""Where frames are not the world's."""
 
 Agent = Callable[[Chat, Row], Awaitable[float | None]]
 """A coroutine that plays an episode; what it returns is added to the reward of the last answer."""
@@ -112,7 +117,7 @@ async def _once(desk: Desk, row: Row, stage: Stage) -> Played:
             except EpisodeOver as over:
                 ended = "turns" if over.why == "turns" else "context"
     except Exception as error:  # whatever users' worlds raise; errors of the engine do not come this way
-        said = str(error) if isinstance(error, FlowrlError) else f"{type(error).__name__}: {error}"
+        said = str(error) if isinstance(error, FlowrlError) else f"{type(error).__name__}: {error}{_where(error)}"
         if clock.expired():
             said = f"its world took more than {stage.limits.seconds:g} s"
         ended, fault = "failed", _fault(row, chat, said, error)
@@ -152,6 +157,12 @@ def _checked(reply: object) -> Reply:
     if not isinstance(reply, Reply):
         raise EpisodeError(f"an environment replied {reply!r}; expected a Reply(messages, reward=None, done=False).")
     return reply
+
+
+def _where(error: BaseException) -> str:
+    """Where in the world's own code an error was raised, as far as that is known."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OWN)]
+    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def _fault(row: Row, chat: Chat, what: str, cause: BaseException) -> EpisodeError:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import pytest
 import torch
 from torch import Tensor
 
-from flowrl import After, Graph, Operator, Reads, Role, When, World, algorithm, audit, operator
+from flowrl import After, Graph, Operator, Reads, Role, State, When, World, algorithm, audit, operator
 from flowrl.auditing.fitting import fitted
 from flowrl.auditing.rewards import TableReward
 from flowrl.auditing.stated import stated
 from flowrl.columns import Advantages, Kept, ResponseMask, ResponseText, TokenLevelRewards, TokenLevelScores
+from flowrl.core.operator import Granularity
 from flowrl.errors import AuditError, GraphError
 from flowrl.graphs import grpo, remax, rloo, sft
 from flowrl.operators import NLL, Collect, Filter, Generate, Length, Reinforce, Repeat, Spread, Sync, UpdateActor
@@ -179,3 +180,22 @@ def test_scores_that_only_choose_rows_are_what_is_stated() -> None:
 def test_a_graph_is_wanted() -> None:
     with pytest.raises(GraphError):
         audit("grpo")  # type: ignore[arg-type]
+
+
+class RunningMean(Operator):
+    """A baseline that learns from step to step."""
+
+    granularity: ClassVar[Granularity] = "batch"
+    mean = State(lambda self: 0.0)
+
+    def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask) -> Advantages:
+        scores, before = token_level_rewards.sum(-1), self.mean.value
+        self.mean.value = float(scores.mean())
+        return torch.where(response_mask, (scores - before)[:, None], 0.0)
+
+
+def test_state_is_that_before_the_first_step_and_a_note_says_so() -> None:
+    graph = rloo(unread, kl_coef=0.0).edit(replace={"rloo_advantage": RunningMean()}, drop=["kl_shape"])
+    assert audit(graph, ONE, n=2).notes[-1] == (
+        "running_mean keeps state, which is as it is before the first step of a run."
+    )

@@ -95,6 +95,15 @@ def test_columns_are_zero_off_the_mask_and_the_entropy_has_its_gradient() -> Non
 class OfRows(Loss):
     """One number a row, which is that of each of its tokens."""
 
+    unit: ClassVar[Unit] = "row"
+
+    def __call__(self, log_probs: c.LogProbs) -> Tensor:
+        return -log_probs.sum(-1)
+
+
+class OfRowsUnsaid(Loss):
+    """The same, whose class does not say so."""
+
     def __call__(self, log_probs: c.LogProbs) -> Tensor:
         return -log_probs.sum(-1)
 
@@ -124,6 +133,11 @@ class TestReturned:
     def test_what_is_summed_already_is_refused(self) -> None:
         with pytest.raises(DataError, match=r"Summed returned \(\) for 2 rows; expected the loss of each token"):
             self.value(Summed())
+
+    def test_a_loss_of_rows_that_does_not_say_so_is_refused(self) -> None:
+        """By its unit the rules know it; see FR018."""
+        with pytest.raises(DataError, match=r"OfRowsUnsaid returned \(2,\) .*says so in its class: unit = 'row'"):
+            self.value(OfRowsUnsaid())
 
     def test_a_loss_without_a_gradient_is_refused(self) -> None:
         with pytest.raises(DataError, match=r"Detached returned a loss without a gradient.*depends on log_probs: look"):
