@@ -1,9 +1,12 @@
 """What all rollout engines share: a receipt, without which they do not sample; requests, and the loop over them that
-`generate` is; checks of prompts; and one rule for where responses end, whichever engine stops by itself.
+`generate` is, under which weights may change; checks of prompts; and one rule for where responses end, whichever engine
+stops by itself.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -12,10 +15,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from flowrl.core.protocols import Request, Response, Sampled, Sampling
+from flowrl.core.protocols import Caches, Request, Response, Sampled, Sampling, Trainer
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer
-from flowrl.errors import DataError, ParameterError, SyncError
+from flowrl.errors import DataError, ParameterError, SwapError, SyncError
 from flowrl.records import Receipt
 
 
@@ -65,7 +68,8 @@ class RolloutEngine(ABC):
             key: where the random numbers come from.
 
         Returns:
-            responses, mask and log-probs ``[batch response]``, as wide as the longest response, on the prompts' device.
+            responses, mask, log-probs and versions ``[batch response]``, as wide as the longest response, on the
+            prompts' device.
 
         Raises:
             SyncError: the engine holds no receipt, or its weights are not those of its receipt.
@@ -115,16 +119,87 @@ class RolloutEngine(ABC):
         """`generate`, of prompts that have been checked, on any device."""
 
 
+class Alone:
+    """One thread at a time: ``with alone:``. Who waits comes before who goes in again and again.
+
+    A lock alone would not do: the thread that gives it back and takes it again is faster than one that must wake up.
+    """
+
+    def __init__(self) -> None:
+        self._next, self._now = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._now.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._now.release()
+
+
 class RequestEngine(RolloutEngine):
     """Base of live rollout engines that take `Requests`; `generate` submits all rows, and steps until they are there.
 
-    An error of `step` ends all requests that are under way.
+    An error of `step` ends all requests that are under way. One thread at a time lets requests begin, go on or drop, or
+    takes weights over: so `swap`, which another thread may call, comes between two steps.
     """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        super().__init__(tokenizer)
+        self._unnamed: list[str] = []  # requests that ended while `generate` stepped
+        self._alone = Alone()
+        self._not_swapped: BaseException | None = None  # by what the last swap failed, until that is told
+
+    def sync(self, source: Trainer) -> Receipt:
+        """Take over the weights of `source`; see `Synced.sync`, and `_sync`.
+
+        Raises:
+            SyncError: requests are under way, which go on; or the weights did not arrive, and there is no receipt then.
+        """
+        with self._alone:
+            self._not_swapped = None
+            return self._sync(source)
+
+    def swap(self, source: Trainer, caches: Caches) -> Receipt:
+        """Take over the weights of `source` under requests that are under way; see `Swaps.swap`, and `_swap`.
+
+        Raises:
+            SyncError: the weights did not arrive. There is no receipt then, and what is under way fails with its next
+                step.
+        """
+        with self._alone:
+            self._not_swapped = None
+            try:
+                return self._swap(source, caches)
+            except BaseException as error:
+                self._receipt, self._not_swapped = None, error
+                raise
+
+    def _require_receipt(self) -> Receipt:
+        """As `RolloutEngine`; where weights were to be swapped, it says what has become of that.
+
+        Raises:
+            SwapError: they did not arrive.
+        """
+        failed = self._not_swapped
+        if self._receipt is None and failed is not None:
+            self._not_swapped = None
+            raise SwapError(
+                f"the weights of {self.name} were to change under the answers that are under way, and did not arrive "
+                f"({type(failed).__name__}: {failed}); expected a sync before it goes on: engine.sync(trainer)."
+            ) from failed
+        return super()._require_receipt()
 
     def submit(self, request: Request) -> None:
         """Ask for an answer, which is begun by a later `step`; see `Requests.submit`."""
-        self._require_awake("submit")
-        self._require_receipt()
+        with self._alone:
+            self._require_awake("submit")
+            self._require_receipt()
+            self._refuse_request(request)
+            self._unnamed = [name for name in self._unnamed if name != request.name]
+            self._submit(request)
+
+    def _refuse_request(self, request: Request) -> None:
+        """Refuse what the model cannot take, and a name that is taken; raises `DataError` or `ParameterError`."""
         ids = torch.tensor([list(request.ids)], dtype=torch.int64)
         mask = torch.ones_like(ids, dtype=torch.bool)
         check_prompts(ids, mask, [request.name], request.sampling, *self._limits(), self.tokenizer.folder)
@@ -133,12 +208,13 @@ class RequestEngine(RolloutEngine):
                 f"a request named {request.name!r} is under way, or its response was not taken; expected another name, "
                 f"or engine.take({request.name!r}) first, once step() has named it, or engine.drop({request.name!r})."
             )
-        self._submit(request)
 
     def step(self) -> list[str]:
         """Compute one token of each answer; the names of those that ended; see `Requests.step`."""
         self._require_awake("step")
-        return self._step(self._require_receipt().version)
+        ended = self._next()
+        earlier, self._unnamed = [name for name in self._unnamed if self._asked(name)], []
+        return [*earlier, *ended]
 
     def take(self, name: str) -> Response:
         """The response to a request, once; see `Requests.take`."""
@@ -148,20 +224,51 @@ class RequestEngine(RolloutEngine):
                 f"there is no response to a request {name!r}: it was not submitted, has not ended, or its response was "
                 f"taken; expected a name that engine.step() gave, once."
             )
+        if not all(map(math.isfinite, response.log_probs)):
+            self._refuse_not_finite(packed([response[:3]], self.tokenizer.pad_id), [name])
         return response
+
+    def drop(self, name: str) -> None:
+        """Stop a request, drop its response, and forget what was kept of it; see `Requests.drop`."""
+        with self._alone:
+            self._drop(name)
+
+    def _next(self) -> list[str]:
+        """A step, by this thread alone; the requests that ended."""
+        with self._alone:
+            return self._step(self._require_receipt().version)
+
+    def _refuse_sync(self, begun: Sequence[str]) -> None:
+        """Refuse to take over weights while answers have tokens of others; raises `SyncError`.
+
+        Args:
+            begun: the requests that have drawn tokens and have not ended.
+        """
+        if begun:
+            raise SyncError(
+                f"sync was called while {len(begun)} requests are under way ({begun[0]!r} is one), whose tokens are of "
+                f"version {self._require_receipt().version}; expected none, since an answer bears one version: call "
+                f"engine.step() until they end, or engine.drop(name); or where the engine can, swap: "
+                f"engine.swap(trainer, caches='anew')."
+            )
 
     def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:
         names = {f"generate {i}": i for i in range(len(row_ids))}
-        rows: list[tuple[Sequence[int], Sequence[float]]] = [((), ())] * len(names)
+        rows: list[_Tokens] = [((), (), ())] * len(names)
         try:
-            for name, i in names.items():
-                self._submit(Request(name, prompts[i][mask[i]].tolist(), sampling, key.answer(row_ids[i])))
+            with self._alone:
+                for name, i in names.items():
+                    self._submit(Request(name, prompts[i][mask[i]].tolist(), sampling, key.answer(row_ids[i])))
             missing = len(names)
             while missing:
-                for name in self.step():
-                    if name in names:
-                        rows[names[name]] = self.take(name)[:2]
-                        missing -= 1
+                for name in self._next():
+                    if name not in names:
+                        self._unnamed.append(name)
+                        continue
+                    response = self._take(name)
+                    assert response is not None  # `_step` said so
+                    rows[names[name]] = response[:3]
+                    missing -= 1
         except BaseException:
             for name in names:
                 self.drop(name)
@@ -169,8 +276,17 @@ class RequestEngine(RolloutEngine):
         return packed(rows, self.tokenizer.pad_id)
 
     @abstractmethod
-    def drop(self, name: str) -> None:
-        """Stop a request, drop its response, and forget what was kept of it; see `Requests.drop`."""
+    def _sync(self, source: Trainer) -> Receipt:
+        """`sync`, by one thread alone."""
+
+    def _swap(self, source: Trainer, caches: Caches) -> Receipt:
+        """`swap`, by one thread alone. Until the new weights are there, the receipt of the old ones stays: another
+        thread may read. An engine without this swaps where nothing is under way."""
+        return self._sync(source)
+
+    @abstractmethod
+    def _drop(self, name: str) -> None:
+        """`drop`, by one thread alone."""
 
     @abstractmethod
     def _asked(self, name: str) -> bool:
@@ -189,18 +305,24 @@ class RequestEngine(RolloutEngine):
         """`take`, or None."""
 
 
-def packed(rows: Sequence[tuple[Sequence[int], Sequence[float]]], pad: int) -> Sampled:
-    """Responses of unequal length, tokens and log-probs, as columns padded on the right."""
-    width = max((len(ids) for ids, _ in rows), default=0)
+_Tokens = tuple[Sequence[int], Sequence[float], Sequence[int]]
+"""Of a response: tokens, log-probs and versions."""
+
+
+def packed(rows: Sequence[_Tokens], pad: int) -> Sampled:
+    """Responses of unequal length, as columns padded on the right."""
+    width = max((len(ids) for ids, _, _ in rows), default=0)
     sampled = Sampled(
         torch.full((len(rows), width), pad),
         torch.zeros(len(rows), width, dtype=torch.bool),
         torch.zeros(len(rows), width),
+        torch.full((len(rows), width), -1),
     )
-    for i, (ids, log_probs) in enumerate(rows):
+    for i, (ids, log_probs, versions) in enumerate(rows):
         sampled.responses[i, : len(ids)] = torch.tensor(ids)
         sampled.response_mask[i, : len(ids)] = True
         sampled.log_probs[i, : len(ids)] = torch.tensor(log_probs)
+        sampled.versions[i, : len(ids)] = torch.tensor(versions)
     return sampled
 
 

@@ -1,28 +1,26 @@
 """What engines by others (vLLM, SGLang) share: they hold weights of their own, a sync fills them, a fault ends them,
-and the next sync starts them anew.
+and the next sync starts them anew. They are asked for answers one by one.
 """
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from pydantic import Field
-from torch import Tensor
 
 from flowrl.backends.hosted.arrival import Arrival, due_weights
 from flowrl.backends.hosted.folder import FolderWeights
-from flowrl.backends.rollout import Ending, RolloutEngine, packed
-from flowrl.backends.torch.load import Folder, FolderBackend, load_causal_lm, loading
-from flowrl.backends.torch.lora import LoRA, require_peft
-from flowrl.core.protocols import Closable, Rollout, Sampled, Sampling, Sleeper, Trainer
-from flowrl.data.keys import Key
+from flowrl.backends.hosted.spec import EngineSpec
+from flowrl.backends.rollout import Ending, RequestEngine
+from flowrl.backends.torch.load import load_causal_lm, loading
+from flowrl.backends.torch.lora import require_peft
+from flowrl.core.protocols import Caches, Request, Response, Sampling, Trainer
 from flowrl.data.tokenizer import ChatTokenizer
-from flowrl.errors import AsleepError, BindError, EngineError, ParameterError, SyncError
+from flowrl.errors import AsleepError, BindError, EngineError, SyncError
 from flowrl.records import Receipt
 from flowrl.sync.digest import named_weights, weights_digest
 from flowrl.sync.probe import (
@@ -37,95 +35,47 @@ from flowrl.sync.probe import (
 from flowrl.sync.received import ReceivedWeights
 
 
-class EngineSpec(FolderBackend):
-    """What is set alike for each of these engines.
-
-    Args:
-        model: a Hugging Face folder.
-        tensor_parallel: devices that share the weights.
-        ranks: engines like this, each in a process and on devices of its own, that share the rows out among them; more
-            than one needs a place.
-        dtype: of weights and arithmetic; ``"auto"`` is the folder's, but bfloat16 where that is float32.
-        memory_fraction: of the device's memory, for weights and KV cache together; None is the engine's own default.
-        max_model_len: tokens that prompt and response may have together, 17 at least, so that the probe has something
-            to show; None is the model's own limit.
-        max_num_seqs: rows that are sampled at a time.
-        prefix_caching: compute what prompts have in common once.
-        tolerance: by how much the engine's log-probs may differ from the trainer's after a sync, in nats a token on the
-            mean (see `flowrl.sync.probe.refuse_other_weights`); None is 1e-3 where both compute in float32, otherwise
-            0.05.
-        lora: that of an actor which trains an adapter beside the weights of this very folder: sync then sends the
-            adapter alone. Without, the engine gets all weights, the adapter merged into them.
-        frozen: answer with the weights of the folder, which nothing syncs: a judge, or an opponent that stays as it is.
-        engine_args: further arguments of the engine, by name.
-    """
-
-    serves = (Rollout, Sleeper, Closable)
-    reserved: ClassVar[Mapping[str, str]]
-    """Engine arguments that are fields here."""
-    fixed: ClassVar[Sequence[str]]
-    """Engine arguments that what the columns of a rollout mean depends on."""
-    probes: ClassVar[bool] = True  # so trainers in other processes send log-probs of the probe with their weights
-    collective: ClassVar[bool] = False  # ranks need no group, and vLLM would take a default one of ours for its own
-
-    model: Folder
-    tensor_parallel: int = Field(default=1, ge=1)
-    ranks: int = Field(default=1, ge=1)
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    memory_fraction: float | None = Field(default=None, gt=0, le=1)
-    max_model_len: int | None = Field(default=None, ge=17)
-    max_num_seqs: int = Field(default=256, ge=1)
-    prefix_caching: bool = True
-    tolerance: float | None = Field(default=None, gt=0)
-    lora: LoRA | None = None
-    frozen: bool = False
-    engine_args: Mapping[str, Any] = Field(default_factory=dict)
-
-    @property
-    def slots_per_rank(self) -> int:
-        """Devices that one engine computes on."""
-        return self.tensor_parallel
-
-    @property
-    def receives(self) -> Literal["weights", "adapter_weights"]:
-        """The method of a trainer whose tensors `sync` reads."""
-        return "weights" if self.lora is None else "adapter_weights"
-
-    def __post_init__(self) -> None:
-        if self.frozen and self.lora is not None:
-            raise ParameterError("frozen=True takes no sync, so no adapter ever comes; drop lora or frozen")
-        for name in self.engine_args:
-            if name in self.reserved:
-                field = self.reserved[name]
-                raise ParameterError(f"engine_args={{{name!r}: ...}} is a field of its own; set the field {field}")
-            if name in self.fixed:
-                raise ParameterError(
-                    f"engine_args={{{name!r}: ...}} would change what the rollout's tokens and log-probs mean; it is "
-                    f"not open to choice, so leave it out."
-                )
-
-
 class Answer(NamedTuple):
     """One response as an engine gave it.
 
     Args:
         ids: its tokens.
         log_probs: one a token.
-        versions: of the weights that they came from, as the engine says.
+        versions: of the weights that each came from, as the engine says.
         ended: by what, in the engine's words; ``"stop"`` is by a rule that it was given.
+        cached: tokens before it that the engine did not compute, since it had them from other requests.
     """
 
     ids: Sequence[int]
     log_probs: Sequence[float]
-    versions: Iterable[str]
+    versions: Sequence[str]
     ended: str
+    cached: int
 
 
-class HostedRollout(RolloutEngine):
+class Asked(NamedTuple):
+    """A request that is under way.
+
+    Args:
+        request: as it was submitted.
+        ending: where its answer ends.
+        settings: how it is sampled, in the engine's words.
+        versions: of the weights that the engine has had since it has the request.
+    """
+
+    request: Request
+    ending: Ending
+    settings: Any
+    versions: list[int]
+
+
+class HostedRollout(RequestEngine):
     """A live engine by others; what is abstract differs from one to the other.
 
-    An error while it generates or takes over weights leaves the engine in no known state, so it is ended, and the next
-    sync starts it anew.
+    Requests wait here until a `step` has room for them, and begin in the order in which they came. The engine has no
+    more of them than it computes at a time, so that a probe never waits behind others. An error while the engine
+    generates or takes over weights leaves it in no known state, so it is ended with all requests, and the next sync
+    starts it anew.
 
     Args:
         spec: what to start.
@@ -135,12 +85,19 @@ class HostedRollout(RolloutEngine):
 
     def __init__(self, spec: EngineSpec, tokenizer: ChatTokenizer, seed: int) -> None:
         super().__init__(tokenizer)
+        self._spec: EngineSpec = spec
         self._seed = seed
-        self._folder, self._tolerance, self._frozen = spec.model, spec.tolerance, spec.frozen
         self._probe: Probe | None = None
         self._arithmetic: torch.dtype | None = None
         self._scores: Scores | None = None  # of the probe, when the engine's last changed
         self._asleep = False
+        self._waiting: dict[str, Asked] = {}
+        self._begun: dict[str, Asked] = {}  # which the engine has
+        self._responses: dict[str, Response] = {}
+        self.context_tokens = 0
+        """Tokens before all answers so far."""
+        self.cached_tokens = 0
+        """As many of these the engine had already, from other requests, and did not compute."""
         self._adapter_of: str | None = None
         if spec.lora is not None:
             require_peft()
@@ -173,79 +130,134 @@ class HostedRollout(RolloutEngine):
             self._arithmetic = self._dtype()
             prompts, sampling = questions(self.tokenizer, self._limits()[1] or 2048)
             try:
-                settings = self._settings(sampling, Ending(self.tokenizer, sampling))
-                answers = self._answer(prompts, settings, list(range(len(prompts))))
+                answers = self._answers(prompts, sampling)
             except Exception as error:
                 raise BindError(
-                    f"{self.name} starts with {self._folder!r} and then answers no question ({type(error).__name__}: "
-                    f"{error}); expected an architecture and sizes that it can compute with here."
+                    f"{self.name} starts with {self._spec.model!r} and then answers no question "
+                    f"({type(error).__name__}: {error}); expected an architecture and sizes that it can compute with "
+                    f"here."
                 ) from error
             width = min(len(answer.ids) for answer in answers)
             self._probe = Probe(prompts, [list(answer.ids)[:width] for answer in answers])
-        if self._frozen:
-            self.sync(cast(Trainer, FolderWeights(self._folder)))
+        if self._spec.frozen:
+            self.sync(cast(Trainer, FolderWeights(self._spec.model)))
 
-    def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:
-        """Padding does not reach the engine. Row ``i`` has a seed of its own, from ``key.derive(row_ids[i])``.
+    def _answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
+        """As the engine gives them, without a receipt."""
+        settings = self._settings(sampling, Ending(self.tokenizer, sampling))
+        answers: dict[str, Answer] = {}
+        for i, prompt in enumerate(prompts):
+            self._begin(str(i), prompt, settings, i)
+        while len(answers) < len(prompts):
+            answers |= self._advance()
+        return [answers[str(i)] for i in range(len(prompts))]
+
+    def _drop(self, name: str) -> None:
+        """Stop a request, and drop its response."""
+        self._responses.pop(name, None)
+        self._waiting.pop(name, None)
+        if self._begun.pop(name, None) is not None:
+            with self._at_stake():
+                self._abort(name)
+
+    def _asked(self, name: str) -> bool:
+        return name in self._waiting or name in self._begun or name in self._responses
+
+    def _submit(self, request: Request) -> None:
+        """Its answer has a seed of its own, from ``request.key``.
+
+        Raises:
+            DataError: a `sampling` that the engine cannot do.
+        """
+        ending = Ending(self.tokenizer, request.sampling)
+        self._waiting[request.name] = Asked(request, ending, self._settings(request.sampling, ending), [])
+
+    def _step(self, version: int) -> list[str]:
+        """As `RequestEngine`, for as long as the engine computes at a time.
 
         Raises:
             SyncError: the engine says that tokens came from weights of another version.
-            DataError: a `sampling` that the engine cannot do.
+            EngineError: it failed, or ended an answer by no rule.
         """
-        ending = Ending(self.tokenizer, sampling)
-        settings = self._settings(sampling, ending)
-        requests = [ids[attended].tolist() for ids, attended in zip(prompts, mask, strict=True)]
-        seeds = [key.derive(row).bits & (2**63 - 1) for row in row_ids]
-        rows: list[tuple[Sequence[int], Sequence[float]]] = []
-        if requests:
-            with self._at_stake():
-                answers = self._answer(requests, settings, seeds)
-                rows = [self._checked(answer, ending, sampling.max_new_tokens) for answer in answers]
-        return packed(rows, self.tokenizer.pad_id)
+        with self._at_stake():
+            for name in [*self._waiting][: self._spec.max_num_seqs - len(self._begun)]:
+                asked = self._begun[name] = self._waiting.pop(name)
+                asked.versions[:] = [version]
+                self._begin(name, asked.request.ids, asked.settings, asked.request.key.bits & (2**63 - 1))
+            answers = self._advance() if self._begun else {}
+            for name, answer in answers.items():
+                asked = self._begun.pop(name)
+                self._responses[name] = self._checked(answer, asked)
+                self.context_tokens += len(asked.request.ids)
+                self.cached_tokens += answer.cached
+        return [*answers]
 
-    def _checked(self, answer: Answer, ending: Ending, max_new_tokens: int) -> tuple[Sequence[int], Sequence[float]]:
-        """The tokens and log-probs of a response, up to where it ends."""
-        assert self._receipt is not None
-        if set(answer.versions) - {str(self._receipt.version)}:
+    def _take(self, name: str) -> Response | None:
+        return self._responses.pop(name, None)
+
+    def _checked(self, answer: Answer, asked: Asked) -> Response:
+        """The tokens of an answer, their log-probs and versions, up to where it ends."""
+        if foreign := set(answer.versions) - {*map(str, asked.versions)}:
             raise SyncError(
-                f"{self.name} says that it sampled from weights of version {', '.join(sorted(answer.versions))}, and "
-                f"this engine's receipt is for version {self._receipt.version}; expected one version: let nobody but "
-                f"engine.sync update its weights."
+                f"{self.name} says that it sampled from weights of version {', '.join(sorted(foreign))}, and while it "
+                f"did, this engine's receipt was for version {', '.join(map(str, asked.versions))}; expected no other: "
+                f"let nobody but engine.sync and engine.swap update its weights."
             )
-        length = ending.length(answer.ids)
-        if length is None and len(answer.ids) < max_new_tokens and answer.ended != "stop":
+        longest = asked.request.sampling.max_new_tokens
+        length = asked.ending.length(answer.ids)
+        by_rule = length is not None or answer.ended == "stop"
+        if not by_rule and len(answer.ids) < longest:
             raise EngineError(
                 f"{self.name} ended a response after {len(answer.ids)} tokens ({answer.ended}); expected EOS, a stop "
-                f"token, a stop string or max_new_tokens={max_new_tokens}. Call engine.sync(trainer), which starts it "
+                f"token, a stop string or max_new_tokens={longest}. Call engine.sync(trainer), which starts it "
                 f"anew, and give its KV cache more room (memory_fraction, or the size of the cache)."
             )
-        return answer.ids[:length], answer.log_probs[:length]
+        ids, log_probs = [*answer.ids[:length]], [*answer.log_probs[:length]]
+        versions = [int(version) for version in answer.versions[:length]]
+        return Response(ids, log_probs, versions, "stop" if by_rule else "length")
 
-    def sync(self, source: Trainer) -> Receipt:
+    def _sync(self, source: Trainer) -> Receipt:
         """Take over the weights of `source`, forget what was computed with the old ones, and probe the result.
+
+        Requests that wait for a `step` go on to do so.
 
         Digest and bytes of the receipt are those of the tensors as they came, before the engine casts and packs them;
         with `lora` they are those of the adapter.
 
         Raises:
-            SyncError: weights are missing, unknown or of another shape; `source` has no adapter over the same weights
-                as this engine, which takes that alone; the engine failed to load them; or the probe
-                finds other log-probs than the trainer's, or those of older weights. There is no receipt then.
+            SyncError: requests are under way, which go on; weights are missing, unknown or of another shape; `source`
+                has no adapter over the same weights as this engine, which takes that alone; the engine failed to load
+                them; or the probe finds other log-probs than the trainer's, or those of older weights. But for the
+                first, there is no receipt then.
             BindError: the engine had been ended by an error before, and does not start again.
             AsleepError: the engine sleeps.
             EngineError: a process of the engine died, or answered with an error.
         """
         self._require_awake("sync")
+        self._refuse_sync([*self._begun])
         self._receipt = None
+        return self._receive(source, None)
+
+    def _swap(self, source: Trainer, caches: Caches) -> Receipt:
+        """As `_sync`, between two tokens of the requests that are under way. Those that have none yet begin again: of
+        their contexts, too, the engine may have computed a part with older weights."""
+        with self._at_stake():
+            self._require_awake("swap")
+            self._spec.refuse_swap(caches)
+            return self._receive(source, caches if self._begun else None)
+
+    def _receive(self, source: Trainer, caches: Caches | None) -> Receipt:
+        """`_sync`, or with `caches`, `_swap`."""
         start = time.perf_counter()
         if not self._lives:
             self._start()
-        arrival = Arrival(source, self._adapter_of, self._due, self.arithmetic, self._folder)
+        arrival = Arrival(source, self._adapter_of, self._due, self.arithmetic, self._spec.model)
         # Weights from another process come with the trainer's scores of the probe of the first of these engines.
         probe = source.probe if isinstance(source, ReceivedWeights) and source.probe else self.probe
         with self._at_stake():
             try:
-                transport = self._take(arrival)
+                self._begin_again(self._halt(caches))
+                transport = self._take_over(arrival, caches)
                 log_probs = self._score(probe)
             except (SyncError, EngineError):
                 raise
@@ -261,17 +273,29 @@ class HostedRollout(RolloutEngine):
                     f"{error}); expected weights and an architecture that it can compute with here. The engine is "
                     f"ended; the next engine.sync(trainer) starts it anew."
                 ) from error
-            scores = refuse_other_weights(self.name, log_probs, self.arithmetic, probe, source, self._tolerance)
-            shown = resolution(self.arithmetic, arithmetic(source), self._tolerance)
+            scores = refuse_other_weights(self.name, log_probs, self.arithmetic, probe, source, self._spec.tolerance)
+            shown = resolution(self.arithmetic, arithmetic(source), self._spec.tolerance)
+            scores = scores._replace(beside=caches is not None)
             self._scores = refuse_old_weights(self.name, scores, self._scores, shown)
+        for asked in self._begun.values():
+            asked.versions.append(source.version)
         seconds = time.perf_counter() - start
         self._receipt = Receipt(source.version, arrival.digest, arrival.nbytes, seconds, transport)
         return self._receipt
 
+    def _begin_again(self, names: Iterable[str]) -> None:
+        """Let the engine forget requests, which wait again for a step."""
+        again = {name: self._begun.pop(name) for name in names}
+        for name in again:
+            self._abort(name)
+        self._waiting = again | self._waiting
+
     def sleep(self) -> None:
-        """Give the device's memory back; twice is as good as once."""
+        """Give the device's memory back; twice is as good as once. Requests that are under way wait, and are computed
+        anew once the engine is awake."""
         if not self._asleep and self._lives:
             with self._at_stake():
+                self._begin_again([*self._begun])
                 self._release()
         self._asleep = True
 
@@ -283,8 +307,10 @@ class HostedRollout(RolloutEngine):
         self._asleep = False
 
     def close(self) -> None:
-        """End the engine with all its processes; twice is as good as once."""
+        """End the engine with all its processes, and all requests; twice is as good as once."""
         self._receipt = None
+        self._waiting.clear()
+        self._begun.clear()
         if self._lives:
             self._stop()
 
@@ -317,16 +343,66 @@ class HostedRollout(RolloutEngine):
         """`sampling` in the engine's words; raises `DataError`."""
 
     @abstractmethod
-    def _answer(self, requests: list[list[int]], settings: Any, seeds: list[int]) -> list[Answer]:
-        """Answer prompts, in order; raises `EngineError`."""
+    def _begin(self, name: str, ids: Sequence[int], settings: Any, seed: int) -> None:
+        """Let the engine begin an answer; none of that name is under way. Nothing need be computed before `_advance`.
+
+        Args:
+            name: as `_advance` and `_abort` call it.
+            ids: all tokens before the answer.
+            settings: what `_settings` gave. It is of this request alone: others beside it have others.
+            seed: of what the answer draws, from 0 to 2^63 - 1; wherever the engine can, of nothing else.
+
+        Raises:
+            EngineError: the engine failed, and will be ended.
+        """
 
     @abstractmethod
-    def _take(self, arrival: Arrival) -> str:
-        """Take weights over under their version, and forget what was computed with others; the transport."""
+    def _advance(self) -> dict[str, Answer]:
+        """Compute on, for as long as is one turn for the engine: a token of each answer, where it says when that is.
+        It is called only while there are answers under way, and goes on with all of them together.
+
+        Returns:
+            the answers that ended since, by name; each once, and none that was aborted. It may be none, and then waits
+            for the next call; it must not come back at once, time and again, with nothing done.
+
+        Raises:
+            EngineError: the engine failed, and will be ended.
+        """
+
+    @abstractmethod
+    def _abort(self, name: str) -> None:
+        """Let the engine forget an answer that is under way, at once as far as `_begin` and `_advance` can tell: its
+        name may begin again. What was computed may stay in its cache.
+
+        Raises:
+            EngineError: the engine failed, and will be ended.
+        """
+
+    @abstractmethod
+    def _halt(self, caches: Caches | None) -> Sequence[str]:
+        """Let no token be drawn before `_take_over` is done, and none be under way.
+
+        Args:
+            caches: what is to become of what was computed of answers that are under way; None where none is.
+
+        Returns:
+            with ``"keep"``, the answers under way of which no token was drawn; some more do no harm.
+        """
+
+    @abstractmethod
+    def _take_over(self, arrival: Arrival, caches: Caches | None) -> str:
+        """Take weights over under their version; the transport. Answers that begin afterwards go on from nothing that
+        was computed with others, and with ``"anew"``, neither do those that are under way.
+
+        Args:
+            arrival: the weights.
+            caches: as `_halt`.
+        """
 
     @abstractmethod
     def _score(self, probe: Probe) -> list[float]:
-        """Log-probs of a probe's answers at temperature 1, row by row."""
+        """Log-probs of a probe's answers at temperature 1, row by row. Answers that are under way may go on meanwhile;
+        those that end are told by the next `_advance`."""
 
     @abstractmethod
     def _dtype(self) -> torch.dtype:

@@ -18,20 +18,27 @@ from pydantic import Field
 from safetensors.torch import save
 
 from flowrl.backends.hosted.arrival import Arrival
-from flowrl.backends.hosted.base import Answer, EngineSpec, HostedRollout
+from flowrl.backends.hosted.base import Answer, HostedRollout
 from flowrl.backends.hosted.process import EngineProcess
+from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import Ending
+from flowrl.backends.sglang.answers import Asked
 from flowrl.backends.torch.load import loading
 from flowrl.backends.torch.lora import adapted_modules, adapter_config
-from flowrl.core.protocols import BuildContext, Sampling
+from flowrl.core.protocols import BuildContext, Caches, Sampling
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, EngineError, ParameterError
 from flowrl.sync.buckets import BUCKET_BYTES, in_buckets
 from flowrl.sync.ipc import can_share, export_handles
-from flowrl.sync.probe import Probe
+from flowrl.sync.probe import QUESTIONS, Probe
 
 SPARE = 2
 """Tokens of a sequence that SGLang keeps for itself: it cuts a response two tokens short of its context length."""
+
+TURNS = (0.02, 0.25)
+"""Seconds that are waited for an answer to end; then whoever waits for something else may go on, such as episodes whose
+worlds have replied, or a swap. The first is about a step of a large model. Where nothing begins, each turn is twice as
+long as the one before, until the second: asking all the time takes a tenth of what a small model does."""
 
 CPU_CACHE_TOKENS = 1 << 16
 """SGLang would take nearly all memory of the machine for its KV cache, which on a CPU others need too."""
@@ -42,7 +49,7 @@ class SGLang(EngineSpec):
 
     Args:
         model, tensor_parallel, ranks, dtype, memory_fraction, max_model_len, max_num_seqs, prefix_caching, tolerance,
-            lora, frozen: as of `flowrl.backends.hosted.base.EngineSpec`.
+            lora, frozen: as of `flowrl.backends.hosted.spec.EngineSpec`.
         engine_args: further arguments of `sglang.Engine`, by name.
         cache_tokens: that the KV cache has room for; None is what `memory_fraction` leaves, or on a CPU without either,
             65,536, or one sequence of full length.
@@ -69,6 +76,20 @@ class SGLang(EngineSpec):
 
     cache_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
+
+    def refuse_swap(self, caches: Caches) -> None:
+        """As `EngineSpec.refuse_swap`; and keys and values are kept only where SGLang is no step ahead of what it says.
+
+        Raises:
+            BindError: naming what it can.
+        """
+        super().refuse_swap(caches)
+        if caches == "keep" and not self.engine_args.get("disable_overlap_schedule"):
+            raise BindError(
+                "SGLang computes a step while it schedules the next, so a token of the old weights would bear the "
+                "version of the new ones where caches='keep'; set "
+                "SGLang(..., engine_args={'disable_overlap_schedule': True}), or Lag(..., spans=True, caches='anew')."
+            )
 
     def build(self, context: BuildContext) -> SGLangEngine:
         """Start the engine; it holds no receipt yet, unless it is frozen.
@@ -103,10 +124,12 @@ class SGLangEngine(HostedRollout):
 
     def __init__(self, spec: SGLang, tokenizer: ChatTokenizer, seed: int) -> None:
         super().__init__(spec, tokenizer, seed)
-        self._spec = spec
+        self._spec: SGLang = spec
         self._longest = _longest(spec)
         self._process: EngineProcess | None = None
         self._about: dict[str, Any] = {}  # what the engine says about itself
+        self._new: dict[str, Asked] = {}  # which go to its process all at once
+        self._turn = 0.0  # seconds of the last one
         self._start_first()
 
     @property
@@ -121,7 +144,7 @@ class SGLangEngine(HostedRollout):
         return self._about["vocabulary"], self._longest
 
     def _settings(self, sampling: Sampling, ending: Ending) -> dict[str, Any]:
-        """What the process is asked, but for prompts and seeds."""
+        """The fields of `Asked` that are alike for all answers of one `Sampling`."""
         settings = {
             "temperature": sampling.temperature,
             "max_new_tokens": sampling.max_new_tokens,
@@ -140,14 +163,26 @@ class SGLangEngine(HostedRollout):
             )
         return request | {"sampling": settings | {"top_k": top_k, "top_p": sampling.top_p}, "support": True}
 
-    def _answer(self, requests: list[list[int]], settings: dict[str, Any], seeds: list[int]) -> list[Answer]:
-        rows = self._ask("generate", prompts=requests, seeds=seeds, **settings)["rows"]
-        return [Answer(row["ids"], row["log_probs"], row["versions"], str(row["ended"])) for row in rows]
+    def _begin(self, name: str, ids: Sequence[int], settings: dict[str, Any], seed: int) -> None:
+        self._new[name] = Asked(name, [*ids], seed, **settings)
 
-    def _take(self, arrival: Arrival) -> str:
+    def _advance(self) -> dict[str, Answer]:
+        new, self._new = [*self._new.values()], {}
+        self._turn = TURNS[0] if new else min(2 * self._turn, TURNS[1])
+        answers = self._ask("generate", new=new, seconds=self._turn)["answers"]
+        return {name: Answer(**answer) for name, answer in answers.items()}
+
+    def _abort(self, name: str) -> None:
+        if self._new.pop(name, None) is None:
+            self._ask("drop", name=name)
+
+    def _halt(self, caches: Caches | None) -> list[str]:
+        undrawn: list[str] = self._ask("begin", caches=caches)["undrawn"] if self._spec.lora is None else []
+        return undrawn
+
+    def _take_over(self, arrival: Arrival, caches: Caches | None) -> str:
         transport, version = "pipe", str(arrival.version)
         if self._spec.lora is None:
-            self._ask("begin")
             for weights in in_buckets(arrival.to_hand_over(), BUCKET_BYTES):
                 bucket = dict(weights)
                 if can_share(bucket.values()):
@@ -155,7 +190,7 @@ class SGLangEngine(HostedRollout):
                     self._ask("open", export_handles(bucket))
                 else:
                     self._ask("take", save({name: tensor.cpu().contiguous() for name, tensor in bucket.items()}))
-            received = self._ask("end", version=version)["digests"]
+            received = self._ask("end", version=version, caches=caches)["digests"]
         else:
             adapter = {name: tensor.cpu().contiguous() for name, tensor in arrival.to_hand_over()}
             config = adapter_config(adapter, self._spec.lora)
@@ -180,6 +215,7 @@ class SGLangEngine(HostedRollout):
 
     def _stop(self) -> None:
         assert self._process is not None
+        self._new.clear()
         process, self._process = self._process, None
         process.close()
 
@@ -255,7 +291,7 @@ def _arguments(spec: SGLang, longest: int, seed: int, model: str) -> dict[str, A
         "tp_size": spec.tensor_parallel,
         "dtype": _dtype(spec),
         "context_length": longest + SPARE,
-        "max_running_requests": spec.max_num_seqs,
+        "max_running_requests": spec.max_num_seqs + len(QUESTIONS),  # so that a probe finds room beside them
         "disable_radix_cache": not spec.prefix_caching,
         "random_seed": seed,
         "sleep_on_idle": True,  # its scheduler would spin otherwise, on cores that the trainer needs

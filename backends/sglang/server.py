@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Awaitable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from flowrl.backends.rollout import Watch
+from flowrl.backends.sglang.answers import Answers, Asked
+from flowrl.core.protocols import Caches
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.sync.digest import tensor_digest
 from flowrl.sync.ipc import open_handles
@@ -33,9 +34,10 @@ class Server:
         import sglang
 
         self.engine = sglang.Engine(**arguments)
-        self.tokenizer = ChatTokenizer(arguments["model_path"])
+        self.answers = Answers(self.engine.tokenizer_manager, ChatTokenizer(arguments["model_path"]))
         self.digests: dict[str, str] = {}
         self.adapter: list[str] = []  # its name, once there is one
+        self.kept = 0  # swaps that kept what was computed, which those that begin later must not find
 
     def describe(self, body: bytes) -> dict[str, Any]:
         """What the engine made of its arguments."""
@@ -48,76 +50,48 @@ class Server:
             "support": args.sampling_mask_max_tokens,
         }
 
-    def generate(
-        self,
-        body: bytes,
-        prompts: list[list[int]],
-        seeds: list[int],
-        sampling: dict[str, Any],
-        stop: list[str],
-        support: bool,
-    ) -> dict[str, Any]:
-        """Sample; with `support`, log-probs are of the distribution that top-k and top-p leave.
+    def generate(self, body: bytes, new: list[Asked], seconds: float) -> dict[str, Any]:
+        """Begin answers, and compute until some have ended, or for so many seconds; those that have, by name."""
+        return {"answers": self._wait(self.answers.some(new, seconds, **self._alike()))}
 
-        A response with a string out of `stop` is ended soon after, not at once.
-        """
-        each = [sampling | {"sampling_seed": seed} for seed in seeds]
-        rows = []
-        for output in self._generate(prompts, each, stop, return_sampling_mask=support):
-            meta = output["meta_info"]
-            sampled = [log_prob for log_prob, _, _ in meta["output_token_logprobs"]]
-            rows.append(
-                {
-                    "ids": output["output_ids"],
-                    "log_probs": meta["output_token_sampling_logprobs"] if support else sampled,
-                    "ended": meta["finish_reason"],
-                    "versions": [span["version"] for span in meta["weight_versions"]],
-                }
-            )
-        return {"rows": rows}
+    def _alike(self) -> dict[str, Any]:
+        """What all requests of now carry."""
+        return {"lora_path": self.adapter[0] if self.adapter else None, "cache_salt": f"{self.kept} swaps"}
+
+    def drop(self, body: bytes, name: str) -> None:
+        """Let an answer go that was begun."""
+        self.answers.drop(name)
 
     def score(self, body: bytes, rows: list[list[int]], width: int) -> dict[str, Any]:
         """Log-probs of the last `width` tokens of each row at temperature 1, row by row."""
-        once = [{"max_new_tokens": 1, "temperature": 1.0}] * len(rows)
-        outputs = self._generate(rows, once, logprob_start_len=[len(row) - width - 1 for row in rows])
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = GenerateReqInput(
+            input_ids=rows,
+            sampling_params=[{"max_new_tokens": 1, "temperature": 1.0}] * len(rows),
+            return_logprob=True,
+            logprob_start_len=[len(row) - width - 1 for row in rows],
+            **self._alike(),
+        )
+        outputs = self._wait(anext(aiter(self.engine.tokenizer_manager.generate_request(request, None))))
         scored = [output["meta_info"]["input_token_logprobs"][-width:] for output in outputs]
         return {"log_probs": [log_prob for row in scored for log_prob, _, _ in row]}
 
-    def _generate(
-        self, prompts: list[list[int]], sampling: list[dict[str, Any]], stop: Sequence[str] = (), **how: Any
-    ) -> list[dict[str, Any]]:
-        """Like `sglang.Engine.generate`, which has not all that its requests can carry."""
-        from sglang.srt.managers.io_struct import GenerateReqInput
+    def begin(self, body: bytes, caches: Caches | None = None) -> dict[str, Any]:
+        """Weights are about to come; with `caches` under answers that are under way, which stand still until `end`.
 
-        manager = self.engine.tokenizer_manager
-        request = GenerateReqInput(
-            input_ids=prompts, sampling_params=sampling, return_logprob=True, stream=bool(stop), **how
-        )
-        if self.adapter:
-            request.lora_path = self.adapter * len(prompts)
+        Returns:
+            with ``"keep"``, those of which no token has come.
+        """
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        async def run() -> list[dict[str, Any]]:
-            if not stop:
-                outputs: list[dict[str, Any]] = await anext(aiter(manager.generate_request(request, None)))
-                return outputs
-            last: dict[int, dict[str, Any]] = {}
-            watches = [Watch(self.tokenizer, stop) for _ in prompts]
-            seen = [0] * len(prompts)
-            async for output in manager.generate_request(request, None):
-                row, ids = output["index"], output["output_ids"]
-                if any(watches[row].completes(token) for token in ids[seen[row] :]):
-                    manager.abort_request(output["meta_info"]["id"])
-                seen[row] = len(ids)
-                last[row] = output
-            return [last[row] for row in range(len(prompts))]
-
-        answers: list[dict[str, Any]] = self.engine.loop.run_until_complete(run())
-        return answers
-
-    def begin(self, body: bytes) -> None:
-        """Weights are about to come."""
+        self._wait(self.answers.settled())
+        if caches is not None:
+            mode: Any = "retract" if caches == "anew" else "in_place"
+            self._wait(self.engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=mode)))
         self.digests = {}
         _require(self.engine.begin_weight_update())
+        return {"undrawn": self.answers.undrawn if caches == "keep" else []}
 
     def take(self, body: bytes) -> None:
         """Some weights, as safetensors."""
@@ -132,13 +106,23 @@ class Server:
         self.digests |= {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
         _require(self.engine.update_weights_from_tensor(list(tensors.items()), flush_cache=False))
 
-    def end(self, body: bytes, version: str) -> dict[str, Any]:
+    def end(self, body: bytes, version: str, caches: Caches | None = None) -> dict[str, Any]:
         """All weights have come."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
         _require(self.engine.end_weight_update())
-        return self._forget(version)
+        if caches == "keep":
+            self.kept += 1
+        else:
+            self._forget()
+        self._bear(version)
+        if caches is not None:
+            self._wait(self.engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput()))
+        return {"digests": self.digests}
 
     def adapt(self, body: bytes, config: dict[str, Any], version: str) -> dict[str, Any]:
         """Replace the adapter by another, as safetensors."""
+        self._wait(self.answers.settled())
         tensors = load(body)
         self.digests = {name: tensor_digest(name, tensor) for name, tensor in tensors.items()}
         while self.adapter:
@@ -147,25 +131,34 @@ class Server:
         come = self.engine.load_lora_adapter_from_tensors("policy", tensors, config)
         _require((come.success, come.error_message))
         self.adapter = ["policy"]
-        return self._forget(version)
+        self._forget()
+        self._bear(version)
+        return {"digests": self.digests}
 
-    def _forget(self, version: str) -> dict[str, Any]:
-        """Drop what was computed with older weights, and take a version; the digests of what came."""
-        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
-
+    def _forget(self) -> None:
+        """Drop what was computed with older weights."""
         flushed = self.engine.flush_cache()
         _require((flushed.success, "the radix cache was not flushed"))
+
+    def _bear(self, version: str) -> None:
+        """From here on, tokens are of this version."""
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
-        self.engine.loop.run_until_complete(self.engine.tokenizer_manager.update_weight_version(request))
-        return {"digests": self.digests}
+        self._wait(self.engine.tokenizer_manager.update_weight_version(request))
 
     def sleep(self, body: bytes) -> None:
         """Give the device's memory back."""
+        self._wait(self.answers.settled())
         self.engine.release_memory_occupation()
 
     def wake(self, body: bytes) -> None:
         """Take it again."""
         self.engine.resume_memory_occupation()
+
+    def _wait(self, what: Awaitable[Any]) -> Any:
+        """Let SGLang's event loop go on until this is done."""
+        return self.engine.loop.run_until_complete(what)
 
 
 def _require(outcome: tuple[bool, str]) -> None:

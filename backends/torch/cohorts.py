@@ -100,6 +100,9 @@ class Cohorts:
     def keep(self, row: int, ids: list[int]) -> None:
         """Nothing: a row cannot leave its cohort with its cache."""
 
+    def seal(self) -> None:
+        """Nothing need be done: rows share their cache with none that join later."""
+
     def new_cache(self) -> DynamicCache:
         """An empty one, as the model wants it."""
         from transformers import DynamicCache

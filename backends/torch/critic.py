@@ -14,7 +14,8 @@ from flowrl.backends.torch.engine import Residence, TrainedEngine
 from flowrl.backends.torch.learner import AdamW, Learner, Optimizer, TrainedSpec
 from flowrl.backends.torch.load import load_tokenizer
 from flowrl.backends.torch.mesh import Gathered
-from flowrl.backends.torch.model import Rows, TokenInputs, TorchModel, check_tokens, scatter, score_rows
+from flowrl.backends.torch.model import TorchModel, scatter
+from flowrl.backends.torch.rows import Rows, TokenInputs, check_tokens, score_rows
 from flowrl.core.protocols import BuildContext, Checkpointed, Critic, MiniBatch, Objective, Sleeper
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -60,6 +60,10 @@ class Memory(Protocol):
         """What was computed of a row whose tokens are `ids`, or None, to be given back in a `Context`."""
         ...
 
+    def seal(self) -> None:
+        """The weights change: the rows that are there go on from what was computed of them, and nobody else may."""
+        ...
+
     def clear(self) -> None:
         """Forget all rows, and give their memory back."""
         ...
@@ -85,11 +89,12 @@ class Rule:
 
 @dataclass(eq=False)
 class Row:
-    """A request that is under way, and what it has drawn before it had to leave."""
+    """A request that is under way, what it has drawn before it had to leave, and from which token on it drew by which
+    version of the weights."""
 
     request: Request
     rule: Rule
-    version: int | None = None
+    since: list[tuple[int, int]] = field(default_factory=list)
     drawn: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
     watch: Watch | None = None
 
@@ -97,6 +102,16 @@ class Row:
     def context(self) -> list[int]:
         """The tokens that its next one is drawn after."""
         return [*self.request.ids, *self.drawn[0]]
+
+    def go_on(self, token: int, version: int) -> None:
+        """It draws this token, and those after it, by this version."""
+        if not self.since or self.since[-1][1] != version:
+            self.since.append((token, version))
+
+    def versions(self, tokens: int) -> list[int]:
+        """By which each of its tokens was drawn."""
+        ends = [*(start for start, _ in self.since[1:]), tokens]
+        return [version for (start, version), end in zip(self.since, ends, strict=True) for _ in range(start, end)]
 
 
 class Drawn:
@@ -191,6 +206,7 @@ class Decoder:
         self._kept: dict[str, Any] = {}  # the longest ago comes first
         self._rules: dict[Sampling, Rule] = {}
         self._parts: list[tuple[Rule, Tensor]] | None = None  # the rows that draw by each rule
+        self._version: int | None = None  # by which the rows have drawn last
         self._passed = 0  # steps for which some have waited that could have joined
         self._watched = False  # whether any looks for stop strings
 
@@ -201,7 +217,7 @@ class Decoder:
     @property
     def begun(self) -> list[str]:
         """The requests that have drawn tokens and have not ended."""
-        return [row.request.name for row in (*self._rows, *self._waiting) if row.version is not None]
+        return [row.request.name for row in (*self._rows, *self._waiting) if row.since]
 
     def submit(self, request: Request) -> None:
         """Let a request wait for room."""
@@ -219,10 +235,14 @@ class Decoder:
         Raises:
             DataError: logits are NaN or infinite.
         """
+        if version != self._version and self._rows:
+            for row, count in zip(self._rows, self._drawn.count.tolist(), strict=True):
+                row.go_on(count, version)
+        self._version = version
         logits = [self._memory.extend(self._drawn.last())] if self._rows else []
         if joining := self._admitted():
             for row in joining:
-                row.version = version
+                row.go_on(len(row.drawn[0]), version)
             kept = [self._kept.pop(row.request.name, None) for row in joining]
             logits.append(self._memory.join([Context(row.context, k) for row, k in zip(joining, kept, strict=True)]))
             self._drawn.join(joining)
@@ -252,6 +272,11 @@ class Decoder:
             self._rows, self._drawn, self._parts = [], Drawn(self._device), None
         self._kept.clear()
         self._memory.clear()
+
+    def seal(self) -> None:
+        """What was computed is of older weights now: only what is under way goes on from it."""
+        self._kept.clear()
+        self._memory.seal()
 
     def clear(self) -> None:
         """Forget all requests that are under way, and all that was computed of any; also in the middle of a step."""
@@ -307,9 +332,9 @@ class Decoder:
                     "bfloat16."
                 )
             row = self._rows[i]
-            assert row.version is not None
             names.append(row.request.name)
-            self._responses[row.request.name] = Response(ids, log_probs, row.version, "stop" if stop else "length")
+            versions, how = row.versions(len(ids)), "stop" if stop else "length"
+            self._responses[row.request.name] = Response(ids, log_probs, versions, cast("Any", how))
             if row.request.keep:
                 self._kept[row.request.name] = self._memory.keep(i, [*row.request.ids, *ids])
                 if len(self._kept) > self._max_rows:

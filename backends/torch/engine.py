@@ -13,24 +13,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.backends.torch.chunks import Entropy
+from flowrl.backends.torch.head import FolderHead
 from flowrl.backends.torch.learner import Learner
-from flowrl.backends.torch.model import (
-    Rows,
-    SequenceInputs,
-    TorchModel,
-    check_sequences,
-    micro_rows,
-    score_rows,
-)
-from flowrl.core.protocols import MiniBatch, Objective, Top
+from flowrl.backends.torch.model import TorchModel
+from flowrl.backends.torch.rows import Rows, SequenceInputs, check_sequences, fill_rows
+from flowrl.backends.torch.tiles import Entropy
+from flowrl.core.heads import Head, LastStates
+from flowrl.core.protocols import MiniBatch, Objective
+from flowrl.core.scorers import Top
 from flowrl.data.metrics import Metrics
-from flowrl.errors import AsleepError, ParameterError
+from flowrl.errors import AsleepError, BindError, ParameterError
 from flowrl.records import Sequences
 from flowrl.sync.buckets import BUCKET_BYTES
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
+
+_Score = Callable[[SequenceInputs], Sequence[Tensor]]
 
 
 class Residence:
@@ -51,6 +50,8 @@ class Residence:
         offload: bool = False,
     ) -> None:
         self._device, self._modules, self._optimizer = device, modules, optimizer
+        self.beside: Sequence[nn.Module] = ()
+        """Others that move with them."""
         self._moves = not offload and device.type != "cpu"
         self.asleep = False
 
@@ -80,7 +81,7 @@ class Residence:
             )
 
     def _move(self, device: torch.device) -> None:
-        for module in self._modules:
+        for module in (*self._modules, *self.beside):
             module.to(device)
         if self._optimizer is not None:
             for state in self._optimizer.state.values():
@@ -195,7 +196,9 @@ class TorchScorerEngine(Resident):
             RankError: that is so on another rank.
             AsleepError: the engine sleeps.
         """
-        return self._scored("log_probs", batch, lambda micro: self._scorer.log_probs(micro, self._chunk, "none")[0])
+        out = _blank(batch)
+        self._score("log_probs", batch, [out], lambda micro: [self._scorer.log_probs(micro, self._chunk, "none")[0]])
+        return out
 
     @torch.no_grad()
     def logit_norms(self, batch: Sequences) -> Tensor:
@@ -205,13 +208,16 @@ class TorchScorerEngine(Resident):
         That is the squared norm of the gradient of a token's log-prob in the logits over the temperature, where p is
         its probability and the sum is over the vocabulary. Ranks and errors as in `log_probs`.
         """
-        return self._scored("logit_norms", batch, lambda micro: self._scorer.logit_norms(micro, self._chunk))
+        out = _blank(batch)
+        self._score("logit_norms", batch, [out], lambda micro: [self._scorer.logit_norms(micro, self._chunk)])
+        return out
 
-    def _scored(self, call: str, batch: Sequences, score: Callable[[SequenceInputs], Tensor]) -> Tensor:
+    def _score(self, call: str, batch: Sequences, out: Sequence[Tensor], score: _Score) -> None:
+        """Fill `out` with what `score` gives for micro-batches."""
         self.residence.require_awake(call)
         with self._scorer.mesh.all_or_none(call):
             inputs = SequenceInputs.of(batch, self._scorer.vocabulary)
-        return score_rows(self._scorer.mesh, inputs, self._max_tokens, score)
+        fill_rows(out, self._scorer.mesh, inputs, self._max_tokens, score)
 
     @torch.no_grad()
     def top_log_probs(self, batch: Sequences, k: int) -> Top:
@@ -222,23 +228,49 @@ class TorchScorerEngine(Resident):
         Raises:
             ParameterError: the vocabulary has no more than `k` tokens.
         """
-        self.residence.require_awake("top_log_probs")
-        with self._scorer.mesh.all_or_none("top_log_probs"):
-            inputs = SequenceInputs.of(batch, self._scorer.vocabulary)
-            if k >= self._scorer.vocabulary:
-                raise ParameterError(
-                    f"k={k} is the whole vocabulary of {self._scorer.vocabulary} tokens, and [batch, response, "
-                    f"vocabulary] is never held; expected the most likely ones, such as "
-                    f"k={max(1, self._scorer.vocabulary // 4)}."
-                )
-        mask = inputs.response_mask
-        places = torch.zeros(*mask.shape, k, device=mask.device)
-        out = Top(places.long(), places, torch.zeros(mask.shape, device=mask.device))
-        for rows, micro in micro_rows(self._scorer.mesh, inputs, self._max_tokens):
-            for held, found in zip(out, self._scorer.top(micro, self._chunk, k), strict=True):
-                if rows is not None:
-                    held[rows] = found.to(held.device)
+        if k >= self._scorer.vocabulary:
+            raise ParameterError(
+                f"k={k} is the whole vocabulary of {self._scorer.vocabulary} tokens, and [batch, response, vocabulary] "
+                f"is never held; expected the most likely ones, such as k={max(1, self._scorer.vocabulary // 4)}, or "
+                f"TeacherStates and FullGKD for all."
+            )
+        out = Top(_blank(batch, k).long(), _blank(batch, k), _blank(batch))
+        self._score("top_log_probs", batch, out, lambda micro: self._scorer.top(micro, self._chunk, k))
         return out
+
+
+class FrozenEngine(TorchScorerEngine):
+    """A live `StateScorer`: its weights stay what they are in its folder."""
+
+    _head: tuple[int, FolderHead] | None = None
+
+    @torch.no_grad()
+    def last_states(self, batch: Sequences) -> LastStates:
+        """The last hidden states, float32 ``[batch response hidden]``, and the head that makes logits of them.
+
+        Ranks and errors as in `log_probs`.
+
+        Raises:
+            BindError: the logits of this architecture are something else than its head makes of its last hidden states,
+                scaled or capped.
+        """
+        self.residence.require_awake("last_states")
+        self._head = self._head or self._find_head()
+        width, head = self._head
+        out = _blank(batch, width)
+        self._score("last_states", batch, [out], lambda micro: [self._scorer.last_states(micro)])
+        return LastStates(out, head)
+
+    def _find_head(self) -> tuple[int, FolderHead]:
+        after, found = self._scorer.after_head, self._scorer.head()
+        if after is None or found is None:
+            raise BindError(
+                f"{type(self.model).__name__} in {self.folder!r} makes its logits in a way of its own, and not by a "
+                f"linear head of its last hidden states, with a scale or a cap; so no other process could make them. "
+                f"Take its likely tokens: TeacherTopK and GKD."
+            )
+        width, digest = found
+        return width, FolderHead(self.folder, digest, after, self.arithmetic)
 
 
 class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
@@ -262,6 +294,7 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
     ) -> None:
         super().__init__(folder, scorer, max_tokens, logprob_chunk, residence)
         self.learner, self._tokenizer = learner, tokenizer
+        self._heads: dict[Head, Head] = {}
 
     def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], objective: Objective[Rows]) -> Metrics:
         """One optimiser step per mini-batch, in order; then `version` grows by one.
@@ -278,6 +311,7 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
         self.residence.require_awake("update")
         with self._scorer.mesh.all_or_none("update"):
             check_sequences(batch, self._scorer.vocabulary)  # type: ignore[arg-type]
+            batch = self._with_open_heads(batch)
 
         def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
             # Entropy is always reported; its gradient is only taken where the objective has a use for it.
@@ -286,6 +320,13 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
             return self._scorer.log_probs(micro, self._chunk, entropy, None if idle else objective.of_distribution)
 
         return self.learner.update(batch, mini_batches, objective, forward)
+
+    def _with_open_heads(self, batch: Rows) -> Rows:
+        """`batch` with the heads of other models open: they are on this engine's device while it is awake."""
+        heads = {name: x for name, x in batch._asdict().items() if not isinstance(x, Tensor) and isinstance(x, Head)}
+        self._heads = {head: self._heads.get(head) or head.opened(self._scorer.device) for head in heads.values()}
+        self.residence.beside = [head for head in self._heads.values() if isinstance(head, nn.Module)]
+        return batch._replace(**{name: self._heads[head] for name, head in heads.items()})
 
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
         """The float32 weights under the names that `save_pretrained` writes, sorted, tied ones once.
@@ -320,20 +361,25 @@ class LoRATrainerEngine(TorchTrainerEngine):
         return self._scorer.adapter_weights(bucket_bytes)
 
 
-class AdapterOffEngine(TorchScorerEngine):
-    """A live `Scorer` with the weights of a trainer as they are without its adapter: those that it started from."""
+class AdapterOffEngine(FrozenEngine):
+    """A live `StateScorer` with the weights of a trainer as they are without its adapter: those it started from."""
 
     def __init__(self, actor: LoRATrainerEngine) -> None:
         residence = Residence(actor.model.device, [])  # what is shared moves with the trainer
         super().__init__(actor.folder, actor._scorer, actor._max_tokens, actor._chunk, residence)
         self._actor = actor
 
-    def _scored(self, call: str, batch: Sequences, score: Callable[[SequenceInputs], Tensor]) -> Tensor:
-        """As `TorchScorerEngine._scored`, with the adapter off; it is on again afterwards.
+    def _score(self, call: str, batch: Sequences, out: Sequence[Tensor], score: _Score) -> None:
+        """As `TorchScorerEngine._score`, with the adapter off; it is on again afterwards.
 
         Raises:
             AsleepError: this engine sleeps, or the trainer.
         """
         self._actor.residence.require_awake(call)
         with self._scorer.without_adapter():
-            return super()._scored(call, batch, score)
+            super()._score(call, batch, out, score)
+
+
+def _blank(batch: Sequences, *more: int) -> Tensor:
+    """Float32 zeros ``[batch response ...]``."""
+    return torch.zeros(*batch.response_mask.shape, *more, device=batch.response_mask.device)

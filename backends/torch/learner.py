@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from flowrl.backends.torch.device import device_of, mesh_of
 from flowrl.backends.torch.load import Folder, FolderBackend
 from flowrl.backends.torch.mesh import Mesh
-from flowrl.backends.torch.model import Dtype, Rows, SequenceInputs, micro_batches, take
+from flowrl.backends.torch.model import Dtype
 from flowrl.backends.torch.probes import Attention
+from flowrl.backends.torch.rows import Rows, SequenceInputs, micro_batches, take
 from flowrl.core.protocols import BuildContext, MiniBatch, Objective, Whole
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError

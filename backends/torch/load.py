@@ -57,6 +57,10 @@ class FolderBackend(Backend):
         if self.model is not None:
             refuse_no_model(self.model)
 
+    def prepare(self) -> None:
+        """Import transformers, with what models of all kinds share."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
 
 def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | None = None) -> PreTrainedModel:
     """The causal LM of a Hugging Face folder, in float32 on the CPU.

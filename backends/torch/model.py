@@ -8,24 +8,22 @@ are recomputed must be those that the update sees.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from flowrl.backends.torch.chunks import Entropy, Score, score_norm, score_top, scores
+from flowrl.backends.torch.chunks import Score, in_chunks, score_norm, score_top, scores
+from flowrl.backends.torch.head import head_digest
 from flowrl.backends.torch.load import load_causal_lm, quiet
 from flowrl.backends.torch.lora import Adapter, LoRA
 from flowrl.backends.torch.mesh import Gathered, Mesh
 from flowrl.backends.torch.probes import (
     Attention,
-    has_plain_head,
+    after_head,
     known,
     prepare_checkpointing,
     probe_inputs,
@@ -33,8 +31,10 @@ from flowrl.backends.torch.probes import (
     settle_attention,
     tolerance,
 )
-from flowrl.core.protocols import OfDistribution, Top
-from flowrl.errors import DataError
+from flowrl.backends.torch.rows import ends
+from flowrl.backends.torch.tiles import Entropy, LMHead
+from flowrl.core.protocols import OfDistribution
+from flowrl.core.scorers import Top
 from flowrl.records import Sequences, Tokens
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.digest import named_weights, weights_digest
@@ -43,162 +43,7 @@ if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
 
 Dtype = Literal["float32", "bfloat16"]
-Rows = TypeVar("Rows", bound=NamedTuple)
 T = TypeVar("T")
-
-
-class TokenInputs(NamedTuple):
-    """The columns that a model runs over."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
-    response_mask: Tensor
-
-    @classmethod
-    def of(cls, batch: Tokens, vocabulary: int) -> TokenInputs:
-        """Just these columns of `batch`.
-
-        Raises:
-            DataError: a response token counts that the model cannot predict, or a token is not in the vocabulary.
-        """
-        check_tokens(batch, vocabulary)
-        return cls(*(getattr(batch, name) for name in cls._fields))
-
-
-class SequenceInputs(NamedTuple):
-    """The columns that log-probs are computed from."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    position_ids: Tensor
-    response_mask: Tensor
-    temperature: Tensor
-
-    @classmethod
-    def of(cls, batch: Sequences, vocabulary: int) -> SequenceInputs:
-        """Just these columns of `batch`.
-
-        Raises:
-            DataError: as `check_sequences`.
-        """
-        check_sequences(batch, vocabulary)
-        return cls(*(getattr(batch, name) for name in cls._fields))
-
-    @classmethod
-    def idle(cls, device: torch.device) -> SequenceInputs:
-        """A row of two tokens, none of which counts: for a rank that has no rows left while others compute."""
-        ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        no_token = torch.zeros(1, 1, dtype=torch.bool, device=device)
-        positions = torch.arange(2, device=device)[None]
-        return cls(ids, torch.ones_like(ids), positions, no_token, torch.ones(1, device=device))
-
-
-def check_tokens(batch: Tokens, vocabulary: int) -> None:
-    """Refuse a response token under the mask that is not attended, or that has no attended token before it; and ids
-    that are not in the vocabulary."""
-    before = batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1
-    if before < 0:
-        raise DataError(
-            f"input_ids {tuple(batch.input_ids.shape)} leave no room for a prompt before response_mask "
-            f"{tuple(batch.response_mask.shape)}; the first response token needs a token that predicts it, so give "
-            f"each sequence a prompt of at least one token."
-        )
-    attended = batch.attention_mask[:, before:].bool()
-    bad = (batch.response_mask.bool() & ~(attended[:, 1:] & attended[:, :-1])).nonzero()
-    if len(bad):
-        row, token = bad[0].tolist()
-        raise DataError(
-            f"row {row} counts response token {token}, but attention_mask hides that token or the one before it; "
-            f"expected left-padded prompts followed by right-padded responses, all real tokens attended. Rebuild "
-            f"attention_mask as the prompt's mask and the response's side by side."
-        )
-    unknown = (batch.attention_mask.bool() & ((batch.input_ids < 0) | (batch.input_ids >= vocabulary))).nonzero()
-    if len(unknown):
-        row, place = unknown[0].tolist()
-        raise DataError(
-            f"row {row} holds the token id {int(batch.input_ids[row, place])}, and this model's vocabulary is 0 to "
-            f"{vocabulary - 1}; expected rows of its own tokeniser: bind models of one vocabulary to all roles."
-        )
-
-
-def check_sequences(batch: Sequences, vocabulary: int) -> None:
-    """`check_tokens`, and refuse temperatures that no log-prob can be taken at."""
-    check_tokens(batch, vocabulary)
-    bad = (~(batch.temperature > 0)).nonzero().flatten().tolist()
-    if bad:
-        raise DataError(
-            f"temperature is {float(batch.temperature[bad[0]])} in row {bad[0]} ({len(bad)} rows are not positive); "
-            f"log-probs are those of logits / temperature, and greedy samples have none. Sample rows that are scored "
-            f"or trained on with Generate(temperature=1.0), and keep temperature 0 for validation."
-        )
-
-
-def take(batch: Rows, rows: Tensor | slice, device: torch.device | None = None) -> Rows:
-    """`rows` of every column of a record, moved to `device`; columns that are None stay None."""
-
-    def pick(column: Any) -> Any:
-        if isinstance(column, Tensor):
-            picked = column[rows.to(column.device) if isinstance(rows, Tensor) else rows]
-            return picked if device is None else picked.to(device)
-        if isinstance(column, np.ndarray):
-            return column[rows.cpu().numpy() if isinstance(rows, Tensor) else rows]
-        return column
-
-    return batch._make(pick(column) for column in batch)
-
-
-def micro_batches(attention_mask: Tensor, max_tokens: int) -> list[slice]:
-    """Cut rows, in order, into runs whose padded size (rows by width, less common padding) is at most `max_tokens`.
-
-    A row that alone exceeds the budget is a run of its own. The cut depends on the mask and the budget only.
-    """
-    runs: list[slice] = []
-    start = left = right = 0
-    for row, (first, last) in enumerate(zip(*(ends.tolist() for ends in _ends(attention_mask)), strict=True)):
-        left, right = min(left, first), max(right, last)
-        if row > start and (row + 1 - start) * (right - left) > max_tokens:
-            runs.append(slice(start, row))
-            start = row
-        if row == start:
-            left, right = first, last
-    if len(attention_mask):
-        runs.append(slice(start, len(attention_mask)))
-    return runs
-
-
-def score_rows(mesh: Mesh, inputs: Rows, max_tokens: int, score: Callable[[Rows], Tensor]) -> Tensor:
-    """What `score` gives for each micro-batch of this rank's rows, put together: float32 ``[batch response]``.
-
-    Ranks may have different numbers of rows, or none; all run equally many forward passes.
-    """
-    columns: Any = inputs
-    out = torch.zeros(columns.response_mask.shape, device=columns.response_mask.device)
-    for rows, micro in micro_rows(mesh, inputs, max_tokens):
-        found = score(micro)
-        if rows is not None:
-            out[rows] = found.to(out.device)
-    return out
-
-
-def micro_rows(mesh: Mesh, inputs: Rows, max_tokens: int) -> Iterator[tuple[slice | None, Rows]]:
-    """The micro-batches of this rank's rows, and where these stand; then idle ones, which stand nowhere, until all
-    ranks have had as many."""
-    columns: Any = inputs
-    runs = micro_batches(columns.attention_mask, max_tokens)
-    idle_runs = mesh.max_over_ranks(len(runs)) - len(runs)
-    for rows in runs:
-        yield rows, take(inputs, rows, mesh.device)
-    idle: Any = SequenceInputs.idle(mesh.device)
-    for _ in range(idle_runs):
-        yield None, idle
-
-
-def _ends(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """First attended column of each row and one past the last; ``(width, 0)`` for a row that attends to nothing."""
-    width, mask = attention_mask.shape[1], attention_mask.bool()
-    columns = torch.arange(width, device=mask.device)
-    return columns.where(mask, width).amin(1), (columns + 1).where(mask, 0).amax(1)
 
 
 class TorchModel:
@@ -253,12 +98,14 @@ class TorchModel:
         self.probe(refuse_blind_to_padding, self.module, folder, bound)
         if gradient_checkpointing:
             self.probe(prepare_checkpointing, self.module, folder)
-        self._run, self._output, self._head = lm.base_model, "last_hidden_state", cast(nn.Module, nn.Identity())
-        if with_head and self.probe(has_plain_head, lm):
-            self._head = cast(nn.Module, lm.get_output_embeddings())
-        elif with_head:  # the logits are not those of the head alone: take them from the model
+        self._run, self._output, self._head = lm.base_model, "last_hidden_state", LMHead()
+        self.after_head = self.probe(after_head, lm) if with_head else None
+        """What follows the head; None without a head, or where that cannot be said."""
+        layer = lm.get_output_embeddings() if with_head else None
+        if self.after_head is not None and type(layer) is nn.Linear:
+            self._head = LMHead(layer, self.after_head)
+        elif with_head:  # the logits are not those of a head alone: take them from the model
             self._run, self._output = lm, "logits"
-        self._arguments = frozenset(inspect.signature(self._run.forward).parameters)
         self.adapter_of: str | None = None
         """What the adapter is added to, and how; see `Adapted`."""
         if lora is not None:
@@ -336,10 +183,25 @@ class TorchModel:
         ``sequence - response - 1 + t`` for response token ``t``.
         """
         with self.arithmetic():
-            return self.gathered.call(self._states, batch)
+            return self.gathered.call(self._states, batch, self._run, self._output)
 
-    def _states(self, batch: Tokens) -> Tensor:
-        first, last = _ends(batch.attention_mask)
+    def last_states(self, batch: Tokens) -> Tensor:
+        """The last hidden states, of which the head makes logits: float32 ``[batch response hidden]``, 0 off the mask;
+        otherwise as `states`."""
+        with self.arithmetic():
+            found = self.gathered.call(self._states, batch, self.module.base_model, "last_hidden_state").float()
+        out = found.new_zeros(*batch.response_mask.shape, found.shape[-1])
+        out[batch.response_mask] = found
+        return out
+
+    def head(self) -> tuple[int, str] | None:
+        """The size of the states that the head takes, and the digest of its weights; None of one that is no linear
+        layer. A collective."""
+        digest = self.gathered.call(head_digest, self.module)
+        return None if digest is None else (self.module.get_output_embeddings().weight.shape[1], digest)
+
+    def _states(self, batch: Tokens, run: nn.Module, output: str) -> Tensor:
+        first, last = ends(batch.attention_mask)
         left, right = int(first.min()), int(last.max())
         if right <= left:  # nothing is attended; one column of padding keeps the shapes
             left, right = 0, 1
@@ -353,11 +215,10 @@ class TorchModel:
             # From the position before the first response token on.
             "logits_to_keep": (keep := max(1, right - (batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1))),
         }
-        self._run.train(self._checkpoints and torch.is_grad_enabled())
+        run.train(self._checkpoints and torch.is_grad_enabled())
         # Not all models know position_ids (ALiBi) or logits_to_keep (and a base never does).
-        output = self._run(**{name: value for name, value in inputs.items() if name in self._arguments})
-        self._run.eval()
-        states = cast(Tensor, getattr(output, self._output))
+        states = cast(Tensor, getattr(run(**known(run, inputs)), output))
+        run.eval()
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
         return states[rows, tokens + (states.shape[1] - keep)]
 
@@ -377,7 +238,10 @@ class TorchModel:
         Returns:
             float32 ``[batch response]`` twice (None where no entropy is wanted), 0 off the mask.
         """
-        beside = () if of is None else of.columns
+        read = {} if of is None else {name: getattr(batch, name) for name in of.columns}
+        beside = [name for name, x in read.items() if isinstance(x, Tensor)]
+        if of is not None:  # what is no column is the same for all tokens
+            of = OfDistribution(tuple(beside), partial(of.loss, **{n: x for n, x in read.items() if n not in beside}))
         parts = self.gathered.call(self._scored, batch, chunk, scores(entropy, of), beside)
         scored = [scatter(part, batch.response_mask) for part in parts]
         return scored[0], scored[1] if len(scored) == 2 else None
@@ -387,11 +251,11 @@ class TorchModel:
 
         Float32 ``[batch response]``, 0 off the mask.
         """
-        return scatter(self.gathered.call(self._scored, batch, chunk, score_norm)[0], batch.response_mask)
+        return scatter(self.gathered.call(self._scored, batch, chunk, in_chunks(score_norm))[0], batch.response_mask)
 
     def top(self, batch: Sequences, chunk: int, k: int) -> Top:
         """The `k` most likely tokens in the place of each response token, at each row's temperature; as `log_probs`."""
-        ids, log_probs, rest = self.gathered.call(self._scored, batch, chunk, partial(score_top, k))
+        ids, log_probs, rest = self.gathered.call(self._scored, batch, chunk, in_chunks(partial(score_top, k)))
         mask = batch.response_mask
         places = mask[..., None].expand(*mask.shape, k)
         blank = torch.zeros(places.shape, device=mask.device)
@@ -404,7 +268,7 @@ class TorchModel:
 
         Args:
             batch, chunk: as in `log_probs`.
-            score: given the head, states, targets and temperatures of some tokens, and what is `beside`.
+            score: given the head, `chunk`, states, targets and temperatures of the tokens, and what is `beside`.
             beside: columns of `batch`, of each token or of each row.
         """
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
@@ -412,14 +276,8 @@ class TorchModel:
         with self.arithmetic():
             more = (getattr(batch, name) for name in beside)
             picked = (x[rows] if x.ndim == 1 else x[rows, tokens] for x in more)
-            columns = (self._states(batch), targets, batch.temperature[rows], *picked)
-            pieces = zip(*(column.split(chunk) for column in columns), strict=True)
-            if torch.is_grad_enabled():  # keep no chunk for the backward pass; compute it again there
-                again = partial(checkpoint, score, self._head, use_reentrant=False, preserve_rng_state=False)
-                parts = [again(*piece) for piece in pieces]
-            else:
-                parts = [score(self._head, *piece) for piece in pieces]
-        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+            states = self._states(batch, self._run, self._output)
+            return score(self._head, chunk, states, targets, batch.temperature[rows], *picked)
 
 
 def scatter(values: Tensor, mask: Tensor) -> Tensor:

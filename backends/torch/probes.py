@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -163,14 +163,35 @@ def refuse_blind_to_padding(probe: Inputs, model: PreTrainedModel, folder: str, 
         )
 
 
-def has_plain_head(probe: Inputs, lm: PreTrainedModel) -> bool:
-    """Whether ``lm(x).logits`` is ``head(base(x).last_hidden_state)``, with no soft-capping, scaling or the like after.
+class AfterHead(NamedTuple):
+    """What a model makes of what its head gives, so that it becomes its logits: ``cap * tanh(scale * x / cap)``.
+
+    Args:
+        scale: of Granite and Cohere; 1 for most.
+        cap: of Gemma 2 and later ones; None is none.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x if self.scale == 1.0 else x * self.scale
+        return x if self.cap is None else torch.tanh(x / self.cap) * self.cap
+
+    def slope(self, made: Tensor) -> Tensor | float:
+        """Its derivative where it has made `made`."""
+        return self.scale if self.cap is None else (1 - (made / self.cap).square()) * self.scale
+
+
+def after_head(probe: Inputs, lm: PreTrainedModel) -> AfterHead | None:
+    """What makes ``lm(x).logits`` of ``head(base(x).last_hidden_state)``; None where that is something else than a
+    scale and a cap, or the head is given something else.
 
     The head is made to give logits from a wide range, so that a cap shows even where the model's own logits are small.
     """
     head, base = lm.get_output_embeddings(), lm.base_model
     if head is None or base is lm:
-        return False
+        return None
     seen: list[tuple[Tensor, Tensor]] = []
 
     def widen(module: nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> Tensor:
@@ -183,12 +204,17 @@ def has_plain_head(probe: Inputs, lm: PreTrainedModel) -> bool:
     finally:
         handle.remove()
     states = getattr(base(**known(base, probe)), "last_hidden_state", None)
-    return (
-        len(seen) == 1
-        and states is not None
-        and torch.allclose(seen[0][0], states, rtol=1e-5, atol=1e-5)
-        and torch.equal(seen[0][1], logits)
-    )
+    if len(seen) != 1 or states is None or not torch.allclose(seen[0][0], states, rtol=1e-5, atol=1e-5):
+        return None
+    given = seen[0][1]
+    if torch.equal(given, logits):
+        return AfterHead()
+    if logits.shape != given.shape:
+        return None
+    cap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
+    scale = float(logits.flatten()[-1].double() / given.flatten()[-1].double())
+    likely = (AfterHead(scale), AfterHead(cap=cap))
+    return next((after for after in likely if torch.allclose(after(given), logits, rtol=1e-5, atol=1e-5)), None)
 
 
 def prepare_checkpointing(probe: Inputs, lm: PreTrainedModel, folder: str) -> None:

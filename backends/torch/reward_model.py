@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from flowrl.backends.torch.device import device_of, mesh_of
 from flowrl.backends.torch.engine import Residence, Resident
 from flowrl.backends.torch.load import Folder, FolderBackend, loading, refuse_no_model, skeleton, stored_tensors
-from flowrl.backends.torch.model import Dtype, TokenInputs, TorchModel, scatter, score_rows
+from flowrl.backends.torch.model import Dtype, TorchModel, scatter
 from flowrl.backends.torch.probes import Attention, Inputs, apart, known, tolerance
-from flowrl.core.protocols import BuildContext, RewardScorer, Sleeper, TextRewardScorer
+from flowrl.backends.torch.rows import TokenInputs, score_rows
+from flowrl.core.protocols import BuildContext, Sleeper
+from flowrl.core.scorers import RewardScorer, TextRewardScorer
 from flowrl.data.tokenizer import ChatTokenizer, positions
 from flowrl.errors import BindError, DataError
 from flowrl.records import Tokens

@@ -32,6 +32,7 @@ from flowrl.backends.torch.probes import (
 )
 from flowrl.core.protocols import (
     BuildContext,
+    Caches,
     Request,
     Requests,
     Response,
@@ -39,6 +40,7 @@ from flowrl.core.protocols import (
     Sampled,
     Sampling,
     Sleeper,
+    Swaps,
     Trainer,
 )
 from flowrl.data.keys import Key
@@ -72,7 +74,7 @@ class TorchRollout(FolderBackend):
         frozen: answer with the weights of the folder, which nothing syncs: a judge, or an opponent that stays as it is.
     """
 
-    serves = (Rollout, Requests, Sleeper)
+    serves = (Rollout, Requests, Swaps, Sleeper)
     collective: ClassVar[bool] = False
 
     model: Folder | None = None
@@ -212,7 +214,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
         """The dtype of the model's weights."""
         return self.model.dtype
 
-    def sync(self, source: Trainer) -> Receipt:
+    def _sync(self, source: Trainer) -> Receipt:
         """Take over the weights of `source`: by copying, or, where the model is its own, by noting the version.
 
         Where this engine has an adapter, the weights of the adapter are all that is copied; what they are added to must
@@ -227,14 +229,25 @@ class TorchRolloutEngine(RequestEngine, Resident):
                 `source` is not the trainer that the model is shared with, or has no adapter over the same weights as
                 this engine has. But for the first, the engine then holds no receipt.
         """
-        if begun := self._decoder.begun:
-            raise SyncError(
-                f"sync was called while {len(begun)} requests are under way ({begun[0]!r} is one), whose tokens are of "
-                f"version {self._require_receipt().version}; expected none, since an answer bears one version: call "
-                f"engine.step() until they end, or engine.drop(name)."
-            )
+        self._refuse_sync(self._decoder.begun)
         self._receipt = None
         self._decoder.forget()
+        return self._take_over(source)
+
+    def _swap(self, source: Trainer, caches: Caches) -> Receipt:
+        """As `_sync`, under requests that are under way: with ``caches="anew"`` they join again with the next step, and
+        their contexts are computed in one forward pass; with ``"keep"`` they go on where they are."""
+        if caches == "anew":
+            self._decoder.forget()
+        else:
+            self._decoder.seal()
+        try:
+            return self._take_over(source)
+        except BaseException:
+            self._decoder.clear()
+            raise
+
+    def _take_over(self, source: Trainer) -> Receipt:
         if self._shares is None:
             self._receipt = self._copy(source)
         elif cast(object, source) is self._shares:
@@ -352,7 +365,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
     def _take(self, name: str) -> Response | None:
         return self._decoder.take(name)
 
-    def drop(self, name: str) -> None:
+    def _drop(self, name: str) -> None:
         """Stop a request, drop its response, and forget what was kept of it."""
         self._decoder.drop(name)
 

@@ -119,6 +119,27 @@ def _allocate(root: nn.Module, storage: torch.device) -> None:
         setattr(module, name, buffer)
 
 
+def read_head(folder: str) -> dict[str, Tensor]:
+    """``weight``, and perhaps ``bias``, of the head of the causal LM of a folder, in float32 on the CPU.
+
+    Nothing else is read where the folder stores the model's tensors one for one.
+
+    Raises:
+        BindError: as `load_causal_lm`.
+    """
+    with loading(folder), ExitStack() as files:
+        lm = _without_storage(folder, None)
+        sources = None if lm is None else _sources(lm, True, stored_tensors(folder, files))
+        if lm is None or sources is None:
+            lm, sources = load_causal_lm(folder), None
+        named = cast(nn.Module, lm.get_output_embeddings()).named_parameters()
+        if sources is None:
+            return {name: parameter.detach() for name, parameter in named}
+        state = lm.state_dict(keep_vars=True)
+        by_tensor = {id(state[name]): source for name, source in sources.items()}
+        return {name: by_tensor[id(parameter)][:].float() for name, parameter in named}
+
+
 @torch.no_grad()
 def _read(state: Mapping[str, Tensor], sources: Mapping[str, Any], mesh: Sharded) -> None:
     for name, source in sources.items():

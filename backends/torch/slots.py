@@ -102,7 +102,7 @@ class Slots:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._pass: Begin | Further | Next | None = None
-        self._contexts: list[list[int]] = []  # what each row joined with
+        self._contexts: list[list[int]] = []  # what each row joined with; nothing where it is sealed
         self._lengths = np.zeros(0, dtype=np.int64)  # tokens whose KV is there
         self._positions = torch.zeros(0, dtype=torch.int64, device=self._model.device)  # the same, on the device
         self._size = (0, 0)  # slots and columns that are wanted
@@ -219,12 +219,18 @@ class Slots:
         self._set_lengths(self._lengths[order])
         return order
 
-    def keep(self, row: int, ids: list[int]) -> Kept:
-        """What was computed of a row whose tokens are `ids`, for when it comes again."""
+    def keep(self, row: int, ids: list[int]) -> Kept | None:
+        """What was computed of a row whose tokens are `ids`, for when it comes again; None of one that was sealed."""
+        if not self._contexts[row]:
+            return None
         assert self._keys is not None and self._values is not None
         length = int(self._lengths[row])
         keys, values = (buffer[:, row, :, :length].clone() for buffer in (self._keys, self._values))
         return Kept(ids[:length], keys, values)
+
+    def seal(self) -> None:
+        """Rows that are there are of older weights now: none that joins begins as they do."""
+        self._contexts = [[] for _ in self._contexts]
 
     def _recall(self, slot: int, context: Context, there: Sequence[tuple[list[int], int]]) -> int:
         """Fill a slot with what is known of a context, from its own row or from one that is there; how many tokens."""

@@ -9,9 +9,9 @@ from pydantic import Field, model_validator
 from flowrl.backends.torch.device import device_of, mesh_of
 from flowrl.backends.torch.engine import (
     AdapterOffEngine,
+    FrozenEngine,
     LoRATrainerEngine,
     Residence,
-    TorchScorerEngine,
     TorchTrainerEngine,
 )
 from flowrl.backends.torch.learner import Learner, TrainedSpec
@@ -19,7 +19,9 @@ from flowrl.backends.torch.load import Folder, FolderBackend, load_tokenizer
 from flowrl.backends.torch.lora import LoRA, require_peft
 from flowrl.backends.torch.model import Dtype, TorchModel
 from flowrl.backends.torch.probes import Attention
-from flowrl.core.protocols import BuildContext, Checkpointed, LogitScorer, NormScorer, Sleeper, Trainer
+from flowrl.core.heads import StateScorer
+from flowrl.core.protocols import BuildContext, Checkpointed, Sleeper, Trainer
+from flowrl.core.scorers import LogitScorer, NormScorer
 from flowrl.errors import BindError, type_of
 from flowrl.spec import non_default
 
@@ -42,7 +44,7 @@ class TorchScorer(FolderBackend):
         offload: keep weights in CPU memory; a layer comes to the device to compute.
     """
 
-    serves = (LogitScorer, NormScorer, Sleeper)
+    serves = (LogitScorer, StateScorer, NormScorer, Sleeper)
 
     model: Folder | None = None
     dtype: Dtype = "float32"
@@ -63,7 +65,7 @@ class TorchScorer(FolderBackend):
             )
         return self
 
-    def build(self, context: BuildContext) -> TorchScorerEngine:
+    def build(self, context: BuildContext) -> FrozenEngine:
         """Load the model, or share the actor's.
 
         Raises:
@@ -83,7 +85,7 @@ class TorchScorer(FolderBackend):
         model = TorchModel(self.model, self.dtype, mesh, self.attention, gradient_checkpointing=False)
         model.module.requires_grad_(False)
         residence = Residence(mesh.device, [model.gathered.root], offload=self.offload)
-        return TorchScorerEngine(self.model, model, self.max_tokens, self.logprob_chunk, residence)
+        return FrozenEngine(self.model, model, self.max_tokens, self.logprob_chunk, residence)
 
 
 class TorchTrainer(TrainedSpec):

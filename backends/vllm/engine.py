@@ -23,16 +23,20 @@ from pydantic import Field
 
 from flowrl.backends.hosted import keeper
 from flowrl.backends.hosted.arrival import Arrival
-from flowrl.backends.hosted.base import Answer, EngineSpec, HostedRollout, ending_on_error
+from flowrl.backends.hosted.base import Answer, HostedRollout, ending_on_error
+from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import Ending
 from flowrl.backends.torch.lora import LoRA, save_adapter
-from flowrl.core.protocols import BuildContext, Sampling
+from flowrl.core.protocols import BuildContext, Caches, Sampling
 from flowrl.data.tokenizer import ChatTokenizer
-from flowrl.errors import BindError, EngineError, ParameterError, SyncError
+from flowrl.errors import BindError, DataError, EngineError, ParameterError, SyncError
 from flowrl.sync.probe import Probe
 
 CPU_CACHE_BYTES = 1 << 30
 """vLLM would take nearly all memory of the machine for its KV cache, which on a CPU others need too."""
+
+PROBE = "\0probe"
+"""The name of the request that scores a probe; no other has it."""
 
 DYING = 2.0
 """Seconds that a worker has to be seen dead after its connections have broken."""
@@ -46,7 +50,7 @@ class VLLM(EngineSpec):
 
     Args:
         model, tensor_parallel, ranks, dtype, memory_fraction, max_model_len, max_num_seqs, prefix_caching, tolerance,
-            lora, frozen: as of `flowrl.backends.hosted.base.EngineSpec`. With `tensor_parallel` there are workers of
+            lora, frozen: as of `flowrl.backends.hosted.spec.EngineSpec`. With `tensor_parallel` there are workers of
             vLLM's.
         engine_args: further arguments of `vllm.LLM`, by name.
         kv_cache_bytes: of the KV cache; None is what `memory_fraction` leaves, or on a CPU without either, 1 GiB.
@@ -124,10 +128,12 @@ class VLLMEngine(HostedRollout):
 
     def __init__(self, spec: VLLM, tokenizer: ChatTokenizer, seed: int) -> None:
         super().__init__(spec, tokenizer, seed)
-        self._spec = spec
+        self._spec: VLLM = spec
         self._sender: Any = None  # to workers, where there are several
         self._workers: list[Any] = []  # their processes
         self._adapter: Any = None  # a request to use it, once there is one
+        self._ended: dict[str, Answer] = {}  # that ended while something else was computed
+        self._kept = 0  # swaps that kept what was computed, which those that begin later must not find
         self._end: weakref.finalize[..., VLLMEngine]
         self._llm: Any = None
         self._start_first()
@@ -141,7 +147,12 @@ class VLLMEngine(HostedRollout):
         return config.get_vocab_size(), config.max_model_len
 
     def _settings(self, sampling: Sampling, ending: Ending) -> dict[str, Any]:
-        return {
+        """What `SamplingParams` takes, but for the seed."""
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMError
+        from vllm.sampling_params import RequestOutputKind
+
+        settings = {
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
@@ -152,34 +163,73 @@ class VLLMEngine(HostedRollout):
             "include_stop_str_in_output": True,
             "logprobs": 0,  # of the sampled token alone
             "detokenize": bool(sampling.stop),
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+            "skip_clone": True,  # since each request has its own
         }
+        try:
+            SamplingParams(**settings)
+        except (VLLMError, ValueError) as error:
+            raise DataError(f"vLLM does not sample by {sampling}: {error}; expected numbers that it allows.") from error
+        return settings
 
-    def _answer(self, requests: list[list[int]], settings: dict[str, Any], seeds: list[int]) -> list[Answer]:
+    def _begin(self, name: str, ids: Sequence[int], settings: dict[str, Any], seed: int) -> None:
         from vllm import SamplingParams
 
-        prompts = [{"prompt_token_ids": ids} for ids in requests]
-        each = [SamplingParams(**settings, seed=seed) for seed in seeds]
+        with self._answering():
+            self._add(name, ids, SamplingParams(**settings, seed=seed))
+
+    def _add(self, name: str, ids: Sequence[int], parameters: Any) -> None:
+        prompt = {"prompt_token_ids": [*ids], "cache_salt": f"{self._kept} swaps"}
+        self._llm.llm_engine.add_request(name, prompt, parameters, lora_request=self._adapter)
+
+    def _advance(self) -> dict[str, Answer]:
+        with self._answering():
+            ended, self._ended = self._ended, {}
+            return ended | {output.request_id: _answer(output) for output in self._llm.llm_engine.step()}
+
+    def _abort(self, name: str) -> None:
+        if self._ended.pop(name, None) is None:
+            with self._answering():
+                self._llm.llm_engine.abort_request([name])
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
         try:
-            answers = self._llm.generate(prompts, each, use_tqdm=False, lora_request=self._adapter)
-            outputs = [answer.outputs[0] for answer in answers]
+            yield
         except Exception as error:
             death = self._death()
             raise EngineError(
-                f"vLLM failed while it answered {len(requests)} prompts ({f'{death}; ' if death else ''}"
-                f"{type(error).__name__}: {error}); expected "
+                f"vLLM failed while it answered {self._llm.llm_engine.get_num_unfinished_requests()} prompts "
+                f"({f'{death}; ' if death else ''}{type(error).__name__}: {error}); expected "
                 f"all of its processes to live, and memory for their work. It is ended, and engine.sync(trainer) "
                 f"starts it anew, in a graph before the first step of a new run: resume from the last checkpoint."
             ) from error
-        return [_answer(output) for output in outputs]
 
-    def _take(self, arrival: Arrival) -> str:
+    def _halt(self, caches: Caches | None) -> list[str]:
+        """vLLM gives a token the version that it has when the token is read; where it schedules a step while another
+        one is computed, that is not the version of the weights that drew it."""
+        engine = self._llm.llm_engine
+        core = engine.engine_core.engine_core
+        if core.batch_queue:
+            core.pause_scheduler(mode="keep", clear_cache=False)
+            while core.batch_queue:
+                self._ended |= {output.request_id: _answer(output) for output in engine.step()}
+            core.resume_scheduler()
+        if caches != "keep":
+            return []
+        states, requests = engine.output_processor.request_states, core.scheduler.requests
+        return [state.external_req_id for name, state in states.items() if requests[name].num_output_tokens == 0]
+
+    def _take_over(self, arrival: Arrival, caches: Caches | None) -> str:
         transport = self._load(arrival) if self._spec.lora is None else self._adapt(arrival, self._spec.lora)
-        if not self._llm.reset_prefix_cache():
+        self._llm.update_weight_version(str(arrival.version))
+        if caches == "keep":
+            self._kept += 1
+        elif not self._llm.reset_prefix_cache(reset_running_requests=caches == "anew"):
             raise SyncError(
                 "vLLM kept its prefix cache, which was computed with older weights; expected no request to be "
                 "under way during a sync. The next engine.sync(trainer) starts the engine anew."
             )
-        self._llm.update_weight_version(str(arrival.version))
         return transport
 
     def _adapt(self, arrival: Arrival, lora: LoRA) -> str:
@@ -213,10 +263,15 @@ class VLLMEngine(HostedRollout):
         scores: list[float] = []
         for row, answer in zip(probe.rows, probe.answers, strict=True):
             # One by one: on a CPU an adapter of the output embedding does not reach the prompts of several requests.
-            prompt = [{"prompt_token_ids": row}]
-            (output,) = self._llm.generate(prompt, parameters, use_tqdm=False, lora_request=self._adapter)
-            scored = output.prompt_logprobs[-probe.width :]
-            scores += [position[token].logprob for token, position in zip(answer, scored, strict=True)]
+            self._add(PROBE, row, parameters)
+            probed: list[Any] = []
+            while not probed:
+                for output in self._llm.llm_engine.step():
+                    if output.request_id != PROBE:
+                        self._ended[output.request_id] = _answer(output)
+                    elif output.finished:
+                        probed = output.prompt_logprobs[-probe.width :]
+            scores += [position[token].logprob for token, position in zip(answer, probed, strict=True)]
         return scores
 
     def _dtype(self) -> torch.dtype:
@@ -246,7 +301,7 @@ class VLLMEngine(HostedRollout):
 
     def _stop(self) -> None:
         self._llm = self._sender = self._adapter = None
-        self._workers = []
+        self._workers, self._ended = [], {}
         self._end()
 
     def _start(self) -> None:
@@ -302,7 +357,7 @@ def _arguments(spec: VLLM, seed: int) -> dict[str, Any]:
         "dtype": spec.dtype,
         "kv_cache_memory_bytes": spec.kv_cache_bytes,
         "max_model_len": spec.max_model_len,
-        "max_num_seqs": spec.max_num_seqs,
+        "max_num_seqs": spec.max_num_seqs + 1,  # so that a probe finds room beside them
         "enable_prefix_caching": spec.prefix_caching,
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),
         "enforce_eager": cpu,  # compiling takes 25 s there
@@ -330,14 +385,16 @@ def _arguments(spec: VLLM, seed: int) -> dict[str, Any]:
     return arguments
 
 
-def _answer(output: Any) -> Answer:
+def _answer(request: Any) -> Answer:
     """A response in the words of `HostedRollout`."""
+    output = request.outputs[0]
     ids = list(output.token_ids)
     return Answer(
         ids,
         [position[token].logprob for token, position in zip(ids, output.logprobs, strict=True)],
-        [span.version for span in output.weight_versions],
+        [span.version for span in output.weight_versions for _ in range(span.start, span.end)],
         str(output.finish_reason),
+        request.num_cached_tokens or 0,
     )
 
 

@@ -93,7 +93,8 @@ class Fixed(RolloutEngine):
         return 300, None
 
     def _sample(self, *_: Any) -> Sampled:
-        return Sampled(torch.ones(2, 2, dtype=torch.int64), torch.tensor([[True, True], [True, False]]), self._given)
+        tokens = torch.ones(2, 2, dtype=torch.int64)
+        return Sampled(tokens, torch.tensor([[True, True], [True, False]]), self._given, tokens)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

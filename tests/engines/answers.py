@@ -200,7 +200,7 @@ class AnswerTests:
 
     def test_no_rows_are_answered_by_none(self, engine: Rollout) -> None:
         none = torch.zeros(0, 3, dtype=torch.int64)
-        assert [column.shape for column in engine.generate(none, none.bool(), [], GREEDY, KEY)] == [(0, 0)] * 3
+        assert [column.shape for column in engine.generate(none, none.bool(), [], GREEDY, KEY)] == [(0, 0)] * 4
 
     def test_prompts_that_the_model_cannot_take_are_refused_and_leave_it_well(self, engine: Rollout) -> None:
         prompts, mask = ragged(engine, [4, 4])

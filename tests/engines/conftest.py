@@ -11,6 +11,7 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
 
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -43,3 +44,10 @@ def trainer(folder: str) -> TorchTrainerEngine:
 def other(tmp_path_factory: pytest.TempPathFactory) -> TorchTrainerEngine:
     """A trainer of the same architecture with other weights."""
     return TorchTrainer(tiny_folder(tmp_path_factory.mktemp("other"), seed=1), device="cpu").build(CONTEXT)
+
+
+@pytest.fixture
+def engine(running: Any, trainer: TorchTrainerEngine) -> Any:
+    """The engine that runs for all tests of a file, with the trainer's weights."""
+    running.sync(trainer)
+    return running

@@ -14,20 +14,21 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "engines.py"
 
 
-def rows() -> dict[str, list[str]]:
-    """The rows of the table that it prints in its quick mode, by their first cell."""
+def tables() -> list[dict[str, list[str]]]:
+    """The rows of the tables that it prints in its quick mode, by their first cell."""
     done = subprocess.run([sys.executable, str(SCRIPT), "quick"], env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.partition("  ---")[2].splitlines()[1:]
-    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
-    return {row[0]: row[1:] for row in cells}
+    printed = [text.strip().splitlines()[2:] for text in done.stdout.split("\n\n") if "  ---" in text]
+    each = [[[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines] for lines in printed]
+    return [{row[0]: row[1:] for row in cells if not row[0].startswith("---")} for cells in each]
 
 
 @pytest.mark.skipif(
     find_spec("vllm") is not None or find_spec("sglang") is not None, reason="an engine is installed here"
 )
 def test_engines_that_are_not_installed_are_named() -> None:
-    found = rows()
+    found, episodes = tables()
+    assert set(episodes) == {"2 layers of 64, float32, torch"}
     assert set(found) == {
         "2 layers of 64, float32, torch",
         "vllm: not installed (make engines)",
@@ -39,8 +40,17 @@ def test_engines_that_are_not_installed_are_named() -> None:
 @pytest.mark.engines("vllm", "sglang")
 @pytest.mark.timeout(480)
 def test_all_engines_take_the_same_weights_and_agree_with_the_trainer() -> None:
-    found = {name.rpartition(" ")[2]: [float(cell.replace(",", "")) for cell in row] for name, row in rows().items()}
-    assert set(found) == {"torch", "vllm", "sglang"}
+    found, episodes = (
+        {
+            name.rpartition(" ")[2]: [float(cell.replace(",", "").rstrip("%")) for cell in row]
+            for name, row in of.items()
+        }
+        for of in tables()
+    )
+    assert set(found) == {"torch", "vllm", "sglang", "LLM.generate"}
+    assert found.pop("LLM.generate")[0] > 0
+    assert set(episodes) == {"torch", "vllm", "sglang"} and all(min(row[:2]) > 0 for row in episodes.values())
+    assert episodes["vllm"][3] > 10  # percent of the tokens before answers: whole blocks of 128
     megabytes, means, largest = ({row[column] for row in found.values()} for column in (4, 5, 6))
     assert len(megabytes) == 1
     assert max(means) < 1e-5 and max(largest) < 1e-4

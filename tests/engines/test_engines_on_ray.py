@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from flowrl import Colocate
+from flowrl import After, Colocate, PromptData, Split, Training
 from flowrl.backends import SGD, TorchTrainer
 from flowrl.backends.sglang.engine import SGLang
 from flowrl.backends.torch.engine import TorchTrainerEngine
@@ -24,13 +24,18 @@ from flowrl.backends.vllm.engine import VLLM
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import Sampling
 from flowrl.distributed.faults import HostDiedError
+from flowrl.episodes import Answer, Environment, Reply
 from flowrl.errors import NodeError
+from flowrl.operators import Interact, RolloutCorrection
 from flowrl.run.job import Job
+from flowrl.run.place import Place
 from flowrl.sync.digest import weights_digest
 from tests.engines.answers import CONTEXT, by_torch
+from tests.engines.leftovers import eventually, left_by_sglang
 from tests.jobs import job_of, prompt_batch, proto
 from tests.models import tiny_folder
 from tests.on_ray.leftovers import ends, family, leaves_nothing, process_ids
+from tests.runs import lines
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.usefixtures("cluster")]
 
@@ -40,10 +45,13 @@ DEADLINE = 180
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """One Ray for all of them."""
-    ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
-    yield
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One Ray for all of them; the mark that all of its processes bear."""
+    mark = str(tmp_path_factory.mktemp("cluster"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLOWRL_TEST", mark)
+        ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    yield mark
     ray.shutdown()
 
 
@@ -148,6 +156,53 @@ def test_two_of_sglang(folder: str, tmp_path: Path) -> None:
     rollout = SGLang(folder, ranks=2, dtype="float32", max_model_len=64, max_num_seqs=8, cache_tokens=4096)
     job = job_with(folder, rollout, Colocate(gpus=2, deadline=DEADLINE))
     tried(job, folder, tmp_path / "actor", ranks=2, dies=1)
+
+
+ROLLOUTS = {
+    "vllm": lambda folder: VLLM(folder, dtype="float32", kv_cache_bytes=64 << 20),
+    "sglang": lambda folder: SGLang(folder, dtype="float32", max_model_len=200, max_num_seqs=8, cache_tokens=4096),
+}
+
+
+class Counts(Environment):
+    """Two turns, each worth its length."""
+
+    async def step(self, answer: Answer) -> Reply:
+        return Reply(f"{len(answer.ids)} tokens", reward=len(answer.ids) / 8, done=answer.turn == 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "lag"),
+    [
+        pytest.param("vllm", Split(1, 1, deadline=DEADLINE), 1, marks=pytest.mark.engines("vllm", "ray")),
+        pytest.param("sglang", Colocate(gpus=1, deadline=DEADLINE), 0, marks=pytest.mark.engines("sglang", "ray")),
+    ],
+)
+def test_episodes_by_turns_with_the_actor_and_ahead_of_it(
+    kind: str, place: Place, lag: int, folder: str, prompts_file: str, tmp_path: Path, cluster: str
+) -> None:
+    episodes = Interact(Counts, max_turns=2, context=150, max_new_tokens=8)
+    inserted = {"correction": After("group_advantage", RolloutCorrection("token", "truncate", high=2.0))}
+    job = job_with(folder, ROLLOUTS[kind](folder)).edit(replace={"generate": episodes}, drop=["reward"])
+    job = replace(job.edit(lag=lag, insert=inserted if lag else {}), place=place)
+    settings: dict[str, Any] = {"steps": 3, "prompts": 3, "rollouts_every": 1, "save_model": False}
+    before = left_by_sglang(cluster)
+    with leaves_nothing():
+        run = Training(job, PromptData(prompts_file), folder=str(tmp_path), **settings).run()
+    eventually(lambda: not left_by_sglang(cluster) - before)
+    assert [metrics["sync/version"] for metrics in run.metrics] == [1, 2, 3]
+    for step, metrics in enumerate(run.metrics):
+        assert metrics["episodes/turns"] == 2
+        assert metrics.get("queue/age_max", 0) == min(step, lag)
+        # the same tokens, by the weights that sampled them and by those that train
+        assert metrics["rollout/logp_diff_max"] < 1e-4 or (lag and step)
+    versions = {
+        (row["step"], said["sampled"]["version"])
+        for row in lines(tmp_path / "rollouts.jsonl")
+        for said in row["episode"]["messages"]
+        if "sampled" in said
+    }
+    assert versions == {(step + 1, max(0, step - lag)) for step in range(3)}
 
 
 class Crooked(TorchTrainer):

@@ -114,9 +114,9 @@ def test_old_weights_are_found_in_bfloat16(
 ) -> None:
     """Of an update that is smaller than the tolerance; the digest is of what was sent, and that is new."""
     engine.sync(Altered(trainer, version=3))
-    take = engine._take
+    take, halt = engine._take_over, engine._halt
 
-    def idle(arrival: Any) -> str:
+    def idle(arrival: Any, caches: Any) -> str:
         for _ in arrival.weights():
             pass
         return "nowhere"
@@ -129,10 +129,12 @@ def test_old_weights_are_found_in_bfloat16(
             if "mlp" in name:
                 tensor.add_(torch.randn(tensor.shape, generator=draw) * tensor.std() * 0.01)
     try:
-        monkeypatch.setattr(engine, "_take", idle)
+        monkeypatch.setattr(engine, "_halt", lambda caches: [])
+        monkeypatch.setattr(engine, "_take_over", idle)
         with pytest.raises(SyncError, match=f"{engine.name} scores 64 tokens exactly as it did before, bit by bit"):
             engine.sync(Altered(trainer, version=4))
-        monkeypatch.setattr(engine, "_take", take)
+        monkeypatch.setattr(engine, "_halt", halt)
+        monkeypatch.setattr(engine, "_take_over", take)
         assert engine.sync(Altered(trainer, version=4)).version == 4
     finally:
         with torch.no_grad():

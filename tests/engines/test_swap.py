@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from flowrl.backends import TorchRollout
 from flowrl.backends.sglang.engine import SGLang
 from flowrl.backends.vllm.engine import VLLM
+from flowrl.core.references import load_object
 from flowrl.demo.model import build
 from flowrl.demo.run import graphs, training
 from flowrl.demo.task import write_dataset
@@ -89,13 +90,31 @@ def test_the_demo_learns_to_think_on_every_engine(run: Run, model: Path) -> None
     assert not any(column("rollout/ratio_outside"))
 
 
+def by_vllm(example: str, model: Path, folder: Path) -> dict[str, Any]:
+    """What an example reports of its first step."""
+    command = [sys.executable, str(ROOT / "examples" / example)]
+    environment = os.environ | {"MODEL": str(model), "STEPS": "1", "ENGINE": "vllm"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [metrics] = (folder / "runs").glob("*/metrics.jsonl")
+    step: dict[str, Any] = json.loads(metrics.read_text().splitlines()[1])
+    return step
+
+
 @pytest.mark.engines("vllm")
 def test_the_example_trains_by_one(model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "think_by_engine.py")]
-    environment = os.environ | {"MODEL": str(model), "STEPS": "1", "ENGINE": "vllm"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    _, trained, _ = map(json.loads, (tmp_path / "runs" / "grpo-001" / "metrics.jsonl").read_text().splitlines())
+    trained = by_vllm("think_by_engine.py", model, tmp_path)
+    assert trained["sync/version"] == 1 and trained["sync/bytes"] > 0
+
+
+@pytest.mark.engines("vllm")
+def test_episodes_are_played_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How well triage learns on each of them is in docs/engine-notes.md."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
+    model = load_object(f"{ROOT / 'examples' / 'triage_world.py'}:build")(tmp_path / "model", steps=40, rows=32)
+    trained = by_vllm("triage.py", model, tmp_path)
+    assert trained["episodes/turns"] == 2 and trained["episodes/failed"] == 0
+    assert trained["rollout/logp_diff_max"] < 1e-4 and not trained["rollout/ratio_outside"]
     assert trained["sync/version"] == 1 and trained["sync/bytes"] > 0
 
 

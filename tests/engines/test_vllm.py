@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from flowrl.backends import VLLM, TorchTrainer
 from flowrl.backends.hosted.arrival import due_weights
 from flowrl.backends.torch.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLMEngine
-from flowrl.core.protocols import Sampling
+from flowrl.core.protocols import Request, Sampling
 from flowrl.data.keys import Key
-from flowrl.errors import BindError, ParameterError, SyncError
+from flowrl.errors import BindError, DataError, ParameterError, SyncError
 from flowrl.sync.digest import weights_digest
 from tests.engines.answers import (
     ADAPTER,
@@ -32,6 +33,7 @@ from tests.engines.answers import (
     AdapterTests,
     AnswerTests,
     SyncTests,
+    adapted_trainer,
     by_torch,
     names,
     ragged,
@@ -39,6 +41,9 @@ from tests.engines.answers import (
     rows,
     to_score,
 )
+from tests.engines.requests import FREE, RequestTests, refuse_stale_turns, tokens
+from tests.engines.sources import Altered
+from tests.engines.swaps import SwapTests, refuse_tokens_of_other_versions
 from tests.models import tiny_folder
 
 needs_vllm = pytest.mark.engines("vllm")
@@ -59,11 +64,24 @@ def running(folder: str) -> Iterator[VLLMEngine]:
     engine.close()
 
 
-@pytest.fixture
-def engine(running: VLLMEngine, trainer: TorchTrainerEngine) -> VLLMEngine:
-    """The shared engine with the trainer's weights."""
-    running.sync(trainer)
-    return running
+@pytest.fixture(scope="module")
+def ahead(running: VLLMEngine, folder: str) -> Iterator[VLLMEngine]:
+    """One that schedules a step while another is computed, as vLLM does on a GPU."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    plain = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(config: Any) -> None:
+        plain(config)
+        config.scheduler_config.async_scheduling = True
+
+    running.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config))
+        engine = VLLM(folder, **SETTINGS).build(CONTEXT)
+    assert engine._llm.llm_engine.engine_core.engine_core.batch_queue is not None
+    yield engine
+    engine.close()
 
 
 @needs_vllm
@@ -79,6 +97,45 @@ class TestSync(SyncTests):
 
     def bear(self, engine: VLLMEngine, version: str) -> None:
         engine._llm.update_weight_version(version)
+
+
+@needs_vllm
+class TestRequests(RequestTests):
+    """On vLLM."""
+
+
+@needs_vllm
+class TestSwaps(SwapTests):
+    """On vLLM."""
+
+
+@needs_vllm
+def test_generate_draws_what_vllm_does_with_the_same_seeds(engine: VLLMEngine) -> None:
+    from vllm import SamplingParams
+
+    prompts, mask = ragged(engine, [5, 2, 140, 9])
+    sampling = Sampling(0.9, top_k=12, top_p=0.9, max_new_tokens=20, ignore_eos=True)
+    seeds = [KEY.derive(row).bits & (2**63 - 1) for row in names(4)]
+    settings: dict[str, Any] = dict(temperature=0.9, top_k=12, top_p=0.9, max_tokens=20, ignore_eos=True, logprobs=0)
+    outputs = engine._llm.generate(
+        [{"prompt_token_ids": ids[kept].tolist()} for ids, kept in zip(prompts, mask, strict=True)],
+        [SamplingParams(**settings, seed=seed, detokenize=False) for seed in seeds],
+        use_tqdm=False,
+    )
+    answers = [output.outputs[0] for output in outputs]
+    sampled = engine.generate(prompts, mask, names(4), sampling, KEY)
+    assert rows(sampled) == [[*answer.token_ids] for answer in answers]
+    log_probs = [[at[token].logprob for token, at in zip(a.token_ids, a.logprobs, strict=True)] for a in answers]
+    torch.testing.assert_close(sampled.log_probs, torch.tensor(log_probs), atol=2e-5, rtol=0)
+
+
+@needs_vllm
+@pytest.mark.parametrize("sampling", [Sampling(-1.0, 0, 1.0, 4), Sampling(1.0, 0, 1.5, 4), Sampling(1.0, 0, 1.0, 0)])
+def test_what_it_does_not_sample_by_is_refused_and_leaves_it_well(engine: VLLMEngine, sampling: Sampling) -> None:
+    prompts, mask = ragged(engine, [4])
+    with pytest.raises(DataError, match=r"vLLM does not sample by Sampling\(.*; expected numbers that it allows"):
+        engine.generate(prompts, mask, names(1), sampling, KEY)
+    assert len(rows(engine.generate(prompts, mask, names(1), GREEDY, KEY))[0]) > 0
 
 
 @needs_vllm
@@ -107,7 +164,7 @@ def test_what_was_computed_with_old_weights_is_forgotten(
     prompts, mask = ragged(engine, [BLOCK + 20] * 4)
     engine.generate(prompts, mask, names(4), GREEDY, KEY)
     if not forgets:  # to see that the prompts are long enough to show it
-        monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda: True)
+        monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda **_: True)
     engine.sync(other)
     answers = rows(engine.generate(prompts, mask, names(4), GREEDY, KEY))
     assert (answers == by_torch(other, folder, prompts, mask)) == forgets
@@ -157,6 +214,36 @@ def test_an_engine_that_was_interrupted_starts_anew(
     assert rows(engine.generate(prompts, mask, names(2), GREEDY, KEY)) == by_torch(trainer, folder, prompts, mask)
 
 
+@needs_vllm
+def test_an_update_under_answers_that_is_not_delivered_is_refused(
+    engine: VLLMEngine, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small one. In company scores are rounded otherwise, so that they are not the same bit by bit."""
+    trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
+    engine.sync(trainer)
+    for i in range(9):
+        engine.submit(Request(f"{i}", tokens(20 + i, i), replace(FREE, max_new_tokens=100), KEY.answer(f"{i}")))
+    engine.step()
+    rpc = engine._llm.collective_rpc
+
+    def idle(method: Any, **how: Any) -> Any:
+        if method == "reload_weights":
+            return list(how["kwargs"]["weights_iterator"])
+        return rpc(method, **how)
+
+    with torch.no_grad():
+        for _, tensor in trainer.weights():
+            tensor.mul_(1 + 1e-4)
+    engine.swap(Altered(trainer, version=1), "keep")
+    with torch.no_grad():
+        for _, tensor in trainer.weights():
+            tensor.mul_(1 + 1e-4)
+    with monkeypatch.context() as patch, pytest.raises(SyncError, match="vLLM scores 64 tokens as it did before"):
+        patch.setattr(engine._llm, "collective_rpc", idle)
+        engine.swap(Altered(trainer, version=2), "keep")
+    assert engine.receipt is None
+
+
 # Other engines than the shared one: they run last, since one process holds one vLLM at a time.
 
 
@@ -177,6 +264,15 @@ def test_tied_weights_arrive_in_both_places_and_the_deeper_sleep_drops_them(runn
     with pytest.raises(SyncError, match="no receipt"):
         engine.generate(prompts, mask, names(3), GREEDY, KEY)
     engine.close()
+
+
+@needs_vllm
+@pytest.mark.parametrize("caches", ["anew", "keep"])
+def test_a_step_that_is_under_way_ends_before_weights_change(
+    ahead: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
+) -> None:
+    ahead.sync(trainer)
+    refuse_tokens_of_other_versions(ahead, trainer, other, caches)
 
 
 @needs_vllm
@@ -252,6 +348,11 @@ def adapted(running: VLLMEngine, folder: str) -> Iterator[VLLMEngine]:
 @pytest.mark.engines("vllm", "peft")
 class TestAdapters(AdapterTests):
     """On vLLM."""
+
+    def test_turns_are_computed_with_the_adapter_that_came_last(self, adapted: VLLMEngine, folder: str) -> None:
+        first, second = (adapted_trainer(folder, seed=seed) for seed in (0, 1))
+        adapted.sync(Altered(first, version=2))
+        refuse_stale_turns(adapted, first, second)
 
 
 @needs_vllm

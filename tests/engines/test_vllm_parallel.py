@@ -22,7 +22,9 @@ from flowrl.data.keys import Key
 from flowrl.errors import BindError, EngineError, SyncError
 from flowrl.run.build import EngineBuilder
 from flowrl.sync.digest import weights_digest
+from tests.engines.requests import refuse_stale_turns
 from tests.engines.sources import Altered, shared_by_name
+from tests.engines.swaps import refuse_tokens_of_other_versions
 from tests.hashes import hashes
 from tests.models import tiny_folder
 
@@ -125,6 +127,21 @@ def test_weights_reach_both_workers(
         assert receipt.digest == weights_digest(source.weights())
         answers = rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY))
         assert answers == by_torch(source, folder)
+
+
+def test_turns_are_computed_with_the_weights_that_came_last(
+    engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine
+) -> None:
+    engine.sync(trainer)
+    refuse_stale_turns(engine, trainer, other)
+
+
+@pytest.mark.parametrize("caches", ["anew", "keep"])
+def test_weights_change_between_two_tokens(
+    engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
+) -> None:
+    engine.sync(trainer)
+    refuse_tokens_of_other_versions(engine, trainer, other, caches)
 
 
 def test_workers_open_what_is_shared_with_them(

@@ -210,6 +210,17 @@ def test_the_reference_is_the_base_bit_for_bit_before_and_after(folders: dict[st
         assert not torch.equal(engine.log_probs(ragged()), before)
 
 
+def test_the_base_is_a_teacher_with_the_adapter_off(folders: dict[str, str]) -> None:
+    engine, truth = trainer(folders["qwen2"]), TorchScorer(folders["qwen2"], device="cpu").build(Context())
+    train(engine)
+    teacher, batch = TorchScorer().build(Context(engine)), ragged()
+    said, expected = teacher.last_states(batch), truth.last_states(batch)
+    assert torch.equal(said.states, expected.states) and said.head == expected.head
+    assert torch.equal(teacher.logit_norms(batch), truth.logit_norms(batch))
+    assert all(map(torch.equal, teacher.top_log_probs(batch, 5), truth.top_log_probs(batch, 5)))
+    assert not torch.equal(engine.top_log_probs(batch, 5).rest, truth.top_log_probs(batch, 5).rest)
+
+
 def test_an_error_in_the_reference_leaves_the_adapter_on(folders: dict[str, str]) -> None:
     engine, batch = trainer(folders["llama"]), ragged()
     train(engine)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForSequenceClassification, BertConfig
 
 from flowrl.backends import TorchRewardModel, TorchRollout, TorchTrainer
-from flowrl.core.protocols import RewardScorer, TextRewardScorer
+from flowrl.core.scorers import RewardScorer, TextRewardScorer
 from flowrl.errors import AsleepError, BindError, DataError
 from flowrl.graphs import grpo
 from flowrl.operators import ModelReward, TextModelReward

@@ -286,11 +286,12 @@ def test_responses_end_at_eos_and_finished_rows_leave_the_batch(engine: TorchRol
     lengths = got.response_mask.sum(1)
     assert got.responses.shape[1] == lengths.max() <= 60
     assert 1 < (lengths < 60).sum() < 48  # some ended, some were cut
-    for row, present, log_probs, n in zip(*got, lengths.tolist(), strict=True):
+    for row, present, log_probs, versions, n in zip(*got, lengths.tolist(), strict=True):
         assert present.tolist() == [True] * n + [False] * (len(row) - n)
         assert EOS not in row[: n - 1]
         assert n == 60 or row[n - 1] == EOS
         assert (row[n:] == PAD).all() and (log_probs[n:] == 0).all() and (log_probs[:n] < 0).all()
+        assert (versions[n:] == -1).all() and (versions[:n] == 0).all()
     # After the prefill one forward per further column, over the rows that have not ended by then.
     assert fed[1:] == [int((lengths > t).sum()) for t in range(1, int(lengths.max()))]
 

@@ -1,0 +1,134 @@
+"""Requests to the real SGLang one by one, and episodes that are played on it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flowrl.backends import SGLang
+from flowrl.backends.hosted.keeper import members
+from flowrl.backends.sglang.engine import SGLangEngine
+from flowrl.backends.torch.engine import TorchTrainerEngine
+from flowrl.core.protocols import Request
+from flowrl.data.metrics import Metrics
+from flowrl.episodes import Answer, Reply
+from flowrl.errors import EngineError, SyncError
+from flowrl.operators import Interact
+from tests.engines.answers import CONTEXT, KEY
+from tests.engines.requests import FREE, Counts, RequestTests, alone, finished, refuse_other_response, tokens
+from tests.engines.sources import Altered
+from tests.engines.swaps import SwapTests
+from tests.models import tiny_folder
+from tests.operators.test_interact import Flaky, prompts_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_folder(tmp_path_factory.mktemp("sglang"))
+
+
+@pytest.fixture(scope="module")
+def running(folder: str) -> Iterator[SGLangEngine]:
+    """A step ahead of what it says it cannot swap weights and keep what was computed."""
+    settings = {"disable_overlap_schedule": True}
+    engine = SGLang(folder, dtype="float32", max_num_seqs=64, engine_args=settings).build(CONTEXT)
+    yield engine
+    engine.close()
+
+
+def pid_of(engine: SGLangEngine) -> int:
+    assert engine._process is not None
+    return engine._process.pid
+
+
+@pytest.mark.engines("sglang")
+@pytest.mark.timeout(600)
+class TestSwaps(SwapTests):
+    """On SGLang."""
+
+    own_draws = False
+
+
+@pytest.mark.engines("sglang")
+@pytest.mark.timeout(600)
+class TestRequests(RequestTests):
+    """On SGLang."""
+
+    own_draws = False
+
+    def test_weights_that_others_update_end_it(self, engine: SGLangEngine, trainer: TorchTrainerEngine) -> None:
+        """By itself SGLang updates none while answers are under way; of the next one it says the version."""
+        for name in "ab":
+            engine.submit(Request(name, tokens(6, 3), FREE, KEY))
+            if name == "a":
+                assert set(finished(engine, 1)["a"].versions) == {0}
+                engine._ask("begin")
+                engine._ask("end", version="13")
+        with pytest.raises(SyncError, match="SGLang says that it sampled from weights of version 13"):
+            finished(engine, 1)
+        with pytest.raises(SyncError, match="no receipt"):
+            engine.step()
+        engine.sync(trainer)
+        assert engine.step() == []
+
+    def test_what_is_dropped_is_out_of_the_way_of_the_next_sync(
+        self, engine: SGLangEngine, other: TorchTrainerEngine
+    ) -> None:
+        """One that is computed, one that SGLang has not begun, and some that wait in it for room."""
+        long = replace(FREE, max_new_tokens=200)
+        for i in range(90):
+            engine.submit(Request(str(i), tokens(4, i), replace(long, stop=("no such text",) * (i % 2)), KEY))
+        assert engine.step() == []
+        engine.submit(Request("late", tokens(4, 1), long, KEY))
+        for name in [*map(str, range(90)), "late"]:
+            engine.drop(name)
+        engine.sync(Altered(other, version=5))
+        request = Request("0", tokens(4, 1), FREE, KEY)
+        refuse_other_response(engine, other.model, request, alone(engine, request))
+
+    def test_a_world_that_fails_fails_alone(self, engine: SGLangEngine, trainer: TorchTrainerEngine) -> None:
+        metrics = Metrics()
+        interact = Interact(Flaky, max_turns=4, context=200, max_new_tokens=8, failed="leave", rollout=engine)
+        batch = interact(prompts_of(engine.tokenizer, 9), key=KEY, metrics=metrics)
+        assert metrics.compute()["episodes/failed"] == 3 and metrics.compute()["episodes/tried_again"] == 3
+        assert batch.turns.tolist() == [0, 3, 3] * 3
+        assert batch.response_mask.any(1).tolist() == [False, True, True] * 3
+        assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4
+
+    def test_one_long_answer_holds_no_world_up(self, engine: SGLangEngine) -> None:
+        """A step is short although nothing ends: who waits for a world that replies goes on."""
+        engine.submit(Request("long", tokens(4, 1), replace(FREE, max_new_tokens=240), KEY))
+        steps = 1
+        while not engine.step():
+            steps += 1
+        assert steps > 3
+
+    def test_killed_in_the_middle_of_episodes_it_is_named_and_the_next_sync_mends_it(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine
+    ) -> None:
+        group = pid_of(engine)
+
+        class Kills(Counts):
+            async def step(self, answer: Answer) -> Reply:
+                if answer.turn == 1:
+                    os.kill(group, signal.SIGKILL)
+                return await super().step(answer)
+
+        def batch_of(world: Any) -> Any:
+            interact = Interact(world, max_turns=4, context=200, max_new_tokens=8, rollout=engine)
+            return interact(prompts_of(engine.tokenizer, 12), key=KEY, metrics=Metrics())
+
+        with pytest.raises(EngineError, match="the process of SGLang was killed by SIGKILL during generate"):
+            batch_of(Kills)
+        assert not members(group)
+        with pytest.raises(SyncError, match="no receipt"):
+            batch_of(Counts)
+        engine.sync(Altered(trainer, version=6))
+        batch = batch_of(Counts)
+        assert (batch.turns == 3).all() and (batch.policy_version == 6).all()
+        assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4
