@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flowrl.core.edit import After
     from flowrl.core.function import operator
     from flowrl.core.graph_io import save
+    from flowrl.core.lag import Lag
     from flowrl.core.loss import Loss
     from flowrl.core.operator import Operator
     from flowrl.core.ports import INJECTED, Step
@@ -59,6 +60,7 @@ __all__ = [
     "Graph",
     "Job",
     "Key",
+    "Lag",
     "Loss",
     "Metrics",
     "Operator",
@@ -116,6 +118,7 @@ _MODULES = {
     "Graph": "graph",
     "Job": "run.job",
     "Key": "data.keys",
+    "Lag": "core.lag",
     "Loss": "core.loss",
     "Metrics": "data.metrics",
     "Operator": "core.operator",

@@ -238,6 +238,10 @@ TeacherLogProbs = Annotated[
 TeacherRest = Annotated[
     Float32[Tensor, "batch response"], Column("teacher_rest", "log-prob of all tokens but a teacher's likely ones")
 ]
+TeacherStates = Annotated[
+    Float32[Tensor, "batch response hidden"], Column("teacher_states", "last hidden state of a teacher")
+]
+"""A teacher's head makes distributions over the whole vocabulary of it; see `flowrl.core.heads`."""
 NewValues = Annotated[Float32[Tensor, "batch response"], Column("new_values", "value of the critic that is trained")]
 """What the critic says now, with a gradient: for losses."""
 RefLogProbs = Annotated[Float32[Tensor, "batch response"], Column("ref_log_prob", "log-prob of the reference", 0.0)]
@@ -257,9 +261,14 @@ RowScores = Annotated[Float32[Tensor, "batch"], Column("row_scores", "score of a
 Temperature = Annotated[Float32[Tensor, "batch"], Column("temperature", "temperature", 1.0)]
 """The temperature that a row was sampled at; it travels with the row to every log-prob that is taken of it."""
 PolicyVersion = Annotated[Int64[Tensor, "batch"], Column("policy_version", "version", -1)]
+"""Which version of the policy sampled a row: the oldest of its tokens'; -1 where none did."""
+TokenVersion = Annotated[Int64[Tensor, "batch response"], Column("token_version", "version of a token", pad=-1)]
+"""Which version of the policy sampled a token; -1 where none did."""
 
 Turns = Annotated[Int64[Tensor, "batch"], Column("turns", "number of answers")]
 """How often the policy answered in an episode."""
+TurnIds = Annotated[Int64[Tensor, "batch response"], Column("turn_ids", "turn of a token", pad=-1)]
+"""Which answer of its episode a token is of, from 0; -1 where the policy did not sample it."""
 
 Kept = Annotated[Bool[Tensor, "batch"], Column("kept", "kept", pad=False)]
 """Whether a row is let through a `Filter` or a `Collect`."""
@@ -271,6 +280,9 @@ GroundTruth = Annotated[Shaped[np.ndarray, "batch"], Column("ground_truth", "gro
 ExtraInfo = Annotated[Shaped[np.ndarray, "batch"], Column("extra_info", "record")]
 RawPrompt = Annotated[Shaped[np.ndarray, "batch"], Column("raw_prompt", "messages")]
 Conversation = Annotated[Shaped[np.ndarray, "batch"], Column("conversation", "messages of an episode")]
+Episode = Annotated[Shaped[np.ndarray, "batch"], Column("episode", "how an episode went")]
+"""What was said by whom, and what came of it, as plain data; see `flowrl.episodes.account`."""
+
 ResponseText = Annotated[Shaped[np.ndarray, "batch"], Column("response_text", "text")]
 
 for _name, _value in list(vars(sys.modules[__name__]).items()):

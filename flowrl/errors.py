@@ -87,6 +87,10 @@ class SyncError(FlowrlError, RuntimeError):
     """Weights did not arrive as they were sent, or an engine holds no valid receipt."""
 
 
+class SwapError(SyncError):
+    """Weights that were to change under answers that are under way did not arrive."""
+
+
 class StalePolicyError(FlowrlError, RuntimeError):
     """Rows were sampled by another version of the policy than the one that would be trained on them."""
 

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from flowrl.core import diff, edit, graph, graph_io, rules
 from flowrl.core.algorithm import Algorithm
 from flowrl.core.edit import After
+from flowrl.core.lag import Lag
 from flowrl.core.operator import Operator
 from flowrl.core.rules import Allowance, Finding
 from flowrl.core.when import When
@@ -49,7 +50,7 @@ class Graph(graph.Graph):
         wire: Mapping[str, str] | None = None,
         rename: Mapping[str, str] | None = None,
         bind: Mapping[str, Any] | None = None,
-        lag: int | None = None,
+        lag: int | Lag | None = None,
         name: str | None = None,
         allow: Mapping[str, str | None] | None = None,
     ) -> Graph:

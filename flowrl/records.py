@@ -25,7 +25,8 @@ class PromptBatch(NamedTuple):
 
 
 class RolloutBatch(NamedTuple):
-    """What a rollout engine sampled, with the version of the policy that sampled it."""
+    """What a rollout engine sampled, with the versions of the policy that sampled it; that of a row is the oldest of
+    its tokens'."""
 
     prompts: c.Prompts
     responses: c.Responses
@@ -37,6 +38,7 @@ class RolloutBatch(NamedTuple):
     response_text: c.ResponseText
     temperature: c.Temperature
     policy_version: c.PolicyVersion
+    token_version: c.TokenVersion
 
 
 class DemoBatch(NamedTuple):
@@ -95,9 +97,12 @@ class EpisodeBatch(NamedTuple):
     response_text: c.ResponseText
     temperature: c.Temperature
     policy_version: c.PolicyVersion
+    token_version: c.TokenVersion
     token_level_scores: c.TokenLevelScores
     turns: c.Turns
+    turn_ids: c.TurnIds
     conversation: c.Conversation
+    episode: c.Episode
 
 
 class Tokens(Protocol):

@@ -230,7 +230,8 @@ def _describe(cls: type, error: ValidationError, args: Sequence[Any], kwargs: Ma
             members = wrong.setdefault(f"{path}={_brief(e['input'])}", [])
             members.append(said.removeprefix("input should be ").removeprefix("expected ") if members else said)
     reasons = [f"{what}: {', or '.join(dict.fromkeys(why))}" for what, why in wrong.items()]
-    return f"{cls.__name__}(...): {'; '.join([*sentences, *reasons])}.{takes}"
+    told = "; ".join([*sentences, *reasons])
+    return f"{cls.__name__}(...): {told}{'' if told.endswith('?') else '.'}{takes}"
 
 
 _MISNAMED = {

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, Protocol
 
-from flowrl.core.protocols import BuildContext, Checkpointed, Rollout
+from flowrl.core.protocols import BuildContext, Caches, Checkpointed, Rollout
 from flowrl.errors import BindError, type_of
 from flowrl.spec import Spec
 
@@ -84,6 +84,20 @@ class Backend(Spec):
         Raises:
             BindError: naming it.
         """
+
+    def refuse_swap(self, caches: Caches) -> None:
+        """Refuse to change weights under answers in a way that the engine, one of `Swaps`, cannot; nothing is loaded.
+
+        Args:
+            caches: what is to become of what was computed of them.
+
+        Raises:
+            BindError: naming what it can.
+        """
+
+    def prepare(self) -> None:
+        """Import what `build` needs. Processes that start together do so at the same time, before they load their
+        engines one after another."""
 
     def build(self, context: BuildContext) -> Any:
         """The live engine, which has every Protocol in `serves`."""

@@ -64,8 +64,7 @@ class Diff:
             lines.append(f"~ {old_name} -> {new_name} (renamed)")
         for name, change in self.changed.items():
             for parameter, (old, new) in change.parameters.items():
-                other = " (with another source)" if _show(old) == _show(new) else ""
-                lines.append(f"~ {name}.{parameter}: {_show(old)} -> {_show(new)}{other}")
+                lines.append(f"~ {name}.{parameter}: {_change(old, new)}")
             for port, (source, target) in change.ports.items():
                 lines.append(f"~ {name} <- {port}: {source or 'unwired'} -> {target or 'unwired'}")
         for role, (old, new) in self.bindings.items():
@@ -226,16 +225,25 @@ def _backend(backend: Any, role: str) -> str:
     return _spec(backend, role) if isinstance(backend, Spec) else repr(backend)
 
 
-def _show(value: Any) -> str:
+def _change(old: Any, new: Any) -> str:
+    """Both, as short as they can be told apart: classes of one name, such as a file's under two names, by their paths;
+    what is alike even so has another source."""
+    shown, whole = ([_show(value, paths) for value in (old, new)] for paths in (False, True))
+    other = " (with another source)" if whole[0] == whole[1] else ""
+    return " -> ".join(whole if shown[0] == shown[1] else shown) + other
+
+
+def _show(value: Any, paths: bool = False) -> str:
+    """A parameter as `encode` writes it, classes by their name, or by their whole paths."""
     if isinstance(value, Mapping) and "$type" in value:
-        inner = ", ".join(f"{k}={_show(v)}" for k, v in value.items() if k != "$type" and v is not None)
-        return f"{_short(value['$type'])}({inner})"
+        inner = ", ".join(f"{k}={_show(v, paths)}" for k, v in value.items() if k != "$type" and v is not None)
+        return f"{value['$type'] if paths else _short(value['$type'])}({inner})"
     if isinstance(value, Mapping) and "$role" in value:
         return f"role {value['$role']}"
     if isinstance(value, Mapping) and ("$function" in value or "$named" in value):
         return str(value.get("$function", value.get("$named")))
     if isinstance(value, Mapping) and "$class" in value:
-        return _short(value["$class"])
+        return str(value["$class"]) if paths else _short(value["$class"])
     return repr(value)
 
 

@@ -16,6 +16,7 @@ is untouched.
   that is one; the others stay. Those of one spec change at once.
 - ``when={"update_actor": When(start=20)}``: the steps in which a node runs, and so what reads it.
 - ``rename={"old": "new"}``, ``bind={"rollout": ...}``, ``lag=1``, ``name="grpo"``.
+- ``lag=Lag(2, spans=True)``: weights change under answers that are under way; see `flowrl.core.lag`.
 - ``allow={"FR007": "greedy is the baseline only"}``: a rule may be broken, for this reason; None takes that back.
 
 What writes weights leaves by name only (``drop``, ``replace``): where its last reader is gone, it stays as a sink.
@@ -33,6 +34,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from flowrl.core.gate import Gate
 from flowrl.core.gating import anchor_of, led_through, widened
 from flowrl.core.graph import Graph
+from flowrl.core.lag import Lag, changed_by
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
 from flowrl.core.rewiring import Rewiring
@@ -87,7 +89,7 @@ def edit(
     wire: Mapping[str, str] | None = None,
     rename: Mapping[str, str] | None = None,
     bind: Mapping[str, Any] | None = None,
-    lag: int | None = None,
+    lag: int | Lag | None = None,
     name: str | None = None,
     allow: Mapping[str, str | None] | None = None,
 ) -> GraphT:
@@ -123,14 +125,17 @@ def edit(
     )
     nodes, sinks = change.reached()
     allowed = {rule: reason for rule, reason in {**graph.allow, **allow}.items() if reason is not None}
-    name, lag = graph.name if name is None else name, graph.lag if lag is None else lag
-    changed = graph.build(name, nodes, sinks, lag, allow=allowed)
+    versions = graph.lag if lag is None else lag.versions if isinstance(lag, Lag) else lag
+    changed = graph.build(graph.name if name is None else name, nodes, sinks, versions, allow=allowed)
     for at, gate in gates.items():
         moved = [other for other in anchors if other in gates or change.rewrites.get(other)]
         anchor = anchor_of(at, anchors[at], anchors, moved, change.new_names[anchors[at]])
         changed = led_through(changed, at, gate, anchor, _wires_of(at, gate, changed, wire, change.new_names))
     kept = {role: backend for role, backend in graph.bindings.items() if role in changed.roles()}
-    return changed.bound({**kept, **bind})
+    changed = changed.bound({**kept, **bind})
+    if lag is not None and (said := changed_by(changed, lag if isinstance(lag, Lag) else Lag(lag))):
+        return edit(changed, set=said)
+    return changed
 
 
 def _through_same(graph: Graph, replace: Mapping[str, Operator]) -> dict[str, Operator]:

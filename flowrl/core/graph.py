@@ -18,7 +18,7 @@ from flowrl.core.gate import ROWS, Gate
 from flowrl.core.inference import infer
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField, Signature
-from flowrl.core.protocols import Rollout
+from flowrl.core.protocols import Synced
 from flowrl.core.roles import RoleRef
 from flowrl.core.symbols import Edge, EdgeType
 from flowrl.core.when import ALWAYS, When, first_idle
@@ -149,7 +149,7 @@ class Node:
     @property
     def is_sync(self) -> bool:
         """Whether it carries weights to an engine that generates."""
-        return any(use.goes_through(Rollout) and use.mode == "writes" for use in self.uses)
+        return any(use.goes_through(Synced) and use.mode == "writes" for use in self.uses)
 
     @property
     def is_input(self) -> bool:
@@ -364,7 +364,7 @@ class Graph:
     @property
     def back_edges(self) -> list[tuple[str, str]]:
         """The edges across steps: from each node that writes an engine's weights to each that generates with them."""
-        engines = [(role, us) for role, us in self.roles().items() if any(u.goes_through(Rollout) for u in us)]
+        engines = [(role, us) for role, us in self.roles().items() if any(u.goes_through(Synced) for u in us)]
         return [
             (writer.node, reader.node)
             for _, uses in engines
@@ -378,7 +378,7 @@ class Graph:
         return [
             role
             for role, uses in self.roles().items()
-            if any(use.goes_through(Rollout) and use.mode == "reads" for use in uses)
+            if any(use.goes_through(Synced) and use.mode == "reads" for use in uses)
         ]
 
     @property
@@ -387,7 +387,7 @@ class Graph:
         return [
             role
             for role, uses in self.roles().items()
-            if any(use.mode == "writes" and not use.goes_through(Rollout) for use in uses)
+            if any(use.mode == "writes" and not use.goes_through(Synced) for use in uses)
         ]
 
     def bound(self, bindings: Mapping[str, Any]) -> Self:

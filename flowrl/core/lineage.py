@@ -12,7 +12,7 @@ from flowrl.columns import ColumnType
 from flowrl.core.gate import ROWS, Gate
 from flowrl.core.graph import Graph, Node
 from flowrl.core.ports import PortField
-from flowrl.core.protocols import Rollout
+from flowrl.core.protocols import Synced
 from flowrl.core.symbols import Edge
 
 
@@ -24,7 +24,7 @@ def line(graph: Graph, name: str) -> list[Node]:
 
 def generates(node: Node) -> bool:
     """Whether an engine answers there."""
-    return any(use.mode == "reads" and use.goes_through(Rollout) for use in node.uses)
+    return any(use.mode == "reads" and use.goes_through(Synced) for use in node.uses)
 
 
 def makers(graph: Graph, name: str) -> list[Node]:

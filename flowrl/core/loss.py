@@ -25,7 +25,7 @@ from flowrl.columns import ColumnType
 from flowrl.core.ports import Port, PortField, Signature, inputs_of, refuse_no_function, return_of
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
-from flowrl.data.record_types import located
+from flowrl.data.record_types import FieldType, located
 from flowrl.errors import DefinitionError
 from flowrl.spec import Spec, defining_frame, where_defined
 
@@ -48,8 +48,8 @@ class Loss(Spec):
 
     A loss that reads `Distributions` is called within the model, for some tokens at a time, so that ``[rows response
     vocabulary]`` never exists: it gets log-probs ``[tokens vocabulary]``, every other column at these tokens
-    (``[tokens ...]``; of a row, the row's at each), and returns ``[tokens]``. It sees each token alone, and takes no
-    metrics.
+    (``[tokens ...]``; of a row, the row's at each), values such as a teacher's `Head` as they are, and returns
+    ``[tokens]``. It sees each token alone, and takes no metrics.
 
     `__call__` returns the loss of each token, float ``[rows response]``; or of each row, ``[rows]``, which is then that
     of every token of the row. It may take ``metrics: Metrics = INJECTED``; and, where its unit is ``"batch"`` and it is
@@ -120,7 +120,7 @@ def _what_is_said(reads: Signature, where: str) -> dict[Said, str]:
     said: dict[Said, str] = {}
     for name, port in reads.ports.items():
         with located(f"{where}.__call__({name})"):
-            kind = _column(port).kind
+            kind = _kind(_field(port))
         if kind in _SAID:
             said[_SAID[kind]] = name
     if len(said.keys() - {"entropies"}) != 1 or ("entropies" in said and "log-probs" not in said):
@@ -136,11 +136,16 @@ def _what_is_said(reads: Signature, where: str) -> dict[Said, str]:
     return said
 
 
-def _column(port: Port) -> ColumnType:
+def _field(port: Port) -> FieldType:
     wanted = port.fields.get(PortField(port.name))
-    if not isinstance(wanted, ColumnType):
+    if wanted is None:
         raise DefinitionError("a loss reads columns, each by a parameter; expected a column of flowrl.columns.")
     return wanted
+
+
+def _kind(wanted: FieldType) -> str:
+    """Of a column; nothing of a value, which is the same for all rows."""
+    return wanted.kind if isinstance(wanted, ColumnType) else ""
 
 
 def _refuse_unit(cls: type[Loss], where: str) -> None:
@@ -154,14 +159,15 @@ def _refuse_unit(cls: type[Loss], where: str) -> None:
             f"{where}.__call__ takes a Key, and its unit is {cls.unit!r}, so it would draw the same numbers again for "
             f"every micro-batch; expected the unit 'batch', of which it is called once for a mini-batch."
         )
-    objects = [port.name for port in cls._signature.ports.values() if _column(port).dtype == "object"]
+    fields = {name: _field(port) for name, port in cls._signature.ports.items()}
+    objects = [name for name, wanted in fields.items() if getattr(wanted, "dtype", None) == "object"]
     more = [*([f"a whole {cls.unit}"] if cls.unit != "token" else []), *cls._signature.injected, *objects]
     if "distributions" in cls.said and more:
         raise DefinitionError(
             f"{where} reads distributions, which exist for some tokens at a time, and wants {more[0]}; expected unit = "
             f"'token', and a __call__ that takes tensors alone."
         )
-    kinds = [_column(port).kind for port in cls._signature.ports.values()]
+    kinds = [_kind(wanted) for wanted in fields.values()]
     if cls.unit == "group" and kinds.count("group") != 1:
         raise DefinitionError(
             f"{where}.unit is 'group', and its __call__ reads {kinds.count('group')} columns that say which group a "

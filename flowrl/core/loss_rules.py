@@ -9,7 +9,7 @@ from flowrl.core.gate import Gate
 from flowrl.core.graph import Graph, Node
 from flowrl.core.lineage import own_line, rows_of_step, rows_per_prompt, trained_on
 from flowrl.core.loss import Loss
-from flowrl.core.protocols import Rollout, Trainer
+from flowrl.core.protocols import Synced, Trainer
 from flowrl.core.rule import Findings, of_kind, read_through, rule, writers, writes
 from flowrl.spec import parameters
 
@@ -69,12 +69,14 @@ def _one_advantage_a_row(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
         if "one advantage a row" in node.effects:
             for n in own_line(graph, node.name):
-                if of_kind(graph, n, "value") and writes(n, "advantage"):
+                by_values = of_kind(graph, n, "value") and writes(n, "advantage")
+                if by_values or "weighs tokens" in n.effects:
+                    mend = "as by GroupAdvantage()" if by_values else f"edit(set={{'{n.name}.level': 'geometric'}})"
                     yield (
                         node.name,
                         f"{type(loss).__name__} takes the mean of a row's advantages, and {n.name} gives each token "
-                        f"its own, by values, which that undoes; expected one a row, as by GroupAdvantage(), or a loss "
-                        f"of tokens: UpdateActor(PPOClip()).",
+                        f"its own, by {'values' if by_values else 'weights'}, which that undoes; expected one a row, "
+                        f"{mend}, or a loss of tokens: UpdateActor(PPOClip()).",
                     )
 
 
@@ -139,7 +141,7 @@ def _whole_groups(graph: Graph, prompts: int | None) -> Findings:
 def _chosen_before_imitated(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
         roles = {role for writer, role in writers(graph, Trainer) if writer.name == node.name}
-        engines = read_through(trained_on(graph, node.name), Rollout)
+        engines = read_through(trained_on(graph, node.name), Synced)
         own = any(engines & set(n.writes) and roles & set(n.reads) for n in graph.nodes.values() if n.is_sync)
         chosen = any(isinstance(n.at_first, Gate) for n in own_line(graph, node.name))
         if own and not chosen and _kinds(loss) <= {"mask"}:

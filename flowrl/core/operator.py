@@ -23,7 +23,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -31,18 +31,28 @@ from torch import Tensor
 
 from flowrl.columns import ColumnType
 from flowrl.core import session as sessions
-from flowrl.core.ports import Port, PortField, Signature, Step, refuse_no_function, signature_of, snake_case, with_more
+from flowrl.core.ports import (
+    BY_HAND,
+    Port,
+    PortField,
+    Signature,
+    Step,
+    refuse_no_function,
+    signature_of,
+    snake_case,
+    with_more,
+)
 from flowrl.core.roles import RoleUse, role_use
 from flowrl.core.session import Call, Cell, State, computes, refuse_misfits, supplied_to
 from flowrl.core.symbols import Symbol, prefix, prefixed
 from flowrl.core.when import ALWAYS, SKIPPED, Skipped, When, skipped
-from flowrl.data.balance import Share
 from flowrl.data.keys import Key
-from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import located
-from flowrl.data.rounds import ONLY, Round
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError, type_of
 from flowrl.spec import Spec, defining_frame, in_step, schedules, where_defined
+
+if TYPE_CHECKING:
+    from flowrl.data.tokenizer import ChatTokenizer
 
 Granularity = Literal["row", "group", "batch"]
 T = TypeVar("T")
@@ -118,8 +128,13 @@ class Operator(Spec):
     @property
     def signature(self) -> Signature:
         """The ports, `more_ports` among them."""
-        own: Signature = self._signature
+        own = self.own_ports
         return with_more(own, self.more_ports) if own.takes_more else own
+
+    @property
+    def own_ports(self) -> Signature:
+        """The ports of `__call__`; like `more_ports`, one object for as long as the operator is."""
+        return self._signature
 
     @property
     def more_ports(self) -> Signature:
@@ -185,6 +200,13 @@ class Operator(Spec):
     def wants(self) -> Mapping[str, bool]:
         """The optional ports that the hyper-parameters need (True) or cannot use (False); others may be left open."""
         return {}
+
+    def rehearse(self, tokenizer_of: Callable[[str], ChatTokenizer | None]) -> None:
+        """Try what can be tried before anything is loaded, and refuse what would fail then.
+
+        Args:
+            tokenizer_of: by which a role reads and writes; None where its model is not on this machine.
+        """
 
     @property
     def name(self) -> str:
@@ -277,12 +299,8 @@ class Operator(Spec):
         )
 
     def _by_hand(self, name: str, cls: type) -> Any:
-        if cls is Metrics:
-            return Metrics()
-        if cls is Share:
-            return None  # whoever calls by hand passes all rows
-        if cls is Round:
-            return ONLY
+        if cls in BY_HAND:
+            return BY_HAND[cls]()
         if cls is Step:
             raise BindError(
                 f"{self.name} asks which step it is, and no job is active; call it inside `with job.eager():`, or pass "

@@ -18,6 +18,7 @@ import networkx as nx
 from flowrl.core.gate import Gate
 from flowrl.core.gating import gates_of
 from flowrl.core.graph import Graph, Node
+from flowrl.core.lag import swaps
 from flowrl.errors import GraphError
 
 
@@ -191,6 +192,9 @@ class Plan:
             times = f"at most {gate.rounds_at_most} times in a step"
             lines.append(f"{times}, on further prompts, until {self.collector} is full:")
             lines += textwrap.wrap(", ".join(again), 120, initial_indent="  ", subsequent_indent="  ")
+        for name in swaps(self.graph):
+            roles = " and ".join(self.graph[name].writes)
+            lines.append(f"{name} changes weights under answers that are under way, of {roles}")
         if self.state_edges:
             lines.append("weights are read before they are written:")
             lines += [f"  {edge.role}: {edge.before} before {edge.after}" for edge in self.state_edges]

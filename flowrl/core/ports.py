@@ -21,19 +21,35 @@ from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import FieldType, hints_of, located, record_columns, value_type
-from flowrl.data.rounds import Round
+from flowrl.data.rounds import ONLY, Round
+from flowrl.data.waits import Waits
 from flowrl.errors import DefinitionError, PortError, type_of
 
 INJECTED: Any = None
-"""Default of a parameter that the runner fills in: ``key: Key``, ``metrics: Metrics``, ``step: Step``, or
-``share: Share | None``."""
+"""Default of a parameter that the runner fills in: ``key: Key``, ``metrics: Metrics``, ``step: Step``,
+``ahead: Ahead``, ``waits: Waits``, or ``share: Share | None``."""
 
 
 class Step(int):
     """How many steps were done before the one that runs: 0 in the first. It is injected."""
 
 
-INJECTABLE: tuple[type, ...] = (Key, Metrics, Share, Round, Step)
+class Ahead(int):
+    """By how many versions generation may be ahead of what a node trains: 0 on-policy. It is injected."""
+
+
+ON_POLICY = Ahead(0)
+
+INJECTABLE: tuple[type, ...] = (Key, Metrics, Share, Round, Step, Waits, Ahead)
+
+BY_HAND: Mapping[type, Callable[[], Any]] = {
+    Metrics: Metrics,
+    Waits: Waits,
+    Share: lambda: None,  # whoever calls by hand passes all rows
+    Round: lambda: ONLY,
+    Ahead: lambda: ON_POLICY,
+}
+"""What is injected where an operator is called by hand, outside of a job."""
 
 
 if TYPE_CHECKING:

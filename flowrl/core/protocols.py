@@ -6,7 +6,7 @@ Operators know engines only by these Protocols, so that one engine can stand in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -18,6 +18,10 @@ from flowrl.records import Receipt, Sequences, Tokens
 
 if TYPE_CHECKING:
     from flowrl.data.tokenizer import ChatTokenizer
+
+Caches = Literal["keep", "anew"]
+"""What becomes of what was computed with older weights, of answers that are under way as weights change: it is kept, or
+computed anew."""
 
 Batch = TypeVar("Batch", bound=NamedTuple)
 Batch_contra = TypeVar("Batch_contra", bound=NamedTuple, contravariant=True)
@@ -59,7 +63,8 @@ class OfDistribution(NamedTuple):
 
     Args:
         columns: by name, what it reads beside.
-        loss: given log-probs ``[tokens vocabulary]``, and the columns at these tokens by name, float ``[tokens]``.
+        loss: given log-probs ``[tokens vocabulary]``, and by name the columns at these tokens and the values as they
+            are, float ``[tokens]``.
     """
 
     columns: tuple[str, ...]
@@ -119,11 +124,13 @@ class Sampling:
 
 
 class Sampled(NamedTuple):
-    """What an engine sampled: right-padded ``[rows response]`` tokens (int64), mask (bool), log-probs (float32)."""
+    """What an engine sampled: right-padded ``[rows response]`` tokens (int64), mask (bool), log-probs (float32), and
+    the version of the weights that sampled each token (int64; -1 off the mask)."""
 
     responses: Tensor
     response_mask: Tensor
     log_probs: Tensor
+    versions: Tensor
 
 
 @dataclass(frozen=True)
@@ -152,13 +159,14 @@ class Response(NamedTuple):
     Args:
         ids: its tokens, at least one.
         log_probs: one a token, of the distribution that it was drawn from.
-        version: of the weights that sampled it.
+        versions: one a token, of the weights that sampled it; they never fall, and differ only where weights were
+            swapped under the answer.
         ended: ``"stop"`` by a rule of its `Sampling` or the tokeniser, ``"length"`` by ``max_new_tokens``.
     """
 
     ids: list[int]
     log_probs: list[float]
-    version: int
+    versions: list[int]
     ended: Literal["stop", "length"]
 
 
@@ -168,39 +176,6 @@ class Scorer(Protocol):
 
     def log_probs(self, batch: Sequences) -> Tensor:
         """Log-probs of the response tokens at each row's temperature: float32 ``[batch response]``, 0 off the mask."""
-        ...
-
-
-class Top(NamedTuple):
-    """The most likely tokens after each token, and all others together.
-
-    Args:
-        ids: int64 ``[batch response k]``, the most likely first; 0 off the mask.
-        log_probs: float32 ``[batch response k]``, theirs; 0 off the mask.
-        rest: float32 ``[batch response]``, the log-prob that it is none of them; 0 off the mask.
-    """
-
-    ids: Tensor
-    log_probs: Tensor
-    rest: Tensor
-
-
-@runtime_checkable
-class LogitScorer(Scorer, Protocol):
-    """A scorer that says what else could have stood in a token's place."""
-
-    def top_log_probs(self, batch: Sequences, k: int) -> Top:
-        """The `k` most likely tokens in the place of each response token, at each row's temperature."""
-        ...
-
-
-@runtime_checkable
-class NormScorer(Scorer, Protocol):
-    """A scorer that also says how hard each token pulls at the logits."""
-
-    def logit_norms(self, batch: Sequences) -> Tensor:
-        """Squared norms of the gradient of each response token's log-prob in its logits: float32 ``[batch response]``,
-        0 off the mask."""
         ...
 
 
@@ -256,32 +231,27 @@ class Critic(Protocol):
 
 
 @runtime_checkable
-class RewardScorer(Protocol):
-    """Weights that say how good a whole sequence is, given its tokens."""
-
-    def rewards(self, batch: Tokens) -> Tensor:
-        """The score of each row: float32 ``[batch]``."""
-        ...
-
-
-@runtime_checkable
-class TextRewardScorer(Protocol):
-    """Weights that say how good the last answer of a conversation is; tokeniser and template are their own."""
-
-    def rewards_of(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> Tensor:
-        """The score of each conversation, ``{"role": ..., "content": ...}`` a message: float32 ``[conversations]``."""
-        ...
-
-
-@runtime_checkable
-class Rollout(Protocol):
-    """An engine that samples responses. It must not generate without a receipt, and starts with one only where its
-    backend says that it is `frozen`."""
+class Synced(Protocol):
+    """An engine that samples from weights which a sync carries to it. It must not sample without a receipt, and starts
+    with one only where its backend says that it is `frozen`."""
 
     @property
     def receipt(self) -> Receipt | None:
         """The receipt of the last sync, or None."""
         ...
+
+    def sync(self, source: Trainer) -> Receipt:
+        """Take over the weights of `source`; the receipt carries `source.version`.
+
+        Raises:
+            SyncError: what was received is not what was sent.
+        """
+        ...
+
+
+@runtime_checkable
+class Rollout(Synced, Protocol):
+    """One that samples responses, as tokens."""
 
     @property
     def tokenizer(self) -> ChatTokenizer: ...
@@ -293,14 +263,6 @@ class Rollout(Protocol):
 
         Raises:
             SyncError: the engine holds no receipt.
-        """
-        ...
-
-    def sync(self, source: Trainer) -> Receipt:
-        """Take over the weights of `source`; the receipt carries `source.version`.
-
-        Raises:
-            SyncError: what was received is not what was sent.
         """
         ...
 
@@ -343,12 +305,36 @@ class Requests(Protocol):
 
         Raises:
             ParameterError: it is not there.
+            DataError: its log-probs are not finite.
         """
         ...
 
     def drop(self, name: str) -> None:
         """Stop a request where it is under way, drop its response, and forget what was kept of it; nothing where there
         is none of these."""
+        ...
+
+
+@runtime_checkable
+class Swaps(Synced, Protocol):
+    """An engine whose weights may change under answers that are under way, between two tokens. All but `swap` is called
+    by one thread, and `swap` by any."""
+
+    def swap(self, source: Trainer, caches: Caches) -> Receipt:
+        """Take over the weights of `source`, as `sync` does, as soon as the step that is being computed is done.
+
+        Answers that are under way go on with the new weights. Those that begin afterwards go on from nothing that was
+        computed with older ones: neither from what was kept of earlier turns, nor from beginnings in common.
+
+        Args:
+            source: the trainer.
+            caches: ``"anew"``: what was computed of answers that are under way is computed anew, before their next
+                token, so that each token is drawn by one version alone. ``"keep"``: they go on from the keys and values
+                of the older weights.
+
+        Raises:
+            SyncError: what was received is not what was sent; then the answers that are under way fail with it.
+        """
         ...
 
 

@@ -276,6 +276,12 @@ def has_main_guard(file: str) -> bool:
     return any(isinstance(n, ast.Name) and n.id == "__name__" for test in tests for n in ast.walk(test))
 
 
+def runs_again(ref: str) -> bool:
+    """Whether to import what `ref` names is to run the script again that runs now, as it guards nothing."""
+    file, script = source_file(ref), getattr(sys.modules["__main__"], "__file__", None)
+    return file is not None and script is not None and os.path.abspath(script) == file and not has_main_guard(file)
+
+
 def source_hash(fn: Callable[..., Any]) -> str:
     """xxh3-128 over what `fn` is: its source, and the plain values and functions that it closes over.
 

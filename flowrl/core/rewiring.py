@@ -12,6 +12,7 @@ from flowrl.core.declared import refuse_misdeclared
 from flowrl.core.gate import ROWS, Gate
 from flowrl.core.graph import Graph, Node
 from flowrl.core.inference import Available
+from flowrl.core.mends import reader
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
 from flowrl.core.symbols import Edge
@@ -290,7 +291,8 @@ class Rewiring:
         """Refuse an inserted node whose columns nobody would read."""
         theirs = self.graph[anchor].operator.signature.outputs
         output = next((new for new, t in outputs.items() if any(same(t, old) for old in theirs.values())), None)
-        wire = f"wire={{'node.port': '{name}.{output or next(iter(outputs))}'}}"
+        unread = output or next(iter(outputs))
+        wire = f"wire={{'{reader(outputs[unread], self.operators, name)}': '{name}.{unread}'}}"
         if output is not None:
             operator = type(self.operators[name]).__name__
             raise GraphError(
@@ -309,11 +311,11 @@ class Rewiring:
         touched += [("rename", new) for new in self.rename.values()] + [("wire", n) for n in self.wires]
         for verb, name in touched:
             if name not in nodes:
-                output = next(iter(self.operators[name].signature.outputs))  # what has none is a sink
+                output, type = next(iter(self.operators[name].signature.outputs.items()))  # what has none is a sink
                 raise GraphError(
                     f"edit({verb}=...) names {name!r}, which nothing reads in the graph that is left, so it would fall "
                     f"away; the sinks are {', '.join(sinks)}: leave {verb}= out, or wire a reader to it: "
-                    f"wire={{'node.port': '{name}.{output}'}}."
+                    f"wire={{'{reader(type, self.operators, name)}': '{name}.{output}'}}."
                 )
 
 

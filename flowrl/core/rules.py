@@ -15,7 +15,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flowrl.core import advantage_rules, critic_rules, loss_rules, row_rules, update_rules, weight_rules
+from flowrl.core import (
+    advantage_rules,
+    critic_rules,
+    episode_rules,
+    loss_rules,
+    row_rules,
+    span_rules,
+    update_rules,
+    weight_rules,
+)
 from flowrl.core.graph import Graph
 from flowrl.core.protocols import Critic, Trainer
 from flowrl.core.rule import RULES, Finding, Rule, writers
@@ -35,7 +44,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-MODULES = (advantage_rules, critic_rules, loss_rules, row_rules, update_rules, weight_rules)
+MODULES = (advantage_rules, critic_rules, episode_rules, loss_rules, row_rules, span_rules, update_rules, weight_rules)
 """Where rules are; to be imported is to be in the table."""
 
 

@@ -23,13 +23,14 @@ import torch
 
 from flowrl.columns import ColumnType
 from flowrl.core.in_place import guarded, refuse_written, seen
-from flowrl.core.ports import Port, PortField, Step
+from flowrl.core.ports import ON_POLICY, Ahead, Port, PortField, Step
 from flowrl.core.roles import RoleRef
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key, node_key
 from flowrl.data.metrics import Metrics
 from flowrl.data.record_types import FieldType, ValueType, record_tuple
 from flowrl.data.rounds import ONLY, Round
+from flowrl.data.waits import Waits
 from flowrl.errors import BindError, DefinitionError, PortError, article, type_of
 from flowrl.spec import where_defined
 
@@ -54,8 +55,11 @@ class Session:
         self._given = state or {}
         self.state: dict[str, Any] = dict(self._given)
         self.metrics: dict[str, Metrics] = {}
+        self.waits = Waits()
+        """What operators waited for in this step."""
         self.share: Share | None = None  # of the node that runs, where several ranks share its rows
         self.round = ONLY
+        self.ahead = ON_POLICY  # of the node that runs
 
     def engine(self, role: str, asked_by: str) -> Any:
         """The live engine of `role`.
@@ -106,7 +110,7 @@ class Session:
     def begin_step(self, step: int, now: int | None = None) -> None:
         """Go to `step`: keys change, metrics start empty. In a validation, what changes over time is as it is `now`."""
         self.step, self._now = step, now
-        self.metrics = {}
+        self.metrics, self.waits = {}, Waits()
 
     @contextmanager
     def active(self) -> Iterator[Session]:
@@ -272,15 +276,18 @@ class Call:
             session.state[f"{self._name}.{field}"] = cell.value
         if Metrics in supplied:
             session.report(self._name, supplied[Metrics])
+        session.waits += supplied.get(Waits, ())
         return result, written
 
     def _inject(self, cls: type, session: Session) -> Any:
-        if cls is Metrics:
-            return Metrics()
+        if cls in (Metrics, Waits):
+            return cls()
         if cls is Step:
             return Step(session.now)
         if cls is Round:
             return session.round
+        if cls is Ahead:
+            return session.ahead
         return session.share if cls is Share else session.key(self._name)
 
 

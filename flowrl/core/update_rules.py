@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowrl.core.graph import Graph
+from flowrl.core.graph import Graph, Node
 from flowrl.core.lineage import makers, own_line, trained_on
 from flowrl.core.protocols import Trainer
 from flowrl.core.rule import Findings, log_probs, of_kind, rule, with_role, writers
@@ -35,9 +35,19 @@ def _lag_is_corrected(graph: Graph, prompts: int | None) -> Findings:
             for generate in sorted(ahead):
                 yield (
                     generate,
-                    f"it runs {graph.lag} version(s) ahead of what {node.name} trains, and nothing corrects for that; "
-                    f"add an operator with the effect 'importance correction', or go back to edit(lag=0).",
+                    f"it runs {graph.lag} version(s) ahead of what {node.name} trains, and nothing corrects for that, "
+                    f"by an operator with the effect 'importance correction'; {_corrected(node)}.",
                 )
+
+
+def _corrected(update: Node) -> str:
+    """The edit that corrects what an update trains on; one that reads no advantages has to run on-policy."""
+    source = next((edge.node for place, edge in update.inputs.items() if place.name == "advantages"), None)
+    if source is None:
+        return "go back to edit(lag=0)"
+    level = "geometric" if "one advantage a row" in update.effects else "token"  # FR019
+    correction = f"RolloutCorrection('{level}', 'truncate', high=2.0)"
+    return f"expected edit(insert={{'correction': After('{source}', {correction})}}), or lag=0"
 
 
 @rule(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
+from flowrl.core.gate import Gate
 from flowrl.core.graph import Graph
 from flowrl.core.lineage import line, own_line, trained_on
 from flowrl.core.plan import in_order, later_writers
-from flowrl.core.protocols import Critic, Rollout, Trainer
+from flowrl.core.protocols import Critic, Synced, Trainer
 from flowrl.core.rule import Findings, log_probs, read_through, rule, with_role, writers
 from flowrl.spec import parameters
 
@@ -18,7 +21,7 @@ from flowrl.spec import parameters
 def _synced(graph: Graph, prompts: int | None) -> Findings:
     for node, role in writers(graph, Trainer):
         updates = {node.name, *later_writers(graph, node.name, role)}
-        for engine in sorted(read_through(trained_on(graph, node.name), Rollout)):
+        for engine in sorted(read_through(trained_on(graph, node.name), Synced)):
             syncs = [
                 sync.name
                 for sync in graph.nodes.values()
@@ -102,3 +105,23 @@ def _reference_is_frozen(graph: Graph, prompts: int | None) -> Findings:
             f"it takes the reference's log-probs from {use.role!r}, which {trained[use.role]} trains; expected a "
             f"role that nothing trains: {with_role(graph, use, 'ref')}.",
         )
+
+
+@rule(
+    "FR041",
+    "With a lag, what is sampled in rounds does not wait for training, which may wait for all rounds.",
+    "NovaSky-AI/SkyRL#1802",
+)
+def _rounds_need_no_training(graph: Graph, prompts: int | None) -> Findings:
+    if graph.lag < 2:
+        return  # by a lag of 1, a sync waits for rounds that need no later training than the one before it
+    collecting = [n for n in graph.nodes.values() if isinstance(n.at_first, Gate) and n.at_first.rounds_at_most > 1]
+    for gate, node in product(collecting, graph.nodes.values()):
+        for role in (role for role in graph.trained if role in node.reads):
+            if node.name in graph.ancestors(gate.name):
+                yield (
+                    gate.name,
+                    f"it asks for further rounds behind {node.name}, which reads {role!r} once the step before has "
+                    f"trained it, and with lag={graph.lag} that training waits for the rounds; expected it in front of "
+                    f"{node.name}: edit(drop=['{gate.name}']), and then the same After('reward', ...); or lag=1.",
+                )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from flowrl.columns import ColumnType
 from flowrl.core.inference import Available, Bound, candidates, fits
+from flowrl.core.mends import insertion
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
 from flowrl.core.symbols import Edge
@@ -108,7 +109,7 @@ class _Wiring:
             elif not offers and len(unit) > 1:  # no node writes the whole record
                 units += [[end] for end in unit]
             else:
-                _refuse_choice(unit, offers)
+                _refuse_choice(unit, offers, pools)
 
     def records(self, ends: Sequence[End], pool: Available, nodes: Iterable[str]) -> list[dict[End, Edge]]:
         """Each way to read all of `ends` from one of `nodes`, by the names of its outputs."""
@@ -146,7 +147,7 @@ def _refuse_double(end: End, edge: Edge, wires: Wires, fields: Mapping[PortField
             )
 
 
-def _refuse_choice(unit: Sequence[End], offers: Sequence[Mapping[End, Edge]]) -> None:
+def _refuse_choice(unit: Sequence[End], offers: Sequence[Mapping[End, Edge]], pools: Sequence[Available]) -> None:
     """Refuse a port for which there is no output, or more than one."""
     end = unit[0]
     if len(unit) > 1:
@@ -156,7 +157,9 @@ def _refuse_choice(unit: Sequence[End], offers: Sequence[Mapping[End, Edge]]) ->
             f"write one: {', '.join(nodes)}; say which: wire={{'{end.node}.{end.field.port}': '{nodes[0]}'}}."
         )
     found = [str(way[end]) for way in offers]
-    several = f"several nodes write one: {', '.join(found)}; say which"
-    none = "no node that it could read writes one; insert one that does, and wire it"
-    choice = found[0] if found else "node.column"
-    raise GraphError(f"{end} wants {end.wanted}, and {several if found else none}: wire={{'{end}': '{choice}'}}.")
+    if found:
+        said, mend = f"several nodes write one: {', '.join(found)}; say which", f"wire={{'{end}': '{found[0]}'}}"
+    else:
+        said = "no node that it could read writes one; insert one that does, and wire it"
+        mend = insertion(str(end), end.wanted, pools) or f"wire={{'{end}': 'node.column'}}"
+    raise GraphError(f"{end} wants {end.wanted}, and {said}: {mend}.")

@@ -32,10 +32,11 @@ class Delivery:
         trainer: the role that the sync reads.
         engine: the role that it writes.
         what: the sync and its step, for errors.
+        swapping: whether the engine generates meanwhile.
     """
 
-    def __init__(self, hosts: Hosts, trainer: str, engine: str, what: str) -> None:
-        self._hosts, self._role, self._what = hosts, trainer, what
+    def __init__(self, hosts: Hosts, trainer: str, engine: str, what: str, swapping: bool = False) -> None:
+        self._hosts, self._role, self._what, self._swapping = hosts, trainer, what, swapping
         self._senders, self._receivers = hosts.ranks(trainer), hosts.ranks(engine)
         self._store: Any = None
         self._engine = engine
@@ -91,7 +92,8 @@ class Delivery:
     def _ask(self) -> Wanted:
         """What the first rank of the engine wants, for all of its ranks."""
         what = f"{self._what}, asking {self._engine} what it wants,"
-        wanted: Wanted = self._hosts.ask(self._receivers[:1], what, "wanted", self._engine)[0]
+        first = self._receivers[:1]
+        wanted: Wanted = self._hosts.ask(first, what, "wanted", self._engine, swapping=self._swapping)[0]
         return wanted
 
     def start(self) -> dict[Any, ProcessSpec]:

@@ -18,13 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowrl.columns import ColumnType, Own
+from flowrl.core.backend import Backend
 from flowrl.core.operator import Operator
-from flowrl.core.ports import PortField
+from flowrl.core.ports import ON_POLICY, Ahead, PortField
 from flowrl.core.protocols import Adapted, Sleeper
 from flowrl.core.session import Call, Session
+from flowrl.core.symbols import Edge
 from flowrl.data.balance import Share
 from flowrl.data.metrics import Metrics
 from flowrl.data.rounds import ONLY, Round
+from flowrl.data.waits import Waits
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults import Failure, named
 from flowrl.distributed.meeting import LOOPBACK, c10d, stay_on_loopback, store_at
@@ -58,7 +61,8 @@ class HostTask:
         share: what the operator is told of these rows, where several ranks share the batch.
         sources: where the weights of trainers that live elsewhere are to be had, by role.
         round: of the step.
-        now: see `flowrl.run.runner.Task`.
+        now, ahead: see `flowrl.run.runner.Task`.
+        written: the output that each input is of, for messages.
     """
 
     operator: Operator
@@ -72,6 +76,8 @@ class HostTask:
     sources: Mapping[str, Export | Ticket] = field(default_factory=dict)
     round: Round = ONLY
     now: int | None = None
+    ahead: Ahead = ON_POLICY
+    written: Mapping[PortField, Edge] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class Report:
     """What an instance left on one host: pieces of its columns (in the object store), its values, metrics and state.
 
     Args:
+        waits: what it waited for.
         said: what it warned of.
         lengths: of the rows that it wrote, where it wrote tokens.
         received: bytes that it fetched.
@@ -89,6 +96,7 @@ class Report:
     values: Mapping[str, Any]
     metrics: Metrics
     state: Mapping[str, Any]
+    waits: Waits
     said: Sequence[Warned]
     lengths: Lengths | None
     received: int
@@ -133,8 +141,10 @@ class Host:
         self._built: EngineBuilder | None = None
         self._store: Any = None
 
-    def seat(self) -> Seat:
-        """Where this process is, as Ray knows it."""
+    def settle(self, backends: Sequence[Backend]) -> Seat:
+        """Get ready to load these; where this process is, as Ray knows it."""
+        for backend in backends:
+            backend.prepare()
         context = ray.get_runtime_context()
         seen = context.get_accelerator_ids().get("GPU", []) if self._gpus is None else self._gpus.split(",")
         devices = tuple(map(str, seen)) if torch.cuda.is_available() else ()
@@ -290,7 +300,7 @@ class Host:
             with collect_warnings() as said:
                 return self._run(task, inputs, said)
         except Exception as error:
-            message = failure(task.operator, f"{task.when} on {named(self.plan)}", error, inputs)
+            message = failure(task.operator, f"{task.when} on {named(self.plan)}", error, inputs, task.written)
             return Failure.of(error, message)
 
     def _run(self, task: HostTask, inputs: dict[PortField, Any], said: Sequence[Warned]) -> Report:
@@ -302,7 +312,7 @@ class Host:
             sources = {role: stack.enter_context(sent.open(rank)) for role, sent in task.sources.items()}
             session = Session({**self.engines, **sources}, task.seed, task.state)
             session.begin_step(task.step or 0, task.now)
-            session.share, session.round = task.share, task.round
+            session.share, session.round, session.ahead = task.share, task.round, task.ahead
             with session.active():
                 _, written = Call(task.operator, session.engine).run_in(session, inputs)
             for source in sources.values():
@@ -314,6 +324,7 @@ class Host:
             {name: value for name, value in written.items() if name not in columns},
             session.all_metrics(),
             session.changed(),
+            session.waits,
             said,
             lengths_of(columns),
             received,
@@ -349,9 +360,15 @@ class Host:
 
 
 def join_pieces(
-    pieces: list[Piece], wanted: ColumnType, rows: Array | None = None, least: tuple[int, int] = (0, 0)
+    pieces: list[Piece],
+    wanted: ColumnType,
+    rows: Array | None = None,
+    least: tuple[int, int] = (0, 0),
+    seconds: float | None = None,
 ) -> tuple[Any, int]:
     """The column of which these are pieces, out of the object store: these rows of it, or all; see `join`.
+
+    It is waited for so many seconds; without them for ever, which is for a host, whose answer the driver waits for.
 
     Returns:
         the column, and the bytes that were taken for it: those of its rows, as they travel.
@@ -361,7 +378,8 @@ def join_pieces(
     # Where no row is wanted, any piece says what a column of none looks like.
     needed = [(piece, own) for piece, own in zip(pieces, mine, strict=True) if len(own)] or [(pieces[0], mine[0])]
     parts, nbytes = [], 0
-    for (piece, own), packed in zip(needed, ray.get([piece.ref for piece, _ in needed]), strict=True):
+    held = ray.get([piece.ref for piece, _ in needed], timeout=seconds)
+    for (piece, own), packed in zip(needed, held, strict=True):
         taken = packed if len(own) == len(piece.rows) else packed.take(own)
         parts.append((piece.rows[own], unpack(taken), piece.prompt, piece.response))
         nbytes += taken.nbytes

@@ -5,25 +5,27 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from flowrl.core.protocols import Closable
 from flowrl.distributed import watch
-from flowrl.distributed.faults import GONE, HostDiedError, answer, died, naming, stuck
+from flowrl.distributed.faults import GONE, HostDiedError, answer, died, naming
 from flowrl.distributed.host import Host
 from flowrl.distributed.ray_place import RayPlace
 from flowrl.distributed.slots import Slots
+from flowrl.distributed.vigil import GRACE_SECONDS, Vigil
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.place import ProcessSpec
 from flowrl.run.timeline import Timeline
 from flowrl.sync.route import Seat
 
 _LOAD_SECONDS = 600  # that engines have at least; nodes have the place's deadline alone
-GRACE_SECONDS = 10  # for Ray to notice that a process is gone
 _GENERAL_AT_ONCE = 8
+SWAPPING = "swapping"
+"""The thread of a host that swaps weights under what another generates."""
 
 
 class Hosts:
@@ -34,19 +36,29 @@ class Hosts:
         bindings: backends by role.
         place: where they run.
         seed: of the run.
+        swapping: roles whose weights change under answers that are under way.
 
     Raises:
         BindError: see `Slots`.
     """
 
-    def __init__(self, processes: list[ProcessSpec], bindings: Mapping[str, Any], place: RayPlace, seed: int) -> None:
+    def __init__(
+        self,
+        processes: list[ProcessSpec],
+        bindings: Mapping[str, Any],
+        place: RayPlace,
+        seed: int,
+        swapping: Collection[str] = (),
+    ) -> None:
         self.processes, self.bindings, self.place, self.seed = processes, bindings, place, seed
+        self._swapping = swapping
         self.timeline = Timeline()  # of whoever steps now
         self._awake: set[ProcessSpec] = set()
         self.forgetful: set[ProcessSpec] = set()  # whose engines have lost their weights in their sleep, until a sync
         self._slots = Slots(place, processes)
         self.actors: dict[ProcessSpec, Any] = {}
         self.seats: dict[ProcessSpec, Seat] = {}
+        self.vigil = Vigil(place, self.actor, lambda: [*self.actors, None])
         self.start_general()
 
     # ---- processes
@@ -56,6 +68,10 @@ class Hosts:
         options = {"num_cpus": 0, "max_concurrency": _GENERAL_AT_ONCE}
         self.general: Any = ray.remote(Host).options(**options).remote(None, self.seed, _path(), os.getcwd())
 
+    def actor(self, host: ProcessSpec | None) -> Any:
+        """Of a host; None is the general one."""
+        return self.general if host is None else self.actors[host]
+
     def start(self, plans: list[ProcessSpec]) -> None:
         """Start processes for `plans` and load their engines; those of one slot one after another, so that they fit.
 
@@ -63,15 +79,16 @@ class Hosts:
             HostDiedError, NodeError: a process died or took too long.
             BindError and what else the backends raise.
         """
+        swapping: Any = ray.remote(concurrency_groups={SWAPPING: 1})  # type: ignore[call-overload]  # it takes that
         for plan in plans:
-            actor = ray.remote(Host).options(**self._slots.options(plan))
+            kind = swapping(Host) if set(self._swapping) & set(plan.roles) else ray.remote(Host)
+            actor = kind.options(**self._slots.options(plan))
             self.actors[plan] = actor.remote(plan, self.seed, _path(), os.getcwd(), self._slots.gpus(plan))
         patience = max(self.place.deadline, _LOAD_SECONDS)
         groups: dict[tuple[str, ...], list[ProcessSpec]] = {}
         for plan in plans:
             groups.setdefault(plan.roles, []).append(plan)
-        for roles, ranks in groups.items():
-            self.seats |= zip(ranks, self.ask(ranks, _loading(roles), "seat", patience=patience), strict=True)
+        self.seats |= zip(plans, self._settle(plans, patience), strict=True)
         # Ranks of one machine may have to reach an engine on another, so all of the job counts.
         alone = len({seat.node for seat in self.seats.values()}) == 1
         for roles, ranks in groups.items():
@@ -89,8 +106,27 @@ class Hosts:
             if self._crowded(ranks):
                 self.ask(ranks, loading, "sleep")
 
+    def method(self, plan: ProcessSpec | None, name: str, swapping: bool = False) -> Any:
+        """A method of a host, whose calls wait for each other; where it is `swapping`, not for those of other methods.
+        None is the general host."""
+        found = getattr(self.actor(plan), name)
+        return found.options(concurrency_group=SWAPPING) if swapping else found
+
+    def _settle(self, plans: Sequence[ProcessSpec], patience: float) -> list[Seat]:
+        """Let these processes start and get ready to load, all at once; where they are."""
+        with naming("starting"):
+            backends = {plan: [self.bindings[role] for role in plan.roles] for plan in plans}
+            asked = {self.actors[plan].settle.remote(backends[plan]): plan for plan in plans}
+        return self._answers(asked, "starting", "settle", patience)
+
     def ask(
-        self, plans: Iterable[ProcessSpec], what: str, method: str, *arguments: Any, patience: float | None = None
+        self,
+        plans: Iterable[ProcessSpec],
+        what: str,
+        method: str,
+        *arguments: Any,
+        patience: float | None = None,
+        swapping: bool = False,
     ) -> list[Any]:
         """Call a method of these hosts, all at once; the first that fails ends it, since others may wait for that one.
 
@@ -98,29 +134,41 @@ class Hosts:
             what: for, which is said where one fails.
             method, arguments: of `Host`.
             patience: seconds that they have; the place's deadline if None.
+            swapping: see `method`.
 
         Raises:
             HostDiedError: one died, also where that is only noticed by another that failed for it.
             NodeError: see `answer`.
         """
         with naming(what):
-            asked = {getattr(self.actors[plan], method).remote(*arguments): plan for plan in plans}
-        seconds = self.place.deadline if patience is None else patience
-        until, answers, waiting = time.monotonic() + seconds, dict[Any, Any](), list(asked)
-        while waiting:
-            answered, waiting = watch.wait(waiting, until - time.monotonic())
-            if not answered:
-                raise stuck(asked[waiting[0]], what, self.place, seconds)
-            for ref in answered:
-                try:
-                    answers[ref] = answer(ref, asked[ref], what, self.place, patience)
-                except HostDiedError:
-                    raise
-                except NodeError as error:
-                    if dead := self.dead([plan for plan in asked.values() if plan != asked[ref]]):
-                        raise died(dead[0], what, self.place, str(error).partition("\n")[0]) from error
-                    raise
+            asked = {self.method(plan, method, swapping).remote(*arguments): plan for plan in plans}
+        return self._answers(asked, what, method, patience)
+
+    def _answers(
+        self, asked: Mapping[Any, ProcessSpec], what: str, method: str, patience: float | None = None
+    ) -> list[Any]:
+        """The answers of these hosts to calls of a method, by their references; see `ask`."""
+        for ref, plan in asked.items():
+            self.vigil.owe(ref, plan, what, method, patience)
+        answers: dict[Any, Any] = {}
+        try:
+            while waiting := [ref for ref in asked if ref not in answers]:
+                for ref in self.vigil.next(waiting):
+                    answers[ref] = self._answer(ref, asked[ref], what, asked.values())
+        finally:
+            self.vigil.forget(asked)
         return [answers[ref] for ref in asked]
+
+    def _answer(self, ref: Any, plan: ProcessSpec, what: str, asked: Iterable[ProcessSpec]) -> Any:
+        """What one of those that were asked has answered; where it fails for another's death, that is raised."""
+        try:
+            return answer(ref, plan, what, self.place)
+        except HostDiedError:
+            raise
+        except NodeError as error:
+            if dead := self.dead([other for other in asked if other != plan]):
+                raise died(dead[0], what, self.place, str(error).partition("\n")[0]) from error
+            raise
 
     def ranks(self, role: str) -> list[ProcessSpec]:
         """The hosts of a role, in order of their rank."""
@@ -136,7 +184,7 @@ class Hosts:
 
         A host that is busy does not answer, and counts as alive after some seconds.
         """
-        pings = {(self.general if plan is None else self.actors[plan]).pid.remote(): plan for plan in among}
+        pings = {self.actor(plan).pid.remote(): plan for plan in among}
         gone: list[ProcessSpec | None] = []
         until = time.monotonic() + GRACE_SECONDS
         while pings and not gone:

@@ -9,7 +9,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from ray.exceptions import ObjectLostError
 
 from flowrl.columns import ColumnType
+from flowrl.core import lag
 from flowrl.core.graph import Graph, Node
 from flowrl.core.plan import Plan
 from flowrl.data.balance import Share
@@ -29,14 +30,16 @@ from flowrl.distributed.cluster import connected
 from flowrl.distributed.delivery import Delivery
 from flowrl.distributed.faults import Failure, HostDiedError, answer, chain, died, named, naming, stuck
 from flowrl.distributed.host import HostTask, Report, Sent, join_pieces
-from flowrl.distributed.hosts import GRACE_SECONDS, Hosts
+from flowrl.distributed.hosts import Hosts
 from flowrl.distributed.ray_place import RayPlace
+from flowrl.distributed.reports import joined, refuse_unequal
+from flowrl.distributed.running import Running, swaps
 from flowrl.distributed.shards import shard
 from flowrl.distributed.spare import spare_folder
+from flowrl.distributed.vigil import GRACE_SECONDS
 from flowrl.distributed.wire import Array, Piece, pack, widths
 from flowrl.distributed.worker_logs import relay_warnings
-from flowrl.errors import DataError, EngineError, NodeError, SyncError
-from flowrl.records import Receipt
+from flowrl.errors import DataError, EngineError, NodeError, SwapError
 from flowrl.run.local import load_of, pairs
 from flowrl.run.place import ProcessSpec, lay_out
 from flowrl.run.placement import processes_of, refuse_unplaceable, rows_of_ranks, slots_of, uid_field
@@ -62,7 +65,7 @@ def open_ray(graph: Graph, place: RayPlace, seed: int) -> Iterator[Steps]:
         stack.enter_context(watch.watched())
         spare = stack.enter_context(spare_folder()) if place.restart == "role" else None
         with naming("opening the job on Ray"):
-            hosts = Hosts(processes, graph.bindings, place, seed)
+            hosts = Hosts(processes, graph.bindings, place, seed, _swapping(graph))
         try:
             hosts.start(processes)
             runner = RayRunner(hosts)
@@ -78,33 +81,6 @@ class Traffic:
     input: int = 0
     driver: int = 0
     hosts: int = 0
-
-
-@dataclass
-class Running:
-    """An instance that runs now.
-
-    Args:
-        task: which.
-        hosts: where, by the reference of the answer; None is the general host. Those of a sync may be the trainer's
-            too, while it sends its weights.
-        rows: of each rank; None is all.
-        since: when it was launched, by `time.monotonic`.
-        delivery: of the weights that it carries.
-        reports: the answers so far.
-    """
-
-    task: Task
-    hosts: dict[Any, ProcessSpec | None]
-    rows: dict[Any, Array | None]
-    since: float
-    delivery: Delivery | None
-    reports: dict[Any, Report | Sent] = field(default_factory=dict)
-
-    @property
-    def all(self) -> list[Report]:
-        """The reports in order of rank; complete only when the instance is."""
-        return [report for ref in self.hosts if isinstance(report := self.reports[ref], Report)]
 
 
 class RayRunner:
@@ -127,6 +103,11 @@ class RayRunner:
     @timeline.setter
     def timeline(self, timeline: Timeline) -> None:
         self.hosts.timeline = timeline
+
+    @property
+    def swaps(self) -> bool:
+        """Hosts take weights while they generate."""
+        return True
 
     @property
     def engines(self) -> Mapping[str, Any]:
@@ -170,11 +151,10 @@ class RayRunner:
         beside = delivery.stay_awake if delivery else []
         self.hosts.take_turns([host for host in hosts if host is not None], str(task), beside)
         running = Running(task, {}, {}, time.monotonic(), delivery)
-        operator, moment = task.node.operator, (task.round, task.now)
+        operator, moment = task.node.operator, (task.round, task.now, task.ahead, dict(task.node.inputs))
         for rank, (host, rows) in enumerate(zip(hosts, self._rows(task, len(hosts)), strict=True)):
-            actor = self.hosts.general if host is None else self.hosts.actors[host]
             share = None if len(hosts) == 1 else _share(rank, len(hosts), rows, task.lengths)
-            ref = actor.run.remote(
+            ref = self.hosts.method(host, "run", swaps(task)).remote(
                 HostTask(
                     operator, task.step, task.seed, task.when, task.state, task.inputs, rows, share, sources, *moment
                 )
@@ -182,6 +162,8 @@ class RayRunner:
             running.hosts[ref], running.rows[ref] = host, rows
         if delivery:
             running.hosts |= delivery.start()
+        for ref, host in running.hosts.items():
+            self.hosts.vigil.owe(ref, host, str(task), task.node.name)
         self._running |= dict.fromkeys(running.hosts, running)
 
     def _give_up(self) -> None:
@@ -189,6 +171,7 @@ class RayRunner:
         for running in self._running.values():
             if running.delivery:
                 running.delivery.close()
+        self.hosts.vigil.forget(self._running)
         self._running = {}
 
     def wait(self) -> Sequence[Done]:
@@ -209,6 +192,16 @@ class RayRunner:
         """A column in the driver; counted as its traffic."""
         return self._fetch(held, column_type(node, output), f"{node.name}, whose outputs are fetched,")
 
+    def secure(self, node: Node, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Columns are put into the object store by the driver: what a host has put there ends with it."""
+        if not self.hosts.place.rebuilds:
+            return outputs
+        types = node.operator.signature.outputs
+        columns = {
+            name: self.fetch(node, name, held) for name, held in outputs.items() if isinstance(types[name], ColumnType)
+        }
+        return {**outputs, **self.put(node, columns)}
+
     def join(
         self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, list[Piece]]]
     ) -> dict[str, list[Piece]]:
@@ -225,7 +218,7 @@ class RayRunner:
         """Of the weights that an instance carries, if it is a sync."""
         if not task.node.is_sync:
             return None
-        return Delivery(self.hosts, task.node.reads[0], task.node.writes[0], str(task))
+        return Delivery(self.hosts, task.node.reads[0], task.node.writes[0], str(task), swaps(task))
 
     def _rows(self, task: Task, ranks: int) -> list[Array | None]:
         """The rows of each rank, in ascending order; None where all run on all."""
@@ -248,19 +241,13 @@ class RayRunner:
 
     def _answered(self) -> list[Running]:
         """Wait for an answer, and return the instances that are complete by it."""
-        place = self.hosts.place
-        first = min(self._running.values(), key=lambda running: running.since)
-        left = first.since + place.deadline - time.monotonic()
-        answered, _ = watch.wait(list(self._running), left)
-        if not answered:
-            host = next(host for ref, host in first.hosts.items() if ref not in first.reports)
-            raise stuck(host, str(first.task), place, place.deadline)
         complete = []
-        for ref in answered:
+        for ref in self.hosts.vigil.next(self._running):
             running = self._running.pop(ref)
             host = running.hosts[ref]
-            report: Report | Sent | Failure = answer(ref, host, str(running.task), place)
+            report: Report | Sent | Failure = answer(ref, host, str(running.task), self.hosts.place)
             if isinstance(report, Failure):
+                running, report = self._swap_under(running, report, host)
                 raise self._blame(*self._cause(report, running, host), str(running.task), running.hosts.values())
             running.reports[ref] = report
             self._enter(running, report, host, running.rows.get(ref))
@@ -278,6 +265,7 @@ class RayRunner:
         load, times = load_of(lengths), (report.started, report.ended)
         written = pairs(report.lengths)
         self.timeline.spans.append(Span(name, place, *times, report.received, "node", task.step, *load, written))
+        self.timeline.add_waits(name, place, task.step, report.waits)
         self.timeline.add("fetch", place, report.started, report.fetched, kind="transfer")
         self.traffic.hosts += report.received
 
@@ -298,14 +286,14 @@ class RayRunner:
             {**columns, **reports[0].values},
             of_ranks([report.metrics for report in reports], whole),
             reports[0].state,
-            _joined(parts),
+            joined(parts),
             max(report.ended for report in reports) - min(report.started for report in reports),
         )
 
     def _fetch(self, pieces: list[Piece], wanted: ColumnType, what: str) -> Any:
         with naming(what):
             try:
-                column, nbytes = join_pieces(pieces, wanted)
+                column, nbytes = join_pieces(pieces, wanted, seconds=self.hosts.place.deadline)
             except ObjectLostError as error:
                 failure = Failure.of(error, f"{what}: the column {wanted.name} is lost: {error}")
                 raise self._blame(failure, None, what, []) from error
@@ -313,6 +301,20 @@ class RayRunner:
         return column
 
     # ---- faults
+
+    def _swap_under(self, running: Running, failure: Failure, host: ProcessSpec | None) -> tuple[Running, Failure]:
+        """Where what a host generated failed since a swap of its weights did: that swap, and what is said of it.
+
+        Raises:
+            HostDiedError, NodeError: the host died, or is silent.
+        """
+        if any(isinstance(cause, SwapError) for cause in failure.causes):
+            for ref, other in self._running.items():
+                if other.swaps and other.hosts[ref] == host:
+                    report = answer(ref, host, str(other.task), self.hosts.place)
+                    if isinstance(report, Failure):
+                        return other, report
+        return running, failure
 
     def _cause(
         self, failure: Failure, running: Running, host: ProcessSpec | None
@@ -353,6 +355,7 @@ class RayRunner:
 
     def mend(self, error: NodeError) -> None:
         """Start the processes of the lost role anew."""
+        self._give_up()  # a column that was lost on its way to the driver may have been noticed as others ran
         if isinstance(error, HostDiedError):
             self.hosts.rebuild(error.host)
 
@@ -401,6 +404,11 @@ class RayRunner:
             )
 
 
+def _swapping(graph: Graph) -> list[str]:
+    """The roles whose weights change under answers that are under way."""
+    return [role for sync in lag.swaps(graph) for role in graph[sync].writes]
+
+
 def column_type(node: Node, output: str) -> ColumnType:
     """The type of a column that a node writes."""
     wanted = node.operator.signature.outputs[output]
@@ -417,30 +425,6 @@ def _share(rank: int, ranks: int, rows: Array | None, lengths: Lengths | None) -
     )
 
 
-def _joined(reports: Sequence[Report]) -> Lengths | None:
-    """How long the rows are that several ranks wrote, in the order of the rows."""
-    found = [report for report in reports if report.lengths is not None]
-    if not found:
-        return None
-    rows = np.concatenate([next(iter(report.columns.values())).rows for report in found])
-    order = np.argsort(rows)
-    tokens = np.concatenate([report.lengths.tokens for report in found if report.lengths])
-    responses = [report.lengths.response for report in found if report.lengths]
-    whole = [response for response in responses if response is not None]
-    return Lengths(tokens[order], np.concatenate(whole)[order] if len(whole) == len(found) else None)
-
-
 def _interrupted(failure: Failure) -> bool:
     """Whether it comes of another side that is gone."""
     return any(isinstance(cause, Interrupted) for cause in failure.causes)
-
-
-def refuse_unequal(reports: Sequence[Report], node: Node) -> None:
-    """Refuse receipts of which the ranks of one engine got different ones.
-
-    Raises:
-        SyncError: they differ in version or digest.
-    """
-    receipts = [value for report in reports for value in report.values.values() if isinstance(value, Receipt)]
-    if len({(receipt.version, receipt.digest) for receipt in receipts}) > 1:
-        raise SyncError(f"{node.name}: the ranks of the engine received different weights: {receipts}; sync again.")

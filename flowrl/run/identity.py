@@ -8,6 +8,7 @@ from typing import Any
 
 import xxhash
 
+from flowrl.core.edit import edit
 from flowrl.core.graph import Graph
 from flowrl.core.graph_io import encode, fingerprint
 from flowrl.data.files import file_digest
@@ -37,7 +38,7 @@ def identity_of(graph: Graph, sources: Mapping[str, Source], seed: int, prompts:
         BindError: a file of weights cannot be read.
     """
     return {
-        "graph": fingerprint(graph.bound({})),
+        "graph": fingerprint(edit(graph.bound({}), lag=0)),  # a run may go on with another, with spans or without
         "seed": seed,
         "prompts": prompts,
         "data": identities(sources, _parameters),

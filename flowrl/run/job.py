@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-from flowrl.core.backend import refuse_unsynced
+from flowrl.core.backend import refuse_unfit, refuse_unsynced
 from flowrl.core.edit import edit
 from flowrl.core.graph import Graph
+from flowrl.core.lag import swaps
 from flowrl.core.lineage import roles_of_tokens
 from flowrl.core.plan import Plan
-from flowrl.core.protocols import Trainer
+from flowrl.core.protocols import Swaps, Trainer
 from flowrl.core.rules import require
 from flowrl.core.session import Session
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.data.vocabulary import refuse_other_vocabularies
-from flowrl.errors import BindError, GraphError
+from flowrl.errors import BindError, FlowrlError, GraphError
 from flowrl.run.build import EngineBuilder
 from flowrl.run.local import local_steps
-from flowrl.run.place import Place, lay_out
+from flowrl.run.place import Place, lay_out, shown
+from flowrl.run.schedule import Schedule
 from flowrl.run.steps import Steps
+
+logger = logging.getLogger(__name__)
 
 GraphT = TypeVar("GraphT", bound=Graph)
 
@@ -62,8 +68,8 @@ class Job(Generic[GraphT]):
         Raises:
             BindError: a role is not bound, the models of two that share tokens have other vocabularies, or nothing
                 carries weights to an engine that generates and is not frozen.
-            GraphError: a lag, which no executor can run yet; a step in which nothing would run; or weights that cannot
-                be kept in order.
+            GraphError: a step in which nothing would run; weights that cannot be kept in order; or a lag by which nodes
+                would wait for each other.
             RuleError: a rule is broken.
         """
         unbound = [role for role in self.graph.roles() if role not in self.graph.bindings]
@@ -73,17 +79,16 @@ class Job(Generic[GraphT]):
                 f"{self.graph.name} leaves {', '.join(map(repr, unbound))} unbound ({use.node} needs a "
                 f"{use.protocol.__name__} as {unbound[0]!r}); bind it: job.edit(bind={{{unbound[0]!r}: ...}})."
             )
-        if self.graph.lag:
-            raise GraphError(
-                f"{self.graph.name} lets generation run {self.graph.lag} version(s) ahead, and no executor can do that "
-                f"yet; run it on-policy: job.edit(lag=0)."
-            )
         self.graph.refuse_idle()
         require(self.graph, prompts)
-        _ = Plan(self.graph).order
-        syncs = {role: node.name for node in Plan(self.graph).syncs for role in node.writes}
+        plan = Plan(self.graph)
+        _ = plan.order
+        if self.graph.lag:
+            Schedule(plan, self.graph.lag).refuse_deadlock()
+        syncs = {role: node.name for node in plan.syncs for role in node.writes}
         for role in self.graph.generators:
             refuse_unsynced(role, self.graph.bindings[role], syncs.get(role))
+        self._refuse_unable()
         models = sorted(self.graph.bindings.items(), key=lambda bound: Trainer not in bound[1].serves)
         of_tokens = roles_of_tokens(self.graph)
         refuse_other_vocabularies({role: b.starts_from for role, b in models if b.starts_from and role in of_tokens})
@@ -102,6 +107,7 @@ class Job(Generic[GraphT]):
 
         Raises:
             BindError: a model's folder is missing; names the role.
+            FlowrlError: what an operator refuses when it is tried, such as an EpisodeError; names the node.
         """
         if self.place is not None and self.place.elsewhere:
             return
@@ -110,6 +116,78 @@ class Job(Generic[GraphT]):
                 backend.refuse_missing()
             except BindError as error:
                 raise BindError(f"the role {role!r}: {error}") from error
+        for name, node in self.graph.nodes.items():
+            try:
+                node.at_first.rehearse(lambda role: tokenizer_of(self.graph, role))
+            except FlowrlError as error:
+                raise type(error)(f"{name}: {error}") from error
+
+    def no_gain(self) -> str | None:
+        """Why generation that runs ahead gains nothing where this job runs; None where it may, or there is no lag."""
+        if not self.graph.lag:
+            return None
+        if self.place is None:
+            return f"lag={self.graph.lag} gains nothing in one process, where one node runs at a time"
+        if not (shared := self._taking_turns()):
+            return None
+        return (
+            f"lag={self.graph.lag} gains nothing with {shown(self.place)}: {' and '.join(shared)} take turns on its "
+            f"slots, so nothing is sampled while something is trained; give each its own: Split(train=..., rollout=...)"
+        )
+
+    def warn_of_no_gain(self) -> None:
+        """Say where a lag gains nothing."""
+        if (why := self.no_gain()) is not None:
+            logger.warning("%s: %s.", self.graph.name, why)
+
+    def _taking_turns(self) -> list[str]:
+        """The first engine that is synced and shares a slot with a trained role, and that role; else nothing."""
+        hosts = [] if self.place is None else lay_out(self.graph, self.place)
+        slots: dict[str, set[int]] = defaultdict(set)
+        for host in hosts:
+            for role in host.roles:
+                slots[role].update(host.slots)
+        synced = [role for node in Plan(self.graph).syncs for role in node.writes]
+        pairs = [[a, b] for a in synced for b in self.graph.trained if slots[a] & slots[b]]
+        return pairs[0] if pairs else []
+
+    def _refuse_unable(self) -> None:
+        """Refuse an engine that could not sample by older weights than the trainer's while that goes on, or not take
+        over weights while it samples.
+
+        Raises:
+            GraphError, BindError: naming it.
+        """
+        for sync in swaps(self.graph):
+            for role in self.graph[sync].writes:
+                refuse_unfit(role, self.graph.bindings[role], sync, Swaps)
+                self.graph.bindings[role].refuse_swap(cast(Any, self.graph[sync].operator).caches)
+                self._refuse_together(role, sync)
+        if not self.graph.lag:
+            return
+        ahead = f"{self.graph.name} lets generation run {self.graph.lag} version(s) ahead"
+        for role in (role for node in Plan(self.graph).syncs for role in node.writes):
+            if (owner := self.graph.bindings[role].shares) in self.graph.trained:
+                raise GraphError(
+                    f"{ahead}, and {role!r} samples by the very weights of {owner!r}, which training changes under it; "
+                    f"give it a copy: bind={{{role!r}: TorchRollout('model')}}, or edit(lag=0)."
+                )
+        if (turns := self._taking_turns()) and self.graph.bindings[turns[0]].loses_weights_asleep:
+            raise GraphError(
+                f"{ahead}, and {turns[0]!r} takes turns with {turns[1]!r} and loses its weights as it sleeps, so it "
+                f"could not sample a later batch by the same ones; keep them (sleep_level=1), give it slots of its own "
+                f"(Split), or edit(lag=0)."
+            )
+
+    def _refuse_together(self, role: str, sync: str) -> None:
+        """Refuse ranks that compute an answer together, and so could not swap weights each between its own tokens."""
+        backend = self.graph.bindings[role]
+        if backend.collective and backend.ranks > 1:
+            raise GraphError(
+                f"{sync} changes weights under answers that are under way, and the {backend.ranks} ranks of {role!r} "
+                f"compute them together, so one could not change them alone; bind {role} with one rank, or without "
+                f"spans: edit(lag={self.graph.lag})."
+            )
 
     def plan(self) -> str:
         """The plan, and where the place puts the processes of the roles that are bound.
@@ -119,8 +197,9 @@ class Job(Generic[GraphT]):
             BindError: the place has no room for the roles.
         """
         plan = Plan(self.graph)
+        told = [] if (why := self.no_gain()) is None else [why]
         if self.place is None:
-            return f"{plan}\neverything runs in one process"
+            return "\n".join([str(plan), "everything runs in one process", *told])
         lines = [str(plan), f"processes of {type(self.place).__name__}; those of one slot take turns:"]
         hosts = lay_out(self.graph, self.place)
         for slot in range(self.place.slots):
@@ -132,7 +211,7 @@ class Job(Generic[GraphT]):
         ]
         if any(node.home is None for node in plan.order):
             lines.append("  no slot: general")
-        return "\n".join(lines)
+        return "\n".join([*lines, *told])
 
     def build(self, seed: int = 0) -> dict[str, Any]:
         """Load the live engines in this process, by role."""
@@ -176,8 +255,19 @@ def ends_of_responses(graph: Graph) -> str | None:
     Raises:
         DataError: the tokeniser does not load.
     """
-    backends = [graph.bindings[role] for role in graph.generators if role in graph.bindings]
-    owners = [graph.bindings.get(backend.shares) if backend.shares else backend for backend in backends]
-    folders = [owner.starts_from for owner in owners if owner is not None and owner.starts_from]
-    there = folders and any(Path(folders[0]).glob("tokenizer*"))
-    return ChatTokenizer(folders[0]).said_ends if there else None
+    for role in graph.generators:
+        if (tokenizer := tokenizer_of(graph, role)) is not None:
+            return tokenizer.said_ends
+    return None
+
+
+def tokenizer_of(graph: Graph, role: str) -> ChatTokenizer | None:
+    """The tokeniser of the model that a role starts from; None where it, or the model, is not on this machine.
+
+    Raises:
+        DataError: it does not load.
+    """
+    backend = graph.bindings.get(role)
+    owner = graph.bindings.get(backend.shares) if backend is not None and backend.shares else backend
+    folder = owner.starts_from if owner is not None else None
+    return ChatTokenizer(folder) if folder and any(Path(folder).glob("tokenizer*")) else None

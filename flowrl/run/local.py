@@ -45,6 +45,7 @@ class LocalRunner:
 
     def __init__(self, engines: Mapping[str, Any]) -> None:
         self.engines = engines
+        self.swaps = False
         self.timeline = Timeline()
         self._calls: dict[str, tuple[Operator, Call]] = {}  # by node
         self._done: list[Done] = []
@@ -70,17 +71,18 @@ class LocalRunner:
             self._calls[operator.name] = operator, call
         session = Session(self.engines, task.seed, task.state)
         session.begin_step(task.step or 0, task.now)
-        session.round = task.round
+        session.round, session.ahead = task.round, task.ahead
         start = time.time()
         try:
             with session.active():
                 _, outputs = call.run_in(session, task.inputs)
         except Exception as error:
             self.timeline.spans.append(span_of(task, "this process", start, time.time(), None))
-            raise NodeError(failure(operator, task.when, error, task.inputs)) from error
+            raise NodeError(failure(operator, task.when, error, task.inputs, task.node.inputs)) from error
         end = time.time()
         lengths = lengths_of(outputs)
         self.timeline.spans.append(span_of(task, "this process", start, end, lengths))
+        self.timeline.add_waits(task.node.name, "this process", task.step, session.waits)
         self._done.append(Done(task, outputs, session.all_metrics(), session.changed(), lengths, end - start))
 
     def wait(self) -> Sequence[Done]:
@@ -91,6 +93,10 @@ class LocalRunner:
     def fetch(self, node: Node, output: str, held: Column) -> Column:
         """The column itself."""
         return held
+
+    def secure(self, node: Node, outputs: Mapping[str, Column]) -> Mapping[str, Column]:
+        """The same: nothing outlives this process."""
+        return outputs
 
     def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
         """The columns of all rounds, as wide as the widest."""
@@ -152,8 +158,15 @@ def local_steps(plan: Plan, engines: Mapping[str, Any], seed: int) -> Steps:
     return Steps(plan, runner, seed, TrainedWeights(plan, runner, seed))
 
 
-def failure(operator: Operator, where: str, error: Exception, inputs: Mapping[Any, Any]) -> str:
-    """The message of a `NodeError`: what an operator raised, when and where, at which line of its file, on what."""
+def failure(
+    operator: Operator, where: str, error: Exception, inputs: Mapping[Any, Any], sources: Mapping[Any, Any]
+) -> str:
+    """The message of a `NodeError`: what an operator raised, when and where, at which line of its file, on what.
+
+    Args:
+        operator, where, error, inputs: see above.
+        sources: the output that each input is of.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     file = inspect.unwrap(type(operator).__call__).__code__.co_filename
     # the user's line, be it of the operator or of a loss that an operator of flowrl was given
@@ -163,7 +176,7 @@ def failure(operator: Operator, where: str, error: Exception, inputs: Mapping[An
     return (
         f"{operator.name} failed {where}: {type(error).__name__}: {error}{line}\n"
         f"  it is {operator!r}\n"
-        f"  it was given {shapes(inputs)}"
+        f"  it was given {shapes(inputs)}{_not_finite(inputs, sources)}"
     )
 
 
@@ -184,6 +197,16 @@ def shapes(inputs: Mapping[Any, Any]) -> str:
         return repr(value)
 
     return ", ".join(f"{place}: {shape(value)}" for place, value in inputs.items())
+
+
+def _not_finite(inputs: Mapping[Any, Any], sources: Mapping[Any, Any]) -> str:
+    """Which columns hold NaN or infinity, and who wrote them; looked for only where something has failed."""
+    found = ""
+    for place, value in inputs.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and len(bad := (~value.isfinite()).nonzero()):
+            at = ", ".join(f"{axis} {i}" for axis, i in zip(("row", "token"), bad[0].tolist(), strict=False))
+            found += f"\n  {place} is NaN or infinite in {len(bad)} places, first in {at}; {sources[place]} wrote it"
+    return found
 
 
 def span_of(task: Task, place: str, start: float, end: float, written: Lengths | None) -> Span:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.columns import ColumnType
 from flowrl.core.graph import Graph, Node
 from flowrl.core.plan import Plan
-from flowrl.core.ports import PortField
+from flowrl.core.ports import Ahead, PortField
 from flowrl.core.symbols import Edge
 from flowrl.core.when import When
 from flowrl.run.runner import Counts, Lengths, Runner
@@ -34,6 +34,7 @@ class NodeInfo:
         waits, frees: see `Schedule`.
         readers: how many nodes read what it writes.
         whens: what says in which steps it runs.
+        ahead: by how many versions generation may be ahead of what it trains.
     """
 
     node: Node
@@ -48,6 +49,7 @@ class NodeInfo:
     frees: tuple[tuple[str, int], ...]
     readers: int
     whens: tuple[When, ...]
+    ahead: Ahead
 
     def runs(self, step: int) -> bool:
         """Whether it runs in a step. Otherwise it only takes its place in the order, and leaves nothing."""
@@ -73,6 +75,7 @@ class NodeInfo:
                 schedule.frees[node.name],
                 plan.readers.get(node.name, 0),
                 graph.whens(node.name),
+                _ahead(graph, node, schedule.lag),
             )
         return infos
 
@@ -100,6 +103,23 @@ class Region:
                 made = (i.partition("@") for i in typed.axes)
                 makers[edge.output] = next((by for axis, _, by in made if axis in ("response", "sequence")), "")
         return Region(plan.collector, plan.region, makers)
+
+
+def _ahead(graph: Graph, node: Node, lag: int) -> Ahead:
+    """By how many versions generation may be ahead of what a node trains; a version is one update."""
+    trained = set(node.writes) & set(graph.trained)
+    writers = [use.mode == "writes" for role in trained for use in graph.roles()[role]]
+    return Ahead(lag * sum(writers))
+
+
+def ahead_of(infos: Mapping[str, NodeInfo], region: Region) -> frozenset[str]:
+    """The nodes whose outputs come of weights that may have changed by the time that they are used: those that read
+    what a sync fills; of those that run in rounds, the one that collects."""
+    synced = {role for info in infos.values() if info.node.is_sync for role in info.node.writes}
+    found = {name for name, info in infos.items() if synced & set(info.node.reads)}
+    if region.collector is None or not found & region.nodes:
+        return frozenset(found)
+    return frozenset({*(found - region.nodes), region.collector})
 
 
 def _row_axes(graph: Graph, node: Node) -> tuple[str | None, str | None]:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from flowrl.core.backend import Backend, refuse_uncheckpointed
 from flowrl.core.graph import Graph
-from flowrl.core.protocols import Rollout
+from flowrl.core.protocols import Synced
 from flowrl.errors import BindError
 from flowrl.run.steps import Steps
 from flowrl.spec import Spec, non_default
@@ -96,7 +96,7 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
     hosts: list[ProcessSpec] = []
     load = dict.fromkeys(range(place.slots), 0)
     for owner, roles in groups.items():
-        generates = any(use.goes_through(Rollout) for use in graph.roles()[owner])
+        generates = any(use.goes_through(Synced) for use in graph.roles()[owner])
         allowed = place.slots_of(owner, generates)
         ranks, each = bindings[owner].ranks, max(bindings[role].slots_per_rank for role in roles)
         if ranks * each > len(allowed):

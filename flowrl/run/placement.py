@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from flowrl.core.graph import Node
+from flowrl.core.lag import SPANS
 from flowrl.core.plan import Plan
 from flowrl.core.ports import PortField
 from flowrl.data.keys import node_key
@@ -22,8 +23,9 @@ def processes_of(node: Node, processes: Sequence[ProcessSpec]) -> list[ProcessSp
 
 
 def slots_of(node: Node, processes: Sequence[ProcessSpec]) -> frozenset[int]:
-    """The slots that a node takes while it runs: those of all its roles, since a sync keeps the trainer too."""
-    roles = set(node.roles)
+    """The slots that a node takes while it runs: those of all its roles, since a sync keeps the trainer too. One that
+    swaps weights under answers keeps the trainer alone."""
+    roles = set(node.reads if SPANS in node.effects else node.roles)
     return frozenset(slot for process in processes if roles & set(process.roles) for slot in process.slots)
 
 

@@ -67,6 +67,11 @@ class PretendRunner:
         self._running: list[tuple[float, int, Done]] = []  # a heap, by end and by who was launched first
         self._launched = itertools.count()
 
+    @property
+    def swaps(self) -> bool:
+        """One process does one thing at a time."""
+        return not self._here
+
     def slots(self, node: Node) -> frozenset[int]:
         """The slots of all roles of a node; those without one run beside everything."""
         return _HERE if self._here else slots_of(node, self._processes)
@@ -110,6 +115,10 @@ class PretendRunner:
         wanted = node.operator.signature.outputs[output]
         assert isinstance(wanted, ColumnType)
         return blank(wanted, held.number)
+
+    def secure(self, node: Node, outputs: Mapping[str, Rows]) -> Mapping[str, Rows]:
+        """The same: there is nothing to lose."""
+        return outputs
 
     def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Rows]]) -> Mapping[str, Rows]:
         """As many rows as all rounds have."""

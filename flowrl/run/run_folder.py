@@ -20,15 +20,15 @@ from flowrl.run.lock import FolderLock
 
 logger = logging.getLogger(__name__)
 
-LINES = ("metrics.jsonl", "predictions.jsonl")
+LINES = ("metrics.jsonl", "predictions.jsonl", "rollouts.jsonl")
 Lines = list[Mapping[str, float]]
 
 
 class RunFolder:
     """The folder of a run.
 
-    It holds ``run.json`` (what ran), ``metrics.jsonl``, ``predictions.jsonl``, ``trace.json``, the checkpoints and the
-    trained weights.
+    It holds ``run.json`` (what ran), ``metrics.jsonl``, ``predictions.jsonl``, ``rollouts.jsonl``, ``trace.json``, the
+    checkpoints and the trained weights.
 
     Args:
         path: where it is.
@@ -153,6 +153,14 @@ class RunFolder:
         # numbers that JSON does not know were written as null
         lines = [{k: math.nan if v is None else v for k, v in line.items()} for _, line in self._read("metrics.jsonl")]
         return [line for line in lines if "timing/step" in line], [line for line in lines if "timing/step" not in line]
+
+    def records(self, file: str) -> list[dict[str, Any]]:
+        """The records of a file of lines, as far as they can be read; none where there is no such file.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        return [record for _, record in self._read(file)]
 
     def _tell_gone(self, file: str, step: int) -> None:
         """Warn that a file of lines is not what it was after a step."""

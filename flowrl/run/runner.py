@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from flowrl.core.graph import Node
-from flowrl.core.ports import PortField
+from flowrl.core.ports import ON_POLICY, Ahead, PortField
 from flowrl.data.metrics import Metrics
 from flowrl.data.rounds import ONLY, Round
 from flowrl.data.tokenizer import ChatTokenizer
@@ -60,6 +60,7 @@ class Task:
         during: when it runs, for messages, where the step is none of a training.
         round: of the step.
         now: the step by which the numbers of the operator were taken; None is `step`.
+        ahead: by how many versions generation may be ahead of what it trains.
     """
 
     node: Node
@@ -71,6 +72,7 @@ class Task:
     during: str | None = None
     round: Round = ONLY
     now: int | None = None
+    ahead: Ahead = ON_POLICY
 
     @property
     def when(self) -> str:
@@ -109,6 +111,12 @@ class Runner(Protocol):
     """Of whoever steps now; what the runner does is entered there."""
 
     @property
+    def swaps(self) -> bool:
+        """Whether weights may change under answers that are under way: a sync with the effect `flowrl.core.lag.SPANS`
+        then runs beside what generates."""
+        ...
+
+    @property
     def engines(self) -> Mapping[str, Any]:
         """The live engines that are in this process, by role."""
         ...
@@ -139,6 +147,14 @@ class Runner(Protocol):
 
     def fetch(self, node: Node, output: str, held: Held) -> Tensor | np.ndarray[Any, Any]:
         """A column in this process."""
+        ...
+
+    def secure(self, node: Node, outputs: Mapping[str, Held]) -> Mapping[str, Held]:
+        """What a node left, held so that it outlives the processes that wrote it, where these would be started anew.
+
+        Raises:
+            NodeError: they have died before.
+        """
         ...
 
     def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Held]]) -> Mapping[str, Held]:

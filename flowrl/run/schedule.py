@@ -8,11 +8,20 @@ What an instance waits for is a pure function of the plan and the lag:
   in order;
 - what generates at step s comes after the sync of step s - 1 - lag, and that is the newest it may see: the sync of
   step s waits for what generates up to step s + lag. So the version that samples a row does not depend on the clock.
-- At most lag + 1 steps are in flight: a batch is drawn when the step lag + 1 before it is done.
+  A sync that swaps weights under answers (`flowrl.core.lag`) does not wait, where it can run beside what generates: so
+  a token of step s is of the weights after step s - 1 - lag, or later ones up to those after step s - 1, since the sync
+  of step s comes after what is trained on the rows of that step.
+- At most lag + 1 steps are in flight: a batch is drawn when the step lag + 1 before it is done. What runs ahead goes by
+  the order of the steps.
+- What is trained comes after all of the step before. So when a step is done, weights are as it left them, and can be
+  kept and gone back to, whatever of later steps has run.
+- What runs in rounds comes after all rounds of the step before, so further prompts are drawn in the order of the steps;
+  and what reads it comes after all of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +31,7 @@ from typing import NamedTuple
 
 import networkx as nx
 
+from flowrl.core.lag import SPANS
 from flowrl.core.plan import Plan
 from flowrl.errors import GraphError
 
@@ -43,10 +53,12 @@ class Schedule:
     Args:
         plan: the graph with its state edges.
         lag: how many versions generation may run ahead; 0 is on-policy.
+        beside: whether a sync that swaps weights may run beside what generates.
     """
 
     plan: Plan
     lag: int = 0
+    beside: bool = False
 
     @property
     def flight(self) -> int:
@@ -57,8 +69,14 @@ class Schedule:
     def waits(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
         """By node, what it waits for: ``(other, k)`` is the other node, k steps before (-1: one step later)."""
         found: dict[str, dict[tuple[str, int], None]] = {name: {} for name in self.plan.graph.nodes}
-        for node, other, offset in (*self._within(), *self._drawn(), *self._with_state(), *self._with_weights()):
+        rules = (self._within(), self._drawn(), self._in_rounds(), self._with_state(), self._with_weights())
+        for node, other, offset in itertools.chain(*rules):
             found[node][other, offset] = None
+        if (collector := self.plan.collector) is not None:
+            for node, waits in found.items():
+                for other, offset in [*waits]:
+                    if self._in_rounds_of(collector, other) and (offset or node not in self.plan.region):
+                        waits[collector, offset] = None
         return {node: tuple(waits) for node, waits in found.items()}
 
     @cached_property
@@ -98,6 +116,10 @@ class Schedule:
                 f"same step, or edit(lag=0)."
             )
 
+    def _in_rounds_of(self, collector: str, node: str) -> bool:
+        """Whether a node runs in rounds, of which only the collector knows the last."""
+        return node in self.plan.region and node != collector and not self.plan.graph[node].is_input
+
     # ---- rules: (node, whom it waits for, how many steps before)
 
     def _within(self) -> Iterator[tuple[str, str, int]]:
@@ -109,6 +131,12 @@ class Schedule:
             yield source, node, self.flight
         for source in self.plan.graph.inputs:
             yield source, source, 1
+
+    def _in_rounds(self) -> Iterator[tuple[str, str, int]]:
+        if self.plan.collector is not None:
+            for node in self.plan.region:
+                if not self.plan.graph[node].is_input:  # these are drawn as the step is opened
+                    yield node, self.plan.collector, 1
 
     def _with_state(self) -> Iterator[tuple[str, str, int]]:
         for node in self.plan.order:
@@ -127,6 +155,13 @@ class Schedule:
                     yield writer, reader, 1
                 else:
                     yield reader, writer, 1 + lag
-                    yield from ((writer, reader, -ahead) for ahead in range(1, lag + 1))
+                    if not (self.beside and SPANS in self.plan.graph[writer].effects):
+                        yield from ((writer, reader, -ahead) for ahead in range(1, lag + 1))
             for one, other in product(by_mode["writes"], repeat=2):
                 yield one, other, 1
+            if lag:
+                yield from ((reader, reader, 1) for reader in by_mode["reads"])
+        trained = set(self.plan.graph.trained)
+        for node, other in product(self.plan.order, self.plan.graph.nodes):
+            if trained & set(node.writes):
+                yield node.name, other, 1

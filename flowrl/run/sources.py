@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flowrl.core.graph import Graph
 from flowrl.core.lineage import input_of
@@ -16,6 +16,7 @@ from flowrl.data.sources import Source, Stream
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError, offer
 from flowrl.records import rows_of_draw
+from flowrl.spec import parameters
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def by_input(graph: Graph, data: Data, call: str) -> dict[str, Source]:
 
     Raises:
         ParameterError: an input without a source, a name that no input has, one source for several inputs,
-            or one that lacks columns of its input.
+            one that lacks columns of its input, or one whose prompts a node writes by the chat template in another way.
     """
     inputs = list(graph.inputs)
     named = ", ".join(f"{name!r}: ..." for name in inputs)
@@ -71,7 +72,13 @@ def by_input(graph: Graph, data: Data, call: str) -> dict[str, Source]:
         )
     for name in inputs:
         _refuse_other_columns(graph, name, data[name])
+    _refuse_other_templates(graph, data)
     return {name: data[name] for name in inputs}
+
+
+def gives_tokens(source: Source) -> bool:
+    """Whether a source makes tokens, for which it needs a tokeniser."""
+    return any(getattr(typed, "kind", None) == "tokens" for typed in record_columns(source.record).values())
 
 
 def refuse_untold(graph: Graph, sources: Mapping[str, Source]) -> None:
@@ -85,6 +92,31 @@ def refuse_untold(graph: Graph, sources: Mapping[str, Source]) -> None:
             raise ParameterError(
                 f"the source of {name!r} learns from how its rows scored, and nothing in {graph.name} tells it; put a "
                 f"Feedback behind the reward: edit(insert={{'feedback': After('reward', Feedback())}})."
+            )
+
+
+def _refuse_other_templates(graph: Graph, sources: Mapping[str, Source]) -> None:
+    """Refuse a node that writes prompts by the chat template with other arguments than their source does.
+
+    Its ``tools`` are its own, since a source knows of none.
+
+    Raises:
+        ParameterError: naming both.
+    """
+    for node in graph.nodes.values():
+        given = parameters(node.at_first).get("chat_template_kwargs")
+        source = None if given is None else sources.get(input_of(graph, node.name) or "")
+        theirs = getattr(source, "chat_template_kwargs", None)
+        if given is None or theirs is None:
+            continue
+        ours, data = ({k: v for k, v in said.items() if k != "tools"} for said in (given, theirs))
+        if ours != data:
+            raise ParameterError(
+                f"{node.name} writes prompts by the chat template with {ours or 'no arguments'}, and "
+                f"{type(source).__name__} does so with {data or 'none'}, so the policy would see other prompts than "
+                f"those that the data is measured by; expected the same: "
+                f"edit(set={{'{node.name}.chat_template_kwargs': {data}}}), or {type(source).__name__}(..., "
+                f"chat_template_kwargs={ours})."
             )
 
 
@@ -126,18 +158,24 @@ class Sources:
 
     Args:
         sources: by input.
-        tokenizer: of the model that is trained.
+        tokenizer: of the model that is trained; None of a job without one, whose sources give no tokens.
         seed: of the run.
         graph: whose inputs they are.
         again: the inputs that are drawn from again within a step.
     """
 
     def __init__(
-        self, sources: Mapping[str, Source], tokenizer: ChatTokenizer, seed: int, graph: Graph, again: Iterable[str]
+        self,
+        sources: Mapping[str, Source],
+        tokenizer: ChatTokenizer | None,
+        seed: int,
+        graph: Graph,
+        again: Iterable[str],
     ) -> None:
         seeds = [seed, *(Key.of(seed).derive("source", name).bits for name in list(sources)[1:])]
         self.streams: dict[str, Stream] = {
-            name: source.load(tokenizer, own) for (name, source), own in zip(sources.items(), seeds, strict=True)
+            name: source.load(cast(ChatTokenizer, tokenizer), own)
+            for (name, source), own in zip(sources.items(), seeds, strict=True)
         }
         self._learns = {name: tellers(graph, name) for name, source in sources.items() if source.learns}
         self._again = tuple(again)

@@ -7,21 +7,31 @@ virtual clock.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flowrl.core.graph import Graph, Node
+from flowrl.core.lag import swaps
 from flowrl.core.plan import Plan
+from flowrl.core.protocols import Rollout
+from flowrl.core.symbols import Edge
 from flowrl.data.dataproto import DataProto
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import GraphError
-from flowrl.run.flight import Batches, Draw, Flight, OnNode, StepResult
+from flowrl.run.ahead import Opened, load_opened, save_opened
+from flowrl.run.flight import Batches, Draw, Flight, OnNode
 from flowrl.run.nodes import NodeInfo, Region
+from flowrl.run.result import StepResult
 from flowrl.run.runner import Runner
 from flowrl.run.schedule import Schedule
 from flowrl.run.timeline import Timeline
 from flowrl.run.weights import TrainedWeights
+
+AHEAD = "ahead"
+"""The folder of a checkpoint with the steps that were under way."""
+
+T = TypeVar("T")
 
 
 class Steps:
@@ -43,6 +53,8 @@ class Steps:
         self.during: str | None = None  # for messages, where its steps are none of a training
         self._weights = weights
         self._infos: dict[int, dict[str, NodeInfo]] = {}  # by lag
+        self._flight: Flight | None = None
+        self._resumed: dict[int, Opened] = {}  # steps that a checkpoint holds as they were under way
 
     def fork(self, plan: Plan, seed: int) -> Steps:
         """Another plan on the same engines, with keys and state cells of its own."""
@@ -83,6 +95,7 @@ class Steps:
         keep: Sequence[str] = (),
         on_node: OnNode = lambda name: None,
         more: Draw | None = None,
+        tell: Callable[[int], Collection[Edge]] = lambda step: (),
     ) -> Iterator[StepResult]:
         """Run these steps, and give the result of each, in order.
 
@@ -95,23 +108,19 @@ class Steps:
             now, keep, on_node: see `step`.
             more: gives the batch of so many further prompts, which a `Collect` asks for, or that of each input in front
                 of it.
+            tell: the columns that the result of a step holds besides what is kept in all; those of all rounds.
 
         Raises:
             NodeError, GraphError: see `step`; or the graph does not allow this lag.
         """
-        if lag and self.plan.collector is not None:
-            raise GraphError(
-                f"{self.plan.graph.name} collects by {self.plan.collector}, and generation cannot run ahead of that "
-                f"yet; run it on-policy: edit(lag=0)."
-            )
-        wanted = {*map(self._known, keep), *self.plan.graph.sinks}
-        if lag not in self._infos:
-            schedule = Schedule(self.plan, lag)
-            if lag:
-                schedule.refuse_deadlock()
-            self._infos[lag] = NodeInfo.all(schedule, self.runner)
+        kept = {*map(self._known, keep), *self.plan.graph.sinks}
 
-        infos, region = self._infos[lag], Region.of(self.plan)
+        def wanted(step: int) -> Mapping[str, Collection[str] | None]:
+            edges = [edge for edge in tell(step) if edge.node not in kept]
+            some = {edge.node: [other.output for other in edges if other.node == edge.node] for edge in edges}
+            return {**dict.fromkeys(kept), **some}
+
+        infos, region = self._known_nodes(lag), Region.of(self.plan)
         inputs = self.plan.graph.inputs
         again = [name for name in inputs if name in region.nodes]
 
@@ -119,17 +128,32 @@ class Steps:
             return self._complete((more or self._refuse_more)(prompts), infos, again)
 
         asked = wanted, on_node, self.during, now, region, further
-        flight = Flight(infos, lag, self.runner, self.seed, steps, self.state, *asked)
+        flight = self._flight = Flight(infos, lag, self.runner, self.seed, steps, self.state, *asked)
         for step in steps:
             self.runner.timeline = self.timeline
             for ahead in steps[steps.index(step) :][: lag + 1]:
                 if ahead not in flight:
-                    flight.open(ahead, self._complete(draw(ahead), infos, inputs))
-            finish = functools.partial(self._finish, flight, step)
-            result = self._weights.protect(finish, flight.restart) if self._weights.spare else finish()
+                    resumed = self._resumed.pop(ahead, None)
+                    if resumed is None and swaps(self.plan.graph):
+                        self._protected(functools.partial(flight.draw_before, ahead), flight)
+                    flight.open(ahead, resumed or Opened([self._complete(draw(ahead), infos, inputs)]))
+            result = self._protected(functools.partial(self._finish, flight, step), flight)
             flight.close(step)
-            self.state = flight.state
+            self.state = flight.kept_state
             yield result
+
+    def _known_nodes(self, lag: int) -> dict[str, NodeInfo]:
+        """What is known of the nodes where generation runs so far ahead; raises `GraphError` where it cannot."""
+        if lag not in self._infos:
+            schedule = Schedule(self.plan, lag, self.runner.swaps)
+            if lag:
+                schedule.refuse_deadlock()
+            self._infos[lag] = NodeInfo.all(schedule, self.runner)
+        return self._infos[lag]
+
+    def _protected(self, act: Callable[[], T], flight: Flight) -> T:
+        """Do something; again, from after the last step, where a process is lost in it that can be mended."""
+        return self._weights.protect(act, flight.restart) if self._weights.spare else act()
 
     def _complete(
         self, given: Batches, infos: Mapping[str, NodeInfo], inputs: Iterable[str]
@@ -158,6 +182,7 @@ class Steps:
 
     def _finish(self, flight: Flight, step: int) -> StepResult:
         if self.runner.needs_sync:
+            flight.rest()
             self._weights.sync()
         result = flight.finish(step)
         if self._weights.spare and self.plan.graph.trained:
@@ -165,6 +190,16 @@ class Steps:
         return result
 
     # ---- between steps
+
+    def still(self) -> None:
+        """Wait until nothing runs: with a lag, later steps are under way when one is done.
+
+        Raises:
+            NodeError: what ran has failed.
+        """
+        if self._flight is not None:
+            self.runner.timeline = self.timeline
+            self._protected(self._flight.rest, self._flight)
 
     def sync(self, syncs: Sequence[Node] | None = None) -> None:
         """Carry weights to the engines that generate, before the first step and after a restore; or by `syncs` alone.
@@ -178,34 +213,48 @@ class Steps:
             self._weights.keep()
 
     def save(self, folder: Path) -> None:
-        """Write the state of every trained role into a folder of its own.
+        """Write the state of every trained role into a folder of its own, and with a lag the steps that are under way.
 
         Raises:
-            DataError: machines that would write there do not share the folder.
+            DataError: machines that would write there do not share the folder; or JSON would not give back exactly what
+                older weights have sampled.
         """
+        self.still()
         self._weights.protect(lambda: self._weights.save(folder))
+        if self._flight is not None:
+            save_opened(self._flight.opened, self._flight.lag, self._flight.infos, self.runner, folder / AHEAD)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, lag: int = 0) -> None:
         """Take every trained role back to what `save` wrote, and sync.
+
+        Args:
+            folder: where.
+            lag: by which it goes on; see `flowrl.run.ahead.load_opened`.
 
         Raises:
             DataError: a role's folder is of another model or optimiser, or damaged.
         """
         self._weights.load(folder)
         self._weights.keep()
+        self._resumed = load_opened(folder / AHEAD, lag, self._known_nodes(lag), self.runner)
 
     def save_pretrained(self, role: str, folder: str | Path) -> None:
         """Write the weights of a role as a Hugging Face folder."""
         self._weights.protect(lambda: self.runner.save_pretrained(role, Path(folder)))
 
-    def tokenizer(self) -> ChatTokenizer:
-        """The tokenizer of the engine that generates; where none does, that of a model that is trained."""
+    def tokenizer(self) -> ChatTokenizer | None:
+        """The tokenizer of the engine that generates tokens; where none does, that of a model that is trained; None
+        where there is neither."""
         graph = self.plan.graph
-        if graph.generators:
-            return self.runner.tokenizer(graph.generators[0])
+        if writers := writers_of_tokens(graph):
+            return self.runner.tokenizer(writers[0])
         folder = folder_of_trained(graph)
-        assert folder is not None  # `Training` refuses it
-        return ChatTokenizer(folder)
+        return None if folder is None else ChatTokenizer(folder)
+
+
+def writers_of_tokens(graph: Graph) -> list[str]:
+    """The roles that generate tokens, which have a tokeniser."""
+    return [role for role in graph.generators if any(use.goes_through(Rollout) for use in graph.roles()[role])]
 
 
 def folder_of_trained(graph: Graph) -> str | None:

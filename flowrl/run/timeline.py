@@ -19,9 +19,10 @@ from rich.text import Text
 from flowrl.core.plan import Plan
 from flowrl.data.column_math import size
 from flowrl.data.files import parse_json, write
+from flowrl.data.waits import Wait
 from flowrl.errors import DataError
 
-Kind = Literal["node", "transfer", "wait"]
+Kind = Literal["node", "transfer", "wait", "world"]
 _LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "padded": 0, "lengths": ()}  # is written where known
 
 
@@ -34,7 +35,7 @@ class Span:
         place: where it was.
         start, end: Unix seconds.
         bytes: that it fetched.
-        kind: what it was.
+        kind: what it was; of the kind "world" are stretches in which a node waited for what is outside of its place.
         step: of the run; None between steps.
         rows, tokens: that it was given, as far as known.
         padded: tokens if every row were as long as the longest.
@@ -67,6 +68,12 @@ class Timeline:
     def add(self, name: str, place: str, start: float, end: float, bytes: int = 0, kind: Kind = "node") -> None:
         """Enter a span that is over."""
         self.spans.append(Span(name, place, start, end, bytes, kind))
+
+    def add_waits(self, node: str, place: str, step: int | None, waits: Iterable[Wait]) -> None:
+        """Enter what a node waited for, in a lane of its own beside its place."""
+        for wait in waits:
+            name, beside = f"{node}: {wait.name}", f"{place}: worlds"
+            self.spans.append(Span(name, beside, wait.start, wait.end, kind="world", step=step))
 
     @contextmanager
     def span(self, name: str, place: str, kind: Kind = "node") -> Iterator[None]:
@@ -252,7 +259,7 @@ def critical_path(network: nx.DiGraph[str], seconds: Mapping[str, float]) -> tup
 
 def idle(spans: Iterable[Span]) -> dict[str, float]:
     """The share of time, from the first start to the last end anywhere, in which a place did nothing but wait."""
-    spans = sorted(spans, key=lambda span: span.start)
+    spans = sorted((span for span in spans if span.kind != "world"), key=lambda span: span.start)
     if not spans:
         return {}
     total = max(span.end for span in spans) - spans[0].start

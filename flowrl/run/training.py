@@ -7,7 +7,7 @@ import logging
 import platform
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -21,24 +21,27 @@ from flowrl.core.graph import Graph
 from flowrl.core.graph_io import encode, graph_to_dict
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import Trainer
+from flowrl.core.symbols import Edge
 from flowrl.data.files import writing
 from flowrl.data.formats import check_json
 from flowrl.data.sources import Source
 from flowrl.errors import BindError, DataError, ParameterError, StorageError
 from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.costs import Costs
-from flowrl.run.flight import Batches, StepResult
+from flowrl.run.flight import Batches
 from flowrl.run.held_out import held_out, with_engines
 from flowrl.run.identity import identity_of
 from flowrl.run.job import Job
 from flowrl.run.prediction import predict
 from flowrl.run.report import Reporter
+from flowrl.run.result import StepResult
 from flowrl.run.resume import Found, find, tell_changed_prompts
 from flowrl.run.run_folder import RunFolder, jsonable
 from flowrl.run.signals import ended_in_order
-from flowrl.run.sources import Data, Sources, by_input, refuse_no_source, refuse_untold
-from flowrl.run.steps import Steps, folder_of_trained
+from flowrl.run.sources import Data, Sources, by_input, gives_tokens, refuse_no_source, refuse_untold
+from flowrl.run.steps import Steps, folder_of_trained, writers_of_tokens
 from flowrl.run.timeline import Summary, Timeline, idle
+from flowrl.run.told import columns_told, refuse_half_told, told
 from flowrl.run.validating import Validating
 from flowrl.run.validation import Validation
 from flowrl.spec import Spec
@@ -74,6 +77,8 @@ class Training(Spec):
         checkpoint_every: steps between two checkpoints, in ``<folder>/checkpoints``; None writes none.
         keep: how many checkpoints are kept.
         resume: go on from the newest whole checkpoint in `folder`; where there is none, start.
+        rollouts_every: steps between two of which every row that was sampled is written to ``rollouts.jsonl``; None
+            writes none.
         costs: the folder of a run by whose costs a step is predicted; ``run.json`` then holds what was predicted and
             what was measured. None predicts nothing.
 
@@ -96,6 +101,7 @@ class Training(Spec):
     checkpoint_every: int | None = Field(default=None, ge=1)
     keep: int = Field(default=3, ge=1)
     resume: bool = False
+    rollouts_every: int | None = Field(default=None, ge=1)
     costs: str | None = None
 
     @field_validator("job", mode="before")
@@ -150,7 +156,9 @@ class Training(Spec):
         """
         self.job.refuse_unready(self.prompts)
         graph = self.job.graph
-        if not graph.generators and folder_of_trained(graph) is None:
+        refuse_half_told(graph, self.rollouts_every)
+        of_tokens = any(map(gives_tokens, self.sources.values()))
+        if of_tokens and not writers_of_tokens(graph) and folder_of_trained(graph) is None:
             raise BindError(
                 f"no node of {graph.name} reads a rollout engine, and none trains a model of a folder: it is their "
                 f"tokeniser that data becomes tokens by; expected a Generate()(prompts) in the graph, or an update."
@@ -182,6 +190,7 @@ class Training(Spec):
         """
         _refuse_no_reporters(reporters)
         self.refuse_unready()
+        self.job.warn_of_no_gain()
         described = self.describe()  # now: the source of a reward function may be edited while the run goes
         seconds: dict[str, float] = {}
         if self.costs is not None:
@@ -260,6 +269,7 @@ class _Loop:
         again = [name for name in graph.inputs if name in region]
         self.sources = Sources(training.sources, tokenizer, training.seed, graph, again)
         self.sources.warn_of_few(training.prompts)
+        self.told = columns_told(graph)
         forks = held_out(training.job.graph, training.validations)
         self.validations = Validating(forks, steps, tokenizer, training.seed)
         self.last = training.steps  # or the one after which a validation reached its goal
@@ -270,7 +280,7 @@ class _Loop:
         self.makespans: list[float] = []
         self.summary: Summary | None = None
         self.started = 0.0
-        self.heard: Mapping[str, float] = {}  # when the rows of the step were drawn
+        self.heard: dict[int, Mapping[str, float]] = {}  # by step, as its rows were drawn
         self.before = _traced(folder.path / "trace.json")  # the starts that this run resumes
 
     def run(self, found: Found | None) -> Run:
@@ -309,7 +319,8 @@ class _Loop:
         tell_changed_prompts(path, state["content"], self.content)
         self.steps.state.update(state["state"])
         self.sources.seek(state["data"])
-        self.steps.load(path)
+        self.heard = {int(step): heard for step, heard in state["heard"].items()}
+        self.steps.load(path, self.training.job.graph.lag)
         self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
         if self.validations.reached(self.validated):
             self.last = state["step"]
@@ -318,8 +329,10 @@ class _Loop:
         every = self.training.checkpoint_every
         if every is None or (step % every and step != self.last):
             return
+        self.steps.still()
         state = {
             "data": self.sources.position,
+            "heard": {str(drawn): heard for drawn, heard in self.heard.items()},
             "state": self.steps.state,
             "content": self.content,
             "made_with": jsonable(self.identity),
@@ -352,23 +365,28 @@ class _Loop:
 
     def _go(self, steps: range) -> None:
         """Run steps, each with the validation and the checkpoint that are due after it."""
-        results = self.steps.run(self._draw, steps, on_node=self._tell_node, more=self.sources.more)
+        more, tell, lag = self.sources.more, self._tell_rows, self.training.job.graph.lag
+        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._tell_node, more=more, tell=tell)
         for step in steps:
+            self.started = time.perf_counter()
             result = next(results)
             self._enter(step, result, time.perf_counter() - self.started)
+            if self._tell_rows(step):
+                rows = [{"step": step + 1, **row} for row in told(self.told, result.columns)]
+                self.folder.append("rollouts.jsonl", rows)
             self._validate(step + 1)
             self._checkpoint(step + 1)
             if step + 1 == self.last:
                 break
 
     def _draw(self, step: int) -> Batches:
-        self.heard = self.sources.heard
+        self.heard[step] = self.sources.heard
         batches = self.sources.next(self.training.prompts)
         self.started = time.perf_counter()  # to read data is no part of the step
         return batches
 
     def _enter(self, step: int, result: StepResult, seconds: float) -> None:
-        metrics = {"step": step + 1, **result.metrics.compute(), **self.heard, **_timing(result, seconds)}
+        metrics = {"step": step + 1, **result.metrics.compute(), **self.heard.pop(step), **result.timing(seconds)}
         self.sources.learn(step + 1, result.scores)
         if self.training.checkpoint_every is not None:  # now, and not hours later where it is to be saved
             check_json(self.steps.state, f"the state after step {step + 1}")
@@ -389,16 +407,14 @@ class _Loop:
             if validated.reached:
                 self.last = step
 
+    def _tell_rows(self, step: int) -> Collection[Edge]:
+        """The columns of a step of which rollouts are written."""
+        every = self.training.rollouts_every
+        return self.told.values() if every is not None and (step + 1) % every == 0 else ()
+
     def _tell_node(self, name: str) -> None:
         for reporter in self.reporters:
             reporter.node(name)
-
-
-def _timing(result: StepResult, seconds: float) -> dict[str, float]:
-    timing = {f"timing/{node}": s for node, s in result.seconds.items()} | {"timing/step": seconds}
-    totals = [metric for key, metric in result.metrics.items() if f"/{key}".endswith("/response_length/total")]
-    tokens = sum(float(metric.compute()) for metric in totals)  # of all that generate
-    return timing | ({"throughput/tokens_per_second": tokens / seconds} if totals else {})
 
 
 def _traced(path: Path) -> Timeline:

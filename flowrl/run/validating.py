@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flowrl.core.graph import Graph
 from flowrl.core.plan import Plan
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer
-from flowrl.run.flight import StepResult
 from flowrl.run.held_out import HeldOut
 from flowrl.run.sources import Sources
 from flowrl.run.steps import Steps
 from flowrl.run.timeline import Span
+from flowrl.run.told import columns_told, told
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,13 @@ class Validating:
     Args:
         held_out: which, as they run.
         steps: of the job, whose runner has their engines, too.
-        tokenizer: of the engine that generates.
+        tokenizer: of the engine that generates; None of a job without tokens.
         seed: of the run.
     """
 
-    def __init__(self, held_out: Sequence[HeldOut], steps: Steps, tokenizer: ChatTokenizer, seed: int) -> None:
+    def __init__(self, held_out: Sequence[HeldOut], steps: Steps, tokenizer: ChatTokenizer | None, seed: int) -> None:
         own_seed = Key.of(seed).derive("validation").bits
+        self._training = steps
         self._all = [
             _Ready(one, steps.fork(Plan(one.graph), own_seed), Sources(one.sources, tokenizer, seed, one.graph, ()))
             for one in held_out
@@ -101,48 +101,19 @@ class Validating:
     def _run(self, step: int, one: _Ready, on_start: Callable[[str], None]) -> Validated:
         validation, steps = one.held_out.validation, one.steps
         on_start(one.name)
+        self._training.still()
         steps.during = f"in the validation {one.name!r} after step {step}"
         steps.state.clear()  # so that a validation does not depend on those before it
         if one.held_out.syncs:
             steps.sync(one.held_out.syncs)
         total: dict[str, Any] = {}
         predictions: list[dict[str, Any]] = []
+        edges = columns_told(steps.plan.graph)
         for batch in one.sources.batches(validation.batch):
             result = steps.step(batch, 0, now=step, keep=tuple(steps.plan.graph.nodes))
-            predictions += _predictions(steps.plan.graph, result, step, one.name)
+            predictions += [{"step": step, "validation": one.name, **row} for row in told(edges, result.columns)]
             for key, metric in result.metrics.items():
                 total[key] = total[key].merge(metric) if key in total else metric
         metrics = {"step": step, **{f"{one.name}/{k}": m.compute() for k, m in total.items()}}
         validation.refuse_goal_without(metrics)
         return Validated(metrics, predictions, validation.reached(metrics))
-
-
-_TOLD = {"uid": "uid", "prompt": "raw_prompt", "response": "response_text", "ground_truth": "ground_truth"}
-"""What a prediction says of a row, and the column that it is in; a source of one's own need not have all."""
-
-
-def _predictions(graph: Graph, result: StepResult, step: int, name: str) -> list[dict[str, Any]]:
-    """One record a row of a validation: the prompt, the answer, and what it was worth.
-
-    Where several answer, it is the one whose score is taken last that counts; what stands on its rows is told of it.
-    """
-    scored = next((e for e in reversed(list(graph.types)) if getattr(graph.types[e].type, "kind", "") == "score"), None)
-    answered = [edge for edge in graph.types if edge.output == "response_text" and not graph[edge.node].is_input]
-    if not answered:
-        return []
-    of_score = graph.types[scored].axes[1:] if scored is not None else ()
-    answer = next((e for e in answered if f"response@{e.node}" in of_score), answered[0])
-    rows = graph.types[answer].axes[0]
-    columns = {
-        edge.output: result.columns[edge.node].columns[edge.output]
-        for edge in (*(edge for edge, typed in graph.types.items() if typed.axes[:1] == (rows,)), answer)
-    }
-    scores = None
-    if scored is not None and graph.types[scored].axes[0] == rows:
-        scores = result.columns[scored.node].columns[scored.output].sum(-1).tolist()
-    records = []
-    for row in range(len(columns["response_text"])):
-        told = {key: columns[name][row] for key, name in _TOLD.items() if name in columns}
-        record = {"step": step, "validation": name, **told}
-        records.append(record | ({"score": scores[row]} if scores is not None else {}))
-    return records

@@ -14,7 +14,7 @@ from flowrl.core.gating import gates_of
 from flowrl.core.graph import Graph
 from flowrl.core.operator import Operator
 from flowrl.core.when import ALWAYS
-from flowrl.errors import ParameterError
+from flowrl.errors import GraphError, ParameterError, offer
 from flowrl.run.sources import Data, refuse_no_source
 from flowrl.spec import Spec
 
@@ -31,7 +31,7 @@ class Validation(Spec):
         every: steps between two validations; there is always one after the last step.
         name: metrics are logged as ``<name>/<key>``.
         changes: ``"node.parameter"`` to value, as ``edit(set=...)``; by default one greedy answer per prompt.
-        until: the node that scores, or several nodes.
+        until: the node that scores, or several nodes; ``"interact"`` where a world does.
         batch: how many prompts are answered at a time.
         replace, drop, insert, wire: as those of `edit`: ``insert={"pass_at_k": After("reward", PassAtK(8))}``.
         bind: other engines by role, which stand beside the job's. In the place of one that the job syncs, one gets
@@ -66,6 +66,7 @@ class Validation(Spec):
         Raises:
             GraphError, PortError, BindError: the edit does not fit the graph.
         """
+        self._refuse_no_end(graph)
         part = graph.subgraph(self.until)
         changed = edit(
             part,
@@ -77,6 +78,17 @@ class Validation(Spec):
             bind=self.bind,
         )
         return edit(changed, when={node.name: ALWAYS for node in changed.nodes.values() if node.when != ALWAYS})
+
+    def _refuse_no_end(self, graph: Graph) -> None:
+        """Refuse nodes to end at which the graph does not have, such as the default where a world gives rewards."""
+        until = (self.until,) if isinstance(self.until, str) else self.until
+        if missing := [name for name in until if name not in graph]:
+            scoring = [edge.node for edge, typed in graph.types.items() if getattr(typed.type, "kind", "") == "score"]
+            where = f": Validation(..., until={scoring[-1]!r})" if scoring else ""
+            raise GraphError(
+                f"the validation {self.name!r} ends at until={self.until!r}, and {graph.name} has no node "
+                f"{missing[0]!r}; {offer(missing[0], graph.nodes)} Name the node that scores{where}."
+            )
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
         """Whether these metrics, of it or of another validation, reach its goal after the first step."""

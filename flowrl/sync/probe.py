@@ -29,6 +29,10 @@ ANSWER = 16
 SPARE = 5
 """Tokens of a sequence that engines keep for themselves, where they are to score a prompt: vLLM one, SGLang five."""
 
+COMPANY = 0.1
+"""Of what a trainer's scores have moved by: an engine that computes other answers beside moves by less for no reason
+but rounding, and by about as much where it has the new weights."""
+
 
 class ProbeBatch(NamedTuple):
     """A probe as `Scorer.log_probs` reads it: ``[rows sequence]``, the response the last columns."""
@@ -105,10 +109,12 @@ class Scores(NamedTuple):
     Args:
         engine: the engine's, after a sync.
         trainer: those of the trainer whose weights it took over.
+        beside: whether the engine computed other answers with them, so that its scores may differ by rounding.
     """
 
     engine: tuple[float, ...]
     trainer: tuple[float, ...]
+    beside: bool = False
 
 
 def arithmetic(scorer: object) -> torch.dtype:
@@ -176,7 +182,8 @@ def refuse_old_weights(engine: str, scores: Scores, before: Scores | None, resol
 
     An update may be smaller than the tolerance of `refuse_other_weights`, and smaller than what weights in bfloat16
     can show. The trainer's change is counted from when the engine's scores last changed, so small updates add up: an
-    engine that takes over none of them is found after some syncs.
+    engine that takes over none of them is found after some syncs. Where it computed other answers beside, what it moves
+    by less than a tenth of what the trainer does is rounding, and no change.
 
     Args:
         engine: the engine's name, for the error.
@@ -190,15 +197,22 @@ def refuse_old_weights(engine: str, scores: Scores, before: Scores | None, resol
     Raises:
         SyncError: the trainer's scores have moved by more than `resolution` since the engine's last changed.
     """
-    if before is None or scores.engine != before.engine:
+    if before is None:
         return scores
-    moved = float((torch.tensor(scores.trainer) - torch.tensor(before.trainer)).abs().mean())
+    followed, moved = (
+        float((torch.tensor(now, dtype=torch.float64) - torch.tensor(then, dtype=torch.float64)).abs().mean())
+        for now, then in ((scores.engine, before.engine), (scores.trainer, before.trainer))
+    )
+    beside = scores.beside or before.beside
+    if followed > (moved * COMPANY if beside else 0.0):
+        return scores
     if moved > resolution:
+        how = f"as it did before, within {followed:.3g}" if beside else "exactly as it did before, bit by bit"
         raise SyncError(
-            f"after the sync {engine} scores {len(scores.engine)} tokens exactly as it did before, bit by bit, and the "
-            f"trainer has moved by {moved:.3g} nats a token on average since the scores of {engine} last changed; "
-            f"expected them to change with more than {resolution:g}, so it keeps old weights. Look for what it caches "
-            f"or freezes, or merges when it starts; the next engine.sync(trainer) starts it anew."
+            f"after the sync {engine} scores {len(scores.engine)} tokens {how}, and the trainer has "
+            f"moved by {moved:.3g} nats a token on average since the scores of {engine} last changed; expected "
+            f"them to change with more than {resolution:g}, so it keeps old weights. Look for what it caches or "
+            f"freezes, or merges when it starts; the next engine.sync(trainer) starts it anew."
         )
     return before
 

@@ -6,7 +6,7 @@ from flowrl.core.edit import After
 from flowrl.core.roles import Role
 from flowrl.core.when import When
 from flowrl.graph import Graph
-from flowrl.operators import Sync
+from flowrl.operators import RolloutCorrection, Sync
 
 
 def found(graph: Graph, prompts: int | None = 4) -> list[tuple[str, str]]:
@@ -26,7 +26,7 @@ def mended(graph: Graph, prompts: int | None = 4) -> Graph:
     assert finding.message.count("edit(") == 1, finding.message
     call = finding.message[finding.message.index("edit(") :]
     end = next(i for i in range(1, len(call) + 1) if call[:i].count("(") == call[:i].count(")") > 0)
-    names = {"After": After, "Sync": Sync, "Role": Role, "When": When}
+    names = {"After": After, "Sync": Sync, "Role": Role, "When": When, "RolloutCorrection": RolloutCorrection}
     result = eval(f"graph.{call[:end]}", {"graph": graph, **names})
     assert isinstance(result, Graph)
     return result

@@ -310,7 +310,7 @@ def test_a_column_that_a_record_lacks_is_named_among_those_that_it_has() -> None
     ) as error:
         misspelt()
     assert isinstance(error.value, ColumnNotFoundError)
-    assert str(error.value).endswith("policy_version; did you mean 'response_mask'?")
+    assert str(error.value).endswith("token_version; did you mean 'response_mask'?")
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 

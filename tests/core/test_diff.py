@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from flowrl import columns as c
 from flowrl.core.edit import After
 from flowrl.core.graph_io import save
 from flowrl.core.operator import Operator
+from flowrl.core.references import load_object
 from flowrl.errors import GraphError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
-from flowrl.operators import GAE, Generate, Reward
+from flowrl.operators import GAE, Generate, Interact, Reward
 from tests.kernel import BINDINGS, FakeRollout, LengthPenalty, Waits, exact, scored
 
 PPO = ppo(exact)
@@ -167,6 +169,29 @@ def test_another_class_of_one_name_is_a_change() -> None:
     diff = PPO.diff(PPO.edit(replace={"gae": own()}))
     assert list(diff.changed) == ["gae"]
     assert "operator" in diff.changed["gae"].parameters
+
+
+def test_one_file_under_two_names_differs_by_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a function of one name whose source has changed, by that."""
+    file = tmp_path / "a_world.py"
+    file.write_text(
+        "from flowrl.episodes import Environment, Reply\n\n\nclass World(Environment):\n"
+        "    async def step(self, answer):\n        return Reply(done=True)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    by_name, by_path = (load_object(f"{where}:World") for where in ("a_world", "a_world.py"))
+    one, other = (PPO.edit(replace={"generate": Interact(world)}) for world in (by_name, by_path))
+    assert str(one.diff(other)).splitlines()[1:] == ["~ interact.world: a_world:World -> a_world.py:World"]
+    first, second = (scored(fn=made(number)) for number in (1.0, 2.0))
+    assert "(with another source)" in str(first.diff(second))
+
+
+def made(number: float) -> Any:
+    def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+        return number
+
+    return score
 
 
 def test_what_is_no_graph_is_refused() -> None:

@@ -18,7 +18,7 @@ from flowrl.core.edit import After
 from flowrl.core.graph import Node, Use
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField
-from flowrl.core.protocols import Rollout, Trainer
+from flowrl.core.protocols import Synced, Trainer
 from flowrl.core.symbols import Edge
 from flowrl.errors import BindError, GraphError
 from flowrl.graph import Graph, algorithm
@@ -188,7 +188,7 @@ def test_a_node_says_what_it_does_with_which_roles() -> None:
     graph = ppo(exact)
     assert graph["sync"].uses == (
         Use("sync", "actor", "actor", "reads", Trainer),
-        Use("sync", "rollout", "rollout", "writes", Rollout),
+        Use("sync", "rollout", "rollout", "writes", Synced),
     )
     assert (graph["sync"].reads, graph["sync"].writes, graph["sync"].roles) == (
         ["actor"], ["rollout"], ["rollout", "actor"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -15,11 +16,13 @@ from flowrl.core.loss import Unit
 from flowrl.core.ports import FromParameters, PortField
 from flowrl.core.protocols import Trainer
 from flowrl.core.roles import Role, Writes
+from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.draw import mermaid
 from flowrl.errors import DataError, DefinitionError, ParameterError, PortError
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import DPO, PPOClip, Reinforce, UpdateActor, UpdateCritic, ValueHuber
+from flowrl.operators.mini_batches import rank_parts
 from flowrl.operators.objective import TokenObjective
 from flowrl.records import Tokens, Updated
 from tests.kernel import exact, wires
@@ -46,11 +49,42 @@ class Entropic(Loss):
 
 def test_what_a_loss_reads_are_ports_of_the_update() -> None:
     ports = UpdateActor(Entropic()).signature.ports
-    assert list(ports) == ["rollout", "token_level_scores", "ref_log_prob", "advantages"]
-    assert [name for name, port in ports.items() if port.optional] == ["ref_log_prob", "advantages"]
-    assert list(UpdateActor().signature.ports) == ["rollout", "old_log_probs", "advantages", "ref_log_prob"]
+    assert list(ports) == ["rollout", "token_level_scores", "ref_log_prob", "token_version", "advantages"]
+    assert [name for name, port in ports.items() if port.optional] == ["ref_log_prob", "token_version", "advantages"]
+    of_tokens = ["rollout", "old_log_probs", "advantages", "ref_log_prob", "token_version"]
+    assert list(UpdateActor().signature.ports) == of_tokens
     assert list(UpdateCritic(ValueHuber()).signature.ports) == ["rollout", "returns"]
     assert UpdateActor().signature is UpdateActor(PPOClip(0.1)).signature, "calls are laid out by it"
+
+
+@dataclass(frozen=True)
+class Tilt:
+    """A value: the same for all rows."""
+
+    by: float
+
+
+class Tilted(Loss):
+    """Reads a value beside columns."""
+
+    unit: ClassVar[Unit] = "batch"
+
+    def __call__(self, log_probs: c.LogProbs, advantages: c.Advantages, tilt: Tilt) -> Tensor:
+        return -(advantages - tilt.by) * log_probs
+
+
+def test_a_loss_may_read_a_value_which_mini_batches_and_ranks_leave_whole() -> None:
+    ports = UpdateActor(Tilted()).signature.ports
+    assert list(ports) == ["rollout", "advantages", "tilt", "ref_log_prob", "token_version"]
+    objective, mask = TokenObjective(Tilted()), torch.ones(4, 2, dtype=torch.bool)
+    advantages, log_probs = torch.arange(8.0).view(4, 2), -torch.rand(4, 2, generator=torch.Generator().manual_seed(0))
+    read = {"advantages": advantages, "tilt": Tilt(2.5)}
+    share = Share(1, 2, torch.tensor([0, 3]), torch.tensor([2, 2, 2, 2]))
+    part = rank_parts([torch.tensor([3, 0])], objective.weights, mask, mask[:2], share, read)[0].whole
+    assert part is not None and part.batch.tilt is read["tilt"]
+    output = log_probs[[3, 0]].requires_grad_()
+    found = objective(output, None, part.batch, part.weights, Metrics())
+    assert found.item() == pytest.approx(float((-(advantages - 2.5) * log_probs)[[3, 0]].mean()))
 
 
 def test_an_edit_wires_what_the_new_loss_reads_and_leaves_out_what_only_the_old_one_read() -> None:

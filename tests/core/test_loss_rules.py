@@ -29,6 +29,7 @@ from flowrl.operators import (
     OldLogProb,
     Reinforce,
     RLOOAdvantage,
+    RolloutCorrection,
     Spread,
     Sync,
     UpdateActor,
@@ -106,6 +107,15 @@ class TestOneAdvantageARow:  # FR019
         assert found(ppo(exact).edit(set={**set_, "update_actor.loss": GSPO()})) == []  # GSPO-token is made for them
         assert found(graph.edit(replace={"gae": RLOOAdvantage()}, drop=["update_critic"], set={"repeat.n": 4})) == []
         assert found(gmpo(exact)) == []
+
+    def test_weights_give_each_token_its_own(self) -> None:
+        graph = gmpo(exact).edit(insert={"correction": After("group_advantage", RolloutCorrection())})
+        assert found(graph) == [("FR019", "update_actor")]
+        assert "correction gives each token its own, by weights" in the_message(graph, "FR019")
+        assert found(mended(graph)) == []
+        assert found(graph.edit(set={"correction.mode": "reject"})) == [("FR019", "update_actor")]
+        assert found(mended(gmpo(exact).edit(lag=1))) == []  # FR006 names a correction of rows
+        assert found(graph.edit(set={"update_actor.loss": GSPO()})) == []
 
 
 class TestOneStepWithoutARatio:  # FR020

@@ -15,7 +15,7 @@ from flowrl import columns as c
 from flowrl.columns import Column
 from flowrl.core.edit import After
 from flowrl.core.operator import Operator, State
-from flowrl.core.ports import INJECTED, PortField, snake_case
+from flowrl.core.ports import INJECTED, Ahead, PortField, snake_case
 from flowrl.core.roles import Role
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key
@@ -63,7 +63,7 @@ def test_ports_come_from_annotations() -> None:
     ]  # fmt: skip
     assert update.ports["ref_log_prob"].optional
     assert not update.ports["advantages"].optional
-    assert update.injected == {"key": Key, "metrics": Metrics, "share": Share}
+    assert update.injected == {"key": Key, "metrics": Metrics, "share": Share, "ahead": Ahead}
     assert [str(t) for t in update.outputs.values()] == ["Updated"]
 
 

@@ -27,26 +27,10 @@ from flowrl.operators import (
     Value,
     Whiten,
 )
-from flowrl.records import PromptBatch, RolloutBatch, Sequences, Tokens, Updated
+from flowrl.records import EpisodeBatch, PromptBatch, RolloutBatch, Sequences, Tokens, Updated
 from tests.kernel import LengthPenalty, Mix, Split, TwoHeads, Waits, exact, readers, two_rewards, wires
 
 PPO = ppo(exact)
-
-
-class ScoredBatch(NamedTuple):
-    """What `Generate` writes, with scores."""
-
-    prompts: c.Prompts
-    responses: c.Responses
-    input_ids: c.InputIds
-    attention_mask: c.AttentionMask
-    position_ids: c.PositionIds
-    response_mask: c.ResponseMask
-    rollout_log_probs: c.RolloutLogProbs
-    response_text: c.ResponseText
-    temperature: c.Temperature
-    policy_version: c.PolicyVersion
-    token_level_scores: c.TokenLevelScores
 
 
 class LaterBatch(NamedTuple):
@@ -71,22 +55,24 @@ def other(data_source: str, solution_str: str, ground_truth: str, extra_info: An
 
 
 @pytest.mark.parametrize(
-    ("anchor", "operator", "column"),
+    ("anchor", "operator", "column", "reader"),
     [
-        ("reward", Reward(other), "token_level_scores"),
-        ("old_log_prob", OldLogProb(), "old_log_probs"),
-        ("value", Value(critic=Role("second")), "values"),
-        ("gae", GAE(lam=0.5), "advantages"),
+        ("reward", Reward(other), "token_level_scores", "kl_shape"),
+        ("old_log_prob", OldLogProb(), "old_log_probs", "mismatch"),
+        ("value", Value(critic=Role("second")), "values", "gae"),
+        ("gae", GAE(lam=0.5), "advantages", "whiten"),
     ],
 )
-def test_what_does_not_read_a_column_does_not_rewrite_it(anchor: str, operator: Operator, column: str) -> None:
-    """It stands beside its anchor, and does not take its place."""
+def test_what_does_not_read_a_column_does_not_rewrite_it(
+    anchor: str, operator: Operator, column: str, reader: str
+) -> None:
+    """It stands beside its anchor, and does not take its place; the error names a port that could read it."""
     with pytest.raises(GraphError) as error:
         PPO.edit(insert={"other": After(anchor, operator)})
     assert str(error.value) == (
         f"other is inserted after {anchor} and writes {column} without reading {anchor}'s, so it stands beside "
         f"{anchor} and rewrites nothing, and nothing would read it; wire a reader to it: "
-        f"wire={{'node.port': 'other.{column}'}}, or let it take the place of {anchor}: "
+        f"wire={{'{reader}.{column}': 'other.{column}'}}, or let it take the place of {anchor}: "
         f"replace={{'{anchor}': {type(operator).__name__}(...)}}."
     )
 
@@ -406,7 +392,7 @@ def test_a_value_of_a_subclass_may_be_read_and_none_of_a_base() -> None:
 class Scored(Generate):
     """Generates, and says itself what it was worth."""
 
-    def __call__(self, prompts: PromptBatch) -> ScoredBatch:  # type: ignore[override]
+    def __call__(self, prompts: PromptBatch) -> EpisodeBatch:  # type: ignore[override]
         raise AssertionError("never called")
 
 

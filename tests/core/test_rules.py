@@ -49,7 +49,7 @@ def the_edit(graph: Graph, message: str) -> Graph:
     assert message.count("edit(") == 1, message
     call = message[message.index("edit(") :]
     end = next(i for i in range(1, len(call) + 1) if call[:i].count("(") == call[:i].count(")") > 0)
-    names = {"After": After, "Sync": Sync, "Role": Role}
+    names = {"After": After, "RolloutCorrection": RolloutCorrection, "Sync": Sync, "Role": Role}
     result = eval(f"graph.{call[:end]}", {"graph": graph, **names})
     assert isinstance(result, Graph)
     return result

@@ -89,6 +89,18 @@ def test_no_such_ancestor_needs_a_wire() -> None:
         scored().edit(replace={"reward": UpdateActor()})
 
 
+def test_the_error_about_a_column_that_is_not_there_has_the_edit_that_brings_it() -> None:
+    without = grpo(exact, kl_coef=0.0)
+    edit: dict[str, object] = {"set": {"update_actor.kl": KLLoss("k3", 0.1)}}
+    with pytest.raises(GraphError) as error:
+        without.edit(**edit)  # type: ignore[arg-type]
+    mend = str(error.value).partition("and wire it: ")[2].removesuffix(".")
+    mended = eval(f"dict({mend})", {"After": After, "RefLogProb": RefLogProb})
+    graph = without.edit(**edit, **mended)  # type: ignore[arg-type]
+    assert wires(graph, "update_actor")["ref_log_prob"] == "ref_log_prob.ref_log_prob"
+    assert graph.check(prompts=8) == []
+
+
 def test_an_optional_port_is_taken_where_the_parameters_want_it() -> None:
     with_kl = PPO.edit(replace={"update_actor": UpdateActor(kl=KLLoss("k3", 0.1))})
     assert wires(with_kl, "update_actor")["ref_log_prob"] == "ref_log_prob.ref_log_prob"
@@ -264,7 +276,7 @@ def test_a_value_that_is_passed_on_is_re_written() -> None:
 
 def test_what_nobody_would_read_is_refused() -> None:
     with pytest.raises(
-        GraphError, match=r"ref_2 is inserted after generate but rewrites none .*wire=\{'node\.port': 'r"
+        GraphError, match=r"ref_2 is inserted after generate but rewrites none .*wire=\{'kl_shape\.ref_log_prob': 'r"
     ):
         PPO.edit(insert={"ref_2": After("generate", RefLogProb())})
     graph = PPO.edit(

@@ -63,18 +63,17 @@ def test_a_job_stays_on_the_loopback_if_all_of_it_is_on_one_machine(
     told: list[tuple[str, Any]] = []
 
     def ask(self: Hosts, to: list[ProcessSpec], what: str, method: str, *args: Any, **_: Any) -> list[Any]:
-        if method == "seat":
-            return [Seat(nodes[plans.index(plan)], plan.rank) for plan in to]
         told.append((method, args[0] if method == "meeting_point" else args[2]))
         return [("address", 1)] * len(to)
 
     monkeypatch.setattr(Hosts, "ask", ask)
+    monkeypatch.setattr(Hosts, "_settle", lambda *_: [Seat(*seat) for seat in zip(nodes, (0, 1, 0), strict=True)])
     monkeypatch.setattr(Hosts, "_crowded", lambda *_: False)
     stub: Any = SimpleNamespace(options=lambda **_: stub, remote=lambda *_: None)
-    monkeypatch.setattr(hosts, "ray", SimpleNamespace(remote=lambda _: stub))
+    monkeypatch.setattr(hosts, "ray", SimpleNamespace(remote=lambda *host, **_: stub if host else lambda _: stub))
     backend = SimpleNamespace(collective=True)
     started: Any = object.__new__(Hosts)
-    vars(started).update(actors={}, seats={}, seed=0, place=SimpleNamespace(deadline=9.0))
+    vars(started).update(actors={}, seats={}, seed=0, place=SimpleNamespace(deadline=9.0), _swapping=())
     vars(started).update(bindings={"actor": backend, "rollout": backend})
     started._slots = SimpleNamespace(options=lambda _: {}, gpus=lambda _: None)
     started.start(plans)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,39 +11,53 @@ import pytest
 
 from flowrl import PromptData, Training
 from flowrl.backends import TorchRollout
+from flowrl.core.operator import Operator
+from flowrl.data.waits import SHORT
 from flowrl.distributed.place import Colocate, Split
 from flowrl.episodes import Answer, Environment, Reply
-from flowrl.operators import Interact
+from flowrl.operators import GroupAdvantage, Interact, TurnGroupAdvantage
 from flowrl.run.place import Place
+from flowrl.run.timeline import Timeline, idle
 from tests.jobs import job_of
+from tests.on_ray.test_parity import numbers
+from tests.runs import lines
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("cluster")]
 
 
 class Longer(Environment):
-    """Three turns, each worth its length."""
+    """Three turns, each worth its length. To close takes long enough to be seen in a trace; a reply that took its time
+    would change which rows are decoded together, and so the last bits."""
 
     async def step(self, answer: Answer) -> Reply:
         return Reply(f"{len(answer.ids)} tokens", reward=len(answer.ids) / 8, done=answer.turn == 2)
 
-
-def numbers(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    clock = ("timing", "throughput", "sync/by/", "episodes/waiting")
-    return [{key: value for key, value in record.items() if not key.startswith(clock)} for record in records]
+    async def close(self) -> None:
+        await asyncio.sleep(2 * SHORT)
 
 
-@pytest.mark.parametrize(("ranks", "place"), [(1, Split(1, 1)), (2, Colocate(2))])
+def settled(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """`numbers`, without how long worlds were waited for."""
+    return [{key: value for key, value in one.items() if key != "episodes/waiting"} for one in numbers(records)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "place", "advantage"),
+    [(1, Split(1, 1), GroupAdvantage()), (2, Colocate(2), GroupAdvantage()), (2, Colocate(2), TurnGroupAdvantage())],
+)
 def test_episodes_are_those_of_one_process(
-    ranks: int, place: Place, tiny: str, prompts_file: str, tmp_path: Path
+    ranks: int, place: Place, advantage: Operator, tiny: str, prompts_file: str, tmp_path: Path
 ) -> None:
     operator = Interact(Longer, max_turns=3, context=150, max_new_tokens=8)
     job = job_of("grpo", tiny, n=2).edit(
         replace={"generate": operator}, drop=["reward"], bind={"rollout": TorchRollout(tiny, device="cpu")}
     )
-    training = Training(job, PromptData(prompts_file), steps=2, prompts=4, folder=str(tmp_path / "local"))
-    local = numbers(training.run().metrics)
+    job = job.edit(replace={"group_advantage": advantage})
+    settings = {"steps": 2, "prompts": 4, "rollouts_every": 2}
+    training = Training(job, PromptData(prompts_file), folder=str(tmp_path / "local"), **settings)
+    local = settled(training.run().metrics)
     remote_job = job.edit(bind={"rollout": TorchRollout(tiny, device="cpu", ranks=ranks)})
-    remote = numbers(
+    remote = settled(
         replace(training, job=replace(remote_job, place=place), folder=str(tmp_path / "ray")).run().metrics
     )
     if ranks == 1:
@@ -51,3 +66,22 @@ def test_episodes_are_those_of_one_process(
         assert mine["reward/mean"] == pytest.approx(theirs["reward/mean"])
         assert mine["episodes/turns"] == theirs["episodes/turns"] == 3
         assert theirs["rollout/logp_diff_max"] < 1e-4
+        assert mine["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-3)
+    here, there = (
+        [(row["row_id"], row["episode"]) for row in lines(tmp_path / folder / "rollouts.jsonl")]
+        for folder in ("local", "ray")
+    )
+    assert here == there and len(here) == 8
+    for folder, count in (("local", 1), ("ray", ranks)):
+        assert lane_of_worlds(Timeline.load(tmp_path / folder / "trace.json")) == count
+
+
+def lane_of_worlds(trace: Timeline) -> int:
+    """At how many places a trace shows that worlds were waited for, which is beside each rank of the node."""
+    worlds = [span for span in trace.spans if span.kind == "world"]
+    places = {span.place for span in trace.spans if span.name == "interact"}
+    assert {span.place for span in worlds} == {f"{place}: worlds" for place in places}
+    assert {span.step for span in worlds} == {0, 1}
+    assert "interact: some wait for their worlds" in {span.name for span in worlds}
+    assert idle(trace.spans).keys().isdisjoint(span.place for span in worlds)
+    return len(places)

@@ -175,8 +175,8 @@ def test_the_death_of_the_general_host_is_named(tiny: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("call", "place", "said"),
     [
-        ("actor.update", Colocate(1, deadline=30), "update_actor in step 1 is stuck on actor rank 0"),
-        ("rollout.wake", Colocate(1, deadline=30), "sync in step 1, waking, is stuck on rollout rank 0"),
+        ("actor.update", Colocate(1, deadline=12), "update_actor in step 1 is stuck on actor rank 0"),
+        ("rollout.wake", Colocate(1, deadline=12), "sync in step 1, waking, is stuck on rollout rank 0"),
     ],
 )
 def test_what_hangs_is_named_within_the_deadline(call: str, place: Place, said: str, tiny: str, tmp_path: Path) -> None:
@@ -190,9 +190,9 @@ def test_what_hangs_is_named_within_the_deadline(call: str, place: Place, said: 
             thread = threading.Thread(target=desk.blocked, args=(call,))
             thread.start()
             started = time.monotonic()
-            with pytest.raises(NodeError, match=f"{said}: nothing was heard for 30 s"):
+            with pytest.raises(NodeError, match=f"{said}: nothing was heard for 12 s"):
                 executor.step(batch(), 0)
-            assert time.monotonic() - started < 30 + 150  # the deadline of one node, and the nodes before it
+            assert time.monotonic() - started < 12 + 150  # the deadline of one node, and the nodes before it
             thread.join()
 
 

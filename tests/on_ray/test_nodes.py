@@ -146,7 +146,7 @@ def test_what_goes_wrong_is_named_and_the_next_sync_works(tiny: str, tmp_path: P
 def test_an_engine_that_dies_or_hangs_while_it_receives(how: str, tiny: str, tmp_path: Path) -> None:
     """The trainer, which waits for it, is not blamed, and waits no longer than the deadline."""
     desk = Desk(str(tmp_path))
-    job = toy_job(GRAPH, tmp_path, tiny, place=Split(2, 1, deadline=20.0 if how == "hangs" else 3600.0))
+    job = toy_job(GRAPH, tmp_path, tiny, place=Split(2, 1, deadline=12.0 if how == "hangs" else 3600.0))
     with leaves_nothing() as processes, job.open() as executor:
         processes += process_ids(executor).values()
         executor.sync()

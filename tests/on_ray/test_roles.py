@@ -12,7 +12,7 @@ from flowrl import After
 from flowrl.backends import SGD, TorchRewardModel, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.distributed.place import Colocate
 from flowrl.graph import Graph
-from flowrl.graphs import distill_full, grpo
+from flowrl.graphs import distill_full, distill_top, grpo
 from flowrl.operators import Judge, ModelReward, TextModelReward, WeighRewards
 from tests.backends.torch.test_reward_model import reward_folder
 from tests.models import tiny_folder
@@ -46,7 +46,12 @@ def modelled() -> Graph:
     )
 
 
-GRAPHS = {"rewards": modelled(), "distill_full": distill_full(k=8, beta=0.5, n=2, max_new_tokens=6, mini_batch=4)}
+DISTILLED: dict[str, Any] = {"beta": 0.5, "n": 2, "max_new_tokens": 6, "mini_batch": 4}
+GRAPHS = {
+    "rewards": modelled(),
+    "distill_full": distill_full(**DISTILLED),
+    "distill_top": distill_top(k=8, **DISTILLED),
+}
 
 
 @pytest.mark.parametrize("name", GRAPHS)

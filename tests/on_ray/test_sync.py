@@ -18,11 +18,12 @@ from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.torch.engine import TorchTrainerEngine
 from flowrl.core.protocols import BuildContext
 from flowrl.data.metrics import Metrics
+from flowrl.data.waits import Waits
 from flowrl.distributed import delivery, export
 from flowrl.distributed.export import Export
 from flowrl.distributed.host import Report
 from flowrl.distributed.place import Colocate
-from flowrl.distributed.runner import refuse_unequal
+from flowrl.distributed.reports import refuse_unequal
 from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
 from flowrl.records import Receipt
@@ -200,7 +201,8 @@ def test_ranks_of_an_engine_that_received_different_weights() -> None:
 
     def report(digest: str, seconds: float) -> Report:
         receipt = Receipt(3, digest, 10, seconds, "object store")
-        return Report({}, {"receipt": receipt}, Metrics(), {}, [], None, 0, 0.0, 0.0, 0.0)
+        values = {"receipt": receipt}
+        return Report({}, values, Metrics(), {}, Waits(), [], None, received=0, started=0.0, fetched=0.0, ended=0.0)
 
     refuse_unequal([report("a", 0.1), report("a", 0.2)], sync)
     with pytest.raises(SyncError, match=r"sync: the ranks of the engine received different weights: .*'a'.*'b'"):

@@ -29,7 +29,6 @@ from flowrl.core.protocols import Checkpointed, Critic, Rollout, Sampled, Scorer
 from flowrl.core.roles import Reads, Role
 from flowrl.core.session import State
 from flowrl.data.metrics import Metrics
-from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import EngineError, SyncError
 from flowrl.records import Receipt, Sequences
 from flowrl.run.job import Job
@@ -63,6 +62,14 @@ class Desk:
         """Wait until a call blocks; returns its process id."""
         return int((self.folder / f"{call}.block").read_text())
 
+    def hold(self, call: str) -> None:
+        """The next `call` waits until it is released."""
+        os.mkfifo(self.folder / f"{call}.hold")
+
+    def release(self, call: str) -> None:
+        """Wait until a call is held, and let it go on."""
+        (self.folder / f"{call}.hold").write_text("")
+
     def fail(self, call: str, error: type[Exception] = ValueError) -> None:
         """The next `call` raises."""
         (self.folder / f"{call}.fail").write_text(error.__name__)
@@ -87,6 +94,9 @@ class Desk:
             os.write(writer, str(os.getpid()).encode())
             os.close(writer)
             threading.Event().wait()
+        if (gate := self.folder / f"{call}.hold").exists():
+            gate.read_text()  # until somebody writes
+            gate.unlink()
         if (meeting := self.folder / f"{call}.meet").exists():
             self._meet(call, meeting.read_text().split())
 
@@ -230,13 +240,28 @@ class ToyCriticEngine(ToyLearner):
         return self._scored(batch)
 
 
+class ToyTokenizer:
+    """What a `ChatTokenizer` makes of ids of single characters, without the seconds that transformers takes to import.
+
+    Args:
+        folder: of a tokeniser of bytes.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        words: dict[str, int] = json.loads(Path(folder, "tokenizer.json").read_text())["model"]["vocab"]
+        self._words = {i: {"Ġ": " ", "Ċ": "\n"}.get(word, word) for word, i in words.items()}
+
+    def decode(self, ids: Sequence[int], ends: Sequence[int]) -> str:
+        return "".join(self._words[i] for i in ids)
+
+
 class ToyRolloutEngine(ToyEngine):
     receipt: Receipt | None = None
-    tokenizer: ChatTokenizer
 
     def __init__(self, role: str, spec: Toy, context: Any) -> None:
         super().__init__(role, spec, context)
-        self.tokenizer = ChatTokenizer(spec.folder)
+        self.tokenizer = ToyTokenizer(spec.folder)
 
     def generate(
         self, prompts: Tensor, prompt_mask: Tensor, row_ids: Sequence[str], sampling: Any, key: Any
@@ -253,7 +278,8 @@ class ToyRolloutEngine(ToyEngine):
         mask = torch.arange(width) < lengths[:, None]
         shift = float(self.w.sum())
         tokens = 10 + ((draws[:, 1 : width + 1] * 37 + shift * 11) % 60).long()
-        return Sampled(tokens * mask, mask, torch.where(mask, -draws[:, 1 : width + 1], 0.0).float())
+        versions = torch.where(mask, self.receipt.version, -1)
+        return Sampled(tokens * mask, mask, torch.where(mask, -draws[:, 1 : width + 1], 0.0).float(), versions)
 
     def sleep(self) -> None:
         super().sleep()

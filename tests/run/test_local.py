@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl import Metrics, Operator, PromptBatch, PromptData, algorithm
+from flowrl import After, Metrics, Operator, PromptBatch, PromptData, algorithm
 from flowrl import columns as c
 from flowrl.core.plan import Plan
 from flowrl.core.session import current
@@ -98,6 +98,25 @@ def test_what_a_loss_raises_is_told_with_its_line(tiny: str) -> None:
     executor = local_steps(Plan(job.graph), job.build(0), 0)
     executor.sync()
     with pytest.raises(NodeError, match=rf"update_actor failed in step 1: RuntimeError: .*\n  at {__file__}:{line}\n"):
+        executor.step(PROMPTS, 0)
+
+
+class Spoils(Operator):
+    """Divides by what may be nothing."""
+
+    def __call__(self, advantages: c.Advantages) -> c.Advantages:
+        spoilt = advantages.clone()
+        spoilt[1, 0] = float("nan")
+        return spoilt
+
+
+def test_numbers_that_are_not_finite_are_told_with_who_wrote_them(tiny: str) -> None:
+    """Though it is the update that fails by them."""
+    job = job_of("grpo", tiny).edit(insert={"spoils": After("group_advantage", Spoils())})
+    executor = local_steps(Plan(job.graph), job.build(0), 0)
+    executor.sync()
+    said = r"gradient norm is nan(.|\n)*\n  advantages is NaN or infinite in 1 places, first in row 1, token 0; spoils"
+    with pytest.raises(NodeError, match=rf"update_actor failed in step 1: DataError: .*{said}\.advantages wrote it$"):
         executor.step(PROMPTS, 0)
 
 

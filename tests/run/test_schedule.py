@@ -7,6 +7,7 @@ from itertools import product
 import networkx as nx
 import pytest
 
+from flowrl.core.lag import Lag
 from flowrl.core.plan import Plan
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
@@ -42,11 +43,26 @@ def test_generation_sees_the_sync_that_its_lag_allows_and_no_newer_one(name: str
                 assert later.has_edge(generate, sync)
 
 
+@pytest.mark.parametrize(("name", "lag"), [*product(GRAPHS, (1, 2))])
+def test_a_swap_comes_under_what_generates_and_never_too_late_for_what_is_trained(name: str, lag: int) -> None:
+    """With spans a token of a step is of the weights after the step lag + 1 before it, or of later ones that are not
+    newer than those which the step trains."""
+    spanned = Plan(GRAPHS[name].edit(lag=Lag(lag, spans=True)))
+    later = nx.transitive_closure_dag(Schedule(spanned, lag, beside=True).network(STEPS))
+    for step, other in product(STEPS, STEPS):
+        generate, sync = Instance(step, "generate"), Instance(other, "sync")
+        assert later.has_edge(sync, generate) == (other <= step - 1 - lag)
+        assert later.has_edge(generate, sync) == (other >= step)
+    alone = nx.transitive_closure_dag(Schedule(spanned, lag).network(STEPS))  # one node runs at a time: as without
+    assert set(alone.edges) == set(run_of(GRAPHS[name], lag).edges)
+
+
 @pytest.mark.parametrize(("name", "lag"), CASES)
 def test_batches_are_drawn_in_order_and_at_most_lag_and_one_are_in_flight(name: str, lag: int) -> None:
     later = run_of(GRAPHS[name], lag)
     for step in STEPS[1:]:
         assert later.has_edge(Instance(step - 1, "batch"), Instance(step, "batch"))
+        assert later.has_edge(Instance(step - 1, "generate"), Instance(step, "generate"))
     for step in STEPS[lag + 1 :]:
         done = [Instance(step - lag - 1, node) for node in GRAPHS[name].nodes]
         assert all(later.has_edge(one, Instance(step, "batch")) for one in done)

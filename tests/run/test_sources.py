@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ from flowrl.core.ports import INJECTED
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError
 from flowrl.graph import Graph
-from flowrl.operators import Collect, Feedback, Spread
+from flowrl.operators import Collect, Feedback, Interact, Spread
+from flowrl.operators.held_out import pass_at_k
 from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.job import Job
+from flowrl.run.sources import by_input
 from tests.jobs import job_of, write_prompts
 from tests.prompt_files import write_jsonl
 from tests.rewards import digits
@@ -273,3 +276,29 @@ def test_a_validation_on_prompts_alone(tiny: str, tmp_path: Path) -> None:
     found = run(job(tiny), sources, tmp_path / "run", validation=Validation(sources["batch"], every=4))
     assert len(found.validations) == 2 and "val/reward/mean" in found.validations[0]
     assert train(job_of("grpo", tiny), write_prompts(tmp_path / "q.jsonl"), tmp_path / "plain").metrics
+
+
+@pytest.mark.parametrize(
+    ("of_data", "of_episodes", "refused"),
+    [
+        ({}, {"enable_thinking": False}, True),
+        ({"enable_thinking": False}, {}, True),
+        ({"enable_thinking": True}, {"enable_thinking": False}, True),
+        ({"enable_thinking": False}, {"enable_thinking": False}, False),
+        ({}, {"tools": []}, False),  # which a source knows nothing of
+    ],
+)
+def test_prompts_are_written_alike_by_their_source_and_by_episodes(
+    of_data: dict[str, Any], of_episodes: dict[str, Any], refused: bool
+) -> None:
+    operator = Interact(tools=[pass_at_k], chat_template_kwargs=of_episodes)
+    graph = graphs.grpo(None).edit(replace={"generate": operator}, drop=["reward"])
+    data = PromptData("a.jsonl", chat_template_kwargs=of_data)
+    held_out = Validation(data, changes={"repeat.n": 1}, until="interact")
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: by_input(graph, data, "Training"),
+        lambda: by_input(held_out.graph(graph), data, "Validation"),
+    )
+    for call in calls:
+        with pytest.raises(ParameterError, match=r"^interact writes .*expected the same") if refused else nullcontext():
+            call()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from flowrl import INJECTED, Operator, PromptBatch, algorithm
+from flowrl import columns as c
 from flowrl.core.plan import Plan
+from flowrl.data.waits import Wait, Waits
 from flowrl.errors import DataError
 from flowrl.graphs import ppo
 from flowrl.run.timeline import Span, Timeline, critical_path, idle, lanes
+from tests.jobs import PROMPTS
 from tests.kernel import exact
+from tests.runs import walk
 
 TIMES = st.tuples(st.integers(0, 10_000), st.integers(0, 3_000))
 START = 1_763_000_000.0  # Unix seconds have few digits left for microseconds
@@ -225,6 +231,39 @@ class TestIdle:
     @given(traces())
     def test_a_share(self, trace: Timeline) -> None:
         assert all(-1e-6 <= share <= 1 for share in idle(trace.spans).values())
+
+
+class Asks(Operator):
+    """Waits for what is outside."""
+
+    def __call__(self, prompt_mask: c.PromptMask, waits: Waits = INJECTED) -> c.PromptMask:
+        waits.append(Wait("all wait", START, START + 2))
+        return prompt_mask
+
+
+class TestWorlds:
+    """What a node waits for outside of its place is in a lane of its own."""
+
+    def test_a_node_tells_what_it_waited_for(self) -> None:
+        @algorithm
+        def asking(batch: PromptBatch) -> Any:
+            return Asks()(batch.prompt_mask)
+
+        steps = walk(asking())
+        for step in (3, 4):
+            steps.step(PROMPTS, step)
+        worlds = [span for span in steps.timeline.spans if span.kind == "world"]
+        told = Span("asks: all wait", "this process: worlds", START, START + 2, kind="world")
+        assert worlds == [replace(told, step=3), replace(told, step=4)]
+        assert len(steps.timeline.spans) == 4
+
+    def test_by_hand_it_is_told_to_nobody(self) -> None:
+        mask = PROMPTS.columns["prompt_mask"]
+        assert Asks()(mask) is mask
+
+    def test_it_neither_idles_nor_keeps_a_place_busy(self) -> None:
+        spans = [Span("interact", "x", 0, 2), Span("interact: all wait", "x: worlds", 0, 9, kind="world")]
+        assert idle(spans) == {"x": 0.0}
 
 
 class TestSummary:

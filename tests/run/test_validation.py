@@ -11,8 +11,10 @@ import torch
 from flowrl import INJECTED, Metrics, Operator, PromptData, State, Validation
 from flowrl import columns as c
 from flowrl.core.edit import After
-from flowrl.errors import FlowrlError, NodeError, ParameterError
+from flowrl.errors import FlowrlError, GraphError, NodeError, ParameterError
 from flowrl.graphs import grpo
+from flowrl.operators import Interact
+from flowrl.operators.held_out import pass_at_k
 from flowrl.run.timeline import Timeline
 from tests.jobs import job_of, weights_of
 from tests.kernel import exact
@@ -48,6 +50,13 @@ def test_a_validation_may_have_any_name() -> None:
     """Metrics go by it, and boards group them at a slash."""
     validation = Validation(PromptData("math.jsonl"), name="val/math: hard")
     assert validation.graph(grpo(exact))["repeat"].operator.rows_factor == 1
+
+
+def test_where_a_world_gives_the_rewards_the_default_end_says_which_node_to_name() -> None:
+    played = grpo(None).edit(replace={"generate": Interact(tools=[pass_at_k])}, drop=["reward"])
+    with pytest.raises(GraphError, match=r"'val' ends at until='reward', and .*Validation\(\.\.\., until='interact'\)"):
+        Validation(PromptData("math.jsonl"), changes={}).graph(played)
+    assert Validation(PromptData("math.jsonl"), changes={}, until="interact").graph(played).sinks == ("interact",)
 
 
 def test_states_of_a_validation_are_its_own_and_new_each_time(tiny: str, prompts_file: str, tmp_path: Path) -> None:
@@ -136,7 +145,7 @@ def test_an_untrained_policy_validates_alike_whatever_it_is_trained_with(
         ({"changes": {"sampler.n": 1}}, r"names 'sampler', which grpo does not have; it has batch, repeat"),
         ({"changes": {"repeat": 1}}, r"set={'repeat': ...}\) does not name a parameter"),
         ({"changes": {"repeat.n": 0}}, r"n=0"),
-        ({"until": "judge"}, r"no node 'judge'"),
+        ({"until": "judge"}, r"ends at until='judge', and grpo has no node 'judge'; .*until='reward'\)"),
     ],
 )
 def test_a_validation_that_does_not_fit_is_refused_before_there_is_a_folder(

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.hosted.arrival import Arrival
-from flowrl.backends.hosted.base import EngineSpec, HostedRollout
+from flowrl.backends.hosted.base import HostedRollout
+from flowrl.backends.hosted.spec import EngineSpec
+from flowrl.core.protocols import Caches
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.distributed import export
 from flowrl.distributed.export import Export
@@ -97,7 +99,10 @@ class Hosted(HostedRollout):
         self._given, self._worker = scores, worker
         self._probe, self._arithmetic = PROBE, self._dtype()
 
-    def _take(self, arrival: Arrival) -> str:
+    def _halt(self, caches: Caches | None) -> tuple[str, ...]:
+        return ()
+
+    def _take_over(self, arrival: Arrival, caches: Caches | None) -> str:
         if not self._worker:
             self.held = {name: tensor.clone() for name, tensor in arrival.weights()}
             return "copy"
@@ -119,7 +124,7 @@ class Hosted(HostedRollout):
 
     def _nothing(self, *_: Any) -> Any: ...
 
-    _start = _stop = _limits = _settings = _answer = _release = _resume = _nothing
+    _start = _stop = _limits = _settings = _begin = _advance = _abort = _release = _resume = _nothing
 
 
 def torch_engine(folder: str, trainer: Any) -> Any:

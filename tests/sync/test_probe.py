@@ -160,6 +160,17 @@ class TestOldWeights:
         held = refuse_old_weights("X", scores(0.015, 0.018), held, 0.02)
         assert refuse_old_weights("X", scores(0.015, 0.03), held, 0.02) == scores(0.015, 0.018)
 
+    @pytest.mark.parametrize("first", [True, False])
+    def test_beside_other_answers_rounding_is_no_move(self, first: bool) -> None:
+        """Whether the engine computed them with these scores or with those before."""
+        before = scores(0, 0)._replace(beside=first)
+        now = scores(0.0029, 0.03)._replace(beside=not first)
+        with pytest.raises(SyncError, match=r"X scores 8 tokens as it did before, within 0\.0029, and the trainer has"):
+            refuse_old_weights("X", now, before, 0.02)
+        assert refuse_old_weights("X", now, before, 0.04) == before
+        followed = scores(0.0031, 0.03)._replace(beside=not first)
+        assert refuse_old_weights("X", followed, before, 0.02) == followed
+
     @pytest.mark.parametrize("sign", [1, -1])
     def test_tokens_of_which_one_moves_count_as_the_mean(self, sign: int) -> None:
         trainer = (-3.0 + sign, *scores(0, 0).trainer[1:])  # by 1/8 on the mean
