@@ -1,4 +1,4 @@
-"""The command line: ``flowrl list | show | check | audit | plan | diff | run | operators | demo``.
+"""The command line: ``flowrl list | show | check | audit | plan | diff | run | episodes | operators | demo``.
 
 What a command may be given is in `flowrl.targets`. Misuse ends with one paragraph and the exit code 2; ``--debug``
 shows the traceback. Heavy modules are imported by the commands that need them.
@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from flowrl.audit_command import add_to
+from flowrl import audit_command, episodes_command
 from flowrl.errors import FlowrlError, ParameterError, offer
 from flowrl.targets import graph_of, load_target, refuse_namesakes
 
@@ -266,7 +266,8 @@ def list_() -> None:
     _print_table(("algorithm", "", "an edit of", "what it changes"), listed())
 
 
-add_to(app, out)
+audit_command.add_to(app, out)
+episodes_command.add_to(app, out)
 
 
 @app.command()

@@ -4,7 +4,7 @@ if __name__ != "flowrl.graphs":
     raise ImportError(f"{__name__!r} is imported as flowrl.graphs; write `from flowrl.graphs import ...`.")
 
 from flowrl.graphs.dapo import dapo
-from flowrl.graphs.distill import distill, distill_full
+from flowrl.graphs.distill import distill, distill_full, distill_top
 from flowrl.graphs.dpo import dpo
 from flowrl.graphs.dr_grpo import dr_grpo
 from flowrl.graphs.filtered import pf_ppo, raft
@@ -26,6 +26,7 @@ __all__ = [
     "dapo",
     "distill",
     "distill_full",
+    "distill_top",
     "dpo",
     "dppo",
     "dr_grpo",

@@ -14,7 +14,7 @@ from flowrl.operators import Collect, MaskOverlong, OverlongPenalty, Spread
 
 @edit_of(grpo)
 def dapo(
-    reward_fn: str | Callable[..., Any],
+    reward_fn: str | Callable[..., Any] | None,
     *,
     groups: int = 32,
     n: int = 16,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flowrl.core.roles import Role
-from flowrl.graph import algorithm
+from flowrl.graph import Graph, algorithm
+from flowrl.graphs.settings import edit_of
 from flowrl.operators import (
     GKD,
+    FullGKD,
     Generate,
     OldLogProb,
     PPOClip,
@@ -13,9 +17,11 @@ from flowrl.operators import (
     Repeat,
     ReverseKL,
     Sync,
+    TeacherStates,
     TeacherTopK,
     UpdateActor,
 )
+from flowrl.operators.distillation import TeacherTop
 from flowrl.records import PromptBatch, Receipt
 
 
@@ -53,20 +59,18 @@ def distill(
 def distill_full(
     batch: PromptBatch,
     *,
-    k: int = 64,
     beta: float = 1.0,
     n: int = 1,
     temperature: float = 1.0,
     max_new_tokens: int = 1024,
     mini_batch: int | None = None,
 ) -> Receipt:
-    """Towards a teacher's distribution, not its token (GKD: Agarwal et al. 2023, arXiv:2306.13649), on own samples.
+    """Towards a teacher's whole distribution, not its token (GKD: Agarwal et al. 2023, arXiv:2306.13649).
 
-    ``beta KL(P || M) + (1 - beta) KL(Q || M)`` over the teacher's k most likely tokens and the rest; see `GKD`.
+    ``beta KL(P || M) + (1 - beta) KL(Q || M)`` over the vocabulary in the places of own samples; see `FullGKD`.
 
     Args:
         batch: prompts.
-        k: tokens of the teacher.
         beta: 0 is KL(teacher || student), 1 is KL(student || teacher), between them Jensen-Shannon.
         n: responses per prompt.
         temperature: the sampling temperature, at which distributions are compared.
@@ -75,6 +79,28 @@ def distill_full(
     """
     prompts = Repeat(n)(batch)
     rollout = Generate(temperature=temperature, max_new_tokens=max_new_tokens)(prompts)
-    top = TeacherTopK(k)(rollout)
-    update = UpdateActor(GKD(beta), mini_batch=mini_batch)
-    return Sync()(update(rollout, **top._asdict()))
+    said = TeacherStates()(rollout)
+    update = UpdateActor(FullGKD(beta), mini_batch=mini_batch)
+    return Sync()(update(rollout, **said._asdict()))
+
+
+@edit_of(distill_full)
+def distill_top(*, k: int = 64, beta: float = 1.0, **settings: Any) -> Graph:
+    """Towards a teacher's likely tokens and the rest (GKD: Agarwal et al. 2023, arXiv:2306.13649).
+
+    For where `distill_full` cannot have the teacher's head, or its states are too many bytes. The outcomes of a token
+    are the teacher's k most likely ones and that it is another, see `GKD`; so what is followed is never more than the
+    divergence over the vocabulary.
+
+    Args:
+        k: tokens of the teacher.
+        beta: as in `distill_full`.
+        settings: others of `distill_full`.
+    """
+    graph: Graph = distill_full(**settings)
+    return graph.edit(
+        replace={"teacher_states": TeacherTopK(k)},
+        set={"update_actor.loss": GKD(beta)},
+        wire={f"update_actor.{column}": f"teacher_top_k.{column}" for column in TeacherTop._fields},
+        name="distill_top",
+    )

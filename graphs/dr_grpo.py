@@ -12,7 +12,7 @@ from flowrl.graphs.settings import edit_of
 
 @edit_of(grpo)
 def dr_grpo(
-    reward_fn: str | Callable[..., Any], *, max_new_tokens: int = 1024, kl_coef: float = 0.0, **settings: Any
+    reward_fn: str | Callable[..., Any] | None, *, max_new_tokens: int = 1024, kl_coef: float = 0.0, **settings: Any
 ) -> Graph:
     """GRPO "done right" (Liu et al. 2025, arXiv:2503.20783): without its two biases.
 

@@ -15,7 +15,7 @@ from flowrl.operators import NLL, Filter, Ranked
 
 
 @edit_of(grpo, without=("clip", "kl_coef", "mini_batch"))
-def raft(reward_fn: str | Callable[..., Any], *, best: int = 1, n: int = 8, **settings: Any) -> Graph:
+def raft(reward_fn: str | Callable[..., Any] | None, *, best: int = 1, n: int = 8, **settings: Any) -> Graph:
     """Supervised fine-tuning on the best of n own answers (RAFT: Dong et al. 2023, arXiv:2304.06767, alg. 1).
 
     There is no advantage, no ratio and no reference.
@@ -38,7 +38,9 @@ def raft(reward_fn: str | Callable[..., Any], *, best: int = 1, n: int = 8, **se
 
 
 @edit_of(ppo, without=("mini_batch",))
-def pf_ppo(reward_fn: str | Callable[..., Any], *, best: int = 1, worst: int = 1, n: int = 8, **settings: Any) -> Graph:
+def pf_ppo(
+    reward_fn: str | Callable[..., Any] | None, *, best: int = 1, worst: int = 1, n: int = 8, **settings: Any
+) -> Graph:
     """PPO on answers whose reward can be trusted (PF-PPO: Zhang et al. 2024, arXiv:2409.06957).
 
     A reward model is surest of the best and the worst answers to a prompt, so policy and critic learn from these.

@@ -16,7 +16,7 @@ Function = str | Callable[..., Any]
 
 @edit_of(grpo)
 def gdpo(
-    reward_fn: Function,
+    reward_fn: Function | None,
     *,
     others: Mapping[str, Function] | None = None,
     weights: Mapping[str, float] | None = None,

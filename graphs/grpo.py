@@ -13,7 +13,7 @@ from flowrl.operators import GroupAdvantage, KLLoss, PPOClip, UpdateActor
 
 @edit_of(ppo)
 def grpo(
-    reward_fn: str | Callable[..., Any],
+    reward_fn: str | Callable[..., Any] | None,
     *,
     n: int = 8,
     temperature: float = 1.0,

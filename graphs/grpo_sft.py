@@ -14,7 +14,7 @@ from flowrl.records import DemoBatch, PromptBatch, Receipt, Updated
 def grpo_sft(
     batch: PromptBatch,
     demos: DemoBatch,
-    reward_fn: str | Callable[..., Any],
+    reward_fn: str | Callable[..., Any] | None,
     *,
     n: int = 8,
     temperature: float = 1.0,

@@ -14,7 +14,7 @@ from flowrl.operators import GPGAdvantage, LogitNorm, OPOAdvantage, OptimalToken
 
 
 @edit_of(grpo)
-def gpg(reward_fn: str | Callable[..., Any], *, kl_coef: float = 0.0, **settings: Any) -> Graph:
+def gpg(reward_fn: str | Callable[..., Any] | None, *, kl_coef: float = 0.0, **settings: Any) -> Graph:
     """Group policy gradient (GPG: Chu et al. 2025, arXiv:2504.02546): no standard deviation.
 
     Groups whose answers are all right or all wrong teach nothing; the others are scaled up to make up for them.
@@ -28,7 +28,7 @@ def gpg(reward_fn: str | Callable[..., Any], *, kl_coef: float = 0.0, **settings
 
 
 @edit_of(grpo)
-def opo(reward_fn: str | Callable[..., Any], *, kl_coef: float = 0.0, **settings: Any) -> Graph:
+def opo(reward_fn: str | Callable[..., Any] | None, *, kl_coef: float = 0.0, **settings: Any) -> Graph:
     """Exactly on-policy, against the baseline of least variance (OPO: Hao et al. 2025, arXiv:2505.23585).
 
     The mean of the group is weighed by length. There is one mini-batch a step, so nothing is clipped.
@@ -42,7 +42,7 @@ def opo(reward_fn: str | Callable[..., Any], *, kl_coef: float = 0.0, **settings
 
 
 @edit_of(grpo)
-def otb(reward_fn: str | Callable[..., Any], *, kl_coef: float = 0.0, **settings: Any) -> Graph:
+def otb(reward_fn: str | Callable[..., Any] | None, *, kl_coef: float = 0.0, **settings: Any) -> Graph:
     """A baseline of least variance at each token (OTB: Li et al. 2026, arXiv:2602.07078).
 
     Answers to one prompt are each other's baseline, weighed by how hard their tokens so far have pulled at the policy;
@@ -62,7 +62,7 @@ def otb(reward_fn: str | Callable[..., Any], *, kl_coef: float = 0.0, **settings
 
 
 @edit_of(grpo)
-def pass_at_k(reward_fn: str | Callable[..., Any], *, k: int = 4, n: int = 8, **settings: Any) -> Graph:
+def pass_at_k(reward_fn: str | Callable[..., Any] | None, *, k: int = 4, n: int = 8, **settings: Any) -> Graph:
     """GRPO for the best of k answers (Chen et al. 2025, arXiv:2508.10751), which keeps answers diverse.
 
     Args:

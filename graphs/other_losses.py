@@ -13,7 +13,7 @@ from flowrl.operators import CISPO, DPO, DPPO, GMPO, GSPO, SAPO, ClipCov, KLCov
 
 
 def _grpo(
-    name: str, reward_fn: str | Callable[..., Any], loss: Loss, aggregation: str, settings: Mapping[str, Any]
+    name: str, reward_fn: str | Callable[..., Any] | None, loss: Loss, aggregation: str, settings: Mapping[str, Any]
 ) -> Graph:
     changed = {"update_actor.loss": loss, "update_actor.aggregation": aggregation}
     return grpo(reward_fn, **{"kl_coef": 0.0, **settings}).edit(set=changed, name=name)
@@ -21,7 +21,7 @@ def _grpo(
 
 @edit_of(grpo, without=("clip",))
 def gspo(
-    reward_fn: str | Callable[..., Any], *, clip_low: float = 3e-4, clip_high: float = 4e-4, **settings: Any
+    reward_fn: str | Callable[..., Any] | None, *, clip_low: float = 3e-4, clip_high: float = 4e-4, **settings: Any
 ) -> Graph:
     """One ratio a response, clipped as a whole (GSPO: Zheng et al. 2025, arXiv:2507.18071).
 
@@ -39,7 +39,7 @@ def gspo(
 
 
 @edit_of(grpo, without=("clip",))
-def cispo(reward_fn: str | Callable[..., Any], *, clip_high: float = 0.28, **settings: Any) -> Graph:
+def cispo(reward_fn: str | Callable[..., Any] | None, *, clip_high: float = 0.28, **settings: Any) -> Graph:
     """Clipped weights in place of clipped gradients (CISPO: MiniMax 2025, arXiv:2506.13585).
 
     Every token has a gradient, also those that PPO would cut off; see `CISPO`.
@@ -56,7 +56,7 @@ def cispo(reward_fn: str | Callable[..., Any], *, clip_high: float = 0.28, **set
 
 
 @edit_of(grpo, without=("clip",))
-def gmpo(reward_fn: str | Callable[..., Any], *, clip_log: float = 0.4, **settings: Any) -> Graph:
+def gmpo(reward_fn: str | Callable[..., Any] | None, *, clip_log: float = 0.4, **settings: Any) -> Graph:
     """The geometric mean of the ratios of a response (GMPO: Zhao et al. 2025, arXiv:2507.20673).
 
     Outliers count less than in an arithmetic mean, so the clip is wide; see `GMPO`.
@@ -73,7 +73,9 @@ def gmpo(reward_fn: str | Callable[..., Any], *, clip_log: float = 0.4, **settin
 
 
 @edit_of(grpo, without=("clip",))
-def sapo(reward_fn: str | Callable[..., Any], *, tau_pos: float = 1.0, tau_neg: float = 1.05, **settings: Any) -> Graph:
+def sapo(
+    reward_fn: str | Callable[..., Any] | None, *, tau_pos: float = 1.0, tau_neg: float = 1.05, **settings: Any
+) -> Graph:
     """A soft gate in place of the clip (SAPO: Gao et al. 2025, arXiv:2511.20347); see `SAPO`.
 
     Gradients fall smoothly as the ratio leaves 1, and do not end.
@@ -90,7 +92,9 @@ def sapo(reward_fn: str | Callable[..., Any], *, tau_pos: float = 1.0, tau_neg: 
 
 
 @edit_of(grpo, without=("clip",))
-def kl_cov(reward_fn: str | Callable[..., Any], *, top: float = 2e-4, coef: float = 1.0, **settings: Any) -> Graph:
+def kl_cov(
+    reward_fn: str | Callable[..., Any] | None, *, top: float = 2e-4, coef: float = 1.0, **settings: Any
+) -> Graph:
     """KL on the tokens that cost most entropy (KL-Cov: Cui et al. 2025, arXiv:2505.22617).
 
     They are those whose log-prob and advantage vary together most, over the mini-batch; see `KLCov`.
@@ -109,7 +113,12 @@ def kl_cov(reward_fn: str | Callable[..., Any], *, top: float = 2e-4, coef: floa
 
 @edit_of(grpo, without=("clip",))
 def clip_cov(
-    reward_fn: str | Callable[..., Any], *, share: float = 2e-4, low: float = 1.0, high: float = 5.0, **settings: Any
+    reward_fn: str | Callable[..., Any] | None,
+    *,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    **settings: Any,
 ) -> Graph:
     """No gradient from some of the tokens that cost entropy (Clip-Cov: Cui et al. 2025, arXiv:2505.22617).
 
@@ -130,7 +139,11 @@ def clip_cov(
 
 @edit_of(grpo, without=("clip",))
 def dppo(
-    reward_fn: str | Callable[..., Any], *, divergence: Literal["tv", "kl"] = "tv", within: float = 0.2, **settings: Any
+    reward_fn: str | Callable[..., Any] | None,
+    *,
+    divergence: Literal["tv", "kl"] = "tv",
+    within: float = 0.2,
+    **settings: Any,
 ) -> Graph:
     """A trust region by divergence and not by ratio (DPPO: Qi et al. 2026, arXiv:2602.04879).
 
@@ -149,7 +162,7 @@ def dppo(
 
 
 @edit_of(grpo, without=("clip", "kl_coef"))
-def online_dpo(reward_fn: str | Callable[..., Any], *, n: int = 2, beta: float = 0.1, **settings: Any) -> Graph:
+def online_dpo(reward_fn: str | Callable[..., Any] | None, *, n: int = 2, beta: float = 0.1, **settings: Any) -> Graph:
     """The better answer over the worse, sampled as it learns (Guo et al. 2024, arXiv:2402.04792).
 
     Of each prompt's answers, the best and the worst by the reward are a pair of DPO. There is no advantage, and KL is

@@ -29,7 +29,7 @@ from flowrl.records import CriticUpdated, PromptBatch, Receipt
 @algorithm
 def ppo(
     batch: PromptBatch,
-    reward_fn: str | Callable[..., Any],
+    reward_fn: str | Callable[..., Any] | None,
     *,
     n: int = 1,
     temperature: float = 1.0,

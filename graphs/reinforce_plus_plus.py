@@ -15,7 +15,7 @@ from flowrl.operators import ReturnToGo, Whiten
 
 @edit_of(ppo, without=("lam", "critic_warmup"))
 def reinforce_plus_plus(
-    reward_fn: str | Callable[..., Any], *, n: int = 1, gamma: float = 1.0, **settings: Any
+    reward_fn: str | Callable[..., Any] | None, *, n: int = 1, gamma: float = 1.0, **settings: Any
 ) -> Graph:
     """PPO without a critic (REINFORCE++: Hu 2025, arXiv:2501.03262): the mean over the batch is the baseline.
 
@@ -35,7 +35,7 @@ def reinforce_plus_plus(
 
 @edit_of(grpo)
 def reinforce_plus_plus_baseline(
-    reward_fn: str | Callable[..., Any], *, n: int = 8, kl_coef: float = 0.001, **settings: Any
+    reward_fn: str | Callable[..., Any] | None, *, n: int = 8, kl_coef: float = 0.001, **settings: Any
 ) -> Graph:
     """REINFORCE++ with a group baseline (Hu 2025, arXiv:2501.03262): GRPO, but the scale is that of the whole batch.
 

@@ -13,7 +13,7 @@ from flowrl.operators import Generate, Reward, RowScore, SubtractBaseline
 
 
 @edit_of(reinforce_plus_plus, without=("lam", "critic_warmup"))
-def remax(reward_fn: str | Callable[..., Any], *, max_new_tokens: int = 1024, **settings: Any) -> Graph:
+def remax(reward_fn: str | Callable[..., Any] | None, *, max_new_tokens: int = 1024, **settings: Any) -> Graph:
     """REINFORCE against the greedy answer (ReMax: Li et al. 2023, arXiv:2310.10505, eq. 6): no critic, no group.
 
     What the greedy answer to the same prompt scores is the baseline; nothing is trained on that answer. A whole

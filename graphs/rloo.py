@@ -12,7 +12,7 @@ from flowrl.operators import RLOOAdvantage
 
 
 @edit_of(ppo, without=("gamma", "lam", "critic_warmup"))
-def rloo(reward_fn: str | Callable[..., Any], *, n: int = 4, kl_coef: float = 0.05, **settings: Any) -> Graph:
+def rloo(reward_fn: str | Callable[..., Any] | None, *, n: int = 4, kl_coef: float = 0.05, **settings: Any) -> Graph:
     """REINFORCE with a leave-one-out baseline (RLOO: Ahmadian et al. 2024, arXiv:2402.14740).
 
     The other answers to a prompt are each one's baseline, so the critic disappears. A whole response is one action: its

@@ -13,7 +13,7 @@ from flowrl.operators import DecoupledGAE, PPOClip, PPOClipNLL
 
 @edit_of(ppo, without=("lam", "kl_coef"))
 def vapo(
-    reward_fn: str | Callable[..., Any],
+    reward_fn: str | Callable[..., Any] | None,
     *,
     n: int = 16,
     alpha: float = 0.05,

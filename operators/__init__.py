@@ -5,7 +5,7 @@ if __name__ != "flowrl.operators":
 
 from flowrl.operators.advantage import GAE, DecoupledGAE, ReturnToGo, RowScore, SubtractBaseline, Whiten
 from flowrl.operators.correction import Mismatch, RolloutCorrection
-from flowrl.operators.distillation import GKD, ReverseKL, TeacherTopK
+from flowrl.operators.distillation import GKD, FullGKD, ReverseKL, TeacherStates, TeacherTopK
 from flowrl.operators.engines import Generate, LogitNorm, OldLogProb, RefLogProb, Repeat, Value
 from flowrl.operators.feedback import Feedback
 from flowrl.operators.groups import GPGAdvantage, GroupAdvantage, OPOAdvantage, PassAtKAdvantage, RLOOAdvantage
@@ -22,6 +22,7 @@ from flowrl.operators.reward.operator import Reward
 from flowrl.operators.reward.terms import GDPOAdvantage, Matches, WeighRewards
 from flowrl.operators.rows import Collect, Filter, Length, Ranked, Spread
 from flowrl.operators.token_baseline import OptimalTokenBaseline
+from flowrl.operators.turns import TurnGAE, TurnGroupAdvantage
 from flowrl.operators.update import Sync, UpdateActor, UpdateCritic
 from flowrl.operators.value_losses import ValueClip, ValueHuber
 
@@ -42,6 +43,7 @@ __all__ = [
     "DecoupledGAE",
     "Feedback",
     "Filter",
+    "FullGKD",
     "GDPOAdvantage",
     "GPGAdvantage",
     "Generate",
@@ -79,8 +81,11 @@ __all__ = [
     "Spread",
     "SubtractBaseline",
     "Sync",
+    "TeacherStates",
     "TeacherTopK",
     "TextModelReward",
+    "TurnGAE",
+    "TurnGroupAdvantage",
     "UpdateActor",
     "UpdateCritic",
     "Value",

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn import functional as F
 
 from flowrl.columns import (
     Advantages,
@@ -23,7 +25,9 @@ from flowrl.columns import (
 )
 from flowrl.core.operator import Granularity, Operator
 from flowrl.errors import DataError
-from flowrl.operators.per_token import select, select_rewards
+from flowrl.operators.per_token import has_holes, select, select_rewards
+
+_BLOCK = 32  # tokens that are summed at once
 
 
 @torch.no_grad()
@@ -35,6 +39,9 @@ def gae(
     ``A_t = delta_t + gamma * lam * A_{t+1}`` with ``delta_t = r_t + gamma * V_{t+1} - V_t``, where ``t + 1`` is the
     next token *on the mask*: a hole (say, the output of a tool) is stepped over, and the value and the advantage
     behind it are carried across undiscounted. The value after a row's last token is 0: every response counts as ended.
+
+    It is computed as ``A_t = G_t - V_t``, with the returns ``G_t = r_t + gamma * ((1 - lam) * V_{t+1} + lam *
+    G_{t+1})``: these are the same sums, in which less is rounded, since no value is added that a later one takes away.
 
     Args:
         token_level_rewards: float ``[batch response]``; zero off the mask.
@@ -51,17 +58,67 @@ def gae(
     """
     rewards = select_rewards(token_level_rewards, response_mask, "token_level_rewards")
     values = select(values, response_mask)
-    # Time goes first, so that each step of the loop reads contiguous memory.
-    reward_t, value_t, mask_t = rewards.T.contiguous(), values.T.contiguous(), response_mask.T.contiguous()
-    advantage_t = torch.zeros_like(reward_t)
-    next_value = next_advantage = reward_t.new_zeros(reward_t.shape[1])
-    for t in range(reward_t.shape[0] - 1, -1, -1):
-        delta = reward_t[t] + gamma * next_value - value_t[t]
-        next_advantage = torch.where(mask_t[t], delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(mask_t[t], value_t[t], next_value)
-        advantage_t[t] = next_advantage
-    advantages = select(advantage_t.T, response_mask)
-    return advantages, advantages + values
+    discount = gamma * torch.as_tensor(lam, dtype=torch.float64, device=rewards.device).reshape(-1, 1)
+    # G_t = r_t + W_{t+1}, where W_t = gamma * (1 - lam) * V_t + gamma * lam * G_t is what G_t is worth a token before:
+    # W_t = w_t + gamma * lam * W_{t+1}, with w = gamma * lam * r + gamma * (1 - lam) * V.
+    w = (discount.float() * rewards).addcmul_((gamma - discount).float(), values)
+    returns = rewards.add_(_behind(w, response_mask, discount))
+    return torch.sub(returns, values, out=values), returns
+
+
+def _behind(w: Tensor, mask: Tensor, discount: Tensor) -> Tensor:
+    """``W_{t+1}`` with ``W_t = w_t + discount * W_{t+1}``, where ``t + 1`` is the next token on the mask; 0 off it.
+
+    Args:
+        w: float32 ``[rows tokens]``, 0 off the mask.
+        mask: bool ``[rows tokens]``.
+        discount: float64 ``[rows 1]`` or ``[1 1]``.
+    """
+    rows, width = w.shape
+    if not has_holes(mask):
+        sums = _discounted_sums(w, discount)
+        w[:, :-1], w[:, -1:] = sums[:, 1:width], 0.0
+        return w
+    blocks = width // _BLOCK + 1  # so that some token is left behind the last
+    tokens = torch.arange(blocks * _BLOCK, dtype=torch.int32, device=mask.device)
+    at, packed = _places(mask), _places(tokens < mask.sum(-1, dtype=torch.int32)[:, None])
+    left = w.new_zeros(rows * len(tokens)).scatter_(0, packed, w.flatten().index_select(0, at))
+    sums = _discounted_sums(left.view(rows, len(tokens)), discount)
+    return w.zero_().flatten().scatter_(0, at, sums.flatten().index_select(0, packed.add_(1))).view(rows, width)
+
+
+def _discounted_sums(x: Tensor, discount: Tensor) -> Tensor:
+    """``y_t = x_t + discount * y_{t+1}`` along each row, which is padded to whole blocks by zeros.
+
+    A block's own sums are doubled in reach until they span it; what follows a block is this very sum over the sums of
+    the blocks behind it. Each number is computed alike wherever its row stands, and no power overflows.
+
+    Args:
+        x: float32 ``[rows tokens]``; its memory is used.
+        discount: float64 ``[rows 1]`` or ``[1 1]``, in [0, 1].
+    """
+    rows, width = x.shape
+    blocks = -(-width // _BLOCK)
+    y = F.pad(x, (0, blocks * _BLOCK - width)).view(rows, blocks, _BLOCK)
+    other = torch.empty_like(y)
+    reach = 1
+    while reach < _BLOCK:
+        power = (discount**reach).float().unsqueeze(-1)
+        torch.addcmul(y[..., :-reach], power, y[..., reach:], out=other[..., :-reach])
+        other[..., -reach:] = y[..., -reach:]
+        y, other, reach = other, y, 2 * reach
+    if blocks > 1:
+        behind = _discounted_sums(y[:, 1:, 0].contiguous(), discount**_BLOCK)[:, : blocks - 1]
+        powers = discount ** torch.arange(_BLOCK, 0, -1, device=x.device)
+        y[:, :-1].addcmul_(powers.float().unsqueeze(1), behind.unsqueeze(-1))
+    return y.view(rows, blocks * _BLOCK)
+
+
+def _places(mask: Tensor) -> Tensor:
+    """Where a mask is True, in its flat memory: int64."""
+    if mask.device.type != "cpu":
+        return mask.flatten().nonzero().squeeze(1)
+    return torch.from_numpy(np.flatnonzero(mask.numpy()))  # four times as fast as torch
 
 
 @torch.no_grad()
@@ -82,17 +139,22 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
         DataError: exactly one token on the mask, whose variance is not defined; or shapes that differ.
     """
     selected = select(x, mask)
-    numbers = selected[mask].double()  # in float64 equal numbers have a variance of exactly 0
-    if numbers.numel() == 0:
+    number = int(mask.count_nonzero())
+    if number == 0:
         return selected
-    if numbers.numel() == 1:
+    if number == 1:
         raise DataError(
             "whitening found a single token on the mask, and the variance of one number is not defined; whiten a "
             "larger batch, or drop Whiten from the graph."
         )
-    mean = numbers.mean()
-    whitened = (selected.double() - mean) * torch.rsqrt(numbers.var() + 1e-8)
-    return select(whitened if shift_mean else whitened + mean, mask)
+    mean = selected.sum(dtype=torch.float64) / number  # in float64 equal numbers have exactly themselves as mean
+    rest = mean - mean.float()
+    apart = select(selected.sub_(mean.float()).sub_(rest.float()), mask)
+    variance = torch.linalg.vector_norm(apart, dtype=torch.float64).square() / (number - 1)
+    scale = torch.rsqrt(variance + 1e-8)
+    if shift_mean and scale.isfinite():
+        return apart.mul_(scale.float())
+    return select(apart.mul_(scale.float()).add_(0.0 if shift_mean else mean.float()), mask)
 
 
 class GAEOutput(NamedTuple):

@@ -217,8 +217,10 @@ class RolloutCorrection(Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """``{"importance correction"}``, but where rows are only rejected: those that are kept weigh 1."""
-        return frozenset() if self.mode == "reject" else frozenset({"importance correction"})
+        """``"importance correction"``, but where rows are only rejected: those that are kept weigh 1; and ``"weighs
+        tokens"`` where each token of a row has a weight of its own."""
+        weighs, tokens = self.mode != "reject", self.level == "token"
+        return frozenset({"importance correction"} if weighs else ()) | ({"weighs tokens"} if tokens else frozenset())
 
     def __call__(
         self,

@@ -12,12 +12,14 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl import columns as c
+from flowrl.core.heads import Head, StateScorer
 from flowrl.core.loss import Loss
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
-from flowrl.core.protocols import LogitScorer
 from flowrl.core.roles import Reads, Role
+from flowrl.core.scorers import LogitScorer
 from flowrl.data.metrics import Metrics
+from flowrl.errors import DataError
 from flowrl.operators.per_token import select
 from flowrl.records import Sequences
 
@@ -50,6 +52,34 @@ class TeacherTopK(Operator):
 
     def __call__(self, rollout: Sequences) -> TeacherTop:
         return TeacherTop(*self.teacher.top_log_probs(rollout, self.k))
+
+
+class TeacherSaid(NamedTuple):
+    """All that a teacher could have said in the place of each token, once its head makes distributions of it."""
+
+    teacher_states: c.TeacherStates
+    teacher_head: Head
+
+
+class TeacherStates(Operator):
+    """All that a teacher would have said in the place of each sampled token, as it can travel: its last states.
+
+    They are float32 ``[batch response hidden]``, 0 off the mask; its head goes beside, by name, and whoever trains
+    reads it once from the teacher's folder. So ``[batch response vocabulary]`` is neither sent nor held.
+
+    Args:
+        teacher: a frozen model with the policy's vocabulary; its size is its own.
+
+    Raises:
+        BindError: the teacher's logits are not made by a linear head, and perhaps a scale (Granite, Cohere) or a cap
+            (Gemma 2).
+    """
+
+    granularity: ClassVar[Granularity] = "row"
+    teacher: Reads[StateScorer] = Role("teacher")
+
+    def __call__(self, rollout: Sequences) -> TeacherSaid:
+        return TeacherSaid(*self.teacher.last_states(rollout))
 
 
 class ReverseKL(Operator):
@@ -126,3 +156,35 @@ class GKD(Loss):
         likely = distributions.gather(1, teacher_ids)
         rest = distributions.scatter(1, teacher_ids, -torch.inf).logsumexp(1, keepdim=True)
         return divergence(teacher, torch.cat([likely, rest], dim=1), self.beta)
+
+
+class FullGKD(Loss):
+    """The divergence from a teacher over the whole vocabulary (GKD: Agarwal et al. 2023, arXiv:2306.13649, eq. 1).
+
+    Of some tokens at a time, the teacher's head makes its distributions from the states that `TeacherStates` gives, in
+    the arithmetic of the teacher and at each row's temperature. See `divergence`.
+
+    Args:
+        beta: 0 is KL(teacher || student), 1 is KL(student || teacher), between them Jensen-Shannon.
+
+    Raises:
+        DataError: teacher and student have vocabularies of two sizes.
+    """
+
+    beta: float = Field(default=1.0, ge=0, le=1)
+
+    def __call__(
+        self,
+        distributions: c.Distributions,
+        teacher_states: c.TeacherStates,
+        teacher_head: Head,
+        temperature: c.Temperature,
+    ) -> Tensor:
+        teacher = teacher_head.log_probs(teacher_states, temperature)
+        if teacher.shape != distributions.shape:
+            raise DataError(
+                f"the teacher has logits for {teacher.shape[1]} tokens and the student for {distributions.shape[1]}; "
+                f"expected one vocabulary, padding included: give both as many by resize_token_embeddings(...), or "
+                f"distil from likely tokens by TeacherTopK and GKD."
+            )
+        return divergence(teacher, distributions, self.beta)

@@ -7,16 +7,19 @@ from typing import Annotated, Any, ClassVar, Protocol
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from flowrl import columns as c
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
-from flowrl.core.protocols import Critic, NormScorer, Rollout, Sampling, Scorer
+from flowrl.core.protocols import Critic, Rollout, Sampling, Scorer
 from flowrl.core.roles import Reads, Role
+from flowrl.core.scorers import NormScorer
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.tokenizer import assemble
 from flowrl.errors import SyncError
+from flowrl.operators.asked import AsksModel
 from flowrl.records import PromptBatch, RolloutBatch, Sequences, Tokens
 from flowrl.spec import Spec
 
@@ -135,6 +138,7 @@ class Generate(Sampler, Operator):
             engine.tokenizer.decode(ids[mask].tolist(), self.stop_token_ids)
             for ids, mask in zip(*sampled[:2], strict=True)
         ]
+        oldest = oldest_version(sampled.versions, sampled.response_mask, receipt.version)
         if rows:
             metrics.sum("response_length/total", lengths.sum())
             metrics.mean("response_length/mean", lengths.sum(), rows)
@@ -150,15 +154,33 @@ class Generate(Sampler, Operator):
             rollout_log_probs=sampled.log_probs,
             response_text=np.array(texts, dtype=object),
             temperature=torch.full((rows,), self.temperature, device=sampled.responses.device),
-            policy_version=torch.full((rows,), receipt.version, dtype=torch.int64, device=sampled.responses.device),
+            policy_version=oldest,
+            token_version=sampled.versions,
         )
 
 
-class OldLogProb(Operator):
+def oldest_version(versions: Tensor, mask: Tensor, none: int) -> Tensor:
+    """The version of each row: int64 ``[batch]``.
+
+    Args:
+        versions: of its tokens, int64 ``[batch response]``.
+        mask: bool ``[batch response]``.
+        none: of rows that have no token.
+    """
+    newest = torch.iinfo(versions.dtype).max
+    oldest = versions.masked_fill(~mask, newest).amin(1) if mask.shape[1] else versions.new_full((len(mask),), newest)
+    return oldest.where(mask.any(1), none)
+
+
+class OldLogProb(AsksModel, Operator):
     """The sampled tokens' log-probs, recomputed by the trainer with its weights at the start of the step.
 
     The ratio of PPO is taken against these and not against the rollout engine's own, since engines differ in kernels,
     precision and sampling masks. Float32 ``[batch response]`` at each row's temperature, 0 off the mask.
+
+    Args:
+        reads: what the policy is given of the rows; see `AsksModel`.
+        actor: the trainer.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -182,10 +204,14 @@ class LogitNorm(Operator):
         return self.actor.logit_norms(rollout)
 
 
-class RefLogProb(Operator):
+class RefLogProb(AsksModel, Operator):
     """The sampled tokens' log-probs under the frozen reference, the anchor of KL.
 
     Float32 ``[batch response]`` at each row's temperature, 0 off the mask.
+
+    Args:
+        reads: what the reference is given of the rows; see `AsksModel`.
+        ref: the reference.
     """
 
     granularity: ClassVar[Granularity] = "row"
@@ -195,8 +221,13 @@ class RefLogProb(Operator):
         return self.ref.log_probs(rollout)
 
 
-class Value(Operator):
-    """State values, float32 ``[batch response]``: entry ``t`` is of the state in which token ``t`` was sampled."""
+class Value(AsksModel, Operator):
+    """State values, float32 ``[batch response]``: entry ``t`` is of the state in which token ``t`` was sampled.
+
+    Args:
+        reads: what the critic is given of the rows; see `AsksModel`.
+        critic: the critic.
+    """
 
     granularity: ClassVar[Granularity] = "row"
     critic: Reads[Critic] = Role("critic")

@@ -19,9 +19,7 @@ from flowrl.columns import Advantages, ResponseMask, TokenLevelRewards, Uid
 from flowrl.core.operator import Granularity, Operator
 from flowrl.data.column_math import numbers_of_groups
 from flowrl.errors import DataError
-from flowrl.operators.per_token import select, select_rewards
-
-_BLOCK = 256  # rows that are worked on at a time, so that they stay in the cache
+from flowrl.operators.per_token import blocks_of_rewards, row_blocks, select
 
 
 class Groups:
@@ -51,7 +49,8 @@ class Groups:
             raise DataError(
                 f"uid names {len(uid)} rows but token_level_rewards has {len(self.scores)}; pass one uid per row."
             )
-        if odd := next((name for name in uid.tolist() if isinstance(name, list | dict)), None):
+        if {list, dict} & set(map(type, uid.tolist())):
+            odd = next(name for name in uid.tolist() if isinstance(name, list | dict))
             raise DataError(f"uid holds {odd!r}, which names no group; expected text, the same for rows of one prompt.")
         index, names = numbers_of_groups(uid)
         sizes = np.bincount(index, minlength=len(names))
@@ -87,24 +86,18 @@ class Groups:
 def _scores(rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of the rewards and the number of tokens of each row: float64 ``[batch]``."""
     scores, lengths = torch.zeros(2, len(rewards), dtype=torch.float64, device=rewards.device)
-    fits = rewards.shape == mask.shape and mask.dtype == torch.bool
-    for start in range(0, len(rewards), _BLOCK) if fits else ():
-        rows = slice(start, start + _BLOCK)
-        on, given = mask[rows].float(), rewards[rows].float()
-        kept = on * given  # several times as fast as `where`, but a NaN gets through
-        fits = fits and torch.equal(kept, given)
-        scores[rows], lengths[rows] = kept.sum(-1), on.sum(-1)
-    if not fits:  # a NaN, a reward off the mask, or shapes that differ
-        scores = select_rewards(rewards, mask, "token_level_rewards").sum(-1).double()
-        lengths = mask.sum(-1).double()
+    for rows, given in blocks_of_rewards(rewards, mask, "token_level_rewards"):
+        scores[rows], lengths[rows] = given.sum(-1), mask[rows].sum(-1, dtype=torch.int32)
     return scores, lengths
 
 
 def _spread(advantage: Tensor, response_mask: Tensor) -> Tensor:
     """A number a row at each of its tokens: float32 ``[batch response]``, 0 off the mask."""
-    if not advantage.isfinite().all():
-        return select(advantage.unsqueeze(-1).expand(response_mask.shape), response_mask)
-    return response_mask.float().mul_(advantage.float().unsqueeze(-1))
+    spread = torch.empty(response_mask.shape, device=response_mask.device)
+    for rows in row_blocks(response_mask):
+        mask = response_mask[rows]
+        spread[rows] = select(advantage[rows].unsqueeze(-1).expand(mask.shape), mask)
+    return spread
 
 
 @torch.no_grad()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, cast
 
@@ -17,18 +18,22 @@ from flowrl.core import references
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
 from flowrl.core.protocols import Requests, Rollout
-from flowrl.core.roles import Reads, Role
+from flowrl.core.roles import Reads, Role, RoleRef
 from flowrl.data.column_math import objects
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
-from flowrl.data.tokenizer import assemble
+from flowrl.data.tokenizer import ChatTokenizer, assemble
 from flowrl.data.transcript import Check, Message
+from flowrl.data.waits import Waits
+from flowrl.episodes.account import account
+from flowrl.episodes.apart import call_tool, reference_of, stem_of
 from flowrl.episodes.chat import Desk, Limits
 from flowrl.episodes.environment import Environment, Row
 from flowrl.episodes.play import Played, Stage, World, play
+from flowrl.episodes.rehearsal import rehearse
 from flowrl.episodes.tools import Toolbox
 from flowrl.errors import DataError, ParameterError
-from flowrl.operators.engines import Sampler
+from flowrl.operators.engines import Sampler, oldest_version
 from flowrl.records import EpisodeBatch
 from flowrl.spec import Spec
 
@@ -67,6 +72,8 @@ class Episodes(Spec):
     failed: Literal["error", "leave"] = "error"
     tries: int = Field(default=2, ge=1)
     concurrency: int | None = Field(default=None, ge=1)
+    chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
+    processes: bool = False
 
 
 class Interact(Sampler, Episodes, Operator):
@@ -92,12 +99,18 @@ class Interact(Sampler, Episodes, Operator):
             masked, has no reward, and is counted.
         tries: how often an episode is begun whose world fails, each time by the same random numbers.
         concurrency: how many episodes are under way at a time; None is all.
+        chat_template_kwargs: arguments of the chat template, the same as those of the data, such as
+            ``{"enable_thinking": False}``; a row's own are not taken.
+        processes: play each episode's environment in a process of its own, and make each call of a plain tool in one,
+            so that those that hang or crash are killed with all that they have started; see `flowrl.episodes.apart`.
+            They are imported there, and so have to be at the top level of a module or file.
         temperature, top_k, top_p, max_new_tokens, stop_token_ids, stop, ignore_eos: of each answer; see `Sampler`.
         rollout: the engine.
 
     Returns:
         the columns of `Generate`, of which `response_text` is the last answer; `token_level_scores` with each turn's
-        reward on its last token; `turns`, the number of answers (int64 ``[batch]``); `conversation`, the messages.
+        reward on its last token; `turns`, the number of answers (int64 ``[batch]``); `turn_ids`, which of them a token
+        is of; `conversation`, the messages; `episode`, its account (see `flowrl.episodes.account`).
 
     Raises:
         EpisodeError: the world fails, and `failed` is ``"error"``.
@@ -112,31 +125,65 @@ class Interact(Sampler, Episodes, Operator):
     def __post_init__(self) -> None:
         if isinstance(self.world, str):
             references.check(self.world, classes=True)
-        elif self.world is not None:
-            refuse_no_world(self.world)
         if self.world is None and not self.tools:
             raise ParameterError("there is no world and no tool, so every episode is one answer: write Generate(...).")
         self._toolbox  # noqa: B018 (refuses tools that are none)
+        if self.processes and not isinstance(self.world, str) and not self._apart(self.world):
+            raise ParameterError(
+                "processes=True, and nothing would run in one: the world is no Environment class, and no tool is "
+                "plain; an agent and coroutines stay in this process. Leave processes out."
+            )
 
     @field_validator("world", mode="before")
     @classmethod
     def _refuse_no_world(cls, world: Any) -> Any:
-        if isinstance(world, Environment):
-            name = type(world).__name__
-            raise ValueError(f"it is an object, and each episode makes its own; give its class: Interact({name})")
+        if world is not None and not isinstance(world, str):
+            refuse_no_world(world)
         return world
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _refuse_one_tool(cls, tools: Any) -> Any:
+        if callable(tools):
+            raise ValueError(f"expected a list of functions: tools=[{getattr(tools, '__name__', tools)}]")
+        return tools
 
     @cached_property
     def _toolbox(self) -> Toolbox | None:
         return Toolbox(self.tools, self.parser) if self.tools else None
 
-    def __call__(self, prompts: Conversable, key: Key = INJECTED, metrics: Metrics = INJECTED) -> EpisodeBatch:
+    def _apart(self, world: Any) -> tuple[str, ...]:
+        """Where processes of their own find the environment and the plain tools."""
+        plain = (tool for tool in self.tools if not inspect.iscoroutinefunction(tool))
+        return tuple(reference_of(thing) for thing in (world, *plain) if thing is not world or isinstance(world, type))
+
+    def rehearse(self, tokenizer_of: Callable[[str], ChatTokenizer | None]) -> None:
+        """Try the chat template of the model that answers; see `flowrl.episodes.rehearsal`."""
+        if (tokenizer := tokenizer_of(cast(RoleRef, self.rollout).name)) is not None:
+            rehearse(tokenizer, self.check, self._toolbox, self.world is not None, self.chat_template_kwargs)
+
+    def __call__(
+        self, prompts: Conversable, key: Key = INJECTED, metrics: Metrics = INJECTED, waits: Waits = INJECTED
+    ) -> EpisodeBatch:
         engine = self.rollout
         world = references.resolve(self.world) if isinstance(self.world, str) else self.world
         if world is not None:
             refuse_no_world(world)
+        stem = stem_of(self._apart(world)) if self.processes else None
+        toolbox = self._toolbox
+        if stem is not None and toolbox is not None:
+            toolbox = Toolbox(self.tools, self.parser, partial(call_tool, stem))
         limits = Limits(self.max_turns, self.context, self.timeout)
-        stage = Stage(cast("World | None", world), limits, self.check, self._toolbox, self.tries, self.concurrency)
+        stage = Stage(
+            cast("World | None", world),
+            limits,
+            self.check,
+            toolbox,
+            self.tries,
+            self.concurrency,
+            self.chat_template_kwargs,
+            stem,
+        )
         columns = (prompts.row_id, prompts.uid, prompts.raw_prompt, prompts.ground_truth, prompts.extra_info)
         rows = [Row(*values) for values in zip(*columns, prompts.data_source, strict=True)]
         desk, start = Desk(engine, engine.tokenizer, self.sampling, key), time.perf_counter()
@@ -144,7 +191,8 @@ class Interact(Sampler, Episodes, Operator):
         for one in played:
             if one.fault is not None and self.failed == "error":
                 raise one.fault
-        report(played, desk.waited, time.perf_counter() - start, metrics)
+        waits += [*desk.worlds.told(), *desk.idle.told()]
+        report(played, desk.idle.seconds, time.perf_counter() - start, metrics)
         return self._columns(rows, played)
 
     def _columns(self, rows: Sequence[Row], played: Sequence[Played]) -> EpisodeBatch:
@@ -156,12 +204,15 @@ class Interact(Sampler, Episodes, Operator):
         responses = torch.full((len(told), width), tokenizer.pad_id)
         present = torch.zeros(len(told), width, dtype=torch.bool)
         sampled, log_probs, scores = present.clone(), torch.zeros(len(told), width), torch.zeros(len(told), width)
+        versions = torch.full_like(responses, -1)
+        ends = present.clone()  # the last token of each turn
         for i, one in enumerate(told):
             length = len(one.ids)
             responses[i, :length], present[i, :length] = torch.tensor(one.ids, dtype=torch.int64), True
             sampled[i, :length], log_probs[i, :length] = torch.tensor(one.sampled), torch.tensor(one.log_probs)
+            versions[i, :length][sampled[i, :length]] = torch.tensor(one.versions, dtype=torch.int64)
             for place, reward in one.rewards.items():
-                scores[i, place] = reward
+                scores[i, place], ends[i, place] = reward, True
         input_ids, attention_mask, position_ids = assemble(prompts, prompt_mask, responses, present)
         return EpisodeBatch(
             prompts=prompts,
@@ -173,10 +224,13 @@ class Interact(Sampler, Episodes, Operator):
             rollout_log_probs=log_probs,
             response_text=objects(one.text for one in told),
             temperature=torch.full((len(told),), self.temperature),
-            policy_version=torch.full((len(told),), receipt.version, dtype=torch.int64),
+            policy_version=oldest_version(versions, sampled, receipt.version),
+            token_version=versions,
             token_level_scores=scores,
             turns=torch.tensor([len(one.rewards) for one in told], dtype=torch.int64),
+            turn_ids=torch.where(sampled, ends.cumsum(1) - ends.long(), -1),
             conversation=objects(one.conversation for one in told),
+            episode=objects(map(account, played)),
         )
 
 
@@ -187,6 +241,7 @@ class _Told(NamedTuple):
     ids: Sequence[int] = ()
     sampled: Sequence[bool] = ()
     log_probs: Sequence[float] = ()
+    versions: Sequence[int] = ()  # of those that were sampled
     rewards: Mapping[int, float] = MappingProxyType({})
     text: str = ""
     conversation: Sequence[Message] = ()
@@ -210,10 +265,26 @@ class _Told(NamedTuple):
             transcript.ids[transcript.prompt_length :][: ends[-1]],  # a reply that was not answered is nobody's context
             transcript.sampled[: ends[-1]],
             transcript.log_probs[: ends[-1]],
+            list(itertools.chain.from_iterable(played.chat.versions)),
             {end - 1: reward for end, reward in zip(ends, played.chat.rewards, strict=True)},
             transcript.answers[-1].text,
             transcript.messages,
         )
+
+
+def _refuse_other_call(function: Callable[..., Any], name: str, given: Sequence[str]) -> None:
+    """Refuse what cannot be called with these arguments.
+
+    Raises:
+        ParameterError: naming both.
+    """
+    try:
+        inspect.signature(function).bind(*given)
+    except TypeError as error:
+        raise ParameterError(
+            f"{name}{inspect.signature(function)} cannot be called as episodes do ({error}); define "
+            f"{name.rpartition('.')[2]}({', '.join(given)})."
+        ) from None
 
 
 def report(played: Sequence[Played], waited: float, seconds: float, metrics: Metrics) -> None:
@@ -235,7 +306,7 @@ def report(played: Sequence[Played], waited: float, seconds: float, metrics: Met
         metrics.sum("response_length/total", length)
         metrics.mean("response_length/mean", length)
         metrics.max("response_length/max", length)
-        metrics.mean("episodes/cut", one.chat.cut, turns)
+        metrics.mean("episodes/cut", sum(one.chat.cuts), turns)
         if rewarded:
             reward = sum(one.chat.rewards)
             metrics.mean("reward/mean", reward)
@@ -248,9 +319,10 @@ def report(played: Sequence[Played], waited: float, seconds: float, metrics: Met
     for why in ("turns", "context"):
         metrics.sum(f"episodes/out_of_{why}", sum(one.ended == why for one in played))
     metrics.mean("episodes/waiting", waited, seconds)
+    metrics.max("timing/waiting", waited)
 
 
-def refuse_no_world(world: Callable[..., Any]) -> None:
+def refuse_no_world(world: Any) -> None:
     """Refuse what is neither an `Environment` class nor an agent.
 
     Raises:
@@ -267,9 +339,15 @@ def refuse_no_world(world: Callable[..., Any]) -> None:
                 f"{name}() cannot be made without arguments ({error}), and each episode makes one so; give them "
                 f"defaults, or read what it needs of the row in reset(self, row)."
             ) from None
+        for method, given in (("reset", ["row"]), ("step", ["answer"]), ("close", [])):
+            _refuse_other_call(getattr(world, method), f"{name}.{method}", ["self", *given])
         return
     if inspect.iscoroutinefunction(world):
+        _refuse_other_call(world, world.__name__, ["chat", "row"])
         return
+    if isinstance(world, Environment):
+        name = type(world).__name__
+        raise ParameterError(f"it is an object, and each episode makes its own; give its class: Interact({name}).")
     raise ParameterError(
         f"the world is {world!r}; expected a class that derives from Environment, or an agent: async def "
         f"agent(chat, row)."

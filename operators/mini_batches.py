@@ -88,7 +88,7 @@ def rank_parts(
         drawn: the rows of whole mini-batches, by the rows of the step.
         weigh: the weights of the tokens of a whole mini-batch, given its mask.
         response_mask: bool ``[rows of the step, response]``.
-        attention_mask: bool ``[rows of the rank, sequence]``.
+        attention_mask: bool ``[rows of the rank, sequence]``, or any that says how long rows are.
         share: what the rank is given; None is everything.
         whole: the columns of all rows of the step, of a loss that sees whole mini-batches.
 
@@ -116,7 +116,7 @@ def own_rows(column: Any, share: Share | None) -> Any:
 def _at(column: Any, rows: Tensor) -> Any:
     if isinstance(column, Tensor):
         return column[rows]
-    return None if column is None else column[rows.numpy()]
+    return column[rows.numpy()] if isinstance(column, np.ndarray) else column  # a value is the same for all rows
 
 
 def record(columns: Mapping[str, Any]) -> Any:

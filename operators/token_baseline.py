@@ -9,7 +9,7 @@ from torch import Tensor
 from flowrl.columns import Advantages, LogitNorms, ResponseMask, TokenLevelRewards, Uid
 from flowrl.core.operator import Operator
 from flowrl.operators.groups import GroupBaseline, Groups
-from flowrl.operators.per_token import select
+from flowrl.operators.per_token import has_holes, select
 
 _ROWS = 32
 """Rows of whole groups that are worked on at a time, so that they stay in the cache."""
@@ -49,8 +49,7 @@ def optimal_token_baseline(
 
 def _against_baseline(rewards: Tensor, norms: Tensor, mask: Tensor, group: Tensor) -> Tensor:
     """`optimal_token_baseline` of some whole groups: float32 ``[rows response]``; `group` is int64 ``[rows]``."""
-    holes = bool((mask[:, 1:] & ~mask[:, :-1]).any())
-    order = mask.int().argsort(dim=1, descending=True, stable=True) if holes else None  # its tokens first
+    order = mask.int().argsort(dim=1, descending=True, stable=True) if has_holes(mask) else None  # its tokens first
     if order is not None:
         rewards, norms, mask = (x.gather(1, order) for x in (rewards, norms, mask))
     on, paid = mask.double(), rewards.cumsum(1, dtype=torch.float64)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from pydantic import Field
 from torch import Tensor
 
 from flowrl import columns as c
+from flowrl.core.lag import SPANS
 from flowrl.core.loss import Loss, Said
 from flowrl.core.operator import Granularity, Operator
-from flowrl.core.ports import INJECTED, FromParameters, PortField
-from flowrl.core.protocols import Critic, Rollout, Shipped, Trainer
+from flowrl.core.ports import INJECTED, Ahead, FromParameters, PortField
+from flowrl.core.protocols import Caches, Critic, Shipped, Swaps, Synced, Trainer
 from flowrl.core.roles import Reads, Role, Writes
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import ParameterError, StalePolicyError, SyncError
+from flowrl.operators.asked import AsksModel
 from flowrl.operators.mini_batches import draw_rows, own_rows, rank_parts, rank_rows, record
 from flowrl.operators.objective import Aggregation, KLLoss, TokenObjective, check_norm
 from flowrl.operators.policy_losses import PPOClip
@@ -70,7 +72,7 @@ class _Update:
     def _groups(self) -> str | None:
         """The column that says which group a row is of, where the loss is over groups."""
         fields: Mapping[PortField, Any] = self.loss.signature.fields if self.loss.unit == "group" else {}
-        return next((field.name for field, wanted in fields.items() if wanted.kind == "group"), None)
+        return next((field.name for field, wanted in fields.items() if getattr(wanted, "kind", "") == "group"), None)
 
     def _of_rank(self, name: str, column: Any, share: Share | None) -> Any:
         """The rows of this rank, of a column that it may be given whole."""
@@ -101,12 +103,13 @@ class _Update:
         drawn = draw_rows(len(rollout.response_mask), self.mini_batch, self.ppo_epochs, key, groups)
         inputs = {name: self._of_rank(name, column, share) for name, column in sequences.items()}
         seen, whole = ({}, read) if self._beyond_rows else (read, None)
-        parts = rank_parts(drawn, objective.weights, rollout.response_mask, inputs["attention_mask"], share, whole)
+        attended = inputs.get("attention_mask", inputs["response_mask"])
+        parts = rank_parts(drawn, objective.weights, rollout.response_mask, attended, share, whole)
         metrics: Metrics = engine.update(record({**seen, **inputs}), parts, objective)
         return metrics
 
 
-class UpdateActor(_Update, Operator):
+class UpdateActor(_Update, AsksModel, Operator):
     """Train the policy on rows that it sampled itself, or on demonstrations: one optimiser step per mini-batch.
 
     What the loss reads are ports of the update. Columns stay as they were taken at the start of the step, so
@@ -121,15 +124,18 @@ class UpdateActor(_Update, Operator):
         aggregation, norm: of tokens; see `token_weights`.
         kl: a KL term, which wants `ref_log_prob`; or None.
         entropy: the weight of the entropy bonus.
+        spans: whether weights changed under the answers: then it reads which version sampled each token. See
+            `flowrl.core.lag.Lag`, which sets it.
         off_policy: by how many updates the weights may be ahead of the rows: 1 for a second update of one role in a
             step, which runs after the first.
+        reads: what the policy is given of the rows; see `AsksModel`.
         actor: the trainer.
 
     Raises:
         ParameterError: a loss of values, a KL term beside a loss of distributions, or a `norm` that does not belong to
             `aggregation`.
-        StalePolicyError: rows were sampled by another version of the policy than the one that is trained here; rows
-            that no policy has sampled, as those of `DemoData`, have none.
+        StalePolicyError: rows, or with `spans` tokens, were sampled by another version of the policy than the one that
+            is trained here; rows that no policy has sampled, as those of `DemoData`, have none.
         DataError: `mini_batch` does not divide the rows, or cuts groups that must stay together.
     """
 
@@ -144,6 +150,7 @@ class UpdateActor(_Update, Operator):
     kl: KLLoss | None = None
     entropy: float = Field(default=0.0, ge=0)
     off_policy: int = Field(default=0, ge=0)
+    spans: bool = False
     actor: Writes[Trainer] = Role("actor")
 
     def __post_init__(self) -> None:
@@ -153,6 +160,11 @@ class UpdateActor(_Update, Operator):
                 f"kl={self.kl!r} is of log-probs, and {self.loss!r} is of whole distributions, of which the model says "
                 f"the loss alone; expected kl=None, and a term within the loss, if any."
             )
+
+    @property
+    def given_whole(self) -> frozenset[str]:
+        """Also the versions of tokens, by which all refuse."""
+        return super().given_whole | {"token_version"}
 
     @property
     def behind(self) -> int:
@@ -168,29 +180,24 @@ class UpdateActor(_Update, Operator):
 
     def wants(self) -> Mapping[str, bool]:
         by_loss = "ref_log_prob" in self.loss.signature.ports  # then it is no matter of the KL term
-        return {} if by_loss else {"ref_log_prob": self.kl is not None}
+        return {"token_version": self.spans, **({} if by_loss else {"ref_log_prob": self.kl is not None})}
 
     def __call__(
         self,
         rollout: VersionedSequences,
         *,
         ref_log_prob: c.RefLogProbs | None = None,
+        token_version: c.TokenVersion | None = None,
         key: Key = INJECTED,
         metrics: Metrics = INJECTED,
         share: Share | None = INJECTED,
+        ahead: Ahead = INJECTED,
         **columns: FromParameters,
     ) -> Updated:
-        age = self.actor.version - rollout.policy_version
-        sampled = rollout.policy_version >= 0  # and not from a file
-        stale = (sampled & ((age < 0) | (age > self.off_policy))).nonzero().flatten()
-        if len(stale):
-            row = int(stale[0])
-            raise StalePolicyError(
-                f"{len(stale)} of {len(rollout.policy_version)} rows were not sampled by the policy that is trained: "
-                f"row {row} carries policy_version {int(rollout.policy_version[row])}, the actor is at "
-                f"{self.actor.version}; expected all rows of this step from its own weights: run Sync after every "
-                f"update, then Generate."
-            )
+        if token_version is None:
+            self._refuse_stale(rollout.policy_version, ahead, metrics)
+        else:
+            self._refuse_stale(token_version.where(rollout.response_mask, -1), ahead, metrics)
         if ref_log_prob is not None and "old_log_probs" in columns:
             old, ref = (
                 self._of_rank(name, x, share)
@@ -203,8 +210,34 @@ class UpdateActor(_Update, Operator):
         metrics.merge(self._train(self.actor, rollout, read, objective, key, share))
         return Updated(self.actor.version)
 
+    def _refuse_stale(self, sampled_by: Tensor, ahead: int, metrics: Metrics) -> None:
+        """Refuse versions that may not be trained on; where they may be older, report how old they are.
 
-class UpdateCritic(_Update, Operator):
+        Args:
+            sampled_by: of rows, int64 ``[batch]``, or of tokens, ``[batch response]``; -1 where no policy did.
+            ahead: by how many versions generation may be ahead.
+            metrics: where to.
+        """
+        age = self.actor.version - sampled_by
+        sampled = sampled_by >= 0  # and not from a file
+        window = self.off_policy + ahead
+        stale = (sampled & ((age < 0) | (age > window))).nonzero()
+        if len(stale):
+            place, version = stale[0].tolist(), self.actor.version
+            rows, found = len(stale[:, 0].unique()), int(sampled_by[tuple(place)])
+            carries = f"policy_version {found}" if len(place) == 1 else f"token_version {found} at token {place[1]}"
+            own = "from its own weights: run Sync after every update, then Generate"
+            raise StalePolicyError(
+                f"{rows} of {len(sampled_by)} rows were not sampled by the policy that is trained: row {place[0]} "
+                f"carries {carries}, the actor is at {version}; expected all rows of this step "
+                f"{f'of the versions {version - window} to {version}, by the lag' if ahead else own}."
+            )
+        if ahead:
+            metrics.mean("queue/age_mean", age[sampled].sum(), int(sampled.sum()))
+            metrics.max("queue/age_max", age[sampled].max() if sampled.any() else 0)
+
+
+class UpdateCritic(_Update, AsksModel, Operator):
     """Train the critic towards the returns: one optimiser step per mini-batch.
 
     Args:
@@ -212,6 +245,7 @@ class UpdateCritic(_Update, Operator):
         ppo_epochs: passes over the rows.
         mini_batch: rows of an optimiser step; None for all at once. It must divide prompts x n.
         aggregation, norm: of tokens; see `token_weights`.
+        reads: what the critic is given of the rows; see `AsksModel`.
         critic: the critic.
 
     Raises:
@@ -254,16 +288,30 @@ class Sync(Operator):
     Every row that the engine generates from now on carries the receipt's version. A run also syncs once before its
     first step.
 
+    Args:
+        caches: where generation runs ahead, the weights change under answers that are under way, and this is what
+            becomes of what was computed of these: ``"anew"`` or ``"keep"``; None waits until none is. See
+            `flowrl.core.lag.Lag`, which sets it.
+
     Raises:
         SyncError: the engine's receipt is for other weights than the trainer's.
     """
 
     granularity: ClassVar[Granularity] = "batch"
+    caches: Caches | None = None
     actor: Reads[Trainer] = Role("actor")
-    rollout: Writes[Rollout] = Role("rollout")
+    rollout: Writes[Synced] = Role("rollout")
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """``"spans"`` where weights change under answers that are under way."""
+        return frozenset() if self.caches is None else frozenset({SPANS})
 
     def __call__(self, updated: Updated, metrics: Metrics = INJECTED) -> Receipt:
-        receipt = self.rollout.sync(self.actor)
+        if self.caches is None:
+            receipt = self.rollout.sync(self.actor)
+        else:
+            receipt = cast(Swaps, self.rollout).swap(self.actor, self.caches)
         if not receipt.version == self.rollout_version() == self.actor.version == updated.version:
             raise SyncError(
                 f"the update says version {updated.version}, the actor is at {self.actor.version}, the receipt is for "

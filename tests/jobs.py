@@ -90,6 +90,7 @@ def rollout_batch(prompts: PromptBatch, responses: Rows, version: int = 0) -> Ro
         response_text=column(["?"] * len(mask)),
         temperature=torch.ones(len(mask)),
         policy_version=torch.full((len(mask),), version),
+        token_version=torch.where(mask, version, -1),
     )
 
 

@@ -186,6 +186,7 @@ def answers(rows: int = 2, prompt: int = 3, response: int = 4) -> RolloutBatch:
         response_text=np.array(["?"] * rows, dtype=object),
         temperature=torch.ones(rows),
         policy_version=torch.zeros(rows, dtype=torch.int64),
+        token_version=torch.zeros(rows, response, dtype=torch.int64),
     )
 
 

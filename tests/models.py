@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
     Gemma2Config,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -55,7 +58,8 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_config(kind: str) -> PreTrainedConfig:
     """Two layers, hidden size 64, head size 32. ``llama`` and ``gemma2`` have grouped keys; ``qwen2``, ``gpt2`` and
-    ``gemma2`` are tied; ``gpt2`` has dropout and learnt positions; ``gemma2`` soft-caps its logits."""
+    ``gemma2`` are tied; ``gpt2`` has dropout and learnt positions; ``gemma2`` soft-caps its logits, ``granite`` and
+    ``cohere`` scale theirs, and the head of ``phi`` has a bias."""
     ids = dict(vocab_size=VOCAB, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)
     size = dict(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=256
@@ -70,18 +74,26 @@ def tiny_config(kind: str) -> PreTrainedConfig:
             return GPT2Config(**ids, n_embd=64, n_layer=2, n_head=2, n_positions=256)
         case "gemma2":
             return Gemma2Config(**ids, **size, **grouped, query_pre_attn_scalar=32, sliding_window=64)
-    raise ValueError(f"no tiny model {kind!r}; there are llama, qwen2, gpt2 and gemma2.")
+        case "granite":
+            return GraniteConfig(**ids, **size, num_key_value_heads=2, logits_scaling=3.0)
+        case "cohere":
+            return CohereConfig(**ids, **size, num_key_value_heads=2, logit_scale=0.3)
+        case "phi":
+            return PhiConfig(**ids, **size)
+    raise ValueError(f"no tiny model {kind!r}; expected one of those above.")
 
 
-def tiny_folder(tmp_path: str | os.PathLike[str], kind: str = "llama", seed: int = 0) -> str:
-    """Write a tiny random model and its tokeniser under `tmp_path`; returns the folder.
+def tiny_folder(tmp_path: str | os.PathLike[str], kind: str = "llama", seed: int = 0, **changed: Any) -> str:
+    """Write a tiny random model and its tokeniser under `tmp_path`; returns the folder. Its config may be `changed`.
 
     Weights are drawn wider than usual so that distributions are far from uniform and differ from token to token.
     """
     folder = Path(tmp_path) / f"{kind}-{seed}"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32)
+        config = tiny_config(kind)
+        config.update(changed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:

@@ -33,7 +33,8 @@ QWEN25 = (
     "{% if tools %} Call <tools>{{ tools | tojson }}</tools>.{% endif %}<|im_end|>\n{% endif %}"
     + _QWEN_TURNS.replace("CONTENT", "m['content']")
 )
-# Thinking is kept behind the last question of the user alone.
+# Thinking is kept behind the last question of the user alone; where it is switched off, an empty thought stands before
+# the answer that is asked for, and before no earlier one.
 QWEN3 = (
     "{% set ns = namespace(asked=0) %}"
     "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
@@ -42,6 +43,8 @@ QWEN3 = (
         "m['content'].split('</think>')[-1].lstrip() "
         "if m['role'] == 'assistant' and loop.index0 < ns.asked else m['content']",
     )
+    + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}"
 )
 _ALTERNATE = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -65,6 +68,14 @@ MERGING = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<model>{{ m['content'] }}<end>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<model>{% endif %}"
 )
+# Know of no tools, and leave out what they say; the second opens no turn of the assistant.
+BARE = "{% for m in messages if m['role'] != 'tool' %}{{ m['content'] }}<end>{% endfor %}"
+DEAF = BARE.replace("{{", "<{{ m['role'] }}>{{") + "{% if add_generation_prompt %}<assistant>{% endif %}"
+# Takes one reply of a tool at a time.
+SINGLE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' and messages[loop.index0 - 1]['role'] == 'tool' %}"
+    "{{ raise_exception('one tool at a time') }}{% endif %}{% endfor %}" + LLAMA3
+)
 
 TEMPLATES = {
     "llama3": (LLAMA3, "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"]),
@@ -73,6 +84,9 @@ TEMPLATES = {
     "gemma": (GEMMA, "<end_of_turn>", ["<start_of_turn>"]),
     "mistral": (MISTRAL, "</s>", []),
     "merging": (MERGING, "<end>", ["<user>", "<model>"]),
+    "deaf": (DEAF, "<end>", ["<user>", "<assistant>"]),
+    "bare": (BARE, "<end>", []),
+    "single": (SINGLE, "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"]),
 }
 """By name: the template, the token that ends a turn, and further tokens of its own."""
 

@@ -38,6 +38,7 @@ TABLE = {
     "token_level_rewards": ("reward", "float32", "batch response"),
     "uid": ("group", "object", "batch"),
     "policy_version": ("version", "int64", "batch"),
+    "token_version": ("version of a token", "int64", "batch response"),
     "data_source": ("source name", "object", "batch"),
     "ground_truth": ("ground truth", "object", "batch"),
     "extra_info": ("record", "object", "batch"),
@@ -76,7 +77,8 @@ def test_pads_are_neutral() -> None:
     for value in DEFINED.values():
         column = parse(value)
         assert column is not None
-        assert column.pad == {"temperature": 1.0, "policy_version": -1}.get(column.name, 0)
+        others = {"temperature": 1.0, "policy_version": -1, "token_version": -1, "turn_ids": -1}
+        assert column.pad == others.get(column.name, 0)
         if column.dtype != "object":
             assert torch.full((1,), column.pad, dtype=getattr(torch, column.dtype)).item() == column.pad
 

@@ -58,7 +58,13 @@ def execute(page: Path, desk: Path, folder: Path, monkeypatch: pytest.MonkeyPatc
     namespace: dict[str, Any] = {"__name__": f"page_{page.stem}"}
     for block in re.finditer(r"^```python\n(.*?)^```$", source, re.MULTILINE | re.DOTALL):
         lines_before = source[: block.start(1)].count("\n")
-        exec(compile("\n" * lines_before + block.group(1), str(page), "exec", dont_inherit=True), namespace)
+        code = compile("\n" * lines_before + block.group(1), str(page), "exec", dont_inherit=True)
+        try:
+            exec(code, namespace)
+        except ModuleNotFoundError as error:
+            if error.name != "gymnasium":
+                raise
+            pytest.skip(f"{page.name}:{lines_before + 1} needs pip install 'flowrl[gymnasium]'")
     return namespace
 
 

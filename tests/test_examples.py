@@ -1,8 +1,9 @@
-"""Every example runs as its first lines say, in a process of its own, and does what it claims."""
+"""Every example runs as its first lines say, in a process of its own, or in this one where it learns from a world."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -32,8 +33,8 @@ def execute(name: str, folder: Path, **environment: str) -> str:
 
 
 def test_every_example_is_tested() -> None:
-    source = Path(__file__).read_text(encoding="utf-8")
-    assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in source] == []
+    sources = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in sources] == []
 
 
 def test_think_trains_and_leaves_a_run(tmp_path: Path, tiny: str) -> None:
@@ -47,16 +48,106 @@ def test_think_trains_and_leaves_a_run(tmp_path: Path, tiny: str) -> None:
     assert (folder / "actor" / "config.json").is_file()
 
 
-def test_triage_asks_for_metrics_and_answers_in_two_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How well it learns is in docs/episodes.md; "triage_world.py" is what it is played in."""
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    load_object(f"{EXAMPLES / 'triage_world.py'}:build")(tmp_path / "model", steps=40, rows=32)
-    out = execute("triage.py", tmp_path, MODEL=str(tmp_path / "model"), STEPS="2")
-    assert out.startswith("triage: 2 steps, written to runs/triage-001")
-    *_, last = map(json.loads, (tmp_path / "runs/triage-001/metrics.jsonl").read_text().splitlines())
+def learned(name: str, world: str, folder: Path, *others: str) -> list[dict[str, float]]:
+    """The metrics of two steps of an example, with models of "imitation.py" that have hardly begun to imitate, on rows
+    of "rows.py"; how well the examples learn is in docs/examples.md."""
+    with pytest.MonkeyPatch.context() as environment:
+        for build in ("build", *others):
+            made = load_object(f"{EXAMPLES / world}:{build}")(folder / build, steps=40, rows=16)
+            environment.setenv("MODEL" if build == "build" else build.removeprefix("build_").upper(), str(made))
+        environment.setenv("STEPS", "2")
+        environment.chdir(folder)
+        load_object(f"{EXAMPLES / name}:training")().run()
+    [metrics] = folder.glob("runs/*/metrics.jsonl")
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+@pytest.fixture
+def worlds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of the worlds find each other, as they do beside the examples."""
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+
+
+@pytest.mark.usefixtures("worlds")
+def test_triage_asks_for_metrics_and_answers_in_two_turns(tmp_path: Path) -> None:
+    _, trained, *_, last = learned("triage.py", "triage_world.py", tmp_path)
     assert last["val/episodes/turns"] == 2 and last["val/episodes/failed"] == 0
-    trained = json.loads((tmp_path / "runs/triage-001/metrics.jsonl").read_text().splitlines()[1])
     assert trained["episodes/turns"] == 2 and trained["rollout/logp_diff_max"] < 1e-3
+
+
+@pytest.mark.usefixtures("worlds")
+def test_guess_takes_at_most_six_turns_and_each_is_rewarded(tmp_path: Path) -> None:
+    _, trained, *_, last = learned("guess.py", "guess_world.py", tmp_path)
+    assert 1 < trained["episodes/turns"] <= trained["episodes/turns_max"] == 6
+    assert 0 < trained["reward/mean"] < trained["reward/max"] <= 2 and trained["rollout/logp_diff_max"] < 1e-3
+    assert last["val/episodes/failed"] == 0 < last["val/episodes/out_of_turns"]
+
+
+@pytest.mark.usefixtures("worlds")
+def test_what_a_guess_finds_out_adds_up_to_the_number() -> None:
+    candidates = load_object(f"{EXAMPLES / 'guess_world.py'}:Candidates")()  # from 10 to 41
+    found_out = [candidates.told(guess, 20) for guess in (25, 17, 30, 21, 20)]  # 10-24, 18-24, 18-24, 18-20, 20
+    assert found_out == pytest.approx([-math.log2(left) / 5 for left in (15 / 32, 7 / 15, 1.0, 3 / 7, 1 / 3)])
+    assert sum(found_out) == pytest.approx(1.0) and candidates.told(20, 20) == 0
+
+
+@pytest.mark.usefixtures("worlds")
+def test_alarm_watches_up_to_six_windows(tmp_path: Path) -> None:
+    _, trained, *_, last = learned("alarm.py", "alarm_world.py", tmp_path)
+    assert 1 < trained["episodes/turns"] <= trained["episodes/turns_max"] <= 6
+    assert -1 <= trained["reward/min"] < trained["reward/max"] <= 1 and trained["rollout/logp_diff_max"] < 1e-3
+    assert 0 <= last["val/alarms/in_time"] <= 1 and 0 < last["val/alarms/false"] <= 1
+
+
+@pytest.mark.usefixtures("worlds")
+def test_an_alarm_is_worth_its_lead_and_costs_where_it_is_false() -> None:
+    worth, expected = (load_object(f"{EXAMPLES / 'alarm_world.py'}:{name}") for name in ("worth", "expected"))
+    assert [worth(7, alarm) for alarm in (6, 5, 4)] == [1 / 3, 2 / 3, 1.0]  # an incident in the seventh window
+    assert [worth(7, 3), worth(None, 3), worth(7, None), worth(None, None)] == [-0.5, -0.5, -1.0, 0.0]
+    streams = [(["a", "b"], 3), (["a", "b"], None)]
+    assert expected(lambda seen: float("b" in seen), streams) == (1 / 3 - 0.5) / 2
+    # At each window with one half: an alarm at the first or the second, or none.
+    by_half = 0.5 * (2 / 3) + 0.25 * (1 / 3) + 0.25 * -1 + 0.75 * -0.5
+    assert expected(lambda seen: 0.5, streams) == pytest.approx(by_half / 2)
+
+
+@pytest.mark.usefixtures("worlds")
+def test_no_rule_of_thumb_does_as_well_as_what_alarm_learns(tmp_path: Path) -> None:
+    """Whoever never alarms, always, at random, or at so many errors; on the streams of the page."""
+    names = ("expected", "RULES", "write_data", "errors_of")
+    expected, rules, write_data, errors_of = (load_object(f"{EXAMPLES / 'alarm_world.py'}:{name}") for name in names)
+    rows = map(json.loads, write_data(tmp_path)[1].read_text().splitlines())
+    streams = [(row["extra_info"]["windows"], row["reward_model"]["ground_truth"]["incident"]) for row in rows]
+    kept = json.loads((EXAMPLES.parent / "docs/curves/alarm.json").read_text())
+    compared = kept["compared"]["val/reward/mean"]
+    assert compared == {name: pytest.approx(expected(rule, streams), abs=5e-4) for name, rule in rules.items()}
+    incidents = sum(incident is not None for _, incident in streams) / len(streams)
+    assert f"would be worth {incidents:.2f}\n" in (EXAMPLES.parent / "docs/examples.md").read_text()
+    at_random = [expected(lambda seen, p=p: p / 20, streams) for p in range(21)]
+    by_errors = [expected(lambda seen, k=k: float(errors_of(seen[-1]) >= k), streams) for k in range(11)]
+    best = max(*at_random, *by_errors)
+    assert best <= max(compared.values()) + 5e-4  # the best of each kind is among those that are shown
+    assert all(points[-1]["val/reward/mean"] > best + 0.1 for points in kept["arms"][""]["seeds"].values())
+
+
+@pytest.mark.usefixtures("worlds")
+def test_judged_is_graded_by_a_model_that_does_not_know_the_truth(tmp_path: Path) -> None:
+    _, trained, *_, last = learned("judged.py", "judged_world.py", tmp_path, "build_judge")
+    assert 0 <= trained["reward/mean"] <= 1 and "truth/mean" not in trained
+    assert trained["reward/response_length/max"] <= 4  # of the judge's answers, by the node's name
+    assert 0 <= last["val/truth/mean"] <= 1 and last["val/episodes/turns_max"] <= 3
+
+
+@pytest.mark.usefixtures("worlds")
+def test_a_grade_is_how_much_of_the_order_was_said() -> None:
+    grade = load_object(f"{EXAMPLES / 'judged_world.py'}:grade")
+
+    def graded(order: str) -> int:
+        said = ("I would like a small coat.", "Which colour?", "It is red.", order)
+        return grade([{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)])
+
+    orders = ("small red coat", "small black coat", "large black coat", "large black hat", "red small coat")
+    assert [graded(f"Order: {order}.") for order in orders] == [3, 2, 1, 0, 3]
 
 
 @pytest.mark.ray

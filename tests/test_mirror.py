@@ -15,10 +15,13 @@ SMALL = 100
 # modules by what they do together.
 TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/episodes/test_play.py": ("flowrl/episodes/chat.py", "flowrl/episodes/tools.py"),
+    "tests/episodes/test_faults.py": ("flowrl/episodes/environment.py",),
     "tests/auditing/test_audit.py": ("flowrl/auditing/record.py", "flowrl/auditing/trial.py"),
     "tests/auditing/test_fitting.py": ("flowrl/auditing/stated.py",),
     "tests/core/test_algorithm.py": ("flowrl/core/symbols.py", "flowrl/data/record_types.py"),
+    "tests/core/test_episode_rules.py": ("flowrl/core/world_source.py", "flowrl/core/written.py"),
     "tests/core/test_gate.py": ("flowrl/core/gating.py",),
+    "tests/run/test_lag.py": ("flowrl/run/ahead.py",),
     "tests/core/test_rules.py": ("flowrl/core/weight_rules.py",),
     "tests/core/test_graph.py": ("flowrl/graph.py", "flowrl/core/backend.py"),
     "tests/graphs/test_shelf.py": ("graphs/other_losses.py",),
@@ -40,7 +43,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/on_ray/test_runner.py": ("flowrl/distributed/runner.py",),
     "tests/operators/test_operators.py": ("operators/engines.py", "operators/update.py"),
     "tests/operators/test_reward.py": (
-        "operators/reward/keeper.py",
+        "flowrl/keeper.py",
         "operators/reward/operator.py",
         "operators/reward/pool.py",
         "operators/reward/worker.py",
@@ -56,8 +59,9 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
         "backends/torch/engine.py",
         "backends/torch/learner.py",
         "backends/torch/model.py",
+        "backends/torch/rows.py",
     ),
-    "tests/engines/answers.py": ("backends/hosted/arrival.py", "backends/hosted/base.py"),
+    "tests/engines/answers.py": ("backends/hosted/arrival.py",),
     "tests/engines/test_sglang.py": ("backends/sglang/engine.py", "backends/sglang/server.py"),
     "tests/engines/test_vllm.py": ("backends/vllm/engine.py",),
     "tests/engines/test_vllm_parallel.py": ("backends/vllm/worker.py",),

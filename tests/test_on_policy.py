@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from flowrl import Key, PromptData
+from flowrl import Key, Metrics, PromptData
 from flowrl.backends import SGD, TorchRollout, TorchTrainer
 from flowrl.backends.torch.rollout import TorchRolloutEngine
 from flowrl.core.plan import Plan
+from flowrl.core.ports import Ahead
 from flowrl.core.protocols import BuildContext, Trainer
 from flowrl.data.dataproto import DataProto
 from flowrl.errors import NodeError, StalePolicyError, SyncError
@@ -40,12 +41,21 @@ def engine(folder: str) -> TorchRolloutEngine:
     return TorchRollout(folder, device="cpu").build(CONTEXT)
 
 
-def update(actor: Any, version: Any) -> Any:
-    """One update on made-up rows that bear `version`."""
+def update(actor: Any, version: Any, ahead: int = 0, metrics: Metrics | None = None) -> Any:
+    """One update on made-up rows that bear `version`, where generation may be `ahead`."""
     rollout = rollout_batch(PROMPTS, [[40, 41], [42, 43], [44], [45, 46]])
     rollout = rollout._replace(policy_version=torch.as_tensor(version).expand(4).contiguous())
     zeros = torch.zeros(rollout.response_mask.shape)
-    return UpdateActor(actor=actor)(rollout, zeros, zeros + 1, key=KEY)
+    return UpdateActor(actor=actor)(rollout, zeros, zeros + 1, key=KEY, ahead=Ahead(ahead), metrics=metrics)
+
+
+def update_of_tokens(actor: Any, versions: list[list[int]], ahead: int, metrics: Metrics | None = None) -> Any:
+    """One update on made-up rows whose tokens bear these `versions`."""
+    rollout = rollout_batch(PROMPTS, [[40, 41], [42, 43], [44], [45, 46]])
+    zeros, found = torch.zeros(rollout.response_mask.shape), torch.tensor(versions)
+    rollout = rollout._replace(policy_version=found.amin(1), token_version=found)
+    operator = UpdateActor(spans=True, actor=actor)
+    return operator(rollout, zeros, zeros + 1, token_version=found, key=KEY, ahead=Ahead(ahead), metrics=metrics)
 
 
 def assert_untouched(actor: Any, before: dict[str, torch.Tensor], version: int) -> None:
@@ -85,6 +95,42 @@ def test_rows_of_mixed_versions_are_refused_by_the_first_odd_one(tiny: str) -> N
 def test_rows_from_the_future_are_refused_too(tiny: str) -> None:
     with pytest.raises(StalePolicyError, match="policy_version 7, the actor is at 0"):
         update(trainer(tiny), 7)
+
+
+def test_with_a_lag_rows_may_be_so_many_versions_old_and_no_more(tiny: str) -> None:
+    actor, metrics = trainer(tiny), Metrics()
+    for version in range(2):
+        update(actor, version)
+    before = weights_of(actor)
+    with pytest.raises(
+        StalePolicyError,
+        match=r"1 of 4 rows.*row 2 carries policy_version 0, the actor is at 2; .* versions 1 to 2, by",
+    ):
+        update(actor, [2, 1, 0, 2], ahead=1)
+    assert_untouched(actor, before, version=2)
+    update(actor, [2, 1, 0, 2], ahead=2, metrics=metrics)
+    told = metrics.compute()
+    assert (told["queue/age_mean"], told["queue/age_max"]) == (0.75, 2)
+    with pytest.raises(StalePolicyError, match=r"row 3 carries policy_version 4, the actor is at 3"):
+        update(actor, [3, 3, 3, 4], ahead=2)
+
+
+def test_with_spans_it_is_tokens_that_may_be_so_many_versions_old(tiny: str) -> None:
+    actor, metrics = trainer(tiny), Metrics()
+    for version in range(3):
+        update(actor, version)
+    before = weights_of(actor)
+    with pytest.raises(
+        StalePolicyError,
+        match=r"2 of 4 rows.*row 1 carries token_version 4 at token 1, the actor is at 3; .* versions 2 to 3, by",
+    ):
+        update_of_tokens(actor, [[2, 3], [3, 4], [2, 7], [1, 2]], ahead=1)
+    with pytest.raises(StalePolicyError, match=r"1 of 4 rows.*row 3 carries token_version 0 at token 0, the actor"):
+        update_of_tokens(actor, [[1, 3], [3, 3], [2, 9], [0, 1]], ahead=2)  # what is off the mask is nothing
+    assert_untouched(actor, before, version=3)
+    update_of_tokens(actor, [[1, 3], [3, 3], [2, 9], [1, 1]], ahead=2, metrics=metrics)
+    told = metrics.compute()
+    assert (told["queue/age_mean"], told["queue/age_max"]) == (pytest.approx(7 / 7), 2)
 
 
 def test_one_version_serves_all_mini_batches_and_epochs_of_a_step(tiny: str) -> None:
@@ -169,9 +215,8 @@ def test_an_engine_that_lies_about_its_version_is_refused(tiny: str, said: str) 
 
 def test_an_engine_that_lies_about_its_rows_is_refused_at_the_update(tiny: str) -> None:
     class Liar(TorchRolloutEngine):
-        @property
-        def receipt(self) -> Receipt | None:
-            return self._receipt and self._receipt._replace(version=5)
+        def _require_receipt(self) -> Receipt:
+            return super()._require_receipt()._replace(version=5)
 
     actor, honest = trainer(tiny), engine(tiny)
     liar = Liar(honest.model, honest.tokenizer, max_rows=8)

@@ -227,10 +227,10 @@ class TabularRollout:
         prompt, found = self.world.number_of(prompts), self.world.responses
         drawn = torch.tensor([self.draws.one(probabilities[x]) for x in prompt.tolist()], dtype=torch.int64)
         width = int(found.mask[drawn].sum(-1).max())
-        log_probs = said[prompt, drawn].float()
-        return Sampled(
-            *(column[:, :width].contiguous() for column in (found.tokens[drawn], found.mask[drawn], log_probs))
-        )
+        mask, log_probs = found.mask[drawn], said[prompt, drawn].float()
+        versions = torch.where(mask, self.receipt.version, -1)
+        columns = (found.tokens[drawn], mask, log_probs, versions)
+        return Sampled(*(column[:, :width].contiguous() for column in columns))
 
     def _distribution(self, sampling: Sampling) -> tuple[Tensor, list[list[float]]]:
         """Log-probs of the tokens of each response to each prompt, and the probability of each response."""

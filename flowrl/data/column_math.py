@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
@@ -191,10 +192,15 @@ def concat_padded(name: str, parts: Sequence[Tensor], grown: Sequence[Growth], p
     shapes = [part.shape for part in parts]
     by_axis = [_margins(name, axis, [s[axis] for s in shapes], side, grown, pad) for axis, side in enumerate(sides, 1)]
     margins = [[margin[i] for margin in by_axis] for i in range(len(parts))]
-    joined = parts[0].new_full([sum(map(len, parts)), *padded_widths(parts[0], margins[0])], value)
+    if not any(map(any, itertools.chain(*margins))):
+        return torch.cat(list(parts))
+    joined = parts[0].new_empty([sum(map(len, parts)), *padded_widths(parts[0], margins[0])])
     row = 0
     for part, margin in zip(parts, margins, strict=True):
-        paste(joined, slice(row, row + len(part)), part, margin)
+        rows = slice(row, row + len(part))
+        if any(map(any, margin)):
+            joined[rows] = value
+        paste(joined, rows, part, margin)
         row += len(part)
     return joined
 

@@ -131,7 +131,8 @@ class DataProto:
         picked: dict[str, Tensor | Objects] = {}
         for name, column in self.columns.items():
             if isinstance(column, Tensor):
-                picked[name] = column[index.to(column.device)]
+                at = index.to(column.device)  # index_select copies whole rows; an index goes number by number
+                picked[name] = column.index_select(0, at) if column.ndim > 1 else column[at]
             else:
                 picked[name] = read_only(column[index.numpy()])
         return self._with(picked)

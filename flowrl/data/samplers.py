@@ -159,8 +159,8 @@ class ByDifficulty(Sampler):
     of which little is known are tried. An answer's score counts as a share of a success, and evidence fades as the
     policy changes: ``a <- decay a + (1 - decay) + successes``, and alike for failures, whenever a prompt was answered.
 
-    What was drawn since it last heard of scores, as in the rounds of a `Collect`, is not drawn again, unless all was.
-    There are no epochs.
+    What was drawn and is not over, as in the rounds of a `Collect` and with a lag, is not drawn again, unless all was.
+    It is over as scores of it are heard, or of a later step. There are no epochs.
 
     Args:
         target: the success rate.
@@ -200,18 +200,20 @@ class _Believed(Order):
         self._asked = 0
         self._draws = np.zeros(rows, dtype=np.int64)
         self._beliefs = np.ones((2, rows))
-        self._unheard = np.zeros(rows, dtype=bool)
+        self._unheard = np.zeros(rows, dtype=np.int64)  # by which call a row was drawn that is not over; 0 is none
 
     def next(self, n: int) -> list[Drawn]:
         drawn: list[Drawn] = []
+        call = self._asked + 1
         while len(drawn) < n:
             seed = self._key.derive("by difficulty", self._asked).bits
             rates = np.random.Generator(np.random.Philox(key=seed)).beta(*self._beliefs)
-            nearest = np.lexsort((np.abs(rates - self._sampler.target), self._unheard))
-            nearest = nearest[: min(n - len(drawn), (~self._unheard).sum() or len(nearest))]
+            waiting = self._unheard > 0
+            nearest = np.lexsort((np.abs(rates - self._sampler.target), waiting))
+            nearest = nearest[: min(n - len(drawn), (~waiting).sum() or len(nearest))]
             drawn += [Drawn(0, row, int(self._draws[row])) for row in nearest.tolist()]
             self._draws[nearest] += 1
-            self._unheard[nearest] = True
+            self._unheard[nearest] = call
             self._asked += 1
         return drawn
 
@@ -222,14 +224,18 @@ class _Believed(Order):
             passed = sum(min(max(share, 0.0), 1.0) for share in shares)
             evidence = np.array([passed, len(answers) - passed])
             self._beliefs[:, row] = sampler.decay * self._beliefs[:, row] + (1.0 - sampler.decay) + evidence
-        self._unheard[:] = False
+        # Not all that was drawn: with a lag, later steps are under way. Steps are drawn for in their order, so what was
+        # drawn no later than the first of these rows is over, even where nobody has scored it.
+        told = self._unheard[list(scores)]
+        self._unheard[self._unheard <= told[told > 0].min(initial=self._asked)] = 0
+        self._unheard[list(scores)] = 0
         self.heard = step
 
     @property
     def position(self) -> dict[str, Any]:
         drawn = self._draws.nonzero()[0].tolist()
         known = {str(row): [int(self._draws[row]), *self._beliefs[:, row].tolist()] for row in drawn}
-        unheard = self._unheard.nonzero()[0].tolist()
+        unheard = {str(row): int(self._unheard[row]) for row in self._unheard.nonzero()[0].tolist()}
         told = {"rows": len(self._draws), "asked": self._asked, "heard": self.heard}
         return {**told, "unheard": unheard, "known": known}
 
@@ -237,9 +243,12 @@ class _Believed(Order):
         found = _checked(position, self.position, len(self._draws), "ByDifficulty")
         draws, beliefs = np.zeros_like(self._draws), np.ones_like(self._beliefs)
         unheard = np.zeros_like(self._unheard)
-        if not _are_rows(found["unheard"], len(draws)):
+        if not _are_numbered(found["unheard"], len(draws)):
             _refuse_position(position, len(draws), "ByDifficulty")
-        unheard[found["unheard"]] = True
+        for row, call in found["unheard"].items():
+            if not is_count(call) or call > found["asked"]:
+                _refuse_position(position, len(draws), "ByDifficulty")
+            unheard[int(row)] = call
         for row, known in found["known"].items():
             whole = isinstance(known, list) and len(known) == 3 and is_count(known[0])
             if not whole or any(type(belief) is not float or not belief > 0 for belief in known[1:]):
@@ -316,14 +325,17 @@ def _are_rows(said: Any, rows: int) -> bool:
     return isinstance(said, list) and all(is_count(row, 0) and row < rows for row in said)
 
 
+def _are_numbered(said: Any, rows: int) -> bool:
+    """Whether it is a mapping by numbers of rows."""
+    return isinstance(said, Mapping) and all(str(row).isdecimal() and int(row) < rows for row in said)
+
+
 def _checked(position: Any, like: Mapping[str, Any], rows: int, sampler: str) -> dict[str, Any]:
     """A position of so many rows, with the keys of one like it."""
     found = dict(position) if isinstance(position, Mapping) else {}
     counts = [value for key, value in found.items() if key in ("rows", "asked", "heard")]
-    known = found.get("known")
-    numbered = isinstance(known, Mapping) and all(str(row).isdecimal() and int(row) < rows for row in known)
     whole = found.keys() == like.keys() and all(is_count(count, 0) for count in counts)
-    if not whole or not numbered or found["rows"] != rows:
+    if not whole or not _are_numbered(found["known"], rows) or found["rows"] != rows:
         _refuse_position(position, rows, sampler)
     return found
 

@@ -102,7 +102,8 @@ class Source(Spec):
         """Read it.
 
         Args:
-            tokenizer: of the model that is trained.
+            tokenizer: of the model that is trained. A source whose record has no tokens is given None by a job without
+                a language model.
             seed: of all that is random in it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no load(tokenizer, seed)")

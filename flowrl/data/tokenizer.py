@@ -186,7 +186,14 @@ class ChatTokenizer:
 
     def template_reads(self, name: str) -> bool:
         """Whether the chat template has a use for an argument of this name."""
-        return bool(re.search(rf"\b{re.escape(name)}\b", json.dumps(self._tokenizer.chat_template)))
+        return name in self._template_words
+
+    @cached_property
+    def _template_words(self) -> frozenset[str]:
+        """All words of the chat template, or of all that the tokeniser has."""
+        template: Any = self._tokenizer.chat_template or ""
+        texts = template.values() if isinstance(template, Mapping) else [template]
+        return frozenset(word for text in texts for word in re.findall(r"\w+", text))
 
     def _refuse_unread(self, arguments: Mapping[str, Any]) -> None:
         """A template renders what it does not know as nothing, so a misspelt argument would change nothing."""

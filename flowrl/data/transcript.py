@@ -9,8 +9,8 @@ would ever write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, EpisodeError
@@ -19,6 +19,8 @@ Check = Literal["strict", "loose", "off"]
 """How the text of the template is held against what is there: letter by letter; without white space; or not at all."""
 
 Message = Mapping[str, Any]
+
+T = TypeVar("T")
 
 _MARK = "flowrl-marks-an-answer"  # no white space, which templates trim
 
@@ -31,12 +33,14 @@ class Answered(NamedTuple):
         ids: its tokens, the one that ended it included.
         log_probs: one a token, of the distribution that it was drawn from.
         text: of the ids, as `ChatTokenizer.decode` gives it.
+        message: where it stands among the messages.
     """
 
     start: int
     ids: Sequence[int]
     log_probs: Sequence[float]
     text: str
+    message: int
 
 
 class Transcript:
@@ -82,9 +86,12 @@ class Transcript:
         """
         if self._answered():
             raise ValueError("an answer stands at the end already; expected a reply before the next one.")
-        if not ids or len(ids) != len(log_probs):
+        if not ids:
+            raise ValueError("an answer of 0 tokens is put in; expected at least one, as every engine samples.")
+        if len(ids) != len(log_probs):
             raise ValueError(f"an answer of {len(ids)} tokens has {len(log_probs)} log-probs; expected one for each.")
-        answered = Answered(len(self.ids), list(ids), list(log_probs), self._tokenizer.decode(ids))
+        text = self._tokenizer.decode(ids)
+        answered = Answered(len(self.ids), list(ids), list(log_probs), text, len(self.messages))
         self.ids.extend(answered.ids)
         self.answers.append(answered)
         self.messages.append({"role": "assistant", "content": self._tokenizer.shown(self._unended(ids))})
@@ -99,15 +106,28 @@ class Transcript:
         Raises:
             ValueError: no answer stands at the end.
             DataError: the template does not take the messages.
-            EpisodeError: it writes what stands before otherwise than it is there.
+            EpisodeError: it writes what stands before otherwise than it is there, or nothing for the reply, or a
+                message is the assistant's.
         """
         if not self._answered():
             raise ValueError("no answer stands at the end; expected one before a reply.")
+        if any(isinstance(message, Mapping) and message.get("role") == "assistant" for message in messages):
+            raise EpisodeError(
+                "a reply holds a message of the assistant, and what the assistant says is the policy's to sample; "
+                "expected other roles, such as user or tool."
+            )
         marked = [*self.messages[:-1], {"role": "assistant", "content": _MARK}, *messages]
         _, _, behind = self._tokenizer.conversation_text(marked, self._arguments, go_on=True).rpartition(_MARK)
         delta, ended = self._tokenizer.encode(behind), self.ids[-1]
         if ended in self._tokenizer.ends and delta[:1] == [ended]:  # the policy has written it
             delta = delta[1:]
+        if not delta:
+            roles = ", ".join(dict.fromkeys(repr(message.get("role")) for message in messages)) or "none"
+            raise EpisodeError(
+                f"the chat template in {self._tokenizer.folder!r} writes nothing for a reply (roles: {roles}), so the "
+                f"policy would neither read it nor know that it is to go on; expected a template that writes it, and "
+                f"opens the turn of the assistant behind it: reply in a role that it knows, such as user, or mend it."
+            )
         if self._check != "off":
             self._shown += f"{self.messages[-1]['content']}{behind}"
             written = self._tokenizer.conversation_text([*self.messages, *messages], self._arguments, go_on=True)
@@ -119,19 +139,19 @@ class Transcript:
     @property
     def sampled(self) -> list[bool]:
         """By token behind the prompt, whether the policy sampled it."""
-        found = [False] * (len(self.ids) - self.prompt_length)
-        for answered in self.answers:
-            start = answered.start - self.prompt_length
-            found[start : start + len(answered.ids)] = [True] * len(answered.ids)
-        return found
+        return self._behind_prompt(False, lambda answered: [True] * len(answered.ids))
 
     @property
     def log_probs(self) -> list[float]:
         """By token behind the prompt, its log-prob; 0 where the policy did not sample it."""
-        found = [0.0] * (len(self.ids) - self.prompt_length)
+        return self._behind_prompt(0.0, lambda answered: answered.log_probs)
+
+    def _behind_prompt(self, other: T, of: Callable[[Answered], Sequence[T]]) -> list[T]:
+        """By token behind the prompt: what `of` says of an answer's tokens, and `other` of those in between."""
+        found = [other] * (len(self.ids) - self.prompt_length)
         for answered in self.answers:
             start = answered.start - self.prompt_length
-            found[start : start + len(answered.ids)] = answered.log_probs
+            found[start : start + len(answered.ids)] = of(answered)
         return found
 
     def _unended(self, ids: Sequence[int]) -> Sequence[int]:
@@ -149,7 +169,8 @@ class Transcript:
         near = slice(max(0, first - 40), first + 40)
         raise EpisodeError(
             f"the chat template in {self._tokenizer.folder!r} writes the conversation so far otherwise once a reply "
-            f"follows: there is {a[near]!r}, and it writes {b[near]!r}; expected a template that only adds. Take one "
-            f"that keeps earlier turns as they were (thinking included), or allow it: check='off', where the policy "
-            f"is trained on what it saw, which no later use of the template will show it."
+            f"follows: there is {a[near]!r}, and it writes {b[near]!r}; expected a template that only adds, since an "
+            f"episode is one row of tokens, and is not cut into several. Take one that keeps earlier turns as they "
+            f"were (thinking included), or allow it: check='off', where the policy is trained on what it saw, which no "
+            f"later use of the template will show it."
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -57,12 +57,28 @@ OnStep = Callable[[int, int, float], None]
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A tokeniser of 104 tokens (printable ASCII, ``<think>`` and ``</think>`` as words) and a chat template."""
+    return word_tokenizer(
+        (*SPECIAL, *CHARACTERS, *WORDS), WORDS, ["<|system|>", "<|user|>", "<|assistant|>"], CHAT_TEMPLATE
+    )
+
+
+def word_tokenizer(
+    tokens: Iterable[str], words: Sequence[str], speakers: Sequence[str], template: str
+) -> PreTrainedTokenizerFast:
+    """A tokeniser of one token a word, else one a character.
+
+    Args:
+        tokens: all of them, in order of their ids, with ``<|pad|>``, ``<|unk|>`` and ``<|end|>``.
+        words: those that are longer than a character; of two that begin alike, the longer comes first.
+        speakers: the tokens that begin a message.
+        template: of chats.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS, *WORDS))}
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
-    pattern = "|".join([*map(re.escape, WORDS), r"[\s\S]"])
+    pattern = "|".join([*map(re.escape, words), r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -70,10 +86,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<|pad|>",
         unk_token="<|unk|>",
         eos_token="<|end|>",
-        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+        additional_special_tokens=list(speakers),
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=template,
     )
 
 

@@ -17,6 +17,7 @@ import networkx as nx
 from flowrl.core.diff import Diff
 from flowrl.core.gate import Gate
 from flowrl.core.graph import Graph, Input, Node
+from flowrl.core.lag import SPANS
 from flowrl.core.plan import state_edges
 from flowrl.core.ports import snake_case
 from flowrl.core.rules import allowances
@@ -172,7 +173,8 @@ def _arrows(graph: Graph) -> Iterator[Arrow]:
             for source in (name for name in graph.inputs if name in graph.ancestors(node.name)):
                 yield Arrow(node.name, source, f"again, at most {gate.rounds_at_most} rounds", "back")
     for sync, generate in graph.back_edges:
-        yield Arrow(sync, generate, f"lag {graph.lag}" + (" (on-policy)" if graph.lag == 0 else ""), "back")
+        how = " (on-policy)" if graph.lag == 0 else ", spans" if SPANS in graph[sync].effects else ""
+        yield Arrow(sync, generate, f"lag {graph.lag}{how}", "back")
 
 
 def _flow(graph: Graph, source: str, node: Node) -> tuple[str, bool]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import inspect
 import math
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from flowrl.core.protocols import Request, Requests, Response, Sampling
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.data.transcript import Check, Message, Transcript
-from flowrl.episodes.environment import Answer, Row, ToolCall
-from flowrl.episodes.tools import Misfit, Toolbox, said
-from flowrl.errors import EpisodeError
+from flowrl.data.waits import Stretches
+from flowrl.episodes.environment import Answer, Row, ToolCall, short
+from flowrl.episodes.tools import Misfit, Toolbox, said, template_arguments
+from flowrl.errors import EpisodeError, type_of
 
 
 class EpisodeOver(Exception):
@@ -61,8 +60,9 @@ class Desk:
 
     def __init__(self, engine: Requests, tokenizer: ChatTokenizer, sampling: Sampling, key: Key) -> None:
         self.tokenizer, self.sampling, self.key = tokenizer, sampling, key
-        self.waited = 0.0
-        """Seconds in which there was nothing to compute, since all episodes waited for their worlds."""
+        self.worlds = Stretches("some wait for their worlds")
+        self.idle = Stretches("all wait for their worlds")
+        """When there was nothing to compute."""
         self._engine = engine
         self._new: list[Request] = []
         self._asked: dict[str, asyncio.Future[Response]] = {}
@@ -74,23 +74,33 @@ class Desk:
         self._asked[request.name] = asked
         self._new.append(request)
         self._more.set()
-        return await asked
+        self.worlds.end()
+        try:
+            return await asked
+        finally:
+            self.worlds.begin()
+
+    def enter(self) -> None:
+        """An episode begins, with its world."""
+        self.worlds.begin()
 
     def leave(self, name: str) -> None:
-        """An episode is over: nothing of this name goes on."""
+        """An episode that has entered is over: nothing of this name goes on."""
+        self.worlds.end()
         self._asked.pop(name, None)
         self._new = [request for request in self._new if request.name != name]
         self._engine.drop(name)
 
     async def serve(self) -> None:
         """Compute whatever is asked for, until cancelled; raises what the engine raises."""
-        loop = asyncio.get_running_loop()
         while True:
             if not self._asked:
                 self._more.clear()
-                start = loop.time()
-                await self._more.wait()
-                self.waited += loop.time() - start
+                self.idle.begin()
+                try:
+                    await self._more.wait()
+                finally:  # the last reply of a world is waited for, too, and nothing asked behind it
+                    self.idle.end()
             new, self._new = self._new, []
             for request in new:
                 self._engine.submit(request)
@@ -109,23 +119,32 @@ class Chat:
         check: how the chat template is held against what is there; see `Transcript`.
         toolbox: the tools that the policy may call.
         clock: ends the episode; its deadline is moved by every answer.
+        template_kwargs: arguments of the chat template.
     """
 
     def __init__(
-        self, desk: Desk, row: Row, limits: Limits, check: Check, toolbox: Toolbox | None, clock: asyncio.Timeout
+        self,
+        desk: Desk,
+        row: Row,
+        limits: Limits,
+        check: Check,
+        toolbox: Toolbox | None,
+        clock: asyncio.Timeout,
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._desk, self._row, self.limits, self._check = desk, row, limits, check
-        self._toolbox, self._clock = toolbox, clock
+        self._toolbox, self._clock, self._template_kwargs = toolbox, clock, template_kwargs
+        desk.enter()
         self.transcript: Transcript | None = None
         """All tokens so far; None before the first answer is asked for."""
         self.rewards: list[float] = []
         """By answer."""
-        self.versions: list[int] = []
-        """By answer, of the weights that sampled it."""
+        self.versions: list[list[int]] = []
+        """By answer, of the weights that sampled each of its tokens."""
         self.rewarded = False
         """Whether the world gave any reward."""
-        self.cut = 0
-        """Answers that were ended by their length."""
+        self.cuts: list[bool] = []
+        """By answer, whether its length ended it."""
         self.tool_calls = 0
         """Calls of tools that were made."""
         self.tool_errors = 0
@@ -150,10 +169,12 @@ class Chat:
         """
         turn = len(self.rewards)
         if turn >= self.limits.turns:
+            await asyncio.sleep(0)  # an agent that asks on and on, though all is over, holds nobody up
             raise EpisodeOver("turns")
         transcript = self._told(messages)
         room = self.limits.context - len(transcript.ids)
         if room < 1:
+            await asyncio.sleep(0)
             raise EpisodeOver("context")
         desk = self._desk
         sampling = replace(desk.sampling, max_new_tokens=min(desk.sampling.max_new_tokens, room))
@@ -164,9 +185,14 @@ class Chat:
         self._clock.reschedule(asyncio.get_running_loop().time() + self.limits.seconds)
         answered = transcript.answer(response.ids, response.log_probs)
         self.rewards.append(0.0)
-        self.versions.append(response.version)
-        self.cut += response.ended == "length"
+        self.versions.append(response.versions)
+        self.cuts.append(response.ended == "length")
         return Answer(answered.text, response.ids, turn, response.ended == "length")
+
+    def stop_clock(self) -> None:
+        """Nothing more is waited for by this episode's clock, if its time is not over yet."""
+        if not self._clock.expired():
+            self._clock.reschedule(None)
 
     def reward(self, value: float) -> None:
         """Add to what the last answer is worth.
@@ -175,7 +201,10 @@ class Chat:
             EpisodeError: it is no finite number, or nothing was answered.
         """
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise EpisodeError(f"a reward is {value!r}; expected a finite number.")
+            raise EpisodeError(
+                f"a reward is {short(value)}, {type_of(value)}; expected a finite number, an int or a float: "
+                f"float(...) makes one of a bool, of NumPy's and of a tensor."
+            )
         if not self.rewards:
             raise EpisodeError(f"a reward of {value} is given before any answer; expected one to be rewarded.")
         self.rewards[-1] += float(value)
@@ -202,7 +231,7 @@ class Chat:
             )
         tool = self._toolbox.find(call)
         self.tool_calls += 1
-        return said(await called(tool.bound(call.arguments), blocks=tool.blocks))
+        return said(await self._toolbox.run(tool, call.arguments))
 
     async def answer_by_tools(self, messages: Sequence[Message] | str | None = None) -> Answer:
         """As `answer`; the calls in it are made, and what came of them is told, until an answer has none.
@@ -235,38 +264,13 @@ class Chat:
             messages = [{"role": "user", "content": messages}]
         if self.transcript is None:
             tokenizer, start = self._desk.tokenizer, self._row.messages if messages is None else messages
-            told = self._toolbox is not None and tokenizer.template_reads("tools")
-            tools = {"tools": self._toolbox.schemas} if self._toolbox is not None and told else None
-            self.transcript = Transcript(tokenizer, start, self._check, tools)
+            arguments = template_arguments(tokenizer, self._toolbox, self._template_kwargs)
+            self.transcript = Transcript(tokenizer, start, self._check, arguments)
         elif not messages:
-            raise EpisodeError("an answer is asked for, and nothing was said to the last one; give messages.")
+            raise EpisodeError(
+                "an answer is asked for, and nothing was said to the last one; expected something to answer: "
+                "Reply('...'), or Reply(done=True) where the episode is over; of an agent, chat.answer('...')."
+            )
         else:
             self.transcript.reply(messages)
         return self.transcript
-
-
-async def called(function: Callable[[], Any], blocks: bool) -> Any:
-    """What a function of the world returns; one that blocks runs in a thread of its own.
-
-    A thread cannot be ended: one whose time is over is left behind, and ends with the program.
-    """
-    if not blocks:
-        result = function()
-        return await result if inspect.isawaitable(result) else result
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def tell(set_it: Callable[[Any], None], value: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(lambda: None if done.done() else set_it(value))
-
-    def run() -> None:
-        try:
-            result = function()
-        except BaseException as error:
-            tell(done.set_exception, error)
-        else:
-            tell(done.set_result, result)
-
-    threading.Thread(target=run, daemon=True, name="flowrl-world").start()
-    return await done

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import xxhash
+
 from flowrl.data.transcript import Message
+from flowrl.errors import EpisodeError
 
 
 class Row(NamedTuple):
@@ -26,6 +29,13 @@ class Row(NamedTuple):
     extra_info: Mapping[str, Any]
     data_source: str
     attempt: int = 0
+
+    @property
+    def seed(self) -> int:
+        """For what a world draws itself, below 2**31: ``extra_info["seed"]`` where the data has one, else one by the
+        group, so that all episodes of a group, and every try, begin in the same world."""
+        given = self.extra_info.get("seed")
+        return xxhash.xxh3_64_intdigest(self.uid.encode()) >> 33 if given is None else int(given)
 
 
 class ToolCall(NamedTuple):
@@ -87,3 +97,30 @@ class Environment:
 
     async def close(self) -> None:
         """Called once at the end of the episode, however it ended."""
+
+
+def checked(reply: object) -> Reply:
+    """What an environment replied.
+
+    Raises:
+        EpisodeError: it is no reply, or one of other types.
+    """
+    wanted = "expected a Reply(messages, reward=None, done=False)"
+    if not isinstance(reply, Reply):
+        raise EpisodeError(f"an environment replied {short(reply)}; {wanted}.")
+    if not isinstance(reply.messages, str | Sequence):
+        raise EpisodeError(
+            f"an environment replied with the messages {short(reply.messages)}; {wanted}, where messages are a text, "
+            f'or a list such as [{{"role": "user", "content": "..."}}].'
+        )
+    if not isinstance(reply.done, bool):
+        raise EpisodeError(
+            f"an environment replied with done={short(reply.done)}; {wanted}, where done is a bool, True or False."
+        )
+    return reply
+
+
+def short(value: object) -> str:
+    """The repr, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"

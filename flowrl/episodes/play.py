@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import traceback
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from flowrl.data.transcript import Check
-from flowrl.episodes.chat import Chat, Desk, EpisodeOver, Limits, called
-from flowrl.episodes.environment import Environment, Reply, Row
+from flowrl.episodes.apart import Apart, Stem
+from flowrl.episodes.calls import called, told
+from flowrl.episodes.chat import Chat, Desk, EpisodeOver, Limits
+from flowrl.episodes.environment import Environment, Row, checked
 from flowrl.episodes.tools import Toolbox
-from flowrl.errors import EpisodeError, FlowrlError
-
-_OWN = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
-"""Where frames are not the world's."""
+from flowrl.errors import EpisodeError
 
 Agent = Callable[[Chat, Row], Awaitable[float | None]]
 """A coroutine that plays an episode; what it returns is added to the reward of the last answer."""
@@ -55,6 +52,8 @@ class Stage:
         toolbox: what the policy may call.
         tries: how often one is begun whose world fails.
         concurrency: how many are under way at a time; None is all.
+        template_kwargs: arguments of the chat template.
+        stem: where processes of environments split off from; None has them in this process.
     """
 
     world: World | None
@@ -63,6 +62,8 @@ class Stage:
     toolbox: Toolbox | None
     tries: int
     concurrency: int | None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    stem: Stem | None = None
 
 
 def play(desk: Desk, rows: Sequence[Row], stage: Stage) -> list[Played]:
@@ -107,62 +108,78 @@ async def _tried(desk: Desk, row: Row, stage: Stage) -> Played:
 
 async def _once(desk: Desk, row: Row, stage: Stage) -> Played:
     fault: EpisodeError | None = None
-    ended: Ended = "done"
+    ended: Ended = "failed"
     clock = asyncio.timeout(stage.limits.seconds)
-    chat = Chat(desk, row, stage.limits, stage.check, stage.toolbox, clock)
+    chat = Chat(desk, row, stage.limits, stage.check, stage.toolbox, clock, stage.template_kwargs)
     try:
         async with clock:
-            try:
-                await _episode(chat, row, stage.world)
-            except EpisodeOver as over:
-                ended = "turns" if over.why == "turns" else "context"
-    except Exception as error:  # whatever users' worlds raise; errors of the engine do not come this way
-        said = str(error) if isinstance(error, FlowrlError) else f"{type(error).__name__}: {error}{_where(error)}"
-        if clock.expired():
-            said = f"its world took more than {stage.limits.seconds:g} s"
-        ended, fault = "failed", _fault(row, chat, said, error)
+            ended = await _episode(chat, row, stage)
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():  # by `_play`, since all is over
+            raise
+        fault = _fault(row, chat, told(error), error)
+    except (Exception, SystemExit) as error:  # whatever users' worlds raise; errors of the engine do not come this way
+        late = (
+            f"its world took more than {stage.limits.seconds:g} s; expected a reply within that time: mend what takes "
+            f"so long, or allow more: Interact(timeout=...)"
+        )
+        fault = _fault(row, chat, late if clock.expired() else told(error), error)
     finally:
         desk.leave(row.row_id)
-    return Played(chat, ended, row.attempt + 1, fault)
+    return Played(chat, "failed" if fault else ended, row.attempt + 1, fault)
 
 
-async def _episode(chat: Chat, row: Row, world: World | None) -> None:
-    if world is None:
-        await chat.answer_by_tools()
-    elif isinstance(world, type):
-        environment = world()
+async def _episode(chat: Chat, row: Row, stage: Stage) -> Ended:
+    world = stage.world
+    if isinstance(world, type):
+        environment = world() if stage.stem is None else Apart(stage.stem, world)
         try:
-            await _by_environment(chat, row, environment)
-        finally:
-            async with asyncio.timeout(chat.limits.seconds):
-                await _of(environment.close)
-    elif (score := await world(chat, row)) is not None:
+            ended = await _until_over(_by_environment(chat, row, environment))
+        except BaseException as error:
+            try:
+                await _closed(chat, environment)
+            except Exception as another:  # the first is what is to be mended
+                error.add_note(f"and close() failed then: {told(another)}")
+            raise
+        await _closed(chat, environment)
+        return ended
+    return await _until_over(chat.answer_by_tools() if world is None else _by_agent(chat, row, world))
+
+
+async def _until_over(played: Awaitable[object]) -> Ended:
+    try:
+        await played
+    except EpisodeOver as over:
+        return "turns" if over.why == "turns" else "context"
+    return "done"
+
+
+async def _by_agent(chat: Chat, row: Row, agent: Agent) -> None:
+    if (score := await agent(chat, row)) is not None:
         chat.reward(score)
 
 
 async def _by_environment(chat: Chat, row: Row, environment: Environment) -> None:
-    reply = _checked(await _of(environment.reset, row))
+    reply = checked(await _of(environment.reset, row))
+    if reply.reward is not None:
+        chat.reward(reply.reward)  # which says that there is no answer to be rewarded yet
     while not reply.done:
         answer = await chat.answer_by_tools(reply.messages or None)
-        reply = _checked(await _of(environment.step, answer))
+        reply = checked(await _of(environment.step, answer))
         if reply.reward is not None:
             chat.reward(reply.reward)
 
 
+async def _closed(chat: Chat, environment: Environment) -> None:
+    """Close an environment, which has as long for it as for a reply."""
+    chat.stop_clock()
+    async with asyncio.timeout(chat.limits.seconds):
+        await _of(environment.close)
+
+
 async def _of(method: Callable[..., Any], *given: Any) -> Any:
     return await called(lambda: method(*given), blocks=not inspect.iscoroutinefunction(method))
-
-
-def _checked(reply: object) -> Reply:
-    if not isinstance(reply, Reply):
-        raise EpisodeError(f"an environment replied {reply!r}; expected a Reply(messages, reward=None, done=False).")
-    return reply
-
-
-def _where(error: BaseException) -> str:
-    """Where in the world's own code an error was raised, as far as that is known."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OWN)]
-    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def _fault(row: Row, chat: Chat, what: str, cause: BaseException) -> EpisodeError:

@@ -6,11 +6,14 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, cast
 
-from pydantic import TypeAdapter, ValidationError, validate_call
+from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.episodes.calls import called
 from flowrl.episodes.environment import ToolCall
 from flowrl.errors import DefinitionError, EpisodeError, offer
 
@@ -37,7 +40,7 @@ def whole_json(text: str) -> list[ToolCall]:
     """
     try:
         written = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     return [_call(text)] if isinstance(written, dict) and "name" in written else []
 
@@ -48,7 +51,8 @@ PARSERS: Mapping[str, Parser] = {"hermes": hermes, "json": whole_json}
 def _call(text: str) -> ToolCall:
     try:
         call = json.loads(text)
-    except ValueError:
+        json.dumps(call, ensure_ascii=False).encode()  # refuses half characters, which no tokeniser takes
+    except (ValueError, RecursionError):
         call = None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise Misfit(f'{text.strip()[:200]!r} is no call; expected {{"name": "...", "arguments": {{...}}}}')
@@ -86,11 +90,14 @@ class Tool:
         function: plain or a coroutine; each parameter annotated, and given by name.
 
     Raises:
-        DefinitionError: a parameter without annotation, or one that cannot be given by name.
+        DefinitionError: a class, or a parameter without annotation, that cannot be given by name, or of a type that
+            JSON does not have.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.name = function.__name__
+        if isinstance(function, type):
+            raise DefinitionError(f"the tool {function.__name__} is a class; expected a function, or its method.")
+        self.name, self.function = function.__name__, function
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise DefinitionError(f"the tool {self.name} takes {parameter}; expected parameters given by name.")
@@ -100,10 +107,17 @@ class Tool:
                     f"`{parameter.name}: str`."
                 )
         self._description = inspect.getdoc(function) or ""
-        self._validated = validate_call(_apart(function))
+        try:
+            self._validated = validate_call(_apart(function))
+            self._parameters = TypeAdapter(cast(Any, function)).json_schema()
+        except PydanticUserError as error:
+            raise DefinitionError(
+                f"the tool {self.name}{inspect.signature(function)} takes what JSON cannot say "
+                f"({str(error).partition('. ')[0]}); expected parameters such as str, int, float, bool, list[str] or "
+                f"dict[str, int]."
+            ) from error
         self.blocks = not inspect.iscoroutinefunction(function)
         """Whether a call holds up its thread."""
-        self._parameters = TypeAdapter(cast(Any, function)).json_schema()
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -126,18 +140,28 @@ class Tool:
         return call
 
 
+Elsewhere = Callable[[Tool, Mapping[str, Any]], Awaitable[Any]]
+"""Calls a tool in another place."""
+
+
 class Toolbox:
     """The tools of an episode.
 
     Args:
         tools: functions, or `Tool`s.
         parser: how calls are written: ``"hermes"``, ``"json"``, or a function of your own.
+        elsewhere: calls a tool that blocks, and gives what it returns; None does so in a thread.
 
     Raises:
         DefinitionError: two tools of one name, or a parser that there is not.
     """
 
-    def __init__(self, tools: Sequence[Callable[..., Any] | Tool], parser: Literal["hermes", "json"] | Parser) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Callable[..., Any] | Tool],
+        parser: Literal["hermes", "json"] | Parser,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
         made = [tool if isinstance(tool, Tool) else Tool(tool) for tool in tools]
         self._tools = {tool.name: tool for tool in made}
         if len(self._tools) < len(made):
@@ -146,11 +170,23 @@ class Toolbox:
         if not callable(parser) and parser not in PARSERS:
             raise DefinitionError(f"the parser {parser!r} is not known; {offer(parser, PARSERS, 'there are')}")
         self._parse = parser if callable(parser) else PARSERS[parser]
+        self._elsewhere = elsewhere
 
-    @property
+    @cached_property
     def schemas(self) -> list[dict[str, Any]]:
         """Of all tools, for the chat template: ``template_kwargs={"tools": toolbox.schemas}``."""
         return [tool.schema for tool in self._tools.values()]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tools, in their order."""
+        return list(self._tools)
+
+    @property
+    def example(self) -> str:
+        """A call of the first tool as the parser reads it; by one of your own, the call alone."""
+        call = json.dumps({"name": self.names[0], "arguments": {}})
+        return f"<tool_call>\n{call}\n</tool_call>" if self._parse is hermes else call
 
     def calls(self, text: str) -> Sequence[ToolCall]:
         """The calls in what the policy wrote.
@@ -169,6 +205,24 @@ class Toolbox:
         if call.name not in self._tools:
             raise Misfit(f"there is no tool {call.name!r}; {offer(call.name, self._tools, 'there are')}")
         return self._tools[call.name]
+
+    async def run(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
+        """What a tool returns.
+
+        Raises:
+            Misfit: it takes other arguments.
+        """
+        if tool.blocks and self._elsewhere is not None:
+            return await self._elsewhere(tool, arguments)
+        return await called(tool.bound(arguments), tool.blocks)
+
+
+def template_arguments(
+    tokenizer: ChatTokenizer, toolbox: Toolbox | None, given: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The arguments of the chat template: those that were given, and the tools, where it has a use for them."""
+    told = toolbox is not None and tokenizer.template_reads("tools")
+    return {"tools": toolbox.schemas, **given} if toolbox is not None and told else given
 
 
 def said(result: object) -> str:

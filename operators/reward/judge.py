@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from string import Formatter
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -11,9 +12,9 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from flowrl.columns import GroundTruth, PromptMask, Prompts, RawPrompt, RowId, TokenLevelScores
+from flowrl.columns import Conversation, GroundTruth, PromptMask, Prompts, RawPrompt, RowId, TokenLevelScores, parse
 from flowrl.core import references
-from flowrl.core.ports import INJECTED
+from flowrl.core.ports import INJECTED, FromParameters, Port, PortField, Signature
 from flowrl.core.protocols import Rollout
 from flowrl.core.roles import Reads, Role
 from flowrl.data.keys import Key
@@ -23,7 +24,7 @@ from flowrl.operators.engines import Generate
 from flowrl.operators.reward.models import placed
 from flowrl.operators.reward.operator import Scorable
 
-FIELDS = ("prompt", "response", "reference")
+FIELDS = ("prompt", "response", "reference", "conversation")
 
 
 class Question(NamedTuple):
@@ -56,16 +57,17 @@ class Judge(Generate):
     name, what `Generate` reports of the judge's answers.
 
     Args:
-        template: what the judge is asked as a user: text with ``{response}`` in it, and ``{prompt}`` (the messages of
-            the prompt) and ``{reference}`` (`ground_truth`) where wanted; braces themselves are doubled.
+        template: what the judge is asked as a user: text with ``{response}`` in it, or ``{conversation}`` (all that was
+            said in an episode of `Interact`), and ``{prompt}`` (the messages of the prompt) and ``{reference}``
+            (`ground_truth`) where wanted; braces themselves are doubled.
         parse: makes a number of an answer, given its text, or None where it cannot: a function, or where to find one.
         unparsed: ``"error"``, or the score of a row whose answer is no finite number by `parse`.
         log: what metrics begin with.
         rollout: the judge.
 
     Raises:
-        ParameterError: on construction: the template asks about no response, or about something else; or there is no
-            such function.
+        ParameterError: on construction: the template asks about no response and no conversation, or about something
+            else; or there is no such function.
         RewardError: an answer cannot be parsed and `unparsed` is ``"error"``, or `parse` raises; names the row.
         DataError: the template wants a reference, and a row has none; or the question is longer than the judge reads.
         SyncError: the judge holds no weights that it could answer with.
@@ -86,27 +88,46 @@ class Judge(Generate):
         if isinstance(self.parse, str):
             references.check(self.parse)
         try:
-            named = [name for _, name, _, _ in Formatter().parse(self.template) if name is not None]
+            named = self._named
         except ValueError as error:
             raise ParameterError(
                 f"the template {self.template!r} is broken ({error}); expected text with {{response}} in it, where "
                 f"braces that stand for themselves are doubled."
             ) from None
-        if "response" not in named or (odd := [name for name in named if name not in FIELDS]):
-            found = f"names {odd[0]!r}" if "response" in named else "names no response"
+        about = named & {"response", "conversation"}
+        if not about or (odd := sorted(named - set(FIELDS))):
+            found = f"names {odd[0]!r}" if about else "names no response"
             raise ParameterError(
-                f"the template {self.template!r} {found}; expected {{response}}, and perhaps {{prompt}} and "
-                f"{{reference}}; braces that stand for themselves are doubled: {{{{ and }}}}."
+                f"the template {self.template!r} {found}; expected {{response}} or, of episodes, {{conversation}}, and "
+                f"perhaps {{prompt}} and {{reference}}; braces that stand for themselves are doubled: {{{{ and }}}}."
             )
 
+    @property
+    def _named(self) -> frozenset[str]:
+        """What the template asks for."""
+        return frozenset(name for _, name, _, _ in Formatter().parse(self.template) if name is not None)
+
+    @cached_property
+    def more_ports(self) -> Signature:
+        """`conversation`, where the template has it."""
+        wanted = parse(Conversation)
+        assert wanted is not None
+        port = Port("conversation", {PortField("conversation"): wanted})
+        return Signature({port.name: port} if port.name in self._named else {}, {}, {})
+
     def __call__(  # type: ignore[override]
-        self, response: Scorable, prompts: Judgeable, key: Key = INJECTED, metrics: Metrics = INJECTED
+        self,
+        response: Scorable,
+        prompts: Judgeable,
+        key: Key = INJECTED,
+        metrics: Metrics = INJECTED,
+        **columns: FromParameters,
     ) -> TokenLevelScores:
         rows = response.response_mask.any(-1).nonzero().flatten().tolist()
         scores = torch.zeros(len(response.response_mask))
         if rows:
             said, unparsed = Metrics(), 0
-            question = self._question(response, prompts, rows)
+            question = self._question(response, prompts, rows, columns.get("conversation"))
             answers = super().__call__(question, key=key, metrics=said)
             metrics.merge({f"{self.name}/{name}": metric for name, metric in said.items()})
             for row, text in zip(rows, answers.response_text, strict=True):
@@ -116,10 +137,12 @@ class Judge(Generate):
             metrics.sum(f"{self.log}/unparsed", unparsed)
         return placed(self.name, self.log, scores, response.response_mask, metrics)
 
-    def _question(self, response: Scorable, prompts: Judgeable, rows: Sequence[int]) -> Question:
+    def _question(
+        self, response: Scorable, prompts: Judgeable, rows: Sequence[int], said: Conversation | None
+    ) -> Question:
         """The questions about these rows."""
         tokenizer, asked = self.rollout.tokenizer, []
-        wants_reference = "reference" in [name for _, name, _, _ in Formatter().parse(self.template)]
+        wants_reference = "reference" in self._named
         for row in rows:
             reference = prompts.ground_truth[row]
             if wants_reference and reference in (None, ""):
@@ -128,7 +151,10 @@ class Judge(Generate):
                     f"({reference!r}); expected a reference answer in every row of the data, or a template without it."
                 )
             text = self.template.format(
-                prompt=conversation(prompts.raw_prompt[row]), response=response.response_text[row], reference=reference
+                prompt=conversation(prompts.raw_prompt[row]),
+                response=response.response_text[row],
+                reference=reference,
+                conversation="" if said is None else conversation(said[row]),
             )
             asked.append(tokenizer.prompt_ids([{"role": "user", "content": text}]))
         ids, mask = tokenizer.pad_left(asked)
@@ -157,7 +183,7 @@ class Judge(Generate):
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a prompt: of one message, its content; of several, each behind its role."""
+    """The text of messages: of one, its content; of several, each behind its role."""
     if len(messages) == 1:
         return str(messages[0].get("content", ""))
     return "\n\n".join(f"{message['role']}: {message.get('content', '')}" for message in messages)

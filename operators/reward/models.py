@@ -9,8 +9,8 @@ from torch import Tensor
 from flowrl.columns import RawPrompt, ResponseMask, TokenLevelScores
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
-from flowrl.core.protocols import RewardScorer, TextRewardScorer
 from flowrl.core.roles import Reads, Role
+from flowrl.core.scorers import RewardScorer, TextRewardScorer
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
 from flowrl.operators.reward.operator import Scorable, place_scores

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
@@ -29,6 +28,7 @@ from flowrl.core import references as functions
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
 from flowrl.data.metrics import Metrics
+from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError, RewardError, type_of
 from flowrl.operators.reward.pool import FunctionSource, Outcome, Pool, ThreadWorker, process_pool
 from flowrl.operators.reward.worker import NoScore, Scored, digest
@@ -94,7 +94,8 @@ class Reward(Operator):
     step in.
 
     Args:
-        fn: a function, or where to find one: ``"package.module:name"`` or ``"path/to/file.py:name"``.
+        fn: a function, or where to find one: ``"package.module:name"`` or ``"path/to/file.py:name"``. None keeps the
+            place for what an edit puts there, or drops, as where a world gives the rewards; it cannot be run.
         timeout: seconds allowed for one call.
         on_error: ``"raise"``, or the score of a row whose call raised, hung, died or returned no finite number; such
             rows are counted in ``<log>/errors``, and the first is logged.
@@ -109,7 +110,8 @@ class Reward(Operator):
         `token_level_scores`, float32 ``[batch response]``. Metrics: ``<log>/mean, <log>/min, <log>/max``.
 
     Raises:
-        ParameterError: on construction: there is no such function, it is async, or it does not take those arguments.
+        ParameterError: on construction: there is no such function, it is async, or it does not take those arguments;
+            before anything is loaded: there is none.
         RewardError: a call gave no score, named by row (unless `on_error` is a score); a worker cannot import it.
         DataError: a value cannot be handed to a process as JSON, named by row and column.
     """
@@ -117,13 +119,15 @@ class Reward(Operator):
     granularity: ClassVar[Granularity] = "row"
     references: ClassVar[frozenset[str]] = frozenset({"fn"})
 
-    fn: Callable[..., Any] | str
+    fn: Callable[..., Any] | str | None
     timeout: float = Field(default=10.0, gt=0, le=86400, strict=True)
     on_error: Literal["raise"] | Annotated[float, Field(allow_inf_nan=False, strict=True)] = "raise"
     workers: int | None = Field(default=None, ge=1, strict=True)
     log: str = "reward"
 
     def __post_init__(self) -> None:
+        if self.fn is None:
+            return
         if isinstance(self.fn, str):
             functions.check(self.fn)
         stub = functions.stub_of(self.fn) if isinstance(self.fn, str) else self.fn
@@ -131,7 +135,12 @@ class Reward(Operator):
             _check_call(stub, self._function_name)
         self._source  # noqa: B018 (the file as it is now)
 
+    def rehearse(self, tokenizer_of: Callable[[str], ChatTokenizer | None]) -> None:
+        """Refuse to score by nothing."""
+        self._function  # noqa: B018
+
     def __call__(self, rollout: Scorable, prompts: Answerable, metrics: Metrics = INJECTED) -> TokenLevelScores:
+        self._function  # noqa: B018
         rows = rollout.response_mask.any(-1).nonzero().flatten().tolist()
         calls = [self._arguments(rollout, prompts, row) for row in rows]
         scores = torch.zeros(len(rollout.response_mask), dtype=torch.float32)
@@ -160,7 +169,21 @@ class Reward(Operator):
     @cached_property
     def _source(self) -> FunctionSource | None:
         """Where a worker process finds the function; None if it has to run in this process."""
-        return _source_of(self.fn)
+        return _source_of(self._function)
+
+    @property
+    def _function(self) -> Callable[..., Any] | str:
+        """What scores.
+
+        Raises:
+            ParameterError: nothing does.
+        """
+        if self.fn is None:
+            raise ParameterError(
+                f"there is no function to score by; expected one, edit(set={{'{self.name}.fn': score}}), or, where a "
+                f"world gives the rewards, no such node: edit(drop=[{self.name!r}])."
+            )
+        return self.fn
 
     @property
     def _function_name(self) -> str:
@@ -194,7 +217,7 @@ class Reward(Operator):
         if self._source is not None:
             yield from process_pool(self._source, workers).results(calls, self.timeout)
             return
-        fn = functions.resolve(self.fn) if isinstance(self.fn, str) else self.fn
+        fn = functions.resolve(self._function) if isinstance(self._function, str) else self._function
         pool = Pool(lambda: ThreadWorker(fn), workers)
         try:
             yield from pool.results(calls, self.timeout)
@@ -230,8 +253,7 @@ def _source_of(fn: Callable[..., Any] | str) -> FunctionSource | None:
     file = functions.source_file(ref)
     if file is None:
         return FunctionSource(ref, None)
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    if script is not None and os.path.abspath(script) == file and not functions.has_main_guard(file):
+    if functions.runs_again(ref):
         return None
     with open(file, "rb") as stream:
         content = stream.read()

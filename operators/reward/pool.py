@@ -30,9 +30,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
+from flowrl import keeper
 from flowrl.core.references import parse_reference
 from flowrl.errors import RewardError
-from flowrl.operators.reward import keeper as reward_keeper
 from flowrl.operators.reward import worker as reward_worker
 from flowrl.operators.reward.worker import CUT_OFF, NoScore, Scored
 
@@ -111,18 +111,7 @@ class ProcessWorker:
     def __init__(self, source: FunctionSource) -> None:
         self._source = source
         self.alive = True
-        with contextlib.ExitStack() as undo:
-            ours, theirs = map(undo.enter_context, socket.socketpair())
-            self._process: subprocess.Popen[bytes] = subprocess.Popen(
-                # -P: the folder of the file must not come before the standard library.
-                [sys.executable, "-P", reward_keeper.__file__, reward_worker.__file__],
-                stdin=theirs.fileno(),
-                env={"OMP_NUM_THREADS": "1", **os.environ},  # there are several workers, beside a model that computes
-                start_new_session=True,  # the parent handles Ctrl-C
-            )
-            theirs.close()
-            undo.pop_all()
-        self._channel = ours
+        self._process, self._channel = keeper.start(reward_worker.__file__)
         self._channel.setblocking(False)
 
     def start(self) -> None:

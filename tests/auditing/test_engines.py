@@ -86,6 +86,7 @@ def test_the_trainer_scores_by_what_sampled_and_updates_by_what_it_is_now() -> N
         text,
         torch.ones(6),
         version,  # type: ignore[arg-type]
+        one.versions,
     )
     assert torch.allclose(trainer.log_probs(rows), one.log_probs, atol=1e-6)
     cold = rows._replace(temperature=torch.full((6,), 0.5))

@@ -228,6 +228,15 @@ def test_repeat_reorder_pad(proto: DataProto) -> None:
             call()
 
 
+@pytest.mark.parametrize("dtype", ["bool", "uint16", "uint64", "float8_e4m3fn", "bfloat16", "float64"])
+def test_rows_of_every_dtype(dtype: str) -> None:
+    numbers = [[0, 1], [1, 0], [1, 1]]
+    wide = torch.tensor(numbers).to(getattr(torch, dtype))
+    picked = DataProto({"wide": wide, "flat": wide[:, 1], "across": wide.T.contiguous().T})[[2, 0, 2]]
+    assert picked["wide"].dtype == wide.dtype and picked["wide"].double().tolist() == [[1, 1], [0, 1], [1, 1]]
+    assert picked["across"].equal(picked["wide"]) and picked["flat"].double().tolist() == [1, 1, 1]
+
+
 def test_minibatches_are_seeded_and_must_divide() -> None:
     proto = DataProto({"x": torch.arange(12)})
     drawn = [rows(part, "x") for part in proto.minibatches(4, Key.of(1))]

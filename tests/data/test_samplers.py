@@ -115,6 +115,28 @@ def test_what_is_not_yet_answered_is_not_drawn_again() -> None:
     assert {one.row for one in again.next(4)} == set(range(10)) - first
 
 
+@given(st.integers(0, 3), st.lists(st.tuples(st.integers(2, 4), st.integers(0, 3)), min_size=4, max_size=9))
+def test_what_is_under_way_in_later_steps_is_not_drawn_again(lag: int, sizes: list[tuple[int, int]]) -> None:
+    """Batches are drawn `lag` steps ahead, and further rounds of a step behind those; a step's first row is masked."""
+    order, under = start(ByDifficulty(), 40), list[set[int]]()
+    for step, (batch, more) in enumerate(sizes, start=1):
+        while len(under) <= lag:
+            under.append({one.row for one in order.next(batch)})
+        under[0] |= {one.row for one in order.next(more)}
+        assert len(set.union(*under)) == sum(map(len, under))
+        over = sorted(under.pop(0))
+        order.learn(step, {row: [0.0, 1.0] for row in over[1:]})
+
+
+def test_what_nobody_has_scored_is_drawn_again_once_its_step_is_over() -> None:
+    order = start(ByDifficulty(), 6)
+    first, second = ([one.row for one in order.next(3)] for _ in range(2))
+    order.learn(1, {first[0]: [1.0]})
+    assert {one.row for one in order.next(3)} == set(first)
+    order.learn(2, {second[2]: [1.0]})
+    assert {one.row for one in order.next(3)} == set(second)
+
+
 def test_by_difficulty_finds_the_prompts_that_teach() -> None:
     sampler = ByDifficulty(0.5, decay=1.0)
     order = start(sampler, 11)

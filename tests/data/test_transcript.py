@@ -84,6 +84,26 @@ def test_replies_of_tools_follow_as_one_turn(name: str) -> None:
     )
 
 
+def test_a_reply_that_a_template_leaves_out_is_refused() -> None:
+    """Here and not as an answer on an answer: nothing would stand between the two."""
+    tokenizer = tokenizer_of("bare")
+    transcript = Transcript(tokenizer, QUESTION, check="off")
+    transcript.answer([*tokenizer.encode("3"), end_of("bare")], [0.0] * 2)
+    with pytest.raises(
+        EpisodeError, match=r"writes nothing for a reply \(roles: 'tool'\), so the policy would neither"
+    ):
+        transcript.reply([{"role": "tool", "content": "1"}])
+
+
+def test_an_answer_has_tokens_and_each_its_log_prob() -> None:
+    for ids, log_probs, said in (
+        ([], [], "an answer of 0 tokens is put in"),
+        ([1, 2], [0.0], "of 2 tokens has 1 log-probs"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Transcript(tokenizer_of("qwen2.5"), QUESTION).answer(ids, log_probs)
+
+
 class TestRewriting:
     def answered(self, name: str, text: str, check: str) -> Transcript:
         tokenizer = tokenizer_of(name)
@@ -107,6 +127,7 @@ class TestRewriting:
             self.answered(name, answer, check).reply([{"role": "user", "content": "sure?"}])
         before, _, after = "".join(str(error.value).split()).partition("anditwrites")
         assert there in before and written in after
+        assert "since an episode is one row of tokens, and is not cut into several" in str(error.value)
 
     def test_off_goes_on_with_what_is_there(self) -> None:
         transcript = self.answered("qwen3", "<think>12</think>3", "off")

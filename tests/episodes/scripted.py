@@ -8,8 +8,9 @@ from typing import Any
 from flowrl.core.protocols import Request, Response, Sampling
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.episodes.apart import Stem
 from flowrl.episodes.chat import Desk, Limits
-from flowrl.episodes.environment import Row
+from flowrl.episodes.environment import Answer, Environment, Reply, Row
 from flowrl.episodes.play import Played, Stage, play
 from flowrl.episodes.tools import Toolbox
 from tests.templates import TEMPLATES, tokenizer_of
@@ -20,6 +21,17 @@ NAME = "qwen2.5"
 
 Script = Callable[[str, int], str]
 """From the row id and the turn to what the policy says."""
+
+
+def say(name: str, turn: int) -> str:
+    return f"{name} says {turn}"
+
+
+class Three(Environment):
+    """Three turns, each worth its number."""
+
+    async def step(self, answer: Answer) -> Reply:
+        return Reply(f"and {answer.turn}?", reward=float(answer.turn), done=answer.turn == 2)
 
 
 class Scripted:
@@ -57,7 +69,7 @@ class Scripted:
                 del self._under_way[name]
                 (end,) = self._tokenizer.encode(TEMPLATES[NAME][1])
                 how: Any = "stop" if ids[-1] == end else "length"
-                self._done[name] = Response(ids, [-0.25] * len(ids), 3, how)
+                self._done[name] = Response(ids, [-0.25] * len(ids), [3] * len(ids), how)
                 ended.append(name)
         return ended
 
@@ -85,10 +97,12 @@ def played(
     tools: Any = (),
     concurrency: int | None = None,
     rows: Any = None,
+    toolbox: Toolbox | None = None,
+    stem: Stem | None = None,
 ) -> tuple[list[Played], Scripted]:
     """Episodes of some rows, and the policy that was asked."""
     engine = Scripted(script, tokenizer_of(NAME))
     desk = Desk(engine, tokenizer_of(NAME), SAMPLING, KEY)
-    toolbox = Toolbox(tools, "hermes") if tools else None
-    stage = Stage(world, Limits(turns, context, seconds), "strict", toolbox, tries, concurrency)
+    toolbox = Toolbox(tools, "hermes") if tools else toolbox
+    stage = Stage(world, Limits(turns, context, seconds), "strict", toolbox, tries, concurrency, stem=stem)
     return play(desk, rows or [row(i) for i in range(count)], stage), engine

@@ -13,17 +13,19 @@ import torch
 from flowrl.backends import SGD, AdamW, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.errors import BindError
 from flowrl.graph import Graph
-from flowrl.graphs import distill, distill_full
+from flowrl.graphs import distill, distill_full, distill_top
 from tests.jobs import PROMPTS, weights_of
 from tests.models import tiny_folder
 from tests.runs import walk
 
 GRAPHS = [
     distill(n=2, max_new_tokens=6),
-    distill_full(k=6, max_new_tokens=6),
-    distill_full(k=6, beta=0.5, n=2, mini_batch=2, max_new_tokens=6),
+    distill_full(max_new_tokens=6),
+    distill_full(beta=0.5, n=2, mini_batch=2, max_new_tokens=6),
+    distill_top(k=6, max_new_tokens=6),
+    distill_top(k=6, beta=0.5, n=2, mini_batch=2, max_new_tokens=6),
 ]
-each = pytest.mark.parametrize("graph", GRAPHS, ids=["log-prob", "reverse", "between"])
+each = pytest.mark.parametrize("graph", GRAPHS, ids=["log-prob", "full", "full between", "top", "top between"])
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +72,12 @@ def test_a_token_s_advantage_is_what_the_teacher_makes_of_it(tiny: str, teacher:
     ("graph", "key"),
     [
         (distill(n=8, max_new_tokens=6), "distill/reverse_kl"),
-        (distill_full(k=20, n=8, max_new_tokens=6), "actor/divergence"),
-        (distill_full(k=20, beta=0.0, n=8, max_new_tokens=6), "actor/divergence"),
+        (distill_full(n=8, max_new_tokens=6), "actor/divergence"),
+        (distill_full(beta=0.0, n=8, max_new_tokens=6), "actor/divergence"),
+        (distill_top(k=20, n=8, max_new_tokens=6), "actor/divergence"),
+        (distill_top(k=20, beta=0.0, n=8, max_new_tokens=6), "actor/divergence"),
     ],
-    ids=["log-prob", "reverse", "forward"],
+    ids=["log-prob", "reverse", "forward", "top reverse", "top forward"],
 )
 def test_the_student_comes_nearer_to_its_teacher(graph: Graph, key: str, tiny: str, teacher: str) -> None:
     job = bound(graph, tiny, teacher, AdamW(lr=2e-3))

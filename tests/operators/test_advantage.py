@@ -23,7 +23,7 @@ from flowrl.operators.advantage import (
     gae,
     whiten,
 )
-from tests.operators.ragged import masks, numbers
+from tests.operators.ragged import NAN, masks, numbers
 
 unit = st.floats(0, 1)
 
@@ -106,6 +106,98 @@ class TestGAE:
         mask, values = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2, requires_grad=True)
         advantages, returns = gae(torch.zeros(1, 2), values, mask, 1.0, 1.0)
         assert not advantages.requires_grad and not returns.requires_grad
+
+
+def gae_by_recurrence(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor) -> Tensor:
+    """Eq. 16 token by token in float64, last token first; `lam` is ``[batch]``."""
+    advantages = torch.zeros(mask.shape, dtype=torch.float64)
+    for row, (r, v) in enumerate(zip(rewards.tolist(), values.tolist(), strict=True)):
+        value = advantage = 0.0
+        found = [0.0] * mask.shape[1]
+        for t in reversed(mask[row].nonzero().flatten().tolist()):
+            delta = r[t] + gamma * value - v[t]
+            value, advantage = v[t], delta + gamma * float(lam[row]) * advantage
+            found[t] = advantage
+        advantages[row] = torch.tensor(found, dtype=torch.float64)
+    return advantages
+
+
+@st.composite
+def long_masks(draw: st.DrawFn) -> Tensor:
+    """Rows of one block of the scan up to more blocks than fit into one: prefixes, runs with holes, anything."""
+    width = draw(st.sampled_from([1, 2, 31, 32, 33, 64, 65, 1000, 1024, 1025, 1056, 1057, 2500]))
+    ends = torch.tensor(draw(st.lists(st.integers(0, width), min_size=1, max_size=3)))
+    mask = torch.arange(width) < ends[:, None]
+    drawn = torch.rand(mask.shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))))
+    return mask & (drawn > draw(st.sampled_from([-1.0, 0.02, 0.5, 0.99])))
+
+
+class TestLongResponses:
+    @settings(deadline=None, max_examples=60)
+    @given(
+        long_masks(),
+        st.integers(0, 2**31),
+        st.sampled_from([0.0, 1e-30, 0.5, 0.99, 1.0]),
+        st.sampled_from([0.0, 1e-6, 0.95, 0.999, 1.0]),
+        st.sampled_from([0.0, 100.0]),
+    )
+    def test_no_number_is_off_by_more_than_a_few_roundings(
+        self, mask: Tensor, seed: int, gamma: float, lam: float, level: float
+    ) -> None:
+        """Relative to advantages and values: of few tokens, all advantages may be small."""
+        rewards, values = numbers(mask, seed), numbers(mask, seed + 1) + level
+        advantages, returns = gae(rewards, values, mask, gamma, lam)
+        truth = gae_by_recurrence(rewards, values, mask, gamma, torch.full((len(mask),), lam, dtype=torch.float64))
+        most = 3e-7 * float(truth.abs().max() + level + 3)
+        assert float((advantages.double() - truth).abs().max()) <= most
+        paid = torch.where(mask, truth + values.double(), 0.0)
+        assert float((returns.double() - paid).abs().max()) <= most
+        assert not advantages[~mask].any() and not returns[~mask].any()
+
+    @settings(deadline=None, max_examples=30)
+    @given(long_masks(), st.integers(0, 2**31))
+    def test_a_row_is_the_same_to_the_bit_wherever_it_stands(self, mask: Tensor, seed: int) -> None:
+        """Alone, without its holes, or in a wider batch: so a batch may be cut and padded anyhow."""
+        rewards, values = numbers(mask, seed), numbers(mask, seed + 1)
+        advantages, returns = gae(rewards, values, mask, 0.99, 0.95)
+        wide = gae(*(torch.nn.functional.pad(x, (0, 40)) for x in (rewards, values, mask)), 0.99, 0.95)  # type: ignore[misc]
+        assert torch.equal(wide[0][:, : mask.shape[1]], advantages) and not wide[0][:, mask.shape[1] :].any()
+        for row in range(len(mask)):
+            at = mask[row]
+            dense = gae(rewards[row : row + 1, at], values[row : row + 1, at], at[at][None], 0.99, 0.95)
+            assert torch.equal(dense[0][0], advantages[row, at]) and torch.equal(dense[1][0], returns[row, at])
+
+    @pytest.mark.parametrize("share", [1.1, 0.85])
+    @pytest.mark.parametrize(("gamma", "lam"), [(0.99, 0.95), (1.0, 1.0), (1.0, 0.99)])
+    def test_in_a_batch_by_at_most_3e_7_of_the_largest_advantage(self, share: float, gamma: float, lam: float) -> None:
+        generator = torch.Generator().manual_seed(0)
+        mask = torch.arange(4096) < torch.randint(1000, 4097, (32, 1), generator=generator)
+        mask &= torch.rand(32, 128, generator=generator).repeat_interleave(32, 1) < share
+        rewards, values = numbers(mask, 1), numbers(mask, 2)
+        advantages, _ = gae(rewards, values, mask, gamma, lam)
+        truth = gae_by_recurrence(rewards, values, mask, gamma, torch.full((32,), lam, dtype=torch.float64))
+        assert float((advantages.double() - truth).abs().max()) <= 3e-7 * float(truth.abs().max())
+
+    def test_each_row_has_its_own_lambda(self) -> None:
+        mask = torch.arange(1500) < torch.tensor([[1500], [700], [40], [0]])
+        mask[0, 100:200] = False
+        rewards, values, lam = numbers(mask, 0), numbers(mask, 1), torch.tensor([1.0, 0.9, 0.5, 0.1])
+        advantages, _ = gae(rewards, values, mask, 0.999, lam)
+        truth = gae_by_recurrence(rewards, values, mask, 0.999, lam)
+        torch.testing.assert_close(advantages.double(), truth, rtol=0, atol=3e-7 * float(truth.abs().max()))
+
+    @pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+    def test_what_is_no_number_spoils_no_later_token_and_no_other_row(self, bad: float) -> None:
+        mask = torch.ones(3, 80, dtype=torch.bool)
+        mask[:, 5:9] = False
+        rewards, values = numbers(mask, 0, 0.0), numbers(mask, 1)
+        clean, _ = gae(rewards, values, mask, 0.99, 0.95)
+        rewards[1, 40] = bad
+        advantages, _ = gae(rewards, values, mask, 0.99, 0.95)
+        spoilt = torch.zeros_like(mask)
+        spoilt[1, :41] = mask[1, :41]
+        assert torch.equal(advantages.isfinite(), ~spoilt)
+        assert torch.equal(advantages[~spoilt], clean[~spoilt])
 
 
 class TestReturnToGo:
@@ -192,6 +284,25 @@ class TestWhiten:
     def test_equal_numbers_become_zero(self) -> None:
         mask = torch.ones(7, 3, dtype=torch.bool)
         assert (whiten(torch.full((7, 3), 0.1), mask) == 0).all()
+
+    @pytest.mark.parametrize("level", [0.0, -1e3, 1e6])
+    @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e25])
+    def test_float32_is_all_that_is_lost(self, level: float, scale: float) -> None:
+        """Also where the mean is far from 0, or squares do not fit into float32."""
+        mask = torch.rand(60, 50, generator=torch.Generator().manual_seed(1)) < 0.7
+        x = (numbers(mask, 0) + level) * scale
+        flat = x[mask].double()
+        expected = (flat - flat.mean()) * torch.rsqrt(flat.var() + 1e-8)
+        torch.testing.assert_close(whiten(x, mask)[mask].double(), expected, rtol=1e-6, atol=1e-6)
+        back = expected + flat.mean()
+        torch.testing.assert_close(whiten(x, mask, shift_mean=False)[mask].double(), back, rtol=3e-7, atol=1e-6)
+
+    @pytest.mark.parametrize("shift_mean", [True, False])
+    @pytest.mark.parametrize("bad", [NAN, math.inf])
+    def test_what_is_no_number_stays_on_the_mask(self, shift_mean: bool, bad: float) -> None:
+        mask = torch.tensor([[True, True, False], [True, False, False]])
+        found = whiten(torch.tensor([[bad, 1.0, NAN], [2.0, 5.0, NAN]]), mask, shift_mean)
+        assert (found[~mask] == 0).all() and not found[mask].isfinite().any()
 
 
 class TestOperators:

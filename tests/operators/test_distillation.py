@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,10 +17,20 @@ from transformers import AutoModelForCausalLM
 
 from flowrl import INJECTED, Loss, Metrics
 from flowrl import columns as c
-from flowrl.backends import TorchScorer
+from flowrl.backends import TorchRollout, TorchScorer, TorchTrainer
 from flowrl.core.protocols import MiniBatch
-from flowrl.errors import DefinitionError, ParameterError
-from flowrl.operators import GKD, KLLoss, ReverseKL, TeacherTopK, UpdateActor, UpdateCritic
+from flowrl.errors import BindError, DataError, DefinitionError, ParameterError
+from flowrl.graphs import distill_full
+from flowrl.operators import (
+    GKD,
+    FullGKD,
+    KLLoss,
+    ReverseKL,
+    TeacherStates,
+    TeacherTopK,
+    UpdateActor,
+    UpdateCritic,
+)
 from flowrl.operators.distillation import divergence
 from flowrl.operators.objective import TokenObjective
 from tests.backends.torch.trainers import CONTEXT, trainer
@@ -114,13 +124,20 @@ def lumped(log_p: Tensor, ids: Tensor) -> Tensor:
     return torch.cat([log_p.gather(1, ids), log_p.exp().where(others, 0.0).sum(1, keepdim=True).log()], 1)
 
 
-def expected(student: str, batch: Marked, beta: float) -> tuple[float, dict[str, Tensor]]:
-    """The mean divergence over all tokens in float64, and its gradient."""
-    total, count, model = 0.0, int(batch.response_mask.sum()), None
-    teacher = torch.cat([batch.teacher_log_probs, batch.teacher_rest[..., None]], -1).double()
+def expected(
+    student: str, teacher: Mapping[int, Tensor], beta: float, ids: Mapping[int, Tensor] | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """The mean divergence over all tokens in float64, and its gradient.
+
+    Args:
+        student: the folder of the model.
+        teacher: log-probs ``[tokens outcomes]`` by row.
+        beta: as in `divergence`.
+        ids: the tokens that are outcomes, by row, all others being one; None is that all are.
+    """
+    total, count, model = 0.0, sum(len(log_p) for log_p in teacher.values()), None
     for row, log_p, model in distributions(student):  # noqa: B007
-        on = batch.response_mask[row]
-        p, q = teacher[row][on].exp(), lumped(log_p, batch.teacher_ids[row][on]).exp()
+        p, q = teacher[row].detach().exp(), (log_p if ids is None else lumped(log_p, ids[row])).exp()
         mixed = beta * p + (1 - beta) * q
         forward, reverse = (p * (p / q).log()).sum(-1), (q * (q / p).log()).sum(-1)
         between = beta * (p * (p / mixed).log()).sum(-1) + (1 - beta) * (q * (q / mixed).log()).sum(-1)
@@ -131,45 +148,111 @@ def expected(student: str, batch: Marked, beta: float) -> tuple[float, dict[str,
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def updated(student: str, batch: Marked, beta: float, **settings: Any) -> tuple[float, dict[str, Tensor]]:
+def updated(student: str, batch: Any, loss: Loss, **settings: Any) -> tuple[float, dict[str, Tensor]]:
     """The loss that an update reports, and the gradient by which it moved the weights."""
     engine = trainer(student, **settings)
     before = {name: tensor.detach().clone() for name, tensor in engine.weights()}
-    objective = TokenObjective(GKD(beta))
+    objective = TokenObjective(loss)
     weights = objective.weights(batch.response_mask)
     metrics = engine.update(batch, [MiniBatch(torch.arange(len(weights)), weights)], objective)
     return metrics["actor/divergence"].compute(), {name: before[name] - t.detach() for name, t in engine.weights()}
 
 
-@pytest.mark.parametrize("beta", BETAS)
-def test_the_gradient_is_that_of_the_plain_formula(beta: float, pair: tuple[str, str]) -> None:
+def assert_it_follows(
+    truth: tuple[float, dict[str, Tensor]], student: str, batch: Any, loss: Loss, closely: float = 1e-4
+) -> None:
     """In one forward pass, and in micro-batches and chunks; the learning rate is 1."""
-    batch = marked(pair[1], 9)
-    loss, gradient = expected(pair[0], batch, beta)
+    value, gradient = truth
     for settings in ({}, {"max_tokens": 20, "logprob_chunk": 2}, {"gradient_checkpointing": True}):
-        found, moved = updated(pair[0], batch, beta, **settings)
-        assert found == pytest.approx(loss, abs=1e-6)
+        found, moved = updated(student, batch, loss, **settings)
+        assert found == pytest.approx(value, abs=1e-6)
         size = torch.cat([g.flatten() for g in gradient.values()]).norm()
         apart = torch.cat([(moved[name].double() - g).flatten() for name, g in gradient.items()]).norm()
-        assert apart / size < 1e-4
+        assert apart / size < closely
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_gradient_is_that_of_the_plain_formula(beta: float, pair: tuple[str, str]) -> None:
+    batch = marked(pair[1], 9)
+    rows = {row: batch.response_mask[row] for row in range(len(batch.response_mask))}
+    teacher = torch.cat([batch.teacher_log_probs, batch.teacher_rest[..., None]], -1).double()
+    truth = expected(
+        pair[0],
+        {row: teacher[row][on] for row, on in rows.items()},
+        beta,
+        {row: batch.teacher_ids[row][on] for row, on in rows.items()},
+    )
+    assert_it_follows(truth, pair[0], batch, GKD(beta))
+
+
+class Stated(NamedTuple):
+    """Rows with all that a teacher says of them."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    response_mask: Tensor
+    temperature: Tensor
+    teacher_states: Tensor
+    teacher_head: Any
+
+
+def stated(folder: str, rows: Any = None, **settings: Any) -> Stated:
+    scorer = TorchScorer(folder, device="cpu", **settings).build(CONTEXT)
+    rows = ragged() if rows is None else rows
+    return Stated(*rows[:5], *TeacherStates(teacher=scorer)(rows))
+
+
+@pytest.mark.parametrize(("kind", "changed"), [("llama", {"hidden_size": 32}), ("gemma2", {}), ("granite", {})])
+def test_over_the_whole_vocabulary_the_gradient_is_the_plain_formula_s(
+    kind: str, changed: dict[str, Any], pair: tuple[str, str], tmp_path: Path
+) -> None:
+    """Of teachers of another size, with capped and with scaled logits, tied and not."""
+    folder = tiny_folder(tmp_path, kind, 5, **changed)
+    teacher = {row: log_p for row, log_p, _ in distributions(folder)}
+    batch = stated(folder, max_tokens=30)
+    for beta in BETAS if kind == "llama" else [0.3]:
+        assert_it_follows(expected(pair[0], teacher, beta), pair[0], batch, FullGKD(beta))
+
+
+def test_a_student_with_capped_logits_follows_its_teacher_too(pair: tuple[str, str], tmp_path: Path) -> None:
+    student = tiny_folder(tmp_path, "gemma2", 2)
+    teacher = {row: log_p for row, log_p, _ in distributions(pair[1])}
+    assert_it_follows(expected(student, teacher, 0.3), student, stated(pair[1]), FullGKD(0.3))
+
+
+def test_a_teacher_with_a_wider_vocabulary_is_refused(pair: tuple[str, str], tmp_path: Path) -> None:
+    wider = stated(tiny_folder(tmp_path, vocab_size=VOCAB + 3))
+    with pytest.raises(DataError, match=rf"has logits for {VOCAB + 3} tokens and the student for {VOCAB};.*GKD"):
+        updated(pair[0], wider, FullGKD())
+
+
+def test_a_model_that_is_trained_is_no_teacher_of_states(pair: tuple[str, str]) -> None:
+    with pytest.raises(BindError, match=r"teacher.*StateScorer"):
+        distill_full().bind(
+            actor=TorchTrainer(pair[0]), rollout=TorchRollout(), teacher=TorchTrainer(pair[1])
+        ).refuse_unready()
+    with pytest.raises(ParameterError, match="StateScorer"):
+        TeacherStates(teacher=trainer(pair[1]))
 
 
 def test_more_tokens_of_the_teacher_show_more_of_the_divergence_up_to_all_of_it(pair: tuple[str, str]) -> None:
-    few, many, all_but_one = (updated(pair[0], marked(pair[1], k), 0.0)[0] for k in (1, 20, VOCAB - 1))
+    few, many, all_but_one = (updated(pair[0], marked(pair[1], k), GKD(0.0))[0] for k in (1, 20, VOCAB - 1))
     teacher, student = ({row: p.detach() for row, p, _ in distributions(folder)} for folder in (pair[1], pair[0]))
     whole = torch.cat([(teacher[row].exp() * (teacher[row] - student[row])).sum(-1) for row in teacher]).mean()
     assert 0 < few < many < all_but_one == pytest.approx(float(whole), abs=1e-5)
+    assert updated(pair[0], stated(pair[1]), FullGKD(0.0))[0] == pytest.approx(float(whole), abs=1e-6)
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any tensor has which is made within."""
+    """The most bytes that any tensor has which is made within."""
 
     most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         made = [x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, Tensor)]
-        self.most = max([self.most, *(x.numel() for x in made)])
+        self.most = max([self.most, *(x.numel() * x.element_size() for x in made)])
         return out
 
 
@@ -183,24 +266,28 @@ def wide_folder(path: Path, vocabulary: int) -> str:
     return folder
 
 
-def test_the_whole_vocabulary_stands_for_a_chunk_of_tokens_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", [GKD(0.5), FullGKD(0.5)])
+def test_the_whole_vocabulary_stands_for_a_chunk_of_tokens_at_a_time(loss: Loss, tmp_path: Path) -> None:
     """In teacher and student, forward and backward: nothing is larger than the weights of the head; and with one chunk
     for all tokens the same measure finds what is."""
     vocabulary, hidden = 3000, 64
     folder, rows = wide_folder(tmp_path, vocabulary), ragged(rows=24, prompt=4, response=32, seed=3)
-    whole = int(rows.response_mask.sum()) * vocabulary
-    assert whole > 4 * vocabulary * hidden
+    whole, head = (4 * rows * vocabulary for rows in (int(rows.response_mask.sum()), hidden))
+    assert whole > 4 * head
 
     def most(chunk: int) -> int:
         scorer = TorchScorer(folder, device="cpu", logprob_chunk=chunk).build(CONTEXT)
-        engine, objective = trainer(folder, logprob_chunk=chunk), TokenObjective(GKD(0.5))
+        engine, objective = trainer(folder, logprob_chunk=chunk), TokenObjective(loss)
         with Largest() as seen:
-            batch = Marked(*rows[:5], *TeacherTopK(4, teacher=scorer)(rows))
+            if isinstance(loss, FullGKD):
+                batch: Any = Stated(*rows[:5], *TeacherStates(teacher=scorer)(rows))
+            else:
+                batch = Marked(*rows[:5], *TeacherTopK(4, teacher=scorer)(rows))
             weights = objective.weights(batch.response_mask)
             engine.update(batch, [MiniBatch(torch.arange(len(weights)), weights)], objective)
         return seen.most
 
-    assert most(8) <= vocabulary * hidden
+    assert most(8) <= head
     assert most(10**6) >= whole
 
 

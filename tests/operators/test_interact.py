@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 import flowrl
 from flowrl import Key
 from flowrl.backends import TorchRollout, TorchScorer
+from flowrl.core.protocols import Rollout
 from flowrl.data.metrics import Metrics
 from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.episodes import Answer, Chat, Environment, Reply, Row
-from flowrl.errors import DataError, EpisodeError, ParameterError
+from flowrl.errors import DataError, DefinitionError, EpisodeError, ParameterError
 from flowrl.graphs import grpo
 from flowrl.operators import Generate, Interact
 from flowrl.records import EpisodeBatch, PromptBatch
@@ -96,6 +98,16 @@ def test_log_probs_are_those_of_a_forward_pass_over_the_whole_episode(engine: An
     assert (batch.turns == 3).all() and batch.attention_mask.sum() > batch.response_mask.sum()
 
 
+def test_every_sampled_token_is_of_its_turn_and_no_other_is_of_any(engine: Any) -> None:
+    """A turn is a run of sampled tokens, since something was said before each further one."""
+    batch, _ = episodes(engine, Echo)
+    for row in range(len(batch.turns)):
+        mask, turns = batch.response_mask[row].tolist(), batch.turn_ids[row].tolist()
+        runs = [len(list(same)) for there, same in itertools.groupby(mask) if there]
+        assert [turn for turn in turns if turn >= 0] == [k for k, length in enumerate(runs) for _ in range(length)]
+        assert [turn >= 0 for turn in turns] == mask and len(runs) == 3
+
+
 def test_rewards_stand_on_the_last_token_of_their_turn(engine: Any) -> None:
     batch, metrics = episodes(engine, Echo)
     for mask, scores, conversation in zip(
@@ -150,7 +162,7 @@ class TestSpecs:
         flowrl.save(graph, "graph.yaml")
         assert flowrl.load("graph.yaml", imports=True) == graph
         Interact("world.py:agent")
-        with pytest.raises(ParameterError, match="does not define 'Wrld'"):
+        with pytest.raises(ParameterError, match=r"does not define 'Wrld'.*; did you mean 'World'\?$"):
             Interact("world.py:Wrld")
 
     @pytest.mark.parametrize("world", [dict, lambda chat, row: None, exact])
@@ -169,14 +181,49 @@ class TestSpecs:
         with pytest.raises(ParameterError, match=r"give its class: Interact\(Echo\)"):
             Interact(Echo())
 
+    @pytest.mark.parametrize(
+        ("method", "said"),
+        [
+            ("reset", r"World\.reset\(self\) cannot be called as episodes do .*define reset\(self, row\)"),
+            ("step", r"World\.step\(self\) cannot .*define step\(self, answer\)"),
+        ],
+    )
+    def test_methods_that_take_something_else_are_refused(self, method: str, said: str) -> None:
+        world = type("World", (Echo,), {method: lambda self: None})
+        with pytest.raises(ParameterError, match=said):
+            Interact(world)
+
+    def test_an_agent_that_takes_something_else_is_refused(self) -> None:
+        async def agent(chat: Chat) -> None: ...
+
+        with pytest.raises(ParameterError, match=r"agent\(chat: .*\) -> .*define agent\(chat, row\)"):
+            Interact(agent)
+
+    def test_what_is_no_tool_is_refused(self) -> None:
+        def odd(chat: Chat) -> None: ...
+
+        def add(a: int, b: int) -> int:
+            return a + b
+
+        with pytest.raises(DefinitionError, match=r"the tool odd\(chat: .*takes what JSON cannot say .*list\[str\]"):
+            Interact(tools=[odd])
+        with pytest.raises(DefinitionError, match="the tool Echo is a class; expected a function"):
+            Interact(tools=[Echo])
+        with pytest.raises(ParameterError, match=r"expected a list of functions: tools=\[add\]"):
+            Interact(tools=add)
+
     def test_no_world_and_no_tool_is_generate(self) -> None:
         with pytest.raises(ParameterError, match=r"write Generate\(...\)"):
             Interact()
 
     def test_an_engine_that_takes_no_requests_is_refused(self, tiny: str) -> None:
         graph = job_of("grpo", tiny).graph.edit(replace={"generate": Interact(Echo)}, drop=["reward"])
+
+        class ByBatch(TorchRollout):
+            serves = (Rollout,)
+
         with pytest.raises(flowrl.FlowrlError, match="interact needs a TakesRequests there"):
-            graph.bind(rollout=flowrl.backends.VLLM(tiny))
+            graph.bind(rollout=ByBatch(tiny))
 
 
 def test_episodes_train_and_resume_to_the_same_numbers(tiny: str, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrl.errors import DataError
-from flowrl.operators.per_token import Estimator, kl_penalty, select, select_rewards
+from flowrl.operators.per_token import Estimator, equal_numbers, has_holes, kl_penalty, select, select_rewards
+from tests.operators.ragged import masks
 
 NAN = float("nan")
 ESTIMATORS: list[Estimator] = ["k1", "k2", "k3", "abs"]
@@ -34,6 +35,45 @@ class TestMasked:
         x = torch.tensor([[1.0, NAN, 3.0], [NAN, NAN, float("inf")]])
         mask = torch.tensor([[True, False, True], [False, False, False]])
         assert select(x, mask).tolist() == [[1, 0, 3], [0, 0, 0]]
+
+    @settings(max_examples=60, deadline=None)
+    @given(masks(), st.data())
+    def test_the_bits_of_what_is_left_are_those_that_were_given(self, mask: Tensor, data: st.DataObject) -> None:
+        """Those of every float32, denormals and -0.0 among them, however the memory of either lies."""
+        drawn = st.lists(st.floats(width=32), min_size=mask.numel(), max_size=mask.numel())
+        x = torch.tensor(data.draw(drawn)).view(mask.shape)
+        given_bits, on = x.view(torch.int32).flatten().tolist(), mask.flatten().tolist()
+        left = [bits if here else 0 for bits, here in zip(given_bits, on, strict=True)]
+        assert select(x, mask).view(torch.int32).flatten().tolist() == left
+        across = select(x.T.contiguous().T, mask.T.contiguous().T).contiguous()
+        assert across.view(torch.int32).flatten().tolist() == left
+        with_gradient = select(x.clone().requires_grad_(), mask)
+        assert with_gradient.detach().view(torch.int32).flatten().tolist() == left
+
+    def test_a_number_a_row_and_half_precision(self) -> None:
+        mask = torch.tensor([[True, False, True], [False, True, True]])
+        assert select(torch.tensor([1.5, NAN])[:, None].expand(2, 3), mask)[0].tolist() == [1.5, 0, 1.5]
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            half = torch.tensor([[0.25, NAN, -2.0]], dtype=dtype)
+            found = select_rewards(half, mask[:1], "rewards")
+            assert found.tolist() == [[0.25, 0.0, -2.0]] and found.dtype == torch.float32
+
+    @settings(max_examples=60, deadline=None)
+    @given(masks())
+    def test_a_hole_is_a_token_behind_one_that_is_off_the_mask(self, mask: Tensor) -> None:
+        rows = ["".join("x" if on else "." for on in row) for row in mask.tolist()]
+        assert has_holes(mask) == any(".x" in row for row in rows)
+        assert has_holes(mask.T.contiguous().T) == has_holes(mask)
+
+    def test_masks_of_nothing_have_no_holes(self) -> None:
+        for shape in ((0, 4), (3, 0), (3, 1)):
+            assert not has_holes(torch.zeros(shape, dtype=torch.bool))
+
+    def test_equal_numbers_are_equal_in_any_dtype_and_nan_is_not(self) -> None:
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            x = torch.tensor([0.5, -0.0], dtype=dtype, requires_grad=True)
+            assert equal_numbers(x, torch.tensor([0.5, 0.0]))
+            assert not equal_numbers(x, torch.tensor([0.5, 1.0])) and not equal_numbers(x * NAN, x * NAN)
 
     def test_a_reward_off_the_mask_is_refused_and_padding_is_not(self) -> None:
         mask = torch.tensor([[True, False, False], [False, True, False]])

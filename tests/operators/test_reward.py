@@ -19,9 +19,11 @@ from flowrl.columns import ResponseMask, ResponseText
 from flowrl.core.operator import Operator
 from flowrl.data.metrics import Metrics
 from flowrl.errors import FlowrlError, ParameterError, PortError, RewardError
-from flowrl.graph import algorithm
+from flowrl.graph import Graph, algorithm
+from flowrl.graphs import grpo
 from flowrl.operators.reward.operator import Reward, place_scores
 from flowrl.records import PromptBatch
+from tests.kernel import exact
 from tests.reward_rows import objects, rows, values
 
 # ------------------------------------------------------------------------------------------------------------- scores
@@ -123,6 +125,18 @@ async def awaited(data_source: str, solution_str: str, ground_truth: str, extra_
 class Awaited:
     async def __call__(self, **columns: Any) -> float:
         return 1.0
+
+
+def test_without_a_function_it_keeps_a_place_and_is_not_run() -> None:
+    graph = grpo(None, n=2)
+    with pytest.raises(ParameterError, match=r"^reward: there is no function .*edit\(set=\{'reward.fn': score\}\)"):
+        graph.bind().refuse_missing()
+    with pytest.raises(ParameterError, match=r"edit\(drop=\['reward'\]\)"):
+        Reward(None)(*rows(["7"]))
+    given = graph.edit(set={"reward.fn": exact})
+    assert given.fingerprint() == grpo(exact, n=2).fingerprint() != graph.fingerprint()
+    assert Graph.from_dict(graph.to_dict()).fingerprint() == graph.fingerprint()
+    given.bind().refuse_missing()
 
 
 @pytest.mark.parametrize(

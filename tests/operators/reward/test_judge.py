@@ -12,12 +12,13 @@ import torch
 
 from flowrl import Metrics
 from flowrl.backends import TorchRollout, TorchTrainer
+from flowrl.core.ports import PortField
 from flowrl.core.protocols import Sampling
 from flowrl.data.keys import Key
-from flowrl.errors import BindError, DataError, ParameterError, RewardError
+from flowrl.errors import BindError, DataError, GraphError, ParameterError, RewardError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo
-from flowrl.operators import Judge
+from flowrl.operators import Interact, Judge
 from flowrl.operators.reward.judge import conversation
 from flowrl.records import PromptBatch, RolloutBatch
 from flowrl.run.build import EngineBuilder
@@ -56,6 +57,18 @@ def answered() -> tuple[RolloutBatch, PromptBatch]:
     return rows._replace(response_text=column(["4", "gone", "some {braces}"]), response_mask=mask), prompts
 
 
+def said_to(questions: list[str], engine: Any, key: Key) -> list[str]:
+    """What the judge says to questions about the rows of `answered` that have tokens, each alone, without padding."""
+    tokenizer, said = char_tokenizer(), []
+    for text, row in zip(questions, ("0/0/0", "0/2/0"), strict=True):
+        turn = [{"role": "user", "content": text}]
+        ids = torch.tensor([tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)])
+        sampled = engine.generate(ids, torch.ones_like(ids).bool(), [row], Sampling(1.3, 0, 1.0, 9), key)
+        kept = [i for i in sampled.responses[0][sampled.response_mask[0]].tolist() if i != 1]
+        said.append(tokenizer.decode(kept, skip_special_tokens=True))
+    return said
+
+
 def test_the_judge_is_asked_by_its_own_template_and_its_answer_is_parsed(engine: Any) -> None:
     rollout, prompts = answered()
     heard, metrics, key = [], Metrics(), Key.of(7)
@@ -68,18 +81,40 @@ def test_the_judge_is_asked_by_its_own_template_and_its_answer_is_parsed(engine:
     scores = judge(rollout, prompts, key=key, metrics=metrics)
     assert scores.tolist() == [[0, 0, 1.5], [0, 0, 0], [0, 2.5, 0]]
     questions = ["Of ? is 4 like four? {0 to 9}", "Of ? is some {braces} like 6? {0 to 9}"]
-    tokenizer = char_tokenizer()
-    expected = []
-    for text, row in zip(questions, ("0/0/0", "0/2/0"), strict=True):  # each alone, without padding
-        turn = [{"role": "user", "content": text}]
-        ids = torch.tensor([tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)])
-        sampled = engine.generate(ids, torch.ones_like(ids).bool(), [row], Sampling(1.3, 0, 1.0, 9), key)
-        kept = [i for i in sampled.responses[0][sampled.response_mask[0]].tolist() if i != 1]
-        expected.append(tokenizer.decode(kept, skip_special_tokens=True))
-    assert heard == expected and heard[0] != heard[1]
+    assert heard == said_to(questions, engine, key) and heard[0] != heard[1]
     logged = metrics.compute()
     assert (logged["reward/mean"], logged["reward/unparsed"], logged["reward/max"]) == (2.0, 0.0, 2.5)
     assert 0 < logged["judge/response_length/max"] <= 9
+
+
+def test_a_judge_of_episodes_reads_all_that_was_said(engine: Any) -> None:
+    rollout, prompts = answered()
+    turns = [("user", "two and two?"), ("assistant", "let me see"), ("tool", "{4}"), ("assistant", "4")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    heard: list[str] = []
+    judge = Judge(
+        rollout=engine,
+        template="{conversation}|{response}",
+        parse=lambda text: heard.append(text) or 0.5,
+        max_new_tokens=9,
+        temperature=1.3,
+    )
+    judge(rollout, prompts, key=Key.of(7), conversation=column([messages, [], messages[:1]]))
+    whole = "user: two and two?\n\nassistant: let me see\n\ntool: {4}\n\nassistant: 4|4"
+    assert heard == said_to([whole, "two and two?|some {braces}"], engine, Key.of(7))
+
+
+def test_a_conversation_is_wanted_where_the_template_has_it() -> None:
+    plain = grpo(exact, n=3, kl_coef=0.0)
+    judge = Judge(template="{conversation}", parse=length).named("reward")
+    with pytest.raises(GraphError, match=r"reward\.conversation wants messages of an episode\[batch\]"):
+        plain.edit(replace={"reward": judge})
+    played = plain.edit(replace={"generate": Interact(tools=[length], max_turns=2, context=64, max_new_tokens=16)})
+    graph = played.edit(replace={"reward": judge})
+    assert str(graph["reward"].inputs[PortField("conversation")]) == "interact.conversation"
+    assert graph.check() == [] and Graph.from_dict(graph.to_dict()).fingerprint() == graph.fingerprint()
+    of_answers = played.edit(replace={"reward": Judge(template="{response}", parse=length).named("reward")})
+    assert PortField("conversation") not in of_answers["reward"].inputs
 
 
 def test_nobody_is_asked_about_rows_without_a_token(engine: Any) -> None:

@@ -1,13 +1,12 @@
-"""The process between a pool and a worker: whatever the worker starts ends with it, and both with whoever asked for it.
+"""The process between this program and one that runs users' code: whatever that starts ends with it, and both with us.
 
-`pool` starts this file by its path, with the file to run as the argument and a socket as stdin. It runs none of the
+`start` runs this file by its path, with the file to run as the argument and a socket as stdin. It runs none of the
 user's code, and imports the standard library alone.
 
 Killing a group of processes misses what has left it (``setsid``), and a process that is killed cannot clean up itself.
-So there are three: the first is the pool's child, whose exit status is the worker's; whoever kills the pool's process
-may kill this child too, as Ray does. The second is the keeper. On Linux, processes that lose their parent become its
-children, so that it finds all that the worker has started; elsewhere it ends the worker's group. The third runs the
-file.
+So there are three: the first is our child, whose exit status is the worker's; whoever kills our process may kill this
+child too, as Ray does. The second is the keeper. On Linux, processes that lose their parent become its children, so
+that it finds all that the worker has started; elsewhere it ends the worker's group. The third runs the file.
 """
 
 from __future__ import annotations
@@ -18,24 +17,54 @@ import resource
 import runpy
 import select
 import signal
+import socket
+import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 
 
+def start(program: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run a file in a process, with a keeper; gives the first of the three, and our end of the worker's stdin.
+
+    Once that end is closed or shut down, the worker is killed, and all that it has started.
+    """
+    with ExitStack() as undo:
+        ours, theirs = map(undo.enter_context, socket.socketpair())
+        process = subprocess.Popen(
+            # -P: the folder of the file must not come before the standard library.
+            [sys.executable, "-P", __file__, program],
+            stdin=theirs.fileno(),
+            env={"OMP_NUM_THREADS": "1", **os.environ},  # there are several workers, beside a model that computes
+            start_new_session=True,  # we handle Ctrl-C
+        )
+        theirs.close()
+        undo.pop_all()
+    return process, ours
+
+
 def main(program: str) -> None:
     """Keep a worker that runs `program`, until it ends or the other end of stdin is closed."""
+
+    def run() -> None:
+        sys.argv = [program]
+        runpy.run_path(program, run_name="__main__")
+
     keeper = os.fork()
     if keeper == 0:
-        keep(program)
+        keep(run)
     else:
         _end_like(os.waitpid(keeper, 0)[1])
 
 
-def keep(program: str) -> None:
-    """Start the worker and wait; then end all that is left of it, and end as it did."""
+def keep(run: Callable[[], None]) -> None:
+    """Start a worker that runs `run` and wait; then end all that is left of it, and end as it did.
+
+    It returns in the worker alone. The worker and all else are ended once the other end of stdin is closed.
+    """
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -52,8 +81,7 @@ def keep(program: str) -> None:
         _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper:
             os._exit(1)
-        sys.argv = [program]
-        runpy.run_path(program, run_name="__main__")
+        run()
         return
     watch = select.poll()
     watch.register(0, 0)  # nothing but the hang-up, which is always told

@@ -1,0 +1,44 @@
+"""`Stretches`: what overlaps is one stretch, and short ones are not told."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowrl.data import waits
+from flowrl.data.waits import Stretches, Wait
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(waits, "time", made)
+    return made
+
+
+def told(clock: Clock, *changes: tuple[float, int]) -> Stretches:
+    """Stretches of what begins (1) and ends (-1) at these times."""
+    stretches = Stretches("worlds")
+    for clock.now, change in changes:
+        (stretches.begin if change == 1 else stretches.end)()
+    return stretches
+
+
+def test_what_overlaps_is_one(clock: Clock) -> None:
+    found = told(clock, (1.0, 1), (2.0, 1), (3.0, -1), (4.0, -1), (6.0, 1), (7.0, -1), (8.0, 1))
+    assert found.told() == [Wait("worlds", 1.0, 4.0), Wait("worlds", 6.0, 7.0)]  # the last one is not over
+    assert found.seconds == 4.0
+
+
+def test_short_ones_are_not_told_and_short_gaps_close(clock: Clock) -> None:
+    found = told(clock, (1.0, 1), (1.0005, -1), (2.0, 1), (3.0, -1), (3.0005, 1), (4.0, -1))
+    assert found.told() == [Wait("worlds", 2.0, 4.0)]
+    assert found.seconds == pytest.approx(2.0)

@@ -1,0 +1,243 @@
+"""What a batch of episodes has to be, token by token, worked out anew from conversations and from what was drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowrl.core.protocols import Request, Response
+from flowrl.data.keys import Key
+from flowrl.data.metrics import Metrics
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.episodes import Answer, Environment, Reply, Row, Toolbox
+from flowrl.operators import Interact
+from flowrl.operators.groups import group_advantage
+from flowrl.records import EpisodeBatch
+from tests.operators.test_interact import prompts_of
+from tests.templates import tokenizer_of
+
+KEY = Key.of(7)
+HEADS = {
+    "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "qwen2.5": "<|im_start|>assistant\n",
+    "qwen3": "<|im_start|>assistant\n",
+    "gemma": "<start_of_turn>model\n",
+    "mistral": "[/INST]",
+}
+"""By template, what stands right before what the assistant says."""
+
+CALL = '<tool_call>{"name": "look", "arguments": {"there": "the end"}}</tool_call>'
+SAID = (
+    *("and the 12", "{", "12and the<>", "thé ß\n\n12", "?", CALL),
+    *('<tool_call>{"name": "lok"}</tool_call>', "<tool_call>[1"),
+)
+
+
+class Recorded:
+    """An engine, and what it has drawn for the last try of each episode: by row id, a response a turn."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.drawn: dict[str, list[Response]] = {}
+        self._turns: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def submit(self, request: Request) -> None:
+        self._turns[request.name] = next(t for t in range(100) if KEY.answer(request.name, t) == request.key)
+        self._engine.submit(request)
+
+    def take(self, name: str) -> Response:
+        response: Response = self._engine.take(name)
+        self.drawn[name] = [*self.drawn.get(name, [])[: self._turns[name]], response]
+        return response
+
+
+class Drawing:
+    """Draws one of `SAID` by the request's key, in tokens as no tokeniser would cut them; its end is one of three."""
+
+    receipt = SimpleNamespace(version=3)
+
+    def __init__(self, tokenizer: ChatTokenizer, seed: int = 0) -> None:
+        self.tokenizer, self._order = tokenizer, random.Random(seed)
+        self._asked: dict[str, Request] = {}
+        self._answers: dict[str, Response] = {}
+
+    def submit(self, request: Request) -> None:
+        self._asked[request.name] = request
+
+    def step(self) -> list[str]:
+        """Some of what was asked for is there, by chance."""
+        ready = [name for name in self._asked if self._order.random() < 0.7] or list(self._asked)
+        for name in ready:
+            self._answers[name] = self._drawn(self._asked.pop(name))
+        return ready
+
+    def _drawn(self, request: Request) -> Response:
+        numbers = random.Random(request.key.bits)
+        text = numbers.choice(SAID)
+        pieces = text if numbers.random() < 0.5 else [text]
+        ids = [i for piece in pieces for i in self.tokenizer.encode(piece)]
+        how: Any = numbers.choice(["turn_end", "turn_end", "turn_end", "eos_id", None])
+        ids = [*ids, *([getattr(self.tokenizer, how)] if how else [])]
+        kept = ids[: request.sampling.max_new_tokens]
+        ended: Any = "stop" if how and kept == ids else "length"
+        return Response(kept, [-numbers.random() for _ in kept], [3] * len(kept), ended)
+
+    def take(self, name: str) -> Response:
+        return self._answers.pop(name)
+
+    def drop(self, name: str) -> None:
+        self._asked.pop(name, None)
+        self._answers.pop(name, None)
+
+    def generate(self, *given: Any) -> Any: ...
+    def sync(self, source: Any) -> Any: ...
+
+
+def worth(response: Response) -> float:
+    """What `Wanders` gives for an answer."""
+    return len(response.ids) / 8 - 1
+
+
+def wandering(seed: int, failing: float = 0.0, tries: int = 1) -> type[Environment]:
+    """Worlds of 1 to 5 turns, which dawdle; some fail in a turn of theirs, in the first tries or in all."""
+
+    class Wanders(Environment):
+        async def reset(self, row: Row) -> Reply:
+            self.numbers = random.Random(f"{seed} {row.row_id}")
+            self.turns = self.numbers.randint(1, 5)
+            fails = self.numbers.random() < failing and row.attempt < tries
+            self.fails_in = self.numbers.randint(1, self.turns) if fails else None
+            return Reply(row.messages)
+
+        async def step(self, answer: Answer) -> Reply:
+            self.turns -= 1
+            for _ in range(self.numbers.randint(0, 4)):
+                await asyncio.sleep(0)
+            if self.fails_in == self.turns + 1:
+                raise OSError("planted")
+            content = self.numbers.choice(["12 and the", "  12\n", "thé", "what?"])
+            return Reply(content, reward=len(answer.ids) / 8 - 1, done=self.turns <= 0)
+
+    return Wanders
+
+
+async def look(there: str) -> str:
+    """What is there."""
+    return f"12 {there}"
+
+
+SCHEMAS = Toolbox([look], "hermes").schemas
+
+
+def expected(
+    tokenizer: ChatTokenizer,
+    head: str,
+    messages: Sequence[Mapping[str, Any]],
+    drawn: Sequence[Response],
+    tools: bool,
+    worth: Callable[[Response], float],
+) -> tuple[list[int], list[bool], list[float], list[float]]:
+    """Ids, whether sampled, log-probs, rewards, of each token: the template's text around the answers, and the answers
+    as they were drawn."""
+    told = {"tools": SCHEMAS} if tools and tokenizer.template_reads("tools") else None
+    text, at = tokenizer.conversation_text(messages, told), 0
+    ids: list[int] = []
+    sampled: list[bool] = []
+    log_probs: list[float] = []
+    rewards: list[float] = []
+    said = [str(message["content"]) for message in messages if message["role"] == "assistant"]
+    assert len(said) == len(drawn)
+    for content, response in zip(said, drawn, strict=True):
+        start = text.index(head, at) + len(head)
+        between = tokenizer.encode(text[at:start])
+        if ids and between[0] == ids[-1] == tokenizer.turn_end:  # the policy has written it
+            between = between[1:]
+        n, calls = len(response.ids), tools and "<tool_call>" in content
+        ids += [*between, *response.ids]
+        sampled += [False] * len(between) + [True] * n
+        log_probs += [0.0] * len(between) + response.log_probs
+        rewards += [0.0] * (len(between) + n - 1) + [0.0 if calls else worth(response)]
+        assert text.startswith(content, start)
+        at = start + len(content)
+    return ids, sampled, log_probs, rewards
+
+
+def assert_exact(
+    batch: EpisodeBatch,
+    names: Sequence[str],
+    engine: Recorded,
+    head: str,
+    tools: bool,
+    worth: Callable[[Response], float] = worth,
+) -> int:
+    """No id, mask, log-prob or reward of the batch is off; gives how many rows have answers."""
+    width, whole = batch.responses.shape[1], 0
+    for i, name in enumerate(names):
+        if not batch.response_mask[i].any():
+            assert not batch.token_level_scores[i].any() and not batch.rollout_log_probs[i].any()
+            continue
+        whole += 1
+        ids, sampled, log_probs, rewards = expected(
+            engine.tokenizer, head, batch.conversation[i], engine.drawn[name], tools, worth
+        )
+        there = batch.attention_mask[i]
+        assert batch.input_ids[i][there].tolist() == ids
+        behind = there[-width:]
+        first = len(ids) - int(behind.sum())
+        assert not any(sampled[:first]) and sampled[first]
+        assert batch.response_mask[i][behind].tolist() == sampled[first:]
+        assert not batch.response_mask[i][~behind].any()
+        assert torch.equal(batch.rollout_log_probs[i][behind], torch.tensor(log_probs[first:]))
+        assert torch.equal(batch.token_level_scores[i][behind], torch.tensor(rewards[first:]))
+        assert batch.turns[i] == len(engine.drawn[name])
+        assert torch.equal(batch.responses[i][behind], batch.input_ids[i][there][first:])
+    return whole
+
+
+def played(
+    name: str, tokenizer: ChatTokenizer, world: Any, rows: int, seed: int = 0, group: int = 2, **settings: Any
+) -> tuple[EpisodeBatch, Recorded, dict[str, float]]:
+    """Episodes of some rows against `Drawing`, checked; the batch, the engine, and the metrics."""
+    engine, metrics = Recorded(Drawing(tokenizer, seed)), Metrics()
+    tools = (look,) if name in ("qwen2.5", "qwen3") else ()
+    settings = {"max_turns": 4, "context": 400, "max_new_tokens": 64, "tools": tools, "check": "loose", **settings}
+    prompts = prompts_of(tokenizer, rows)
+    prompts = prompts._replace(uid=prompts.uid.copy())
+    prompts.uid[:] = [str(i // group) for i in range(rows)]
+    batch = Interact(world, rollout=engine, **settings)(prompts, key=KEY, metrics=metrics)
+    assert_exact(batch, list(prompts.row_id), engine, HEADS[name], bool(tools))
+    return batch, engine, metrics.compute()
+
+
+def failures(rows: int, group: int = 8) -> None:
+    """Episodes of which one in twenty fails in both tries: all are counted, and each group's baseline is over those
+    that are left, by hand."""
+    world = wandering(5, failing=0.05, tries=2)
+    batch, _, metrics = played(
+        "mistral", tokenizer_of("mistral"), world, rows, group=group, failed="leave", check="off"
+    )
+    left = ~batch.response_mask.any(1)
+    assert metrics["episodes/failed"] == int(left.sum()) and metrics["episodes/tried_again"] == int(left.sum())
+    assert 0.02 * rows < int(left.sum()) < 0.08 * rows
+    uid = np.array([str(i // group) for i in range(rows)], dtype=object)
+    found = group_advantage(batch.token_level_scores, batch.response_mask, uid)
+    for first in range(0, rows, group):
+        scores = {
+            i: float(batch.token_level_scores[i].double().sum()) for i in range(first, first + group) if not left[i]
+        }
+        assert scores, "a group is lost"
+        mean = sum(scores.values()) / len(scores)
+        spread = (sum((score - mean) ** 2 for score in scores.values()) / max(1, len(scores) - 1)) ** 0.5
+        for i in range(first, first + group):
+            own = (scores[i] - mean) / (spread + 1e-6) if i in scores else 0.0
+            wanted = torch.where(batch.response_mask[i], own, 0.0)
+            torch.testing.assert_close(found[i], wanted, atol=1e-5, rtol=1e-4)

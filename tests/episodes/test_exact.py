@@ -1,0 +1,49 @@
+"""Episodes of random worlds by the templates of the field: no token, mask, log-prob or reward is off, none is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.episodes.exact import HEADS, failures, played, wandering
+from tests.templates import tokenizer_of
+
+
+@settings(max_examples=12)
+@given(
+    name=st.sampled_from(sorted(HEADS)),
+    seed=st.integers(0, 10**6),
+    rows=st.integers(1, 6),
+    failing=st.sampled_from([0.0, 0.5]),
+    turns=st.integers(1, 6),
+    room=st.integers(1, 300),
+)
+def test_no_token_is_off_and_company_changes_nothing(
+    name: str, seed: int, rows: int, failing: float, turns: int, room: int
+) -> None:
+    world = wandering(seed, failing)
+    context = room + (320 if name == "qwen2.5" else 60)  # the longest prompt
+    several = {"max_turns": turns, "context": context, "failed": "leave"}
+    whole, _, metrics = played(name, tokenizer_of(name), world, rows, seed, **several)
+    alone, _, same = played(name, tokenizer_of(name), world, rows, seed + 1, concurrency=1, **several)
+    for field in whole._fields:
+        a, b = getattr(whole, field), getattr(alone, field)
+        if isinstance(a, torch.Tensor):
+            assert torch.equal(a, b), field
+    assert whole.conversation.tolist() == alone.conversation.tolist()
+    assert whole.response_text.tolist() == alone.response_text.tolist()
+    times = {"episodes/waiting", "timing/waiting"}
+    assert {k: v for k, v in metrics.items() if k not in times} == {k: v for k, v in same.items() if k not in times}
+    assert metrics["episodes/failed"] == 0  # each fails once at most, and has two tries
+
+
+@pytest.mark.parametrize("name", sorted(HEADS))
+def test_many_rows_of_each_template(name: str) -> None:
+    batch, _, _ = played(name, tokenizer_of(name), wandering(3), 48)
+    assert batch.response_mask.any(1).all() and len(set(batch.turns.tolist())) > 2
+
+
+def test_failures_lose_no_group_and_are_all_counted() -> None:
+    failures(400)

@@ -1,0 +1,129 @@
+"""Gymnasium's environments as worlds, played by a policy that follows a script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowrl.episodes.gymnasium import Gym
+from tests.episodes.scripted import played, row
+
+gymnasium: Any = pytest.importorskip("gymnasium", reason="needs pip install 'flowrl[gymnasium]'")
+
+
+class Lake(Gym):
+    def make(self) -> Any:
+        return gymnasium.make("FrozenLake-v1", is_slippery=False)
+
+    def tell(self, seen: int) -> str:
+        return f"field {seen}"
+
+
+class Echo(gymnasium.Env):
+    """Wants its number said back, in text."""
+
+    def __init__(self, fails_after: int = 99, actions: Any = None) -> None:
+        self.observation_space = gymnasium.spaces.Text(9, charset="0123456789")
+        self.action_space = actions or gymnasium.spaces.Text(9, charset="0123456789")
+        self.fails_after = fails_after
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.number, self.steps = str(self.np_random.integers(10**6)), 0
+        return self.number, {}
+
+    def step(self, action: str) -> Any:
+        self.steps += 1
+        if self.steps > self.fails_after:
+            raise RuntimeError("out of order")
+        right = action == self.number
+        return self.number, np.float32(right), right, False, {}
+
+
+class Echoed(Gym):
+    def make(self) -> Any:
+        return Echo()
+
+
+def test_a_numbered_action_is_the_number_of_an_answer() -> None:
+    moves = ["I go down, 1", "1", "2", "2", "1", "so: 2"]
+    [one], _ = played(Lake, lambda name, turn: moves[turn], turns=8)
+    assert (one.ended, one.chat.rewards) == ("done", [0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+    assert [m["content"] for m in one.chat.messages[::2]] == [
+        "go\n\nfield 0",
+        *(f"field {i}" for i in (4, 8, 9, 10, 14)),
+    ]
+
+
+@pytest.mark.parametrize("said", ["4", "9", "-1", "1 or 2", "left"])
+def test_what_is_no_action_is_told_and_moves_nothing(said: str) -> None:
+    [one], _ = played(Lake, lambda name, turn: ["1", said, "1"][turn], turns=3)
+    *_, told, again = [m["content"] for m in one.chat.messages]
+    assert told == f"error: expected one number from 0 to 3, and this is {said!r}" and again == "1"
+    assert one.ended == "turns" and one.chat.rewards == [0.0] * 3
+
+
+def test_an_episode_goes_by_the_seed_of_its_group() -> None:
+    numbers = {}
+    for seed in (row(0).seed, row(2).seed):
+        env = Echo()
+        numbers[seed] = env.reset(seed=seed)[0]
+    rows = [row(i) for i in range(4)]  # two groups of two
+    episodes, _ = played(Echoed, lambda name, turn: numbers[rows[int(name[-1])].seed], rows=rows)
+    assert [one.chat.rewards for one in episodes] == [[1.0]] * 4
+    assert len(set(numbers.values())) == 2
+
+
+@pytest.mark.parametrize("said", ["x", "1234567890", ""])
+def test_a_text_is_an_action_where_it_is_of_its_space(said: str) -> None:
+    [one], _ = played(Echoed, lambda name, turn: said or "1", turns=2)
+    misfit = "expected Text(" in one.chat.messages[2]["content"]
+    assert misfit == bool(said) and one.ended == "turns"
+
+
+def test_an_environment_that_raises_is_tried_again_in_the_same_world() -> None:
+    class Fails(Gym):
+        def make(self) -> Any:
+            return Echo(fails_after=1)
+
+    [one], engine = played(Fails, lambda name, turn: "0", tries=2)
+    assert one.ended == "failed" and one.tries == 2
+    assert "RuntimeError: out of order" in str(one.fault)
+    assert engine.requests[0].ids == engine.requests[2].ids  # the same first observation
+
+
+class Boxed(Gym):
+    """Actions that nobody has put in words."""
+
+    def make(self) -> Any:
+        return Echo(actions=gymnasium.spaces.Box(0, 1, (2,)))
+
+
+class Untold(Lake):
+    tell = Gym.tell
+
+
+@pytest.mark.parametrize(
+    ("world", "says"),
+    [
+        (Boxed, r"its actions are Box.*; define act\(self, text\) in Boxed"),
+        (Untold, r"Untold observes .*, which the policy cannot read; define in it tell"),
+        (Gym, r"Gym does not make its environment; define make\(self\)"),
+    ],
+)
+def test_what_is_left_open_is_an_error(world: Any, says: str) -> None:
+    [one], _ = played(world, lambda name, turn: "1")
+    with pytest.raises(Exception, match=says):
+        raise one.fault or AssertionError
+
+
+def test_a_world_that_is_cut_off_has_ended() -> None:
+    class Brief(Lake):
+        def make(self) -> Any:
+            return gymnasium.make("FrozenLake-v1", is_slippery=False, max_episode_steps=2)
+
+    [one], _ = played(Brief, lambda name, turn: "0", turns=5)
+    assert one.ended == "done" and len(one.chat.rewards) == 2
+    assert isinstance(one.chat.rewards[0], float) and not isinstance(one.chat.rewards[0], np.floating)

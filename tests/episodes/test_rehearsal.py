@@ -1,0 +1,152 @@
+"""Chat templates are tried before anything is loaded: with thinking, tools and replies, by the field's own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl import PromptData, Training
+from flowrl.episodes import Answer, Environment, Reply, Toolbox
+from flowrl.episodes.rehearsal import rehearse
+from flowrl.errors import EpisodeError, FlowrlError
+from flowrl.operators import Interact
+from tests.jobs import job_of, write_prompts
+from tests.templates import LLAMA3, MERGING, QWEN3, tokenizer_of
+
+
+def add(a: int, b: int) -> int:
+    """The sum."""
+    return a + b
+
+
+TOOLS = Toolbox([add], "hermes")
+
+
+class Asks(Environment):
+    async def step(self, answer: Answer) -> Reply:
+        return Reply("Are you sure?", reward=1.0, done=answer.turn == 1)
+
+
+@pytest.mark.parametrize("check", ["strict", "loose"])
+@pytest.mark.parametrize("name", ["llama3", "qwen2.5", "gemma", "mistral"])
+def test_templates_that_only_add_are_taken(name: str, check: Any) -> None:
+    rehearse(tokenizer_of(name), check, None, replies=True)
+
+
+@pytest.mark.parametrize("parser", ["hermes", "json", lambda text: []])
+@pytest.mark.parametrize(("name", "replies"), [("llama3", True), ("qwen2.5", True), ("qwen3", False)])
+def test_tools_are_tried_too(name: str, replies: bool, parser: Any) -> None:
+    """Qwen 3 keeps what was thought behind the last question of the user, so with tools alone it only adds."""
+    rehearse(tokenizer_of(name), "strict", Toolbox([add], parser), replies)
+
+
+@pytest.mark.parametrize(
+    ("name", "toolbox", "there", "written"),
+    [
+        ("qwen3", None, "<think>", "42<|im_end|>"),
+        ("qwen3", TOOLS, "<think>", "<tool_call>"),
+    ],
+)
+def test_where_thinking_alone_is_stripped_a_policy_that_never_thinks_is_played(
+    name: str, toolbox: Toolbox | None, there: str, written: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said all the same; an answer that thinks is refused in its row, as tests/data/test_transcript.py has it."""
+    rehearse(tokenizer_of(name), "loose", toolbox, replies=True)
+    [said] = caplog.messages
+    assert said.startswith("an episode was tried (") and "as long as the policy does not think" in said
+    before, _, after = "".join(said.split()).partition("anditwrites")
+    assert there in before and written in after
+
+
+@pytest.mark.parametrize(
+    ("name", "toolbox", "arguments", "there", "written"),
+    [
+        ("merging", None, {}, "17and25?<end>", "17and25?Areyousure?"),
+        ("qwen3", None, {"enable_thinking": False}, "<think></think>", "<|im_start|>assistant42"),
+        ("qwen3", TOOLS, {"enable_thinking": False}, "<think></think>", "<|im_start|>assistant<tool_call>"),
+    ],
+)
+def test_what_is_written_otherwise_is_shown_with_both_texts(
+    name: str, toolbox: Toolbox | None, arguments: dict[str, Any], there: str, written: str
+) -> None:
+    with pytest.raises(EpisodeError, match="an episode was tried before anything is loaded") as error:
+        rehearse(tokenizer_of(name), "loose", toolbox, toolbox is None, arguments)
+    before, _, after = "".join(str(error.value).split()).partition("anditwrites")
+    assert there in before and (written in after or name == "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("deaf", "leaves out what the reply .*'role': 'tool'"), ("bare", r"\(roles: 'tool'\)")]
+)
+def test_replies_that_a_template_leaves_out_are_found(name: str, said: str) -> None:
+    with pytest.raises(EpisodeError, match=rf"calls of tools\), and it cannot go on: .*{said}"):
+        rehearse(tokenizer_of(name), "loose", TOOLS, replies=False)
+    rehearse(tokenizer_of(name), "loose", None, replies=True)
+
+
+def test_two_tools_may_reply_to_one_answer() -> None:
+    with pytest.raises(EpisodeError, match=r"cannot go on: .*one tool at a time"):
+        rehearse(tokenizer_of("single"), "loose", TOOLS, replies=False)
+
+
+@pytest.mark.parametrize("name", ["gemma", "mistral"])
+def test_roles_that_a_template_does_not_take_are_found(name: str) -> None:
+    with pytest.raises(EpisodeError, match=r"calls of tools\), and it cannot go on: .*must alternate"):
+        rehearse(tokenizer_of(name), "loose", TOOLS, replies=False)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "merging"])
+def test_off_tries_nothing(name: str) -> None:
+    rehearse(tokenizer_of(name), "off", TOOLS, replies=True)
+
+
+def test_arguments_of_the_template_count() -> None:
+    tokenizer = tokenizer_of("qwen2.5")
+    with pytest.raises(EpisodeError, match="reads no 'enable_thinking'"):
+        rehearse(tokenizer, "loose", None, replies=True, template_kwargs={"enable_thinking": False})
+
+
+class TestLaunch:
+    """A job or training with a model whose template merges turns."""
+
+    @pytest.fixture
+    def folder(self, folder_with: Callable[[str], str]) -> str:
+        return folder_with(MERGING)
+
+    def job(self, folder: str, check: Any = "loose") -> Any:
+        operator = Interact(Asks, max_turns=2, context=250, max_new_tokens=4, check=check)
+        return job_of("grpo", folder, n=2).edit(replace={"generate": operator}, drop=["reward"])
+
+    def test_it_is_refused_before_a_model_is_loaded(self, folder: str, tmp_path: Path) -> None:
+        for weights in Path(folder).glob("*.safetensors"):
+            weights.write_bytes(b"no model can be loaded from this")
+        training = Training(self.job(folder), PromptData(write_prompts(tmp_path / "data.jsonl")), steps=1, prompts=2)
+        with pytest.raises(EpisodeError, match=r"^interact: an episode was tried .*<end>"):
+            training.job.refuse_missing()
+        with pytest.raises(FlowrlError, match=r"^interact: an episode was tried"), training.job.open():
+            raise AssertionError("opened")
+
+    def test_off_lets_it_run(self, folder: str, tmp_path: Path) -> None:
+        data = PromptData(write_prompts(tmp_path / "data.jsonl"))
+        run = Training(self.job(folder, "off"), data, steps=1, prompts=2, folder=str(tmp_path / "run")).run()
+        assert run.metrics[0]["episodes/turns"] == 2
+
+    @pytest.mark.parametrize("template", [LLAMA3, QWEN3])
+    def test_a_template_that_adds_runs(self, template: str, folder_with: Callable[[str], str]) -> None:
+        self.job(folder_with(template)).refuse_missing()
+
+
+@pytest.fixture
+def folder_with(tiny: str, tmp_path: Path) -> Callable[[str], str]:
+    """A copy of the tiny model with another chat template."""
+
+    def copied(template: str) -> str:
+        folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+        (folder / "chat_template.jinja").write_text(template)
+        return str(folder)
+
+    return copied
