@@ -21,6 +21,7 @@ MODULES = (
     "flowrl.schedules",
     "flowrl.errors",
     "flowrl.core.protocols",
+    "flowrl.core.scorers",
 )
 
 

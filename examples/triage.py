@@ -2,6 +2,8 @@
 
 flowrl show examples/triage.py:graph       look at the graph
 flowrl run examples/triage.py:training     train, as `python examples/triage.py` does
+
+ENGINE=vllm (or sglang) plays the episodes on that engine, in an environment that has it, such as `.venv-engines`.
 """
 
 import json
@@ -14,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the file beside this one
 from triage_world import build, write_data
 
 from flowrl import PromptData, Terminal, Training, Validation
-from flowrl.backends import AdamW, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends import VLLM, AdamW, SGLang, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.episodes import Answer, Environment, Reply, Row
 from flowrl.graphs import grpo
 from flowrl.operators import Interact
@@ -23,6 +25,12 @@ MODEL = Path(os.environ.get("MODEL", "runs/triage/model"))
 DATA = Path("runs/triage/data")
 STEPS = int(os.environ.get("STEPS", "60"))
 SEED = int(os.environ.get("SEED", "0"))
+CONTEXT = 200  # tokens of an episode; the other engines make room for as many in each row
+ENGINES = {
+    "torch": TorchRollout(),
+    "vllm": VLLM(MODEL, dtype="float32", max_model_len=CONTEXT),
+    "sglang": SGLang(MODEL, dtype="float32", max_model_len=CONTEXT),
+}
 
 CALL = re.compile(r'\{"tool": "get_metrics", "service": "([a-z]+)"\}')
 
@@ -52,7 +60,7 @@ def right(data_source: str, solution_str: str, ground_truth: dict[str, str], ext
 
 # GRPO whose answers are episodes: one edit.
 graph = grpo(right, n=8, mini_batch=128).edit(
-    replace={"generate": Interact(Triage, max_turns=2, context=200, timeout=10.0, max_new_tokens=16)}, name="triage"
+    replace={"generate": Interact(Triage, max_turns=2, context=CONTEXT, timeout=10.0, max_new_tokens=16)}, name="triage"
 )
 
 
@@ -64,7 +72,7 @@ def training() -> Training:
     job = graph.bind(
         actor=TorchTrainer(MODEL, AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)),
         ref=TorchScorer(MODEL),
-        rollout=TorchRollout(),
+        rollout=ENGINES[os.environ.get("ENGINE", "torch")],
     )
     answers = Validation(PromptData(heldout), every=10, changes={"repeat.n": 1}, batch=400)
     return Training(job, PromptData(train), steps=STEPS, prompts=32, seed=SEED, validation=answers)

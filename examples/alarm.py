@@ -1,0 +1,88 @@
+"""Incident prediction: the policy sees a service window by window, and after each it waits or raises the alarm.
+
+An early alarm is worth more than a late one, a false alarm costs, and so does an incident that nobody told of.
+
+flowrl show examples/alarm.py:graph       look at the graph
+flowrl run examples/alarm.py:training     train, as `python examples/alarm.py` does
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the file beside this one
+from alarm_world import FALSE_ALARM, HORIZON, WINDOWS, build, worth, write_data
+
+from flowrl import INJECTED, After, Metrics, PromptData, Terminal, Training, Validation, operator
+from flowrl.backends import AdamW, TorchRollout, TorchTrainer
+from flowrl.columns import GroundTruth, TokenLevelScores
+from flowrl.episodes import Answer, Environment, Reply, Row
+from flowrl.graphs import grpo
+from flowrl.operators import Interact
+
+MODEL = Path(os.environ.get("MODEL", "runs/alarm/model"))
+DATA = Path("runs/alarm/data")
+STEPS = int(os.environ.get("STEPS", "30"))
+SEED = int(os.environ.get("SEED", "0"))
+
+
+class Watch(Environment):
+    """The next window after each answer, until an alarm is raised, an incident strikes, or there are no more."""
+
+    async def reset(self, row: Row) -> Reply:
+        self.windows, self.incident = row.extra_info["windows"], row.ground_truth["incident"]
+        return Reply(row.messages)
+
+    async def step(self, answer: Answer) -> Reply:
+        window = answer.turn + 1
+        if answer.text == "alarm":
+            return Reply(reward=worth(self.incident, window), done=True)
+        if window == len(self.windows):
+            return Reply(reward=worth(self.incident, None), done=True)
+        return Reply(self.windows[window])
+
+
+@operator
+def alarms(
+    token_level_scores: TokenLevelScores, ground_truth: GroundTruth, metrics: Metrics = INJECTED
+) -> TokenLevelScores:
+    """Reports how many incidents were told of, how early, and how many alarms were false; scores pass as they are."""
+    for score, truth in zip(token_level_scores.sum(-1).tolist(), ground_truth, strict=True):
+        if truth["incident"] is not None:
+            metrics.mean("alarms/in_time", score > 0)
+        if score > 0:
+            metrics.mean("alarms/lead", score * HORIZON)
+        metrics.mean("alarms/false", score == FALSE_ALARM)
+    return token_level_scores
+
+
+# GRPO whose answers are episodes that their world rewards: one edit.
+graph = grpo(None, n=8, kl_coef=0.0, mini_batch=64).edit(
+    replace={"generate": Interact(Watch, max_turns=WINDOWS, context=100, timeout=10.0, max_new_tokens=4)},
+    drop=["reward"],
+    name="alarm",
+)
+
+
+def training() -> Training:
+    """The graph with engines for its roles, streams, and the number of steps."""
+    if not MODEL.exists():
+        build(MODEL, SEED)
+    train, heldout = write_data(DATA)
+    job = graph.bind(
+        actor=TorchTrainer(MODEL, AdamW(lr=6e-4, betas=(0.9, 0.95), weight_decay=0.0)),
+        rollout=TorchRollout(),
+    )
+    streams = Validation(
+        PromptData(heldout),
+        every=10,
+        changes={"repeat.n": 1},
+        until="interact",
+        insert={"alarms": After("interact", alarms)},
+        batch=400,
+    )
+    return Training(job, PromptData(train), steps=STEPS, prompts=32, seed=SEED, validation=streams)
+
+
+if __name__ == "__main__":
+    training().run([Terminal()])

@@ -1,0 +1,216 @@
+"""The policy and the critic of `cartpole.py`: two small networks on observations, as backends of one's own.
+
+What operators ask of an engine is all that is here: log-probs, values and updates (`Trainer`, `Critic`), and actions
+(`Actor`), which take the place of `Generate`'s tokens.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float32
+from pydantic import Field
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from flowrl import Backend, Column, Key, Metrics
+from flowrl import columns as c
+from flowrl.backends.torch.model import scatter
+from flowrl.backends.torch.rows import take
+from flowrl.core.protocols import BuildContext, Checkpointed, Critic, MiniBatch, Objective, Synced, Trainer
+from flowrl.records import Receipt
+from flowrl.sync.digest import weights_digest
+
+Observations = Annotated[Float32[Tensor, "batch response features"], Column("observations", "observation")]
+
+
+class Steps(NamedTuple):
+    """What both networks read of episodes: what was seen, and what was done then."""
+
+    observations: Observations
+    responses: c.Responses
+    response_mask: c.ResponseMask
+    policy_version: c.PolicyVersion
+
+
+@runtime_checkable
+class Actor(Synced, Protocol):
+    """A policy that acts."""
+
+    def act(self, observations: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Actions, int64 ``[rows]``, and their log-probs, float32 ``[rows]``.
+
+        Args:
+            observations: float32 ``[rows features]``.
+            draws: float64 ``[rows]``, uniform in [0, 1): what decides; None is greedy.
+        """
+        ...
+
+
+@runtime_checkable
+class StateCritic(Critic, Protocol):
+    """A critic that also values states in which nothing was done."""
+
+    def of_states(self, observations: Tensor) -> Tensor:
+        """Float32 ``[rows]``, of observations ``[rows features]``."""
+        ...
+
+
+class Network(Backend):
+    """Two hidden layers of 64, trained by Adam.
+
+    Args:
+        features, actions: what is seen, and what can be done.
+        lr: learning rate.
+    """
+
+    features: int = Field(default=4, ge=1)
+    actions: int = Field(default=2, ge=1)
+    lr: float = Field(default=1e-3, gt=0)
+
+    def network(self, outputs: int, scale: float, key: Key) -> nn.Sequential:
+        """In float64, so that rounded to float32 a state's log-prob is the same in whatever batch it is computed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key.bits & (2**63 - 1))
+            layers = [nn.Linear(self.features, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
+            nn.init.normal_(layers[-1].weight, std=scale)
+        return nn.Sequential(*layers).double()
+
+
+class Policy(Network):
+    """A policy that is trained."""
+
+    serves = (Trainer, Checkpointed)
+
+    def build(self, context: BuildContext) -> "LivePolicy":
+        """Untrained, nearly uniform."""
+        return LivePolicy(self.network(self.actions, 0.01, Key.of(context.seed).derive("policy")), self.lr)
+
+
+class Acting(Network):
+    """A policy that acts, with the weights that a sync brings."""
+
+    serves = (Actor,)
+
+    def build(self, context: BuildContext) -> "LiveActor":
+        """It acts once it has weights."""
+        return LiveActor(self.network(self.actions, 0.01, Key.of(context.seed)))
+
+
+class Values(Network):
+    """A critic that is trained."""
+
+    serves = (StateCritic, Checkpointed)
+
+    def build(self, context: BuildContext) -> "LiveCritic":
+        """Untrained, about 0 everywhere."""
+        return LiveCritic(self.network(1, 0.01, Key.of(context.seed).derive("critic")), self.lr)
+
+
+class Learner:
+    """What both have that are trained: an optimiser, and its state in checkpoints."""
+
+    prefix: ClassVar[str]
+
+    def __init__(self, network: nn.Sequential, lr: float) -> None:
+        self.network, self.version = network, 0
+        self.optimizer = torch.optim.Adam(network.parameters(), lr=lr, eps=1e-5)
+
+    def said(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """With a gradient: log-prob and entropy, or value and None; ``[rows response]``, 0 off the mask."""
+        raise NotImplementedError
+
+    def update(self, batch: Any, mini_batches: Sequence[MiniBatch], objective: Objective[Any]) -> Metrics:
+        """One optimiser step per mini-batch."""
+        metrics = Metrics()
+        for rows, weights, _ in mini_batches:
+            part = take(batch, rows)
+            self.optimizer.zero_grad()
+            objective(*self.said(part), part, weights, metrics).backward()
+            norm = nn.utils.clip_grad_norm_(self.network.parameters(), 0.5, error_if_nonfinite=True)
+            metrics.mean(f"{self.prefix}/grad_norm", norm)
+            self.optimizer.step()
+        self.version += 1
+        return metrics
+
+    def save_checkpoint(self, folder: str) -> None:
+        """All that it needs to go on."""
+        Path(folder).mkdir(parents=True)
+        state = self.network.state_dict(), self.optimizer.state_dict(), self.version
+        torch.save(state, Path(folder) / "state.pt")
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Go on from there."""
+        network, optimizer, self.version = torch.load(Path(folder) / "state.pt")
+        self.network.load_state_dict(network)
+        self.optimizer.load_state_dict(optimizer)
+
+
+class LivePolicy(Learner):
+    """A `Trainer`."""
+
+    prefix = "actor"
+
+    def said(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        mask = batch.response_mask
+        log_probs = torch.log_softmax(self.network(batch.observations[mask].double()), -1)
+        done = log_probs.gather(-1, batch.responses[mask][:, None])[:, 0]
+        return scatter(done.float(), mask), scatter(-(log_probs.exp() * log_probs).sum(-1).float(), mask)
+
+    @torch.no_grad()
+    def log_probs(self, batch: Any) -> Tensor:
+        """Of what was done."""
+        return self.said(batch)[0]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """By name, sorted."""
+        yield from sorted(self.network.state_dict().items())
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write them."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        save_file(dict(self.weights()), Path(folder) / "policy.safetensors")
+
+
+class LiveActor:
+    """An `Actor`."""
+
+    def __init__(self, network: nn.Sequential) -> None:
+        self.network, self.receipt = network, None
+
+    def sync(self, source: Trainer) -> Receipt:
+        """Copy the weights, and say which they are."""
+        start, self.receipt = time.perf_counter(), None
+        self.network.load_state_dict(dict(source.weights()))
+        held = self.network.state_dict()
+        moved, digest = sum(weight.nbytes for weight in held.values()), weights_digest(held.items())
+        self.receipt = Receipt(source.version, digest, moved, time.perf_counter() - start, "copy")
+        return self.receipt
+
+    @torch.no_grad()
+    def act(self, observations: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+        log_probs = torch.log_softmax(self.network(observations.double()), -1)
+        if draws is None:
+            actions = log_probs.argmax(-1)
+        else:  # the first action at which the probability so far exceeds what was drawn
+            actions = (log_probs.exp().cumsum(-1)[:, :-1] <= draws[:, None]).sum(-1)
+        return actions, log_probs.gather(-1, actions[:, None])[:, 0].float()
+
+
+class LiveCritic(Learner):
+    """A `StateCritic`."""
+
+    prefix = "critic"
+
+    def said(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        return scatter(self.of_states(batch.observations[batch.response_mask]), batch.response_mask), None
+
+    @torch.no_grad()
+    def values(self, batch: Any) -> Tensor:
+        """Of the states in which something was done."""
+        return self.said(batch)[0]
+
+    def of_states(self, observations: Tensor) -> Tensor:
+        return self.network(observations.double())[..., 0].float()

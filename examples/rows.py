@@ -1,0 +1,29 @@
+"""Rows of the examples on disk: drawn by a world, the same ones for every seed of a run."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def write_rows(
+    folder: Path, row: Callable[[random.Random], dict[str, Any]], train: int = 4000, heldout: int = 400
+) -> tuple[Path, Path]:
+    """Rows to train on, and others: the paths of two JSONL files in `folder`.
+
+    Args:
+        folder: where they are written.
+        row: draws a row.
+        train, heldout: how many of them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, count in (("train", train), ("heldout", heldout)):
+        numbers = random.Random(f"{name} 0")
+        lines = (json.dumps(row(numbers)) + "\n" for _ in range(count))
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        paths.append(folder / f"{name}.jsonl")
+    return paths[0], paths[1]
