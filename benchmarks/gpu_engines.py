@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +23,13 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it would tell of every sync
 
 import torch
-from engines import CONTEXT, GROUP, GROUPS, NEW, PROMPT, disagreement, prompts_of, timed
+from engines import CONTEXT, QUICK, WHOLE, Size, disagreement, prompts_of, timed
 from generate import write_model
 from harness import table
 from transformers.utils import logging
 
 from flowrl import Colocate, Key, PromptData, Training
 from flowrl.backends import SGD, VLLM, LoRA, SGLang, TorchScorer, TorchTrainer
-from flowrl.core.protocols import Sampling
 from flowrl.demo.task import write_dataset
 from flowrl.errors import SyncError
 from flowrl.graphs import grpo
@@ -39,7 +38,6 @@ ROOT = Path(__file__).parents[1]
 ROOM = 0.3  # of the device for an engine, so that the trainer has room beside it
 GIVEN_BACK = 0.8  # of what it took: the rest is the context of CUDA, captured graphs and workspaces
 ADAPTER = LoRA(r=8, alpha=16)
-GREEDY, DRAWN = (Sampling(temperature=t, top_k=0, top_p=1.0, max_new_tokens=NEW) for t in (0.0, 1.0))
 HEADS = ["", "as it should be", "found"]
 Found = Iterator[tuple[str, bool, str]]
 
@@ -57,9 +55,15 @@ class Where:
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
+    @property
+    def size(self) -> Size:
+        """Of a call."""
+        return WHOLE if self.on_gpu else QUICK
+
     def spec(self, model: str | None = None, **more: Any) -> Any:
         """The engine with room for a call of `engines.generate`, in float32 unless said."""
-        common = {"dtype": "float32", "max_model_len": PROMPT + NEW, "max_num_seqs": GROUPS * GROUP, **more}
+        common = {"dtype": "float32", "max_num_seqs": self.size.rows, **more}
+        common["max_model_len"] = self.size.prompt + self.size.new
         if self.on_gpu:
             common["memory_fraction"] = ROOM
         if self.name == "vllm":
@@ -77,20 +81,20 @@ class Where:
 
     def apart(self, engine: Any, trainer: Any) -> torch.Tensor:
         """``|log-prob of the engine - log-prob of the trainer|`` of what it samples, in nats."""
-        return disagreement(engine, SimpleNamespace(log_probs=lambda batch: trainer.log_probs(moved(batch, self))))
+        on_device = SimpleNamespace(log_probs=lambda batch: trainer.log_probs(moved(batch, self)))
+        return disagreement(engine, on_device, self.size)
+
+    def answers(self, engine: Any, temperature: float = 0.0) -> list[list[int]]:
+        """The tokens of all rows of a call."""
+        prompts, sampling = prompts_of(0, self.size), replace(self.size.sampling, temperature=temperature)
+        mask = torch.ones_like(prompts, dtype=torch.bool)
+        sampled = engine.generate(prompts, mask, [f"row {i}" for i in range(len(prompts))], sampling, Key.of(0))
+        return [ids[counts].tolist() for ids, counts in zip(sampled.responses, sampled.response_mask, strict=True)]
 
 
 def moved(batch: Any, where: Where) -> Any:
     """The columns on the device."""
     return SimpleNamespace(**{key: column.to(where.device) for key, column in vars(batch).items()})
-
-
-def answers(engine: Any, sampling: Sampling) -> list[list[int]]:
-    """The tokens of all rows of a call."""
-    prompts = prompts_of(0)
-    mask = torch.ones_like(prompts, dtype=torch.bool)
-    sampled = engine.generate(prompts, mask, [f"row {i}" for i in range(len(prompts))], sampling, Key.of(0))
-    return [ids[counts].tolist() for ids, counts in zip(sampled.responses, sampled.response_mask, strict=True)]
 
 
 def sleeping(where: Where, engine: Any, taken: float) -> Found:
@@ -118,11 +122,11 @@ def alone(where: Where) -> Found:
     yield "weights stay on the device", receipt.transport in wanted, speed
     apart = where.apart(engine, trainer)
     yield "log-probs are the trainer's", float(apart.max()) < 1e-3, f"max {float(apart.max()):.1e} nats"
-    greedy, drawn = answers(engine, GREEDY), answers(engine, DRAWN)
+    greedy, drawn = where.answers(engine), where.answers(engine, 1.0)
     yield from sleeping(where, engine, taken)
-    yield "the answers come back with it", answers(engine, GREEDY) == greedy, f"{len(greedy)} rows"
+    yield "the answers come back with it", where.answers(engine) == greedy, f"{len(greedy)} rows"
     seeded = where.on_gpu or where.name == "vllm"
-    yield "rows keep to their seeds", answers(engine, DRAWN) == drawn or not seeded, f"{len(drawn)} rows"
+    yield "rows keep to their seeds", where.answers(engine, 1.0) == drawn or not seeded, f"{len(drawn)} rows"
     engine.close()
     left = before - where.free()
     yield "closed it leaves nothing", left <= (1 - GIVEN_BACK) * taken, f"{left:.2f} GB of {taken:.2f}"
@@ -144,16 +148,16 @@ def asleep(where: Where) -> Found:
     engine = where.spec(sleep_level=2).build(CONTEXT)
     taken = before - where.free()
     engine.sync(trainer)
-    greedy = answers(engine, GREEDY)
+    greedy = where.answers(engine)
     yield from sleeping(where, engine, taken)
     try:
-        answers(engine, GREEDY)
+        where.answers(engine)
         refused = "nothing was refused"
     except SyncError as error:
         refused = str(error).partition(",")[0]
     yield "without a sync it does not generate", refused.endswith("no receipt"), refused
     engine.sync(trainer)
-    yield "a sync brings all back", answers(engine, GREEDY) == greedy, f"{len(greedy)} rows"
+    yield "a sync brings all back", where.answers(engine) == greedy, f"{len(greedy)} rows"
     engine.close()
 
 
@@ -188,10 +192,10 @@ def two_devices(where: Where) -> Found:
     yield "weights reach both devices", receipt.transport in wanted, receipt.transport
     apart = where.apart(engine, trainer)
     yield "log-probs are the trainer's", float(apart.max()) < 1e-3, f"max {float(apart.max()):.1e} nats"
-    greedy = answers(engine, GREEDY)
+    greedy = where.answers(engine)
     engine.sleep()
     engine.wake()
-    yield "the answers outlast a sleep", answers(engine, GREEDY) == greedy, f"{len(greedy)} rows"
+    yield "the answers outlast a sleep", where.answers(engine) == greedy, f"{len(greedy)} rows"
     engine.close()
 
 

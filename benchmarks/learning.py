@@ -11,15 +11,13 @@ table and ``<folder>/learning.svg``.
 
 from __future__ import annotations
 
-import argparse
-import json
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness.curves import accuracy_table, draw
+from harness.kept import Result, kept_result, parsed, parser_of
 from transformers.utils import logging
 
 from flowrl import INJECTED, After, Graph, Key, Operator, PromptData, Training, Validation
@@ -108,58 +106,38 @@ def settings_of(graph: Graph, seed: int) -> dict[str, Any]:
     return {"seed": seed, "graph": graph.fingerprint(), **run}
 
 
-def result_of(method: str, graph: Graph, base: Path, seed: int, steps: int) -> Mapping[str, Any]:
-    """The result of a run: the one that is kept, if it is of these settings and as long; else of a new run, which is
-    then kept."""
-    kept = base / f"{method}-{seed}.json"
-    settings = settings_of(graph, seed)
-    if kept.exists():
-        result = json.loads(kept.read_text())
-        if result["settings"] == settings and result["points"][-1]["step"] >= steps:
-            # Nothing depends on how long a run is to be, so the longer one began like this.
-            return {**result, "points": [point for point in result["points"] if point["step"] <= steps]}
-    model = build(base / f"model-seed{seed}", seed, **START)
-    folder = base / "running"
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
-    run = training(graph, model, base / "data", folder, steps, seed).run()
-    offered = [GROUP * step["collect/offered"] if "collect/offered" in step else ROWS for step in run.metrics]
-    points = [
-        {
-            "step": int(point["step"]),
-            "answers": int(sum(offered[: int(point["step"])])),
-            "accuracy": point["val/reward/mean"],
-            "thinks": point["val/reward/thinks"],
-            "length": point["val/response_length/mean"],
-        }
-        for point in run.validations
-    ]
-    shutil.rmtree(folder)
-    result = {"method": method, "settings": settings, "points": points}
-    kept.write_text(json.dumps(result, indent=1) + "\n")
-    return result
+def result_of(method: str, graph: Graph, base: Path, seed: int, steps: int) -> Result:
+    """The result of a method, of a run that is kept or of a new one."""
+
+    def run(folder: Path) -> list[dict[str, Any]]:
+        model = build(base / f"model-seed{seed}", seed, **START)
+        found = training(graph, model, base / "data", folder, steps, seed).run()
+        offered = [GROUP * step["collect/offered"] if "collect/offered" in step else ROWS for step in found.metrics]
+        return [
+            {
+                "step": int(point["step"]),
+                "answers": int(sum(offered[: int(point["step"])])),
+                "accuracy": point["val/reward/mean"],
+                "thinks": point["val/reward/thinks"],
+                "length": point["val/response_length/mean"],
+            }
+            for point in found.validations
+        ]
+
+    return kept_result(base / f"{method}-{seed}.json", {"method": method}, settings_of(graph, seed), steps, run)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what the command line asks for and has not been run, then print the table and draw the curves."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default=",".join(methods()), help="names, with commas (default: %(default)s)")
-    parser.add_argument("--seeds", default="0,1,2", help="whole numbers, with commas (default: %(default)s)")
-    told = f"steps of each run, a multiple of {EVERY} (default: %(default)s)"
-    parser.add_argument("--steps", type=int, default=STEPS, help=told)
-    parser.add_argument("--folder", type=Path, default=Path("runs/learning"), help="default: %(default)s")
-    asked = parser.parse_args(arguments)
     graphs = methods()
-    if unknown := [name for name in asked.methods.split(",") if name not in graphs]:
-        parser.error(f"there is no method {unknown[0]!r}; expected some of {', '.join(graphs)}.")
-    if asked.steps < 1 or asked.steps % EVERY:
-        parser.error(f"--steps {asked.steps} does not end with a validation; expected a multiple of {EVERY}.")
+    asked = parsed(parser_of(__doc__, graphs, STEPS, EVERY, "runs/learning"), arguments, graphs, EVERY)
     torch.set_num_threads(1)  # at this size a second thread costs more than it gives
     logging.disable_progress_bar()
     if not (asked.folder / "data" / "heldout.jsonl").exists():
         write_dataset(asked.folder / "data", digits=int(START["digits"]))
     results = []
-    for seed in map(int, asked.seeds.split(",")):
-        for method in asked.methods.split(","):
+    for seed in asked.seeds:
+        for method in asked.methods:
             results.append(result := result_of(method, graphs[method], asked.folder, seed, asked.steps))
             curve = " ".join(f"{point['accuracy']:.3f}" for point in result["points"])
             print(f"{method}, seed {seed}: {curve}", flush=True)

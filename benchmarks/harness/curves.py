@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-Result = Mapping[str, Any]
+from .kept import Result
+from .pictures import panels, save
 
 CONTROL = "grpo_on_shuffled_rewards"
 PANELS = {
@@ -86,18 +86,12 @@ def draw(results: Sequence[Result], path: Path, against: str) -> None:
     Above, the mean accuracy of each method; below, what it is ahead of `against` at the same step, seed by seed: the
     mean in a band from the lowest to the highest.
     """
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
     methods = by_method(results)
-    panels = {title: [name for name in names if name in methods] for title, names in PANELS.items()}
-    panels = {title: names for title, names in panels.items() if names}
+    shown = {title: [name for name in names if name in methods] for title, names in PANELS.items()}
+    shown = {title: names for title, names in shown.items() if names}
     known = list(dict.fromkeys(name for names in PANELS.values() for name in names))
-    figure = Figure(figsize=(4 * len(panels), 6), layout="constrained")
-    FigureCanvasSVG(figure)
-    above, below = figure.subplots(2, len(panels), sharex=True, sharey="row", squeeze=False)
-    for upper, lower, (title, names) in zip(above, below, panels.items(), strict=True):
+    figure, (above, below) = panels(2, len(shown), sharex=True, sharey="row")
+    for upper, lower, (title, names) in zip(above, below, shown.items(), strict=True):
         for name in names:
             colour = f"C{known.index(name) % 10}"
             points = list(zip(*(run["points"] for run in methods[name]), strict=True))
@@ -113,11 +107,6 @@ def draw(results: Sequence[Result], path: Path, against: str) -> None:
         upper.legend(fontsize=7, frameon=False)
         lower.axhline(0.0, color="grey", linewidth=0.8)
         lower.set_xlabel("answers sampled, in thousands", fontsize=8)
-    for axes in figure.axes:
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.3)
     above[0].set_ylabel("held-out accuracy, sampled", fontsize=8)
     below[0].set_ylabel(f"less that of {against}", fontsize=8)
-    # Text stays text, and nothing in the file depends on when it was drawn.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "flowrl", "font.family": "sans-serif"}):
-        figure.savefig(path, metadata={"Date": None, "Creator": None})
+    save(figure, path)
