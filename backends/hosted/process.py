@@ -53,10 +53,12 @@ class EngineProcess:
         path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
         changed = {"PYTHONPATH": path, "TMPDIR": folder.name, **environment}
         self._log = Path(folder.name) / "output.txt"
+        self._looked = "", 0.0  # at shared memory, after which call and when
         (theirs_in, requests), (replies, theirs_out), (theirs_life, life) = os.pipe(), os.pipe(), os.pipe()
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code, main, str(theirs_in), str(theirs_out), str(theirs_life)],
+                # -P: a flowrl that lies in the working directory is not the one that this process has
+                [sys.executable, "-P", "-c", code, main, str(theirs_in), str(theirs_out), str(theirs_life)],
                 env={key: v for key, v in {**os.environ, **changed}.items() if v is not None},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -76,7 +78,7 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, message: Mapping[str, Any], body: bytes = b"") -> None:
-        """Send a request that has no reply.
+        """Send a request, and wait for nothing.
 
         Raises:
             EngineError: the process has died.
@@ -85,7 +87,7 @@ class EngineProcess:
             self._requests.send(dict(message))
             self._requests.send_bytes(body)
         except OSError:
-            raise self._died("before it was asked") from None
+            raise self._died(f"before {message.get('call', 'its start')}") from None
 
     def ask(self, call: str, body: bytes = b"", **message: Any) -> dict[str, Any]:
         """Send a request and wait for its reply.
@@ -108,7 +110,9 @@ class EngineProcess:
             reply: dict[str, Any] = self._replies.recv()
         except (EOFError, OSError):
             raise self._died(f"during {call}") from None
-        note(shared_memory(self.pid), self._log.parent)
+        if call != self._looked[0] or time.monotonic() > self._looked[1] + PATIENCE:
+            note(shared_memory(self.pid), self._log.parent)  # it takes milliseconds, and some calls come all the time
+            self._looked = call, time.monotonic()
         if "error" in reply:
             raise EngineError(f"{self.name} failed in {call}: {reply['error']}; {self._last_words()}")
         return reply

@@ -11,10 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +20,12 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from flowrl import PromptData, Training
-from flowrl.backends import AdamW, SGLang, TorchTrainer
+from flowrl.backends import SGLang, TorchTrainer
 from flowrl.backends.hosted.keeper import members, shared_memory
 from flowrl.backends.hosted.process import EngineProcess
-from flowrl.backends.rollout import Ending
 from flowrl.backends.sglang.engine import SGLangEngine
 from flowrl.backends.torch.engine import TorchTrainerEngine
 from flowrl.core.protocols import Sampling
-from flowrl.distributed.place import Colocate
 from flowrl.errors import BindError, DataError, EngineError, ParameterError, SyncError
 from flowrl.sync.digest import weights_digest
 from tests.engines.answers import (
@@ -49,10 +43,10 @@ from tests.engines.answers import (
     rows,
     to_score,
 )
+from tests.engines.leftovers import eventually, left_by_sglang
 from tests.engines.sources import shared_by_name
-from tests.jobs import job_of
+from tests.engines.swaps import refuse_tokens_of_other_versions
 from tests.models import EOS, tiny_folder
-from tests.rewards import asked_for
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 64}
 
@@ -73,13 +67,6 @@ def running(folder: str) -> Iterator[SGLangEngine]:
     engine.close()
 
 
-@pytest.fixture
-def engine(running: SGLangEngine, trainer: TorchTrainerEngine) -> SGLangEngine:
-    """The shared engine with the trainer's weights."""
-    running.sync(trainer)
-    return running
-
-
 def process_of(engine: SGLangEngine) -> EngineProcess:
     assert engine._process is not None
     return engine._process
@@ -94,34 +81,10 @@ def scheduler_of(engine: SGLangEngine) -> int:
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], set[str]]:
-    """What engines that were started by this test have left: processes of theirs, known by a variable that all of them
-    inherit, and shared memory and folders that belong to no process any more. Others may run engines meanwhile."""
+    """What engines that were started by this test have left."""
     monkeypatch.setenv("FLOWRL_TEST", str(tmp_path))
-
-    def found() -> set[str]:
-        processes, environments, mapped = set(), b"", b""
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended, or is not ours to look at
-                environment = (process / "environ").read_bytes()
-                environments += environment
-                mapped += (process / "maps").read_bytes()
-                if str(tmp_path).encode() in environment and b"sglang" in (process / "cmdline").read_bytes():
-                    processes.add(f"process {process.name}")
-        memory = {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("sglang")}
-        folders = {path.name for path in Path(tempfile.gettempdir()).glob("flowrl-sglang-*")}
-        owned = environments + mapped
-        return processes | {name for name in memory | folders if name.encode() not in owned}
-
-    before = found()
-    return lambda: found() - before
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    """Another process will see to it, soon."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    before = left_by_sglang(str(tmp_path))
+    return lambda: left_by_sglang(str(tmp_path)) - before
 
 
 @pytest.mark.engines("sglang")
@@ -137,8 +100,7 @@ class TestAnswers(AnswerTests):
         sampling = Sampling(0.0, 0, 1.0, 200, ignore_eos=True)
         long = rows(engine.generate(prompts, mask, names(2), sampling, KEY))
         sampling = replace(sampling, stop=(engine.tokenizer.text(long[0])[5:8],))
-        settings = engine._settings(sampling, Ending(engine.tokenizer, sampling))
-        lengths = [len(answer.ids) for answer in engine._answer(requests, settings, [1, 2])]
+        lengths = [len(answer.ids) for answer in engine._answers(requests, sampling)]
         assert 8 <= lengths[0] < 100
         assert lengths[1] == len(long[1]) or sampling.stop[0] in engine.tokenizer.text(long[1])
 
@@ -162,6 +124,12 @@ class TestSync(SyncTests):
     def bear(self, engine: SGLangEngine, version: str) -> None:
         engine._ask("begin")
         engine._ask("end", version=version)
+
+    def test_weights_change_between_two_tokens(
+        self, engine: SGLangEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine
+    ) -> None:
+        """By default SGLang is a step ahead of what it says, and all the same each token is of its version."""
+        refuse_tokens_of_other_versions(engine, trainer, other, "anew")
 
     def test_in_many_buckets(
         self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
@@ -241,7 +209,7 @@ class TestProcess:
 
         monkeypatch.setattr(process, "reply", killed)
         prompts, mask = ragged(engine, [4] * 64)
-        with pytest.raises(EngineError, match=r"the process of SGLang .* during generate"):
+        with pytest.raises(EngineError, match=r"the process of SGLang .* (during|before) generate"):
             engine.generate(prompts, mask, names(64), Sampling(1.0, 0, 1.0, 200), KEY)
         assert not members(group)
         assert not any(path.exists() for path in segments)
@@ -306,35 +274,6 @@ class TestOthers:
         difference = (sampled.log_probs - trainer.log_probs(to_score(prompts, mask, sampled, 1.0))).abs()
         assert 1e-4 < difference[sampled.response_mask].mean() < 0.05
         engine.close()
-
-    def test_a_job_learns_by_it_with_one_edit(self, tiny: str, tmp_path: Path) -> None:
-        task = tmp_path / "prompts.jsonl"
-        with task.open("w") as lines:
-            for i in range(8):
-                wanted = ("digits", "letters")[i % 2]
-                record = {
-                    "prompt": [{"role": "user", "content": f"{wanted[0]}{i}"}],
-                    "data_source": "asked_for",
-                    "reward_model": {"ground_truth": wanted},
-                }
-                lines.write(json.dumps(record) + "\n")
-        by_torch = job_of("grpo", tiny, asked_for, optimizer=AdamW(lr=3e-3), n=8, mini_batch=32, max_new_tokens=8)
-        job = by_torch.edit(bind={"rollout": SGLang(tiny, **SETTINGS)})
-        training = Training(job, PromptData(str(task)), steps=25, prompts=8, folder=str(tmp_path / "run"))
-        rewards = [metrics["reward/mean"] for metrics in training.run().metrics]
-        assert sum(rewards[:2]) / 2 < 0.45
-        assert sum(rewards[-5:]) / 5 > 0.8
-
-    def test_on_ray_it_takes_turns_with_the_trainer_and_ends_with_the_job(
-        self, tiny: str, prompts_file: str, tmp_path: Path, left: Callable[[], set[str]]
-    ) -> None:
-        job = job_of("grpo", tiny).edit(bind={"rollout": SGLang(tiny, **SETTINGS)})
-        job = replace(job, place=Colocate(1))
-        training = Training(job, PromptData(prompts_file), steps=3, prompts=4, folder=str(tmp_path), save_model=False)
-        metrics = training.run().metrics
-        assert [step["sync/version"] for step in metrics] == [1, 2, 3]
-        assert all(step["rollout/logp_diff_max"] < 1e-4 for step in metrics)
-        eventually(lambda: not left())
 
     @pytest.mark.parametrize(
         ("settings", "words"),

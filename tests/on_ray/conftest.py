@@ -18,11 +18,13 @@ def cluster() -> Iterator[Cluster]:
     """One Ray for the session, with more logical CPUs than there are.
 
     In a folder of its own (whose path must be short), since Ray enters the cluster in the common one, and whoever then
-    starts a Ray would join this.
+    starts a Ray would join this; and on a machine where no Ray ever ran, there is no common one.
     """
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        head = {"num_cpus": CPUS, "include_dashboard": False, "object_store_memory": 256 << 20, "temp_dir": folder}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+        head = {"num_cpus": CPUS, "include_dashboard": False, "object_store_memory": 256 << 20}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_TMPDIR", folder)
+            cluster = Cluster(initialize_head=True, head_node_args=head)
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
         ray.shutdown()

@@ -71,7 +71,7 @@ class TestProcess:
         told = process.ask("echo")
         with pytest.raises(EngineError, match=rf"process of Toy {words} during {call}; .*\n    these are its words"):
             process.ask(call)
-        with pytest.raises(EngineError, match="before it was asked"):
+        with pytest.raises(EngineError, match="before echo"):
             process.ask("echo")
         assert str(told["child"]) in {path.name for path in members(process.pid)}  # an orphan, until it is closed
         process.close()
@@ -168,6 +168,18 @@ class TestProcess:
         assert not members(process.pid)
         assert not Path("/dev/shm", str(told["memory"])).exists()
         assert not process._log.parent.exists()
+
+    def test_what_lies_in_the_working_directory_is_none_of_its_business(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Such as the checkout of another version."""
+        (tmp_path / "flowrl").mkdir()
+        (tmp_path / "flowrl" / "__init__.py").write_text("raise RuntimeError('not this one')")
+        monkeypatch.chdir(tmp_path)
+        folder = tempfile.TemporaryDirectory(prefix="flowrl-test-")
+        process = EngineProcess("Toy", "tests.backends.hosted.toy_process:main", {}, folder)
+        assert process.ask("echo", n=1)["n"] == 1
+        process.close()
 
     def test_it_has_the_environment_that_it_is_given(self, process: EngineProcess) -> None:
         process.ask("echo")  # it runs; before that, /proc may know no environment of it

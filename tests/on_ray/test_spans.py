@@ -1,0 +1,124 @@
+"""Weights that change under answers on Ray: which sampled what, what overlaps, and processes that die meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl import After, Lag
+from flowrl.backends import AdamW, TorchRollout
+from flowrl.distributed.place import Split
+from flowrl.operators import Collect, RolloutCorrection, Spread
+from flowrl.run.job import Job
+from flowrl.run.result import StepResult
+from flowrl.run.timeline import Span
+from tests.jobs import job_of, write_prompts
+from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
+from tests.on_ray.test_faults import process_of
+from tests.on_ray.test_lag import overlap
+from tests.run.test_flight import PROMPTS, WANTED, N, half, stream_of
+from tests.run.test_lag import log_probs
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
+
+STEPS, LAG = 8, 2
+
+
+def spanned(folder: str) -> Job:
+    """GRPO that collects groups by what is known of their prompts, and whose answers take longer than its training."""
+    correction = After("group_advantage", RolloutCorrection("token", "truncate", high=2.0))
+    job = job_of("grpo", folder, half, optimizer=AdamW(lr=2e-4), n=N)
+    return job.edit(
+        insert={"collect": After("reward", Collect(Spread(), groups=WANTED, rounds=8)), "correction": correction},
+        set={"generate.max_new_tokens": 160, "generate.ignore_eos": True},
+        bind={"rollout": TorchRollout(folder, device="cpu")},
+        lag=Lag(LAG, spans=True),
+    )
+
+
+def collected(
+    job: Job, folder: str, data: str, after: Callable[[Any, int], None], on_node: Any = lambda name: None
+) -> tuple[list[StepResult], list[Span]]:
+    """What a run leaves, step by step; after each, and once before the first, `after` is called."""
+    stream, found = stream_of(folder, data), list[StepResult]()
+    with job.open(seed=5) as executor:
+        executor.sync()
+        after(executor, 0)
+        asked = {"lag": LAG, "keep": ["collect"], "more": stream.next, "on_node": on_node}
+        for result in executor.run(lambda step: stream.next(PROMPTS), range(STEPS), **asked):
+            found.append(result)
+            after(executor, len(found))
+        return found, executor.timeline.spans
+
+
+def groups(results: list[StepResult]) -> list[list[str]]:
+    return [result.columns["collect"]["uid"].tolist() for result in results]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl", 40)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: str, data: str) -> list[list[str]]:
+    """The groups that one process trains on."""
+    return groups(collected(spanned(tiny), tiny, data, lambda executor, step: None)[0])
+
+
+def test_each_token_is_of_the_version_that_it_bears(
+    tiny: str, data: str, alone: list[list[str]], tmp_path: Path
+) -> None:
+    def keep(executor: Any, step: int) -> None:
+        executor.save_pretrained("actor", tmp_path / str(step))
+
+    with leaves_nothing():
+        found, spans = collected(replace(spanned(tiny), place=Split(1, 1)), tiny, data, keep)
+    assert groups(found) == alone
+    several = 0
+    for step, result in enumerate(found):
+        columns = dict(result.columns["collect"].columns)
+        mask, versions = columns["response_mask"], columns["token_version"]
+        columns["responses"] = columns["input_ids"][:, -mask.shape[1] :]
+        assert set(versions[mask].tolist()) <= set(range(max(0, step - LAG), step + 1))
+        assert columns["policy_version"].tolist() == versions.masked_fill(~mask, STEPS).amin(1).tolist()
+        several += int((versions.amax(1) > columns["policy_version"]).sum())
+        for version in versions[mask].unique().tolist():
+            sampled, of = log_probs(tmp_path / str(version), columns), versions == version
+            assert torch.allclose(columns["rollout_log_probs"][of], sampled[of], atol=5e-5)
+        assert result.metrics["queue/age_max"].value == int((step - versions[mask]).max())
+    assert several, "no weights have changed under an answer"
+    both = [[span for span in spans if span.name == name] for name in ("sync", "generate")]
+    assert any(overlap(sync, generate) for sync in both[0] for generate in both[1])
+
+
+def test_what_dies_under_a_swap_is_rebuilt_and_the_same_rows_are_trained_on(
+    tiny: str, data: str, alone: list[list[str]]
+) -> None:
+    """The trainer and then the engine, each as weights are about to change under answers."""
+    killed, syncs, running = list[int](), 0, list[Any]()
+
+    def kill(name: str) -> None:
+        nonlocal syncs
+        syncs += name == "sync"
+        if name == "sync" and syncs in (2, 4):
+            killed.append(running[0][("actor", "rollout")[len(killed)]])
+            os.kill(killed[-1], signal.SIGKILL)
+            assert ends(killed[-1])
+
+    def know(executor: Any, step: int) -> None:
+        running[:] = [{role: process_of(executor, role) for role in ("actor", "rollout")}]
+        processes.extend(process_ids(executor).values())
+
+    with leaves_nothing() as processes:
+        job = replace(spanned(tiny), place=Split(1, 1, restart="role"))
+        found, _ = collected(job, tiny, data, know, kill)
+    assert len(killed) == 2
+    assert groups(found) == alone
