@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,14 @@ from tests.episodes.scripted import Scripted, Three, played, say
 
 def raised(error: BaseException) -> Any:
     raise error
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C is heard, which a shell lets whatever it runs in the background ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class TestFaults:
@@ -179,6 +188,7 @@ class TestFaults:
         assert sorted(ended) == ["row-0", "row-1", "row-2"]
         assert set(threading.enumerate()) == before
 
+    @pytest.mark.usefixtures("interrupts")
     def test_an_interrupt_ends_all_and_closes_every_world(self) -> None:
         opened: list[Any] = []
         closed: list[Any] = []
