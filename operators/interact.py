@@ -33,7 +33,7 @@ from flowrl.episodes.play import Played, Stage, World, play
 from flowrl.episodes.rehearsal import rehearse
 from flowrl.episodes.tools import Toolbox
 from flowrl.errors import DataError, ParameterError
-from flowrl.operators.engines import Sampler, oldest_version
+from flowrl.operators.engines import Sampler, contexts_told, oldest_version
 from flowrl.records import EpisodeBatch
 from flowrl.spec import Spec
 
@@ -187,7 +187,8 @@ class Interact(Sampler, Episodes, Operator):
         columns = (prompts.row_id, prompts.uid, prompts.raw_prompt, prompts.ground_truth, prompts.extra_info)
         rows = [Row(*values) for values in zip(*columns, prompts.data_source, strict=True)]
         desk, start = Desk(engine, engine.tokenizer, self.sampling, key), time.perf_counter()
-        played = play(desk, rows, stage)
+        with contexts_told(engine, metrics):
+            played = play(desk, rows, stage)
         for one in played:
             if one.fault is not None and self.failed == "error":
                 raise one.fault
