@@ -314,6 +314,7 @@ def report(played: Sequence[Played], waited: float, seconds: float, metrics: Met
             metrics.min("reward/min", reward)
             metrics.max("reward/max", reward)
     metrics.sum("episodes/failed", sum(one.fault is not None for one in played))
+    metrics.sum("episodes/unanswered", sum(one.fault is None and not one.chat.rewards for one in played))
     metrics.sum("episodes/tried_again", sum(one.tries - 1 for one in played))
     metrics.sum("episodes/tool_calls", sum(one.chat.tool_calls for one in played))
     metrics.sum("episodes/tool_errors", sum(one.chat.tool_errors for one in played))

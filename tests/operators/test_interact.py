@@ -126,6 +126,29 @@ def test_rewards_stand_on_the_last_token_of_their_turn(engine: Any) -> None:
     assert metrics["reward/mean"] == pytest.approx(float(batch.token_level_scores.sum(1).mean()))
 
 
+class Solved(Echo):
+    """There is nothing to do in every third row."""
+
+    async def reset(self, row: Row) -> Reply:
+        return Reply(row.messages, done=int(row.row_id) % 3 == 0)
+
+
+async def aloof(chat: Chat, row: Row) -> float | None:
+    if int(row.row_id) % 3 == 0:
+        return None
+    return await once(chat, row)
+
+
+@pytest.mark.parametrize("world", [Solved, aloof])
+def test_what_was_over_before_an_answer_is_counted_and_masked(engine: Any, world: Any) -> None:
+    batch, metrics = episodes(engine, world)
+    over = torch.tensor([i % 3 == 0 for i in range(6)])
+    assert torch.equal(batch.response_mask.any(1), ~over) and torch.equal(batch.turns == 0, over)
+    assert not batch.token_level_scores[over].any()
+    assert (metrics["episodes/unanswered"], metrics["episodes/failed"]) == (2, 0)
+    assert metrics["reward/mean"] == pytest.approx(float(batch.token_level_scores.sum(1)[~over].mean()))
+
+
 def test_what_was_computed_of_earlier_turns_is_told(engine: Any) -> None:
     batch, metrics = episodes(engine, Echo, count=3, concurrency=1)
     before, new = 0, 0  # tokens before all answers; and of a further one, what was said since the one before it
