@@ -100,7 +100,7 @@ class Interact(Sampler, Episodes, Operator):
         tries: how often an episode is begun whose world fails, each time by the same random numbers.
         concurrency: how many episodes are under way at a time; None is all.
         chat_template_kwargs: arguments of the chat template, the same as those of the data, such as
-            ``{"enable_thinking": False}``; a row's own are not taken.
+            ``{"enable_thinking": False}``; a row with others of its own is refused when the data is read.
         processes: play each episode's environment in a process of its own, and make each call of a plain tool in one,
             so that those that hang or crash are killed with all that they have started; see `flowrl.episodes.apart`.
             They are imported there, and so have to be at the top level of a module or file.
