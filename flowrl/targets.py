@@ -58,6 +58,9 @@ def graph_of(found: Any, target: str) -> Any:
         GraphError: it is or has no graph.
     """
     from flowrl.graph import Graph
+
+    if isinstance(found, Graph):
+        return found
     from flowrl.run.job import Job
     from flowrl.run.training import Training
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Protocol
 
 import numpy as np
@@ -12,7 +14,7 @@ from torch import Tensor
 from flowrl import columns as c
 from flowrl.core.operator import Granularity, Operator
 from flowrl.core.ports import INJECTED
-from flowrl.core.protocols import Critic, Rollout, Sampling, Scorer
+from flowrl.core.protocols import Counts, Critic, Rollout, Sampling, Scorer
 from flowrl.core.roles import Reads, Role
 from flowrl.core.scorers import NormScorer
 from flowrl.data.keys import Key
@@ -129,7 +131,8 @@ class Generate(Sampler, Operator):
                 "the rollout engine has no receipt for its weights, so it is not known which policy would answer; "
                 "expected a sync first: Sync()(updated), or `with job.eager():`, which syncs at its start."
             )
-        sampled = engine.generate(prompts.prompts, prompts.prompt_mask, list(prompts.row_id), self.sampling, key)
+        with contexts_told(engine, metrics):
+            sampled = engine.generate(prompts.prompts, prompts.prompt_mask, list(prompts.row_id), self.sampling, key)
         input_ids, attention_mask, position_ids = assemble(
             prompts.prompts, prompts.prompt_mask, sampled.responses, sampled.response_mask
         )
@@ -157,6 +160,20 @@ class Generate(Sampler, Operator):
             policy_version=oldest,
             token_version=sampled.versions,
         )
+
+
+@contextmanager
+def contexts_told(engine: Rollout, metrics: Metrics) -> Iterator[None]:
+    """Report how many tokens stood before the answers that are given within, and which share of them the engine had
+    already; nothing of an engine that does not count them."""
+    if not isinstance(engine, Counts):
+        yield
+        return
+    context, cached = engine.context_tokens, engine.cached_tokens
+    yield
+    if given := engine.context_tokens - context:
+        metrics.sum("throughput/context_tokens", given)
+        metrics.mean("throughput/cached_share", engine.cached_tokens - cached, given)
 
 
 def oldest_version(versions: Tensor, mask: Tensor, none: int) -> Tensor:

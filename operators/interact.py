@@ -33,7 +33,7 @@ from flowrl.episodes.play import Played, Stage, World, play
 from flowrl.episodes.rehearsal import rehearse
 from flowrl.episodes.tools import Toolbox
 from flowrl.errors import DataError, ParameterError
-from flowrl.operators.engines import Sampler, oldest_version
+from flowrl.operators.engines import Sampler, contexts_told, oldest_version
 from flowrl.records import EpisodeBatch
 from flowrl.spec import Spec
 
@@ -100,7 +100,7 @@ class Interact(Sampler, Episodes, Operator):
         tries: how often an episode is begun whose world fails, each time by the same random numbers.
         concurrency: how many episodes are under way at a time; None is all.
         chat_template_kwargs: arguments of the chat template, the same as those of the data, such as
-            ``{"enable_thinking": False}``; a row's own are not taken.
+            ``{"enable_thinking": False}``; a row with others of its own is refused when the data is read.
         processes: play each episode's environment in a process of its own, and make each call of a plain tool in one,
             so that those that hang or crash are killed with all that they have started; see `flowrl.episodes.apart`.
             They are imported there, and so have to be at the top level of a module or file.
@@ -187,7 +187,8 @@ class Interact(Sampler, Episodes, Operator):
         columns = (prompts.row_id, prompts.uid, prompts.raw_prompt, prompts.ground_truth, prompts.extra_info)
         rows = [Row(*values) for values in zip(*columns, prompts.data_source, strict=True)]
         desk, start = Desk(engine, engine.tokenizer, self.sampling, key), time.perf_counter()
-        played = play(desk, rows, stage)
+        with contexts_told(engine, metrics):
+            played = play(desk, rows, stage)
         for one in played:
             if one.fault is not None and self.failed == "error":
                 raise one.fault
@@ -313,6 +314,7 @@ def report(played: Sequence[Played], waited: float, seconds: float, metrics: Met
             metrics.min("reward/min", reward)
             metrics.max("reward/max", reward)
     metrics.sum("episodes/failed", sum(one.fault is not None for one in played))
+    metrics.sum("episodes/unanswered", sum(one.fault is None and not one.chat.rewards for one in played))
     metrics.sum("episodes/tried_again", sum(one.tries - 1 for one in played))
     metrics.sum("episodes/tool_calls", sum(one.chat.tool_calls for one in played))
     metrics.sum("episodes/tool_errors", sum(one.chat.tool_errors for one in played))

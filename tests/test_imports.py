@@ -163,22 +163,35 @@ def loaded_by(*modules: str) -> set[str]:
     return set(json.loads(done.stdout))
 
 
-def test_flowrl_and_its_graphs_load_neither_engines_nor_transformers() -> None:
-    graphs = (
-        "flowrl",
-        "flowrl.graphs",
-        "flowrl.run.job",
-        "flowrl.run.training",
-        "flowrl.run.report",
-    )  # what the commands need
-    assert loaded_by(*graphs).isdisjoint({"ray", "vllm", "sglang", "transformers"})
-
-
 HEAVY = ("transformers", "torch.distributed.tensor", "torch.distributed.fsdp", "ray", "peft", "vllm", "sglang")
+
+
+def test_flowrl_its_graphs_and_runs_load_no_engine() -> None:
+    assert loaded_by("flowrl", "flowrl.graphs", "flowrl.run.training", "flowrl.run.report").isdisjoint(HEAVY)
 
 
 def test_backends_load_no_engine_before_one_is_built() -> None:
     assert loaded_by("flowrl.backends", "flowrl.backends.hosted.base", "flowrl.demo.model").isdisjoint(HEAVY)
+
+
+def test_looking_at_algorithms_loads_no_engine_and_drawing_them_nothing_that_runs_them() -> None:
+    code = """
+import json, sys
+from flowrl.cli import main
+loaded = []
+for command in ["list", "operators", "show grpo", "diff grpo ppo", "check grpo", "plan grpo"]:
+    try:
+        main(command.split())
+    except SystemExit as end:
+        assert not end.code, command
+    loaded.append(list(sys.modules))
+print(json.dumps(loaded))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *drawn, _, planned = (set(modules) for modules in json.loads(done.stdout.splitlines()[-1]))
+    assert "torch" in planned and planned.isdisjoint({*HEAVY, "pyarrow", "flowrl.backends"})
+    assert "flowrl.draw.mermaid" in drawn[-1] and "flowrl.run.training" not in drawn[-1]
 
 
 @pytest.mark.parametrize("command", ["check", "show", "plan"])

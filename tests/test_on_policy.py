@@ -41,6 +41,14 @@ def engine(folder: str) -> TorchRolloutEngine:
     return TorchRollout(folder, device="cpu").build(CONTEXT)
 
 
+def trained(folder: str, updates: int) -> Any:
+    """An actor after so many updates, each on rows of the version that it was at."""
+    actor = trainer(folder)
+    for version in range(updates):
+        update(actor, version)
+    return actor
+
+
 def update(actor: Any, version: Any, ahead: int = 0, metrics: Metrics | None = None) -> Any:
     """One update on made-up rows that bear `version`, where generation may be `ahead`."""
     rollout = rollout_batch(PROMPTS, [[40, 41], [42, 43], [44], [45, 46]])
@@ -63,6 +71,12 @@ def assert_untouched(actor: Any, before: dict[str, torch.Tensor], version: int) 
     assert all(torch.equal(before[name], tensor) for name, tensor in actor.weights())
 
 
+def ages(metrics: Metrics) -> tuple[float, float]:
+    """The mean and the largest age that updates have told."""
+    told = metrics.compute()
+    return told["queue/age_mean"], told["queue/age_max"]
+
+
 def executor_of(job: Job) -> Steps:
     return local_steps(Plan(job.graph), job.build(), 0)
 
@@ -75,8 +89,7 @@ def batches(prompts_file: str, engines: Any, rows: int = 4) -> DataProto:
 
 
 def test_rows_of_an_older_version_are_refused_and_the_weights_left_alone(tiny: str) -> None:
-    actor = trainer(tiny)
-    update(actor, 0)
+    actor = trained(tiny, 1)
     before = weights_of(actor)
     with pytest.raises(StalePolicyError, match=r"4 of 4 rows.*row 0 carries policy_version 0, the actor is at 1.*Sync"):
         update(actor, 0)
@@ -84,8 +97,7 @@ def test_rows_of_an_older_version_are_refused_and_the_weights_left_alone(tiny: s
 
 
 def test_rows_of_mixed_versions_are_refused_by_the_first_odd_one(tiny: str) -> None:
-    actor = trainer(tiny)
-    update(actor, 0)
+    actor = trained(tiny, 1)
     before = weights_of(actor)
     with pytest.raises(StalePolicyError, match=r"2 of 4 rows.*row 1 carries policy_version 0, the actor is at 1"):
         update(actor, [1, 0, 1, 0])
@@ -98,9 +110,7 @@ def test_rows_from_the_future_are_refused_too(tiny: str) -> None:
 
 
 def test_with_a_lag_rows_may_be_so_many_versions_old_and_no_more(tiny: str) -> None:
-    actor, metrics = trainer(tiny), Metrics()
-    for version in range(2):
-        update(actor, version)
+    actor, metrics = trained(tiny, 2), Metrics()
     before = weights_of(actor)
     with pytest.raises(
         StalePolicyError,
@@ -109,16 +119,13 @@ def test_with_a_lag_rows_may_be_so_many_versions_old_and_no_more(tiny: str) -> N
         update(actor, [2, 1, 0, 2], ahead=1)
     assert_untouched(actor, before, version=2)
     update(actor, [2, 1, 0, 2], ahead=2, metrics=metrics)
-    told = metrics.compute()
-    assert (told["queue/age_mean"], told["queue/age_max"]) == (0.75, 2)
+    assert ages(metrics) == (0.75, 2)
     with pytest.raises(StalePolicyError, match=r"row 3 carries policy_version 4, the actor is at 3"):
         update(actor, [3, 3, 3, 4], ahead=2)
 
 
 def test_with_spans_it_is_tokens_that_may_be_so_many_versions_old(tiny: str) -> None:
-    actor, metrics = trainer(tiny), Metrics()
-    for version in range(3):
-        update(actor, version)
+    actor, metrics = trained(tiny, 3), Metrics()
     before = weights_of(actor)
     with pytest.raises(
         StalePolicyError,
@@ -129,8 +136,7 @@ def test_with_spans_it_is_tokens_that_may_be_so_many_versions_old(tiny: str) -> 
         update_of_tokens(actor, [[1, 3], [3, 3], [2, 9], [0, 1]], ahead=2)  # what is off the mask is nothing
     assert_untouched(actor, before, version=3)
     update_of_tokens(actor, [[1, 3], [3, 3], [2, 9], [1, 1]], ahead=2, metrics=metrics)
-    told = metrics.compute()
-    assert (told["queue/age_mean"], told["queue/age_max"]) == (pytest.approx(7 / 7), 2)
+    assert ages(metrics) == (pytest.approx(7 / 7), 2)
 
 
 def test_one_version_serves_all_mini_batches_and_epochs_of_a_step(tiny: str) -> None:

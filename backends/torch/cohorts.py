@@ -45,6 +45,7 @@ class Cohorts:
         self._known = set(inspect.signature(model.forward).parameters)
         self._cache = "cache_params" if "cache_params" in self._known else "past_key_values"
         self._cohorts: list[Cohort] = []
+        self.computed = 0
 
     def decoding(self) -> AbstractContextManager[None]:
         """The model computes as it is."""
@@ -59,6 +60,7 @@ class Cohorts:
         device = self._model.device
         first, copies = distinct([context.ids for context in contexts])
         rows = [contexts[i].ids for i in first]
+        self.computed += sum(map(len, rows))
         width = max(map(len, rows))
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=device)
         attended = (

@@ -35,6 +35,9 @@ class Context(NamedTuple):
 class Memory(Protocol):
     """What a model has computed of rows, which are numbered from 0 in the order of `join` and `leave`."""
 
+    computed: int
+    """Tokens that `join` let the model compute so far, padding not counted."""
+
     @property
     def worth(self) -> float:
         """Rows join at once where they are this share of those that are there."""
@@ -209,10 +212,17 @@ class Decoder:
         self._version: int | None = None  # by which the rows have drawn last
         self._passed = 0  # steps for which some have waited that could have joined
         self._watched = False  # whether any looks for stop strings
+        self.context_tokens = 0
+        """Tokens of all contexts that rows have joined with so far, those that joined anew included."""
 
     def __contains__(self, name: str) -> bool:
         """Whether a request of that name is under way, or its response was not taken."""
         return name in self._responses or any(row.request.name == name for row in (*self._rows, *self._waiting))
+
+    @property
+    def cached_tokens(self) -> int:
+        """As many of `context_tokens` were not computed, since they were there."""
+        return self.context_tokens - self._memory.computed
 
     @property
     def begun(self) -> list[str]:
@@ -243,8 +253,9 @@ class Decoder:
         if joining := self._admitted():
             for row in joining:
                 row.go_on(len(row.drawn[0]), version)
-            kept = [self._kept.pop(row.request.name, None) for row in joining]
-            logits.append(self._memory.join([Context(row.context, k) for row, k in zip(joining, kept, strict=True)]))
+            contexts = [Context(row.context, self._kept.pop(row.request.name, None)) for row in joining]
+            self.context_tokens += sum(len(context.ids) for context in contexts)
+            logits.append(self._memory.join(contexts))
             self._drawn.join(joining)
             self._rows += joining
             self._parts = None

@@ -214,6 +214,17 @@ class TorchRolloutEngine(RequestEngine, Resident):
         """The dtype of the model's weights."""
         return self.model.dtype
 
+    @property
+    def context_tokens(self) -> int:
+        """Tokens before all answers so far; of one that went on after its context was computed anew, once more, with
+        what it had said."""
+        return self._decoder.context_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """As many of these were there already: from earlier turns, or since other rows begin alike."""
+        return self._decoder.cached_tokens
+
     def _sync(self, source: Trainer) -> Receipt:
         """Take over the weights of `source`: by copying, or, where the model is its own, by noting the version.
 

@@ -90,6 +90,7 @@ class Slots:
         self._cache = Cache(layers=[_Layer(self, i) for i in range(self._layers)])
         self.attended = False
         """Whether the model has used the attention of this."""
+        self.computed = 0
         self.clear()
 
     @property
@@ -270,6 +271,7 @@ class Slots:
         slots = torch.tensor([slot for slot, _ in rows], device=device)
         length = torch.tensor([len(ids) for _, ids in rows])
         begun = torch.tensor(seen)
+        self.computed += int((length - begun).sum())
         columns = int((length - begun).max())
         tokens = [ids[n:] + ids[-1:] * (columns - len(ids) + n) for (_, ids), n in zip(rows, seen, strict=True)]
         positions = torch.minimum(begun[:, None] + torch.arange(columns), length[:, None] - 1)

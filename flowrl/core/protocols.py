@@ -316,6 +316,21 @@ class Requests(Protocol):
 
 
 @runtime_checkable
+class Counts(Protocol):
+    """An engine that counts the tokens before its answers, from when it was built."""
+
+    @property
+    def context_tokens(self) -> int:
+        """All of them, answer by answer."""
+        ...
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those that it did not compute for that answer, since it had them from another."""
+        ...
+
+
+@runtime_checkable
 class Swaps(Synced, Protocol):
     """An engine whose weights may change under answers that are under way, between two tokens. All but `swap` is called
     by one thread, and `swap` by any."""

@@ -23,9 +23,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pyarrow as pa  # type: ignore[import-untyped]
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
-
 from flowrl.data.column_math import short
 from flowrl.data.files import parse_json, reading
 from flowrl.errors import DataError, type_of
@@ -141,6 +138,9 @@ def _read_jsonl(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]
 
 
 def _read_parquet(path: Path, wanted: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    import pyarrow as pa  # type: ignore[import-untyped]  # here, since graphs and files of JSONL need none of it
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
     row = 0
     try:
         with pq.ParquetFile(path) as file:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import xxhash
 
@@ -74,6 +74,10 @@ class PromptStream(RowStream[Row]):
             hasher.update(told.encode())
             hasher.update(array("q", row.ids))
         return hasher.hexdigest()
+
+    def template_arguments(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """The arguments of the chat template that rows have of their own, each with the row's place in the files."""
+        return ((row.index, row.template_kwargs) for row in self._rows if row.template_kwargs)
 
     def _batch(self, drawn: Sequence[tuple[Drawn, Row]]) -> DataProto:
         prompts, mask = self._tokenizer.pad_left([row.ids for _, row in drawn])

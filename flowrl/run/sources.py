@@ -11,6 +11,7 @@ from flowrl.core.graph import Graph
 from flowrl.core.lineage import input_of
 from flowrl.data.dataproto import DataProto
 from flowrl.data.keys import Key
+from flowrl.data.prompts import PromptStream
 from flowrl.data.record_types import record_columns
 from flowrl.data.sources import Source, Stream
 from flowrl.data.tokenizer import ChatTokenizer
@@ -120,6 +121,28 @@ def _refuse_other_templates(graph: Graph, sources: Mapping[str, Source]) -> None
             )
 
 
+def _refuse_rows_of_other_templates(graph: Graph, streams: Mapping[str, Stream]) -> None:
+    """Refuse rows with arguments of the chat template that a node which writes prompts by it does not have.
+
+    Raises:
+        DataError: naming the first of them.
+    """
+    for node in graph.nodes.values():
+        given = parameters(node.at_first).get("chat_template_kwargs")
+        stream = None if given is None else streams.get(input_of(graph, node.name) or "")
+        if given is None or not isinstance(stream, PromptStream):
+            continue
+        for row, own in stream.template_arguments():
+            if odd := [name for name, value in own.items() if name not in given or given[name] != value]:
+                raise DataError(
+                    f"row {row} of the data has chat_template_kwargs of its own, {dict(own)!r}, and {node.name} writes "
+                    f"all prompts by the chat template with {dict(given) or 'no arguments'}, so the policy would see "
+                    f"this one without its {odd[0]}; expected the same for all rows: give them to both, "
+                    f"PromptData(..., chat_template_kwargs=...) and "
+                    f"edit(set={{'{node.name}.chat_template_kwargs': ...}}), and leave out the rows that have others."
+                )
+
+
 def _refuse_other_columns(graph: Graph, name: str, source: Source) -> None:
     """Refuse a source that lacks columns of an input, or has others under their names."""
     has, kind = record_columns(source.record), type(source).__name__
@@ -162,6 +185,9 @@ class Sources:
         seed: of the run.
         graph: whose inputs they are.
         again: the inputs that are drawn from again within a step.
+
+    Raises:
+        DataError: files that cannot be read; rows whose prompts a node would write by the chat template in another way.
     """
 
     def __init__(
@@ -177,6 +203,7 @@ class Sources:
             name: source.load(cast(ChatTokenizer, tokenizer), own)
             for (name, source), own in zip(sources.items(), seeds, strict=True)
         }
+        _refuse_rows_of_other_templates(graph, self.streams)
         self._learns = {name: tellers(graph, name) for name, source in sources.items() if source.learns}
         self._again = tuple(again)
 

@@ -24,7 +24,7 @@ from flowrl.errors import AsleepError, DataError, SyncError
 from flowrl.records import Receipt
 from flowrl.run.build import EngineBuilder
 from flowrl.sync.digest import weights_digest
-from tests.engines.sources import Altered, Batch
+from tests.engines.sources import Altered, Batch, Crooked
 from tests.hashes import hashes
 from tests.models import EOS, SPECIALS, VOCAB
 
@@ -329,12 +329,8 @@ class SyncTests:
     def test_an_engine_that_keeps_old_weights_is_found_by_the_probe(
         self, engine: Any, other: Any, trainer: Any
     ) -> None:
-        class Swapped(Altered):  # it sends one set of weights and scores by another
-            def weights(self) -> Any:
-                return trainer.weights()
-
         with pytest.raises(SyncError, match=f"{engine.name} .* score the same 64 tokens differently"):
-            engine.sync(Swapped(other))
+            engine.sync(Crooked(other, trainer.weights()))
         assert engine.receipt is None
 
     def test_weights_that_others_updated_are_not_sampled_from(self, engine: Any) -> None:

@@ -247,7 +247,10 @@ class RequestTests:
         monkeypatch.setattr(engine, "take", taken)
         interact = Interact(**settings, max_turns=4, context=200, max_new_tokens=8, rollout=engine)
         batch = interact(prompts_of(engine.tokenizer, 12), key=KEY, metrics=metrics)
-        assert (batch.policy_version == 3).all() and metrics.compute()["episodes/failed"] == 0
+        told = metrics.compute()
+        assert (batch.policy_version == 3).all() and told["episodes/failed"] == 0
+        assert told["throughput/context_tokens"] == sum(len(context) for _, context, _ in given)
+        assert 0 <= told["throughput/cached_share"] < 1
         assert batch.turns.tolist() == [sum(name == str(i) for name, _, _ in given) for i in range(12)]
         assert batch.turns.max() > 1
         assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4

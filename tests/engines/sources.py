@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -78,3 +78,20 @@ class Altered:
                     raise ConnectionError("the link broke")
                 case unknown:
                     raise ValueError(f"no fault {unknown!r}")
+
+
+class Crooked(Altered):
+    """A trainer that sends other weights than it scores by.
+
+    Args:
+        trainer: by which it scores.
+        sent: by their names.
+        version: to bear.
+    """
+
+    def __init__(self, trainer: TorchTrainerEngine, sent: Iterable[tuple[str, Tensor]], version: int = 1) -> None:
+        super().__init__(trainer, version)
+        self._sent = list(sent)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._sent

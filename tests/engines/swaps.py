@@ -22,7 +22,7 @@ from flowrl.core.protocols import Request, Response
 from flowrl.errors import SwapError, SyncError
 from tests.engines.answers import KEY, logits_of, names, ragged, rows
 from tests.engines.requests import FREE, LONG, alone, finished, tokens
-from tests.engines.sources import Altered
+from tests.engines.sources import Altered, Crooked
 
 MANY = 40
 """Requests of `LONG` tokens, which are more than vLLM reads in one step on a CPU."""
@@ -176,15 +176,10 @@ class SwapTests:
         self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine
     ) -> None:
         """By the probe, which is computed beside them; the engine ends, and names the swap to what was under way."""
-
-        class Crooked(Altered):  # it sends one set of weights and scores by another
-            def weights(self) -> Any:
-                return trainer.weights()
-
         engine.submit(Request("a", tokens(LONG, 1), replace(FREE, max_new_tokens=100), KEY.answer("a")))
         engine.step()
         with pytest.raises(SyncError, match=f"{engine.name} .* score the same 64 tokens differently"):
-            engine.swap(Crooked(other, version=5), "anew")
+            engine.swap(Crooked(other, trainer.weights(), version=5), "anew")
         assert engine.receipt is None
         with pytest.raises(SwapError, match=f"the weights of {engine.name} were to change under .* differently"):
             engine.step()

@@ -16,7 +16,7 @@ from flowrl.core.protocols import Sampling
 from flowrl.errors import SyncError
 from tests.engines.answers import CONTEXT, KEY, to_score
 from tests.engines.real import PACKAGE, smollm2
-from tests.engines.sources import Altered
+from tests.engines.sources import Altered, Crooked
 
 pytestmark = [pytest.mark.engines("vllm", "sglang", PACKAGE), pytest.mark.timeout(480)]
 
@@ -85,27 +85,16 @@ def lose_a_matrix(weights: Weights) -> None:
     weights[name] = torch.zeros_like(weights[name])
 
 
-class Crooked(Altered):
-    """It sends other weights than it scores by."""
-
-    change: Callable[[Weights], None]
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        weights = dict(self._trainer.weights())
-        self.change(weights)
-        yield from sorted(weights.items())
-
-
 @pytest.mark.parametrize("change", [swap_layers, permute_heads, lose_a_matrix])
 def test_other_weights_are_found_in_bfloat16(
     engine: Any, trainer: TorchTrainerEngine, change: Callable[[Weights], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Crooked(trainer)
-    source.change = change
+    weights = dict(trainer.weights())
+    change(weights)
     monkeypatch.setattr(engine, "_at_stake", nullcontext)  # it need not start anew each time
     words = rf"{engine.name} \(bfloat16\) and the trainer \(bfloat16\) score the same 64 tokens differently"
     with pytest.raises(SyncError, match=words):
-        engine.sync(source)
+        engine.sync(Crooked(trainer, sorted(weights.items())))
     assert engine.receipt is None
 
 

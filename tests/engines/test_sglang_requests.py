@@ -123,7 +123,7 @@ class TestRequests(RequestTests):
             interact = Interact(world, max_turns=4, context=200, max_new_tokens=8, rollout=engine)
             return interact(prompts_of(engine.tokenizer, 12), key=KEY, metrics=Metrics())
 
-        with pytest.raises(EngineError, match="the process of SGLang was killed by SIGKILL (during|before) generate"):
+        with pytest.raises(EngineError, match=r"the process of SGLang was killed by SIGKILL (during|before) generate"):
             batch_of(Kills)
         assert not members(group)
         with pytest.raises(SyncError, match="no receipt"):

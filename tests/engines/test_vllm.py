@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,27 +171,38 @@ def test_what_was_computed_with_old_weights_is_forgotten(
     assert (answers == by_torch(other, folder, prompts, mask)) == forgets
 
 
-@needs_vllm
-def test_a_small_update_that_is_not_delivered_is_refused(
-    engine: VLLMEngine, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that is within the tolerance; the digest is in order, and what vLLM says of it is as well."""
-    trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
-    engine.sync(trainer)
-    before = torch.tensor(engine.probe.score(trainer))
+def nudge(trainer: TorchTrainerEngine) -> None:
+    """Change all weights by less than a probe tolerates."""
     with torch.no_grad():
         for _, tensor in trainer.weights():
             tensor.mul_(1 + 1e-4)
-    assert 1e-5 < (torch.tensor(engine.probe.score(trainer)) - before).abs().mean() < 1e-3
-    rpc = engine._llm.collective_rpc
+
+
+@contextmanager
+def delivering_nothing(engine: VLLMEngine) -> Iterator[None]:
+    """Within, vLLM takes weights, and says that all is well, and does nothing with them."""
+    llm = engine._llm
+    rpc = llm.collective_rpc
 
     def idle(method: Any, **how: Any) -> Any:
         if method == "reload_weights":
             return list(how["kwargs"]["weights_iterator"])
         return rpc(method, **how)
 
-    with monkeypatch.context() as patch, pytest.raises(SyncError, match="vLLM scores 64 tokens exactly as it did"):
-        patch.setattr(engine._llm, "collective_rpc", idle)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "collective_rpc", idle)
+        yield
+
+
+@needs_vllm
+def test_a_small_update_that_is_not_delivered_is_refused(engine: VLLMEngine, folder: str) -> None:
+    """One that is within the tolerance; the digest is in order, and what vLLM says of it is as well."""
+    trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
+    engine.sync(trainer)
+    before = torch.tensor(engine.probe.score(trainer))
+    nudge(trainer)
+    assert 1e-5 < (torch.tensor(engine.probe.score(trainer)) - before).abs().mean() < 1e-3
+    with delivering_nothing(engine), pytest.raises(SyncError, match="vLLM scores 64 tokens exactly as it did"):
         engine.sync(trainer)
     assert engine.receipt is None
     assert engine.sync(trainer).digest == weights_digest(trainer.weights())
@@ -215,31 +227,17 @@ def test_an_engine_that_was_interrupted_starts_anew(
 
 
 @needs_vllm
-def test_an_update_under_answers_that_is_not_delivered_is_refused(
-    engine: VLLMEngine, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_under_answers_that_is_not_delivered_is_refused(engine: VLLMEngine, folder: str) -> None:
     """A small one. In company scores are rounded otherwise, so that they are not the same bit by bit."""
     trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
     engine.sync(trainer)
     for i in range(9):
         engine.submit(Request(f"{i}", tokens(20 + i, i), replace(FREE, max_new_tokens=100), KEY.answer(f"{i}")))
     engine.step()
-    rpc = engine._llm.collective_rpc
-
-    def idle(method: Any, **how: Any) -> Any:
-        if method == "reload_weights":
-            return list(how["kwargs"]["weights_iterator"])
-        return rpc(method, **how)
-
-    with torch.no_grad():
-        for _, tensor in trainer.weights():
-            tensor.mul_(1 + 1e-4)
+    nudge(trainer)
     engine.swap(Altered(trainer, version=1), "keep")
-    with torch.no_grad():
-        for _, tensor in trainer.weights():
-            tensor.mul_(1 + 1e-4)
-    with monkeypatch.context() as patch, pytest.raises(SyncError, match="vLLM scores 64 tokens as it did before"):
-        patch.setattr(engine._llm, "collective_rpc", idle)
+    nudge(trainer)
+    with delivering_nothing(engine), pytest.raises(SyncError, match="vLLM scores 64 tokens as it did before"):
         engine.swap(Altered(trainer, version=2), "keep")
     assert engine.receipt is None
 

@@ -126,6 +126,42 @@ def test_rewards_stand_on_the_last_token_of_their_turn(engine: Any) -> None:
     assert metrics["reward/mean"] == pytest.approx(float(batch.token_level_scores.sum(1).mean()))
 
 
+class Solved(Echo):
+    """There is nothing to do in every third row."""
+
+    async def reset(self, row: Row) -> Reply:
+        return Reply(row.messages, done=int(row.row_id) % 3 == 0)
+
+
+async def aloof(chat: Chat, row: Row) -> float | None:
+    if int(row.row_id) % 3 == 0:
+        return None
+    return await once(chat, row)
+
+
+@pytest.mark.parametrize("world", [Solved, aloof])
+def test_what_was_over_before_an_answer_is_counted_and_masked(engine: Any, world: Any) -> None:
+    batch, metrics = episodes(engine, world)
+    over = torch.tensor([i % 3 == 0 for i in range(6)])
+    assert torch.equal(batch.response_mask.any(1), ~over) and torch.equal(batch.turns == 0, over)
+    assert not batch.token_level_scores[over].any()
+    assert (metrics["episodes/unanswered"], metrics["episodes/failed"]) == (2, 0)
+    assert metrics["reward/mean"] == pytest.approx(float(batch.token_level_scores.sum(1)[~over].mean()))
+
+
+def test_what_was_computed_of_earlier_turns_is_told(engine: Any) -> None:
+    batch, metrics = episodes(engine, Echo, count=3, concurrency=1)
+    before, new = 0, 0  # tokens before all answers; and of a further one, what was said since the one before it
+    for mask, ids, prompt in zip(batch.response_mask, batch.attention_mask, batch.prompts, strict=True):
+        start = int(ids[: len(prompt)].sum())
+        begins = (mask & ~torch.cat([torch.tensor([False]), mask[:-1]])).nonzero().flatten().tolist()
+        ends = (mask & ~torch.cat([mask[1:], torch.tensor([False])])).nonzero().flatten().tolist()
+        before += sum(start + begin for begin in begins)
+        new += start + sum(begin - end for begin, end in zip(begins[1:], ends, strict=False))
+    assert metrics["throughput/context_tokens"] == before
+    assert metrics["throughput/cached_share"] == pytest.approx(1 - new / before)
+
+
 def test_a_row_does_not_depend_on_its_company(engine: Any) -> None:
     whole, _ = episodes(engine, Echo, count=6)
     some, _ = episodes(engine, Echo, count=3, concurrency=1)

@@ -167,6 +167,15 @@ def test_generate_reports_lengths(synced: Any) -> None:
     assert found["response_length/clip_ratio"] == float((lengths == 4).double().mean())
 
 
+def test_generate_reports_what_the_engine_need_not_compute(synced: Any) -> None:
+    """Here the copies of a prompt, which are computed once."""
+    for n, share in ((4, 3 / 4), (4, 3 / 4), (1, 0)):  # of each call alone
+        metrics = Metrics()
+        Generate(max_new_tokens=4, rollout=synced)(Repeat(n)(prompt_batch(PROMPTS)), key=KEY, metrics=metrics)
+        assert metrics["throughput/context_tokens"].compute() == n * sum(map(len, PROMPTS))
+        assert metrics["throughput/cached_share"].compute() == share
+
+
 def test_greedy_is_an_effect_and_draws_nothing(synced: Any) -> None:
     assert Generate(temperature=0.0).effects == {"greedy"}
     assert Generate(temperature=0.1).effects == frozenset()

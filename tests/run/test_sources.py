@@ -27,15 +27,17 @@ from flowrl import columns as c
 from flowrl.core.operator import Operator
 from flowrl.core.ports import INJECTED
 from flowrl.data.metrics import Metrics
+from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError
 from flowrl.graph import Graph
 from flowrl.operators import Collect, Feedback, Interact, Spread
 from flowrl.operators.held_out import pass_at_k
 from flowrl.run.checkpoint import Checkpoints
 from flowrl.run.job import Job
-from flowrl.run.sources import by_input
+from flowrl.run.sources import Sources, by_input
 from tests.jobs import job_of, write_prompts
-from tests.prompt_files import write_jsonl
+from tests.models import char_tokenizer
+from tests.prompt_files import record, write_jsonl
 from tests.rewards import digits
 from tests.run.interrupted import Stop, Stopper
 from tests.runs import lines, timeless, train
@@ -302,3 +304,25 @@ def test_prompts_are_written_alike_by_their_source_and_by_episodes(
     for call in calls:
         with pytest.raises(ParameterError, match=r"^interact writes .*expected the same") if refused else nullcontext():
             call()
+
+
+@pytest.mark.parametrize(("own", "refused"), [({"think": True}, True), ({"think": False}, False), ({}, False)])
+def test_a_row_whose_prompt_episodes_would_write_otherwise_is_refused(
+    own: dict[str, Any], refused: bool, tmp_path: Path
+) -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = "{{ messages[-1].content }}{{ '!' if think else '' }}"
+    tokenizer.save_pretrained(tmp_path)
+    calm = {"chat_template_kwargs": {"think": False}}
+    rows = [record(0), record(1) | {"chat_template_kwargs": own}]
+    sources = {"batch": PromptData(write_jsonl(tmp_path / "rows.jsonl", rows), **calm)}
+    plain = graphs.grpo(None)
+    episodes = plain.edit(replace={"generate": Interact(tools=[pass_at_k], **calm)}, drop=["reward"])
+    loaded = ChatTokenizer(str(tmp_path))
+    Sources(sources, loaded, 0, plain, ())  # `Generate` takes the ids that each row has
+    with (
+        pytest.raises(DataError, match=r"row 1 .*\{'think': True\}, and interact .* without its think; expected")
+        if refused
+        else nullcontext()
+    ):
+        Sources(sources, loaded, 0, episodes, ())

@@ -67,6 +67,7 @@ def test_who_joins_later_takes_over_what_others_began_with(
         engine.step()
     assert [shape for shape in fed if shape[1] > 1] == [(1, 30), (1, 5), (1, 15)]  # 10 are too few to copy
     assert fed[2] == (1, 1)  # "b" computes the last token of what "a" has
+    assert (engine.context_tokens, engine.cached_tokens) == (30 + 30 + 25 + 15, 29 + 20)
     responses = finished(engine, 4)
     for request in requests:
         assert same(responses[request.name], drawn_alone(actor.model.eval(), request))
@@ -80,6 +81,7 @@ def test_a_turn_computes_what_is_new(actor: Actor, engine: TorchRolloutEngine, f
     del fed[:]
     (second,) = answers(engine, request)
     assert fed[0] == (1, 8)  # the last token of the answer was drawn, and nothing computed after it
+    assert (engine.context_tokens, engine.cached_tokens) == (50 + len(context), len(context) - 8)
     rewritten = Request("a", [*context[:30], *tokens(9, 3)], LONG, KEY)
     del fed[:]
     (third,) = answers(engine, rewritten)
