@@ -12,16 +12,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
     CohereConfig,
     Gemma2Config,
-    Gemma3TextConfig,
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    MixtralConfig,
     PhiConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
@@ -64,8 +59,7 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_config(kind: str) -> PreTrainedConfig:
     """Two layers, hidden size 64, head size 32. ``llama`` and ``gemma2`` have grouped keys; ``qwen2``, ``gpt2`` and
     ``gemma2`` are tied; ``gpt2`` has dropout and learnt positions; ``gemma2`` soft-caps its logits, ``granite`` and
-    ``cohere`` scale theirs, and the head of ``phi`` has a bias. ``mistral`` and one layer of
-    ``gemma3`` see four tokens back, ``mixtral`` has experts, ``mamba`` a state; it and ``bloom`` take no positions."""
+    ``cohere`` scale theirs, and the head of ``phi`` has a bias."""
     ids = dict(vocab_size=VOCAB, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)
     size = dict(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=256
@@ -86,17 +80,6 @@ def tiny_config(kind: str) -> PreTrainedConfig:
             return CohereConfig(**ids, **size, num_key_value_heads=2, logit_scale=0.3)
         case "phi":
             return PhiConfig(**ids, **size)
-        case "mistral":
-            return MistralConfig(**ids, **size, num_key_value_heads=1, sliding_window=4)
-        case "gemma3":
-            layers = dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
-            return Gemma3TextConfig(**ids, **size, **grouped, query_pre_attn_scalar=32, **layers)
-        case "mixtral":
-            return MixtralConfig(**ids, **size, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2)
-        case "mamba":
-            return MambaConfig(**ids, hidden_size=64, num_hidden_layers=2, state_size=8)
-        case "bloom":
-            return BloomConfig(**ids, hidden_size=64, n_layer=2, n_head=2)
     raise ValueError(f"no tiny model {kind!r}; expected one of those above.")
 
 
