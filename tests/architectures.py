@@ -29,9 +29,11 @@ LINEAR: dict[str, Any] = dict(
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "afmoe": GROUPED | EXPERTS | WINDOWS | dict(num_dense_layers=1),
+    "bloom": dict(hidden_size=64, n_layer=2, n_head=2),
     "deepseek_v3": LATENT,
     "deepseek_v4": LATENT,
     "falcon": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, alibi=True),
+    "gemma3_text": GROUPED | WINDOWS | dict(query_pre_attn_scalar=32),
     "gpt_oss": GROUPED | WINDOWS | dict(num_local_experts=4, num_experts_per_tok=2),
     "jamba": SIZE | dict(
         num_key_value_heads=1, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8,
@@ -40,6 +42,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mamba": STATES,
     "mamba2": STATES | dict(num_heads=4, head_dim=32, n_groups=1, chunk_size=8),
     "minimax": GROUPED | dict(num_local_experts=2, block_size=8, layer_types=["linear_attention", "full_attention"]),
+    "mistral": SIZE | dict(num_key_value_heads=1, sliding_window=8),
+    "mixtral": SIZE | dict(num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2),
     "phimoe": SIZE | dict(num_key_value_heads=1, num_local_experts=2),
     "qwen3_next": GROUPED | EXPERTS | LINEAR | dict(shared_expert_intermediate_size=32),
     "recurrent_gemma": SIZE | dict(num_hidden_layers=3, num_key_value_heads=1, lru_width=64, attention_window_size=16),

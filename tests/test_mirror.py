@@ -59,7 +59,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
         "backends/torch/engine.py",
         "backends/torch/learner.py",
         "backends/torch/model.py",
-        "backends/torch/rows.py",
     ),
     "tests/engines/answers.py": ("backends/hosted/arrival.py",),
     "tests/engines/test_sglang.py": ("backends/sglang/engine.py", "backends/sglang/server.py"),

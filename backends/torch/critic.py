@@ -15,7 +15,7 @@ from flowrl.backends.torch.learner import AdamW, Learner, Optimizer, TrainedSpec
 from flowrl.backends.torch.load import load_tokenizer
 from flowrl.backends.torch.mesh import Gathered
 from flowrl.backends.torch.model import TorchModel, scatter
-from flowrl.backends.torch.rows import Rows, TokenInputs, check_tokens, score_rows
+from flowrl.backends.torch.rows import Rows, TokenInputs, check_tokens, score_rows, token_budget
 from flowrl.core.protocols import BuildContext, Checkpointed, Critic, MiniBatch, Objective, Sleeper
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError
@@ -56,7 +56,8 @@ class TorchCritic(TrainedSpec):
         whole = nn.ModuleDict({"model": body.module, "value_head": head})
         learner = Learner(whole, self, "critic", mesh)
         residence = Residence(mesh.device, [body.gathered.root, gathered_head.root], learner.optimizer, self.offload)
-        return TorchCriticEngine(body, head, gathered_head, self.max_tokens, residence, tokenizer, learner)
+        budget = token_budget(self.max_tokens, mesh.device)
+        return TorchCriticEngine(body, head, gathered_head, budget, residence, tokenizer, learner)
 
 
 def _value_head(folder: str, width: int) -> nn.Linear:

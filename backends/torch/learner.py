@@ -21,7 +21,7 @@ from flowrl.backends.torch.load import Folder, FolderBackend
 from flowrl.backends.torch.mesh import Mesh
 from flowrl.backends.torch.model import Dtype
 from flowrl.backends.torch.probes import Attention
-from flowrl.backends.torch.rows import Rows, SequenceInputs, micro_batches, take
+from flowrl.backends.torch.rows import Rows, SequenceInputs, micro_batches, take, token_budget
 from flowrl.core.protocols import BuildContext, MiniBatch, Objective, Whole
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
@@ -168,7 +168,9 @@ class TrainedSpec(FolderBackend):
         attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is the first where it
             computes what the second does, else the second.
         gradient_checkpointing: recompute each layer in the backward pass, for memory.
-        max_tokens: padded tokens that a micro-batch may hold; gradients do not depend on it.
+        max_tokens: positions that a micro-batch may compute: its rows times the longest of them, prompt and response;
+            micro-batches are formed by length, and gradients do not depend on them. None is 2048 on a CPU, where small
+            ones are faster, and 16384 elsewhere.
         device: None is CUDA where there is one, else the CPU.
         memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each.
@@ -182,7 +184,7 @@ class TrainedSpec(FolderBackend):
     dtype: Dtype = "float32"
     attention: Attention | None = None
     gradient_checkpointing: bool = False
-    max_tokens: int = Field(default=16384, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     device: str | None = None
     memory: float | None = Field(default=None, gt=0)
     ranks: int = Field(default=1, ge=1)
@@ -225,7 +227,8 @@ class Learner:
         self._parameters = list(self._names.values())
         self.optimizer, self._state_keys = optimizer.build(self._parameters, mesh.sharded), optimizer.state_keys
         self._lr, self._schedule, self._grad_clip = optimizer.lr, spec.schedule, spec.grad_clip
-        self._max_tokens, self._prefix, self._mesh, self._over = spec.max_tokens, prefix, mesh, over
+        self._max_tokens = token_budget(spec.max_tokens, mesh.device)
+        self._prefix, self._mesh, self._over = prefix, mesh, over
         self._steps = 0
         self.version = 0
 
@@ -262,7 +265,9 @@ class Learner:
             part, runs = take(batch, rows), self._runs(attended[rows], weights)
             most = mesh.max_over_ranks(len(runs))  # now, while no rank is in a forward pass
             turns = [*runs, *[None] * (most - len(runs))]
-            if whole is not None and most * mesh.size > 1:
+            # Whether one forward pass has all rows; rows without weight may have a micro-batch that is not run.
+            in_one = mesh.size == 1 and len(runs) == 1 and len(runs[0]) == len(rows)
+            if whole is not None and most and not in_one:
                 self._at_once(part, turns, whole, objective, forward, metrics)
                 turns = []
             for run in turns:
@@ -283,7 +288,7 @@ class Learner:
     def _at_once(
         self,
         part: Rows,
-        turns: Sequence[slice | None],
+        turns: Sequence[Tensor | None],
         whole: Whole,
         objective: Objective[Rows],
         forward: Forward,
@@ -318,7 +323,7 @@ class Learner:
             moving = [(x, slope) for x, slope in zip(told, slopes, strict=True) if x.requires_grad]
             torch.autograd.backward([x for x, _ in moving], [slope for _, slope in moving])
 
-    def _runs(self, attention_mask: Tensor, weights: Tensor) -> list[slice]:
+    def _runs(self, attention_mask: Tensor, weights: Tensor) -> list[Tensor]:
         """The micro-batches of these rows that count."""
         return [run for run in micro_batches(attention_mask, self._max_tokens) if weights[run].any()]
 

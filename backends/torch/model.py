@@ -31,7 +31,7 @@ from flowrl.backends.torch.probes import (
     settle_attention,
     tolerance,
 )
-from flowrl.backends.torch.rows import ends
+from flowrl.backends.torch.rows import from_first_tokens
 from flowrl.backends.torch.tiles import Entropy, LMHead
 from flowrl.core.protocols import OfDistribution
 from flowrl.core.scorers import Top
@@ -201,26 +201,24 @@ class TorchModel:
         return None if digest is None else (self.module.get_output_embeddings().weight.shape[1], digest)
 
     def _states(self, batch: Tokens, run: nn.Module, output: str) -> Tensor:
-        first, last = ends(batch.attention_mask)
-        left, right = int(first.min()), int(last.max())
-        if right <= left:  # nothing is attended; one column of padding keeps the shapes
-            left, right = 0, 1
-        mask = batch.attention_mask[:, left:right].bool()
-        # Padding may hold anything, ids that the vocabulary lacks included.
+        moved = from_first_tokens(batch)
+        rows, tokens = batch.response_mask.nonzero(as_tuple=True)
+        before = batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1
+        places = tokens + before - moved.first[rows]
+        width = moved.input_ids.shape[1]
         inputs: dict[str, Any] = {
-            "input_ids": batch.input_ids[:, left:right].masked_fill(~mask, 0),
-            "attention_mask": mask.long(),
-            "position_ids": batch.position_ids[:, left:right].masked_fill(~mask, 0),
+            "input_ids": moved.input_ids,
+            "attention_mask": moved.attention_mask.long(),
+            "position_ids": moved.position_ids,
             "use_cache": False,
-            # From the position before the first response token on.
-            "logits_to_keep": (keep := max(1, right - (batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1))),
+            # From the first position that is read on.
+            "logits_to_keep": width - int(places.min()) if len(places) else 1,
         }
         run.train(self._checkpoints and torch.is_grad_enabled())
         # Not all models know position_ids (ALiBi) or logits_to_keep (and a base never does).
         states = cast(Tensor, getattr(run(**known(run, inputs)), output))
         run.eval()
-        rows, tokens = batch.response_mask.nonzero(as_tuple=True)
-        return states[rows, tokens + (states.shape[1] - keep)]
+        return states[rows, places + (states.shape[1] - width)]
 
     def log_probs(
         self, batch: Sequences, chunk: int, entropy: Entropy, of: OfDistribution | None = None

@@ -16,7 +16,7 @@ from flowrl.backends.torch.engine import Residence, Resident
 from flowrl.backends.torch.load import Folder, FolderBackend, loading, refuse_no_model, skeleton, stored_tensors
 from flowrl.backends.torch.model import Dtype, TorchModel, scatter
 from flowrl.backends.torch.probes import Attention, Inputs, apart, known, tolerance
-from flowrl.backends.torch.rows import TokenInputs, score_rows
+from flowrl.backends.torch.rows import TokenInputs, score_rows, token_budget
 from flowrl.core.protocols import BuildContext, Sleeper
 from flowrl.core.scorers import RewardScorer, TextRewardScorer
 from flowrl.data.tokenizer import ChatTokenizer, positions
@@ -36,7 +36,7 @@ class TorchRewardModel(FolderBackend):
         head: ``"random"`` draws the head of a folder that has none, from the seed of the run, for trying things out.
         dtype: the body's arithmetic: ``"bfloat16"`` is autocast over float32 weights. The head is in float32.
         attention: as in `TorchScorer`.
-        max_tokens: padded tokens that one forward pass may hold.
+        max_tokens: positions that one forward pass may compute; see `TrainedSpec`.
         device: None is CUDA where there is one, else the CPU.
         memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each.
@@ -50,7 +50,7 @@ class TorchRewardModel(FolderBackend):
     head: Literal["stored", "random"] = "stored"
     dtype: Dtype = "float32"
     attention: Attention | None = None
-    max_tokens: int = Field(default=16384, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     device: str | None = None
     memory: float | None = Field(default=None, gt=0)
     ranks: int = Field(default=1, ge=1)
@@ -78,7 +78,8 @@ class TorchRewardModel(FolderBackend):
         body.module.requires_grad_(False)
         head = _head(self.model, classifier, self.head, context.seed).to(mesh.device).requires_grad_(False)
         residence = Residence(mesh.device, [body.gathered.root, head], offload=self.offload)
-        engine = TorchRewardModelEngine(self.model, body, head, self.label or 0, self.max_tokens, residence)
+        budget = token_budget(self.max_tokens, mesh.device)
+        engine = TorchRewardModelEngine(self.model, body, head, self.label or 0, budget, residence)
         engine.refuse_other_classifier(classifier)
         return engine
 

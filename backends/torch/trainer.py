@@ -19,6 +19,7 @@ from flowrl.backends.torch.load import Folder, FolderBackend, load_tokenizer
 from flowrl.backends.torch.lora import LoRA, require_peft
 from flowrl.backends.torch.model import Dtype, TorchModel
 from flowrl.backends.torch.probes import Attention
+from flowrl.backends.torch.rows import token_budget
 from flowrl.core.heads import StateScorer
 from flowrl.core.protocols import BuildContext, Checkpointed, Sleeper, Trainer
 from flowrl.core.scorers import LogitScorer, NormScorer
@@ -36,7 +37,7 @@ class TorchScorer(FolderBackend):
             that an untrained actor and its reference agree bit for bit).
         attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is the first where it
             computes what the second does, else the second.
-        max_tokens: padded tokens that one forward pass may hold.
+        max_tokens: positions that one forward pass may compute; see `TrainedSpec`.
         logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
         device: None is CUDA where there is one, else the CPU.
         memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
@@ -49,7 +50,7 @@ class TorchScorer(FolderBackend):
     model: Folder | None = None
     dtype: Dtype = "float32"
     attention: Attention | None = None
-    max_tokens: int = Field(default=16384, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     logprob_chunk: int = Field(default=1024, ge=1)
     device: str | None = None
     memory: float | None = Field(default=None, gt=0)
@@ -85,7 +86,8 @@ class TorchScorer(FolderBackend):
         model = TorchModel(self.model, self.dtype, mesh, self.attention, gradient_checkpointing=False)
         model.module.requires_grad_(False)
         residence = Residence(mesh.device, [model.gathered.root], offload=self.offload)
-        return FrozenEngine(self.model, model, self.max_tokens, self.logprob_chunk, residence)
+        budget = token_budget(self.max_tokens, mesh.device)
+        return FrozenEngine(self.model, model, budget, self.logprob_chunk, residence)
 
 
 class TorchTrainer(TrainedSpec):
@@ -126,4 +128,5 @@ class TorchTrainer(TrainedSpec):
         learner = Learner(model.module, self, "actor", mesh, over=model.adapter_of)
         residence = Residence(mesh.device, [model.gathered.root], learner.optimizer, self.offload)
         engine = TorchTrainerEngine if self.lora is None else LoRATrainerEngine
-        return engine(self.model, model, self.max_tokens, self.logprob_chunk, residence, learner, tokenizer)
+        budget = token_budget(self.max_tokens, mesh.device)
+        return engine(self.model, model, budget, self.logprob_chunk, residence, learner, tokenizer)

@@ -109,6 +109,16 @@ def test_the_gradient_is_that_of_micro_batches_where_these_do_not_matter(tiny: s
         assert (at_once[name] - weight).norm() <= 1e-6 * weight.norm(), name
 
 
+def test_a_row_that_says_nothing_stays_with_its_group(tiny: str) -> None:
+    """It is shorter than the other, and alone in a micro-batch that need not run."""
+    rollout: Any = rollout_batch(prompt_batch([[1, 2, 3]] * 2), [[], [4, 5, 6, 7, 8, 9, 10]])
+    actor = TorchTrainer(tiny, device="cpu", max_tokens=13).build(SimpleNamespace(seed=0))  # type: ignore[arg-type]
+    advantages = torch.arange(2.0)[:, None].expand(rollout.response_mask.shape).clone()
+    Seen.rows.clear()
+    UpdateActor(SeenGroups(), actor=actor)(rollout, advantages=advantages, uid=names("0", "0"), key=KEY)
+    assert Seen.rows == [[0, 1]]
+
+
 def test_pairs_are_never_cut(tiny: str) -> None:
     with pytest.raises(DataError, match="cuts the group"):
         trained(tiny, SeenGroups(), mini_batch=1)
