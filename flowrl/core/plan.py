@@ -19,6 +19,7 @@ from flowrl.core.gate import Gate
 from flowrl.core.gating import gates_of
 from flowrl.core.graph import Graph, Node
 from flowrl.core.lag import swaps
+from flowrl.core.twins import mend, twins
 from flowrl.errors import GraphError
 
 
@@ -198,4 +199,14 @@ class Plan:
         if self.state_edges:
             lines.append("weights are read before they are written:")
             lines += [f"  {edge.role}: {edge.before} before {edge.after}" for edge in self.state_edges]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._twins()])
+
+    def _twins(self) -> list[str]:
+        """What is computed twice, with the edit that mends it; and what only looks as if it were, with the reason."""
+        lines = []
+        for twin in twins(self.order):
+            if twin.apart is None:
+                lines.append(f"{twin.second} computes what {twin.first} does; once is enough: {mend(self.graph, twin)}")
+            else:
+                lines.append(f"{twin.second} reads what {twin.first} does, and is another: {twin.apart}")
+        return lines
