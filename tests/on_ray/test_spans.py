@@ -15,12 +15,13 @@ import torch
 from flowrl import After, Lag
 from flowrl.backends import AdamW, TorchRollout
 from flowrl.distributed.place import Split
-from flowrl.operators import Collect, RolloutCorrection, Spread
+from flowrl.operators import Collect, Interact, RolloutCorrection, Spread
 from flowrl.run.job import Job
 from flowrl.run.result import StepResult
 from flowrl.run.timeline import Span
 from tests.jobs import job_of, write_prompts
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
+from tests.on_ray.test_episodes import Longer
 from tests.on_ray.test_faults import process_of
 from tests.on_ray.test_lag import overlap
 from tests.run.test_flight import PROMPTS, WANTED, N, half, stream_of
@@ -82,21 +83,53 @@ def test_each_token_is_of_the_version_that_it_bears(
     with leaves_nothing():
         found, spans = collected(replace(spanned(tiny), place=Split(1, 1)), tiny, data, keep)
     assert groups(found) == alone
-    several = 0
-    for step, result in enumerate(found):
-        columns = dict(result.columns["collect"].columns)
-        mask, versions = columns["response_mask"], columns["token_version"]
-        columns["responses"] = columns["input_ids"][:, -mask.shape[1] :]
-        assert set(versions[mask].tolist()) <= set(range(max(0, step - LAG), step + 1))
-        assert columns["policy_version"].tolist() == versions.masked_fill(~mask, STEPS).amin(1).tolist()
-        several += int((versions.amax(1) > columns["policy_version"]).sum())
-        for version in versions[mask].unique().tolist():
-            sampled, of = log_probs(tmp_path / str(version), columns), versions == version
-            assert torch.allclose(columns["rollout_log_probs"][of], sampled[of], atol=5e-5)
-        assert result.metrics["queue/age_max"].value == int((step - versions[mask]).max())
+    several = sum(of_several_versions(step, result, "collect", tmp_path) for step, result in enumerate(found))
     assert several, "no weights have changed under an answer"
     both = [[span for span in spans if span.name == name] for name in ("sync", "generate")]
     assert any(overlap(sync, generate) for sync in both[0] for generate in both[1])
+
+
+def of_several_versions(step: int, result: StepResult, node: str, folder: Path) -> int:
+    """How many rows are of several versions, after a look at whether each token is of the one that it bears.
+
+    Args:
+        node: whose rows are looked at.
+        folder: has the weights of each version.
+    """
+    columns = dict(result.columns[node].columns)
+    mask, versions = columns["response_mask"], columns["token_version"]
+    columns["responses"] = columns["input_ids"][:, -mask.shape[1] :]
+    assert set(versions[mask].tolist()) <= set(range(max(0, step - LAG), step + 1))
+    assert columns["policy_version"].tolist() == versions.masked_fill(~mask, STEPS).amin(1).tolist()
+    for version in versions[mask].unique().tolist():
+        sampled, of = log_probs(folder / str(version), columns), versions == version
+        assert torch.allclose(columns["rollout_log_probs"][of], sampled[of], atol=5e-5)
+    assert result.metrics["queue/age_max"].value == int((step - versions[mask]).max())
+    return int((versions.amax(1) > columns["policy_version"]).sum())
+
+
+def test_each_token_of_an_episode_is_of_the_version_that_it_bears(tiny: str, data: str, tmp_path: Path) -> None:
+    """Over three turns, between which worlds answer; whether weights change under one is up to the clock."""
+    correction = After("group_advantage", RolloutCorrection("token", "truncate", high=2.0))
+    episodes = Interact(Longer, max_turns=3, context=250, max_new_tokens=40)
+    job = job_of("grpo", tiny, optimizer=AdamW(lr=2e-4), n=2).edit(
+        replace={"generate": episodes},
+        drop=["reward"],
+        insert={"correction": correction},
+        bind={"rollout": TorchRollout(tiny, device="cpu")},
+        lag=Lag(LAG, spans=True),
+    )
+    stream, steps = stream_of(tiny, data), 5
+    with leaves_nothing() as processes, replace(job, place=Split(1, 1)).open(seed=5) as executor:
+        processes += process_ids(executor).values()
+        executor.sync()
+        executor.save_pretrained("actor", tmp_path / "0")
+        found = executor.run(lambda step: stream.next(PROMPTS), range(steps), lag=LAG, keep=["interact"])
+        for step, result in enumerate(found):
+            executor.save_pretrained("actor", tmp_path / str(step + 1))
+            of_several_versions(step, result, "interact", tmp_path)
+            assert result.columns["interact"]["turns"].tolist() == [3] * PROMPTS * 2
+    assert step + 1 == steps
 
 
 def test_what_dies_under_a_swap_is_rebuilt_and_the_same_rows_are_trained_on(
