@@ -3,6 +3,10 @@ processor's time: one thread, in turns, the median of the ratios, since other wo
 
 `TorchRollout` also returns log-probs, and draws each row from a key of its own. It computes a prompt that several rows
 share once, lets rows leave when they end, and in episodes goes on from what earlier turns have computed.
+
+The limit is the model alone: a pass over each distinct prompt, then a pass for every token over the rows that are left,
+which attend to nothing before them and from which nothing is drawn. No decoder that calls the model's own layers is
+faster.
 """
 
 from __future__ import annotations
@@ -93,6 +97,18 @@ def by_transformers(engine: Any) -> Answer:
     return answer
 
 
+def alone(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
+    """What the model has to compute for these answers at least; see the top."""
+    distinct = [list(ids) for ids in dict.fromkeys(map(tuple, prompts))]
+    width, lengths = max(map(len, distinct)), torch.tensor(list(map(len, answers)))
+    with torch.inference_mode():
+        padded = torch.tensor([ids + ids[-1:] * (width - len(ids)) for ids in distinct])
+        model(input_ids=padded, use_cache=False, logits_to_keep=1)
+        for token in range(1, int(lengths.max())):
+            rows = int((lengths > token).sum())
+            model(input_ids=torch.zeros(rows, 1, dtype=torch.int64), use_cache=False)
+
+
 def said(turn: int, row: int) -> list[int]:
     """What comes after a turn of an episode."""
     return torch.randint(8, 100, (SAID,), generator=torch.Generator().manual_seed(1000 * turn + row)).tolist()
@@ -138,18 +154,26 @@ def by_requests(engine: Any) -> Answer:
     return episodes
 
 
-def compare(ways: dict[str, Answer], rows: int, lengths: tuple[int, int], group: int, sampling: Sampling) -> list[str]:
-    """Tokens for each second of each way, and how many times the first is faster than each of the others."""
-    rates: dict[str, list[float]] = {name: [] for name in ways}
+def compare(
+    ways: dict[str, Answer], rows: int, lengths: tuple[int, int], group: int, sampling: Sampling, model: Any = None
+) -> list[str]:
+    """Tokens for each second of each way, and of the `model` alone where it is given; then how many times the first is
+    faster than each of the others."""
+    rates: dict[str, list[float]] = {name: [] for name in (*ways, *([] if model is None else ["alone"]))}
     for seed in range(ROUNDS + 1):
         draw = torch.Generator().manual_seed(seed)
         sizes = torch.randint(lengths[0], lengths[1] + 1, (rows // group,), generator=draw).tolist()
         prompts = [torch.randint(8, 100, (n,), generator=draw).tolist() for n in sizes]
         prompts = [prompt for prompt in prompts for _ in range(group)]
+        answers: dict[str, list[list[int]]] = {}
         for name in list(ways)[:: (-1) ** seed]:
             started = time.process_time()
-            tokens = sum(map(len, ways[name](prompts, sampling, seed)))
-            rates[name].append(tokens / (time.process_time() - started))
+            answers[name] = ways[name](prompts, sampling, seed)
+            rates[name].append(sum(map(len, answers[name])) / (time.process_time() - started))
+        if model is not None:
+            answered, started = answers[next(iter(ways))], time.process_time()
+            alone(model, prompts, answered)
+            rates["alone"].append(sum(map(len, answered)) / (time.process_time() - started))
     first, *others = [of_way[1:] for of_way in rates.values()]
     ratios = [statistics.median(a / b for a, b in zip(first, other, strict=True)) for other in others]
     return [f"{statistics.median(r):,.0f}" for r in (first, *others)] + [f"{ratio:.2f}" for ratio in ratios]
@@ -176,8 +200,9 @@ def main() -> None:
         engine = TorchRollout(folder, device="cpu", frozen=True).build(EngineBuilder({}, seed=0))
         ours, theirs = by_generate(engine), by_transformers(engine)
         ways = {"flowrl": ours, "transformers": theirs}
-        rows = [[name, *compare(ways, *case)] for name, *case in batches]
-        table("Tokens a second", ["", "flowrl", "model.generate", "ratio"], rows)
+        rows = [[name, *compare(ways, *case, model=engine.model)] for name, *case in batches]
+        heads = ["", "flowrl", "model.generate", "model alone", "times generate", "of the model alone"]
+        table("Tokens a second, and what the model alone would reach", heads, rows)
         ways = {"requests": by_requests(engine), "flowrl": in_turns(ours), "transformers": in_turns(theirs)}
         rows = [[name, *compare(ways, 64, (32, 32), 1, sampling)] for name, sampling in turns]
         heads = ["", "requests", "generate", "model.generate", "times generate", "times model.generate"]
