@@ -17,6 +17,7 @@ from flowrl import columns as c
 from flowrl.backends import AdamW, LoRA, TorchRollout
 from flowrl.core.edit import After
 from flowrl.core.operator import Operator
+from flowrl.errors import DataError
 from flowrl.operators import Filter, Ranked
 from flowrl.run.costs import Costs
 from flowrl.run.job import Job
@@ -161,7 +162,16 @@ def test_what_was_measured_predicts_it(tiny: str, prompts_file: str, tmp_path: P
     made = job("grpo", tiny)
     run = train(made, prompts_file, tmp_path / "run")
     costs = Costs.of(run.folder)
-    assert "old_log_prob" not in costs.nodes and predict(made.runs, None, 4, costs).seconds > 0
+    assert "old_log_prob" not in costs.nodes
+    for graph in (made.graph, made.runs, made.graph.bound({})):  # as in the run, where nobody says what is bound
+        assert predict(graph, None, 4, costs).seconds > 0
+    assert made.graph.diff(made.graph.edit(set={"repeat.n": 2}), costs).seconds is not None
+    with pytest.raises(DataError, match="has not measured old_log_prob of grpo"):
+        predict(made.graph, None, 4, costs, optimize=False)
+    given = costs.given(old_log_prob=100.0)
+    assert (
+        predict(made.graph, None, 4, given).seconds < 100 < predict(made.graph, None, 4, given, optimize=False).seconds
+    )
     again = Training(made, PromptData(prompts_file), 1, 4, folder=str(tmp_path / "next"), costs=str(run.folder)).run()
     assert described(again.folder)["step_seconds"].keys() == {"predicted", "measured"}
 
