@@ -185,7 +185,8 @@ def plan(
         raise ParameterError("--place, --prompts and --cost are for predictions; say by which run: --costs RUN.")
     found = load_target(target, imports)
     job = found.job if isinstance(found, Training) else found
-    lines = [job.plan() if isinstance(job, Job) else str(Plan(graph_of(found, target)))]
+    asked = prompts or (found.prompts if isinstance(found, Training) else None)
+    lines = [job.plan(asked) if isinstance(job, Job) else str(Plan(graph_of(found, target)))]
     if costs is not None:
         from flowrl.run.costs import Costs
         from flowrl.run.prediction import predict
@@ -197,9 +198,11 @@ def plan(
             )
         measured = Costs.of(costs, imports=imports).given(**given)
         own = job.place if isinstance(job, Job) else measured.place
-        count = prompts or (found.prompts if isinstance(found, Training) else measured.prompts)
+        count = asked or measured.prompts
         lines.append(f"predicted from {costs}, with {count} prompts a step:")
-        lines += [str(predict(graph, one, count, measured)) for one in [own, *map(_place, place or ())]]
+        optimize = not isinstance(job, Job) or job.optimize
+        places = [own, *map(_place, place or ())]
+        lines += [str(predict(graph, one, count, measured, optimize=optimize)) for one in places]
     out.print("\n".join(lines), markup=False)
 
 

@@ -76,11 +76,12 @@ class Graph(graph.Graph):
             allow=allow,
         )
 
-    def bind(self, *misplaced: Any, place: Place | None = None, **backends: Any) -> Job[Graph]:
+    def bind(self, *misplaced: Any, place: Place | None = None, optimize: bool = True, **backends: Any) -> Job[Graph]:
         """Give roles their backends: ``graph.bind(actor=TorchTrainer(model), rollout=TorchRollout())``.
 
         Args:
             place: where they run, such as ``Colocate(gpus=2)``, on Ray; None is this process.
+            optimize: compute once what the graph says twice; see `Job`.
             backends: by role.
 
         Raises:
@@ -97,7 +98,7 @@ class Graph(graph.Graph):
                 f"{self.name} was read without importing {', '.join(missing)}, so it cannot run; read it with what it "
                 f"names: flowrl.load(..., imports=True)."
             )
-        return Job(self.edit(bind=backends), place)
+        return Job(self.edit(bind=backends), place, optimize)
 
     def diff(self, other: graph.Graph, costs: Costs | None = None) -> Diff:
         """What changes from this graph to `other`.

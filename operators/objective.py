@@ -10,7 +10,7 @@ of a mini-batch sum to 1), so what is logged is the loss of the mini-batch, or i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from flowrl.core.protocols import OfDistribution
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError, type_of
+from flowrl.operators.mini_batches import record
 from flowrl.operators.per_token import Estimator, kl_penalty, select
 from flowrl.spec import Spec
 
@@ -215,6 +216,29 @@ class TokenObjective:
             return weights.sum()  # sums to 1 over the mini-batch
         per_row = weights.sum(-1) / (weights != 0).sum(-1).clamp(min=1)  # 1 / (S * norm) in every row that counts
         return per_row.sum() * (1.0 if self.norm is None else self.norm)
+
+
+ROW = "row_of_first_pass"
+"""The column that says which row of an update one of a micro-batch is, where `FirstPass` is its objective."""
+
+
+@dataclass(frozen=True)
+class FirstPass(TokenObjective):
+    """A `TokenObjective` whose loss reads as `old_log_probs` what the model says now: for the one pass of an update
+    over all its rows, before any weight has changed.
+
+    Args:
+        loss, aggregation, norm, kl, entropy, key: see `TokenObjective`.
+        old_log_probs: float32 ``[rows response]``, where what the model says of all rows is entered.
+    """
+
+    old_log_probs: Tensor = field(kw_only=True)
+
+    def __call__(self, output: Tensor, entropy: Tensor | None, batch: Any, weights: Tensor, metrics: Metrics) -> Tensor:
+        said = output.detach()
+        self.old_log_probs[getattr(batch, ROW).to(self.old_log_probs.device)] = said.to(self.old_log_probs.device)
+        seen = record({**batch._asdict(), "old_log_probs": said})
+        return super().__call__(output, entropy, seen, weights, metrics)
 
 
 def _wanted(x: Tensor | None, name: str, reason: str) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, cast
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -12,7 +15,7 @@ from flowrl import columns as c
 from flowrl.core.lag import SPANS
 from flowrl.core.loss import Loss, Said
 from flowrl.core.operator import Granularity, Operator
-from flowrl.core.ports import INJECTED, Ahead, FromParameters, PortField
+from flowrl.core.ports import INJECTED, Ahead, FromParameters, PortField, Signature
 from flowrl.core.protocols import Caches, Critic, Shipped, Swaps, Synced, Trainer
 from flowrl.core.roles import Reads, Role, Writes
 from flowrl.data.balance import Share
@@ -20,11 +23,13 @@ from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import ParameterError, StalePolicyError, SyncError
 from flowrl.operators.asked import AsksModel
+from flowrl.operators.engines import OldLogProb
 from flowrl.operators.mini_batches import draw_rows, own_rows, rank_parts, rank_rows, record
-from flowrl.operators.objective import Aggregation, KLLoss, TokenObjective, check_norm
+from flowrl.operators.objective import ROW, Aggregation, FirstPass, KLLoss, TokenObjective, check_norm
 from flowrl.operators.policy_losses import PPOClip
 from flowrl.operators.value_losses import ValueClip
 from flowrl.records import CriticUpdated, Receipt, Tokens, Updated, VersionedSequences
+from flowrl.spec import parameters
 
 
 class _Update:
@@ -194,30 +199,53 @@ class UpdateActor(_Update, AsksModel, Operator):
         ahead: Ahead = INJECTED,
         **columns: FromParameters,
     ) -> Updated:
-        if token_version is None:
-            self._refuse_stale(rollout.policy_version, ahead, metrics)
-        else:
-            self._refuse_stale(token_version.where(rollout.response_mask, -1), ahead, metrics)
+        self._refuse_stale(rollout, token_version, ahead, metrics)
         if ref_log_prob is not None and "old_log_probs" in columns:
             old, ref = (
                 self._of_rank(name, x, share)
                 for name, x in (("old_log_probs", columns["old_log_probs"]), ("ref_log_prob", ref_log_prob))
             )
-            mask = own_rows(rollout.response_mask, share)
-            metrics.mean("kl/ref", (old - ref)[mask].sum(), mask.sum())
+            _report_kl(old, ref, own_rows(rollout.response_mask, share), metrics)
         objective = TokenObjective(self.loss, self.aggregation, self.norm, self.kl, self.entropy, key)
         read = {**columns, "ref_log_prob": ref_log_prob}
         metrics.merge(self._train(self.actor, rollout, read, objective, key, share))
         return Updated(self.actor.version)
 
-    def _refuse_stale(self, sampled_by: Tensor, ahead: int, metrics: Metrics) -> None:
+    def fusing(self, scorer: Operator) -> Operator | str | None:
+        """This update as it also writes what `OldLogProb` does; see `flowrl.core.fusing.Fuses`."""
+        if type(scorer) is not OldLogProb or scorer.actor != self.actor:
+            return None
+        if type(self) is not UpdateActor:
+            return f"is of a class of its own, {type(self).__name__}"
+        if self.ppo_epochs != 1:
+            return f"goes over the rows several times (ppo_epochs={self.ppo_epochs!r})"
+        if self.mini_batch is not None:
+            return f"changes weights between its rows (mini_batch={self.mini_batch!r})"
+        if self.off_policy != 0:
+            return f"comes after another update (off_policy={self.off_policy!r})"
+        if "log-probs" not in self.loss.said:
+            return f"has no log-probs in its pass, but {' and '.join(self.loss.said)} ({type(self.loss).__name__})"
+        if self._beyond_rows:
+            return f"sees its rows at once (the loss {type(self.loss).__name__} is of a {self.loss.unit})"
+        return (
+            ScoringUpdate(**parameters(self), scorer=scorer.name)
+            if scorer.reads == self.reads
+            else "reads another record"
+        )
+
+    def _refuse_stale(
+        self, rollout: VersionedSequences, token_version: Tensor | None, ahead: int, metrics: Metrics
+    ) -> None:
         """Refuse versions that may not be trained on; where they may be older, report how old they are.
 
         Args:
-            sampled_by: of rows, int64 ``[batch]``, or of tokens, ``[batch response]``; -1 where no policy did.
+            rollout: the rows; -1 is the version of those that no policy sampled.
+            token_version: int64 ``[batch response]``, where tokens have versions of their own.
             ahead: by how many versions generation may be ahead.
             metrics: where to.
         """
+        of_tokens = None if token_version is None else token_version.where(rollout.response_mask, -1)
+        sampled_by = rollout.policy_version if of_tokens is None else of_tokens
         age = self.actor.version - sampled_by
         sampled = sampled_by >= 0  # and not from a file
         window = self.off_policy + ahead
@@ -235,6 +263,62 @@ class UpdateActor(_Update, AsksModel, Operator):
         if ahead:
             metrics.mean("queue/age_mean", age[sampled].sum(), int(sampled.sum()))
             metrics.max("queue/age_max", age[sampled].max() if sampled.any() else 0)
+
+
+class Scored(NamedTuple):
+    """The policy was updated; and what it said of the rows before: what `OldLogProb` writes."""
+
+    updated: Updated
+    old_log_probs: c.OldLogProbs
+
+
+class ScoringUpdate(UpdateActor):
+    """`UpdateActor` that also writes what `OldLogProb` does, of its one pass over all rows; it stands in plans alone
+    (`flowrl.core.fusing`), where it is the same, bit for bit.
+
+    Args:
+        loss, ppo_epochs, mini_batch, aggregation, norm, kl, entropy, spans, off_policy, reads, actor: of the
+            `UpdateActor` in whose place it is.
+        scorer: the name of the `OldLogProb`.
+    """
+
+    scorer: str = "old_log_prob"
+
+    @property
+    def more_ports(self) -> Signature:
+        """Those of the loss but `old_log_probs`."""
+        return _without_old(self.loss.signature)
+
+    def __call__(  # type: ignore[override]
+        self,
+        rollout: VersionedSequences,
+        *,
+        ref_log_prob: c.RefLogProbs | None = None,
+        token_version: c.TokenVersion | None = None,
+        key: Key = INJECTED,
+        metrics: Metrics = INJECTED,
+        ahead: Ahead = INJECTED,
+        **columns: FromParameters,
+    ) -> Scored:
+        self._refuse_stale(rollout, token_version, ahead, metrics)
+        mask = rollout.response_mask
+        old = torch.zeros(mask.shape, device=mask.device)  # and 0 in rows without a token, which are not run
+        objective = FirstPass(self.loss, self.aggregation, self.norm, self.kl, self.entropy, key, old_log_probs=old)
+        read = {**columns, "ref_log_prob": ref_log_prob, ROW: torch.arange(len(old))}
+        metrics.merge(self._train(self.actor, rollout, read, objective, key, None))
+        if ref_log_prob is not None:
+            _report_kl(old, ref_log_prob, mask, metrics)
+        return Scored(Updated(self.actor.version), old)
+
+
+@functools.lru_cache(maxsize=256)
+def _without_old(loss: Signature) -> Signature:
+    """The same object each time, since calls are laid out by it."""
+    return replace(loss, ports={name: port for name, port in loss.ports.items() if name != "old_log_probs"})
+
+
+def _report_kl(old: Tensor, ref: Tensor, mask: Tensor, metrics: Metrics) -> None:
+    metrics.mean("kl/ref", (old - ref)[mask].sum(), mask.sum())
 
 
 class UpdateCritic(_Update, AsksModel, Operator):

@@ -35,7 +35,8 @@ from flowrl.core.protocols import MiniBatch, Sampling
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import KLLoss, PPOClip, ValueClip
 from flowrl.operators.mini_batches import record
-from flowrl.operators.objective import TokenObjective
+from flowrl.operators.objective import ROW, FirstPass, TokenObjective
+from flowrl.operators.policy_losses import Reinforce
 from flowrl.run.job import Job
 from flowrl.run.local import local_steps
 from flowrl.run.steps import Steps
@@ -181,6 +182,20 @@ def test_bfloat16_is_float32_but_for_rounding(device: str, folder: Any, kind: st
     torch.testing.assert_close(scorer.log_probs(batch), found, atol=1e-6, rtol=0)
     assert apart(change(engine, lambda: train(engine)), change(exact, lambda: train(exact))) < 0.1
     assert {tensor.dtype for _, tensor in engine.weights()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_pass_of_an_update_has_the_bits_of_a_score(device: str, folder: Any, kind: str, dtype: str) -> None:
+    """By which a plan takes the old log-probs from there; see `flowrl.core.fusing`."""
+    engine = trainer(folder(kind), device, dtype=dtype, max_tokens=40)
+    assert TorchTrainer(folder(kind)).first_pass_apart is None
+    batch = policy_batch()
+    scored, said = engine.log_probs(batch), torch.zeros(batch.response_mask.shape)
+    objective = FirstPass(Reinforce(), old_log_probs=said)
+    rows = record({**batch._asdict(), ROW: torch.arange(ROWS)})
+    engine.update(rows, minis(batch, objective, ALL), objective)
+    assert torch.equal(said, scored)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -105,6 +105,16 @@ class TorchTrainer(TrainedSpec):
     logprob_chunk: int = Field(default=1024, ge=1)
     lora: LoRA | None = None
 
+    @property
+    def first_pass_apart(self) -> str | None:
+        """None, since micro-batches depend on the rows alone, and so do their log-probs: not on whether there is a
+        gradient. Not said of weights that are offloaded, nor of a class derived from this."""
+        if type(self) is not TorchTrainer:
+            return super().first_pass_apart
+        return (
+            "nobody has compared both where weights are gathered for each pass (offload=True)" if self.offload else None
+        )
+
     def build(self, context: BuildContext) -> TorchTrainerEngine:
         """Load model and tokeniser, and make the optimiser.
 

@@ -78,6 +78,14 @@ class Backend(Spec):
         resumed must find the same weights there."""
         return None
 
+    @property
+    def first_pass_apart(self) -> str | None:
+        """Why the log-probs of a trainer's first pass in `update` may not have the bits of those that it gives of the
+        same rows as a scorer, in one process; None where they have. Then a plan may take them from there (see
+        `flowrl.core.fusing`): `update` calls its objective with all rows that have a token to be trained on, each once.
+        """
+        return f"{type(self).__name__} does not say that it trains and scores with the same bits"
+
     def refuse_missing(self) -> None:
         """Refuse what `build` would not find on this machine, such as a model's folder; nothing is loaded.
 

@@ -31,10 +31,10 @@ class RoleRef:
                 f"Role({self.name!r}) does not name a role; expected an identifier such as Role('actor'), since "
                 f"backends are bound by it: graph.bind(actor=...)."
             )
-        if self.name == "place":
+        if self.name in ("place", "optimize"):
             raise ParameterError(
-                "Role('place') could not be bound, since graph.bind(place=...) says where a job runs; give the role "
-                "another name."
+                f"Role({self.name!r}) could not be bound, since graph.bind({self.name}=...) says how a job runs; give "
+                f"the role another name."
             )
 
     def __repr__(self) -> str:

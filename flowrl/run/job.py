@@ -7,11 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from flowrl.core.backend import refuse_unfit, refuse_unsynced
 from flowrl.core.edit import edit
+from flowrl.core.fusing import fused
+from flowrl.core.fusing import told as told_of_fusing
 from flowrl.core.graph import Graph
 from flowrl.core.lag import swaps
 from flowrl.core.lineage import roles_of_tokens
@@ -40,6 +43,7 @@ class Job(Generic[GraphT]):
     Args:
         graph: with its bindings.
         place: where it runs, on Ray; None is this process.
+        optimize: compute once what the graph says twice, with the same numbers; see `flowrl.core.fusing`.
 
     Raises:
         BindError: `place` is no place.
@@ -47,6 +51,7 @@ class Job(Generic[GraphT]):
 
     graph: GraphT
     place: Place | None = None
+    optimize: bool = True
 
     def __post_init__(self) -> None:
         if self.place is not None and not isinstance(self.place, Place):
@@ -54,6 +59,15 @@ class Job(Generic[GraphT]):
                 f"place={self.place!r} is no place; expected one such as Colocate(gpus=2) or Split(train=1, rollout=1) "
                 f"of flowrl, or None for this process."
             )
+
+    @cached_property
+    def runs(self) -> GraphT:
+        """The graph that runs: `graph`, or what it is where it is optimised.
+
+        Raises:
+            GraphError: weights cannot be kept in order.
+        """
+        return fused(self.graph) if self.optimize else self.graph
 
     def edit(self, *misplaced: Any, **verbs: Any) -> Job[GraphT]:
         """`Graph.edit` on the job's graph; ``edit(bind={"rollout": ...})`` swaps an engine and nothing else."""
@@ -81,7 +95,7 @@ class Job(Generic[GraphT]):
             )
         self.graph.refuse_idle()
         require(self.graph, prompts)
-        plan = Plan(self.graph)
+        plan = Plan(self.runs)
         _ = plan.order
         if self.graph.lag:
             Schedule(plan, self.graph.lag).refuse_deadlock()
@@ -189,18 +203,22 @@ class Job(Generic[GraphT]):
                 f"spans: edit(lag={self.graph.lag})."
             )
 
-    def plan(self) -> str:
-        """The plan, and where the place puts the processes of the roles that are bound.
+    def plan(self, prompts: int | None = None) -> str:
+        """The plan, what is fused in it, and where the place puts the processes of the roles that are bound.
+
+        Args:
+            prompts: a step, where they are known.
 
         Raises:
             GraphError: weights cannot be kept in order.
             BindError: the place has no room for the roles.
         """
-        plan = Plan(self.graph)
+        plan = Plan(self.runs)
+        lines = [str(plan), *told_of_fusing(self.graph, self.optimize, prompts)]
         told = [] if (why := self.no_gain()) is None else [why]
         if self.place is None:
-            return "\n".join([str(plan), "everything runs in one process", *told])
-        lines = [str(plan), f"processes of {type(self.place).__name__}; those of one slot take turns:"]
+            return "\n".join([*lines, "everything runs in one process", *told])
+        lines += [f"processes of {type(self.place).__name__}; those of one slot take turns:"]
         hosts = lay_out(self.graph, self.place)
         for slot in range(self.place.slots):
             lines.append(f"  slot {slot}: {', '.join(host.name for host in hosts if slot in host.slots) or 'free'}")
@@ -228,9 +246,9 @@ class Job(Generic[GraphT]):
         self.refuse_missing()
         if self.place is None:
             with EngineBuilder(self.graph.bindings, seed).live() as engines:
-                yield local_steps(Plan(self.graph), engines, seed)
+                yield local_steps(Plan(self.runs), engines, seed)
             return
-        with self.place.open(self.graph, seed) as steps:
+        with self.place.open(self.runs, seed) as steps:
             yield steps
 
     @contextmanager

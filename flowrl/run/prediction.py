@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from flowrl.core.fusing import fused, scorers
 from flowrl.core.graph import Graph
 from flowrl.core.plan import Plan
 from flowrl.errors import BindError
@@ -65,7 +66,9 @@ class Prediction:
         return "\n".join([*lines, *([f"  {self.unknown}"] if self.unknown else [])])
 
 
-def predict(graph: Graph, place: Place | None, prompts: int, costs: Costs, *, seed: int = 0) -> Prediction:
+def predict(
+    graph: Graph, place: Place | None, prompts: int, costs: Costs, *, optimize: bool = True, seed: int = 0
+) -> Prediction:
     """What a step would be like; no model is loaded.
 
     Args:
@@ -73,6 +76,7 @@ def predict(graph: Graph, place: Place | None, prompts: int, costs: Costs, *, se
         place: where it would run; None is one process.
         prompts: a step.
         costs: what its nodes take.
+        optimize: as of the `Job`. In a graph that is not bound, what these costs do not know is taken to be fused.
         seed: of the draw of lengths.
 
     Raises:
@@ -81,6 +85,9 @@ def predict(graph: Graph, place: Place | None, prompts: int, costs: Costs, *, se
         BindError, GraphError: the graph does not fit the place, or a role is not bound.
     """
     refuse_no_costs(costs)
+    if optimize:
+        once = fused(graph, unbound=True)
+        graph = once if scorers(once).keys().isdisjoint(costs.nodes) else fused(graph)
     costs.refuse_unmeasured(graph)
     plan, processes = Plan(graph), None
     if place is not None:

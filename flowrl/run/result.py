@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flowrl.data.dataproto import DataProto
@@ -30,6 +30,11 @@ class StepResult:
     seconds: Mapping[str, float]
     scores: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
     filled: int | None = None
+
+    def under(self, names: Mapping[str, str]) -> StepResult:
+        """The same, where columns of some nodes also stand under other names: by name, the node."""
+        columns = {name: self.columns[node] for name, node in names.items() if node in self.columns}
+        return replace(self, columns={**self.columns, **columns}) if columns else self
 
     def timing(self, makespan: float) -> dict[str, float]:
         """What it took, as metrics; `makespan` is how many seconds the step took as a whole."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flowrl.core.fusing import scorers
 from flowrl.core.graph import Graph, Node
 from flowrl.core.lag import swaps
 from flowrl.core.plan import Plan
@@ -48,6 +49,7 @@ class Steps:
 
     def __init__(self, plan: Plan, runner: Runner, seed: int, weights: TrainedWeights) -> None:
         self.plan, self.runner, self.seed = plan, runner, seed
+        self._fused = scorers(plan.graph)
         self.timeline = Timeline()
         self.state: dict[str, Any] = {}
         self.during: str | None = None  # for messages, where its steps are none of a training
@@ -140,7 +142,7 @@ class Steps:
             result = self._protected(functools.partial(self._finish, flight, step), flight)
             flight.close(step)
             self.state = flight.kept_state
-            yield result
+            yield result.under({name: self._fused[name] for name in keep if name in self._fused})
 
     def _known_nodes(self, lag: int) -> dict[str, NodeInfo]:
         """What is known of the nodes where generation runs so far ahead; raises `GraphError` where it cannot."""
@@ -178,7 +180,7 @@ class Steps:
         )
 
     def _known(self, name: str) -> str:
-        return self.plan.graph[name].name
+        return self.plan.graph[self._fused.get(name, name)].name
 
     def _finish(self, flight: Flight, step: int) -> StepResult:
         if self.runner.needs_sync:

@@ -194,7 +194,8 @@ class Training(Spec):
         described = self.describe()  # now: the source of a reward function may be edited while the run goes
         seconds: dict[str, float] = {}
         if self.costs is not None:
-            seconds["predicted"] = predict(self.job.graph, self.job.place, self.prompts, Costs.of(self.costs)).seconds
+            job, costs = self.job, Costs.of(self.costs)
+            seconds["predicted"] = predict(job.graph, job.place, self.prompts, costs, optimize=job.optimize).seconds
             described["step_seconds"] = seconds
         folder = RunFolder.create(self.folder, self.job.graph.name, self.resume)
         with closing(folder), ended_in_order():
@@ -205,7 +206,7 @@ class Training(Spec):
             try:
                 folder.describe({"status": "running", **described})
                 with self.whole.open(self.seed) as opened:
-                    steps = opened.fork(Plan(self.job.graph), self.seed)
+                    steps = opened.fork(Plan(self.job.runs), self.seed)
                     run = _Loop(self, steps, folder, checkpoints, reporters, described["identity"]).run(found)
                 if seconds and run.metrics:
                     seconds["measured"] = statistics.median(step["timing/step"] for step in run.metrics)
@@ -243,7 +244,7 @@ class Training(Spec):
             "fingerprint": graph.fingerprint(),
             "identity": self.identity(),
             "graph": graph_to_dict(graph, portable=False),
-            "place": encode(self.job.place, "place", portable=False),
+            **{name: encode(getattr(self.job, name), name, portable=False) for name in ("place", "optimize")},
             "training": {name: encode(getattr(self, name), name, portable=False) for name in fields},
             "versions": {"python": platform.python_version(), **versions},
             "threads": torch.get_num_threads(),
@@ -270,8 +271,7 @@ class _Loop:
         self.sources = Sources(training.sources, tokenizer, training.seed, graph, again)
         self.sources.warn_of_few(training.prompts)
         self.told = columns_told(graph)
-        forks = held_out(training.job.graph, training.validations)
-        self.validations = Validating(forks, steps, tokenizer, training.seed)
+        self.validations = Validating(held_out(graph, training.validations), steps, tokenizer, training.seed)
         self.last = training.steps  # or the one after which a validation reached its goal
         self.content = {**self.sources.digests, **self.validations.digests}
         self.metrics: list[Mapping[str, float]] = []

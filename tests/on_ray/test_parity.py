@@ -76,6 +76,22 @@ def test_one_rank_has_the_bits_of_one_process(
     assert weights_digest(here.items()) == weights_digest(there.items())
 
 
+def test_a_fused_update_has_its_bits_here_too(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    """Its one rank writes a column, which a node without a slot reads."""
+    job = job_of("grpo", tiny, optimizer=AdamW(lr=1e-3), trainer={"max_tokens": 60})
+    training = Training(job, PromptData(prompts_file), steps=3, prompts=4, folder=str(tmp_path / "local"))
+    local = training.run()
+    assert "timing/old_log_prob" not in local.metrics[0]
+    with leaves_nothing():
+        for name, optimize in (("one", True), ("two", False)):
+            there = replace(job, place=Colocate(1), optimize=optimize)
+            remote = replace(training, job=there, folder=str(tmp_path / name)).run()
+            assert ("timing/old_log_prob" in remote.metrics[0]) == (not optimize)
+            assert numbers(local.metrics) == numbers(remote.metrics)
+            here, theirs = saved(tmp_path / "local" / "actor"), saved(tmp_path / name / "actor")
+            assert weights_digest(here.items()) == weights_digest(theirs.items())
+
+
 @pytest.mark.parametrize(("first", "second"), [(None, Colocate(1)), (Split(1, 1), None)])
 def test_a_checkpoint_is_resumed_anywhere(
     first: Place | None, second: Place | None, tiny: str, prompts_file: str, tmp_path: Path

@@ -56,7 +56,7 @@ def test_metrics_have_the_names_of_the_field(
         assert metrics["step"] == step
         assert keys <= metrics.keys()
         assert all(math.isfinite(metrics[key]) for key in keys)
-        assert {f"timing/{node}" for node in job.graph.nodes if node != "batch"} <= metrics.keys()
+        assert {f"timing/{node}" for node in job.runs.nodes if node != "batch"} <= metrics.keys()
     assert timeless(lines(tmp_path / "metrics.jsonl")) == timeless(list(run.metrics))
 
 
