@@ -82,6 +82,7 @@ class Next:
             None  # where each new row of a buffer goes, if all buffers are ``[place head_dim]``
         )
         self._mask: Tensor | None = None  # what is added to scores
+        self._masks: Tensor | None = None  # the same for each query of an attention over keys, which all layers share
         if not self._equal:
             beyond = torch.arange(top, device=positions.device) > positions[:, None, None, None]
             self._mask = torch.where(beyond, -torch.inf, 0.0)
@@ -114,7 +115,8 @@ class Next:
             if self._mask is None:
                 scores = torch.bmm(query * scale, keys.transpose(1, 2))
             else:
-                mask = self._mask.expand(-1, kv, heads // kv, -1).flatten(0, 1)
-                scores = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scale)
+                if self._masks is None:
+                    self._masks = self._mask.expand(-1, kv, heads // kv, -1).flatten(0, 1)
+                scores = torch.baddbmm(self._masks, query, keys.transpose(1, 2), alpha=scale)
             out = torch.bmm(scores.softmax(-1), values)
         return out.view(rows, 1, heads, -1)

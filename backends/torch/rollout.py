@@ -406,7 +406,13 @@ class TorchRolloutEngine(RequestEngine, Resident):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off within; training mode, where it was on, comes back after."""
+    """Dropout off within; training mode, where it was on, comes back after.
+
+    It takes as long as many a layer to set it, so a model that is evaluated anyway is left as it is.
+    """
+    if not any(module.training for module in model.modules()):
+        yield
+        return
     training = model.training
     model.eval()
     try:
