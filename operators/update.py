@@ -297,15 +297,16 @@ class ScoringUpdate(UpdateActor):
         token_version: c.TokenVersion | None = None,
         key: Key = INJECTED,
         metrics: Metrics = INJECTED,
+        share: Share | None = INJECTED,
         ahead: Ahead = INJECTED,
         **columns: FromParameters,
     ) -> Scored:
         self._refuse_stale(rollout, token_version, ahead, metrics)
-        mask = rollout.response_mask
+        mask = own_rows(rollout.response_mask, share)
         old = torch.zeros(mask.shape, device=mask.device)  # and 0 in rows without a token, which are not run
         objective = FirstPass(self.loss, self.aggregation, self.norm, self.kl, self.entropy, key, old_log_probs=old)
         read = {**columns, "ref_log_prob": ref_log_prob, ROW: torch.arange(len(old))}
-        metrics.merge(self._train(self.actor, rollout, read, objective, key, None))
+        metrics.merge(self._train(self.actor, rollout, read, objective, key, share))
         if ref_log_prob is not None:
             _report_kl(old, ref_log_prob, mask, metrics)
         return Scored(Updated(self.actor.version), old)

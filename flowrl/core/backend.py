@@ -81,7 +81,7 @@ class Backend(Spec):
     @property
     def first_pass_apart(self) -> str | None:
         """Why the log-probs of a trainer's first pass in `update` may not have the bits of those that it gives of the
-        same rows as a scorer, in one process; None where they have. Then a plan may take them from there (see
+        same rows as a scorer, on each rank; None where they have. Then a plan may take them from there (see
         `flowrl.core.fusing`): `update` calls its objective with all rows that have a token to be trained on, each once.
         """
         return f"{type(self).__name__} does not say that it trains and scores with the same bits"

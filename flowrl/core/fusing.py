@@ -133,7 +133,7 @@ def _apart(graph: Graph, scorer: Node, update: Node, made: Operator | str, unbou
         return f"{others[0]} may write the weights of {role!r} before {update.name}"
     if unbound and role not in graph.bindings:
         return _unmoved(graph, plan, readers, later)
-    return _unmoved(graph, plan, readers, later) or _unlike(graph.bindings.get(role), role)
+    return _unmoved(graph, plan, readers, later) or _unlike(graph.bindings.get(role), role, update)
 
 
 def _unmoved(graph: Graph, plan: Plan, readers: Sequence[str], later: set[str]) -> str | None:
@@ -148,12 +148,12 @@ def _unmoved(graph: Graph, plan: Plan, readers: Sequence[str], later: set[str]) 
     return None
 
 
-def _unlike(backend: Backend | None, role: str) -> str | None:
+def _unlike(backend: Backend | None, role: str, update: Node) -> str | None:
     """Why the first pass of an update by a backend is not what it scores, bit for bit."""
     if backend is None:
         return f"{role!r} is not bound, so nobody knows whether both have the same bits"
-    if backend.ranks > 1:
-        return f"the {backend.ranks} ranks of {role!r} deal rows out by what they do with them"
+    if backend.ranks > 1 and not any(port.field == "attention_mask" for port in update.inputs):
+        return f"the {backend.ranks} ranks of {role!r} are each given all rows, since nobody knows how long these are"
     return backend.first_pass_apart
 
 

@@ -43,6 +43,14 @@ class Share(NamedTuple):
     tokens: Tensor | None
 
 
+def weights_of(tokens: Tensor) -> Tensor:
+    """What rows of so many tokens weigh where they are dealt out: int64 ``[rows]``.
+
+    A token weighs more than all rows together, so rows only decide between ranks of equally many tokens.
+    """
+    return tokens.long() * (len(tokens) + 1) + 1
+
+
 def split_rows(tokens: Tensor, ranks: int) -> list[Tensor]:
     """Deal rows to ranks so that each has about as many tokens, and of equal ones as many rows.
 
@@ -53,7 +61,5 @@ def split_rows(tokens: Tensor, ranks: int) -> list[Tensor]:
     Returns:
         one int64 tensor of row numbers, ascending, per rank; some are empty where there are fewer rows than ranks.
     """
-    # A token weighs more than all rows together, so rows only decide between ranks of equally many tokens.
-    weights = (tokens * (len(tokens) + 1) + 1).tolist()
-    rank_of = torch.tensor(deal(weights, ranks), dtype=torch.int64)
+    rank_of = torch.tensor(deal(weights_of(tokens).tolist(), ranks), dtype=torch.int64)
     return [(rank_of == rank).nonzero().flatten() for rank in range(ranks)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from flowrl.core.operator import Granularity
-from flowrl.data.balance import deal
+from flowrl.data.balance import deal, weights_of
 from flowrl.distributed.wire import Array
 
 
@@ -29,8 +30,8 @@ def shard(
     everything = np.arange(rows)
     if ranks == 1 or granularity == "batch":
         return [everything] * ranks
-    # one more each, so that rows without a token do not all go to one rank
-    weights = np.ones(rows, dtype=np.int64) if tokens is None else np.asarray(tokens, dtype=np.int64) + 1
+    # As an update deals out its rows (`split_rows`), so that a rank trains on what it has scored.
+    weights = weights_of(torch.zeros(rows) if tokens is None else torch.from_numpy(tokens)).numpy()
     unit = everything
     if granularity == "group":
         assert groups is not None

@@ -117,6 +117,13 @@ class Kept(NamedTuple):
     seen: int
 
 
+class Masks(NamedTuple):
+    """What a model of something else than tokens may read."""
+
+    response_mask: c.ResponseMask
+    policy_version: c.PolicyVersion
+
+
 class Judge(Operator):
     """Reads log-probs, and asks another engine."""
 
@@ -204,9 +211,13 @@ class TestApart:
         graph = bound("grpo")
         says_nothing = graph.edit(bind={"actor": FakeTrainer()})
         assert why(says_nothing) == "FakeTrainer does not say that it trains and scores with the same bits"
+        assert why(graph.edit(bind={"actor": Same(ranks=2)})) is None
+        masks = {"old_log_prob": OldLogProb(reads=Masks), "update_actor": UpdateActor(reads=Masks)}
+        without_tokens = bound("grpo", kl_coef=0.0).edit(replace=masks)
+        assert why(without_tokens) is None
         assert (
-            why(graph.edit(bind={"actor": Same(ranks=2)}))
-            == "the 2 ranks of 'actor' deal rows out by what they do with them"
+            why(without_tokens.edit(bind={"actor": Same(ranks=2)}))
+            == "the 2 ranks of 'actor' are each given all rows, since nobody knows how long these are"
         )
         assert why(graph.bound({})) == "'actor' is not bound, so nobody knows whether both have the same bits"
 

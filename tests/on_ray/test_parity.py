@@ -76,20 +76,25 @@ def test_one_rank_has_the_bits_of_one_process(
     assert weights_digest(here.items()) == weights_digest(there.items())
 
 
-def test_a_fused_update_has_its_bits_here_too(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    """Its one rank writes a column, which a node without a slot reads."""
-    job = job_of("grpo", tiny, optimizer=AdamW(lr=1e-3), trainer={"max_tokens": 60})
-    training = Training(job, PromptData(prompts_file), steps=3, prompts=4, folder=str(tmp_path / "local"))
-    local = training.run()
-    assert "timing/old_log_prob" not in local.metrics[0]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_fused_update_has_its_bits_here_too(ranks: int, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    """Its ranks write a column, each its own rows, which a node without a slot reads."""
+    job = job_of("grpo", tiny, optimizer=AdamW(lr=1e-3), trainer={"max_tokens": 60, "ranks": ranks})
+    if ranks > 1:
+        job = job.edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
+    training = Training(job, PromptData(prompts_file), steps=3, prompts=4, folder=str(tmp_path / "alone"))
+    runs = {}
     with leaves_nothing():
-        for name, optimize in (("one", True), ("two", False)):
-            there = replace(job, place=Colocate(1), optimize=optimize)
-            remote = replace(training, job=there, folder=str(tmp_path / name)).run()
-            assert ("timing/old_log_prob" in remote.metrics[0]) == (not optimize)
-            assert numbers(local.metrics) == numbers(remote.metrics)
-            here, theirs = saved(tmp_path / "local" / "actor"), saved(tmp_path / name / "actor")
-            assert weights_digest(here.items()) == weights_digest(theirs.items())
+        for optimize in (True, False):
+            folder = tmp_path / f"{optimize}"
+            there = replace(job, place=Colocate(ranks), optimize=optimize)
+            run = replace(training, job=there, folder=str(folder)).run()
+            assert ("timing/old_log_prob" in run.metrics[0]) == (not optimize)
+            runs[optimize] = numbers(run.metrics), weights_digest(saved(folder / "actor").items())
+    assert runs[True] == runs[False]
+    if ranks == 1:
+        alone = training.run()
+        assert runs[True] == (numbers(alone.metrics), weights_digest(saved(tmp_path / "alone" / "actor").items()))
 
 
 @pytest.mark.parametrize(("first", "second"), [(None, Colocate(1)), (Split(1, 1), None)])
