@@ -23,7 +23,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ray engines test-engines pictures test-pictures check bench race docs clean
+.PHONY: help demo test test-runs test-ray engines test-engines pictures test-pictures check bench race docs clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +32,10 @@ demo: $(READY)  ## Watch a small language model learn to think, by GRPO and by P
 	$(BIN)/flowrl demo
 
 test: $(READY)  ## Run the tests, except those of the targets below
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10 -m "not ray and not pictures and not engines"
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10 -m "not runs and not ray and not pictures and not engines"
+
+test-runs: $(READY)  ## Run the tests of whole runs: killed and resumed, of every algorithm and example
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10 -m "runs and not ray"
 
 test-ray: $(READY)  ## Run the tests that start Ray, with ranks and faults
 	$(BIN)/python -m pytest --durations 10 -m ray

@@ -21,6 +21,8 @@ from flowrl.graphs import grpo
 from flowrl.operators import Reward
 from tests.jobs import column
 
+pytestmark = pytest.mark.runs
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 

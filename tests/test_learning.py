@@ -23,6 +23,8 @@ from flowrl.run.training import Run
 from tests.jobs import job_of
 from tests.rewards import asked_for
 
+pytestmark = pytest.mark.runs
+
 ALGORITHMS = ["grpo", "ppo"]
 
 

@@ -24,6 +24,8 @@ from flowrl.operators import (
 )
 from tests.auditing.listed import ONE, Listed, listed, unread, with_advantage
 
+pytestmark = pytest.mark.runs
+
 TWO = World(prompts=2)
 
 

@@ -12,6 +12,8 @@ from flowrl.demo import model as demo_model
 from flowrl.demo import task
 from flowrl.demo.task import Problem
 
+pytestmark = pytest.mark.runs
+
 SHORT = 8  # steps: enough to see the machinery at work
 
 

@@ -14,6 +14,8 @@ from flowrl.demo.model import build
 from flowrl.errors import ParameterError
 from flowrl.run.training import Run
 
+pytestmark = pytest.mark.runs
+
 
 def test_the_graphs_keep_every_rule() -> None:
     for graph in demo.graphs():

@@ -16,6 +16,8 @@ from tests.kernel import exact
 from tests.rewards import digits
 from tests.runs import walk
 
+pytestmark = pytest.mark.runs
+
 APART = {"distill", "distill_full", "distill_top", "dpo", "grpo_sft", "sft"}
 """They take no reward function, or data of another kind: see `test_distill` and `test_sft`."""
 EVERY = [getattr(graphs, name) for name in graphs.__all__ if name not in APART]

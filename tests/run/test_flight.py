@@ -25,6 +25,8 @@ from tests.jobs import job_of, write_prompts
 from tests.kernel import LengthPenalty, exact
 from tests.runs import Recorder, timeless, train
 
+pytestmark = pytest.mark.runs
+
 N, PROMPTS, WANTED = 4, 5, 6
 
 

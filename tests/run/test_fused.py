@@ -28,6 +28,8 @@ from tests.jobs import PROMPTS, job_of
 from tests.run.interrupted import Stop, Stopper
 from tests.runs import described, timeless, train
 
+pytestmark = pytest.mark.runs
+
 SMALL = {"max_tokens": 60}
 """Several micro-batches a step."""
 

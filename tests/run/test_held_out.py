@@ -24,6 +24,8 @@ from tests.others import judged
 from tests.rewards import digits
 from tests.runs import described, lines, timeless, train
 
+pytestmark = pytest.mark.runs
+
 SAMPLED = {"repeat.n": 4, "generate.temperature": 1.0}
 
 

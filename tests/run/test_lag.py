@@ -20,6 +20,8 @@ from flowrl.operators import Collect, RolloutCorrection, Spread
 from flowrl.run.job import Job
 from tests.run.interrupted import STEPS, assert_same, cut_off, jobs, run
 
+pytestmark = pytest.mark.runs
+
 BEHIND = {"grpo": "group_advantage", "ppo": "whiten"}
 
 

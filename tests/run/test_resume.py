@@ -48,6 +48,8 @@ from tests.run.interrupted import (
     timeless,
 )
 
+pytestmark = pytest.mark.runs
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -42,6 +42,8 @@ from tests.rewards import digits
 from tests.run.interrupted import Stop, Stopper
 from tests.runs import lines, timeless, train
 
+pytestmark = pytest.mark.runs
+
 COUNT = 7  # of demonstrations; prompts are 12
 SEEN: list[tuple[str, list[str]]] = []
 

@@ -39,7 +39,7 @@ from tests.backends.torch.fsdp_cases import (
 )
 from tests.models import VOCAB, char_tokenizer, tiny_folder
 
-pytestmark = pytest.mark.timeout(900)  # whichever test comes first waits for all that the ranks do
+pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]  # whichever test comes first waits for all that the ranks do
 
 KINDS = ["llama", "qwen2", "gpt2", "gemma2"]
 
