@@ -15,7 +15,7 @@ from flowrl.backends.torch.learner import AdamW, Learner, Optimizer, TrainedSpec
 from flowrl.backends.torch.load import load_tokenizer
 from flowrl.backends.torch.mesh import Gathered
 from flowrl.backends.torch.model import TorchModel, scatter
-from flowrl.backends.torch.rows import Rows, TokenInputs, check_tokens, score_rows, token_budget
+from flowrl.backends.torch.rows import Budget, Rows, TokenInputs, check_tokens, score_rows
 from flowrl.core.protocols import BuildContext, Checkpointed, Critic, MiniBatch, Objective, Sleeper
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError
@@ -54,9 +54,9 @@ class TorchCritic(TrainedSpec):
         head = _value_head(self.model, body.width()).to(mesh.device)
         gathered_head = mesh.gathered(head)
         whole = nn.ModuleDict({"model": body.module, "value_head": head})
-        learner = Learner(whole, self, "critic", mesh)
+        budget = body.budget(self.max_tokens)
+        learner = Learner(whole, self, "critic", mesh, budget)
         residence = Residence(mesh.device, [body.gathered.root, gathered_head.root], learner.optimizer, self.offload)
-        budget = token_budget(self.max_tokens, mesh.device)
         return TorchCriticEngine(body, head, gathered_head, budget, residence, tokenizer, learner)
 
 
@@ -83,7 +83,7 @@ class TorchCriticEngine(TrainedEngine):
     Args:
         body: the model below the LM head.
         head, gathered_head: the value head; its weights may be in shards.
-        max_tokens: as in the spec.
+        budget: what runs at a time.
         residence: where the weights are now.
         tokenizer: written beside the weights.
         learner: trains body and head.
@@ -94,12 +94,12 @@ class TorchCriticEngine(TrainedEngine):
         body: TorchModel,
         head: nn.Linear,
         gathered_head: Gathered,
-        max_tokens: int,
+        budget: Budget,
         residence: Residence,
         tokenizer: Any,
         learner: Learner,
     ) -> None:
-        self._body, self._head, self._gathered_head, self._max_tokens = body, head, gathered_head, max_tokens
+        self._body, self._head, self._gathered_head, self._budget = body, head, gathered_head, budget
         self.residence, self._tokenizer, self.learner = residence, tokenizer, learner
 
     def _values(self, batch: Tokens) -> Tensor:
@@ -122,7 +122,7 @@ class TorchCriticEngine(TrainedEngine):
         self.residence.require_awake("values")
         with self._body.mesh.all_or_none("values"):
             inputs = TokenInputs.of(batch, self._body.vocabulary)
-        return score_rows(self._body.mesh, inputs, self._max_tokens, self._values)
+        return score_rows(self._body.mesh, inputs, self._budget, self._values)
 
     def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], objective: Objective[Rows]) -> Metrics:
         """One optimiser step per mini-batch, in order; then `version` grows by one. The objective gets no entropy.

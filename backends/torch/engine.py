@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flowrl.backends.torch.head import FolderHead
 from flowrl.backends.torch.learner import Learner
 from flowrl.backends.torch.model import TorchModel
-from flowrl.backends.torch.rows import Rows, SequenceInputs, check_sequences, fill_rows
+from flowrl.backends.torch.rows import Budget, Rows, SequenceInputs, check_sequences, fill_rows
 from flowrl.backends.torch.tiles import Entropy
 from flowrl.core.heads import Head, LastStates
 from flowrl.core.protocols import MiniBatch, Objective
@@ -156,15 +156,16 @@ class TorchScorerEngine(Resident):
     Args:
         folder: where the model came from.
         scorer: the model at work.
-        max_tokens, logprob_chunk: as in the spec.
+        budget: what runs at a time.
+        logprob_chunk: as in the spec.
         residence: where the weights are now.
     """
 
     def __init__(
-        self, folder: str, scorer: TorchModel, max_tokens: int, logprob_chunk: int, residence: Residence
+        self, folder: str, scorer: TorchModel, budget: Budget, logprob_chunk: int, residence: Residence
     ) -> None:
         self.folder, self.residence = folder, residence
-        self._scorer, self._max_tokens, self._chunk = scorer, max_tokens, logprob_chunk
+        self._scorer, self._budget, self._chunk = scorer, budget, logprob_chunk
 
     @property
     def model(self) -> PreTrainedModel:
@@ -217,7 +218,7 @@ class TorchScorerEngine(Resident):
         self.residence.require_awake(call)
         with self._scorer.mesh.all_or_none(call):
             inputs = SequenceInputs.of(batch, self._scorer.vocabulary)
-        fill_rows(out, self._scorer.mesh, inputs, self._max_tokens, score)
+        fill_rows(out, self._scorer.mesh, inputs, self._budget, score)
 
     @torch.no_grad()
     def top_log_probs(self, batch: Sequences, k: int) -> Top:
@@ -277,7 +278,7 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
     """A live `Trainer`; made by `TorchTrainer.build`.
 
     Args:
-        folder, scorer, max_tokens, logprob_chunk, residence: as in `TorchScorerEngine`.
+        folder, scorer, budget, logprob_chunk, residence: as in `TorchScorerEngine`.
         learner: trains the weights of `scorer`.
         tokenizer: written beside the weights.
     """
@@ -286,13 +287,13 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
         self,
         folder: str,
         scorer: TorchModel,
-        max_tokens: int,
+        budget: Budget,
         logprob_chunk: int,
         residence: Residence,
         learner: Learner,
         tokenizer: Any,
     ) -> None:
-        super().__init__(folder, scorer, max_tokens, logprob_chunk, residence)
+        super().__init__(folder, scorer, budget, logprob_chunk, residence)
         self.learner, self._tokenizer = learner, tokenizer
         self._heads: dict[Head, Head] = {}
 
@@ -366,7 +367,7 @@ class AdapterOffEngine(FrozenEngine):
 
     def __init__(self, actor: LoRATrainerEngine) -> None:
         residence = Residence(actor.model.device, [])  # what is shared moves with the trainer
-        super().__init__(actor.folder, actor._scorer, actor._max_tokens, actor._chunk, residence)
+        super().__init__(actor.folder, actor._scorer, actor._budget, actor._chunk, residence)
         self._actor = actor
 
     def _score(self, call: str, batch: Sequences, out: Sequence[Tensor], score: _Score) -> None:

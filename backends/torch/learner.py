@@ -21,7 +21,7 @@ from flowrl.backends.torch.load import Folder, FolderBackend
 from flowrl.backends.torch.mesh import Mesh
 from flowrl.backends.torch.model import Dtype
 from flowrl.backends.torch.probes import Attention
-from flowrl.backends.torch.rows import Rows, SequenceInputs, micro_batches, take, token_budget
+from flowrl.backends.torch.rows import Budget, Rows, SequenceInputs, micro_batches, take
 from flowrl.core.protocols import BuildContext, MiniBatch, Objective, Whole
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
@@ -168,9 +168,9 @@ class TrainedSpec(FolderBackend):
         attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is the first where it
             computes what the second does, else the second.
         gradient_checkpointing: recompute each layer in the backward pass, for memory.
-        max_tokens: positions that a micro-batch may compute: its rows times the longest of them, prompt and response;
-            micro-batches are formed by length, and gradients do not depend on them. None is 2048 on a CPU, where small
-            ones are faster, and 16384 elsewhere.
+        max_tokens: positions that a micro-batch may compute, of prompts and responses, and of padding where the model
+            cannot do without; micro-batches are formed by length, and gradients do not depend on them. None is 2048 on
+            a CPU, where small ones are faster, and 16384 elsewhere.
         device: None is CUDA where there is one, else the CPU.
         memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
         ranks: processes that share the weights by FSDP2, one device each.
@@ -211,6 +211,7 @@ class Learner:
         spec: the settings; its schedule counts optimiser steps.
         prefix: of the metrics, ``"actor"`` or ``"critic"``.
         mesh: where the weights of the module are.
+        budget: what runs at a time.
         over: of an adapter, what it is added to (`Adapted.adapter_of`); its state is of use there only.
     """
 
@@ -220,6 +221,7 @@ class Learner:
         spec: TrainedSpec,
         prefix: str,
         mesh: Mesh,
+        budget: Budget,
         over: str | None = None,
     ) -> None:
         optimizer = spec.optimizer
@@ -227,8 +229,7 @@ class Learner:
         self._parameters = list(self._names.values())
         self.optimizer, self._state_keys = optimizer.build(self._parameters, mesh.sharded), optimizer.state_keys
         self._lr, self._schedule, self._grad_clip = optimizer.lr, spec.schedule, spec.grad_clip
-        self._max_tokens = token_budget(spec.max_tokens, mesh.device)
-        self._prefix, self._mesh, self._over = prefix, mesh, over
+        self._prefix, self._mesh, self._budget, self._over = prefix, mesh, budget, over
         self._steps = 0
         self.version = 0
 
@@ -325,7 +326,7 @@ class Learner:
 
     def _runs(self, attention_mask: Tensor, weights: Tensor) -> list[Tensor]:
         """The micro-batches of these rows that count."""
-        return [run for run in micro_batches(attention_mask, self._max_tokens) if weights[run].any()]
+        return [run for run in micro_batches(attention_mask, self._budget) if weights[run].any()]
 
     def _step(self, where: str) -> tuple[float, float]:
         """Clip, step; returns the gradient norm before clipping and the learning rate of this step."""

@@ -8,6 +8,7 @@ are recomputed must be those that the update sees.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,7 +32,7 @@ from flowrl.backends.torch.probes import (
     settle_attention,
     tolerance,
 )
-from flowrl.backends.torch.rows import from_first_tokens
+from flowrl.backends.torch.rows import Budget, from_first_tokens, packed
 from flowrl.backends.torch.tiles import Entropy, LMHead
 from flowrl.core.protocols import OfDistribution
 from flowrl.core.scorers import Top
@@ -41,6 +42,8 @@ from flowrl.sync.digest import named_weights, weights_digest
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 Dtype = Literal["float32", "bfloat16"]
 T = TypeVar("T")
@@ -74,12 +77,14 @@ class TorchModel:
         lora: LoRA | None = None,
         seed: int = 0,
     ) -> None:
+        from flowrl.backends.torch.packed import why_not_packed  # here and below, since they take seconds
+
         self.mesh, self.device = mesh, mesh.device
         self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
         self.dtype = torch.bfloat16 if self._autocast else torch.float32
         self.gathered: Gathered
         if mesh.sharded:
-            from flowrl.backends.torch.shards import load_sharded  # here and below, since it takes seconds
+            from flowrl.backends.torch.shards import load_sharded
 
             lm, self.gathered, self.adapter = load_sharded(mesh, folder, with_head, attention, lora, seed)
         else:
@@ -96,6 +101,11 @@ class TorchModel:
         bound = tolerance(self._probed_in)
         self.probe(settle_attention, self.module, attention, folder, bound)
         self.probe(refuse_blind_to_padding, self.module, folder, bound)
+        self.unpacked: str | None = self.probe(why_not_packed, self.module, bound)
+        """Why rows are padded to the longest of their micro-batch; None where they run one behind the other."""
+        if self.unpacked is not None and attention != "eager" and mesh.rank == 0:
+            name = type(self.module).__name__
+            logger.warning("%s in %r runs over padded rows, since %s.", name, folder, self.unpacked)
         if gradient_checkpointing:
             self.probe(prepare_checkpointing, self.module, folder)
         self._run, self._output, self._head = lm.base_model, "last_hidden_state", LMHead()
@@ -118,6 +128,10 @@ class TorchModel:
         """The autocast region that the model computes in."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             yield
+
+    def budget(self, max_tokens: int | None) -> Budget:
+        """What of a batch runs at a time, by what a spec says."""
+        return Budget.of(max_tokens, self.device, self.unpacked is None)
 
     @property
     def vocabulary(self) -> int:
@@ -201,24 +215,18 @@ class TorchModel:
         return None if digest is None else (self.module.get_output_embeddings().weight.shape[1], digest)
 
     def _states(self, batch: Tokens, run: nn.Module, output: str) -> Tensor:
-        moved = from_first_tokens(batch)
+        moved = from_first_tokens(batch) if self.unpacked else packed(batch)
         rows, tokens = batch.response_mask.nonzero(as_tuple=True)
         before = batch.input_ids.shape[1] - batch.response_mask.shape[1] - 1
-        places = tokens + before - moved.first[rows]
+        places = tokens + before + moved.shifts[rows]
         width = moved.input_ids.shape[1]
-        inputs: dict[str, Any] = {
-            "input_ids": moved.input_ids,
-            "attention_mask": moved.attention_mask.long(),
-            "position_ids": moved.position_ids,
-            "use_cache": False,
-            # From the first position that is read on.
-            "logits_to_keep": width - int(places.min()) if len(places) else 1,
-        }
+        # Logits from the first position that is read on.
+        inputs = moved.inputs | {"logits_to_keep": width - int(places.min()) if len(places) else 1}
         run.train(self._checkpoints and torch.is_grad_enabled())
         # Not all models know position_ids (ALiBi) or logits_to_keep (and a base never does).
-        states = cast(Tensor, getattr(run(**known(run, inputs)), output))
+        states = cast(Tensor, getattr(run(**known(run, inputs), **moved.within), output))
         run.eval()
-        return states[rows, places + (states.shape[1] - width)]
+        return states[moved.lines[rows], places + (states.shape[1] - width)]
 
     def log_probs(
         self, batch: Sequences, chunk: int, entropy: Entropy, of: OfDistribution | None = None

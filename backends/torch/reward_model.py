@@ -16,7 +16,7 @@ from flowrl.backends.torch.engine import Residence, Resident
 from flowrl.backends.torch.load import Folder, FolderBackend, loading, refuse_no_model, skeleton, stored_tensors
 from flowrl.backends.torch.model import Dtype, TorchModel, scatter
 from flowrl.backends.torch.probes import Attention, Inputs, apart, known, tolerance
-from flowrl.backends.torch.rows import TokenInputs, score_rows, token_budget
+from flowrl.backends.torch.rows import Budget, TokenInputs, score_rows
 from flowrl.core.protocols import BuildContext, Sleeper
 from flowrl.core.scorers import RewardScorer, TextRewardScorer
 from flowrl.data.tokenizer import ChatTokenizer, positions
@@ -78,7 +78,7 @@ class TorchRewardModel(FolderBackend):
         body.module.requires_grad_(False)
         head = _head(self.model, classifier, self.head, context.seed).to(mesh.device).requires_grad_(False)
         residence = Residence(mesh.device, [body.gathered.root, head], offload=self.offload)
-        budget = token_budget(self.max_tokens, mesh.device)
+        budget = body.budget(self.max_tokens)
         engine = TorchRewardModelEngine(self.model, body, head, self.label or 0, budget, residence)
         engine.refuse_other_classifier(classifier)
         return engine
@@ -153,15 +153,15 @@ class TorchRewardModelEngine(Resident):
         body: the model below the head.
         head: ``[labels width]``, whole on every rank.
         label: whose logit is the score.
-        max_tokens: as in the spec.
+        budget: what runs at a time.
         residence: where the weights are now.
     """
 
     def __init__(
-        self, folder: str, body: TorchModel, head: nn.Linear, label: int, max_tokens: int, residence: Residence
+        self, folder: str, body: TorchModel, head: nn.Linear, label: int, budget: Budget, residence: Residence
     ) -> None:
         self.folder, self.residence = folder, residence
-        self._body, self._head, self._label, self._max_tokens = body, head, label, max_tokens
+        self._body, self._head, self._label, self._budget = body, head, label, budget
         config = body.module.config.get_text_config()
         self._pad, self._longest = config.pad_token_id, getattr(config, "max_position_embeddings", None)
 
@@ -208,7 +208,7 @@ class TorchRewardModelEngine(Resident):
         with self._body.mesh.all_or_none(call):
             self._refuse_too_long(batch.attention_mask)
             inputs = self._at_the_end(TokenInputs.of(batch, self._body.vocabulary))
-        return score_rows(self._body.mesh, inputs, self._max_tokens, self._scores).sum(1)
+        return score_rows(self._body.mesh, inputs, self._budget, self._scores).sum(1)
 
     def _scores(self, batch: Tokens) -> Tensor:
         with torch.autocast(self._body.device.type, enabled=False):

@@ -117,21 +117,33 @@ def take(batch: Rows, rows: Tensor | slice, device: torch.device | None = None) 
     return batch._make(pick(column) for column in batch)
 
 
-def token_budget(max_tokens: int | None, device: torch.device) -> int:
-    """The positions that a micro-batch may compute; where nothing is said, what suits `device`.
+class Budget(NamedTuple):
+    """What runs at a time.
 
-    On a CPU small micro-batches are the fastest, since what a layer makes of them stays in its caches. On a GPU large
-    ones are, as far as memory goes.
+    Args:
+        positions: that a micro-batch may compute.
+        packed: a row takes as many as it has; False is as many as the longest row of its micro-batch.
     """
-    return max_tokens or (2048 if device.type == "cpu" else 16384)
+
+    positions: int
+    packed: bool
+
+    @classmethod
+    def of(cls, max_tokens: int | None, device: torch.device, packed: bool) -> Budget:
+        """That of a spec; where it says nothing, what suits `device`.
+
+        On a CPU small micro-batches are the fastest, since what a layer makes of them stays in its caches. On a GPU
+        large ones are, as far as memory goes.
+        """
+        return cls(max_tokens or (2048 if device.type == "cpu" else 16384), packed)
 
 
-def micro_batches(attention_mask: Tensor, max_tokens: int) -> list[Tensor]:
-    """Cut rows, sorted by length, into micro-batches that compute at most `max_tokens` positions each.
+def micro_batches(attention_mask: Tensor, budget: Budget) -> list[Tensor]:
+    """Cut rows, sorted by length, into micro-batches that compute as many positions as `budget` has, or fewer.
 
-    A micro-batch computes as many positions for each of its rows as the longest one has from its first attended token
-    to its last (`from_first_tokens`). A row that alone exceeds the budget is a micro-batch of its own. The cut depends
-    on the mask and the budget only, so what scores rows and what trains on the same rows run them alike.
+    A row counts from its first attended token to its last. One that alone exceeds the budget is a micro-batch of its
+    own. The cut depends on the mask and the budget only, so what scores rows and what trains on the same rows run them
+    alike.
 
     Returns:
         the rows of each micro-batch, int64 and ascending; short rows come before long ones.
@@ -139,42 +151,44 @@ def micro_batches(attention_mask: Tensor, max_tokens: int) -> list[Tensor]:
     first, last = ends(attention_mask.cpu())
     spans, order = (last - first).clamp(min=0).sort(stable=True)
     runs: list[Tensor] = []
-    start = 0
+    start = taken = 0
     for end, span in enumerate(spans.tolist()):
-        if end > start and (end + 1 - start) * span > max_tokens:
+        wanted = taken + span if budget.packed else (end + 1 - start) * span
+        if end > start and wanted > budget.positions:
             runs.append(order[start:end].sort().values)
-            start = end
+            start, wanted = end, span
+        taken = wanted
     if len(order):
         runs.append(order[start:].sort().values)
     return runs
 
 
-def score_rows(mesh: Mesh, inputs: Rows, max_tokens: int, score: Callable[[Rows], Tensor]) -> Tensor:
+def score_rows(mesh: Mesh, inputs: Rows, budget: Budget, score: Callable[[Rows], Tensor]) -> Tensor:
     """What `score` gives for each micro-batch of this rank's rows, put together: float32 ``[batch response]``.
 
     Ranks may have different numbers of rows, or none; all run equally many forward passes.
     """
     columns: Any = inputs
     out = torch.zeros(columns.response_mask.shape, device=columns.response_mask.device)
-    fill_rows([out], mesh, inputs, max_tokens, lambda micro: [score(micro)])
+    fill_rows([out], mesh, inputs, budget, lambda micro: [score(micro)])
     return out
 
 
 def fill_rows(
-    out: Sequence[Tensor], mesh: Mesh, inputs: Rows, max_tokens: int, score: Callable[[Rows], Sequence[Tensor]]
+    out: Sequence[Tensor], mesh: Mesh, inputs: Rows, budget: Budget, score: Callable[[Rows], Sequence[Tensor]]
 ) -> None:
     """`score_rows` of what gives several tensors, into those that are there: ``[batch response ...]`` each."""
-    for rows, micro in micro_rows(mesh, inputs, max_tokens):
+    for rows, micro in micro_rows(mesh, inputs, budget):
         for held, found in zip(out, score(micro), strict=True):
             if rows is not None:
                 held[rows.to(held.device)] = found.to(held.device)
 
 
-def micro_rows(mesh: Mesh, inputs: Rows, max_tokens: int) -> Iterator[tuple[Tensor | None, Rows]]:
+def micro_rows(mesh: Mesh, inputs: Rows, budget: Budget) -> Iterator[tuple[Tensor | None, Rows]]:
     """The micro-batches of this rank's rows, and where these stand; then idle ones, which stand nowhere, until all
     ranks have had as many."""
     columns: Any = inputs
-    runs = micro_batches(columns.attention_mask, max_tokens)
+    runs = micro_batches(columns.attention_mask, budget)
     idle_runs = mesh.max_over_ranks(len(runs)) - len(runs)
     for rows in runs:
         yield rows, take(inputs, rows, mesh.device)
@@ -190,25 +204,48 @@ def ends(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     return columns.where(mask, width).amin(1), (columns + 1).where(mask, 0).amax(1)
 
 
-class FromFirst(NamedTuple):
-    """Rows that all begin with their first attended token, as wide as the longest of them: ``[row column]`` each.
+Runs = tuple[tuple[int, int], ...]
+"""Rows one behind the other, as so many of so many tokens each."""
+
+
+class Moved(NamedTuple):
+    """Rows as a model runs over them, in lines.
 
     Args:
-        input_ids, position_ids: int64, 0 where nothing is attended.
-        attention_mask: bool.
-        first: int64 ``[row]``, the column that each row began in.
+        input_ids, position_ids: int64 ``[line place]``, 0 where nothing is attended.
+        attention_mask: bool, as these.
+        lines, shifts: int64 ``[row]``; column ``c`` of a row stands in its line, at ``c + shift``.
+        runs: of several rows in one line, where they end.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     position_ids: Tensor
-    first: Tensor
+    lines: Tensor
+    shifts: Tensor
+    runs: Runs | None = None
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What the model is given."""
+        return {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask.long(),
+            "position_ids": self.position_ids,
+            "use_cache": False,
+        }
+
+    @property
+    def within(self) -> dict[str, Runs]:
+        """What its attention is given, and the model does not know."""
+        return {} if self.runs is None else {"packed": self.runs}
 
 
-def from_first_tokens(batch: Tokens) -> FromFirst:
+def from_first_tokens(batch: Tokens) -> Moved:
     """The rows of `batch` moved to the left, so that prompts of unequal lengths take no columns of padding.
 
-    Rows that attend to nothing keep one column.
+    Each begins with its first attended token, and is as wide as the longest of them. Rows that attend to nothing keep
+    one column.
     """
     first, last = ends(batch.attention_mask)
     spans = last - first
@@ -217,4 +254,23 @@ def from_first_tokens(batch: Tokens) -> FromFirst:
     mask = batch.attention_mask.bool().gather(1, places) & (columns < spans[:, None])
     # Padding may hold anything, ids that the vocabulary lacks included.
     ids, positions = (x.gather(1, places).masked_fill(~mask, 0) for x in (batch.input_ids, batch.position_ids))
-    return FromFirst(ids, mask, positions, first)
+    return Moved(ids, mask, positions, torch.arange(len(ids), device=first.device), -first)
+
+
+def packed(batch: Tokens) -> Moved:
+    """The rows of `batch` one behind the other, short ones before long ones, without padding.
+
+    Rows are moved to their first tokens where one of them hides a token inside, or all attend to nothing.
+    """
+    mask = batch.attention_mask.bool()
+    first, last = ends(mask)
+    spans, order = (last - first).clamp(min=0).sort(stable=True)
+    length, rows = (x.tolist() for x in spans.unique_consecutive(return_counts=True))
+    tokens = sum(n * span for n, span in zip(rows, length, strict=True))
+    if tokens != int(mask.sum()) or not tokens:
+        return from_first_tokens(batch)
+    attended = mask[order]
+    ids, positions = (x[order][attended][None] for x in (batch.input_ids, batch.position_ids))
+    shifts = torch.empty_like(first).index_copy_(0, order, spans.cumsum(0) - spans - first[order])
+    runs = tuple((n, span) for n, span in zip(rows, length, strict=True) if span)
+    return Moved(ids, torch.ones_like(ids, dtype=torch.bool), positions, torch.zeros_like(first), shifts, runs)

@@ -19,7 +19,6 @@ from flowrl.backends.torch.load import Folder, FolderBackend, load_tokenizer
 from flowrl.backends.torch.lora import LoRA, require_peft
 from flowrl.backends.torch.model import Dtype, TorchModel
 from flowrl.backends.torch.probes import Attention
-from flowrl.backends.torch.rows import token_budget
 from flowrl.core.heads import StateScorer
 from flowrl.core.protocols import BuildContext, Checkpointed, Sleeper, Trainer
 from flowrl.core.scorers import LogitScorer, NormScorer
@@ -86,7 +85,7 @@ class TorchScorer(FolderBackend):
         model = TorchModel(self.model, self.dtype, mesh, self.attention, gradient_checkpointing=False)
         model.module.requires_grad_(False)
         residence = Residence(mesh.device, [model.gathered.root], offload=self.offload)
-        budget = token_budget(self.max_tokens, mesh.device)
+        budget = model.budget(self.max_tokens)
         return FrozenEngine(self.model, model, budget, self.logprob_chunk, residence)
 
 
@@ -135,8 +134,8 @@ class TorchTrainer(TrainedSpec):
             lora=self.lora,
             seed=context.seed,
         )
-        learner = Learner(model.module, self, "actor", mesh, over=model.adapter_of)
+        budget = model.budget(self.max_tokens)
+        learner = Learner(model.module, self, "actor", mesh, budget, over=model.adapter_of)
         residence = Residence(mesh.device, [model.gathered.root], learner.optimizer, self.offload)
         engine = TorchTrainerEngine if self.lora is None else LoRATrainerEngine
-        budget = token_budget(self.max_tokens, mesh.device)
         return engine(self.model, model, budget, self.logprob_chunk, residence, learner, tokenizer)

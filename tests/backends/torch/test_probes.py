@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from flowrl.backends import LoRA, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends.torch.packed import ATTENTION
 from flowrl.data.tokenizer import assemble
 from flowrl.errors import BindError
 from tests.architectures import architecture
@@ -148,9 +149,10 @@ def attention_of(engine: Any) -> str:
 
 @pytest.mark.parametrize("spec", [TorchScorer, TorchTrainer, TorchRollout])
 def test_attention_is_fused_where_that_computes_the_model(spec: Any, folder: Folder, made: Folder) -> None:
+    fused = "sdpa" if spec is TorchRollout else ATTENTION  # which is the same, row by row
     for path, named, used in [
-        (folder("llama"), None, "sdpa"),
-        (folder("llama"), "sdpa", "sdpa"),
+        (folder("llama"), None, fused),
+        (folder("llama"), "sdpa", fused),
         (folder("llama"), "eager", "eager"),
         (folder("gemma2"), None, "eager"),
         (folder("gemma2"), "eager", "eager"),
@@ -191,7 +193,7 @@ def test_attention_that_gives_other_numbers_is_not_used(folder: Folder, monkeypa
 
 
 def test_a_critic_has_its_attention_too(folder: Folder) -> None:
-    for kind, used in (("llama", "sdpa"), ("gemma2", "eager")):
+    for kind, used in (("llama", ATTENTION), ("gemma2", "eager")):
         engine = TorchCritic(folder(kind), device="cpu").build(CONTEXT)
         assert engine._body.module.config._attn_implementation == used
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from flowrl.backends import SGD, TorchScorer
-from flowrl.backends.torch.rows import from_first_tokens, micro_batches, token_budget
+from flowrl.backends.torch.rows import Budget, TokenInputs, from_first_tokens, micro_batches, packed
 from flowrl.core.protocols import MiniBatch
 from tests.architectures import SETTINGS, architecture
 from tests.backends.torch.trainers import CONTEXT, Folder, Pull, seen_by, trainer
@@ -33,36 +33,51 @@ def mask_of(lengths: list[tuple[int, int]], prompt: int = 6, response: int = 8) 
 # --- micro-batches ---------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 8)), min_size=1, max_size=12), st.integers(1, 60))
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 8)), min_size=1, max_size=12),
+    st.integers(1, 60),
+    st.booleans(),
+)
 def test_micro_batches_take_every_row_once_by_length_and_within_the_budget(
-    lengths: list[tuple[int, int]], budget: int
+    lengths: list[tuple[int, int]], positions: int, pack: bool
 ) -> None:
-    runs, spans = micro_batches(mask_of(lengths), budget), [sum(length) for length in lengths]
+    runs, spans = micro_batches(mask_of(lengths), Budget(positions, pack)), [sum(length) for length in lengths]
+
+    def computed(rows: list[int]) -> int:
+        of_rows = [spans[row] for row in rows]
+        return sum(of_rows) if pack else len(rows) * max(of_rows)
+
     assert sorted(torch.cat(runs).tolist()) == list(range(len(lengths)))
     for run, after in zip(runs, [*runs[1:], None], strict=True):
-        assert run.dtype == torch.int64 and run.tolist() == sorted(run.tolist())
-        longest = max(spans[row] for row in run)
-        assert len(run) == 1 or len(run) * longest <= budget
+        rows = run.tolist()
+        assert run.dtype == torch.int64 and rows == sorted(rows)
+        assert len(rows) == 1 or computed(rows) <= positions
         if after is not None:
-            shortest = min(spans[row] for row in after)
-            assert longest <= shortest
-            assert (len(run) + 1) * shortest > budget  # the next row would not have fitted
+            following = min(after.tolist(), key=lambda row: spans[row])
+            assert max(spans[row] for row in rows) <= spans[following]
+            assert computed([*rows, following]) > positions  # it would not have fitted
 
 
 def test_micro_batches_by_hand() -> None:
     mask = mask_of([(6, 8), (1, 2), (6, 0), (0, 0), (2, 1), (1, 5), (3, 3)])  # spans 14, 3, 6, 0, 3, 6, 6
-    assert [run.tolist() for run in micro_batches(mask, 12)] == [[1, 3, 4], [2, 5], [6], [0]]
-    assert [run.tolist() for run in micro_batches(mask, 10**6)] == [list(range(7))]
-    assert micro_batches(mask[:0], 12) == []
+    assert [run.tolist() for run in micro_batches(mask, Budget(12, False))] == [[1, 3, 4], [2, 5], [6], [0]]
+    assert [run.tolist() for run in micro_batches(mask, Budget(12, True))] == [[1, 2, 3, 4], [5, 6], [0]]
+    assert [run.tolist() for run in micro_batches(mask, Budget(10**6, False))] == [list(range(7))]
+    assert micro_batches(mask[:0], Budget(12, True)) == []
 
 
 def test_rows_of_one_length_stay_in_order() -> None:
-    assert [run.tolist() for run in micro_batches(mask_of([(3, 4)] * 7), 21)] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [run.tolist() for run in micro_batches(mask_of([(3, 4)] * 7), Budget(21, False))] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6],
+    ]
 
 
 def test_a_budget_that_is_not_named_is_smaller_on_a_cpu() -> None:
-    assert (token_budget(None, torch.device("cpu")), token_budget(None, torch.device("cuda", 0))) == (2048, 16384)
-    assert token_budget(7, torch.device("cuda", 0)) == 7
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert (Budget.of(None, cpu, True), Budget.of(None, cuda, False)) == (Budget(2048, True), Budget(16384, False))
+    assert Budget.of(7, cuda, True) == Budget(7, True)
 
 
 # --- rows as they run ------------------------------------------------------------------------------------------------
@@ -80,36 +95,59 @@ def test_rows_begin_with_their_first_token_and_are_as_wide_as_the_longest() -> N
         assert moved.input_ids[row, length:].eq(0).all() and moved.position_ids[row, length:].eq(0).all()
         assert moved.position_ids[row, :length].tolist() == list(range(length))
         assert moved.attention_mask[row].tolist() == [True] * length + [False] * (max(lengths) - length)
-    assert moved.first[:2].tolist() == part.attention_mask[:2].int().argmax(1).tolist()
+    assert (-moved.shifts[:2]).tolist() == part.attention_mask[:2].int().argmax(1).tolist()
+    assert moved.lines.tolist() == [0, 1, 2] and moved.runs is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 8)), min_size=1, max_size=8).filter(lambda x: any(map(sum, x)))
+)
+def test_packed_rows_stand_one_behind_the_other_short_ones_first(lengths: list[tuple[int, int]]) -> None:
+    mask = mask_of(lengths)
+    ids, nothing = torch.arange(mask.numel()).view_as(mask), torch.zeros(len(mask), 8, dtype=torch.bool)
+    moved = packed(TokenInputs(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), nothing))
+    order = sorted(range(len(mask)), key=lambda row: (sum(lengths[row]), row))
+    assert moved.input_ids.tolist() == [[int(x) for row in order for x in ids[row][mask[row]]]]
+    assert moved.position_ids.tolist() == [[place for row in order for place in range(sum(lengths[row]))]]
+    assert moved.attention_mask.all() and moved.attention_mask.shape == moved.input_ids.shape
+    assert moved.runs is not None
+    expanded = [tokens for rows, tokens in moved.runs for _ in range(rows)]
+    assert expanded == [sum(lengths[row]) for row in order if any(lengths[row])]
+    assert len({tokens for _, tokens in moved.runs}) == len(moved.runs)  # rows of one length are one rectangle
+    rows, columns = mask.nonzero(as_tuple=True)
+    assert torch.equal(moved.input_ids[moved.lines[rows], columns + moved.shifts[rows]], ids[rows, columns])
 
 
 def test_a_token_that_is_hidden_inside_a_row_stays_where_it_is() -> None:
     batch = ragged()
     mask = batch.attention_mask.clone()
     mask[0, 3] = False
-    moved = from_first_tokens(batch._replace(attention_mask=mask))
-    assert torch.equal(moved.attention_mask[0], mask[0]) and moved.input_ids[0, 3] == 0
+    moved = packed(batch._replace(attention_mask=mask))  # which packs no such rows
+    assert moved.runs is None and torch.equal(moved.attention_mask[0], mask[0]) and moved.input_ids[0, 3] == 0
     assert torch.equal(moved.position_ids[0][mask[0]], batch.position_ids[0][mask[0]])
 
 
-def test_no_more_is_computed_than_each_micro_batch_needs(folder: Folder) -> None:
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_no_more_is_computed_than_each_micro_batch_needs(kind: str, folder: Folder) -> None:
     """By the shapes that the model is run on, of a trainer whose padded rows are more than twice their tokens."""
     batch, shapes = ragged(rows=24, prompt=12, response=24), []
-    engine = trainer(folder("llama"), max_tokens=60)
+    engine = trainer(folder(kind), max_tokens=60)
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shapes.append(tuple(kwargs["input_ids"].shape))
 
     engine.model.model.register_forward_pre_hook(note, with_kwargs=True)
     engine.log_probs(batch)
-    lengths = batch.attention_mask.sum(1)
-    runs = micro_batches(batch.attention_mask, 60)
-    assert shapes == [(len(run), int(lengths[run].max())) for run in runs]
+    lengths, pack = batch.attention_mask.sum(1), kind == "llama"
+    runs = micro_batches(batch.attention_mask, Budget(60, pack))
+    needed = [(1, int(lengths[run].sum())) if pack else (len(run), int(lengths[run].max())) for run in runs]
+    assert shapes == needed
     computed = sum(rows * width for rows, width in shapes)
-    assert computed < 1.15 * int(lengths.sum()) and batch.input_ids.numel() > 1.5 * computed
+    assert computed == lengths.sum() if pack else computed < 1.15 * int(lengths.sum())
+    assert batch.input_ids.numel() > 1.5 * computed
     shapes.clear()
     engine.update(batch, [MiniBatch(torch.arange(24), batch.response_mask.float())], Pull())
-    assert shapes == [(len(run), int(lengths[run].max())) for run in runs]  # the same, for the same rows
+    assert shapes == needed  # the same, for the same rows
 
 
 def test_only_logits_that_are_read_are_made(tmp_path: Path) -> None:
@@ -126,8 +164,9 @@ def test_only_logits_that_are_read_are_made(tmp_path: Path) -> None:
     engine.model.register_forward_hook(note, with_kwargs=True)
     part = Ragged(*(c[2:] if c is not None else None for c in batch))
     torch.testing.assert_close(engine.log_probs(part), expected[2:], atol=1e-5, rtol=0)
-    prompts = part.attention_mask[:, :7].sum(1)
-    assert kept == [int(part.attention_mask.sum(1).max() - (prompts.min() - 1))]
+    lengths = part.attention_mask.sum(1)
+    before = int(part.attention_mask[lengths.argmin(), :7].sum()) - 1
+    assert kept == [int(lengths.sum()) - before]
 
 
 # --- nothing changes -------------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ def test_the_model_attends_as_before_once_it_was_tried(actor: Actor) -> None:
     for _ in range(2):
         suited(actor.model)
         assert actor.model.config._attn_implementation == before
-        assert not [name for name in ALL_ATTENTION_FUNCTIONS if "flowrl" in name]
+        assert not [name for name in ALL_ATTENTION_FUNCTIONS if "flowrl_slots" in name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

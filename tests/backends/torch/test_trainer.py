@@ -171,7 +171,7 @@ def test_the_ratio_before_the_first_step_is_one_bit_for_bit(
 
 
 def test_another_layout_keeps_the_ratio_within_rounding(folder: Folder) -> None:
-    batch, loss, engine = ragged(rows=12), Pull(), trainer(folder("llama"), max_tokens=60)
+    batch, loss, engine = ragged(rows=12), Pull(), trainer(folder("llama"), max_tokens=40)
     old = engine.log_probs(batch)
     rows = torch.randperm(12)
     engine.update(batch, [MiniBatch(rows, batch.response_mask[rows].float())], loss)
