@@ -77,14 +77,12 @@ class TorchModel:
         lora: LoRA | None = None,
         seed: int = 0,
     ) -> None:
-        from flowrl.backends.torch.packed import why_not_packed  # here and below, since they take seconds
-
         self.mesh, self.device = mesh, mesh.device
         self._autocast, self._checkpoints = dtype == "bfloat16", gradient_checkpointing
         self.dtype = torch.bfloat16 if self._autocast else torch.float32
         self.gathered: Gathered
         if mesh.sharded:
-            from flowrl.backends.torch.shards import load_sharded
+            from flowrl.backends.torch.shards import load_sharded  # here and below, since it takes seconds
 
             lm, self.gathered, self.adapter = load_sharded(mesh, folder, with_head, attention, lora, seed)
         else:
@@ -101,11 +99,8 @@ class TorchModel:
         bound = tolerance(self._probed_in)
         self.probe(settle_attention, self.module, attention, folder, bound)
         self.probe(refuse_blind_to_padding, self.module, folder, bound)
-        self.unpacked: str | None = self.probe(why_not_packed, self.module, bound)
+        self.unpacked = self._why_unpacked(attention, folder, bound)
         """Why rows are padded to the longest of their micro-batch; None where they run one behind the other."""
-        if self.unpacked is not None and attention != "eager" and mesh.rank == 0:
-            name = type(self.module).__name__
-            logger.warning("%s in %r runs over padded rows, since %s.", name, folder, self.unpacked)
         if gradient_checkpointing:
             self.probe(prepare_checkpointing, self.module, folder)
         self._run, self._output, self._head = lm.base_model, "last_hidden_state", LMHead()
@@ -128,6 +123,14 @@ class TorchModel:
         """The autocast region that the model computes in."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
             yield
+
+    def _why_unpacked(self, attention: Attention | None, folder: str, bound: float) -> str | None:
+        from flowrl.backends.torch.packed import why_not_packed
+
+        why = self.probe(why_not_packed, self.module, bound)
+        if why is not None and attention != "eager" and self.mesh.rank == 0:
+            logger.warning("%s in %r runs over padded rows, since %s.", type(self.module).__name__, folder, why)
+        return why
 
     def budget(self, max_tokens: int | None) -> Budget:
         """What of a batch runs at a time, by what a spec says."""
