@@ -13,6 +13,7 @@ REFERENCE := build/reference
 
 RACE       := .venv-race
 RACE_READY := $(RACE)/.ready
+RACES      := lengths fused generate log_probs advantages columns ray_dataplane
 
 ENGINES       := .venv-engines
 ENGINES_READY := $(ENGINES)/.ready
@@ -62,8 +63,9 @@ bench: $(READY)  ## Run the benchmarks
 		echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
 	done
 
-race: $(READY) $(RACE_READY)  ## Race TRL, which it sets up in an environment of its own: a step of GRPO by both, in turns
+race: $(READY) $(RACE_READY)  ## Race TRL step by step and verl function by function; it sets up both, apart from flowrl
 	$(BIN)/python benchmarks/race $(RACE)/bin/python
+	@for script in $(RACES); do PYTHONPATH=$(RACE)/verl $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 docs: $(READY)  ## Build the API reference from the docstrings; it is then in build/reference/index.html
 	@$(BIN)/python docs/reference.py $(REFERENCE)
@@ -104,8 +106,9 @@ $(ENGINES_READY): pyproject.toml engines-constraints.txt $(HOOK)
 		cp $(HOOK) "$$site/" && echo 'import torchvision_on_cpu' > "$$site/torchvision_on_cpu.pth"
 	@touch $@
 
-$(RACE_READY): benchmarks/race/requirements.txt
-	@echo 'Setting up $(RACE), once: this downloads and installs TRL and what it needs.'
+$(RACE_READY): benchmarks/race/requirements.txt benchmarks/race/verl.txt
+	@echo 'Setting up $(RACE), once: this downloads and installs TRL and what it needs, and verl.'
 	$(PYTHON) -m venv $(RACE)
 	$(RACE)/bin/python -m pip install -qq --requirement benchmarks/race/requirements.txt
+	$(RACE)/bin/python -m pip install -qq --no-deps --target $(RACE)/verl --requirement benchmarks/race/verl.txt
 	@touch $@

