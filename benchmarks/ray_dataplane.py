@@ -107,6 +107,7 @@ def columns_of(rows: int, prompt: int, response: int) -> Columns:
         "response_mask": response_mask,
         "temperature": torch.ones(rows),
         "policy_version": torch.zeros(rows, dtype=torch.int64),
+        "token_version": torch.zeros(rows, response, dtype=torch.int64).masked_fill(~response_mask, -1),
         "response_text": text,
         "raw_prompt": np.array([[{"role": "user", "content": "?" * int(n)}] for n in prompts] + [None], object)[:-1],
         "extra_info": np.array([{"index": i} for i in range(rows)], dtype=object),
