@@ -292,6 +292,11 @@ def non_default(spec: Spec) -> dict[str, Any]:
     }
 
 
+def written(spec: Spec) -> str:
+    """A spec as it is written in Python."""
+    return f"{type(spec).__name__}({', '.join(f'{name}={value!r}' for name, value in non_default(spec).items())})"
+
+
 def shown(spec: Spec) -> dict[str, Any]:
     """The parameters that people set, by name; those with ``Field(repr=False)`` are filled in."""
     fields: Mapping[str, Any] = cast(Any, type(spec)).__pydantic_fields__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -19,11 +20,12 @@ from flowrl.backends.torch.load import Folder, FolderBackend, load_tokenizer
 from flowrl.backends.torch.lora import LoRA, require_peft
 from flowrl.backends.torch.model import Dtype, TorchModel
 from flowrl.backends.torch.probes import Attention
+from flowrl.core.backend import Backend
 from flowrl.core.heads import StateScorer
 from flowrl.core.protocols import BuildContext, Checkpointed, Sleeper, Trainer
 from flowrl.core.scorers import LogitScorer, NormScorer
 from flowrl.errors import BindError, type_of
-from flowrl.spec import non_default
+from flowrl.spec import non_default, parameters
 
 
 class TorchScorer(FolderBackend):
@@ -64,6 +66,15 @@ class TorchScorer(FolderBackend):
                 f"{unused}, or name a folder too"
             )
         return self
+
+    def sharing(self, bound: Mapping[str, Backend]) -> Backend | None:
+        """The actor with its adapter off, where that has this model and computes as this does."""
+        actor = bound.get("actor")
+        if self.model is None or not isinstance(actor, TorchTrainer) or actor.lora is None:
+            return None
+        own = parameters(self)
+        del own["memory"]
+        return TorchScorer() if own.items() <= parameters(actor).items() else None
 
     def build(self, context: BuildContext) -> FrozenEngine:
         """Load the model, or share the actor's.

@@ -27,9 +27,10 @@ from flowrl.data.vocabulary import refuse_other_vocabularies
 from flowrl.errors import BindError, FlowrlError, GraphError
 from flowrl.run.build import EngineBuilder
 from flowrl.run.local import local_steps
-from flowrl.run.place import Place, lay_out, shown
+from flowrl.run.place import Place, lay_out
 from flowrl.run.schedule import Schedule
 from flowrl.run.steps import Steps
+from flowrl.spec import written
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ class Job(Generic[GraphT]):
         if not (shared := self._taking_turns()):
             return None
         return (
-            f"lag={self.graph.lag} gains nothing with {shown(self.place)}: {' and '.join(shared)} take turns on its "
+            f"lag={self.graph.lag} gains nothing with {written(self.place)}: {' and '.join(shared)} take turns on its "
             f"slots, so nothing is sampled while something is trained; give each its own: Split(train=..., rollout=...)"
         )
 
@@ -215,6 +216,11 @@ class Job(Generic[GraphT]):
         """
         plan = Plan(self.runs)
         lines = [str(plan), *told_of_fusing(self.graph, self.optimize, prompts)]
+        bound = self.graph.bindings
+        for role, backend in bound.items():
+            if (other := backend.sharing(bound)) is not None:
+                mend = f"edit(bind={{{role!r}: {written(other)}}})"
+                lines.append(f"{role} has weights that are there without it; holding them once is enough: {mend}")
         told = [] if (why := self.no_gain()) is None else [why]
         if self.place is None:
             return "\n".join([*lines, "everything runs in one process", *told])

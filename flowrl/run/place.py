@@ -13,7 +13,7 @@ from flowrl.core.graph import Graph
 from flowrl.core.protocols import Synced
 from flowrl.errors import BindError
 from flowrl.run.steps import Steps
-from flowrl.spec import Spec, non_default
+from flowrl.spec import Spec, written
 
 
 class Place(Spec):
@@ -89,7 +89,7 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
     """
     bindings: Mapping[str, Backend] = graph.bindings
     if place.rebuilds:
-        refuse_uncheckpointed(graph.trained, bindings, shown(place), "drop restart='role'")
+        refuse_uncheckpointed(graph.trained, bindings, written(place), "drop restart='role'")
     groups: dict[str, list[str]] = {}
     for role in bindings:
         groups.setdefault(_owner(role, bindings), []).append(role)
@@ -103,8 +103,8 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
             wide = f" of {each} slots each" if each > 1 else ""
             narrower = ", or fewer slots a rank (tensor_parallel)" if each > 1 else ""
             raise BindError(
-                f"the role {owner!r} wants {ranks} ranks{wide}, and {shown(place)} has {len(allowed)} slot(s) for it; "
-                f"expected at most one rank a slot: give the place more slots, or {owner} fewer ranks{narrower}."
+                f"the role {owner!r} wants {ranks} ranks{wide}, and {written(place)} has {len(allowed)} slot(s) for it;"
+                f" expected at most one rank a slot: give the place more slots, or {owner} fewer ranks{narrower}."
             )
         if odd := next((role for role in roles if bindings[role].ranks not in (1, ranks)), None):
             raise BindError(
@@ -151,12 +151,7 @@ def _refuse_too_large(bindings: Mapping[str, Backend], hosts: list[ProcessSpec],
             named = ", ".join(f"{name} {size:g}" for name, size in sizes.items() if size)
             largest = max(sizes, key=sizes.__getitem__)
             raise BindError(
-                f"slot {slot} of {shown(place)} has {place.memory:g} GiB, and its roles state {named} GiB; roles take "
-                f"turns, but {largest} does not fit even alone: give it more ranks, offload it, or let it have a model "
+                f"slot {slot} of {written(place)} has {place.memory:g} GiB, and its roles state {named} GiB; roles "
+                f"take turns, but {largest} does not fit even alone: give it more ranks, offload it, or let it have a model "
                 f"of its own where it shares one."
             )
-
-
-def shown(place: Place) -> str:
-    """A place as it is written in Python."""
-    return f"{type(place).__name__}({', '.join(f'{name}={value!r}' for name, value in non_default(place).items())})"

@@ -12,12 +12,13 @@ from flowrl.core.graph import Graph
 from flowrl.core.plan import Plan
 from flowrl.errors import BindError
 from flowrl.run.costs import Costs, refuse_no_costs
-from flowrl.run.place import Place, lay_out, shown
+from flowrl.run.place import Place, lay_out
 from flowrl.run.placement import refuse_unplaceable
 from flowrl.run.pretend import PretendRunner, blank_batch, place_of
 from flowrl.run.steps import Steps
 from flowrl.run.timeline import critical_path
 from flowrl.run.weights import TrainedWeights
+from flowrl.spec import written
 
 _STEPS = 40
 
@@ -110,7 +111,7 @@ def predict(
     typical = {node: median(step[node] for step in nodes if node in step) for node in ran}
     path, path_seconds = critical_path(plan.network, typical)
     return Prediction(
-        "in one process" if place is None else shown(place),
+        "in one process" if place is None else written(place),
         seconds,
         {slot: 1.0 - worked for slot, worked in share.items()},
         max(share.values()) * seconds,  # of the median step, as all numbers here
@@ -130,7 +131,7 @@ def _refuse_unbound(graph: Graph, place: Place) -> None:
     if unbound := [role for role in graph.roles() if role not in graph.bindings]:
         raise BindError(
             f"{graph.name} leaves {', '.join(map(repr, unbound))} unbound, so nobody knows which slots of "
-            f"{shown(place)} they take; bind them: graph.bind({', '.join(f'{role}=...' for role in unbound)}).graph."
+            f"{written(place)} they take; bind them: graph.bind({', '.join(f'{role}=...' for role in unbound)}).graph."
         )
 
 
