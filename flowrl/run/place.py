@@ -152,6 +152,6 @@ def _refuse_too_large(bindings: Mapping[str, Backend], hosts: list[ProcessSpec],
             largest = max(sizes, key=sizes.__getitem__)
             raise BindError(
                 f"slot {slot} of {written(place)} has {place.memory:g} GiB, and its roles state {named} GiB; roles "
-                f"take turns, but {largest} does not fit even alone: give it more ranks, offload it, or let it have a model "
-                f"of its own where it shares one."
+                f"take turns, but {largest} does not fit even alone: give it more ranks, offload it, or let it have a "
+                f"model of its own where it shares one."
             )
