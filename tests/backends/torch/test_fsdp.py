@@ -330,6 +330,7 @@ def test_one_rank_through_fully_shard_is_one_process(found: Any, monkeypatch: py
     try:
         engine = context.trainer("qwen2", optimizer=SGD(lr=0.1, momentum=0.9), offload=True, max_tokens=40)
         assert all(isinstance(parameter, DTensor) for parameter in engine.model.parameters())
+        assert engine._scorer.unpacked is None
         truth = alone["gradient qwen2"]
         batch = policy_batch(context, "qwen2")
         log = engine.update(batch, minis(batch, PPO, ALL), PPO).compute()
