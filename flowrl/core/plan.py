@@ -199,10 +199,10 @@ class Plan:
         if self.state_edges:
             lines.append("weights are read before they are written:")
             lines += [f"  {edge.role}: {edge.before} before {edge.after}" for edge in self.state_edges]
-        return "\n".join([*lines, *self._twins()])
+        return "\n".join([*lines, *self.twice()])
 
-    def _twins(self) -> list[str]:
-        """What is computed twice, with the edit that mends it; and what only looks as if it were, with the reason."""
+    def twice(self) -> list[str]:
+        """For people: what is computed twice, with the edit that mends it; what only looks so, with the reason."""
         lines = []
         for twin in twins(self.order):
             if twin.apart is None:

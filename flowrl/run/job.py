@@ -216,6 +216,7 @@ class Job(Generic[GraphT]):
         """
         plan = Plan(self.runs)
         lines = [str(plan), *told_of_fusing(self.graph, self.optimize, prompts)]
+        lines += [line for line in Plan(self.graph).twice() if line not in plan.twice()]  # one of two may be fused
         bound = self.graph.bindings
         for role, backend in bound.items():
             if (other := backend.sharing(bound)) is not None:

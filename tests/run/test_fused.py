@@ -18,7 +18,7 @@ from flowrl.backends import AdamW, LoRA, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.core.edit import After
 from flowrl.core.operator import Operator
 from flowrl.errors import DataError
-from flowrl.operators import Filter, Ranked
+from flowrl.operators import Filter, OldLogProb, Ranked
 from flowrl.run.costs import Costs
 from flowrl.run.job import Job
 from flowrl.run.prediction import predict
@@ -197,3 +197,14 @@ def test_the_plan_says_where_a_reference_holds_the_weights_of_the_base(tiny: str
     assert plan(adapted, TorchScorer(tiny)) == [said + "edit(bind={'ref': TorchScorer()})"]
     assert plan(adapted, TorchScorer()) == plan(adapted, TorchScorer(tiny, dtype="bfloat16")) == []
     assert plan(TorchTrainer(tiny), TorchScorer(tiny)) == []
+
+
+def test_the_plan_names_what_the_graph_asks_twice_though_one_of_two_is_fused(tiny: str) -> None:
+    made = job("grpo", tiny).edit(
+        insert={"again": After("old_log_prob", OldLogProb())},
+        wire={"mismatch.old_log_probs": "again.old_log_probs"},
+    )
+    [told] = [line for line in made.plan().splitlines() if line.startswith("again computes what old_log_prob does")]
+    mended: Job = eval(f"made.{told.partition(': ')[2]}", {"made": made})
+    assert mended.graph == job("grpo", tiny).graph and "again" not in mended.plan()
+    assert replace(made, optimize=False).plan().splitlines().count(told) == 1
