@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -80,11 +79,13 @@ def _behind(w: Tensor, mask: Tensor, discount: Tensor) -> Tensor:
         w[:, :-1], w[:, -1:] = sums[:, 1:width], 0.0
         return w
     blocks = width // _BLOCK + 1  # so that some token is left behind the last
-    tokens = torch.arange(blocks * _BLOCK, dtype=torch.int32, device=mask.device)
-    at, packed = _places(mask), _places(tokens < mask.sum(-1, dtype=torch.int32)[:, None])
-    left = w.new_zeros(rows * len(tokens)).scatter_(0, packed, w.flatten().index_select(0, at))
-    sums = _discounted_sums(left.view(rows, len(tokens)), discount)
-    return w.zero_().flatten().scatter_(0, at, sums.flatten().index_select(0, packed.add_(1))).view(rows, width)
+    number = mask.sum(-1, dtype=torch.int32).long()
+    begins = torch.arange(rows, device=mask.device) * (blocks * _BLOCK)
+    packed = (begins - number.cumsum(0) + number).repeat_interleave(number)
+    packed += torch.arange(len(packed), device=mask.device)
+    left = w.new_zeros(rows * blocks * _BLOCK).scatter_(0, packed, _taken(w, mask))
+    sums = _discounted_sums(left.view(rows, -1), discount)
+    return _put(w.zero_(), mask, sums.flatten()[1:].index_select(0, packed))
 
 
 def _discounted_sums(x: Tensor, discount: Tensor) -> Tensor:
@@ -114,11 +115,20 @@ def _discounted_sums(x: Tensor, discount: Tensor) -> Tensor:
     return y.view(rows, blocks * _BLOCK)
 
 
-def _places(mask: Tensor) -> Tensor:
-    """Where a mask is True, in its flat memory: int64."""
-    if mask.device.type != "cpu":
-        return mask.flatten().nonzero().squeeze(1)
-    return torch.from_numpy(np.flatnonzero(mask.numpy()))  # four times as fast as torch
+def _taken(x: Tensor, mask: Tensor) -> Tensor:
+    """What a mask lets through, row by row."""
+    if x.device.type != "cpu":
+        return x[mask]
+    return torch.from_numpy(x.numpy()[mask.numpy()])  # seven times as fast as torch
+
+
+def _put(x: Tensor, mask: Tensor, taken: Tensor) -> Tensor:
+    """`x`, in which these numbers were written where a mask is True, row by row."""
+    if x.device.type != "cpu":
+        x[mask] = taken
+    else:
+        x.numpy()[mask.numpy()] = taken.numpy()
+    return x
 
 
 @torch.no_grad()
