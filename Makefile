@@ -18,13 +18,25 @@ RACES      := lengths fused generate log_probs advantages columns ray_dataplane
 ENGINES       := .venv-engines
 ENGINES_READY := $(ENGINES)/.ready
 
+# Each tier of tests collects only the paths that hold its tests.
+PYTEST         := $(BIN)/python -m pytest --durations 10
+ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest --durations 10
+TWO_PROCESSES  := --numprocesses 2 --dist loadfile
+
+MAIN_TESTS     := tests --ignore tests/on_ray --ignore tests/draw/test_pictures.py
+RUNS_TESTS      = $(shell grep -rlE --include='test_*.py' 'mark\.runs\b' tests)
+RAY_TESTS       = tests/on_ray $(shell grep -rlE --include='test_*.py' --exclude-dir=on_ray 'mark\.ray\b' tests)
+ENGINES_TESTS  := tests/engines tests/backends
+PICTURES_TESTS := tests/draw/test_pictures.py
+
 # Two processes share the work of the tests, so each keeps to one thread. Nothing here needs a model hub.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-runs test-ray engines test-engines pictures test-pictures check bench race docs clean
+.PHONY: help demo test test-runs test-ray engines test-engines pictures test-pictures check bench race docs clean \
+	nightly nightly-main nightly-ray nightly-engines
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,24 +45,36 @@ demo: $(READY)  ## Watch a small language model learn to think, by GRPO and by P
 	$(BIN)/flowrl demo
 
 test: $(READY)  ## Run the tests, except those of the targets below
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10 -m "not runs and not ray and not pictures and not engines"
+	$(PYTEST) $(TWO_PROCESSES) $(MAIN_TESTS) -m "not runs and not ray and not pictures and not engines and not nightly"
 
 test-runs: $(READY)  ## Run the tests of whole runs: killed and resumed, of every algorithm and example
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 10 -m "runs and not ray"
+	$(PYTEST) $(TWO_PROCESSES) $(RUNS_TESTS) -m "runs and not ray and not nightly"
 
 test-ray: $(READY)  ## Run the tests that start Ray, with ranks and faults
-	$(BIN)/python -m pytest --durations 10 -m ray
+	$(PYTEST) $(RAY_TESTS) -m "ray and not nightly"
 
 engines: $(ENGINES_READY)  ## Set up vLLM and SGLang for a CPU, in an environment of their own (4 GB)
 
 test-engines: $(ENGINES_READY)  ## Run the tests that start vLLM or SGLang
-	$(ENGINES)/bin/python -m pytest --durations 10 -m engines
+	$(ENGINES_PYTEST) $(ENGINES_TESTS) -m "engines and not nightly"
 
 pictures:  ## Set up Mermaid and Chromium, which draw what test-pictures looks at
 	@sh tests/draw/mermaid/set_up.sh $(PICTURES)
 
 test-pictures: $(READY) pictures  ## Run the tests that draw in a browser; the pictures are then in .pictures
-	$(BIN)/python -m pytest --durations 10 -m pictures
+	$(PYTEST) $(PICTURES_TESTS) -m "pictures and not nightly"
+
+nightly:  ## Run the matrices of cases; every commit runs one case of each mechanism
+	@.ci/run nightly-main nightly-ray nightly-engines
+
+nightly-main: $(READY)
+	$(PYTEST) $(TWO_PROCESSES) $(MAIN_TESTS) -m "nightly and not ray and not engines"
+
+nightly-ray: $(READY)
+	$(PYTEST) $(RAY_TESTS) -m "nightly and ray"
+
+nightly-engines: $(ENGINES_READY)
+	$(ENGINES_PYTEST) $(ENGINES_TESTS) -m "nightly and engines"
 
 check: $(READY)  ## Lint, check the format, type-check the package in strict mode, and hold the budgets of length
 	$(BIN)/ruff check
