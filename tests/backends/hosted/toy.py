@@ -1,0 +1,131 @@
+"""A toy engine for the tests of what hosted engines share: it computes one token of each answer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flowrl.backends.hosted.arrival import Arrival
+from flowrl.backends.hosted.base import Answer, HostedRollout
+from flowrl.backends.hosted.spec import EngineSpec
+from flowrl.backends.rollout import Ending
+from flowrl.core.protocols import Caches, Request, Response, Sampling
+from flowrl.data.keys import Key
+from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.errors import DataError, EngineError
+from flowrl.sync.probe import Probe
+
+KEY = Key.of(3)
+PROBE = Probe([[9, 20], [12]], [[33, 41, 7], [8, 30, 31]])
+FIRST, LETTERS = 6, 70  # of the tokens that it answers with
+
+
+def said(ids: Sequence[int], seed: int, count: int) -> list[int]:
+    """What the toy says after `ids`."""
+    return [FIRST + (sum(ids) + seed + 3 * i) % LETTERS for i in range(count)]
+
+
+class Toy(HostedRollout):
+    """What it was told is in `told`."""
+
+    name = "Toy"
+
+    def __init__(self, folder: str, **settings: Any) -> None:
+        super().__init__(EngineSpec(folder, **settings), ChatTokenizer(folder), 0)
+        self._probe, self._arithmetic = PROBE, self._dtype()
+        self.told: list[str] = []
+        self.alive, self.version, self.log_prob, self.fault = True, "0", -1.0, ""
+        self.death: str | None = None
+        self.scores: Sequence[float] = ()
+        self.idle: str | None = None  # a request that it does not get on with
+        self.under_way: dict[str, tuple[list[int], Sampling, int, list[str]]] = {}
+
+    @property
+    def _lives(self) -> bool:
+        return self.alive
+
+    def _start(self) -> None:
+        self.alive = True
+
+    def _stop(self) -> None:
+        self.alive = False
+        self.under_way.clear()
+        if self.fault == "close":
+            raise OSError("no end")
+
+    def _limits(self) -> tuple[int, int]:
+        return FIRST + LETTERS, 64
+
+    def _settings(self, sampling: Sampling, ending: Ending) -> Any:
+        if sampling.top_k:
+            raise DataError("Toy has no top_k.")
+        return sampling
+
+    def _begin(self, name: str, ids: Sequence[int], settings: Any, seed: int) -> None:
+        self._fail("begin")
+        self.told.append(f"begin {name}")
+        assert name not in self.under_way and 0 <= seed < 2**63
+        self.under_way[name] = ([*ids], settings, seed, [])
+
+    def _advance(self) -> dict[str, Answer]:
+        """It does not know of stop tokens, and so says too much."""
+        assert self.under_way
+        self._fail("advance")
+        answers = {}
+        for name, (ids, sampling, seed, versions) in [*self.under_way.items()]:
+            if self.idle == name:
+                continue
+            versions.append(self.version)
+            if len(versions) == sampling.max_new_tokens or self.fault == "short":
+                del self.under_way[name]
+                tokens, log_probs = said(ids, seed, len(versions)), [self.log_prob] * len(versions)
+                answers[name] = Answer(tokens, log_probs, versions, "length", len(ids) // 2)
+        return answers
+
+    def _abort(self, name: str) -> None:
+        self._fail("abort")
+        self.told.append(f"abort {name}")
+        del self.under_way[name]
+
+    def _fail(self, call: str) -> None:
+        if self.fault == call:
+            raise EngineError("the toy broke.")
+
+    def _halt(self, caches: Caches | None) -> list[str]:
+        self.told.append(f"halt {caches}")
+        return [name for name, (*_, versions) in self.under_way.items() if not versions] if caches == "keep" else []
+
+    def _death(self) -> str | None:
+        return self.death
+
+    def _take_over(self, arrival: Arrival, caches: Caches | None) -> str:
+        self._fail("take")
+        assert (caches is None) == (not self.under_way)
+        self.told.append(f"take {caches}")
+        for _ in arrival.weights():
+            pass
+        self.version = str(arrival.version)
+        return "copy"
+
+    def _score(self, probe: Probe) -> list[float]:
+        return [*self.scores]
+
+    def _dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def _release(self) -> None:
+        assert not self.under_way
+
+    def _resume(self) -> None: ...
+
+
+def asking(name: str, ids: Sequence[int], tokens: int = 3, turn: int = 0, **more: Any) -> Request:
+    sampling = Sampling(1.0, more.pop("top_k", 0), 1.0, tokens, ignore_eos=True, **more)
+    return Request(name, ids, sampling, KEY.answer(name, turn))
+
+
+def expected(asked: Request, version: int = 0) -> Response:
+    ids = said(asked.ids, asked.key.bits & (2**63 - 1), asked.sampling.max_new_tokens)
+    return Response(ids, [-1.0] * len(ids), [version] * len(ids), "length")

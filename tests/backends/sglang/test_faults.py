@@ -1,0 +1,199 @@
+"""Faults of `SGLang` with a toy in the place of its process: each is named, and the next sync starts it again.
+
+tests/engines/test_sglang.py has one fault of the real process in every run, and the others nightly.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from flowrl.backends import SGLang, TorchTrainer
+from flowrl.backends.hosted.keeper import members
+from flowrl.backends.hosted.process import EngineProcess
+from flowrl.backends.sglang import engine as module
+from flowrl.backends.sglang.engine import SGLangEngine
+from flowrl.core.protocols import Sampling
+from flowrl.data.metrics import Metrics
+from flowrl.errors import BindError, EngineError, SyncError
+from flowrl.operators import Interact
+from flowrl.sync.digest import weights_digest
+from tests.backends.sglang.toy_server import ENDLESS, WORD
+from tests.engines.answers import CONTEXT, GREEDY, KEY, names, ragged, rows
+from tests.engines.requests import Counts
+from tests.engines.sources import Altered
+from tests.models import tiny_folder
+from tests.operators.test_interact import prompts_of
+
+GONE = "the process of SGLang was killed by SIGKILL"
+
+
+class Agreeing(Altered):
+    """A trainer that scores every token 0, as the toy does."""
+
+    def log_probs(self, batch: Any) -> Tensor:
+        return torch.zeros(batch.response_mask.shape)
+
+
+def toy_process(name: str, main: str, *rest: Any) -> EngineProcess:
+    assert main == "flowrl.backends.sglang.server:main"
+    return EngineProcess(name, "tests.backends.sglang.toy_server:main", *rest)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_sglang() -> Iterator[None]:
+    find = importlib.util.find_spec
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "EngineProcess", toy_process)
+        patch.setattr(importlib.util, "find_spec", lambda name: True if name == "sglang" else find(name))
+        yield
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny: str) -> Agreeing:
+    return Agreeing(TorchTrainer(tiny, device="cpu").build(CONTEXT), version=4)
+
+
+@pytest.fixture(scope="module")
+def running(tiny: str, without_sglang: None) -> Iterator[SGLangEngine]:
+    engine = SGLang(tiny, dtype="float32").build(CONTEXT)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(running: SGLangEngine, trainer: Any) -> SGLangEngine:
+    running.sync(trainer)
+    return running
+
+
+def process_of(engine: SGLangEngine) -> EngineProcess:
+    assert engine._process is not None
+    return engine._process
+
+
+def answers(engine: SGLangEngine, sampling: Sampling = GREEDY) -> list[list[int]]:
+    prompts, mask = ragged(engine, [4, 9])
+    return rows(engine.generate(prompts, mask, names(2), sampling, KEY))
+
+
+def refuse_unsynced(engine: SGLangEngine, trainer: Any) -> None:
+    """Without a receipt it must not generate; a sync must bring it back."""
+    assert engine.receipt is None
+    with pytest.raises(SyncError, match="no receipt"):
+        answers(engine)
+    assert engine.sync(trainer).digest == weights_digest(trainer.weights())
+    assert answers(engine) == [[WORD] * GREEDY.max_new_tokens] * 2
+
+
+def test_killed_while_it_generates_it_is_named_and_the_next_sync_starts_it(
+    engine: SGLangEngine, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = process_of(engine)
+    group, reply = process.pid, process.reply
+
+    def killed(call: str) -> dict[str, Any]:
+        os.kill(group, signal.SIGKILL)
+        return reply(call)
+
+    monkeypatch.setattr(process, "reply", killed)
+    with pytest.raises(EngineError, match=f"{GONE} during generate"):
+        answers(engine, replace(GREEDY, max_new_tokens=ENDLESS + 1))
+    assert not members(group)
+    refuse_unsynced(engine, trainer)
+
+
+def test_killed_while_it_receives_weights_it_is_no_fault_of_these(engine: SGLangEngine, trainer: Any) -> None:
+    os.kill(process_of(engine).pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=GONE):
+        engine.sync(trainer)
+    refuse_unsynced(engine, trainer)
+
+
+def test_killed_in_the_middle_of_episodes_it_is_named(engine: SGLangEngine) -> None:
+    group = process_of(engine).pid
+
+    class Kills(Counts):
+        async def step(self, answer: Any) -> Any:
+            if answer.turn == 1:
+                os.kill(group, signal.SIGKILL)
+            return await super().step(answer)
+
+    interact = Interact(Kills, max_turns=4, context=200, max_new_tokens=8, rollout=engine)
+    with pytest.raises(EngineError, match=f"{GONE} (during|before) generate"):
+        interact(prompts_of(engine.tokenizer, 12), key=KEY, metrics=Metrics())
+    assert engine.receipt is None and not members(group)
+
+
+def test_weights_that_are_damaged_on_the_way_are_found_by_the_digest(
+    engine: SGLangEngine, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(bucket: dict[str, Tensor]) -> bytes:
+        return save({name: tensor * (1 + 1e-7) for name, tensor in load(save(bucket)).items()})
+
+    with monkeypatch.context() as patch, pytest.raises(SyncError, match="have the digest"):
+        patch.setattr(module, "save", damaged)
+        engine.sync(trainer)
+    refuse_unsynced(engine, trainer)
+
+
+def test_weights_of_another_version_are_not_sampled_from(engine: SGLangEngine) -> None:
+    engine._ask("end", version="13")
+    with pytest.raises(SyncError, match="SGLang says that it sampled from weights of version 13"):
+        answers(engine)
+    assert engine.receipt is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"engine_args": {"no_such_argument": 1}}, "no_such_argument"), ({"cache_tokens": 100}, "room for 100 tokens")],
+)
+def test_a_start_that_fails_says_why_and_leaves_nothing(
+    tiny: str, settings: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[EngineProcess, Path]] = []
+
+    def noted(*given: Any) -> EngineProcess:
+        started.append((process := toy_process(*given), Path(given[-1].name)))
+        return process
+
+    monkeypatch.setattr(module, "EngineProcess", noted)
+    with pytest.raises(BindError, match=words):
+        SGLang(tiny, dtype="float32", **settings).build(CONTEXT)
+    [(process, folder)] = started
+    assert not members(process.pid) and not folder.exists()
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("float32", "bfloat16"), ("float16", "auto")])
+def test_auto_is_bfloat16_for_a_folder_in_float32(
+    stored: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what SGLang is called with; by itself it would make that float16."""
+    folder = Path(tiny_folder(tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": stored}))
+    asked: list[dict[str, Any]] = []
+
+    class Refusing:
+        def __init__(self, *given: Any) -> None:
+            self.close = given[-1].cleanup
+
+        def send(self, arguments: dict[str, Any]) -> None:
+            asked.append(arguments)
+            raise EngineError("enough")
+
+    monkeypatch.setattr(module, "EngineProcess", Refusing)
+    with pytest.raises(BindError, match="enough"):
+        SGLang(str(folder)).build(CONTEXT)
+    assert [arguments["dtype"] for arguments in asked] == [dtype]

@@ -1,0 +1,71 @@
+"""A toy in the place of `flowrl.backends.sglang.server`: it notes weights, scores every token 0, needs no SGLang."""
+
+from __future__ import annotations
+
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+from safetensors.torch import load
+
+from flowrl.backends.sglang.answers import Asked
+from flowrl.sync.digest import tensor_digest
+
+WORD = 20
+"""The one token that it answers with."""
+ENDLESS = 100
+"""Tokens; a longer answer never ends, and no other beside it."""
+
+
+class Toy:
+    """Methods are named by the ``call`` of the request, as those of the real server."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        if "no_such_argument" in arguments:
+            raise TypeError("unexpected keyword argument 'no_such_argument'")
+        self.room, self.version = arguments["max_total_tokens"], "default"
+        self.digests: dict[str, str] = {}
+
+    def describe(self, body: bytes) -> dict[str, Any]:
+        return {"vocabulary": 85, "dtype": "float32", "cached_tokens": self.room, "support": 50}
+
+    def generate(self, body: bytes, new: list[Asked], seconds: float) -> dict[str, Any]:
+        counts = {asked.name: asked.sampling["max_new_tokens"] for asked in new}
+        if max(counts.values(), default=0) > ENDLESS:
+            signal.pause()
+        return {"answers": {name: self.answer(count) for name, count in counts.items()}}
+
+    def answer(self, count: int) -> dict[str, Any]:
+        versions = [self.version] * count
+        return {"ids": [WORD] * count, "log_probs": [0.0] * count, "versions": versions, "ended": "length", "cached": 0}
+
+    def score(self, body: bytes, rows: list[list[int]], width: int) -> dict[str, Any]:
+        return {"log_probs": [0.0] * width * len(rows)}
+
+    def begin(self, body: bytes, caches: str | None = None) -> dict[str, Any]:
+        self.digests = {}
+        return {"undrawn": []}
+
+    def take(self, body: bytes) -> dict[str, Any]:
+        self.digests |= {name: tensor_digest(name, tensor) for name, tensor in load(body).items()}
+        return {}
+
+    def end(self, body: bytes, version: str, caches: str | None = None) -> dict[str, Any]:
+        self.version = version
+        return {"digests": self.digests}
+
+
+def main(requests: Connection, replies: Connection) -> None:
+    """What the process runs, until its parent ends it."""
+    arguments, _ = requests.recv(), requests.recv_bytes()
+    toy: Any = None
+    message: dict[str, Any] = {"call": "describe"}
+    body = b""
+    while True:
+        try:
+            toy = toy or Toy(arguments)
+            reply = getattr(toy, message.pop("call"))(body, **message)
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.send(reply)
+        message, body = requests.recv(), requests.recv_bytes()
