@@ -75,7 +75,7 @@ def test_a_swap_that_fails_ends_the_engine_and_names_itself_to_what_is_under_way
     assert engine.step() == []
 
 
-@pytest.fixture(params=["begin", "advance", "short", "version"])
+@pytest.fixture(params=["begin", "advance", "interrupted", "short", "version"])
 def broken(request: pytest.FixtureRequest, engine: Toy) -> Iterator[Toy]:
     """It breaks in the next step; one response is there, and two requests are under way."""
     for name, tokens in (("there", 1), ("begun", 5)):
@@ -90,6 +90,7 @@ def broken(request: pytest.FixtureRequest, engine: Toy) -> Iterator[Toy]:
 
 def test_an_error_ends_the_engine_and_all_that_was_under_way(broken: Toy) -> None:
     error, words = {
+        "interrupted": (KeyboardInterrupt, "^$"),
         "short": (EngineError, r"ended a response after 2 tokens \(length\)"),
         "version": (SyncError, "sampled from weights of version 13, and .* receipt was for version 0;"),
     }.get(broken.fault, (EngineError, "the toy broke"))

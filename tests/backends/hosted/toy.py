@@ -73,6 +73,8 @@ class Toy(HostedRollout):
         """It does not know of stop tokens, and so says too much."""
         assert self.under_way
         self._fail("advance")
+        if self.fault == "interrupted":
+            raise KeyboardInterrupt
         answers = {}
         for name, (ids, sampling, seed, versions) in [*self.under_way.items()]:
             if self.idle == name:
