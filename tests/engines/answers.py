@@ -327,11 +327,11 @@ class SyncTests:
         assert answers == by_torch(trainer, folder, prompts, mask)
 
     def test_an_engine_that_keeps_old_weights_is_found_by_the_probe(
-        self, engine: Any, other: Any, trainer: Any
+        self, surviving: Any, other: Any, trainer: Any
     ) -> None:
-        with pytest.raises(SyncError, match=f"{engine.name} .* score the same 64 tokens differently"):
-            engine.sync(Crooked(other, trainer.weights()))
-        assert engine.receipt is None
+        with pytest.raises(SyncError, match=f"{surviving.name} .* score the same 64 tokens differently"):
+            surviving.sync(Crooked(other, trainer.weights()))
+        assert surviving.receipt is None
 
     def test_weights_that_others_updated_are_not_sampled_from(self, engine: Any) -> None:
         prompts, mask = ragged(engine, [4])

@@ -1,6 +1,7 @@
 """Tests of real engines: skipped, with the reason, where the engine is not installed.
 
-A test says what it needs by its marker, ``engines("vllm")``.
+A test says what it needs by its marker, ``engines("vllm")``. Files share the session's `vllm`. A test may end it, or
+start another one: the fixture `engine` of the next test starts it again by a sync.
 """
 
 from __future__ import annotations
@@ -10,15 +11,21 @@ import os
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
 
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flowrl.backends import TorchTrainer
+from flowrl.backends import VLLM, TorchTrainer
 from flowrl.backends.torch.engine import TorchTrainerEngine
+from flowrl.backends.vllm.engine import VLLMEngine
 from tests.engines.answers import CONTEXT
-from tests.models import tiny_folder
+from tests.engines.vllm_slot import VLLM_SETTINGS, VLLMSlot
+from tests.models import EOS, tiny_folder
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -30,8 +37,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("engines"):  # engines import much that warns, which is theirs to mend
+        if item.get_closest_marker("engines"):  # engines raise warnings of their own on import
             item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Llama in float32. Its generation config would cut off the less likely tokens."""
+    folder = tiny_folder(tmp_path_factory.mktemp("engines"))
+    loose = {"eos_token_id": EOS, "temperature": 0.2, "top_k": 3, "do_sample": True}
+    Path(folder, "generation_config.json").write_text(json.dumps(loose))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +62,23 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> TorchTrainerEngine:
     return TorchTrainer(tiny_folder(tmp_path_factory.mktemp("other"), seed=1), device="cpu").build(CONTEXT)
 
 
+@pytest.fixture(scope="session")
+def vllm_slot() -> Iterator[VLLMSlot]:
+    """The only one of this process."""
+    slot = VLLMSlot()
+    yield slot
+    slot.free()
+
+
+@pytest.fixture(scope="session")
+def vllm(vllm_slot: VLLMSlot, folder: str) -> VLLMEngine:
+    """One vLLM for the session, over `folder`. Claim the slot and sync before use."""
+    return vllm_slot.start(VLLM(folder, **VLLM_SETTINGS))
+
+
 @pytest.fixture
-def engine(running: Any, trainer: TorchTrainerEngine) -> Any:
-    """The engine that runs for all tests of a file, with the trainer's weights."""
-    running.sync(trainer)
-    return running
+def surviving(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The engine, which an error does not end within the test: where that it ends is proved by another test, it need
+    not start again."""
+    monkeypatch.setattr(engine, "_at_stake", nullcontext)
+    return engine

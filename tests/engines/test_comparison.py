@@ -38,6 +38,7 @@ def test_engines_that_are_not_installed_are_named() -> None:
 
 
 @pytest.mark.engines("vllm", "sglang")
+@pytest.mark.nightly
 @pytest.mark.timeout(480)
 def test_all_engines_take_the_same_weights_and_agree_with_the_trainer() -> None:
     found, episodes = (
@@ -58,6 +59,7 @@ def test_all_engines_take_the_same_weights_and_agree_with_the_trainer() -> None:
 
 
 @pytest.mark.engines("vllm", "sglang")
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("words", "cases"),

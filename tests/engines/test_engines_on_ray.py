@@ -32,6 +32,7 @@ from flowrl.run.place import Place
 from flowrl.sync.digest import weights_digest
 from tests.engines.answers import CONTEXT, by_torch
 from tests.engines.leftovers import eventually, left_by_sglang
+from tests.engines.vllm_slot import VLLMSlot
 from tests.jobs import job_of, prompt_batch, proto
 from tests.models import tiny_folder
 from tests.on_ray.leftovers import ends, family, leaves_nothing, process_ids
@@ -117,22 +118,50 @@ def refuse_other_death(executor: Any, rank: int) -> None:
     assert time.monotonic() - started < DEADLINE
 
 
-def tried(job: Job, folder: str, scratch: Path, ranks: int, dies: int) -> Any:
-    """All of the above; what the first step left."""
+class Crooked(TorchTrainer):
+    """Where the file `mischief` is, it sends other weights than it scores by; their digest is in order."""
+
+    mischief: str = ""
+
+    def build(self, context: Any) -> TorchTrainerEngine:
+        engine, mischief = super().build(context), Path(self.mischief)
+        honest = engine.weights
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in honest():
+                yield name, tensor * 1.5 if mischief.exists() and "layers.0.mlp" in name else tensor
+
+        engine.weights = weights  # type: ignore[method-assign]
+        return engine
+
+
+def refuse_other_weights(executor: Any, mischief: Path) -> None:
+    """Other weights than the trainer scores by must be refused."""
+    mischief.touch()
+    with pytest.raises(NodeError, match=r"on rollout rank 0: SyncError: .*score the same 64 tokens differently"):
+        executor.sync()
+
+
+def tried(job: Job, folder: str, scratch: Path, ranks: int, dies: int, mischief: Path | None = None) -> Any:
+    """All of the above, `mischief` being that of a `Crooked` actor; what the first step left."""
     with leaves_nothing() as processes, job.open() as executor:
         processes += all_processes(executor)
         step = refuse_other_answers(executor, folder, scratch, ranks)
+        if mischief is not None:
+            refuse_other_weights(executor, mischief)
         processes += all_processes(executor)
         refuse_other_death(executor, dies)
     return step
 
 
 @pytest.mark.engines("vllm", "ray")
-def test_two_of_vllm(folder: str, tmp_path: Path) -> None:
-    """They draw what one does in this process, whoever gets a row."""
-    one = VLLM(folder, dtype="float32", kv_cache_bytes=64 << 20)
-    place = Colocate(gpus=2, deadline=DEADLINE)
-    there = tried(job_with(folder, replace(one, ranks=2), place), folder, tmp_path / "actor", ranks=2, dies=1)
+def test_two_of_vllm(folder: str, tmp_path: Path, vllm_slot: VLLMSlot) -> None:
+    """They draw what one does in this process, whichever rank gets a row; and one job shows both faults."""
+    one, mischief = VLLM(folder, dtype="float32", kv_cache_bytes=64 << 20), tmp_path / "mischief"
+    job = job_with(folder, replace(one, ranks=2), Colocate(gpus=2, deadline=DEADLINE))
+    job = job.edit(bind={"actor": Crooked(folder, SGD(lr=0.5), device="cpu", mischief=str(mischief))})
+    there = tried(job, folder, tmp_path / "actor", ranks=2, dies=1, mischief=mischief)
+    vllm_slot.free()
     with job_with(folder, one).open() as executor:
         executor.sync()
         here = executor.step(proto(prompt_batch(PROMPTS)), 0, keep=("generate",))
@@ -144,6 +173,7 @@ def test_two_of_vllm(folder: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.engines("vllm", "ray")
+@pytest.mark.nightly
 def test_vllm_over_two_slots(folder: str, tmp_path: Path) -> None:
     """Where an actor of two ranks is too."""
     rollout = VLLM(folder, tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20)
@@ -152,6 +182,7 @@ def test_vllm_over_two_slots(folder: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.engines("sglang", "ray")
+@pytest.mark.nightly
 def test_two_of_sglang(folder: str, tmp_path: Path) -> None:
     rollout = SGLang(folder, ranks=2, dtype="float32", max_model_len=64, max_num_seqs=8, cache_tokens=4096)
     job = job_with(folder, rollout, Colocate(gpus=2, deadline=DEADLINE))
@@ -174,7 +205,12 @@ class Counts(Environment):
 @pytest.mark.parametrize(
     ("kind", "place", "lag"),
     [
-        pytest.param("vllm", Split(1, 1, deadline=DEADLINE), 1, marks=pytest.mark.engines("vllm", "ray")),
+        pytest.param(
+            "vllm",
+            Split(1, 1, deadline=DEADLINE),
+            1,
+            marks=[pytest.mark.engines("vllm", "ray"), pytest.mark.nightly],
+        ),
         pytest.param("sglang", Colocate(gpus=1, deadline=DEADLINE), 0, marks=pytest.mark.engines("sglang", "ray")),
     ],
 )
@@ -203,33 +239,3 @@ def test_episodes_by_turns_with_the_actor_and_ahead_of_it(
         if "sampled" in said
     }
     assert versions == {(step + 1, max(0, step - lag)) for step in range(3)}
-
-
-class Crooked(TorchTrainer):
-    """Where the file `mischief` is, it sends other weights than it scores by; their digest is in order."""
-
-    mischief: str = ""
-
-    def build(self, context: Any) -> TorchTrainerEngine:
-        engine, mischief = super().build(context), Path(self.mischief)
-        honest = engine.weights
-
-        def weights() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in honest():
-                yield name, tensor * 1.5 if mischief.exists() and "layers.0.mlp" in name else tensor
-
-        engine.weights = weights  # type: ignore[method-assign]
-        return engine
-
-
-@pytest.mark.engines("vllm", "ray")
-def test_other_weights_than_the_trainer_scores_by_are_refused(folder: str, tmp_path: Path) -> None:
-    mischief = tmp_path / "mischief"
-    job = job_with(folder, VLLM(folder, dtype="float32", kv_cache_bytes=64 << 20), Colocate(gpus=1)).edit(
-        bind={"actor": Crooked(folder, SGD(lr=0.05), device="cpu", mischief=str(mischief))}
-    )
-    with job.open() as executor:
-        executor.sync()
-        mischief.touch()
-        with pytest.raises(NodeError, match=r"on rollout rank 0: SyncError: .*score the same 64 tokens differently"):
-            executor.sync()

@@ -1,4 +1,4 @@
-"""Episodes in the numbers and with the ends of real runs: minutes, so they stand with the tests of real engines."""
+"""Episodes in the numbers and with the ends of real runs: the numbers nightly, by none but engines of PyTorch."""
 
 from __future__ import annotations
 
@@ -24,22 +24,27 @@ from tests.jobs import column, job_of
 from tests.operators.test_interact import prompts_of
 from tests.run.interrupted import equal, flat, timeless
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.nightly
 def test_ten_thousand_episodes_lose_no_group() -> None:
     failures(10_000)
 
 
-def test_15360_episodes_of_triage_have_no_token_off(tmp_path: Path) -> None:
-    """As many as examples/triage.py plays while it trains; from its model before, which varies most."""
+@pytest.mark.parametrize(
+    ("episodes", "model_of"),
+    [(256, {"steps": 20, "rows": 32}), pytest.param(15_360, {}, marks=pytest.mark.nightly)],
+)
+def test_episodes_of_triage_have_no_token_off(episodes: int, model_of: dict[str, int], tmp_path: Path) -> None:
+    """15,360 is as many as examples/triage.py plays while it trains; from its model before, which varies most."""
     example = str(ROOT / "examples" / "triage.py")
     triage, build, incident, world = (
         load_object(f"{example}:{name}") for name in ("Triage", "build", "write_data", "graph")
     )
-    model, (train, _) = build(tmp_path / "model"), incident(tmp_path / "data")
+    model, (train, _) = build(tmp_path / "model", **model_of), incident(tmp_path / "data")
     rows = [json.loads(line) for line in train.read_text().splitlines()]
     engine = Recorded(TorchRollout(str(model), frozen=True, device="cpu").build(EngineBuilder({}, seed=0)))
     operator = world["interact"].operator
@@ -51,8 +56,8 @@ def test_15360_episodes_of_triage_have_no_token_off(tmp_path: Path) -> None:
         max_new_tokens=16,
         check="strict",
     )
-    whole, size = 0, 512
-    for start in range(0, 15_360, size):
+    whole, size = 0, min(512, episodes)
+    for start in range(0, episodes, size):
         chosen = [rows[i % len(rows)] for i in range(start, start + size)]
         prompts = prompts_of(engine.tokenizer, size)
         names = [str(start + i) for i in range(size)]
@@ -67,7 +72,7 @@ def test_15360_episodes_of_triage_have_no_token_off(tmp_path: Path) -> None:
         batch = interact(prompts, key=KEY, metrics=Metrics())
         whole += assert_exact(batch, names, engine, "<|assistant|>", tools=False, worth=lambda response: 0.0)
         assert set(batch.turns.tolist()) == {2}
-    assert whole == 15_360
+    assert whole == episodes
 
 
 WORLD = """
@@ -94,6 +99,7 @@ def training(home: Path, model: str, data: str, **settings: Any) -> Training:
     return Training(job, PromptData(data), steps=3, prompts=4, checkpoint_every=1, save_model=False, **settings)
 
 
+@pytest.mark.runs
 def test_killed_in_the_middle_of_a_batch_and_resumed_the_rows_are_the_same(
     tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

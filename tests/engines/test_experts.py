@@ -14,6 +14,7 @@ from flowrl.backends import VLLM, SGLang, TorchTrainer
 from flowrl.core.protocols import Sampling
 from tests.engines.answers import CONTEXT, GREEDY, KEY, by_torch, names, ragged, refuse_other_log_probs, rows
 from tests.engines.sources import Altered
+from tests.engines.vllm_slot import VLLMSlot
 from tests.models import EOS, PAD, VOCAB, char_tokenizer
 
 SMALL: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 16, "max_model_len": 128}
@@ -75,11 +76,12 @@ def sglang(folder: str) -> SGLang:
     scope="module",
     params=[
         pytest.param(vllm, marks=pytest.mark.engines("vllm")),
-        pytest.param(two_of_vllm, marks=pytest.mark.engines("vllm")),
-        pytest.param(sglang, marks=pytest.mark.engines("sglang")),
+        pytest.param(two_of_vllm, marks=[pytest.mark.engines("vllm"), pytest.mark.nightly]),
+        pytest.param(sglang, marks=[pytest.mark.engines("sglang"), pytest.mark.nightly]),
     ],
 )
-def engine(request: pytest.FixtureRequest, folder: str) -> Iterator[Any]:
+def engine(request: pytest.FixtureRequest, folder: str, vllm_slot: VLLMSlot) -> Iterator[Any]:
+    vllm_slot.free()
     engine = request.param(folder).build(CONTEXT)
     yield engine
     engine.close()

@@ -17,6 +17,7 @@ from flowrl.errors import SyncError
 from tests.engines.answers import CONTEXT, KEY, to_score
 from tests.engines.real import PACKAGE, smollm2
 from tests.engines.sources import Altered, Crooked
+from tests.engines.vllm_slot import VLLMSlot
 
 pytestmark = [pytest.mark.engines("vllm", "sglang", PACKAGE), pytest.mark.timeout(480)]
 
@@ -35,8 +36,9 @@ def trainer(folder: str) -> TorchTrainerEngine:
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
-def engine(request: pytest.FixtureRequest, folder: str) -> Iterator[Any]:
+def engine(request: pytest.FixtureRequest, folder: str, vllm_slot: VLLMSlot) -> Iterator[Any]:
     """With all defaults, but for what keeps it small."""
+    vllm_slot.free()
     small: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
     if request.param == "vllm":
         engine: Any = VLLM(folder, kv_cache_bytes=128 << 20, **small).build(CONTEXT)

@@ -1,12 +1,12 @@
 """`SGLang` with the real engine, against full forward passes of transformers, `TorchRollout` and `TorchTrainer`.
 
-The engine is shared; a test that ends it leaves it to the next sync to start it anew, which takes 15 seconds or more.
+The engine is shared; a test that ends it leaves it to the next sync to start it again, which takes 15 seconds or more.
+Most faults are therefore nightly here: on every commit they run in tests/backends/sglang/test_faults.py, on a toy.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -39,25 +39,16 @@ from tests.engines.answers import (
     by_torch,
     names,
     ragged,
-    refuse_other_frozen,
     rows,
     to_score,
 )
 from tests.engines.leftovers import eventually, left_by_sglang
 from tests.engines.sources import shared_by_name
 from tests.engines.swaps import refuse_tokens_of_other_versions
-from tests.models import EOS, tiny_folder
+from tests.models import tiny_folder
 
+ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 64}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Its generation config would cut off the less likely tokens."""
-    folder = tiny_folder(tmp_path_factory.mktemp("sglang"))
-    loose = {"eos_token_id": EOS, "temperature": 0.2, "top_k": 3, "do_sample": True}
-    Path(folder, "generation_config.json").write_text(json.dumps(loose))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +56,13 @@ def running(folder: str) -> Iterator[SGLangEngine]:
     engine = SGLang(folder, **SETTINGS).build(CONTEXT)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def engine(running: SGLangEngine, trainer: TorchTrainerEngine) -> SGLangEngine:
+    """The one of this file, with the weights of `trainer`."""
+    running.sync(trainer)
+    return running
 
 
 def process_of(engine: SGLangEngine) -> EngineProcess:
@@ -125,6 +123,16 @@ class TestSync(SyncTests):
         engine._ask("begin")
         engine._ask("end", version=version)
 
+    @pytest.mark.nightly
+    def test_an_update_that_fails_ends_it_and_the_next_one_mends_it(
+        self, engine: Any, trainer: Any, other: Any, folder: str
+    ) -> None:
+        super().test_an_update_that_fails_ends_it_and_the_next_one_mends_it(engine, trainer, other, folder)
+
+    @pytest.mark.nightly
+    def test_weights_that_others_updated_are_not_sampled_from(self, engine: Any) -> None:
+        super().test_weights_that_others_updated_are_not_sampled_from(engine)
+
     def test_weights_change_between_two_tokens(
         self, engine: SGLangEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine
     ) -> None:
@@ -168,8 +176,10 @@ class TestSync(SyncTests):
         assert rows(engine.generate(prompts, mask, names(4), GREEDY, KEY)) == expected
 
     def test_what_is_damaged_on_the_way_is_found_by_the_digest(
-        self, engine: SGLangEngine, trainer: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
+        self, surviving: SGLangEngine, trainer: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        engine = surviving
+
         def damaged(bucket: dict[str, torch.Tensor]) -> bytes:
             return save({name: tensor * (1 + 1e-7) for name, tensor in load(save(bucket)).items()})
 
@@ -185,10 +195,23 @@ class TestSync(SyncTests):
         assert answers == by_torch(trainer, folder, prompts, mask)
 
 
+OWNER = """if True:
+    import os, signal, sys
+    from flowrl.backends import SGLang, TorchTrainer
+    from flowrl.backends.hosted.keeper import shared_memory
+    from tests.engines.answers import CONTEXT, refuse_other_frozen
+    engine = SGLang(sys.argv[1], frozen=True, dtype="float32", max_num_seqs=4).build(CONTEXT)
+    refuse_other_frozen(engine, sys.argv[1], TorchTrainer(sys.argv[1], device="cpu").build(CONTEXT))
+    pid = engine._process.pid
+    print(pid, *shared_memory(pid), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 @pytest.mark.engines("sglang")
 @pytest.mark.timeout(600)
 class TestProcess:
-    @pytest.mark.parametrize("victim", ["the process", "its scheduler"])
+    @pytest.mark.parametrize("victim", [pytest.param("the process", marks=pytest.mark.nightly), "its scheduler"])
     def test_killed_while_it_generates_it_is_named_and_the_next_sync_mends_it(
         self,
         engine: SGLangEngine,
@@ -219,6 +242,7 @@ class TestProcess:
         answers = rows(engine.generate(prompts[:2], mask[:2], names(2), GREEDY, KEY))
         assert answers == by_torch(trainer, folder, prompts[:2], mask[:2])
 
+    @pytest.mark.nightly
     def test_killed_while_it_takes_over_weights_it_is_no_fault_of_these(
         self, engine: SGLangEngine, trainer: TorchTrainerEngine
     ) -> None:
@@ -228,16 +252,9 @@ class TestProcess:
         assert engine.receipt is None
         assert engine.sync(trainer).digest == weights_digest(trainer.weights())
 
-    def test_it_ends_with_the_process_that_started_it(self, folder: str) -> None:
-        """Which is killed, and so can end nothing by itself."""
-        code = (
-            "import os, signal, sys; from flowrl.backends.sglang.engine import SGLang;"
-            "from flowrl.run.build import EngineBuilder;"
-            "from flowrl.backends.hosted.keeper import shared_memory;"
-            "engine = SGLang(sys.argv[1], max_num_seqs=4).build(EngineBuilder({}, seed=0)); pid = engine._process.pid;"
-            "print(pid, *shared_memory(pid), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-        )
-        done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
+    def test_a_frozen_one_answers_by_its_folder_and_ends_with_the_process_that_started_it(self, folder: str) -> None:
+        """The owner is killed, and so can end nothing by itself."""
+        done = subprocess.run([sys.executable, "-c", OWNER, folder], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == -signal.SIGKILL, done.stderr
         group, *segments = done.stdout.split()
         eventually(lambda: not members(int(group)))
@@ -246,6 +263,7 @@ class TestProcess:
 
 
 @pytest.mark.engines("sglang")
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 class TestOthers:
     """Engines with other settings, after the shared one has ended: there is not memory for many."""
@@ -286,16 +304,6 @@ class TestOthers:
             SGLang(folder, **SETTINGS | settings).build(CONTEXT)
         eventually(lambda: not left())
 
-    def test_a_frozen_one_answers_by_its_folder(
-        self, running: SGLangEngine, trainer: TorchTrainerEngine, folder: str
-    ) -> None:
-        running.close()
-        engine = SGLang(folder, frozen=True, **SETTINGS).build(CONTEXT)
-        try:
-            refuse_other_frozen(engine, folder, trainer)
-        finally:
-            engine.close()
-
 
 @pytest.fixture(scope="module")
 def adapted(running: SGLangEngine, folder: str) -> Iterator[SGLangEngine]:
@@ -311,6 +319,10 @@ def adapted(running: SGLangEngine, folder: str) -> Iterator[SGLangEngine]:
 @pytest.mark.timeout(600)
 class TestAdapters(AdapterTests):
     """On SGLang."""
+
+    @pytest.mark.nightly
+    def test_ended_it_starts_with_the_weights_of_the_folder_again(self, adapted: Any, folder: str) -> None:
+        super().test_ended_it_starts_with_the_weights_of_the_folder_again(adapted, folder)
 
 
 class TestWithoutTheEngine:

@@ -23,13 +23,7 @@ from tests.engines.answers import CONTEXT, KEY
 from tests.engines.requests import FREE, Counts, RequestTests, alone, finished, refuse_other_response, tokens
 from tests.engines.sources import Altered
 from tests.engines.swaps import SwapTests
-from tests.models import tiny_folder
 from tests.operators.test_interact import Flaky, prompts_of
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_folder(tmp_path_factory.mktemp("sglang"))
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +33,13 @@ def running(folder: str) -> Iterator[SGLangEngine]:
     engine = SGLang(folder, dtype="float32", max_num_seqs=64, engine_args=settings).build(CONTEXT)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def engine(running: SGLangEngine, trainer: TorchTrainerEngine) -> SGLangEngine:
+    """The one of this file, with the weights of `trainer`."""
+    running.sync(trainer)
+    return running
 
 
 def pid_of(engine: SGLangEngine) -> int:
@@ -53,6 +54,12 @@ class TestSwaps(SwapTests):
 
     own_draws = False
 
+    @pytest.mark.nightly
+    def test_other_weights_than_were_sent_are_found_under_answers_too(
+        self, engine: Any, trainer: TorchTrainerEngine, other: TorchTrainerEngine
+    ) -> None:
+        super().test_other_weights_than_were_sent_are_found_under_answers_too(engine, trainer, other)
+
 
 @pytest.mark.engines("sglang")
 @pytest.mark.timeout(600)
@@ -60,21 +67,6 @@ class TestRequests(RequestTests):
     """On SGLang."""
 
     own_draws = False
-
-    def test_weights_that_others_update_end_it(self, engine: SGLangEngine, trainer: TorchTrainerEngine) -> None:
-        """By itself SGLang updates none while answers are under way; of the next one it says the version."""
-        for name in "ab":
-            engine.submit(Request(name, tokens(6, 3), FREE, KEY))
-            if name == "a":
-                assert set(finished(engine, 1)["a"].versions) == {0}
-                engine._ask("begin")
-                engine._ask("end", version="13")
-        with pytest.raises(SyncError, match="SGLang says that it sampled from weights of version 13"):
-            finished(engine, 1)
-        with pytest.raises(SyncError, match="no receipt"):
-            engine.step()
-        engine.sync(trainer)
-        assert engine.step() == []
 
     def test_what_is_dropped_is_out_of_the_way_of_the_next_sync(
         self, engine: SGLangEngine, other: TorchTrainerEngine
@@ -108,6 +100,7 @@ class TestRequests(RequestTests):
             steps += 1
         assert steps > 3
 
+    @pytest.mark.nightly
     def test_killed_in_the_middle_of_episodes_it_is_named_and_the_next_sync_mends_it(
         self, engine: SGLangEngine, trainer: TorchTrainerEngine
     ) -> None:
@@ -132,3 +125,17 @@ class TestRequests(RequestTests):
         batch = batch_of(Counts)
         assert (batch.turns == 3).all() and (batch.policy_version == 6).all()
         assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4
+
+    def test_weights_that_others_update_end_it(self, engine: SGLangEngine) -> None:
+        """By itself SGLang updates none while answers are under way; of the next one it says the version. This test is
+        the last of the file, since it leaves the engine ended."""
+        for name in "ab":
+            engine.submit(Request(name, tokens(6, 3), FREE, KEY))
+            if name == "a":
+                assert set(finished(engine, 1)["a"].versions) == {0}
+                engine._ask("begin")
+                engine._ask("end", version="13")
+        with pytest.raises(SyncError, match="SGLang says that it sampled from weights of version 13"):
+            finished(engine, 1)
+        with pytest.raises(SyncError, match="no receipt"):
+            engine.step()

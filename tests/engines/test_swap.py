@@ -28,6 +28,7 @@ from flowrl.demo.model import build
 from flowrl.demo.run import graphs, training
 from flowrl.demo.task import write_dataset
 from flowrl.run.training import Run, Training
+from tests.engines.vllm_slot import VLLMSlot
 
 ROOT = Path(__file__).parents[2]
 STEPS = 14
@@ -62,8 +63,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("swap") / "data", seed=0)[0].parent
 
 
-@pytest.fixture(params=["torch", "vllm", "sglang"])
-def run(request: pytest.FixtureRequest, model: Path, data: Path, tmp_path: Path) -> Iterator[Run]:
+@pytest.fixture(
+    params=[pytest.param("torch", marks=pytest.mark.nightly), "vllm", pytest.param("sglang", marks=pytest.mark.nightly)]
+)
+def run(request: pytest.FixtureRequest, model: Path, data: Path, tmp_path: Path, vllm_slot: VLLMSlot) -> Iterator[Run]:
+    vllm_slot.free()
     before = demo(model, data, tmp_path / "run")
     after = replace(before, job=before.job.edit(bind={"rollout": backend(request.param, str(model))}))
     run = after.run()

@@ -1,6 +1,7 @@
 """`VLLM` with the real engine, against full forward passes of transformers, `TorchRollout` and `TorchTrainer`.
 
-The engine is shared; a test that ends it leaves it to the next sync to start it anew.
+The session's engine is shared; a test that ends it leaves it to the next sync to start it again. What hosted
+engines share of their faults is tested on a toy, in tests/backends/hosted/test_faults.py.
 """
 
 from __future__ import annotations
@@ -45,28 +46,23 @@ from tests.engines.answers import (
 from tests.engines.requests import FREE, RequestTests, refuse_stale_turns, tokens
 from tests.engines.sources import Altered
 from tests.engines.swaps import SwapTests, refuse_tokens_of_other_versions
+from tests.engines.vllm_slot import VLLM_SETTINGS, VLLMSlot
 from tests.models import tiny_folder
 
 needs_vllm = pytest.mark.engines("vllm")
 
-SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 64 << 20, "max_num_seqs": 64}
 BLOCK = 128  # tokens of a block of vLLM's KV cache on a CPU: nothing shorter is ever found in it
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_folder(tmp_path_factory.mktemp("vllm"))
+@pytest.fixture
+def engine(vllm: VLLMEngine, vllm_slot: VLLMSlot, trainer: TorchTrainerEngine) -> VLLMEngine:
+    """The session's, with the weights of `trainer`."""
+    vllm_slot.claim(vllm).sync(trainer)
+    return vllm
 
 
 @pytest.fixture(scope="module")
-def running(folder: str) -> Iterator[VLLMEngine]:
-    engine = VLLM(folder, **SETTINGS).build(CONTEXT)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def ahead(running: VLLMEngine, folder: str) -> Iterator[VLLMEngine]:
+def ahead(vllm_slot: VLLMSlot, folder: str) -> VLLMEngine:
     """One that schedules a step while another is computed, as vLLM does on a GPU."""
     from vllm.platforms.cpu import CpuPlatform
 
@@ -76,13 +72,11 @@ def ahead(running: VLLMEngine, folder: str) -> Iterator[VLLMEngine]:
         plain(config)
         config.scheduler_config.async_scheduling = True
 
-    running.close()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_update_config))
-        engine = VLLM(folder, **SETTINGS).build(CONTEXT)
+        engine = vllm_slot.start(VLLM(folder, **VLLM_SETTINGS))
     assert engine._llm.llm_engine.engine_core.engine_core.batch_queue is not None
-    yield engine
-    engine.close()
+    return engine
 
 
 @needs_vllm
@@ -195,9 +189,9 @@ def delivering_nothing(engine: VLLMEngine) -> Iterator[None]:
 
 
 @needs_vllm
-def test_a_small_update_that_is_not_delivered_is_refused(engine: VLLMEngine, folder: str) -> None:
+def test_a_small_update_that_is_not_delivered_is_refused(surviving: VLLMEngine, folder: str) -> None:
     """One that is within the tolerance; the digest is in order, and what vLLM says of it is as well."""
-    trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
+    engine, trainer = surviving, TorchTrainer(folder, device="cpu").build(CONTEXT)
     engine.sync(trainer)
     before = torch.tensor(engine.probe.score(trainer))
     nudge(trainer)
@@ -209,6 +203,7 @@ def test_a_small_update_that_is_not_delivered_is_refused(engine: VLLMEngine, fol
 
 
 @needs_vllm
+@pytest.mark.nightly
 def test_an_engine_that_was_interrupted_starts_anew(
     engine: VLLMEngine, trainer: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,15 +237,14 @@ def test_an_update_under_answers_that_is_not_delivered_is_refused(engine: VLLMEn
     assert engine.receipt is None
 
 
-# Other engines than the shared one: they run last, since one process holds one vLLM at a time.
+# Other engines than the shared one: they run last, since each ends it.
 
 
 @needs_vllm
-def test_tied_weights_arrive_in_both_places_and_the_deeper_sleep_drops_them(running: VLLMEngine, tmp_path: Any) -> None:
-    running.close()
+def test_tied_weights_arrive_in_both_places_and_the_deeper_sleep_drops_them(vllm_slot: VLLMSlot, tmp_path: Any) -> None:
     folder = tiny_folder(tmp_path, "qwen2")
     trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
-    engine = VLLM(folder, sleep_level=2, **SETTINGS).build(CONTEXT)
+    engine = vllm_slot.start(VLLM(folder, sleep_level=2, **VLLM_SETTINGS))
     with torch.no_grad():
         for _, tensor in trainer.weights():
             tensor.mul_(1.2)
@@ -261,34 +255,33 @@ def test_tied_weights_arrive_in_both_places_and_the_deeper_sleep_drops_them(runn
     engine.wake()
     with pytest.raises(SyncError, match="no receipt"):
         engine.generate(prompts, mask, names(3), GREEDY, KEY)
-    engine.close()
 
 
 @needs_vllm
 @pytest.mark.parametrize("caches", ["anew", "keep"])
 def test_a_step_that_is_under_way_ends_before_weights_change(
-    ahead: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
+    ahead: VLLMEngine, vllm_slot: VLLMSlot, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
 ) -> None:
-    ahead.sync(trainer)
+    vllm_slot.claim(ahead).sync(trainer)
     refuse_tokens_of_other_versions(ahead, trainer, other, caches)
 
 
 @needs_vllm
-def test_bfloat16_is_near(running: VLLMEngine, trainer: TorchTrainerEngine, folder: str) -> None:
-    running.close()
-    engine = VLLM(folder, kv_cache_bytes=64 << 20).build(CONTEXT)  # "auto" is bfloat16 for a float32 folder
+def test_bfloat16_is_near(vllm_slot: VLLMSlot, trainer: TorchTrainerEngine, folder: str) -> None:
+    engine = vllm_slot.start(VLLM(folder, kv_cache_bytes=64 << 20))  # "auto" is bfloat16 for a float32 folder
     engine.sync(trainer)
     prompts, mask = ragged(engine, [4, 9, 1])
     sampled = engine.generate(prompts, mask, names(3), Sampling(1.0, 0, 1.0, 40), KEY)
     difference = (sampled.log_probs - trainer.log_probs(to_score(prompts, mask, sampled, 1.0))).abs()
     assert 1e-4 < difference[sampled.response_mask].mean() < 0.05
-    engine.close()
 
 
 @needs_vllm
-def test_an_engine_that_nobody_holds_ends(running: VLLMEngine, folder: str) -> None:
-    running.close()
-    engine = VLLM(folder, **SETTINGS).build(CONTEXT)
+def test_a_frozen_one_answers_by_its_folder_and_ends_with_its_last_reference(
+    vllm_slot: VLLMSlot, trainer: TorchTrainerEngine, folder: str
+) -> None:
+    engine = vllm_slot.start(VLLM(folder, frozen=True, **VLLM_SETTINGS))
+    refuse_other_frozen(engine, folder, trainer)
     end = engine._end
     del engine
     gc.collect()
@@ -304,10 +297,9 @@ def test_an_engine_that_nobody_holds_ends(running: VLLMEngine, folder: str) -> N
         ({"kv_cache_bytes": 1000}, "cache blocks"),
     ],
 )
-def test_a_start_that_fails_says_why(running: VLLMEngine, folder: str, settings: Any, words: str) -> None:
-    running.close()
+def test_a_start_that_fails_says_why(vllm_slot: VLLMSlot, folder: str, settings: Any, words: str) -> None:
     with pytest.raises(BindError, match=words):
-        VLLM(folder, **SETTINGS | settings).build(CONTEXT)
+        vllm_slot.start(VLLM(folder, **VLLM_SETTINGS | settings))
 
 
 BESIDE = """if True:
@@ -336,11 +328,13 @@ def test_beside_a_process_group_of_others_it_is_refused(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def adapted(running: VLLMEngine, folder: str) -> Iterator[VLLMEngine]:
-    running.close()
-    engine = VLLM(folder, lora=ADAPTER, **SETTINGS).build(CONTEXT)
-    yield engine
-    engine.close()
+def lora_engine(vllm_slot: VLLMSlot, folder: str) -> VLLMEngine:
+    return vllm_slot.start(VLLM(folder, lora=ADAPTER, **VLLM_SETTINGS))
+
+
+@pytest.fixture
+def adapted(lora_engine: VLLMEngine, vllm_slot: VLLMSlot) -> VLLMEngine:
+    return vllm_slot.claim(lora_engine)
 
 
 @pytest.mark.engines("vllm", "peft")
@@ -351,16 +345,6 @@ class TestAdapters(AdapterTests):
         first, second = (adapted_trainer(folder, seed=seed) for seed in (0, 1))
         adapted.sync(Altered(first, version=2))
         refuse_stale_turns(adapted, first, second)
-
-
-@needs_vllm
-def test_a_frozen_one_answers_by_its_folder(running: VLLMEngine, trainer: TorchTrainerEngine, folder: str) -> None:
-    running.close()
-    engine = VLLM(folder, frozen=True, **SETTINGS).build(CONTEXT)
-    try:
-        refuse_other_frozen(engine, folder, trainer)
-    finally:
-        engine.close()
 
 
 # Without the engine

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from flowrl.backends import TorchTrainer
-from flowrl.backends.vllm.engine import VLLM
+from flowrl.backends.torch.engine import TorchTrainerEngine
+from flowrl.backends.vllm.engine import VLLM, VLLMEngine
 from flowrl.core.protocols import Sampling
 from flowrl.errors import BindError
-from tests.engines.answers import CONTEXT, KEY, names, ragged, rows, to_score
-from tests.models import char_tokenizer, tiny_config, tiny_folder
+from tests.engines.answers import KEY, names, ragged, rows, to_score
+from tests.engines.vllm_slot import VLLM_SETTINGS, VLLMSlot
+from tests.models import char_tokenizer, tiny_config
 
 pytestmark = pytest.mark.engines("vllm")
-SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 64 << 20, "max_num_seqs": 64}
 
 
-def test_more_prompt_tokens_than_it_reads_at_a_time(tmp_path: Path) -> None:
-    folder = tiny_folder(tmp_path)
-    trainer = TorchTrainer(folder, device="cpu").build(CONTEXT)
-    engine = VLLM(folder, **SETTINGS).build(CONTEXT)
+def test_more_prompt_tokens_than_it_reads_at_a_time(
+    vllm: VLLMEngine, vllm_slot: VLLMSlot, trainer: TorchTrainerEngine
+) -> None:
+    engine = vllm_slot.claim(vllm)
     engine.sync(trainer)
     prompts, mask = ragged(engine, [150] * 40)
     assert prompts.numel() > engine._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
@@ -32,13 +31,12 @@ def test_more_prompt_tokens_than_it_reads_at_a_time(tmp_path: Path) -> None:
     assert (sampled.log_probs - expected).abs().max() < 1e-4
     alone = engine.generate(prompts[-3:], mask[-3:], names(40)[-3:], sampling, KEY)
     assert rows(alone) == rows(sampled)[-3:]
-    engine.close()
 
 
-def test_a_head_size_that_it_lacks_is_named_when_it_starts(tmp_path: Path) -> None:
+def test_a_head_size_that_it_lacks_is_named_when_it_starts(vllm_slot: VLLMSlot, tmp_path: Path) -> None:
     config = tiny_config("llama")
     config.head_dim = 16
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     char_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(BindError, match=r"answers no question .*head_dim=16"):
-        VLLM(tmp_path, **SETTINGS).build(CONTEXT)
+        vllm_slot.start(VLLM(str(tmp_path), **VLLM_SETTINGS))

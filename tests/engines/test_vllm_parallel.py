@@ -1,4 +1,7 @@
-"""`VLLM` with tensor parallel 2: two worker processes on a CPU, weights by gloo."""
+"""`VLLM` with tensor parallel 2: two worker processes on a CPU, weights by gloo.
+
+Every commit runs what one start shows: weights that reach both workers by either transport, and a killed worker.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from flowrl.sync.digest import weights_digest
 from tests.engines.requests import refuse_stale_turns
 from tests.engines.sources import Altered, shared_by_name
 from tests.engines.swaps import refuse_tokens_of_other_versions
+from tests.engines.vllm_slot import VLLMSlot
 from tests.hashes import hashes
 from tests.models import tiny_folder
 
@@ -48,17 +51,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> TorchTrainerEngine:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: str, trainer: TorchTrainerEngine) -> Iterator[VLLMEngine]:
-    engine = VLLM(folder, tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20).build(CONTEXT)
-    yield engine
-    engine.sync(trainer)  # which starts it, if a test has ended it
-    workers = children()
-    segments = shared_memory(workers)
-    assert len(workers) == 2
-    assert segments
-    engine.close()
-    assert not children()
-    assert not any(segment.exists() for segment in segments)
+def engine(folder: str, vllm_slot: VLLMSlot) -> VLLMEngine:
+    return vllm_slot.start(VLLM(folder, tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20))
 
 
 def children(of: int | None = None) -> set[int]:
@@ -129,6 +123,19 @@ def test_weights_reach_both_workers(
         assert answers == by_torch(source, folder)
 
 
+@pytest.mark.nightly
+def test_closed_it_leaves_nothing(engine: VLLMEngine, trainer: TorchTrainerEngine) -> None:
+    engine.sync(trainer)
+    workers = children()
+    segments = shared_memory(workers)
+    assert len(workers) == 2
+    assert segments
+    engine.close()
+    assert not children()
+    assert not any(segment.exists() for segment in segments)
+
+
+@pytest.mark.nightly
 def test_turns_are_computed_with_the_weights_that_came_last(
     engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine
 ) -> None:
@@ -136,6 +143,7 @@ def test_turns_are_computed_with_the_weights_that_came_last(
     refuse_stale_turns(engine, trainer, other)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("caches", ["anew", "keep"])
 def test_weights_change_between_two_tokens(
     engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
@@ -155,6 +163,7 @@ def test_workers_open_what_is_shared_with_them(
     assert rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY)) == by_torch(other, folder)
 
 
+@pytest.mark.nightly
 def test_an_update_that_fails_is_mended_by_the_next(
     engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, folder: str
 ) -> None:
@@ -166,8 +175,8 @@ def test_an_update_that_fails_is_mended_by_the_next(
     assert rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY)) == by_torch(trainer, folder)
 
 
-def test_a_worker_killed_while_it_generates_is_named_and_replaced(
-    engine: VLLMEngine, trainer: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_killed_while_it_generates_is_named_and_nothing_is_left(
+    engine: VLLMEngine, trainer: TorchTrainerEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.sync(trainer)
     segments = shared_memory(children())
@@ -193,8 +202,6 @@ def test_a_worker_killed_while_it_generates_is_named_and_replaced(
     assert engine.receipt is None
     assert not children()
     assert not any(segment.exists() for segment in segments)
-    assert engine.sync(trainer).digest == weights_digest(trainer.weights())
-    assert rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY)) == by_torch(trainer, folder)
 
 
 def on_worker(engine: VLLMEngine, act: str) -> None:
@@ -221,6 +228,7 @@ def on_worker(engine: VLLMEngine, act: str) -> None:
     engine._llm.collective_rpc(plant)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("act", "error", "words"),
     [
@@ -247,12 +255,16 @@ def test_one_worker_that_fails_in_an_update_is_not_waited_for(
     assert time.monotonic() - started < 100  # and not until gloo has lost its patience, 120 s
     assert engine.receipt is None
     assert not children()
-    engine.sync(other)
+    assert engine.sync(other).digest == weights_digest(other.weights())
     assert rows(engine.generate(*prompts(engine), NAMES, GREEDY, KEY)) == by_torch(other, folder)
 
 
-def test_a_start_that_fails_late_leaves_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.nightly
+def test_a_start_that_fails_late_leaves_nothing(
+    folder: str, vllm_slot: VLLMSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When the workers are there; here vLLM does not even end without an error."""
+    vllm_slot.free()
     before = children()
     segments: set[Path] = set()
 
@@ -292,6 +304,7 @@ if __name__ == "__main__":  # vLLM's workers import this file
 """
 
 
+@pytest.mark.nightly
 def test_nothing_outlives_the_process_that_started_it(folder: str, tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
