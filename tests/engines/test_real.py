@@ -35,7 +35,7 @@ def trainer(folder: str) -> TorchTrainerEngine:
     return TorchTrainer(folder, device="cpu", dtype="bfloat16").build(CONTEXT)
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+@pytest.fixture(scope="module", params=["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
 def engine(request: pytest.FixtureRequest, folder: str, vllm_slot: VLLMSlot) -> Iterator[Any]:
     """With all defaults, but for what keeps it small."""
     vllm_slot.free()

@@ -208,11 +208,39 @@ OWNER = """if True:
 """
 
 
+def refuse_other_death(engine: SGLangEngine, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill a process of the engine while it generates: it must be named, and nothing of the engine be left."""
+    process = process_of(engine)
+    group, segments = process.pid, shared_memory(process.pid)
+    assert segments
+    answer = process.reply
+
+    def killed(call: str) -> dict[str, Any]:  # the request is under way
+        os.kill(victim, signal.SIGKILL)
+        return answer(call)
+
+    monkeypatch.setattr(process, "reply", killed)
+    prompts, mask = ragged(engine, [4] * 64)
+    with pytest.raises(EngineError, match=r"the process of SGLang .* (during|before) generate"):
+        engine.generate(prompts, mask, names(64), Sampling(1.0, 0, 1.0, 200), KEY)
+    assert not members(group)
+    assert not any(path.exists() for path in segments)
+    with pytest.raises(SyncError, match="no receipt"):
+        engine.generate(prompts, mask, names(64), GREEDY, KEY)
+
+
 @pytest.mark.engines("sglang")
 @pytest.mark.timeout(600)
 class TestProcess:
-    @pytest.mark.parametrize("victim", [pytest.param("the process", marks=pytest.mark.nightly), "its scheduler"])
-    def test_killed_while_it_generates_it_is_named_and_the_next_sync_mends_it(
+    def test_killed_while_it_generates_it_is_named_and_nothing_is_left(
+        self, engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A scheduler that dies takes the process with it; the engine stays ended."""
+        refuse_other_death(engine, scheduler_of(engine), monkeypatch)
+
+    @pytest.mark.nightly
+    @pytest.mark.parametrize("victim", ["the process", "its scheduler"])
+    def test_killed_while_it_generates_the_next_sync_starts_it(
         self,
         engine: SGLangEngine,
         trainer: TorchTrainerEngine,
@@ -220,27 +248,12 @@ class TestProcess:
         monkeypatch: pytest.MonkeyPatch,
         victim: str,
     ) -> None:
-        process = process_of(engine)
-        group, segments = process.pid, shared_memory(process.pid)
-        assert segments
-        pid = group if victim == "the process" else scheduler_of(engine)
-        answer = process.reply
-
-        def killed(call: str) -> dict[str, Any]:  # the request is under way
-            os.kill(pid, signal.SIGKILL)
-            return answer(call)
-
-        monkeypatch.setattr(process, "reply", killed)
-        prompts, mask = ragged(engine, [4] * 64)
-        with pytest.raises(EngineError, match=r"the process of SGLang .* (during|before) generate"):
-            engine.generate(prompts, mask, names(64), Sampling(1.0, 0, 1.0, 200), KEY)
-        assert not members(group)
-        assert not any(path.exists() for path in segments)
-        with pytest.raises(SyncError, match="no receipt"):
-            engine.generate(prompts, mask, names(64), GREEDY, KEY)
+        pid = process_of(engine).pid if victim == "the process" else scheduler_of(engine)
+        refuse_other_death(engine, pid, monkeypatch)
         assert engine.sync(trainer).digest == weights_digest(trainer.weights())
-        answers = rows(engine.generate(prompts[:2], mask[:2], names(2), GREEDY, KEY))
-        assert answers == by_torch(trainer, folder, prompts[:2], mask[:2])
+        prompts, mask = ragged(engine, [4] * 2)
+        answers = rows(engine.generate(prompts, mask, names(2), GREEDY, KEY))
+        assert answers == by_torch(trainer, folder, prompts, mask)
 
     @pytest.mark.nightly
     def test_killed_while_it_takes_over_weights_it_is_no_fault_of_these(
@@ -252,6 +265,7 @@ class TestProcess:
         assert engine.receipt is None
         assert engine.sync(trainer).digest == weights_digest(trainer.weights())
 
+    @pytest.mark.nightly
     def test_a_frozen_one_answers_by_its_folder_and_ends_with_the_process_that_started_it(self, folder: str) -> None:
         """The owner is killed, and so can end nothing by itself."""
         done = subprocess.run([sys.executable, "-c", OWNER, folder], capture_output=True, text=True, cwd=ROOT)

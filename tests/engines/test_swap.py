@@ -63,9 +63,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("swap") / "data", seed=0)[0].parent
 
 
-@pytest.fixture(
-    params=[pytest.param("torch", marks=pytest.mark.nightly), "vllm", pytest.param("sglang", marks=pytest.mark.nightly)]
-)
+@pytest.fixture(params=["torch", "vllm", "sglang"])
 def run(request: pytest.FixtureRequest, model: Path, data: Path, tmp_path: Path, vllm_slot: VLLMSlot) -> Iterator[Run]:
     vllm_slot.free()
     before = demo(model, data, tmp_path / "run")
@@ -77,6 +75,7 @@ def run(request: pytest.FixtureRequest, model: Path, data: Path, tmp_path: Path,
 
 
 @pytest.mark.engines("vllm", "sglang")
+@pytest.mark.nightly
 @pytest.mark.timeout(480)
 def test_the_demo_learns_to_think_on_every_engine(run: Run, model: Path) -> None:
     def column(name: str) -> list[float]:
@@ -106,6 +105,7 @@ def by_vllm(example: str, model: Path, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.engines("vllm")
+@pytest.mark.nightly
 def test_the_example_trains_by_one(model: Path, tmp_path: Path) -> None:
     trained = by_vllm("think_by_engine.py", model, tmp_path)
     assert trained["sync/version"] == 1 and trained["sync/bytes"] > 0
