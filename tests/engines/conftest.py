@@ -78,7 +78,6 @@ def vllm(vllm_slot: VLLMSlot, folder: str) -> VLLMEngine:
 
 @pytest.fixture
 def surviving(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The engine, which an error does not end within the test: where that it ends is proved by another test, it need
-    not start again."""
+    """The engine, which no error ends within the test. Other tests prove that errors do; a restart takes seconds."""
     monkeypatch.setattr(engine, "_at_stake", nullcontext)
     return engine

@@ -112,6 +112,7 @@ def test_the_example_trains_by_one(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.engines("vllm")
+@pytest.mark.nightly
 def test_episodes_are_played_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """How well triage learns on each of them is in docs/engine-notes.md."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
