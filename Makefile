@@ -33,6 +33,8 @@ PICTURES_TESTS := tests/draw/test_pictures.py
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
+# Every process of a test imports flowrl; without bytecode each would compile it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-runs test-ray engines test-engines pictures test-pictures check bench race docs clean \
