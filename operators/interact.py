@@ -26,7 +26,7 @@ from flowrl.data.tokenizer import ChatTokenizer, assemble
 from flowrl.data.transcript import Check, Message
 from flowrl.data.waits import Waits
 from flowrl.episodes.account import account
-from flowrl.episodes.apart import call_tool, reference_of, stem_of
+from flowrl.episodes.apart import call_tool, reference_of, world_server
 from flowrl.episodes.chat import Desk, Limits
 from flowrl.episodes.environment import Environment, Row
 from flowrl.episodes.play import Played, Stage, World, play
@@ -169,10 +169,10 @@ class Interact(Sampler, Episodes, Operator):
         world = references.resolve(self.world) if isinstance(self.world, str) else self.world
         if world is not None:
             refuse_no_world(world)
-        stem = stem_of(self._apart(world)) if self.processes else None
+        server = world_server(self._apart(world)) if self.processes else None
         toolbox = self._toolbox
-        if stem is not None and toolbox is not None:
-            toolbox = Toolbox(self.tools, self.parser, partial(call_tool, stem))
+        if server is not None and toolbox is not None:
+            toolbox = Toolbox(self.tools, self.parser, partial(call_tool, server))
         limits = Limits(self.max_turns, self.context, self.timeout)
         stage = Stage(
             cast("World | None", world),
@@ -182,7 +182,7 @@ class Interact(Sampler, Episodes, Operator):
             self.tries,
             self.concurrency,
             self.chat_template_kwargs,
-            stem,
+            server,
         )
         columns = (prompts.row_id, prompts.uid, prompts.raw_prompt, prompts.ground_truth, prompts.extra_info)
         rows = [Row(*values) for values in zip(*columns, prompts.data_source, strict=True)]

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 import torch
 from pydantic import BeforeValidator
@@ -36,6 +36,12 @@ class FolderBackend(Backend):
         model: the folder; None uses the weights of the role ``actor``.
     """
 
+    imports: ClassVar[tuple[str, ...]] = (
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.llama.modeling_llama",  # which imports what models of all kinds share
+    )
+
     model: Folder | None
 
     @property
@@ -56,10 +62,6 @@ class FolderBackend(Backend):
         """
         if self.model is not None:
             refuse_no_model(self.model)
-
-    def prepare(self) -> None:
-        """Import transformers, with what models of all kinds share."""
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 
 def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | None = None) -> PreTrainedModel:

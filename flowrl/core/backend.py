@@ -27,6 +27,9 @@ class Backend(Spec):
     serves: ClassVar[tuple[type, ...]] = ()
     """The Protocols of `flowrl.core.protocols` that the live engine has, such as ``(Trainer, Checkpointed)``."""
 
+    imports: ClassVar[tuple[str, ...]] = ()
+    """The modules that `build` imports and that take long. A host is forked from a process that has imported them."""
+
     @property
     def ranks(self) -> int:
         """Processes that build this engine together; each rank gets slots of its own."""
@@ -107,10 +110,6 @@ class Backend(Spec):
         Raises:
             BindError: naming what it can.
         """
-
-    def prepare(self) -> None:
-        """Import what `build` needs. Processes that start together do so at the same time, before they load their
-        engines one after another."""
 
     def build(self, context: BuildContext) -> Any:
         """The live engine, which has every Protocol in `serves`."""

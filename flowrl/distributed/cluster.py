@@ -1,19 +1,18 @@
-"""The Ray cluster of a job: joined at its address, or started here and shut down at the end."""
+"""The Ray cluster of a job: joined at its address, or started here and kept for the next job of this process."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
-from ray._private import ray_constants
 
+from flowrl.distributed.local_cluster import QUIET, kept_cluster, local_cluster, shut_down_unless
 from flowrl.distributed.ray_place import RayPlace
 from flowrl.errors import BindError
 
@@ -24,56 +23,61 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 
 
 
 @contextlib.contextmanager
-def connected(place: RayPlace) -> Iterator[None]:
+def connected(place: RayPlace, modules: Sequence[str] = ()) -> Iterator[None]:
     """Ray within the block: what this process is connected to already, else joined at the place's address, else
     started here.
 
-    What was started here listens on the loopback alone, and is shut down at the end; what was joined is left, what was
+    What was started here is kept for the next job, see `local_cluster`; what was joined is left at the end, what was
     connected stays so.
+
+    Args:
+        place: where to run.
+        modules: see `local_cluster`.
 
     Raises:
         BindError: nothing answers at the address, this process is connected to another cluster, or Ray does not start.
     """
     wanted = None if place.address in (None, "auto") else _parsed(str(place.address))
-    if ray.is_initialized():
-        here = ray.get_runtime_context().gcs_address
-        if wanted is not None and _resolved(wanted) != _resolved(_parsed(here)):
-            raise BindError(
-                f"{type(place).__name__}(address={place.address!r}), but this process is connected to the Ray cluster "
-                f"at {here}; leave address out to use that one, or call ray.shutdown() first."
-            )
-        with _signals_kept(signal.getsignal(signal.SIGTERM)):
-            yield
-        return
+    cpus = max(os.cpu_count() or 1, place.slots)  # slots are logical, so that there can be more than CPUs
+    shut_down_unless(cpus if place.address is None else None)
     before = signal.getsignal(signal.SIGTERM)
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if place.address is not None:
-        if wanted is not None:
-            _refuse_silent(place.address, wanted)
-        try:
-            ray.init(address=place.address, **quiet)
-        except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
-            if "AuthenticationError" in f"{error}{error.__cause__}":
+    with contextlib.ExitStack() as stack:
+        if ray.is_initialized():
+            here = ray.get_runtime_context().gcs_address
+            if wanted is not None and _resolved(wanted) != _resolved(_parsed(here)):
                 raise BindError(
-                    f"the Ray cluster at {place.address!r} does not accept this process; give it the cluster's "
-                    f"token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN in the environment."
-                ) from error
-            raise _no_cluster(place.address, str(error).splitlines()[0]) from error
-    else:
-        cpus = max(os.cpu_count() or 1, place.slots)  # slots are logical, so that there can be more than CPUs
-        store = _store_bytes()
-        with _on_loopback():  # without an address Ray would join whatever cluster of others this machine has
-            try:
-                ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=store, **quiet)
-            except Exception as error:  # whatever keeps it from starting; Ray has no class of its own for that
-                raise BindError(
-                    f"Ray could not be started on this machine ({type(error).__name__}: "
-                    f"{str(error).partition('. ')[0]}); look whether the machine is short of processors, memory or "
-                    f"disk, and into Ray's logs, in session_latest/logs under /tmp/ray."
-                ) from error
+                    f"{type(place).__name__}(address={place.address!r}), but this process is connected to the Ray "
+                    f"cluster at {here}; leave address out to use that one, or call ray.shutdown() first."
+                )
+            stack.enter_context(kept_cluster())
+        elif place.address is None:
+            stack.enter_context(local_cluster(cpus, modules))
+        else:
+            stack.enter_context(_joined(place.address, wanted))
+        stack.enter_context(_signals_kept(before))
+        yield
+
+
+@contextlib.contextmanager
+def _joined(address: str, wanted: tuple[str, int] | None) -> Iterator[None]:
+    """The cluster at an address within the block.
+
+    Raises:
+        BindError: nothing answers there, or the cluster does not accept this process.
+    """
+    if wanted is not None:
+        _refuse_silent(address, wanted)
     try:
-        with _signals_kept(before):
-            yield
+        ray.init(address=address, **QUIET)
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        if "AuthenticationError" in f"{error}{error.__cause__}":
+            raise BindError(
+                f"the Ray cluster at {address!r} does not accept this process; give it the cluster's "
+                f"token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN in the environment."
+            ) from error
+        raise _no_cluster(address, str(error).splitlines()[0]) from error
+    try:
+        yield
     finally:
         ray.shutdown()
 
@@ -110,21 +114,6 @@ def _signals_kept(before: Any) -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGTERM) is keep:
             signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """What Ray starts within the block listens on the loopback alone, as it does by itself on macOS and Windows.
-
-    On Linux it listens on all interfaces, whatever `ray.init` is told of its address, unless the environment has
-    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 when Ray is first imported, which may be long before this.
-    """
-    before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", True)  # a name of Ray's own, which may go
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _parsed(address: str) -> tuple[str, int]:
@@ -167,10 +156,3 @@ def _no_cluster(address: str, reason: str) -> BindError:
         f"no Ray cluster answers at {address!r} ({reason}); start one with `ray start --head`, or leave address out "
         f"and one is started here."
     )
-
-
-def _store_bytes() -> int:
-    """Room for columns and one set of weights: a quarter of what is free in shared memory, at least Ray's minimum."""
-    status = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    free = status.f_bavail * status.f_frsize if status is not None else 1 << 30
-    return max(80 << 20, min(free // 4, 8 << 30))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -144,7 +145,8 @@ class Host:
     def settle(self, backends: Sequence[Backend]) -> Seat:
         """Get ready to load these; where this process is, as Ray knows it."""
         for backend in backends:
-            backend.prepare()
+            for module in backend.imports:
+                importlib.import_module(module)
         context = ray.get_runtime_context()
         seen = context.get_accelerator_ids().get("GPU", []) if self._gpus is None else self._gpus.split(",")
         devices = tuple(map(str, seen)) if torch.cuda.is_available() else ()

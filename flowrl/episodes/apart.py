@@ -1,18 +1,18 @@
 """Environments and tools in processes of their own, which are killed when their time is over; a thread cannot be.
 
-Each episode's environment lives in one process, and each call of a tool has one; they split off from a `stem`, which
-has imported the world and lives as long as the program. Nothing that they start outlives them: see `flowrl.keeper`.
+Each episode's environment lives in one process, and each call of a tool has one. They are forked from a `ForkServer`
+that has imported the world and lives as long as the program. Nothing that they start outlives them: see
+`flowrl.workers.supervisor`.
 """
 
 # Why not `concurrent.futures` or `multiprocessing`? See `flowrl.operators.reward.pool`. Its workers import in their own
-# time what one call needs, and so many episodes need a process each at once that these have to split off.
+# time what one call needs, and so many episodes need a process each at once that these have to be forked.
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import inspect
-import json
 import os
 import pickle
 import random
@@ -20,105 +20,60 @@ import socket
 import sys
 import zlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-from flowrl import keeper
 from flowrl.core import references
 from flowrl.episodes.calls import told
 from flowrl.episodes.environment import Answer, Environment, Reply, Row, checked, short
 from flowrl.episodes.tools import Misfit, Tool
 from flowrl.errors import EpisodeError, ParameterError
-
-START_LIMIT = 300.0
-"""Seconds allowed for importing the world."""
+from flowrl.workers.fork_server import ForkServer, NotReadyError, imports
+from flowrl.workers.fork_server_process import detach_stdin
+from flowrl.workers.supervisor import supervise
 
 _SIZE = 8
 """Bytes that say how long a message is."""
 
 
-class Stem:
-    """The process that others split off from.
+_servers: dict[tuple[str, ...], ForkServer] = {}
+
+
+def world_server(names: tuple[str, ...]) -> ForkServer:
+    """The server whose workers have imported these environments and tools; started where there is none.
 
     Args:
-        names: of environments and tools that it imports beforehand, such as ``"triage.py:Triage"``.
+        names: references, such as ``"triage.py:Triage"``.
 
     Raises:
         EpisodeError: it cannot be started, or an import raised.
     """
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._process, self._channel = keeper.start(str(Path(__file__).with_name("stem.py")))
-        job = {"path": sys.path, "references": names}
-        self._channel.settimeout(START_LIMIT)
+    if names in _servers and not _servers[names].alive:
+        _servers.pop(names).close()
+    if names not in _servers:
+        calls = [[references.__name__, references.resolve.__name__, name] for name in names]
+        server = ForkServer([*calls, *imports([__name__])])
         try:
-            self._channel.sendall(json.dumps(job).encode() + b"\n")
-            with self._channel.makefile("rb") as answers:
-                answer = json.loads(answers.readline() or b'{"what": "its process ended"}')
-        except TimeoutError:
-            answer = {"what": f"the import took more than {START_LIMIT:g} s"}
-        if answer:
-            self.end()
-            details = f"\n{answer['traceback'].rstrip()}" if answer.get("traceback") else ""
+            server.wait_until_ready()
+        except (NotReadyError, TimeoutError) as error:
+            server.close()
+            details = getattr(error, "details", "")
             raise EpisodeError(
-                f"a process for {', '.join(names)} could not be started ({answer['what']}). Expected what "
+                f"a process for {', '.join(names)} could not be started ({error}). Expected what "
                 f"a fresh process can import by itself: put what runs as a script under `if __name__ == '__main__':`, "
-                f"or play in this process: processes=False.{details}"
-            )
-
-    @property
-    def alive(self) -> bool:
-        """Whether more can split off."""
-        return self._process.poll() is None
-
-    def split(self) -> socket.socket:
-        """The other end of a new process's socket.
-
-        Raises:
-            EpisodeError: the stem is gone.
-        """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                socket.send_fds(self._channel, [b"."], [theirs.fileno()])
-            except OSError as error:
-                ours.close()
-                raise EpisodeError(
-                    f"the process that those of the world split off from is gone ({error}); it may have been killed "
-                    f"for its memory."
-                ) from error
-        return ours
-
-    def end(self) -> None:
-        """End it, and with it all that has split off."""
-        self._channel.close()
-        self._process.wait()
-
-
-_stems: dict[tuple[str, ...], Stem] = {}
-
-
-def stem_of(names: tuple[str, ...]) -> Stem:
-    """The stem that has imported these, which is started where there is none.
-
-    Raises:
-        EpisodeError: as `Stem`.
-    """
-    if names in _stems and not _stems[names].alive:
-        _stems.pop(names).end()
-    if names not in _stems:
-        _stems[names] = Stem(names)
-    return _stems[names]
+                f"or play in this process: processes=False." + (f"\n{details}" if details else "")
+            ) from None
+        _servers[names] = server
+    return _servers[names]
 
 
 @atexit.register
-def end_stems() -> None:
-    """End all processes of worlds; later episodes start fresh ones."""
-    while _stems:
-        _stems.popitem()[1].end()
+def close_world_servers() -> None:
+    """Terminate all processes of worlds; later episodes start new ones."""
+    while _servers:
+        _servers.popitem()[1].close()
 
 
-os.register_at_fork(after_in_child=_stems.clear)  # a process that we fork has no part in them
+os.register_at_fork(after_in_child=_servers.clear)  # a process that we fork has no part in them
 
 
 def reference_of(thing: Callable[..., Any] | str) -> str:
@@ -144,10 +99,27 @@ def reference_of(thing: Callable[..., Any] | str) -> str:
 
 
 class Process:
-    """One process that has split off, and is asked for one thing after the other."""
+    """One forked process, which does one thing after the other.
 
-    def __init__(self, from_stem: Stem) -> None:
-        self._socket: socket.socket | None = from_stem.split()
+    Args:
+        server: forks it.
+
+    Raises:
+        EpisodeError: the server is gone.
+    """
+
+    def __init__(self, server: ForkServer) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                server.fork(f"{__name__}:{serve_supervised.__name__}", None, [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise EpisodeError(
+                    f"the process that the world's processes are forked from is gone ({error}); it may have been "
+                    f"killed for its memory."
+                ) from error
+        self._socket: socket.socket | None = ours
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self.over = False
@@ -200,8 +172,8 @@ class Process:
 class Apart(Environment):
     """An environment in a process of its own."""
 
-    def __init__(self, from_stem: Stem, world: type[Environment]) -> None:
-        self._process, self._world = Process(from_stem), reference_of(world)
+    def __init__(self, server: ForkServer, world: type[Environment]) -> None:
+        self._process, self._world = Process(server), reference_of(world)
 
     async def reset(self, row: Row) -> Reply:
         """That of the environment, which is made then."""
@@ -220,14 +192,14 @@ class Apart(Environment):
             self._process.end()
 
 
-async def call_tool(from_stem: Stem, tool: Tool, arguments: Mapping[str, Any]) -> Any:
+async def call_tool(server: ForkServer, tool: Tool, arguments: Mapping[str, Any]) -> Any:
     """What a tool returns, called in a process of its own.
 
     Raises:
         Misfit: it takes other arguments.
         EpisodeError: it raised, or its process ended.
     """
-    process = Process(from_stem)
+    process = Process(server)
     try:
         return await process.ask("tool", reference_of(tool.function), arguments)
     finally:
@@ -235,6 +207,17 @@ async def call_tool(from_stem: Stem, tool: Tool, arguments: Mapping[str, Any]) -
 
 
 # ---- in the process
+
+
+def serve_supervised(_: None, fds: list[int]) -> None:
+    """`serve` in a worker of a fork server, with a supervisor.
+
+    Args:
+        fds: the socket.
+    """
+    os.dup2(fds[0], 0)
+    os.close(fds[0])
+    supervise(lambda: serve(detach_stdin()))
 
 
 def serve(channel: socket.socket) -> None:

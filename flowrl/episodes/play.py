@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from flowrl.data.transcript import Check
-from flowrl.episodes.apart import Apart, Stem
+from flowrl.episodes.apart import Apart
 from flowrl.episodes.calls import called, told
 from flowrl.episodes.chat import Chat, Desk, EpisodeOver, Limits
 from flowrl.episodes.environment import Environment, Row, checked
 from flowrl.episodes.tools import Toolbox
 from flowrl.errors import EpisodeError
+from flowrl.workers.fork_server import ForkServer
 
 Agent = Callable[[Chat, Row], Awaitable[float | None]]
 """A coroutine that plays an episode; what it returns is added to the reward of the last answer."""
@@ -53,7 +54,7 @@ class Stage:
         tries: how often one is begun whose world fails.
         concurrency: how many are under way at a time; None is all.
         template_kwargs: arguments of the chat template.
-        stem: where processes of environments split off from; None has them in this process.
+        server: forks the processes of environments; None plays them in this process.
     """
 
     world: World | None
@@ -63,7 +64,7 @@ class Stage:
     tries: int
     concurrency: int | None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    stem: Stem | None = None
+    server: ForkServer | None = None
 
 
 def play(desk: Desk, rows: Sequence[Row], stage: Stage) -> list[Played]:
@@ -133,7 +134,7 @@ async def _once(desk: Desk, row: Row, stage: Stage) -> Played:
 async def _episode(chat: Chat, row: Row, stage: Stage) -> Ended:
     world = stage.world
     if isinstance(world, type):
-        environment = world() if stage.stem is None else Apart(stage.stem, world)
+        environment = world() if stage.server is None else Apart(stage.server, world)
         try:
             ended = await _until_over(_by_environment(chat, row, environment))
         except BaseException as error:

@@ -1,8 +1,9 @@
 """Many calls of a reward function at once, each with a time limit.
 
 A function that can be imported runs in worker processes (`worker`): a call that hangs, even in C code that holds the
-interpreter's lock, is ended with its process and all that it has started (`keeper`), and a fresh process takes over.
-Processes stay from step to step and end with the program. Any other callable runs in threads of this process.
+interpreter's lock, is terminated with its process and all that it has started, and a new process takes over. The
+processes are forked from one that has imported the function. They stay from step to step and end with the program. Any
+other callable runs in threads of this process.
 """
 
 # Why not `concurrent.futures`, or `pebble` (version 5.2.3)? The former has no time limit for a call that runs, and one
@@ -22,7 +23,6 @@ import secrets
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -30,11 +30,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from flowrl import keeper
 from flowrl.core.references import parse_reference
 from flowrl.errors import RewardError
 from flowrl.operators.reward import worker as reward_worker
 from flowrl.operators.reward.worker import CUT_OFF, NoScore, Scored
+from flowrl.workers import supervisor
+from flowrl.workers.fork_server import ForkServer, NotReadyError
 
 START_LIMIT = 300.0
 """Seconds allowed for importing the module of a reward function."""
@@ -111,17 +112,29 @@ class ProcessWorker:
     def __init__(self, source: FunctionSource) -> None:
         self._source = source
         self.alive = True
-        self._process, self._channel = keeper.start(reward_worker.__file__)
-        self._channel.setblocking(False)
+        self._channel, self._theirs = socket.socketpair()
+        self._status, self._report = os.pipe()
 
     def start(self) -> None:
-        """Import the function.
+        """Fork the process, and import the function.
 
         Raises:
             RewardError: the import raised, or took longer than `START_LIMIT`.
         """
-        source, name = parse_reference(self._source.reference)
-        job = {"path": sys.path, "source": source, "name": name, "digest": self._source.digest}
+        try:
+            fds = [self._theirs.fileno(), self._report]
+            fork_server(self._source).fork(f"{reward_worker.__file__}:serve", supervisor.__file__, fds)
+        except BaseException:
+            self.alive = False
+            self._channel.close()
+            os.close(self._status)
+            raise
+        finally:
+            self._theirs.close()
+            os.close(self._report)
+        self._channel.setblocking(False)
+        module, name = parse_reference(self._source.reference)
+        job = {"path": sys.path, "source": module, "name": name, "digest": self._source.digest}
         reply = self._ask(job, START_LIMIT)
         if not isinstance(reply, NoScore):
             return
@@ -193,16 +206,29 @@ class ProcessWorker:
             self._channel.shutdown(socket.SHUT_RDWR)
 
     def end(self) -> int:
-        """End the process and all that it started, and wait for it; returns its exit status."""
+        """Terminate the process and all that it started, and wait for it; returns its exit status.
+
+        The supervisor writes its process id at its start and the worker's status at its end, so a status that is
+        missing is that of a supervisor that was killed, and the worker with it.
+        """
         self.kill()
         self.alive = False
+        report, deadline = b"", time.monotonic() + END_LIMIT
         try:
-            return self._process.wait(END_LIMIT)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)  # of the keeper
-            return self._process.wait()
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._status, selectors.EVENT_READ)
+                while selector.select(max(0.0, deadline - time.monotonic())):
+                    if not (part := os.read(self._status, 64)):
+                        break
+                    report += part
+                else:
+                    if report:  # the supervisor was stopped
+                        os.kill(int(report.split()[0]), signal.SIGKILL)
         finally:
             self._channel.close()
+            os.close(self._status)
+        words = report.split()
+        return os.waitstatus_to_exitcode(int(words[1])) if len(words) > 1 else -signal.SIGKILL
 
 
 def _how_it_ended(status: int) -> str:
@@ -324,6 +350,41 @@ def _unforeseen(what: str, error: Exception) -> RewardError:
     return found
 
 
+_servers: dict[FunctionSource, ForkServer] = {}
+_servers_lock = threading.Lock()
+
+
+def fork_server(source: FunctionSource) -> ForkServer:
+    """The server that workers for a function are forked from, which has imported its module.
+
+    A module that starts threads when it is imported would be without them in a fork, and one whose import ends the
+    process or raises is reported by a worker. Then the server imports nothing, and each worker does.
+
+    Raises:
+        RewardError: the import took longer than `START_LIMIT`.
+    """
+    with _servers_lock:
+        if source in _servers and not _servers[source].alive:
+            _servers.pop(source).close()
+        if source not in _servers:
+            module, name = parse_reference(source.reference)
+            _servers[source] = ForkServer([[reward_worker.__file__, "preload", module, name, source.digest]])
+        server = _servers[source]
+    try:
+        sound = server.wait_until_ready() == 1
+    except NotReadyError:
+        sound = False
+    except TimeoutError as error:
+        raise RewardError(
+            f"a worker process for the reward function {source.reference!r} could not be started: {error}."
+        ) from None
+    with _servers_lock:
+        if not sound and _servers.get(source) is server:
+            server.close()
+            server = _servers[source] = ForkServer([])
+    return server
+
+
 _pools: dict[tuple[FunctionSource, int], Pool] = {}
 _pools_lock = threading.Lock()
 
@@ -349,12 +410,19 @@ def process_pool(source: FunctionSource, workers: int) -> Pool:
 
 def _forget_pools() -> None:
     """In a process that this one has forked: it has none of the threads, and must not end the workers."""
-    global _pools_lock
-    _pools_lock = threading.Lock()
+    global _pools_lock, _servers_lock
+    _pools_lock, _servers_lock = threading.Lock(), threading.Lock()
     _pools.clear()
+    _servers.clear()
 
 
 os.register_at_fork(after_in_child=_forget_pools)
+
+
+def _close_servers() -> None:
+    with _servers_lock:
+        while _servers:
+            _servers.popitem()[1].close()
 
 
 @atexit.register
@@ -365,8 +433,10 @@ def close_pools() -> None:
         _pools.clear()
     for pool in pools:
         pool.close()
+    _close_servers()  # so that no worker waits for an import
     for pool in pools:
         pool.join()
+    _close_servers()
 
 
 def _over(limit: float) -> NoScore:

@@ -1,9 +1,9 @@
 """The process that a reward function runs in, and the outcome of a call.
 
-`keeper` runs this file by its path, so that neither flowrl nor torch is imported (only what the user's module imports);
-hence only the standard library is used here. Requests and replies are JSON, one per line, over the socket that was
-stdin; a reply bears the name of its request. The function meets neither: stdin is empty for it, what it prints goes
-to stderr, and what it forks or starts has no part in the socket.
+A `ForkServer` loads this file by its path, so that neither flowrl nor torch is imported (only what the user's module
+imports); hence only the standard library is used here. Requests and replies are JSON, one per line, over a socket; a
+reply bears the name of its request. The function has no access to it: stdin is empty, what the function prints goes to
+stderr, and what it forks or starts does not inherit the socket.
 """
 
 from __future__ import annotations
@@ -91,8 +91,19 @@ def digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
+_loaded: dict[tuple[str, str, str | None], Callable[..., Any]] = {}
+
+
+def preload(source: str, name: str, expected: str | None) -> None:
+    """`load` a function in the server that workers are forked from. If that fails, the worker that loads it says so."""
+    with contextlib.suppress(Exception):
+        _loaded[source, name, expected] = load(source, name, expected)
+
+
 def load(source: str, name: str, expected: str | None) -> Callable[..., Any]:
     """Import the function from a module or ``.py`` file, after checking that its source is the one asked for."""
+    if (source, name, expected) in _loaded:
+        return _loaded[source, name, expected]
     if source.endswith(".py"):
         module_name = f"{os.path.splitext(os.path.basename(source))[0]}_{digest(source.encode())}"
         spec = importlib.util.spec_from_file_location(module_name, source)
@@ -160,8 +171,24 @@ class _Channel:
             rest = rest[os.write(self._socket, rest) :]
 
 
-def main() -> None:
-    """Load the function that the first request names, then answer one call a request."""
+def serve(supervisor: str, fds: list[int]) -> None:
+    """Load the function that the first request names, then answer one call a request.
+
+    Args:
+        supervisor: the file of `flowrl.workers.supervisor`.
+        fds: the socket, and a pipe for the supervisor's process id and the worker's exit status.
+    """
+    spec = importlib.util.spec_from_file_location("flowrl_supervisor", supervisor)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    os.dup2(fds[0], 0)
+    os.close(fds[0])
+    os.write(fds[1], f"{os.getpid()} ".encode())
+    module.supervise(_serve, fds[1])
+
+
+def _serve() -> None:
     channel = _Channel()
     try:
         job = channel.ask()
@@ -176,7 +203,3 @@ def main() -> None:
             channel.reply(**call(fn, channel.ask()["arguments"])._asdict())
     except OSError:
         os._exit(CUT_OFF)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,11 +8,11 @@ from typing import Any
 from flowrl.core.protocols import Request, Response, Sampling
 from flowrl.data.keys import Key
 from flowrl.data.tokenizer import ChatTokenizer
-from flowrl.episodes.apart import Stem
 from flowrl.episodes.chat import Desk, Limits
 from flowrl.episodes.environment import Answer, Environment, Reply, Row
 from flowrl.episodes.play import Played, Stage, play
 from flowrl.episodes.tools import Toolbox
+from flowrl.workers.fork_server import ForkServer
 from tests.templates import TEMPLATES, tokenizer_of
 
 KEY = Key.of(1)
@@ -98,11 +98,11 @@ def played(
     concurrency: int | None = None,
     rows: Any = None,
     toolbox: Toolbox | None = None,
-    stem: Stem | None = None,
+    server: ForkServer | None = None,
 ) -> tuple[list[Played], Scripted]:
     """Episodes of some rows, and the policy that was asked."""
     engine = Scripted(script, tokenizer_of(NAME))
     desk = Desk(engine, tokenizer_of(NAME), SAMPLING, KEY)
     toolbox = Toolbox(tools, "hermes") if tools else toolbox
-    stage = Stage(world, Limits(turns, context, seconds), "strict", toolbox, tries, concurrency, stem=stem)
+    stage = Stage(world, Limits(turns, context, seconds), "strict", toolbox, tries, concurrency, server=server)
     return play(desk, rows or [row(i) for i in range(count)], stage), engine

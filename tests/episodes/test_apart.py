@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,10 +14,11 @@ import pytest
 
 from flowrl.core import references
 from flowrl.episodes import Environment, Toolbox
-from flowrl.episodes.apart import Process, Stem, call_tool, end_stems, reference_of, stem_of
+from flowrl.episodes.apart import Process, call_tool, close_world_servers, reference_of, world_server
 from flowrl.episodes.play import Played
 from flowrl.errors import EpisodeError, ParameterError
 from flowrl.operators import Interact
+from flowrl.workers.fork_server import ForkServer
 from tests.episodes.scripted import played, row
 from tests.operators.test_reward_pool import wait_until_ended
 
@@ -136,7 +136,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("user") / "worlds.py"
     path.write_text(WORLDS)
     yield path
-    end_stems()
+    close_world_servers()
 
 
 def apart(file: Path, name: str, count: int = 1, seconds: float = 60.0, tries: int = 1) -> list[Played]:
@@ -146,13 +146,13 @@ def apart(file: Path, name: str, count: int = 1, seconds: float = 60.0, tries: i
             noted.unlink()
     world = references.resolve(f"{file}:{name}")
     return played(
-        world, lambda name, turn: f"says {turn}", count=count, seconds=seconds, tries=tries, stem=stem_for(file)
+        world, lambda name, turn: f"says {turn}", count=count, seconds=seconds, tries=tries, server=server_for(file)
     )[0]
 
 
-def stem_for(file: Path) -> Stem:
+def server_for(file: Path) -> ForkServer:
     """One for all that is in the file."""
-    return stem_of((f"{file}:Counts",))
+    return world_server((f"{file}:Counts",))
 
 
 def noted(file: Path, name: str) -> list[str]:
@@ -216,7 +216,7 @@ class TestTools:
     def called(self, file: Path, name: str, arguments: str, **settings: Any) -> Played:
         tool = references.resolve(f"{file}:{name}")
         call = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
-        box = Toolbox([tool], "hermes", partial(call_tool, stem_for(file)))
+        box = Toolbox([tool], "hermes", partial(call_tool, server_for(file)))
         (one,), _ = played(None, lambda name, turn: [call, "so"][min(turn, 1)], toolbox=box, **settings)
         return one
 
@@ -238,26 +238,25 @@ class TestTools:
         assert (one.ended, one.tries) == ("failed", 2) and "took more than 0.5 s" in str(one.fault)
 
 
-class TestStem:
+class TestServer:
     def test_what_cannot_be_imported_is_said(self, tmp_path: Path) -> None:
         (tmp_path / "broken.py").write_text("import os\nraise OSError('planted')\n")
         with pytest.raises(EpisodeError, match=r"could not be started .*broken\.py:2 raises OSError.*processes=False"):
-            stem_of((f"{tmp_path}/broken.py:World",))
+            world_server((f"{tmp_path}/broken.py:World",))
 
-    def test_one_that_has_ended_is_started_anew(self, file: Path) -> None:
-        stem = stem_for(file)
-        stem._channel.shutdown(socket.SHUT_RDWR)
-        with pytest.raises(EpisodeError, match="split off from is gone"):
-            stem.split()
-        stem._process.wait()
+    def test_after_one_has_ended_another_is_started(self, file: Path) -> None:
+        server = server_for(file)
+        server.close()
+        with pytest.raises(EpisodeError, match="are forked from is gone"):
+            Process(server)
         assert apart(file, "Counts")[0].ended == "done"
 
     def test_a_program_that_is_killed_leaves_nothing(self, file: Path) -> None:
-        stem = stem_for(file)
+        server = server_for(file)
         (file.parent / "pids").unlink(missing_ok=True)
 
         async def begin() -> None:
-            await Process(stem).ask("make", f"{file}:Counts", row(1))
+            await Process(server).ask("make", f"{file}:Counts", row(1))
             os.kill(os.getpid(), signal.SIGKILL)
 
         if (program := os.fork()) == 0:

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from flowrl.backends.torch.load import FolderBackend
+from flowrl.distributed.local_cluster import node_options, start_fork_server
+
 CPUS = 12
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def warm_workers() -> Iterator[dict[str, Any]]:
+    """The parameters of a Ray node whose workers are forks of a process that has imported what hosts need."""
+    server = start_fork_server(FolderBackend.imports)
+    assert server is not None
+    yield node_options(server)
+    server.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cluster(warm_workers: dict[str, Any]) -> Iterator[Cluster]:
     """One Ray for the session, with more logical CPUs than there are.
 
     In a folder of its own (whose path must be short), since Ray enters the cluster in the common one, and whoever then
@@ -24,7 +37,7 @@ def cluster() -> Iterator[Cluster]:
         head = {"num_cpus": CPUS, "include_dashboard": False, "object_store_memory": 256 << 20}
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_TMPDIR", folder)
-            cluster = Cluster(initialize_head=True, head_node_args=head)
+            cluster = Cluster(initialize_head=True, head_node_args=head | warm_workers)
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
         ray.shutdown()
@@ -32,11 +45,11 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def three_nodes(cluster: Cluster) -> Iterator[None]:
+def three_nodes(cluster: Cluster, warm_workers: dict[str, Any]) -> Iterator[None]:
     """Three nodes on this machine with one free CPU each, so that every slot is on a node of its own."""
     taken = placement_group([{"CPU": CPUS - 1}], strategy="STRICT_PACK")
     assert taken.wait(60)
-    nodes = [cluster.add_node(num_cpus=1, object_store_memory=128 << 20) for _ in range(2)]
+    nodes = [cluster.add_node(num_cpus=1, object_store_memory=128 << 20, **warm_workers) for _ in range(2)]
     cluster.wait_for_nodes()
     yield
     for node in nodes:

@@ -79,23 +79,43 @@ def listening(root: int) -> set[str]:
 
 
 @pytest.mark.timeout(600)
-def test_what_is_started_is_shut_down(tiny: str, tmp_path: Path) -> None:
-    """Quietly, and once more in the same process; meanwhile it listens on the loopback alone.
+def test_the_cluster_of_a_process_is_kept_until_it_is_shut_down(tiny: str, tmp_path: Path) -> None:
+    """It starts quietly, listens on the loopback alone, ignores RAY_ADDRESS, and serves the next job too.
 
-    It is a cluster of our own, even where others have said which one to join.
+    A job gets another cluster where this one has too few CPUs, was shut down, or has a process that died, and where the
+    environment, which workers inherit, has changed.
     """
     said = script(
         """
         import os, sys
         from flowrl.distributed.cluster import connected
         from tests.on_ray.test_cluster import listening
+        from flowrl.distributed import local_cluster
+        address = lambda: ray.get_runtime_context().gcs_address
+        variable = ray.remote(lambda: os.environ.get("PLANTED"))
         with connected(Colocate(1)):
             print("CPUs", ray.cluster_resources()["CPU"] >= 1)
             ray.get(ray.remote(lambda: "a process of Ray's").remote())
             print("at", *sorted(listening(os.getpid())))
-        assert not ray.is_initialized()
+        first = address()
         step(sys.argv[1], sys.argv[2])
-        assert not ray.is_initialized()
+        print("kept", address() == first)
+        with connected(Colocate(1)), connected(Colocate(1)):
+            print("nested", address() == first)
+        cpus = int(ray.cluster_resources()["CPU"])
+        with connected(Colocate(cpus + 1)):
+            print("larger", address() != first, ray.cluster_resources()["CPU"] == cpus + 1)
+        second = address()
+        os.environ["PLANTED"] = "seen"
+        with connected(Colocate(1)):
+            print("environment", address() != second, ray.get(variable.remote()))
+        third = address()
+        local_cluster._cluster.server.close()
+        with connected(Colocate(1)):
+            print("after a death", address() != third, ray.get(variable.remote()))
+        ray.shutdown()
+        with connected(Colocate(1)):
+            print("after a shutdown", ray.get(variable.remote()))
         """,
         str(tmp_path / "desk"),
         tiny,
@@ -103,7 +123,17 @@ def test_what_is_started_is_shut_down(tiny: str, tmp_path: Path) -> None:
     )
     lines = [line for line in said.splitlines() if "Loading weights" not in line]
     loopback = "0100007F"
-    assert lines == ["CPUs True", f"at 0000000000000000FFFF0000{loopback} {loopback}", "trained 4.0"]
+    assert lines == [
+        "CPUs True",
+        f"at 0000000000000000FFFF0000{loopback} {loopback}",
+        "trained 4.0",
+        "kept True",
+        "nested True",
+        "larger True True",
+        "environment True seen",
+        "after a death True seen",
+        "after a shutdown seen",
+    ]
 
 
 @pytest.fixture

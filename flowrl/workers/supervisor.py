@@ -1,12 +1,12 @@
-"""The process between this program and one that runs users' code: whatever that starts ends with it, and both with us.
+"""The process between this program and one that runs user code: it terminates that one with all that it has started.
 
-`start` runs this file by its path, with the file to run as the argument and a socket as stdin. It runs none of the
-user's code, and imports the standard library alone.
+`start` runs this file by its path, with the program to run as the argument and a socket as stdin. It runs no user code
+and imports the standard library alone.
 
-Killing a group of processes misses what has left it (``setsid``), and a process that is killed cannot clean up itself.
-So there are three: the first is our child, whose exit status is the worker's; whoever kills our process may kill this
-child too, as Ray does. The second is the keeper. On Linux, processes that lose their parent become its children, so
-that it finds all that the worker has started; elsewhere it ends the worker's group. The third runs the file.
+Killing a process group misses what has left it (``setsid``), and a killed process cannot clean up. So there are three
+processes. The first is our child, and its exit status is the worker's; whatever kills our process may kill this child
+too, as Ray does. The second is the supervisor. On Linux, processes that lose their parent become its children, so that
+it finds all that the worker has started; elsewhere it terminates the worker's group. The third runs the program.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
+PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 
 
 def start(program: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run a file in a process, with a keeper; gives the first of the three, and our end of the worker's stdin.
+    """Run a file in a supervised process; returns the first of the three processes, and our end of the worker's stdin.
 
-    Once that end is closed or shut down, the worker is killed, and all that it has started.
+    Once that end is closed or shut down, the supervisor kills the worker and all that it has started.
     """
     with ExitStack() as undo:
         ours, theirs = map(undo.enter_context, socket.socketpair())
@@ -38,7 +38,7 @@ def start(program: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
             # -P: the folder of the file must not come before the standard library.
             [sys.executable, "-P", __file__, program],
             stdin=theirs.fileno(),
-            env={"OMP_NUM_THREADS": "1", **os.environ},  # there are several workers, beside a model that computes
+            env={"OMP_NUM_THREADS": "1", **os.environ},  # several workers share the cores with a model that computes
             start_new_session=True,  # we handle Ctrl-C
         )
         theirs.close()
@@ -47,51 +47,57 @@ def start(program: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def main(program: str) -> None:
-    """Keep a worker that runs `program`, until it ends or the other end of stdin is closed."""
+    """Supervise a worker that runs `program`, until it ends or the other end of stdin is closed."""
 
     def run() -> None:
         sys.argv = [program]
         runpy.run_path(program, run_name="__main__")
 
-    keeper = os.fork()
-    if keeper == 0:
-        keep(run)
+    supervisor = os.fork()
+    if supervisor == 0:
+        supervise(run)
     else:
-        _end_like(os.waitpid(keeper, 0)[1])
+        _exit_like(os.waitpid(supervisor, 0)[1])
 
 
-def keep(run: Callable[[], None]) -> None:
-    """Start a worker that runs `run` and wait; then end all that is left of it, and end as it did.
+def supervise(run: Callable[[], None], status: int | None = None) -> None:
+    """Start a worker that calls `run`, wait for it, kill whatever is left of it, and exit as it did.
 
-    It returns in the worker alone. The worker and all else are ended once the other end of stdin is closed.
+    It returns in the worker alone. The worker and all else are killed once the other end of stdin is closed.
+
+    Args:
+        run: what the worker does.
+        status: a file descriptor to write the worker's status of `os.waitpid` to, in decimal; None writes it nowhere.
     """
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    _control(_PR_SET_CHILD_SUBREAPER, 1)
-    keeper = os.getpid()
+    control(_PR_SET_CHILD_SUBREAPER, 1)
+    supervisor = os.getpid()
     worker = os.fork()
     if worker == 0:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.close(woken)
-        os.close(wake)
-        os.setsid()  # what it sends to its own group does not meet its keeper
-        _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:
+        for descriptor in (woken, wake, *([] if status is None else [status])):
+            os.close(descriptor)
+        os.setsid()  # what it sends to its own group does not reach its supervisor
+        control(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != supervisor:
             os._exit(1)
         run()
         return
     watch = select.poll()
-    watch.register(0, 0)  # nothing but the hang-up, which is always told
+    watch.register(0, 0)  # only for the hang-up, which poll always reports
     watch.register(woken, select.POLLIN)
-    status = None
-    while status is None and 0 not in dict(watch.poll()):
+    ended = None
+    while ended is None and 0 not in dict(watch.poll()):
         os.read(woken, 64)
-        status = _reaped(worker)
-    _end_all(worker)
-    _end_like(status or 0)
+        ended = _reaped(worker)
+    _kill_all(worker)
+    if status is not None and ended is not None:
+        os.write(status, str(ended).encode())
+    _exit_like(ended or 0)
 
 
 def _reaped(worker: int) -> int | None:
@@ -103,7 +109,7 @@ def _reaped(worker: int) -> int | None:
     return None
 
 
-def _end_all(worker: int) -> None:
+def _kill_all(worker: int) -> None:
     """Kill all children, and the children that these leave, until there is none."""
     while mine := [child for child in _children(worker) if _killed(child)]:
         with suppress(ChildProcessError):
@@ -111,8 +117,7 @@ def _end_all(worker: int) -> None:
 
 
 def _children(worker: int) -> list[int]:
-    """The children of this process; without Linux's ``/proc`` the group of the worker, as long as it was not waited
-    for."""
+    """The children of this process; without Linux's ``/proc`` the group of the worker, until it was waited for."""
     if sys.platform != "linux":
         return [worker] if _killed(-worker) else []
     found = []
@@ -132,8 +137,8 @@ def _killed(process: int) -> bool:
     return True
 
 
-def _end_like(status: int) -> None:
-    """End as another process has, by its status of `os.waitpid`."""
+def _exit_like(status: int) -> None:
+    """Exit as another process did, by its status of `os.waitpid`."""
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core of the first is enough
         number = os.WTERMSIG(status)
@@ -143,7 +148,7 @@ def _end_like(status: int) -> None:
     os._exit(os.WEXITSTATUS(status))
 
 
-def _control(option: int, value: int) -> None:
+def control(option: int, value: int) -> None:
     """Linux's ``prctl``; nothing elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,211 @@
+"""The process of a `ForkServer`: it imports once, then forks a worker for each request.
+
+It runs by its path with a socket as stdin, and needs only the standard library. It runs no user code beyond the imports
+that it is given, starts no thread and never initializes a GPU, so that a fork of it is as clean as a new process. It
+ends when the other end of its socket is closed.
+
+Some libraries read the environment while they are imported. A request may therefore name a *layer*: an environment and
+further imports, for which this process forks a server of the same kind, once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+MOST_FDS = 8
+"""File descriptors that a request may carry."""
+
+_FIRST = 200
+"""The lowest number of a socket moved away from stdin, out of reach of what user code opens and closes."""
+
+Calls = Sequence[Sequence[Any]]
+"""Functions to call, each as ``[module, name, *arguments]``; a module may be a file that imports the standard library
+alone, by its absolute path."""
+
+
+def detach_stdin() -> socket.socket:
+    """Move the socket at stdin to another descriptor; stdin is empty from then on, and stdout goes to stderr."""
+    moved = socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, _FIRST))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return moved
+
+
+def send(to: socket.socket, request: Any, fds: Sequence[int] = ()) -> None:
+    """Send a request with file descriptors."""
+    body = json.dumps(request).encode()
+    socket.send_fds(to, [struct.pack("!I", len(body))], fds)
+    to.sendall(body)
+
+
+def receive(source: socket.socket) -> tuple[Any, list[int]] | None:
+    """The next request with its file descriptors; None once the other end is closed.
+
+    Raises:
+        EOFError: the other end was closed within a request.
+    """
+    head, fds, _, _ = socket.recv_fds(source, 4, MOST_FDS)
+    if not head:
+        return None
+    head += _exactly(source, 4 - len(head))
+    return json.loads(_exactly(source, struct.unpack("!I", head)[0])), fds
+
+
+def _received(source: socket.socket) -> tuple[Any, list[int]] | None:
+    """`receive`, where a connection that breaks counts as closed."""
+    try:
+        return receive(source)
+    except (OSError, EOFError):
+        return None
+
+
+def _exactly(source: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        if not (part := source.recv(size - len(parts))):
+            raise EOFError("the connection was closed within a request")
+        parts += part
+    return bytes(parts)
+
+
+def prepare(calls: Calls) -> None:
+    """Make the calls, which import what workers need."""
+    gc.disable()  # imports make little garbage, and looking for it takes a tenth of their time
+    for module, name, *arguments in calls:
+        getattr(_module(module), name)(*arguments)
+    gc.freeze()  # a collection in a worker does not touch, and so copy, these pages
+
+
+def _module(name: str) -> Any:
+    """A module by its name, or by its file without the package around it."""
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, name)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+class _Server:
+    """Forks workers for requests of its owner, and of other processes of this user that connect to it.
+
+    Args:
+        owner: the socket to the owner.
+        listener: accepts connections of one request each; None accepts none.
+    """
+
+    def __init__(self, owner: socket.socket, listener: socket.socket | None) -> None:
+        self._owner, self._listener = owner, listener
+        self._layers: dict[str, socket.socket] = {}
+
+    def serve(self) -> NoReturn:
+        """Serve until the owner closes its end. In a worker, `SystemExit` leaves this once the worker is done."""
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
+        while True:
+            ready, _, _ = select.select([each for each in (self._owner, self._listener) if each], [], [])
+            if self._owner in ready:
+                if (received := _received(self._owner)) is None:
+                    os._exit(0)
+                self._handle(*received)
+            elif (connection := self._accept()) is not None:
+                if (received := _received(connection)) is not None:
+                    request, fds = received
+                    self._handle(request, [*fds, os.dup(connection.fileno())])
+                connection.close()
+
+    def _accept(self) -> socket.socket | None:
+        """The next connection; None where it is another user's."""
+        assert self._listener is not None
+        found, _ = self._listener.accept()
+        _, user, _ = struct.unpack("3i", found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user == os.geteuid():
+            return found
+        found.close()
+        return None
+
+    def _handle(self, request: Any, fds: list[int]) -> None:
+        """Fork for a request. Where that fails, whoever made it sees its descriptors closed."""
+        try:
+            if layer := request.pop("layer", None):
+                send(self._layer(layer, fds), request, fds)
+            elif os.fork() == 0:
+                self._work(request, fds)
+        except OSError:
+            traceback.print_exc()
+        for fd in fds:
+            os.close(fd)
+
+    def _layer(self, layer: Any, fds: Sequence[int]) -> socket.socket:
+        """The socket to the server of a layer, which is forked on first use and does not get `fds`."""
+        key = json.dumps(layer, sort_keys=True)
+        if key not in self._layers:
+            ours, theirs = socket.socketpair()
+            if os.fork() == 0:
+                for fd in (ours.detach(), *fds):
+                    os.close(fd)
+                self._close()
+                os.environ.update(layer["environment"])
+                prepare(layer["calls"])
+                _Server(theirs, None).serve()
+            theirs.close()
+            self._layers[key] = ours
+        return self._layers[key]
+
+    def _work(self, request: Any, fds: list[int]) -> NoReturn:
+        """Run the target of a request in the worker, which has none of the server's sockets and settings."""
+        self._close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        gc.enable()
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # Python's own generator seeds itself after a fork
+        module, _, name = request["target"].partition(":")
+        getattr(_module(module), name)(request["arguments"], fds)
+        sys.exit()
+
+    def _close(self) -> None:
+        for each in (self._owner, self._listener, *self._layers.values()):
+            if each is not None:
+                each.close()
+
+
+def main() -> None:
+    """Make the calls of the first message, reply whether they went well, then serve."""
+    owner = detach_stdin()
+    if (first := receive(owner)) is None:
+        return
+    setup = first[0]
+    listener = None
+    if setup["address"]:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind("\0" + setup["address"])  # in Linux's abstract namespace, so that no file is left behind
+        listener.listen(socket.SOMAXCONN)
+    sys.path[:] = setup["path"]
+    try:
+        prepare(setup["calls"])
+    except BaseException as error:
+        cause = error.__cause__ or error
+        lines = "".join(traceback.format_tb(cause.__traceback__))
+        send(owner, {"what": f"{type(error).__name__}: {error}", "traceback": lines})
+        os._exit(1)
+    send(owner, {"threads": len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1})
+    _Server(owner, listener).serve()
+
+
+if __name__ == "__main__":
+    main()

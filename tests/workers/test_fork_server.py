@@ -1,0 +1,150 @@
+"""Workers are forked from a process that has imported, and each is as clean as a new process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.workers import fork_server
+from flowrl.workers.fork_server import ForkServer, NotReadyError, imports
+from tests.operators.test_reward_pool import is_running, wait_until, wait_until_ended
+from tests.workers import poison
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(imports([poison.__name__]), listens=True)
+    assert server.wait_until_ready() == 1
+    yield server
+    server.close()
+
+
+def result(server: ForkServer, *does: str) -> Any:
+    """What a new worker of `tests.workers.poison` writes."""
+    ours, theirs = os.pipe()
+    with open(ours) as pipe:
+        server.fork(f"{poison.__name__}:work", does, [theirs])
+        os.close(theirs)
+        return json.load(pipe)
+
+
+def test_a_worker_finds_nothing_of_the_one_before(server: ForkServer) -> None:
+    clean = result(server, "state")
+    poisoned = result(server, "poison", "state")
+    left = {kind for kind in clean if clean[kind] != poisoned[kind]}
+    assert left == clean.keys(), "the test cannot see what was left of the other kinds"
+    assert result(server, "state") == clean
+
+
+def test_workers_draw_their_own_random_numbers(server: ForkServer) -> None:
+    first, second = result(server, "drawn"), result(server, "drawn")
+    assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+def test_a_process_of_the_user_may_connect(server: ForkServer) -> None:
+    """Its connection is the last of the worker's descriptors."""
+    request = json.dumps({"target": f"{poison.__name__}:work", "arguments": ["pid"]}).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect("\0" + server.address)
+        connection.sendall(struct.pack("!I", len(request)) + request)
+        pid = json.loads(connection.makefile().read())
+    assert pid not in (os.getpid(), result(server, "pid"))
+
+
+def test_a_request_that_makes_no_sense_stops_no_other(server: ForkServer) -> None:
+    for words in (b"", b"\0\0", struct.pack("!I", 99) + b"cut off"):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect("\0" + server.address)
+            connection.sendall(words)
+    ours, theirs = os.pipe()
+    with open(ours) as pipe:
+        server.fork("no_such_module:work", [], [theirs])
+        os.close(theirs)
+        assert pipe.read() == ""
+    assert result(server, "pid") > 0
+
+
+def test_a_layer_imports_in_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each environment, and the server itself does not."""
+    (tmp_path / "reads_environment.py").write_text(
+        "import os\nFOUND, MADE_BY = os.environ.get('LAYER'), os.getpid()\n"
+        "def work(_, fds):\n    os.write(fds[0], f'{FOUND} {MADE_BY}'.encode())\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def found(server: ForkServer, layer: str) -> list[str]:
+        request = {"target": "reads_environment:work", "arguments": None}
+        layered = request | {"layer": {"environment": {"LAYER": layer}, "calls": imports(["reads_environment"])}}
+        ours, theirs = os.pipe()
+        with open(ours) as pipe:
+            fork_server.send(server._channel, layered, [theirs])
+            os.close(theirs)
+            return pipe.read().split()
+
+    with closing(ForkServer([])) as server:
+        (first, process), (again, same), (other, another) = (found(server, layer) for layer in "aab")
+        assert (first, again, other) == ("a", "a", "b")
+        assert process == same != another
+    wait_until_ended({int(process), int(another)})
+
+
+def test_imports_that_raise_or_exit_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "raising.py").write_text("raise OSError('planted')\n")
+    (tmp_path / "exiting.py").write_text("import os\nos._exit(3)\n")
+    path = [*sys.path, str(tmp_path)]
+    with closing(ForkServer(imports(["raising"]), path)) as server:
+        with pytest.raises(NotReadyError, match="OSError: planted") as caught:
+            server.wait_until_ready()
+        assert "raising.py" in caught.value.details
+    with closing(ForkServer(imports(["exiting"]), path)) as server:
+        with pytest.raises(NotReadyError, match="its process ended"):
+            server.wait_until_ready()
+        wait_until(lambda: not server.alive)
+        with pytest.raises(OSError):
+            server.fork("any:thing", None, [])
+
+
+def test_threads_that_imports_start_are_counted(tmp_path: Path) -> None:
+    """A fork would be without them, so the owner decides."""
+    (tmp_path / "threaded.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    with closing(ForkServer(imports(["threaded"]), [*sys.path, str(tmp_path)])) as server:
+        assert server.wait_until_ready() == 2
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_the_server_ends_with_a_program_that_is_killed(supervised: bool) -> None:
+    source = f"""if True:
+        import os, signal
+        from flowrl.workers.fork_server import ForkServer
+        server = ForkServer([], supervised={supervised})
+        server.wait_until_ready()
+        print(server._process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    wait_until_ended({int(done.stdout)})
+
+
+def test_closing_in_a_fork_of_the_owner_leaves_the_server(server: ForkServer) -> None:
+    if (child := os.fork()) == 0:
+        server.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert server.alive and is_running(server._process.pid)
+    assert result(server, "pid") > 0
