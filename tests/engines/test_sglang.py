@@ -216,6 +216,7 @@ def refuse_other_death(engine: SGLangEngine, victim: int, monkeypatch: pytest.Mo
     answer = process.reply
 
     def killed(call: str) -> dict[str, Any]:  # the request is under way
+        monkeypatch.setattr(process, "reply", answer)  # a scheduler dies some replies before its process does
         os.kill(victim, signal.SIGKILL)
         return answer(call)
 
