@@ -7,12 +7,14 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
 
-from flowrl.distributed.local_cluster import QUIET, kept_cluster, local_cluster, shut_down_unless
+from flowrl.core.backend import Backend
+from flowrl.distributed.host_server import host_server
+from flowrl.distributed.local_cluster import QUIET, is_connected, kept_cluster, local_cluster, shut_down_unless
 from flowrl.distributed.ray_place import RayPlace
 from flowrl.errors import BindError
 
@@ -23,7 +25,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 
 
 
 @contextlib.contextmanager
-def connected(place: RayPlace, modules: Sequence[str] = ()) -> Iterator[None]:
+def connected(place: RayPlace, bindings: Mapping[str, Backend] | None = None) -> Iterator[None]:
     """Ray within the block: what this process is connected to already, else joined at the place's address, else
     started here.
 
@@ -32,14 +34,16 @@ def connected(place: RayPlace, modules: Sequence[str] = ()) -> Iterator[None]:
 
     Args:
         place: where to run.
-        modules: see `local_cluster`.
+        bindings: the backends of the job.
 
     Raises:
         BindError: nothing answers at the address, this process is connected to another cluster, or Ray does not start.
     """
     wanted = None if place.address in (None, "auto") else _parsed(str(place.address))
     cpus = max(os.cpu_count() or 1, place.slots)  # slots are logical, so that there can be more than CPUs
-    shut_down_unless(cpus if place.address is None else None)
+    local = place.address is None and (is_connected() or not ray.is_initialized())
+    hosts = host_server(bindings or {}) if local else None
+    shut_down_unless(cpus, hosts)
     before = signal.getsignal(signal.SIGTERM)
     with contextlib.ExitStack() as stack:
         if ray.is_initialized():
@@ -50,10 +54,10 @@ def connected(place: RayPlace, modules: Sequence[str] = ()) -> Iterator[None]:
                     f"cluster at {here}; leave address out to use that one, or call ray.shutdown() first."
                 )
             stack.enter_context(kept_cluster())
-        elif place.address is None:
-            stack.enter_context(local_cluster(cpus, modules))
+        elif hosts is not None:
+            stack.enter_context(local_cluster(cpus, hosts))
         else:
-            stack.enter_context(_joined(place.address, wanted))
+            stack.enter_context(_joined(str(place.address), wanted))
         stack.enter_context(_signals_kept(before))
         yield
 

@@ -10,22 +10,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray._private import parameter, ray_constants
-from ray._private import worker as ray_worker_module
+from ray._private import worker as ray_worker
 
-from flowrl.distributed import ray_worker
+from flowrl.distributed.host_server import HostServer, node_options
 from flowrl.errors import BindError
-from flowrl.workers.fork_server import ForkServer, imports
 
-_MODULES = ("flowrl.backends", "flowrl.operators", "flowrl.run.local", "flowrl.run.build", "flowrl.sync.stream")
-"""What every host imports, except Ray itself: see `flowrl.distributed.ray_worker`."""
+_FORKS_AT_ONCE = 16
+"""Workers that Ray may start at a time; by itself as many as there are processors, since others start by importing."""
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 """Arguments of `ray.init` that leave the terminal to flowrl."""
@@ -37,42 +34,38 @@ class _Cluster:
 
     Args:
         node: Ray's processes on this machine.
-        server: forks its workers; None where workers start by themselves.
+        hosts: the server that its workers are forked from.
         cpus: logical CPUs.
-        environment: of this process when Ray was started, with what jobs have added since. Workers inherit it, so
-            after a change between two jobs the next one gets a new cluster.
         jobs: how many use it now.
     """
 
     node: Any
-    server: ForkServer | None
+    hosts: HostServer
     cpus: int
-    environment: dict[str, str]
     jobs: int = 0
-
-    @property
-    def alive(self) -> bool:
-        """Whether Ray is connected to it, and all that it consists of runs."""
-        connected = ray.is_initialized() and ray_worker_module._global_node is self.node
-        return connected and self.node.remaining_processes_alive() and (self.server is None or self.server.alive)
 
 
 _cluster: _Cluster | None = None
 
 
+def is_connected() -> bool:
+    """Whether Ray is connected to a cluster that this process has started."""
+    return _cluster is not None and ray.is_initialized() and ray_worker._global_node is _cluster.node
+
+
 @contextlib.contextmanager
-def local_cluster(cpus: int, modules: Sequence[str] = ()) -> Iterator[None]:
+def local_cluster(cpus: int, hosts: HostServer) -> Iterator[None]:
     """Ray on this machine within the block, listening on the loopback alone.
 
     Args:
         cpus: logical CPUs that it must have.
-        modules: what its workers import besides flowrl, so that a fork has it already.
+        hosts: the server that its workers are forked from.
 
     Raises:
         BindError: Ray does not start.
     """
     global _cluster
-    _cluster = _start(cpus, modules)
+    _cluster = _start(cpus, hosts)
     with kept_cluster():
         yield
 
@@ -88,79 +81,65 @@ def kept_cluster() -> Iterator[None]:
         yield
     finally:
         cluster.jobs -= 1
-        if not cluster.jobs and not cluster.alive:
+        if cluster is _cluster and not cluster.jobs and not _is_alive():
             shut_down()
-        cluster.environment = {**os.environ, **cluster.environment}  # libraries and trackers add variables of their own
+        cluster.hosts.add_variables()
 
 
-def shut_down_unless(cpus: int | None) -> None:
+def shut_down_unless(cpus: int, hosts: HostServer | None) -> None:
     """Shut the cluster down if it is idle and cannot serve the next job.
 
     Args:
-        cpus: that the job needs; None where it runs on another cluster.
+        cpus: that the job needs.
+        hosts: the server that its workers are to be forked from; None where it runs on another cluster.
     """
     if _cluster is None or _cluster.jobs:
         return
-    suits = cpus is not None and cpus <= _cluster.cpus and dict(os.environ) == _cluster.environment
-    if not (suits and _cluster.alive):
+    if cpus > _cluster.cpus or hosts is not _cluster.hosts or not _is_alive():
         shut_down()
 
 
 def shut_down() -> None:
     """Shut down the cluster that this process has started, if there is one."""
     global _cluster
-    if (cluster := _cluster) is None:
-        return
-    _cluster = None
-    if ray.is_initialized() and ray_worker_module._global_node is cluster.node:
+    if is_connected():
         ray.shutdown()
-    if cluster.server is not None:
-        cluster.server.close()
+    _cluster = None
 
 
-def _start(cpus: int, modules: Sequence[str]) -> _Cluster:
-    server = start_fork_server(modules)
+def _is_alive() -> bool:
+    """Whether all of the cluster's own processes run."""
+    return _cluster is not None and is_connected() and bool(_cluster.node.remaining_processes_alive())
+
+
+def _start(cpus: int, hosts: HostServer) -> _Cluster:
     try:
-        with _on_loopback(), _forked_workers(server):
+        with _on_loopback(), _forked_workers(hosts):
             ray.init(
-                "local", num_cpus=cpus, include_dashboard=False, object_store_memory=_object_store_bytes(), **QUIET
+                "local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=_object_store_bytes(),
+                _system_config={"worker_maximum_startup_concurrency": _FORKS_AT_ONCE} if hosts.server else None,
+                **QUIET,
             )
     except Exception as error:  # Ray has no class of its own for what keeps it from starting
-        if server is not None:
-            server.close()
         raise BindError(
             f"Ray could not be started on this machine ({type(error).__name__}: "
             f"{str(error).partition('. ')[0]}); look whether the machine is short of processors, memory or "
             f"disk, and into Ray's logs, in session_latest/logs under /tmp/ray."
         ) from error
-    return _Cluster(ray_worker_module._global_node, server, cpus, dict(os.environ))
-
-
-def start_fork_server(modules: Sequence[str] = ()) -> ForkServer | None:
-    """Start to import what hosts need; None on systems other than Linux, where forking such a process is not sound.
-
-    Args:
-        modules: see `local_cluster`.
-    """
-    if sys.platform != "linux":
-        return None
-    path = [*sys.path[1:], sys.path[0]]  # the script's folder must not come before the standard library
-    return ForkServer(imports([*_MODULES, *modules]), path, supervised=False, listens=True)
-
-
-def node_options(server: ForkServer) -> dict[str, Any]:
-    """The parameters of a Ray node whose workers are forks of a server."""
-    return {"worker_path": str(Path(ray_worker.__file__)), "env_vars": {ray_worker.ADDRESS: server.address}}
+    return _Cluster(ray_worker._global_node, hosts, cpus)
 
 
 @contextlib.contextmanager
-def _forked_workers(server: ForkServer | None) -> Iterator[None]:
+def _forked_workers(hosts: HostServer) -> Iterator[None]:
     """The node that Ray starts within the block has forked workers, and neither autoscaler nor log monitor.
 
-    `ray.init` has no argument for the program of a worker, whose name is a parameter of Ray's nodes.
+    `ray.init` has no argument for the program of a worker, which is a parameter of Ray's nodes.
     """
     before = parameter.RayParams
-    options = {} if server is None else node_options(server)
+    options = {} if hosts.server is None else node_options(hosts.server)
 
     class Parameters(before):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

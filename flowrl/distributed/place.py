@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 
 from pydantic import Field
 
 from flowrl.core.graph import Graph
+from flowrl.distributed.host_server import host_server
 from flowrl.distributed.ray_place import RayPlace
 from flowrl.run.steps import Steps
 
@@ -15,10 +17,24 @@ _MOST = 1 << 16
 
 
 class _Opened(RayPlace):
+    def warm_up(self, graph: Graph) -> None:
+        """Start the process that hosts are forked from."""
+        if self.address is None and not _connected_elsewhere():
+            host_server(graph.bindings)
+
     def open(self, graph: Graph, seed: int) -> AbstractContextManager[Steps]:
         from flowrl.distributed.runner import open_ray  # here, since it imports Ray
 
         return open_ray(graph, self, seed)
+
+
+def _connected_elsewhere() -> bool:
+    """Whether this process is connected to a cluster that flowrl has not started; it does not import Ray for that."""
+    if "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
+        return False
+    from flowrl.distributed.local_cluster import is_connected
+
+    return not is_connected()
 
 
 class Colocate(_Opened):

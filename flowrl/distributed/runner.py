@@ -20,7 +20,6 @@ from ray.exceptions import ObjectLostError
 
 from flowrl.columns import ColumnType
 from flowrl.core import lag
-from flowrl.core.backend import Backend
 from flowrl.core.graph import Graph, Node
 from flowrl.core.plan import Plan
 from flowrl.data.balance import Share
@@ -62,7 +61,7 @@ def open_ray(graph: Graph, place: RayPlace, seed: int) -> Iterator[Steps]:
     plan, processes = Plan(graph), lay_out(graph, place)
     refuse_unplaceable(plan, processes)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(connected(place, _modules(graph.bindings)))
+        stack.enter_context(connected(place, graph.bindings))
         stack.enter_context(watch.watched())
         spare = stack.enter_context(spare_folder()) if place.restart == "role" else None
         with naming("opening the job on Ray"):
@@ -82,12 +81,6 @@ class Traffic:
     input: int = 0
     driver: int = 0
     hosts: int = 0
-
-
-def _modules(bindings: Mapping[str, Backend]) -> list[str]:
-    """The modules of flowrl's own backends, and what these import to build an engine."""
-    modules = [name for backend in bindings.values() for name in (type(backend).__module__, *backend.imports)]
-    return sorted({name for name in modules if name.startswith(("flowrl.", "transformers."))})
 
 
 class RayRunner:

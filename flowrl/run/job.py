@@ -250,6 +250,8 @@ class Job(Generic[GraphT]):
             RuleError, BindError, GraphError: before any model is loaded; see `refuse_unready` and `refuse_missing`.
         """
         self.refuse_unready()
+        if self.place is not None:
+            self.place.warm_up(self.graph)
         self.refuse_missing()
         if self.place is None:
             with EngineBuilder(self.graph.bindings, seed).live() as engines:

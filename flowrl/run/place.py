@@ -48,6 +48,10 @@ class Place(Spec):
         """The slots that a role's ranks may take."""
         raise NotImplementedError
 
+    def warm_up(self, graph: Graph) -> None:
+        """Start what takes long and goes on by itself, such as imports, as soon as it is known that `graph` is to be
+        opened here."""
+
     def open(self, graph: Graph, seed: int) -> AbstractContextManager[Steps]:
         """A bound graph ready to step, with all engines loaded; its processes end with the block.
 

@@ -11,8 +11,8 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from flowrl.backends.torch.load import FolderBackend
-from flowrl.distributed.local_cluster import node_options, start_fork_server
+from flowrl.backends import TorchTrainer
+from flowrl.distributed.host_server import node_options, start_fork_server
 
 CPUS = 12
 
@@ -20,7 +20,7 @@ CPUS = 12
 @pytest.fixture(scope="session")
 def warm_workers() -> Iterator[dict[str, Any]]:
     """The parameters of a Ray node whose workers are forks of a process that has imported what hosts need."""
-    server = start_fork_server(FolderBackend.imports)
+    server = start_fork_server({"actor": TorchTrainer("any")})
     assert server is not None
     yield node_options(server)
     server.close()

@@ -110,7 +110,7 @@ def test_the_cluster_of_a_process_is_kept_until_it_is_shut_down(tiny: str, tmp_p
         with connected(Colocate(1)):
             print("environment", address() != second, ray.get(variable.remote()))
         third = address()
-        local_cluster._cluster.server.close()
+        local_cluster._cluster.hosts.server.close()
         with connected(Colocate(1)):
             print("after a death", address() != third, ray.get(variable.remote()))
         ray.shutdown()
