@@ -23,7 +23,8 @@ PYTEST         := $(BIN)/python -m pytest --durations 10
 ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest --durations 10
 TWO_PROCESSES  := --numprocesses 2 --dist loadfile
 
-MAIN_TESTS     := tests --ignore tests/on_ray --ignore tests/draw/test_pictures.py
+# `make check` runs test_budgets.py.
+MAIN_TESTS     := tests $(addprefix --ignore ,tests/on_ray tests/draw/test_pictures.py tests/test_budgets.py)
 RUNS_TESTS      = $(shell grep -rlE --include='test_*.py' 'mark\.runs\b' tests)
 RAY_TESTS       = tests/on_ray $(shell grep -rlE --include='test_*.py' --exclude-dir=on_ray 'mark\.ray\b' tests)
 ENGINES_TESTS  := tests/engines tests/backends
@@ -72,7 +73,8 @@ nightly:  ## Run the matrices of cases; every commit runs one case of each mecha
 	@.ci/run nightly-main nightly-ray nightly-engines
 
 nightly-main: $(READY)
-	$(PYTEST) $(TWO_PROCESSES) $(MAIN_TESTS) -m "nightly and not ray and not engines"
+	$(PYTEST) $(TWO_PROCESSES) $(MAIN_TESTS) --hypothesis-profile nightly \
+		-m "(nightly or hypothesis) and not ray and not engines"
 
 nightly-ray: $(READY)
 	$(PYTEST) $(RAY_TESTS) -m "nightly and ray"

@@ -20,9 +20,11 @@ from tests.command_line import command as command  # a fixture
 
 torch.set_num_threads(1)
 
-# Timings on shared machines say nothing, hence no deadline. In CI the examples are the same on every run.
-hypothesis.settings.register_profile("local", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+# Timings on shared machines say nothing, hence no deadline. In CI the examples are the same on every run, and
+# `make nightly` runs twice as many as every commit.
+hypothesis.settings.register_profile("local", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True, max_examples=50)
+hypothesis.settings.register_profile("nightly", hypothesis.settings.get_profile("ci"), max_examples=100)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
