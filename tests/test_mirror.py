@@ -43,7 +43,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     ),
     "tests/workers/test_fork_server.py": ("flowrl/workers/fork_server_process.py",),
     "tests/operators/test_reward_faults.py": ("flowrl/workers/supervisor.py",),
-    "tests/on_ray/test_faults.py": ("flowrl/distributed/faults.py",),
     "tests/on_ray/test_nodes.py": ("flowrl/distributed/host.py", "flowrl/distributed/hosts.py"),
     "tests/on_ray/test_sync.py": ("flowrl/distributed/delivery.py",),
     "tests/on_ray/test_runner.py": ("flowrl/distributed/runner.py",),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import ray
+from safetensors.torch import load_file
 
 from flowrl import PromptData, Training
 from flowrl.distributed.place import Colocate
@@ -13,24 +16,27 @@ from flowrl.sync.digest import weights_digest
 from tests.jobs import job_of
 
 
-def test_ray_has_the_bits_of_one_process(tiny: str, prompts_file: str, tmp_path: Path) -> None:
-    """GRPO on one shared slot of a cluster that is started for the run."""
-    from safetensors.torch import load_file
+@pytest.fixture(autouse=True)
+def no_cluster_is_left() -> Iterator[None]:
+    yield
+    ray.shutdown()
 
+
+def test_two_jobs_on_ray_have_the_bits_of_one_process(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    """GRPO on one shared slot, of a cluster that the first job starts and the second finds."""
     job = job_of("grpo", tiny)
-    local = Training(job, PromptData(prompts_file), steps=2, prompts=3, folder=str(tmp_path / "local")).run()
-    place = Colocate(1)
-    remote = Training(
-        replace(job, place=place), PromptData(prompts_file), steps=2, prompts=3, folder=str(tmp_path / "ray")
-    ).run()
-    assert not ray.is_initialized()
+    runs, addresses = [], []
+    for where, place in (("local", None), ("first", Colocate(1)), ("second", Colocate(1))):
+        there, folder = replace(job, place=place), tmp_path / where
+        runs.append(Training(there, PromptData(prompts_file), steps=2, prompts=3, folder=str(folder)).run())
+        if place is not None:
+            addresses.append(ray.get_runtime_context().gcs_address)
+    assert addresses[0] == addresses[1]
     clock = ("timing", "throughput")
-    for a, b in zip(local.metrics, remote.metrics, strict=True):
-        assert {k: v for k, v in a.items() if not k.startswith(clock)} == {
-            k: v for k, v in b.items() if not k.startswith(clock)
-        }
+    numbers = [[{k: v for k, v in step.items() if not k.startswith(clock)} for step in run.metrics] for run in runs]
+    assert numbers[0] == numbers[1] == numbers[2]
     digests = {
         weights_digest(load_file(tmp_path / where / "actor" / "model.safetensors").items())
-        for where in ("local", "ray")
+        for where in ("local", "first", "second")
     }
     assert len(digests) == 1

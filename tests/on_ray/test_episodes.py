@@ -43,7 +43,11 @@ def settled(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize(
     ("ranks", "place", "advantage"),
-    [(1, Split(1, 1), GroupAdvantage()), (2, Colocate(2), GroupAdvantage()), (2, Colocate(2), TurnGroupAdvantage())],
+    [
+        (1, Split(1, 1), GroupAdvantage()),
+        pytest.param(2, Colocate(2), GroupAdvantage(), marks=pytest.mark.nightly),
+        (2, Colocate(2), TurnGroupAdvantage()),
+    ],
 )
 def test_episodes_are_those_of_one_process(
     ranks: int, place: Place, advantage: Operator, tiny: str, prompts_file: str, tmp_path: Path

@@ -50,8 +50,8 @@ def saved(folder: str | Path) -> dict[str, torch.Tensor]:
     [
         ("ppo", 3, False, Colocate(1), {}),
         ("grpo", 4, True, Split(2, 1), {"n": 3, "mini_batch": 6, "ppo_epochs": 2}),
-        ("ppo", 5, True, Colocate(3), {"n": 2, "ppo_epochs": 2, "kl_coef": 0.1}),
-        ("gspo", 4, True, Split(1, 1), {"n": 3, "mini_batch": 6}),
+        pytest.param("ppo", 5, True, Colocate(3), {"n": 2, "ppo_epochs": 2, "kl_coef": 0.1}, marks=pytest.mark.nightly),
+        pytest.param("gspo", 4, True, Split(1, 1), {"n": 3, "mini_batch": 6}, marks=pytest.mark.nightly),
         ("dapo", 3, True, Split(1, 1), {"n": 3, "groups": 4, "max_new_tokens": 20, "mini_batch": 6}),
     ],
 )
@@ -170,7 +170,7 @@ def assert_columns_close(found: Mapping[str, DataProto], expected: Mapping[str, 
 @pytest.mark.parametrize(
     ("algorithm", "optimizer", "place"),
     [
-        ("grpo", SGD(lr=0.05), Split(2, 1)),
+        pytest.param("grpo", SGD(lr=0.05), Split(2, 1), marks=pytest.mark.nightly),
         ("ppo", AdamW(lr=1e-3, eps=1e-5), Colocate(2)),
         ("online_dpo", SGD(lr=0.05), Colocate(2)),  # a loss that compares rows of both ranks
     ],
