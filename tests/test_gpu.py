@@ -7,7 +7,10 @@ machine, so that they are known to work before a GPU is at hand.
 from __future__ import annotations
 
 import gc
+import json
+import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from flowrl.backends.torch import trainer as torch_trainer
 from flowrl.backends.torch.sharded import Sharded
 from flowrl.core.plan import Plan
 from flowrl.core.protocols import MiniBatch, Sampling
+from flowrl.distributed.host_server import start_fork_server
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import KLLoss, PPOClip, ValueClip
 from flowrl.operators.mini_batches import record
@@ -44,6 +48,7 @@ from tests.backends.torch.fsdp_cases import Ranks, weights
 from tests.jobs import prompt_batch, proto
 from tests.models import VOCAB, ragged, tiny_folder
 from tests.rewards import digits
+from tests.workers import poison
 
 # What other versions of torch warn of on a GPU is for the summary to show, and no reason to fail.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -392,3 +397,18 @@ def test_engines_that_take_turns_compute_the_same(device: str, folder: Any, algo
     for log, wanted in zip(logs, expected, strict=True):
         assert log == pytest.approx(wanted, rel=1e-4, abs=1e-5)
     assert apart(after, truth) < 1e-6
+
+
+def test_forks_of_the_server_of_hosts_compute_on_the_device(device: str) -> None:
+    """Two at a time, which they could not if it had initialized CUDA: its imports must not."""
+    server = start_fork_server({"actor": TorchTrainer("any"), "critic": TorchCritic("any")})
+    assert server is not None
+    with closing(server):
+        assert server.wait_until_ready() == 1, "threads, which forks would be without"
+        pipes = [os.pipe() for _ in range(2)]
+        for _, theirs in pipes:
+            server.fork(f"{poison.__name__}:{poison.compute.__name__}", device, [theirs])
+            os.close(theirs)
+        for ours, _ in pipes:
+            with open(ours) as pipe:
+                assert json.load(pipe) == [False, 30.0]

@@ -125,5 +125,7 @@ def _started(program: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Run a file in a process of a session of its own; also our end of its stdin."""
     ours, theirs = socket.socketpair()
     with theirs:
-        process = subprocess.Popen([sys.executable, "-P", program], stdin=theirs.fileno(), start_new_session=True)
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # NumPy would start threads for every core
+        command = [sys.executable, "-P", program]
+        process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment, start_new_session=True)
     return process, ours

@@ -198,6 +198,8 @@ def main() -> None:
     sys.path[:] = setup["path"]
     try:
         prepare(setup["calls"])
+        if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+            raise RuntimeError("the imports have initialized CUDA, which no fork could use then")
     except BaseException as error:
         cause = error.__cause__ or error
         lines = "".join(traceback.format_tb(cause.__traceback__))

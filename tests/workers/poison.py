@@ -90,5 +90,18 @@ def work(does: list[str], fds: list[int]) -> None:
         json.dump(result, pipe)
 
 
+def compute(device: str, fds: list[int]) -> None:
+    """In a worker: whether CUDA was initialized before, and a sum computed on a device, as JSON.
+
+    Args:
+        device: of torch.
+        fds: a pipe.
+    """
+    before = torch.cuda.is_initialized()
+    total = float(torch.arange(5.0, device=device).square().sum())
+    with open(fds[0], "w") as pipe:
+        json.dump([before, total], pipe)
+
+
 def _drawn() -> list[float]:
     return [random.random(), float(np.random.random())]
