@@ -21,6 +21,7 @@ from flowrl.operators.reward.operator import place_scores
 from flowrl.run.job import Job
 from flowrl.run.training import Run
 from tests.jobs import job_of
+from tests.nightly import nightly
 from tests.rewards import asked_for
 
 pytestmark = pytest.mark.runs
@@ -73,7 +74,7 @@ def rewards(run: Run) -> tuple[float, float]:
     return sum(scores[:2]) / 2, sum(scores[-5:]) / 5
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, nightly(1)])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_reward_rises(tiny: str, task: str, tmp_path: Path, name: str, seed: int) -> None:
     run = train(job(name, tiny), task, tmp_path, steps=30, seed=seed)
@@ -83,7 +84,7 @@ def test_the_reward_rises(tiny: str, task: str, tmp_path: Path, name: str, seed:
     assert run.metrics[-1]["kl/ref"] > 0.1  # it went somewhere
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ["grpo", nightly("ppo")])
 def test_nothing_is_learnt_from_shuffled_scores(tiny: str, task: str, tmp_path: Path, name: str) -> None:
     shuffled = job(name, tiny).edit(insert={"shuffle_scores": After("reward", ShuffleScores())})
     first, last = rewards(train(shuffled, task, tmp_path, steps=30, seed=0))
@@ -98,14 +99,14 @@ def test_an_engine_with_weights_of_its_own_learns_as_well(tiny: str, task: str, 
     assert all(metrics["sync/bytes"] > 0 for metrics in run.metrics)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [nightly("grpo"), "ppo"])
 def test_several_epochs_meet_the_clip_and_learn(tiny: str, task: str, tmp_path: Path, name: str) -> None:
     run = train(job(name, tiny, ppo_epochs=3), task, tmp_path, steps=25, seed=0)
     assert rewards(run)[1] > 0.75
     assert max(metrics["actor/pg_clipfrac"] for metrics in run.metrics) > 0.01
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ["grpo", nightly("ppo")])
 def test_kl_holds_the_policy_near_its_reference(tiny: str, task: str, tmp_path: Path, name: str) -> None:
     free = train(job(name, tiny, kl_coef=0.001), task, tmp_path / "free", steps=20, seed=0)
     held = train(job(name, tiny, kl_coef=1.0), task, tmp_path / "held", steps=20, seed=0)

@@ -4,6 +4,7 @@ runs."""
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -78,8 +79,9 @@ def test_what_is_for_a_gpu_runs(words: list[str], cases: set[str]) -> None:
     assert all(" yes " in line or ": left out" in line for line in lines)
 
 
-def test_a_case_that_there_is_not_is_named() -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT.with_name("gpu_engines.py")), "asleeep"], capture_output=True, text=True
-    )
-    assert done.returncode == 1 and "asleeep: no engine or case; there are vllm, sglang, alone, " in done.stderr
+def test_a_case_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = str(SCRIPT.with_name("gpu_engines.py"))
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    monkeypatch.setattr(sys, "argv", [script, "asleeep"])
+    with pytest.raises(SystemExit, match="asleeep: no engine or case; there are vllm, sglang, alone, "):
+        runpy.run_path(script, run_name="__main__")

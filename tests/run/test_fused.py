@@ -25,6 +25,7 @@ from flowrl.run.prediction import predict
 from flowrl.run.training import Run
 from flowrl.sync.digest import weights_digest
 from tests.jobs import PROMPTS, job_of
+from tests.nightly import nightly
 from tests.run.interrupted import Stop, Stopper
 from tests.runs import described, timeless, train
 
@@ -73,14 +74,14 @@ def assert_same(one: Run, two: Run) -> None:
     [
         ("grpo", {}),
         ("grpo", {"kl_coef": 0.0}),
-        ("grpo", {"temperature": 0.7, "trainer": {}}),
+        nightly("grpo", {"temperature": 0.7, "trainer": {}}),
         ("grpo", {"trainer": {"dtype": "bfloat16", **SMALL}}),
         ("grpo", {"trainer": {"gradient_checkpointing": True, **SMALL}}),
-        ("rloo", {}),
-        ("dr_grpo", {}),
+        nightly("rloo", {}),
+        nightly("dr_grpo", {}),
         ("gspo", {}),
         ("reinforce_plus_plus", {"n": 3}),
-        ("reinforce_plus_plus_baseline", {}),
+        nightly("reinforce_plus_plus_baseline", {}),
     ],
 )
 def test_bits(name: str, parameters: Any, tiny: str, prompts_file: str, tmp_path: Path) -> None:

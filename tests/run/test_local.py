@@ -34,6 +34,7 @@ from flowrl.operators.correction import Mismatched
 from flowrl.records import Receipt
 from flowrl.run.local import local_steps
 from tests.jobs import PROMPTS, job_of, weights_of
+from tests.nightly import nightly
 from tests.rewards import digits
 from tests.runs import walk
 
@@ -183,7 +184,7 @@ def record_of(batch: DataProto) -> PromptBatch:
     return PromptBatch(**{name: batch[name] for name in PromptBatch._fields})
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize("name", ["ppo", nightly("grpo")])
 def test_the_same_lines_give_the_same_bits_eagerly_and_in_an_executor(tiny: str, prompts_file: str, name: str) -> None:
     seed, steps = 3, 3
     job = job_of(name, tiny, mini_batch=4)

@@ -32,6 +32,7 @@ from flowrl.run.timeline import Timeline
 from flowrl.run.training import Run
 from flowrl.sync.digest import weights_digest
 from tests.jobs import job_of, weights_of, write_prompts
+from tests.nightly import nightly
 from tests.rewards import digits
 from tests.run.interrupted import (
     STEPS,
@@ -71,8 +72,19 @@ Whole = Callable[[str], Run]
 
 class TestSameNumbers:
     # within the first step after a checkpoint, in the step after, in one that crosses an epoch, in a validation
-    @pytest.mark.parametrize("name", ["ppo", "grpo"])
-    @pytest.mark.parametrize(("step", "node"), [(2, "update_actor"), (3, "sync"), (4, "reward"), (5, "generate")])
+    @pytest.mark.parametrize(
+        ("name", "step", "node"),
+        [
+            ("ppo", 2, "update_actor"),
+            ("ppo", 3, "sync"),
+            ("grpo", 4, "reward"),
+            ("grpo", 5, "generate"),
+            nightly("grpo", 2, "update_actor"),
+            nightly("grpo", 3, "sync"),
+            nightly("ppo", 4, "reward"),
+            nightly("ppo", 5, "generate"),
+        ],
+    )
     def test_cut_off_in_a_step(
         self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, name: str, step: int, node: str
     ) -> None:
@@ -159,7 +171,7 @@ class TestSameNumbers:
 
 
 class TestCheckpoints:
-    @pytest.mark.parametrize("damage", ["flipped", "short", "gone", "manifest"])
+    @pytest.mark.parametrize("damage", ["flipped", nightly("short"), nightly("gone"), "manifest"])
     def test_damaged(
         self,
         tiny: str,
@@ -214,7 +226,10 @@ class TestCheckpoints:
             run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True)
         assert (tmp_path / "run.json").read_text() == before
 
-    @pytest.mark.parametrize(("every", "keep", "left"), [(1, 2, [5, 6]), (4, 1, [6]), (4, 3, [4, 6]), (9, 1, [6])])
+    @pytest.mark.parametrize(
+        ("every", "keep", "left"),
+        [(1, 2, [5, 6]), nightly(4, 1, [6]), (4, 3, [4, 6]), nightly(9, 1, [6])],
+    )
     def test_keep(self, tiny: str, prompts_file: str, tmp_path: Path, every: int, keep: int, left: list[int]) -> None:
         run(jobs("grpo", tiny), prompts_file, tmp_path, checkpoint_every=every, keep=keep, validation=())
         assert checkpoints(tmp_path) == [f"step-{step:06d}" for step in left]

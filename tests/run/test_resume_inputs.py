@@ -18,6 +18,7 @@ from flowrl.backends import TorchRollout
 from flowrl.errors import DataError, ParameterError, StorageError
 from flowrl.run.checkpoint import MANIFEST, STATE, Checkpoints
 from tests.jobs import write_prompts
+from tests.nightly import nightly
 from tests.run.interrupted import STEPS, assert_same, cut_off, jobs, run, settings, timeless
 from tests.runs import described
 
@@ -144,9 +145,9 @@ class TestLines:
         ("damage", "gone", "left"),
         [
             (lambda raw: b"", "the steps 1, 2, 3, 4", [5, 6]),
-            (lambda raw: raw[: raw.index(b'{"step": 3')], "the steps 3, 4", [1, 2, 5, 6]),
+            nightly(lambda raw: raw[: raw.index(b'{"step": 3')], "the steps 3, 4", [1, 2, 5, 6]),
             (lambda raw: raw.replace(b'{"step": 2', b'{"step: 2'), "the steps 2", [1, 3, 4, 5, 6]),
-            (lambda raw: raw.replace(b'{"step": 2', b'\xff{"step": 2'), "the steps 2", [1, 3, 4, 5, 6]),
+            nightly(lambda raw: raw.replace(b'{"step": 2', b'\xff{"step": 2'), "the steps 2", [1, 3, 4, 5, 6]),
             (lambda raw: raw.replace(b'{"step": 1, "', b'{"step": 1, "extra": 1, "'), None, [1, 2, 3, 4, 5, 6]),
         ],
         ids=["deleted", "shortened", "broken", "bytes", "changed"],
@@ -174,7 +175,8 @@ class TestLines:
         assert [line["step"] for line in timeless(file) if "actor/lr" in line] == left
 
     @pytest.mark.parametrize(
-        "tail", [b'{"step": 5, "validation": "val", "response": "\xc3', b"\xff\xfe\n", b"{}\n3\n[]\n"]
+        "tail",
+        [b'{"step": 5, "validation": "val", "response": "\xc3', nightly(b"\xff\xfe\n"), nightly(b"{}\n3\n[]\n")],
     )
     def test_predictions_that_were_torn_are_mended(
         self, model: str, prompts_file: str, copy: Path, whole: Any, tail: bytes, caplog: pytest.LogCaptureFixture
@@ -203,7 +205,10 @@ class TestLines:
             run(jobs("grpo", model), prompts_file, copy, resume=True, steps=5)
         assert described(copy)["status"] == "failed"
 
-    @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000, b'{"otherData": {}}'])
+    @pytest.mark.parametrize(
+        "content",
+        [b"{", b'{"otherData": {}}', *map(nightly, (b"", b"[]", b"3", b"\xff", b"[" * 100_000))],
+    )
     def test_a_broken_trace_begins_anew(
         self, model: str, prompts_file: str, copy: Path, content: bytes, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -37,6 +37,7 @@ from flowrl.run.job import Job
 from flowrl.run.sources import Sources, by_input
 from tests.jobs import job_of, write_prompts
 from tests.models import char_tokenizer
+from tests.nightly import nightly
 from tests.prompt_files import record, write_jsonl
 from tests.rewards import digits
 from tests.run.interrupted import Stop, Stopper
@@ -183,7 +184,9 @@ def test_a_missing_file_of_any_source(tiny: str, tmp_path: Path) -> None:
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("cut", [(1, "generate"), (2, "update_actor"), (3, "imitate"), (3, "see_demos")])
+@pytest.mark.parametrize(
+    "cut", [(1, "generate"), (3, "imitate"), nightly((2, "update_actor")), nightly((3, "see_demos"))]
+)
 def test_a_run_that_is_cut_off_goes_on_with_the_same_rows(cut: Any, tiny: str, tmp_path: Path) -> None:
     sources = data(tmp_path)
     whole = run(job(tiny), sources, tmp_path / "whole", checkpoint_every=1)
@@ -222,8 +225,16 @@ def learning(tiny: str, gate: bool = False) -> Job:
     return found.edit(insert={"see": After("batch", See("batch"))}) if not gate else found
 
 
-@pytest.mark.parametrize("sampler", [ByDifficulty(0.3), Replay(share=0.5, below=0.4)], ids=repr)
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize(
+    ("sampler", "gate"),
+    [
+        (ByDifficulty(0.3), False),
+        (Replay(share=0.5, below=0.4), True),
+        nightly(ByDifficulty(0.3), True),
+        nightly(Replay(share=0.5, below=0.4), False),
+    ],
+    ids=repr,
+)
 def test_what_was_learned_is_in_the_checkpoint(sampler: Any, gate: bool, tiny: str, tmp_path: Path) -> None:
     sources = PromptData(write_prompts(tmp_path / "p.jsonl"), sampler=sampler)
     whole = run(learning(tiny, gate), sources, tmp_path / "whole", checkpoint_every=2)

@@ -18,6 +18,7 @@ from flowrl.backends import TorchRollout
 from flowrl.errors import BindError, DataError, NodeError, ParameterError
 from flowrl.records import PromptBatch
 from tests.jobs import job_of, write_prompts
+from tests.nightly import nightly
 from tests.runs import Recorder, described, fails_at, lines, timeless, train
 
 COMMON = {
@@ -30,7 +31,7 @@ CRITIC = {"critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "timing/up
 # ---- one seed, one run
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize("name", ["ppo", nightly("grpo")])
 def test_two_runs_with_one_seed_write_the_same_numbers(tiny: str, prompts_file: str, tmp_path: Path, name: str) -> None:
     validation = Validation(PromptData(prompts_file), every=2)
 

@@ -21,6 +21,7 @@ from flowrl.operators import FullGKD
 from flowrl.operators.objective import TokenObjective
 from tests.backends.torch.trainers import CONTEXT, Folder, trainer
 from tests.models import Ragged, ragged, tiny_folder, unpadded
+from tests.nightly import nightly
 from tests.operators.test_distillation import Stated
 
 
@@ -34,7 +35,9 @@ def distributions(said: LastStates, batch: Ragged, row: int) -> Tensor:
     return said.head.log_probs(said.states[row][on], batch.temperature[row].expand(int(on.sum())))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma2", "granite", "cohere", "phi"])
+@pytest.mark.parametrize(
+    "kind", ["llama", nightly("qwen2"), nightly("gpt2"), "gemma2", "granite", nightly("cohere"), "phi"]
+)
 def test_states_and_head_say_what_the_model_alone_says(kind: str, folder: Folder) -> None:
     """Heads that are tied and not, with a bias, before a scale and before a cap; it is transformers that is asked."""
     batch, engine = ragged(), scorer(folder(kind), max_tokens=30)

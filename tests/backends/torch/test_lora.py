@@ -24,6 +24,7 @@ from flowrl.run.job import Job
 from flowrl.run.training import Training
 from flowrl.sync.digest import named_weights, weights_digest
 from tests.models import KINDS, VOCAB, Ragged, char_tokenizer, ragged, tiny_folder
+from tests.nightly import nightly_except
 from tests.rewards import digits
 
 ADAPTER = LoRA(r=4, alpha=8)
@@ -82,7 +83,7 @@ def peft_folder(engine: Any, base: str, path: Path) -> str:
 # What is trained
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_except(["llama", "gpt2"], KINDS))
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_update_moves_the_adapter_and_nothing_else(folders: dict[str, str], kind: str, checkpointing: bool) -> None:
     engine = trainer(folders[kind], gradient_checkpointing=checkpointing)
@@ -147,7 +148,7 @@ def test_targets_are_adapted_and_no_others(folders: dict[str, str]) -> None:
 # What is merged
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_except(["llama", "gpt2"], KINDS))
 def test_merged_weights_say_what_the_adapter_says(folders: dict[str, str], kind: str, tmp_path: Path) -> None:
     engine = trainer(folders[kind])
     train(engine)
@@ -260,7 +261,7 @@ def greedy(engine: Any) -> list[Any]:
     return [sampled.responses.tolist(), sampled.log_probs]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_except(["llama", "gpt2"], KINDS))
 def test_adapters_are_synced_alone(folders: dict[str, str], kind: str) -> None:
     engine = trainer(folders[kind])
     shared, adapted, whole = (
