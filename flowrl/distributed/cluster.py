@@ -7,12 +7,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 
-from flowrl.core.backend import Backend
 from flowrl.distributed.host_server import host_server
 from flowrl.distributed.local_cluster import QUIET, is_connected, kept_cluster, local_cluster, shut_down_unless
 from flowrl.distributed.ray_place import RayPlace
@@ -25,16 +24,12 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 
 
 
 @contextlib.contextmanager
-def connected(place: RayPlace, bindings: Mapping[str, Backend] | None = None) -> Iterator[None]:
+def connected(place: RayPlace) -> Iterator[None]:
     """Ray within the block: what this process is connected to already, else joined at the place's address, else
     started here.
 
     What was started here is kept for the next job, see `local_cluster`; what was joined is left at the end, what was
     connected stays so.
-
-    Args:
-        place: where to run.
-        bindings: the backends of the job.
 
     Raises:
         BindError: nothing answers at the address, this process is connected to another cluster, or Ray does not start.
@@ -42,7 +37,7 @@ def connected(place: RayPlace, bindings: Mapping[str, Backend] | None = None) ->
     wanted = None if place.address in (None, "auto") else _parsed(str(place.address))
     cpus = max(os.cpu_count() or 1, place.slots)  # slots are logical, so that there can be more than CPUs
     local = place.address is None and (is_connected() or not ray.is_initialized())
-    hosts = host_server(bindings or {}) if local else None
+    hosts = host_server() if local else None
     shut_down_unless(cpus, hosts)
     before = signal.getsignal(signal.SIGTERM)
     with contextlib.ExitStack() as stack:

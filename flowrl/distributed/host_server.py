@@ -31,20 +31,25 @@ class HostServer:
     environment: dict[str, str]
 
     @property
+    def alive(self) -> bool:
+        """Whether it can fork workers, or none is needed."""
+        return self.server is None or self.server.alive
+
+    @property
     def current(self) -> bool:
         """Whether a worker forked now is what a new process would be."""
-        return (self.server is None or self.server.alive) and self.environment == dict(os.environ)
+        return self.alive and self.environment == dict(os.environ)
 
     def add_variables(self) -> None:
-        """Enter the variables that have been added since, as libraries and trackers do while a job runs."""
+        """Enter the variables that have been added since, as libraries and trackers do while a job opens and runs."""
         self.environment = {**os.environ, **self.environment}
 
 
 _current: HostServer | None = None
 
 
-def host_server(bindings: Mapping[str, Backend]) -> HostServer:
-    """The server, which is started where there is none for this environment; it imports while the caller goes on.
+def warm_up(bindings: Mapping[str, Backend]) -> None:
+    """Start the server if there is none for this environment; it imports while the caller goes on.
 
     Args:
         bindings: the backends of a job, whose modules it imports.
@@ -53,6 +58,14 @@ def host_server(bindings: Mapping[str, Backend]) -> HostServer:
     if _current is None or not _current.current:
         close()
         _current = HostServer(start_fork_server(bindings), dict(os.environ))
+
+
+def host_server() -> HostServer:
+    """The server; it is started where `warm_up` was not called, or its process has died since."""
+    if _current is None or not _current.alive:
+        warm_up({})
+    assert _current is not None
+    _current.add_variables()
     return _current
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pydantic import Field
 
 from flowrl.core.graph import Graph
-from flowrl.distributed.host_server import host_server
+from flowrl.distributed.host_server import warm_up
 from flowrl.distributed.ray_place import RayPlace
 from flowrl.run.steps import Steps
 
@@ -20,7 +20,7 @@ class _Opened(RayPlace):
     def warm_up(self, graph: Graph) -> None:
         """Start the process that hosts are forked from."""
         if self.address is None and not _connected_elsewhere():
-            host_server(graph.bindings)
+            warm_up(graph.bindings)
 
     def open(self, graph: Graph, seed: int) -> AbstractContextManager[Steps]:
         from flowrl.distributed.runner import open_ray  # here, since it imports Ray

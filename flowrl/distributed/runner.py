@@ -61,7 +61,7 @@ def open_ray(graph: Graph, place: RayPlace, seed: int) -> Iterator[Steps]:
     plan, processes = Plan(graph), lay_out(graph, place)
     refuse_unplaceable(plan, processes)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(connected(place, graph.bindings))
+        stack.enter_context(connected(place))
         stack.enter_context(watch.watched())
         spare = stack.enter_context(spare_folder()) if place.restart == "role" else None
         with naming("opening the job on Ray"):

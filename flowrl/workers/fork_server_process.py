@@ -10,6 +10,7 @@ further imports, for which this process forks a server of the same kind, once.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import importlib.util
@@ -205,7 +206,8 @@ def main() -> None:
         lines = "".join(traceback.format_tb(cause.__traceback__))
         send(owner, {"what": f"{type(error).__name__}: {error}", "traceback": lines})
         os._exit(1)
-    send(owner, {"threads": len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1})
+    with contextlib.suppress(OSError):  # the owner has closed its end; `serve` ends then
+        send(owner, {"threads": len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1})
     _Server(owner, listener).serve()
 
 

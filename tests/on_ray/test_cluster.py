@@ -106,9 +106,11 @@ def test_the_cluster_of_a_process_is_kept_until_it_is_shut_down(tiny: str, tmp_p
         with connected(Colocate(cpus + 1)):
             print("larger", address() != first, ray.cluster_resources()["CPU"] == cpus + 1)
         second = address()
+        step(sys.argv[1], sys.argv[2])
+        print("kept", address() == second)
         os.environ["PLANTED"] = "seen"
-        with connected(Colocate(1)):
-            print("environment", address() != second, ray.get(variable.remote()))
+        step(sys.argv[1], sys.argv[2])
+        print("environment", address() != second, ray.get(variable.remote()))
         third = address()
         local_cluster._cluster.hosts.server.close()
         with connected(Colocate(1)):
@@ -130,6 +132,9 @@ def test_the_cluster_of_a_process_is_kept_until_it_is_shut_down(tiny: str, tmp_p
         "kept True",
         "nested True",
         "larger True True",
+        "trained 4.0",
+        "kept True",
+        "trained 4.0",
         "environment True seen",
         "after a death True seen",
         "after a shutdown seen",
