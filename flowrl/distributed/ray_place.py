@@ -15,7 +15,7 @@ class RayPlace(Place):
     """Base of places whose processes are Ray's.
 
     Args:
-        address: the Ray cluster to join; None starts one on this machine and shuts it down afterwards.
+        address: the Ray cluster to join; None is one on this machine, which the first job starts and later ones reuse.
         memory: see `Place`.
         deadline: seconds that a node may take before it counts as stuck, at most a year.
         restart: ``"role"`` rebuilds a role that died and repeats the step; ``"never"`` raises.
