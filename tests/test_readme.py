@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from flowrl.demo.model import build
+from flowrl.demo import task
+from flowrl.demo.model import build, make_tokenizer
 from flowrl.demo.task import write_dataset
 from flowrl.graphs import grpo, ppo
 
@@ -44,10 +47,15 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def typed(tmp_path_factory: pytest.TempPathFactory) -> Typed:
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of `make demo`, in the folder where the page expects it."""
+    return build(tmp_path_factory.mktemp("repository") / "runs" / "demo" / "model-seed0", seed=0)
+
+
+@pytest.fixture(scope="module")
+def typed(model_folder: Path) -> Typed:
     """The whole page, typed after `make demo`."""
-    root = tmp_path_factory.mktemp("repository")
-    build(root / "runs" / "demo" / "model-seed0")
+    root = model_folder.parents[2]
     write_dataset(root / "runs" / "demo" / "data")
     [prepare] = [block for block in blocks("sh") if block.startswith("mkdir first")]
     commands, _, python = prepare.rstrip("\n").rpartition("\n")
@@ -102,3 +110,32 @@ def test_the_algorithms_are_those_of_the_package(typed: Typed, monkeypatch: pyte
     before, after = (make("my_reward.py:score", max_new_tokens=28) for make in (ppo, grpo))
     assert f"{before.mermaid()}\n" == blocks("mermaid")[0]
     assert f"{before.diff(after)}\n" == blocks("")[0]
+
+
+def test_warm_started_model_has_something_to_learn(model_folder: Path) -> None:
+    """On held-out prompts it answers mostly directly and mostly wrongly, sometimes thinks and is then mostly right.
+
+    Exact, without sampling: the probability of each whole response under the model, at temperature 1.
+    """
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), make_tokenizer()
+    problems = task.split().heldout
+    users = [[{"role": "user", "content": p.prompt}] for p in problems]
+    prompts = tokenizer.apply_chat_template(users, add_generation_prompt=True, return_dict=False)
+
+    def probability(texts: list[str]) -> torch.Tensor:
+        responses = tokenizer([t + tokenizer.eos_token for t in texts], add_special_tokens=False)["input_ids"]
+        rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+        with torch.no_grad():
+            log_probs = model(input_ids=ids.clamp(min=0)).logits[:, 8:-1].log_softmax(-1)
+        chosen = log_probs.gather(2, ids[:, 9:, None].clamp(min=0))[..., 0]
+        return torch.where(ids[:, 9:] >= 0, chosen, 0.0).sum(1).exp()
+
+    with torch.no_grad():
+        first = model(input_ids=torch.tensor(prompts)).logits[:, -1].softmax(-1)
+    thinks = first[:, tokenizer.convert_tokens_to_ids("<think>")].mean()
+    direct = probability([p.answer for p in problems]).mean() / (1 - thinks)
+    worked = probability([p.worked for p in problems]).mean() / thinks
+    assert 0.2 < thinks < 0.4
+    assert direct < 0.2
+    assert worked > 0.6

@@ -23,6 +23,7 @@ from flowrl.run.result import StepResult
 from flowrl.schedules import Linear
 from tests.jobs import job_of, write_prompts
 from tests.kernel import LengthPenalty, exact
+from tests.nightly import nightly
 from tests.runs import Recorder, timeless, train
 
 pytestmark = pytest.mark.runs
@@ -143,7 +144,10 @@ def test_three_real_steps_of_dynamic_sampling_train(tiny: str, data: str, tmp_pa
         assert step["reward/mean"] != step["reward/kept_mean"]
 
 
-def test_a_run_that_is_killed_in_any_round_goes_on_with_the_same_rows(tiny: str, data: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds_killed", [slice(1, None, 3), nightly(slice(None))], ids=["some", "all"])
+def test_a_run_that_is_killed_in_any_round_goes_on_with_the_same_rows(
+    rounds_killed: slice, tiny: str, data: str, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"prompts": PROMPTS, "steps": 2, "checkpoint_every": 1}
     recorder = Recorder()
     whole = train(collecting(tiny), data, tmp_path / "whole", [recorder], **settings)
@@ -156,7 +160,7 @@ def test_a_run_that_is_killed_in_any_round_goes_on_with_the_same_rows(tiny: str,
             if self.told.count(("node", "generate")) == killed and name == "reward":
                 raise KeyboardInterrupt
 
-    for killed in range(1, rounds + 1):
+    for killed in range(1, rounds + 1)[rounds_killed]:
         folder = tmp_path / f"killed-{killed}"
         with pytest.raises(KeyboardInterrupt):
             train(collecting(tiny), data, folder, [Killer()], **settings)

@@ -18,6 +18,7 @@ from flowrl.data.tokenizer import ChatTokenizer
 from flowrl.errors import GraphError
 from flowrl.operators import Collect, RolloutCorrection, Spread
 from flowrl.run.job import Job
+from tests.nightly import nightly
 from tests.run.interrupted import STEPS, assert_same, cut_off, jobs, run
 
 pytestmark = pytest.mark.runs
@@ -89,19 +90,20 @@ class TestCutOff:
             cut_off(ahead(name, tiny, lag), prompts_file, folder, step, node, checkpoint_every=1)
             assert_same(run(ahead(name, tiny, lag), prompts_file, folder, resume=True, checkpoint_every=1), whole)
 
+    @pytest.mark.parametrize("cuts", [CUTS[-1:], nightly(CUTS)], ids=["one", "all"])
     def test_groups_that_are_collected_are_those_of_the_run_that_was_not_cut_off(
-        self, tiny: str, prompts_file: str, tmp_path: Path
+        self, cuts: list[tuple[int, str]], tiny: str, prompts_file: str, tmp_path: Path
     ) -> None:
         gate = {"collect": After("reward", Collect(Spread(), groups=5, rounds=6))}
         whole = run(ahead("grpo", tiny, 2, insert=gate), prompts_file, tmp_path / "whole", checkpoint_every=1)
         assert max(line["collect/rounds"] for line in whole.metrics) > 1
-        for step, node in CUTS:
+        for step, node in cuts:
             folder = tmp_path / f"{step}-{node}"
             cut_off(ahead("grpo", tiny, 2, insert=gate), prompts_file, folder, step, node, checkpoint_every=1)
             resumed = run(ahead("grpo", tiny, 2, insert=gate), prompts_file, folder, resume=True, checkpoint_every=1)
             assert_same(resumed, whole)
 
-    @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+    @pytest.mark.parametrize(("before", "after"), [(2, 1), nightly(1, 2)])
     def test_a_run_may_go_on_with_another_lag(
         self,
         before: int,
