@@ -93,6 +93,7 @@ def write_inputs(folder: Path) -> tuple[str, str]:
 def measured(tree: Path, model: str, data: str) -> Mapping[str, float]:
     """One process of each kind in a tree."""
     environment = {**os.environ, "PYTHONPATH": f"{tree}:{HERE / 'benchmarks'}", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or every process would compile flowrl
     begun = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import ray, torch, transformers"], env=environment, check=True)
     importing = time.perf_counter() - begun

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flowrl.backends.torch.probes import Attention
 from flowrl.core.backend import Backend
+from flowrl.data.tokenizer import TOKENIZERS
 from flowrl.errors import BindError
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -38,7 +39,7 @@ class FolderBackend(Backend):
 
     imports: ClassVar[tuple[str, ...]] = (
         "transformers.models.auto.modeling_auto",
-        "transformers.models.auto.tokenization_auto",
+        TOKENIZERS,
         "transformers.models.llama.modeling_llama",  # which imports what models of all kinds share
     )
 

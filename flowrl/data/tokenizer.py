@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+TOKENIZERS = "transformers.models.auto.tokenization_auto"
+"""The module that loads tokenizers, which takes seconds to import."""
+
+
 class ChatTokenizer:
     """The tokeniser and chat template of a local Hugging Face folder.
 

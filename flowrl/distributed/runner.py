@@ -6,7 +6,9 @@ The driver passes references: it never touches a tensor column that nobody asks 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +26,7 @@ from flowrl.core.graph import Graph, Node
 from flowrl.core.plan import Plan
 from flowrl.data.balance import Share
 from flowrl.data.metrics import of_ranks
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.tokenizer import TOKENIZERS, ChatTokenizer
 from flowrl.distributed import watch
 from flowrl.distributed.cluster import connected
 from flowrl.distributed.delivery import Delivery
@@ -61,6 +63,8 @@ def open_ray(graph: Graph, place: RayPlace, seed: int) -> Iterator[Steps]:
     plan, processes = Plan(graph), lay_out(graph, place)
     refuse_unplaceable(plan, processes)
     with contextlib.ExitStack() as stack:
+        if any(TOKENIZERS in backend.imports for backend in graph.bindings.values()):
+            stack.enter_context(_importing(TOKENIZERS))
         stack.enter_context(connected(place))
         stack.enter_context(watch.watched())
         spare = stack.enter_context(spare_folder()) if place.restart == "role" else None
@@ -72,6 +76,22 @@ def open_ray(graph: Graph, place: RayPlace, seed: int) -> Iterator[Steps]:
             yield Steps(plan, runner, seed, TrainedWeights(plan, runner, seed, spare))
         finally:
             hosts.close()
+
+
+@contextlib.contextmanager
+def _importing(module: str) -> Iterator[None]:
+    """Import a module in a thread meanwhile: the driver waits for other processes while it opens a job."""
+
+    def work() -> None:
+        with contextlib.suppress(Exception):  # who needs the module imports it, and raises
+            importlib.import_module(module)
+
+    thread = threading.Thread(target=work, name="flowrl-import", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 @dataclass
