@@ -347,6 +347,22 @@ BOTH: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     "turns": turns,
     "wrong group": wrong_group,
 }
+NIGHTLY = {
+    "log_probs gpt2",
+    "gradient gpt2",
+    "gradient gemma2",
+    "bfloat16 gpt2",
+    "training sgd",
+    "critic",
+    "lora llama",
+    "buffers gpt2",
+    "buffers gemma2",
+}
+"""Further models and optimizers of cases that run on every commit."""
+
+
+def cases(every: bool) -> dict[str, Callable[[Ranks], dict[str, Any]]]:
+    return {name: case for name, case in BOTH.items() if every or name not in NIGHTLY}
 
 
 def error_of(act: Callable[[], Any]) -> str:
@@ -409,7 +425,7 @@ def lonely(ranks: Ranks) -> dict[str, Any]:
     return {"error": error}
 
 
-def main(rank: int, size: int, folder: Path) -> None:
+def main(rank: int, size: int, folder: Path, every: bool) -> None:
     torch.set_num_threads(1)
 
     def group(name: str, seconds: int) -> None:
@@ -420,7 +436,7 @@ def main(rank: int, size: int, folder: Path) -> None:
 
     ranks, found = Ranks(rank, size, folder), {}
     group("first-group", 300)  # imports of one rank may take much longer than those of the other
-    for name, case in BOTH.items():
+    for name, case in cases(every).items():
         found[name] = case(ranks)
     dist.destroy_process_group()
     group("second-group", TIMEOUT)
@@ -429,4 +445,4 @@ def main(rank: int, size: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), "nightly" in sys.argv[4:])

@@ -22,7 +22,6 @@ from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, ParameterError
 from tests.backends.torch.fsdp_cases import (
     ALL,
-    BOTH,
     COVARIANCE,
     PAIRS,
     PPO,
@@ -30,6 +29,7 @@ from tests.backends.torch.fsdp_cases import (
     TIMEOUT,
     Ranks,
     Shared,
+    cases,
     last_gradient,
     minis,
     over_rows,
@@ -38,6 +38,7 @@ from tests.backends.torch.fsdp_cases import (
     weights,
 )
 from tests.models import VOCAB, char_tokenizer, tiny_folder
+from tests.nightly import nightly, nightly_except
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(900)]  # whichever test comes first waits for all that the ranks do
 
@@ -73,18 +74,22 @@ def make_inputs(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
     """The folder; what one process found; what two ranks found. One process goes first, so that its checkpoint is there
     for the ranks, and reads theirs afterwards."""
     folder = tmp_path_factory.mktemp("fsdp")
     make_inputs(folder)
-    alone = {name: case(Ranks(0, 1, folder)) for name, case in BOTH.items()}
+    every = any(item.path == request.path and item.get_closest_marker("nightly") for item in request.session.items)
+    alone = {name: case(Ranks(0, 1, folder)) for name, case in cases(every).items()}
     root = Path(__file__).parents[3]
     logs = [(folder / f"log-{rank}.txt") for rank in (0, 1)]
     processes = []
     for rank, log in enumerate(logs):
         with log.open("w") as out:
             command = [sys.executable, "-m", "tests.backends.torch.fsdp_cases", str(rank), "2", str(folder)]
+            command += ["nightly"] if every else []
             processes.append(
                 subprocess.Popen(command, cwd=root, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ))
             )
@@ -113,7 +118,7 @@ def merged(parts: list[Metrics]) -> dict[str, float]:
     return whole.compute()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", nightly("gpt2")])
 def test_each_rank_scores_rows_of_its_own(found: Any, kind: str) -> None:
     _, alone, ranks = found
     truth = alone[f"log_probs {kind}"]["all"]
@@ -126,7 +131,11 @@ def test_each_rank_scores_rows_of_its_own(found: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*(f"gradient {kind}" for kind in KINDS), "gradient checkpointed", "gradient offloaded"]
+    "case",
+    nightly_except(
+        ["gradient llama", "gradient qwen2", "gradient checkpointed", "gradient offloaded"],
+        [*(f"gradient {kind}" for kind in KINDS), "gradient checkpointed", "gradient offloaded"],
+    ),
 )
 def test_the_gradient_and_the_loss_are_those_of_one_process(found: Any, case: str) -> None:
     _, alone, ranks = found
@@ -159,7 +168,7 @@ def test_what_compares_rows_sees_all_of_its_mini_batch(found: Any, case: str, ob
         assert merged([rank[case]["metrics"][step] for rank in ranks]) == pytest.approx(expected, rel=1e-5, abs=2e-6)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", nightly("gpt2")])
 def test_bfloat16_is_that_of_one_process_but_for_rounding(found: Any, kind: str) -> None:
     _, alone, ranks = found
     truth, here = alone[f"bfloat16 {kind}"], ranks[0][f"bfloat16 {kind}"]
@@ -167,7 +176,7 @@ def test_bfloat16_is_that_of_one_process_but_for_rounding(found: Any, kind: str)
     assert apart(here["gradient"], truth["gradient"]) < 0.03
 
 
-@pytest.mark.parametrize("case", ["training sgd", "training adamw"])
+@pytest.mark.parametrize("case", [nightly("training sgd"), "training adamw"])
 def test_epochs_of_mini_batches_end_in_the_same_weights(found: Any, case: str) -> None:
     _, alone, ranks = found
     truth = alone[case]
@@ -181,7 +190,7 @@ def test_epochs_of_mini_batches_end_in_the_same_weights(found: Any, case: str) -
     assert all(torch.equal(tensor, ranks[1][case]["after"][name]) for name, tensor in ranks[0][case]["after"].items())
 
 
-@pytest.mark.parametrize("case", ["critic", "critic checkpointed"])
+@pytest.mark.parametrize("case", [nightly("critic"), "critic checkpointed"])
 def test_a_critic_is_that_of_one_process(found: Any, case: str) -> None:
     _, alone, ranks = found
     truth = alone[case]
@@ -280,7 +289,7 @@ def test_ranks_save_an_ordinary_folder(found: Any) -> None:
         assert (folder / "saved-2" / file).read_text() == (folder / "saved-1" / file).read_text()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", nightly("gpt2"), nightly("gemma2")])
 def test_buffers_are_those_of_an_ordinary_load(found: Any, kind: str) -> None:
     _, alone, ranks = found
     truth = alone[f"buffers {kind}"]
@@ -368,7 +377,7 @@ def test_an_engine_leaves_the_device_and_comes_back(found: Any, offload: bool) -
             dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", [nightly("llama"), "gpt2"])
 def test_an_adapter_is_trained_by_two_ranks_as_by_one(found: Any, kind: str) -> None:
     folder, alone, ranks = found
     truth, (one, two) = alone[f"lora {kind}"], (rank[f"lora {kind}"] for rank in ranks)
