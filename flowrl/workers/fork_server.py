@@ -50,7 +50,7 @@ class ForkServer:
         self, calls: Calls, path: Sequence[str] | None = None, supervised: bool = True, listens: bool = False
     ) -> None:
         self.address = f"flowrl-{os.getpid()}-{secrets.token_hex(8)}" if listens else ""
-        self._owner, self._lock = os.getpid(), threading.Lock()
+        self._owner, self._lock, self._supervised = os.getpid(), threading.Lock(), supervised
         self._ready: int | Exception | None = None
         if supervised:
             self._process, self._channel = supervisor.start(PROGRAM)
@@ -107,13 +107,14 @@ class ForkServer:
             send(self._channel, {"target": target, "arguments": arguments}, fds)
 
     def close(self) -> None:
-        """End it. In a process that was forked from its owner, it only closes this end."""
+        """End it, also while it imports. In a process that was forked from its owner, it only closes this end."""
         if os.getpid() == self._owner:
             with contextlib.suppress(OSError):  # it has ended already
                 self._channel.shutdown(socket.SHUT_RDWR)  # which also ends a wait in another thread
-        self._channel.close()
-        if os.getpid() == self._owner:
+            if not self._supervised:
+                self._process.kill()
             self._process.wait()
+        self._channel.close()
 
 
 def imports(modules: Sequence[str]) -> Calls:

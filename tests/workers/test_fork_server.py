@@ -141,6 +141,13 @@ def test_the_server_ends_with_a_program_that_is_killed(supervised: bool) -> None
     wait_until_ended({int(done.stdout)})
 
 
+@pytest.mark.parametrize("supervised", [True, False])
+def test_closing_does_not_wait_for_imports(supervised: bool) -> None:
+    server = ForkServer([["time", "sleep", 10_000]], supervised=supervised)
+    server.close()
+    assert not server.alive
+
+
 def test_closing_in_a_fork_of_the_owner_leaves_the_server(server: ForkServer) -> None:
     if (child := os.fork()) == 0:
         server.close()
