@@ -21,7 +21,7 @@ ENGINES_READY := $(ENGINES)/.ready
 # Each tier of tests collects only the paths that hold its tests.
 PYTEST         := $(BIN)/python -m pytest --durations 10
 ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest --durations 10
-TWO_PROCESSES  := --numprocesses 2 --dist loadfile
+TWO_PROCESSES  := --numprocesses 2 --dist worksteal
 
 # `make check` runs test_budgets.py.
 MAIN_TESTS     := tests $(addprefix --ignore ,tests/on_ray tests/draw/test_pictures.py tests/test_budgets.py)

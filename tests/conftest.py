@@ -28,6 +28,14 @@ hypothesis.settings.register_profile("nightly", hypothesis.settings.get_profile(
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+FIRST = ("test_readme.py", "test_fsdp.py")
+"""Files whose set-up takes longest: they come first, so that two processes end at the same time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in FIRST)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False here")
