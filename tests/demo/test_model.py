@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,22 @@ from tests.nightly import nightly
 
 pytestmark = pytest.mark.runs
 
+make_demonstrations = demo_model.demonstrations
 SHORT = 8  # steps: enough to see the machinery at work
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return demo_model.make_tokenizer()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data(tokenizer: PreTrainedTokenizerFast) -> Iterator[demo_model.Demonstrations]:
+    """The demonstrations of every build, which takes most of its time to make the same ones."""
+    data = make_demonstrations(tokenizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo_model, "demonstrations", lambda tokenizer, digits: data)
+        yield data
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +78,14 @@ def test_the_chat_template_ends_every_turn_and_refuses_other_roles(tokenizer: Pr
         tokenizer.apply_chat_template([{"role": "tool", "content": "95"}])
 
 
-def test_demonstrations_label_the_answer_alone(tokenizer: PreTrainedTokenizerFast) -> None:
-    data = demo_model.demonstrations(tokenizer)
+def test_demonstrations_are_the_same_each_time(data: demo_model.Demonstrations) -> None:
+    again = make_demonstrations(demo_model.make_tokenizer())
+    assert all(torch.equal(*pair) for pair in zip(data, again, strict=True))
+
+
+def test_demonstrations_label_the_answer_alone(
+    tokenizer: PreTrainedTokenizerFast, data: demo_model.Demonstrations
+) -> None:
     problems = task.split().train
     assert len(data.lengths) == 2 * len(problems)
     for i in (0, 4321, len(problems), len(problems) + 4321):
@@ -102,9 +119,10 @@ def test_folder_is_small_and_loads(short_folder: Path) -> None:
     assert tokenizer.decode(worked, skip_special_tokens=True) == Problem(59, 36).worked
 
 
-def test_backward_is_the_mean_over_answer_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_backward_is_the_mean_over_answer_tokens(
+    tokenizer: PreTrainedTokenizerFast, data: demo_model.Demonstrations
+) -> None:
     """Buckets and padding change nothing: the same loss and gradients as row by row in float64."""
-    data = demo_model.demonstrations(tokenizer)
     count = len(data.lengths) // 2
     rows = torch.tensor([0, 5, 17, count + 5, count + 8])
     model = demo_model.make_model(tokenizer, seed=0)

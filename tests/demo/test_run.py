@@ -11,10 +11,25 @@ from rich.console import Console
 
 from flowrl.demo import run as demo
 from flowrl.demo.model import build
+from flowrl.demo.task import write_dataset
 from flowrl.errors import ParameterError
 from flowrl.run.training import Run
 
 pytestmark = pytest.mark.runs
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A demo whose model is hardly trained, and which validates on 100 problems."""
+
+    def write_little(folder: Path, seed: int) -> tuple[Path, Path]:
+        paths = write_dataset(folder, seed)
+        paths[1].write_text("".join(paths[1].read_text().splitlines(keepends=True)[:100]))
+        return paths
+
+    monkeypatch.setattr(demo, "build", partial(build, steps=2))
+    monkeypatch.setattr(demo, "write_dataset", write_little)
+    return monkeypatch
 
 
 def test_the_graphs_keep_every_rule() -> None:
@@ -23,9 +38,8 @@ def test_the_graphs_keep_every_rule() -> None:
         assert graph.check(prompts=demo.ROWS // rows_per_prompt) == []
 
 
-def test_the_demo_trains_both_graphs_and_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "build", partial(build, steps=2))
-    monkeypatch.setattr(demo, "ROWS", 32)
+def test_the_demo_trains_both_graphs_and_shows_them(tmp_path: Path, small: pytest.MonkeyPatch) -> None:
+    small.setattr(demo, "ROWS", 32)
     out = io.StringIO()
     runs = demo.run_demo(Console(file=out, width=160), tmp_path, steps=1, seed=5)
     assert {name: run.folder for name, run in runs.items()} == {
@@ -49,10 +63,9 @@ def test_the_demo_trains_both_graphs_and_shows_them(tmp_path: Path, monkeypatch:
         assert all(node in page.read_text() for node in nodes) and "flowchart TD" in page.read_text()
 
 
-def test_a_run_of_the_demo_ends_when_the_task_is_solved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "build", partial(build, steps=2))
-    monkeypatch.setattr(demo, "ROWS", 16)
-    monkeypatch.setattr(demo, "SOLVED", 0.0)
+def test_a_run_of_the_demo_ends_when_the_task_is_solved(tmp_path: Path, small: pytest.MonkeyPatch) -> None:
+    small.setattr(demo, "ROWS", 16)
+    small.setattr(demo, "SOLVED", 0.0)
     out = io.StringIO()
     runs = demo.run_demo(Console(file=out, width=160), tmp_path, steps=50, seed=5)
     assert [len(run.metrics) for run in runs.values()] == [5, 5]
