@@ -20,11 +20,12 @@ pytestmark = pytest.mark.runs
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A demo whose model is hardly trained, and which validates on 100 problems."""
+    """A demo whose model is hardly trained, with 100 problems to train on and as many held out."""
 
     def write_little(folder: Path, seed: int) -> tuple[Path, Path]:
         paths = write_dataset(folder, seed)
-        paths[1].write_text("".join(paths[1].read_text().splitlines(keepends=True)[:100]))
+        for path in paths:
+            path.write_text("".join(path.read_text().splitlines(keepends=True)[:100]))
         return paths
 
     monkeypatch.setattr(demo, "build", partial(build, steps=2))
