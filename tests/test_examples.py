@@ -52,8 +52,8 @@ def test_think_trains_and_leaves_a_run(tmp_path: Path, tiny: str) -> None:
 
 
 def learned(name: str, world: str, folder: Path, *others: str) -> list[dict[str, float]]:
-    """The metrics of two steps of an example, with models of "imitation.py" that have hardly begun to imitate, on rows
-    of "rows.py", of which 100 are held out; how well the examples learn is in docs/examples.md."""
+    """The metrics of two steps of an example, with models of "imitation.py" that have hardly begun to imitate, on 100
+    rows of "rows.py", and 100 held out; how well the examples learn is in docs/examples.md."""
     with pytest.MonkeyPatch.context() as environment:
         for build in ("build", *others):
             made = load_object(f"{EXAMPLES / world}:{build}")(folder / build, steps=40, rows=16)
@@ -61,7 +61,7 @@ def learned(name: str, world: str, folder: Path, *others: str) -> list[dict[str,
         environment.setenv("STEPS", "2")
         environment.chdir(folder)
         training = load_object(f"{EXAMPLES / name}:training")()
-        for path in folder.rglob("heldout.jsonl"):
+        for path in folder.rglob("*.jsonl"):
             path.write_text("".join(path.read_text().splitlines(keepends=True)[:100]))
         training.run()
     [metrics] = folder.glob("runs/*/metrics.jsonl")
