@@ -7,6 +7,7 @@ This process and all that SGLang starts are one group, which ends with the paren
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Awaitable
 from multiprocessing.connection import Connection
@@ -182,6 +183,15 @@ def serve(requests: Connection, replies: Connection) -> None:
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.send(reply)
         message, body = requests.recv(), requests.recv_bytes()
+        if server is not None:
+            _end_if_crashed(server.engine.tokenizer_manager._subprocess_watchdog)
+
+
+def _end_if_crashed(watchdog: Any) -> None:
+    """End this process if one of SGLang's has crashed. Its watchdog signals that once, which an event loop that stands
+    still between two requests may miss, and then waits forever."""
+    if any(process.exitcode for process in getattr(watchdog, "_processes", ())):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(requests: Connection, replies: Connection) -> None:

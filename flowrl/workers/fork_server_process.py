@@ -173,8 +173,8 @@ class _Server:
         self._close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         gc.enable()
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # Python's own generator seeds itself after a fork
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()  # Python's own generator seeds itself after a fork
         module, _, name = request["target"].partition(":")
         getattr(_module(module), name)(request["arguments"], fds)
         sys.exit()

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.random  # NumPy imports it on first use, and a fork would then seed itself
 import torch
 import torch.distributed as dist
 
