@@ -190,8 +190,6 @@ class Training(Spec):
         """
         _refuse_no_reporters(reporters)
         self.refuse_unready()
-        if self.job.place is not None:
-            self.job.place.warm_up(self.job.graph)
         self.job.warn_of_no_gain()
         described = self.describe()  # now: the source of a reward function may be edited while the run goes
         seconds: dict[str, float] = {}

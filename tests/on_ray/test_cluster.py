@@ -78,6 +78,42 @@ def listening(root: int) -> set[str]:
     return {line[1].partition(":")[0] for line in lines if line[3] == listens and line[9] in sockets}
 
 
+KEPT = """
+    import os, sys
+    from flowrl.distributed.cluster import connected
+    from tests.on_ray.test_cluster import listening
+    from flowrl.distributed import local_cluster
+    address = lambda: ray.get_runtime_context().gcs_address
+    variable = ray.remote(lambda: os.environ.get("PLANTED"))
+    with connected(Colocate(1)):
+        print("CPUs", ray.cluster_resources()["CPU"] >= 1)
+        ray.get(ray.remote(lambda: "a process of Ray's").remote())
+        print("at", *sorted(listening(os.getpid())))
+    first = address()
+    step(sys.argv[1], sys.argv[2])
+    print("kept", address() == first)
+    with connected(Colocate(1)), connected(Colocate(1)):
+        print("nested", address() == first)
+    cpus = int(ray.cluster_resources()["CPU"])
+    with connected(Colocate(cpus + 1)):
+        print("larger", address() != first, ray.cluster_resources()["CPU"] == cpus + 1)
+    second = address()
+    step(sys.argv[1], sys.argv[2])
+    print("kept", address() == second)
+    os.environ["PLANTED"] = "seen"
+    step(sys.argv[1], sys.argv[2])
+    print("environment", address() != second, ray.get(variable.remote()))
+    third = address()
+    local_cluster._cluster.hosts.server.close()
+    with connected(Colocate(1)):
+        print("after a death", address() != third, ray.get(variable.remote()))
+    ray.shutdown()
+    with connected(Colocate(1)):
+        print("after a shutdown", ray.get(variable.remote()))
+"""
+"""Several jobs in one process, and between them what makes a new cluster necessary."""
+
+
 @pytest.mark.timeout(600)
 def test_the_cluster_of_a_process_is_kept_until_it_is_shut_down(tiny: str, tmp_path: Path) -> None:
     """It starts quietly, listens on the loopback alone, ignores RAY_ADDRESS, and serves the next job too.
@@ -86,39 +122,7 @@ def test_the_cluster_of_a_process_is_kept_until_it_is_shut_down(tiny: str, tmp_p
     environment, which workers inherit, has changed.
     """
     said = script(
-        """
-        import os, sys
-        from flowrl.distributed.cluster import connected
-        from tests.on_ray.test_cluster import listening
-        from flowrl.distributed import local_cluster
-        address = lambda: ray.get_runtime_context().gcs_address
-        variable = ray.remote(lambda: os.environ.get("PLANTED"))
-        with connected(Colocate(1)):
-            print("CPUs", ray.cluster_resources()["CPU"] >= 1)
-            ray.get(ray.remote(lambda: "a process of Ray's").remote())
-            print("at", *sorted(listening(os.getpid())))
-        first = address()
-        step(sys.argv[1], sys.argv[2])
-        print("kept", address() == first)
-        with connected(Colocate(1)), connected(Colocate(1)):
-            print("nested", address() == first)
-        cpus = int(ray.cluster_resources()["CPU"])
-        with connected(Colocate(cpus + 1)):
-            print("larger", address() != first, ray.cluster_resources()["CPU"] == cpus + 1)
-        second = address()
-        step(sys.argv[1], sys.argv[2])
-        print("kept", address() == second)
-        os.environ["PLANTED"] = "seen"
-        step(sys.argv[1], sys.argv[2])
-        print("environment", address() != second, ray.get(variable.remote()))
-        third = address()
-        local_cluster._cluster.hosts.server.close()
-        with connected(Colocate(1)):
-            print("after a death", address() != third, ray.get(variable.remote()))
-        ray.shutdown()
-        with connected(Colocate(1)):
-            print("after a shutdown", ray.get(variable.remote()))
-        """,
+        KEPT,
         str(tmp_path / "desk"),
         tiny,
         RAY_ADDRESS=nothing_there(),
