@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import pytest
 
-from flowrl.cli import main
-
 
 class Answer(NamedTuple):
     code: int
@@ -31,6 +29,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
     def run(*arguments: str | Path) -> Answer:
         with pytest.raises(SystemExit) as ended:
+            from flowrl.cli import main
+
             main([str(argument) for argument in arguments])
         return Answer(int(ended.value.code or 0), *capsys.readouterr())
 

@@ -9,16 +9,14 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 
+import gc
 import random
 
 import hypothesis
 import numpy as np
 import pytest
-import torch
 
 from tests.command_line import command as command  # a fixture
-
-torch.set_num_threads(1)
 
 # Timings on shared machines say nothing, hence no deadline. In CI the examples are the same on every run, and
 # `make nightly` runs twice as many as every commit.
@@ -26,7 +24,6 @@ hypothesis.settings.register_profile("local", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True, max_examples=50)
 hypothesis.settings.register_profile("nightly", hypothesis.settings.get_profile("ci"), max_examples=100)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
-
 
 FIRST = ("test_readme.py", "test_fsdp.py")
 """Files whose set-up takes longest: they come first, so that two processes end at the same time."""
@@ -36,7 +33,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in FIRST)
 
 
+def pytest_collection_finish() -> None:
+    import torch  # here, so that the process that hands out the tests starts without it
+
+    torch.set_num_threads(1)
+    gc.freeze()  # modules and tests outlive every collection
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    import torch
+
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False here")
     random.seed(0)

@@ -1,10 +1,11 @@
-"""Matrices of cases: some cases run on every commit, the others by `make nightly`."""
+"""Matrices of cases and random examples: some run on every commit, the others by `make nightly`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import hypothesis
 import pytest
 
 
@@ -21,3 +22,9 @@ def nightly_except(on_every_commit: Collection[Any], values: Iterable[Any]) -> l
 def nightly(*values: Any, id: str | None = None) -> Any:
     """One case for ``parametrize`` that is marked `nightly`."""
     return pytest.param(*values, id=id, marks=pytest.mark.nightly)
+
+
+def examples(nightly: int) -> hypothesis.settings:
+    """So many random examples by `make nightly`, and half as many on every commit."""
+    share = hypothesis.settings().max_examples / hypothesis.settings.get_profile("nightly").max_examples
+    return hypothesis.settings(max_examples=round(share * nightly))

@@ -47,6 +47,7 @@ from flowrl.run.steps import Steps
 from tests.backends.torch.fsdp_cases import Ranks, weights
 from tests.jobs import prompt_batch, proto
 from tests.models import VOCAB, ragged, tiny_folder
+from tests.nightly import nightly_except
 from tests.rewards import digits
 from tests.workers import poison
 
@@ -131,7 +132,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 # ---- the same numbers
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_except(["llama"], KINDS))
 def test_log_probs_are_those_of_the_cpu(device: str, folder: Any, kind: str) -> None:
     batch = ragged(ROWS)
     truth = TorchScorer(folder(kind), device="cpu").build(ALONE).log_probs(batch)
@@ -142,7 +143,7 @@ def test_log_probs_are_those_of_the_cpu(device: str, folder: Any, kind: str) -> 
         torch.testing.assert_close(found, truth, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_except(["llama"], KINDS))
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
 def test_the_gradient_is_that_of_the_cpu(device: str, folder: Any, kind: str, checkpointing: bool) -> None:
     alone = trainer(folder(kind), "cpu")
@@ -190,7 +191,7 @@ def test_bfloat16_is_float32_but_for_rounding(device: str, folder: Any, kind: st
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_except(["llama"], KINDS))
 def test_the_first_pass_of_an_update_has_the_bits_of_a_score(device: str, folder: Any, kind: str, dtype: str) -> None:
     """By which a plan takes the old log-probs from there; see `flowrl.core.fusing`."""
     engine = trainer(folder(kind), device, dtype=dtype, max_tokens=40)
@@ -204,7 +205,7 @@ def test_the_first_pass_of_an_update_has_the_bits_of_a_score(device: str, folder
     assert torch.equal(said, scored)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_except(["llama"], KINDS))
 def test_greedy_answers_are_those_of_the_cpu(device: str, folder: Any, kind: str) -> None:
     answers = []
     for where in ("cpu", device):

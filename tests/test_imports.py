@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import networkx as nx
@@ -169,54 +169,50 @@ def test_the_second_import_name_is_refused(folder: str) -> None:
     assert last.startswith("ImportError") and f"flowrl.{folder}" in last
 
 
-def loaded_by(*modules: str) -> set[str]:
-    """``sys.modules`` after a fresh interpreter has imported the modules."""
-    code = f"import json, sys, {', '.join(modules)}; print(json.dumps(list(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+def loaded_by(*stages: Sequence[str]) -> list[set[str]]:
+    """``sys.modules`` of a new interpreter after each stage, in which it imports these modules."""
+    code = "import importlib, json, sys\nloaded = []\n"
+    for modules in stages:
+        code += f"for name in {[*modules]}: importlib.import_module(name)\nloaded.append(list(sys.modules))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}print(json.dumps(loaded))"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout))
+    return [set(modules) for modules in json.loads(done.stdout)]
 
 
 HEAVY = ("transformers", "torch.distributed.tensor", "torch.distributed.fsdp", "ray", "peft", "vllm", "sglang")
 
 
-def test_flowrl_its_graphs_and_runs_load_no_engine() -> None:
-    assert loaded_by("flowrl", "flowrl.graphs", "flowrl.run.training", "flowrl.run.report").isdisjoint(HEAVY)
+OPTIONAL = ("ray", "vllm", "sglang", "matplotlib", "tensorboard", "tensordict")
 
 
-def test_backends_load_no_engine_before_one_is_built() -> None:
-    assert loaded_by("flowrl.backends", "flowrl.backends.hosted.base", "flowrl.demo.model").isdisjoint(HEAVY)
+def test_imports_load_no_engine_and_no_optional_package() -> None:
+    # Ray is for jobs that have a place: nothing but flowrl.distributed imports it, and only where such a job is opened.
+    light = {f"flowrl.distributed.{name}" for name in ("place", "shards", "wire")}
+    rooms = {"ground", "data", "core", "draw", "sync", "run", "top"}
+    modules = [module for module in module_files() if module in light or room_of(module) in rooms]
+    assert light <= set(modules)
+    runs, rooms_alone, backends = loaded_by(
+        ["flowrl", "flowrl.graphs", "flowrl.run.training", "flowrl.run.report"],
+        modules,
+        ["flowrl.backends", "flowrl.backends.hosted.base", "flowrl.demo.model"],
+    )
+    assert runs.isdisjoint(HEAVY) and rooms_alone.isdisjoint(OPTIONAL) and backends.isdisjoint(HEAVY)
 
 
-def test_looking_at_algorithms_loads_no_engine_and_drawing_them_nothing_that_runs_them() -> None:
-    code = """
-import json, sys
-from flowrl.cli import main
-loaded = []
-for command in ["list", "operators", "show grpo", "diff grpo ppo", "check grpo", "plan grpo"]:
-    try:
-        main(command.split())
-    except SystemExit as end:
-        assert not end.code, command
-    loaded.append(list(sys.modules))
-print(json.dumps(loaded))
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    *drawn, _, planned = (set(modules) for modules in json.loads(done.stdout.splitlines()[-1]))
-    assert "torch" in planned and planned.isdisjoint({*HEAVY, "pyarrow", "flowrl.backends"})
-    assert "flowrl.draw.mermaid" in drawn[-1] and "flowrl.run.training" not in drawn[-1]
-
-
-def test_looking_at_a_bound_graph_loads_no_engine(tiny: str, tmp_path: Path) -> None:
-    """The example, which is bound to engines; of its model's folder, only the check reads the tokenizer."""
+def test_looking_loads_no_engine_and_drawing_nothing_that_runs(tiny: str, tmp_path: Path) -> None:
+    """At algorithms by name, then at an example that is bound to engines; only a check reads its model's tokenizer."""
+    example = f"{ROOT / 'examples' / 'think.py'}:training"
+    commands = ["list", "operators", "show grpo", "diff grpo ppo", "check grpo", "plan grpo"]
+    commands += [f"{verb} {example}" for verb in ("show", "plan", "check")]
     code = f"""
 import json, sys
 from flowrl.cli import main
 loaded = []
-for command in ["show", "plan", "check"]:
+for command in {commands}:
     try:
-        main([command, {str(ROOT / "examples" / "think.py")!r} + ":training"])
+        main(command.split())
     except SystemExit as end:
         assert not end.code, command
     loaded.append(list(sys.modules))
@@ -225,19 +221,13 @@ print(json.dumps(loaded))
     environment = {**os.environ, "MODEL": tiny, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    shown, planned, checked = (set(modules) for modules in json.loads(done.stdout.splitlines()[-1]))
+    loaded: list[set[str]] = [set(modules) for modules in json.loads(done.stdout.splitlines()[-1])]
+    *drawn, _, planned, bound, bound_planned, bound_checked = loaded
+    assert "flowrl.draw.mermaid" in drawn[-1] and "flowrl.run.training" not in drawn[-1]
+    assert "torch" in planned and planned.isdisjoint({*HEAVY, "pyarrow", "flowrl.backends"})
+    assert bound.isdisjoint(HEAVY) and bound_planned.isdisjoint(HEAVY)
     by_tokenizer = {"transformers", "torch.distributed.tensor", "torch.distributed.fsdp"}
-    assert "torch" in shown and shown.isdisjoint(HEAVY) and planned.isdisjoint(HEAVY)
-    assert checked.isdisjoint(set(HEAVY) - by_tokenizer)
-
-
-def test_no_room_but_that_of_ray_loads_an_optional_package() -> None:
-    # Ray is for jobs that have a place: nothing but flowrl.distributed imports it, and only where such a job is opened.
-    light = {f"flowrl.distributed.{name}" for name in ("place", "shards", "wire")}
-    rooms = {"ground", "data", "core", "draw", "sync", "run", "top"}
-    modules = [module for module in module_files() if module in light or room_of(module) in rooms]
-    assert light <= set(modules)
-    assert loaded_by(*modules).isdisjoint({"ray", "vllm", "sglang", "matplotlib", "tensorboard", "tensordict"})
+    assert bound_checked.isdisjoint(set(HEAVY) - by_tokenizer)
 
 
 def circles(files: Mapping[str, Path]) -> list[list[str]]:

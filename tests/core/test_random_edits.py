@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flowrl.core.edit import After
@@ -33,6 +33,7 @@ from tests.kernel import (
     scored,
     two_rewards,
 )
+from tests.nightly import examples
 
 PPO = ppo(exact)
 
@@ -97,7 +98,7 @@ def invariants(graph: Graph) -> None:
     assert graph.edit() == graph
 
 
-@settings(max_examples=settings().max_examples * 2 // 5)  # an example takes long
+@examples(40)
 @given(st.data())
 def test_random_edits_keep_a_graph_a_graph(data: st.DataObject) -> None:
     graph = data.draw(st.sampled_from([PPO, grpo(exact), two_rewards(), scored()]))

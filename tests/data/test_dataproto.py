@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,9 +21,10 @@ from flowrl.data.dataproto import DataProto
 from flowrl.data.keys import Key
 from flowrl.errors import ColumnNotFoundError, DataError
 from flowrl.records import PromptBatch, Sequences, Updated
+from tests.nightly import examples
 from tests.protos import protos, rollout, rows_of_tokens
 
-fast = settings(max_examples=40, deadline=None)
+fast = examples(40)
 
 
 def rows(proto: DataProto, name: str = "policy_version") -> list[Any]:

@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from flowrl.data.column_math import objects
 from flowrl.data.dataproto import DataProto
 from flowrl.errors import DataError
+from tests.nightly import examples
 from tests.protos import protos, rollout
 
-fast = settings(max_examples=40, deadline=None)
+fast = examples(40)
 
 
 # ---- digest

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.data.keys import Key
 from flowrl.data.prompts import PromptData
 from flowrl.errors import DataError, ParameterError
 from flowrl.records import PromptBatch
+from tests.nightly import examples
 from tests.prompt_files import Characters, load, record, truths, write_jsonl
 
 # ---- batches
@@ -99,7 +100,7 @@ def test_without_shuffling_rows_come_in_file_order(tmp_path: Path) -> None:
     assert list(stream.next(7)["uid"]) == ["0/0/0", "0/1/0", "0/2/0", "1/0/0", "1/1/0", "1/2/0", "2/0/0"]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     rows=st.integers(1, 9),
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=8),
@@ -123,7 +124,7 @@ def test_every_epoch_holds_every_row_once(rows: int, sizes: list[int], seed: int
     assert stream.position == {"epoch": full, "offset": rest, "rows": rows}
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     rows=st.integers(1, 9),
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=8),

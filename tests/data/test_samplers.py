@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.data.keys import Key
 from flowrl.data.samplers import ByDifficulty, InOrder, Order, Replay, Sampler, Shuffled
 from flowrl.errors import DataError, ParameterError
+from tests.nightly import examples
 
 SAMPLERS = [Shuffled(), InOrder(), ByDifficulty(), ByDifficulty(0.2, decay=0.9, best=2.0), Replay(), Replay(0.5, 0.9)]
 every = pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
@@ -32,7 +33,7 @@ def answer(order: Order, sampler: Sampler, step: int, n: int) -> list[Any]:
 
 
 @every
-@settings(max_examples=20)
+@examples(20)
 @given(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=2, max_size=7), st.integers(0, 5))
 def test_a_position_is_all_that_it_knows(sampler: Sampler, rows: int, sizes: list[int], cut: int) -> None:
     whole, cut = start(sampler, rows), min(cut, len(sizes) - 1)

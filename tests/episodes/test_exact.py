@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.episodes.exact import HEADS, failures, played, wandering
+from tests.nightly import examples
 from tests.templates import tokenizer_of
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(
     name=st.sampled_from(sorted(HEADS)),
     seed=st.integers(0, 10**6),

@@ -23,6 +23,7 @@ from flowrl.operators.advantage import (
     gae,
     whiten,
 )
+from tests.nightly import examples
 from tests.operators.ragged import NAN, masks, numbers
 
 unit = st.floats(0, 1)
@@ -43,7 +44,7 @@ def gae_by_sums(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam
 
 
 class TestGAE:
-    @settings(deadline=None, max_examples=100)
+    @examples(100)
     @given(masks(), st.integers(0, 2**31), unit, unit)
     def test_equals_the_sum_over_the_tokens_on_the_mask(
         self, mask: Tensor, seed: int, gamma: float, lam: float
@@ -63,7 +64,7 @@ class TestGAE:
         assert advantages.tolist() == [[-0.25, -1.0]]
         assert returns.tolist() == [[0.75, 1.0]]
 
-    @settings(deadline=None, max_examples=30)
+    @examples(30)
     @given(masks(), st.integers(0, 2**31), unit)
     def test_lambda_1_gives_discounted_returns(self, mask: Tensor, seed: int, gamma: float) -> None:
         rewards = numbers(mask, seed)
@@ -73,7 +74,7 @@ class TestGAE:
             for i, found in enumerate(returns[row][mask[row]].tolist()):
                 assert found == pytest.approx(sum(gamma**k * r for k, r in enumerate(later[i:])), abs=2e-5)
 
-    @settings(deadline=None, max_examples=30)
+    @examples(30)
     @given(masks(), st.integers(0, 2**31))
     def test_holes_and_padding_change_nothing(self, mask: Tensor, seed: int) -> None:
         rewards, values = numbers(mask, seed), numbers(mask, seed + 1)
@@ -133,7 +134,7 @@ def long_masks(draw: st.DrawFn) -> Tensor:
 
 
 class TestLongResponses:
-    @settings(deadline=None, max_examples=60)
+    @examples(60)
     @given(
         long_masks(),
         st.integers(0, 2**31),
@@ -154,7 +155,7 @@ class TestLongResponses:
         assert float((returns.double() - paid).abs().max()) <= most
         assert not advantages[~mask].any() and not returns[~mask].any()
 
-    @settings(deadline=None, max_examples=30)
+    @examples(30)
     @given(long_masks(), st.integers(0, 2**31))
     def test_a_row_is_the_same_to_the_bit_wherever_it_stands(self, mask: Tensor, seed: int) -> None:
         """Alone, without its holes, or in a wider batch: so a batch may be cut and padded anyhow."""
@@ -201,7 +202,7 @@ class TestLongResponses:
 
 
 class TestReturnToGo:
-    @settings(deadline=None, max_examples=50)
+    @examples(50)
     @given(masks(), st.integers(0, 2**31), unit)
     def test_equals_the_discounted_sum_of_what_is_still_to_come(self, mask: Tensor, seed: int, gamma: float) -> None:
         rewards = numbers(mask, seed)
@@ -241,7 +242,7 @@ def masks_like(mask: Tensor, seed: int) -> Tensor:
 
 
 class TestDecoupledGAE:
-    @settings(deadline=None, max_examples=50)
+    @examples(50)
     @given(masks(), st.integers(0, 2**31), unit, unit)
     def test_each_has_its_own_lambda(self, mask: Tensor, seed: int, lam: float, critic_lam: float) -> None:
         rewards, values = numbers(mask, seed), numbers(mask, seed + 1)
@@ -264,7 +265,7 @@ class TestDecoupledGAE:
 
 
 class TestWhiten:
-    @settings(deadline=None, max_examples=100)
+    @examples(100)
     @given(masks(), st.integers(0, 2**31), st.booleans())
     def test_equals_the_formula(self, mask: Tensor, seed: int, shift_mean: bool) -> None:
         x = 3 * numbers(mask, seed) + 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from flowrl.operators.correction import Level, Mismatched, Mode, bound_ratios, i
 from flowrl.operators.objective import TokenObjective
 from tests.jobs import job_of
 from tests.kernel import exact
+from tests.nightly import examples
 
 LEVELS: list[Level] = ["token", "sequence", "geometric", "minimum"]
 NAN = float("nan")
@@ -68,7 +69,7 @@ def weight_by_loop(ratio: float, mode: Mode, low: float | None, high: float | No
 
 
 class TestFormulas:
-    @settings(deadline=None, max_examples=60)
+    @examples(60)
     @given(data=st.data())
     @pytest.mark.parametrize("level", LEVELS)
     def test_equal_loops_over_ragged_masks(self, level: Level, data: st.DataObject) -> None:

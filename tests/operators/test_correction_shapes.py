@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from flowrl.graphs import grpo
 from flowrl.operators import RolloutCorrection
 from flowrl.operators.correction import PRESETS, Level, Mode
 from tests.kernel import exact
+from tests.nightly import examples
 from tests.operators.ragged import masks, numbers
 
 # Ratios of 2, 1/2, 4 | 1, 1 | 3.
@@ -39,7 +40,7 @@ def distance(d: list[float], level: str) -> float:
 
 
 @pytest.mark.parametrize("level", ["maximum", "k2", "k3"])
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(mask=masks(), seed=st.integers(0, 2**31), scale=st.sampled_from([0.01, 1.0, 30.0]), high=st.floats(1e-4, 5.0))
 def test_a_distance_equals_loops_over_ragged_masks(
     level: Level, mask: Tensor, seed: int, scale: float, high: float
@@ -98,7 +99,7 @@ def test_rows_that_are_too_far_apart_are_left_out(level: Level, inside: float, o
     assert metrics["rollout_corr/bounded"] == 0.5
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(masks(), st.integers(0, 2**31), st.sampled_from(["truncate", "mask"]), st.sampled_from(["token", "sequence"]))
 def test_normalised_weights_are_the_same_but_for_their_mean(mask: Tensor, seed: int, mode: Mode, level: Level) -> None:
     """Over tokens, or over rows, those of weight 0 among them."""

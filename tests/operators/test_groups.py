@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from flowrl.operators.groups import (
     RLOOAdvantage,
     group_advantage,
 )
+from tests.nightly import examples
 from tests.operators.ragged import NAN, masks, numbers
 
 Groups = dict[str, dict[int, float]]
@@ -107,7 +108,7 @@ def group_by_loops(
 
 
 class TestGroupAdvantage:
-    @settings(deadline=None, max_examples=100)
+    @examples(100)
     @given(masks(), st.integers(0, 2**31), st.booleans(), st.randoms(use_true_random=False))
     def test_equals_loops_over_groups(self, half: Tensor, seed: int, normalize_std: bool, random: object) -> None:
         mask = torch.cat([half, half.flip(0), half.roll(1, 0)])
@@ -174,7 +175,7 @@ BY_LOOPS: list[tuple[object, Callable[[Groups, Tensor], dict[int, float]]]] = [
 
 class TestBaselines:
     @pytest.mark.parametrize(("operator", "by_loops"), BY_LOOPS, ids=lambda value: getattr(value, "name", ""))
-    @settings(deadline=None, max_examples=60)
+    @examples(60)
     @given(half=masks(), seed=st.integers(0, 2**31), equal=st.booleans(), random=st.randoms(use_true_random=False))
     def test_equal_loops_over_groups(
         self,
@@ -241,7 +242,7 @@ class TestBaselines:
 
 
 class TestPassAtK:
-    @settings(deadline=None, max_examples=80)
+    @examples(80)
     @given(st.lists(st.lists(st.booleans(), min_size=3, max_size=6), min_size=1, max_size=3), st.integers(1, 3))
     def test_equals_the_mean_over_all_sets(self, groups: list[list[bool]], k: int) -> None:
         flat = [(f"p{i}", right) for i, group in enumerate(groups) for right in group]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError
 from flowrl.operators.kl import AdaptiveKL, KLShape, adapt_kl_coef, kl_shape
 from flowrl.operators.per_token import Estimator, kl_penalty
+from tests.nightly import examples
 
 NAN = float("nan")
 ESTIMATORS: list[Estimator] = ["k1", "k2", "k3", "abs"]
@@ -28,7 +29,7 @@ class TestShape:
         assert kl_shape(SCORES, OLD, REF, ALL, 0.01)[0].tolist() == pytest.approx(REWARDS, abs=1e-7)
 
     @pytest.mark.parametrize("estimator", ESTIMATORS)
-    @settings(deadline=None, max_examples=40)
+    @examples(40)
     @given(data=st.data())
     def test_equals_loops_over_ragged_masks(self, estimator: Estimator, data: st.DataObject) -> None:
         rows, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))

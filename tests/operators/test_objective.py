@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,11 +24,12 @@ from tests.loss_rows import (
     on_mask,
     run,
 )
+from tests.nightly import examples
 
 
 class TestWeights:
     @every_aggregation
-    @settings(deadline=None, max_examples=60)
+    @examples(60)
     @given(masks(), st.integers(0, 2**31))
     def test_weighted_sum_is_the_mode(
         self, aggregation: Aggregation, norm: float | None, mask: Tensor, seed: int
@@ -53,7 +54,7 @@ class TestWeights:
         assert torch.equal(token_weights(torch.zeros(2, 3, dtype=torch.bool), aggregation, norm), torch.zeros(2, 3))
 
     @every_aggregation
-    @settings(deadline=None, max_examples=20)
+    @examples(20)
     @given(masks())
     def test_padding_changes_nothing(self, aggregation: Aggregation, norm: float | None, mask: Tensor) -> None:
         padded = torch.nn.functional.pad(mask, (0, 5, 0, 2))
@@ -78,7 +79,7 @@ class TestWeights:
 @every_aggregation
 @pytest.mark.parametrize("which", range(4))
 class TestEveryLoss:
-    @settings(deadline=None, max_examples=40)
+    @examples(40)
     @given(mask=masks(), seed=st.integers(0, 2**31))
     def test_equals_loops_over_tokens(
         self, aggregation: Aggregation, norm: float | None, which: int, mask: Tensor, seed: int
@@ -103,7 +104,7 @@ class TestEveryLoss:
             slope = (by_loops(loss, rows, up) - by_loops(loss, rows, down)) / (2 * step)
             assert float(gradient[i, t]) == pytest.approx(slope, rel=1e-4, abs=1e-6)
 
-    @settings(deadline=None, max_examples=40)
+    @examples(40)
     @given(mask=masks(), seed=st.integers(0, 2**31), data=st.data())
     def test_parts_add_up_to_the_whole(
         self, aggregation: Aggregation, norm: float | None, which: int, mask: Tensor, seed: int, data: st.DataObject

@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrl.errors import DataError
 from flowrl.operators.per_token import Estimator, equal_numbers, has_holes, kl_penalty, select, select_rewards
+from tests.nightly import examples
 from tests.operators.ragged import masks
 
 NAN = float("nan")
@@ -36,7 +37,7 @@ class TestMasked:
         mask = torch.tensor([[True, False, True], [False, False, False]])
         assert select(x, mask).tolist() == [[1, 0, 3], [0, 0, 0]]
 
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     @given(masks(), st.data())
     def test_the_bits_of_what_is_left_are_those_that_were_given(self, mask: Tensor, data: st.DataObject) -> None:
         """Those of every float32, denormals and -0.0 among them, however the memory of either lies."""
@@ -58,7 +59,7 @@ class TestMasked:
             found = select_rewards(half, mask[:1], "rewards")
             assert found.tolist() == [[0.25, 0.0, -2.0]] and found.dtype == torch.float32
 
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     @given(masks())
     def test_a_hole_is_a_token_behind_one_that_is_off_the_mask(self, mask: Tensor) -> None:
         rows = ["".join("x" if on else "." for on in row) for row in mask.tolist()]
@@ -96,7 +97,7 @@ class TestMasked:
 
 class TestEstimators:
     @pytest.mark.parametrize("estimator", ESTIMATORS)
-    @settings(deadline=None, max_examples=60)
+    @examples(60)
     @given(st.floats(-15, 0), st.floats(-15, 0))
     def test_value_and_gradient(self, estimator: Estimator, log_prob: float, ref: float) -> None:
         x = torch.tensor([log_prob], requires_grad=True)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from tests.loss_rows import (
     masks,
     run,
 )
+from tests.nightly import examples
 from tests.operators.loss_formulas import FORMULAS, Row
 
 
@@ -157,7 +158,7 @@ class TestPPOClip:
 
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
-@settings(deadline=None, max_examples=15)
+@examples(15)
 @given(mask=masks(), seed=st.integers(0, 2**31))
 def test_every_loss_is_its_formula(name: str, aggregation: Aggregation, mask: Tensor, seed: int) -> None:
     """Value and gradient, over ragged rows with holes and rows of nothing; the advantage is that of the row."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,10 +14,11 @@ from flowrl.data.metrics import Metrics
 from flowrl.operators import PPOClip, PPOClipNLL
 from flowrl.operators.objective import TokenObjective
 from tests.loss_rows import Rows, masks, run
+from tests.nightly import examples
 from tests.operators.ragged import numbers
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(mask=masks(), seed=st.integers(0, 2**31), data=st.data())
 def test_it_is_the_surrogate_and_the_mean_over_the_tokens_of_right_answers(
     mask: Tensor, seed: int, data: st.DataObject

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrl.errors import DataError
 from flowrl.operators import OptimalTokenBaseline
+from tests.nightly import examples
 from tests.operators.ragged import NAN, masks, numbers
 
 OTB = OptimalTokenBaseline()
@@ -35,7 +36,7 @@ def by_loops(rewards: Tensor, norms: Tensor, mask: Tensor, uid: np.ndarray) -> T
 
 
 class TestFormula:
-    @settings(deadline=None, max_examples=80)
+    @examples(80)
     @given(masks(), st.integers(0, 2**31), st.booleans(), st.randoms(use_true_random=False))
     def test_equals_loops_over_rows_and_tokens(self, half: Tensor, seed: int, still: bool, random: object) -> None:
         """Ragged rows with holes, groups in any order, and tokens that do not pull at all."""

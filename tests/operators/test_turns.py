@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from flowrl.operators.turns import turn_gae, turn_group_advantage
 from flowrl.records import EpisodeBatch
 from tests.jobs import column, job_of
 from tests.kernel import exact
+from tests.nightly import examples
 from tests.operators.ragged import masks, numbers
 from tests.operators.test_interact import CONTEXT, Echo
 from tests.operators.test_interact import episodes as played
@@ -61,7 +62,7 @@ def returns_of(rewards: Tensor, turns: dict[int, list[int]], row: int, gamma: fl
 
 
 class TestTurnGAE:
-    @settings(deadline=None, max_examples=100)
+    @examples(100)
     @given(episodes(), st.integers(0, 2**31), unit, unit)
     def test_equals_the_sum_over_the_turns_that_are_there(
         self, given_turns: tuple[Tensor, Tensor], seed: int, gamma: float, lam: float
@@ -101,7 +102,7 @@ class TestTurnGAE:
         one, _ = turn_gae(rewards, values, mask, torch.tensor([[0, 0]]), 1.0, 0.0)
         assert apart.tolist() == [[0.75, 1.75]] and one.tolist() == [[2.5, 2.5]]
 
-    @settings(deadline=None, max_examples=30)
+    @examples(30)
     @given(masks(), st.integers(0, 2**31), unit, unit)
     def test_turns_of_one_token_are_gae_over_tokens(self, mask: Tensor, seed: int, gamma: float, lam: float) -> None:
         rewards, values = numbers(mask, seed), numbers(mask, seed + 1)
@@ -123,7 +124,7 @@ class TestTurnGAE:
 
 
 class TestTurnGroupAdvantage:
-    @settings(deadline=None, max_examples=100)
+    @examples(100)
     @given(episodes(min_rows=4), st.integers(0, 2**31), unit, st.booleans())
     def test_equals_the_formula(
         self, given_turns: tuple[Tensor, Tensor], seed: int, gamma: float, normalize: bool
@@ -154,7 +155,7 @@ class TestTurnGroupAdvantage:
         torch.testing.assert_close(scaled[:, 0], torch.tensor([-1.0, 0.0, 1.0]), atol=1e-5, rtol=0)  # std 1
         torch.testing.assert_close(scaled[:2, 2], torch.tensor([-1.0, 1.0]) / 2**0.5, atol=1e-5, rtol=0)
 
-    @settings(deadline=None, max_examples=30)
+    @examples(30)
     @given(masks(min_rows=2), st.integers(0, 2**31), st.booleans())
     def test_one_turn_a_row_is_the_advantage_of_its_group(self, mask: Tensor, seed: int, normalize: bool) -> None:
         rewards, uid = numbers(mask, seed), column(["a"] * len(mask))

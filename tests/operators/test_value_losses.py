@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from tests.loss_rows import (
     on_mask,
     run,
 )
+from tests.nightly import examples
 
 
 class TestValueClip:
@@ -61,7 +62,7 @@ class TestValueClip:
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("loss", [ValueHuber(0.3), ValueHuber(), ValueClip(None)], ids=repr)
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(mask=masks(), seed=st.integers(0, 2**31))
 def test_plain_and_huber_losses_are_their_formulas(
     loss: ValueHuber | ValueClip, aggregation: Aggregation, mask: Tensor, seed: int

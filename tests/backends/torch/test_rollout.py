@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,6 +35,7 @@ from tests.backends.torch.rollouts import (
 )
 from tests.engines.answers import CONTEXT, AnswerTests
 from tests.models import EOS, KINDS, PAD, VOCAB
+from tests.nightly import examples
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def reference_distribution(logits: np.ndarray, temperature: float, top_k: int, t
     return probability
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, 10_000),
     vocabulary=st.integers(2, 40),

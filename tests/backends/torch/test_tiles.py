@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flowrl.backends.torch import tiles
 from flowrl.backends.torch.probes import AfterHead
 from flowrl.backends.torch.tiles import Entropy, LMHead, score_tokens
+from tests.nightly import examples
 
 HIDDEN = 6
 AFTER = {"plain": AfterHead(), "scaled": AfterHead(0.3), "capped": AfterHead(cap=1.5), "both": AfterHead(2.0, 3.0)}
@@ -102,7 +103,7 @@ def test_numbers_and_gradients_are_those_of_float64(
     agree(case(11, 40, bias=bias, after=AFTER[after], temperature=1.0), entropy)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     st.integers(1, 9), st.integers(1, 30), st.integers(1, 12), st.integers(1, 60), st.integers(1, 10),
     st.booleans(), st.sampled_from(["none", "value", "gradient"]),
