@@ -38,6 +38,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/sync/test_stream.py": ("flowrl/sync/group.py", "flowrl/sync/received.py"),
     "tests/on_ray/test_cluster.py": (
         "flowrl/distributed/cluster.py",
+        "flowrl/distributed/host_server.py",
         "flowrl/distributed/local_cluster.py",
         "flowrl/distributed/slots.py",
     ),
