@@ -218,6 +218,12 @@ def test_every_engine_names_what_is_damaged(
     assert live.sync(received(sent.origin, sent)).digest == sent.digest
 
 
+def test_the_digest_of_weights_does_not_depend_on_their_order() -> None:
+    weights = [("b", torch.ones(2)), ("a", torch.zeros(3)), ("c", torch.ones(2))]
+    swapped = [("b", torch.zeros(3)), ("a", torch.ones(2)), ("c", torch.ones(2))]
+    assert weights_digest(weights) == weights_digest(reversed(weights)) != weights_digest(swapped)
+
+
 def test_the_same_bits() -> None:
     nan = torch.tensor([float("nan"), 1.0])
     assert same_bits(nan, nan.clone())

@@ -20,6 +20,7 @@ HERE, THERE = "node a", "node b"
     [
         ([Seat(HERE, 1)], [Seat(HERE, 1)], "in process"),
         ([Seat(HERE, 1), Seat(HERE, 2)], [Seat(HERE, 1), Seat(HERE, 2)], "in process"),
+        ([Seat(HERE, 1)], [Seat(HERE, 1), Seat(HERE, 2)], "object store"),  # only some ranks of the engine
         ([Seat(HERE, 1)], [Seat(HERE, 2)], "object store"),
         ([Seat(HERE, 1), Seat(THERE, 2)], [Seat(HERE, 3)], "object store"),  # the first rank sends
         ([Seat(HERE, 1)], [Seat(THERE, 1)], "gloo"),  # process ids are a node's own
