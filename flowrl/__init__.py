@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from flowrl.auditing.record import Audit
     from flowrl.auditing.world import World
     from flowrl.columns import Column
+    from flowrl.core.after import After
     from flowrl.core.backend import Backend
-    from flowrl.core.edit import After
     from flowrl.core.function import operator
     from flowrl.core.graph_io import save
     from flowrl.core.lag import Lag
@@ -113,7 +113,7 @@ _MODULES = {
     "Colocate": "distributed.place",
     "Split": "distributed.place",
     "PromptData": "data.prompts",
-    "After": "core.edit",
+    "After": "core.after",
     "FlowrlError": "errors",
     "Graph": "graph",
     "Job": "run.job",

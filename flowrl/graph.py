@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from flowrl.core import diff, edit, graph, graph_io, rules
+from flowrl.core.after import After
 from flowrl.core.algorithm import Algorithm
-from flowrl.core.edit import After
 from flowrl.core.lag import Lag
 from flowrl.core.operator import Operator
 from flowrl.core.rules import Allowance, Finding

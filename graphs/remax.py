@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.graph import Graph
 from flowrl.graphs.reinforce_plus_plus import reinforce_plus_plus
 from flowrl.graphs.settings import edit_of

@@ -16,7 +16,7 @@ import torch
 from flowrl import INJECTED, Key, Operator, PromptData, Training
 from flowrl import columns as c
 from flowrl.backends import AdamW, TorchRollout
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.operators.reward.operator import place_scores
 from flowrl.run.job import Job
 from flowrl.run.training import Run

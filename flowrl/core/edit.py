@@ -28,9 +28,9 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
+from flowrl.core.after import After
 from flowrl.core.gate import Gate
 from flowrl.core.gating import anchor_of, led_through, widened
 from flowrl.core.graph import Graph
@@ -48,14 +48,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 GraphT = TypeVar("GraphT", bound=Graph)
 SpecT = TypeVar("SpecT", bound=Spec)
-
-
-@dataclass(frozen=True)
-class After:
-    """Where `edit(insert=...)` puts an operator: behind `node`."""
-
-    node: str
-    operator: Operator
 
 
 def refuses_other_verbs(function: Callable[P, R]) -> Callable[P, R]:

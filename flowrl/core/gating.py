@@ -14,17 +14,13 @@ from typing import TypeVar, cast
 from flowrl.columns import ColumnType
 from flowrl.core.gate import ROWS, Gate
 from flowrl.core.graph import Graph, Node
+from flowrl.core.plan import gates_of
 from flowrl.core.ports import PortField
 from flowrl.core.symbols import Edge
 from flowrl.core.wiring import wire_by_type
 from flowrl.errors import GraphError
 
 GraphT = TypeVar("GraphT", bound=Graph)
-
-
-def gates_of(graph: Graph) -> list[str]:
-    """The gates of a graph, in order."""
-    return [name for name, node in graph.nodes.items() if isinstance(node.operator, Gate)]
 
 
 def widened(graph: GraphT) -> GraphT:

@@ -19,7 +19,7 @@ import xxhash
 import yaml
 
 from flowrl.core import entry_points, plain
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.function import OfFunction, function_of, plain_of
 from flowrl.core.graph import Graph, Node, refuse_no_graph
 from flowrl.core.operator import Operator

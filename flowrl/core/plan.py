@@ -16,7 +16,6 @@ from typing import cast
 import networkx as nx
 
 from flowrl.core.gate import Gate
-from flowrl.core.gating import gates_of
 from flowrl.core.graph import Graph, Node
 from flowrl.core.lag import swaps
 from flowrl.core.twins import mend, twins
@@ -30,6 +29,11 @@ class StateEdge:
     before: str
     after: str
     role: str
+
+
+def gates_of(graph: Graph) -> list[str]:
+    """The gates of a graph, in order."""
+    return [name for name, node in graph.nodes.items() if isinstance(node.operator, Gate)]
 
 
 def _gate(graph: Graph, name: str) -> Gate:

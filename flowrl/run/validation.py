@@ -8,11 +8,12 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
+from flowrl.core.after import After
 from flowrl.core.backend import Backend
-from flowrl.core.edit import After, edit
-from flowrl.core.gating import gates_of
+from flowrl.core.edit import edit
 from flowrl.core.graph import Graph
 from flowrl.core.operator import Operator
+from flowrl.core.plan import gates_of
 from flowrl.core.when import ALWAYS
 from flowrl.errors import GraphError, ParameterError, offer
 from flowrl.run.sources import Data, refuse_no_source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.roles import Role
 from flowrl.core.when import When
 from flowrl.graph import Graph

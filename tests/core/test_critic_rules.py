@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowrl import columns as c
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.operator import Operator
 from flowrl.core.roles import Role
 from flowrl.core.when import When

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowrl import columns as c
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.graph_io import save
 from flowrl.core.operator import Operator
 from flowrl.core.references import load_object

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from flowrl import columns as c
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.operator import Operator
 from flowrl.core.roles import Role
 from flowrl.core.symbols import Edge

@@ -16,7 +16,7 @@ import torch
 
 from flowrl import columns as c
 from flowrl.backends import TorchRollout
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.operator import Operator
 from flowrl.core.world_source import WorldSource, blocks, changed_by_all
 from flowrl.episodes import Answer, Chat, Environment, Reply, Row

@@ -8,7 +8,7 @@ import pytest
 
 from flowrl import columns as c
 from flowrl import graphs
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.fusing import Fusing, fused, fusings, scorers, told
 from flowrl.core.operator import Operator
 from flowrl.core.plan import Plan

@@ -14,7 +14,7 @@ import networkx as nx
 import pytest
 
 from flowrl import columns as c
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.graph import Node, Use
 from flowrl.core.operator import Operator
 from flowrl.core.ports import PortField

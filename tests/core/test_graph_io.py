@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.graph_io import save
 from flowrl.core.references import resolve
 from flowrl.core.roles import Role

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.graph_io import NotImported, decode, not_imported, save
 from flowrl.core.references import resolve
 from flowrl.demo.verifier import compute_score

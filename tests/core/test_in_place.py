@@ -10,7 +10,7 @@ import torch
 
 from flowrl import Operator, PromptBatch, algorithm
 from flowrl import columns as c
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.in_place import guarded
 from flowrl.core.ports import PortField
 from flowrl.data.column_math import objects

@@ -11,7 +11,7 @@ import torch
 from flowrl import columns as c
 from flowrl import graphs
 from flowrl.backends import SGD, TorchRollout, TorchTrainer
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.lineage import own_line, rows_per_prompt, trained_on
 from flowrl.core.operator import Operator
 from flowrl.core.plan import Plan

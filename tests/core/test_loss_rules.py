@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from flowrl import columns as c
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.loss import Loss
 from flowrl.core.operator import Operator
 from flowrl.core.roles import Role

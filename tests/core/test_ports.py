@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowrl import columns as c
 from flowrl.columns import Column
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.operator import Operator, State
 from flowrl.core.ports import INJECTED, Ahead, PortField, snake_case
 from flowrl.core.roles import Role

@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from flowrl import columns as c
+from flowrl.core.after import After
 from flowrl.core.backend import members
-from flowrl.core.edit import After
 from flowrl.core.operator import Operator
 from flowrl.core.protocols import Critic, Rollout, Scorer, Trainer
 from flowrl.core.roles import Reads, Role, Writes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.operator import Operator
 from flowrl.core.rules import require
 from flowrl.errors import RuleError

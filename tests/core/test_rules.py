@@ -9,7 +9,7 @@ import pytest
 
 from flowrl import columns as c
 from flowrl.core import rules
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.operator import Operator
 from flowrl.core.protocols import Critic, Rollout, Scorer, Trainer
 from flowrl.core.roles import Reads, Role, Writes

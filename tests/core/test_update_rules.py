@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowrl import columns as c
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.operator import Operator
 from flowrl.graph import Graph, algorithm
 from flowrl.graphs import gpg, grpo, pass_at_k, ppo, reinforce_plus_plus_baseline, remax

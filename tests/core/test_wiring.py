@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowrl import columns as c
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.operator import Operator
 from flowrl.core.roles import Role
 from flowrl.errors import GraphError, ParameterError, PortError

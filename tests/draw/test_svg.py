@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.draw.html import page
 from flowrl.draw.layout import GAP, Cell, layout
 from flowrl.draw.picture import Arrow

@@ -9,7 +9,7 @@ import pytest
 
 from flowrl import Operator
 from flowrl import columns as c
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.distributed.place import Colocate
 from flowrl.errors import InPlaceError, NodeError
 from flowrl.graphs import grpo

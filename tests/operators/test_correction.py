@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrl import PromptData, Training, Validation
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.ports import PortField
 from flowrl.core.session import Session
 from flowrl.data.formats import check_json

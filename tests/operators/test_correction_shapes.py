@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.data.metrics import Metrics
 from flowrl.errors import ParameterError
 from flowrl.graphs import grpo

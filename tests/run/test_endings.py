@@ -17,7 +17,7 @@ import pytest
 
 from flowrl import INJECTED, Metrics, Operator, State, Terminal, Training
 from flowrl import columns as c
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.data.prompts import PromptData
 from flowrl.errors import DataError, ParameterError, StorageError
 from flowrl.run.run_folder import RunFolder

@@ -15,7 +15,7 @@ from torch import Tensor
 from flowrl import PromptData, Training
 from flowrl import columns as c
 from flowrl.backends import AdamW, LoRA, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.operator import Operator
 from flowrl.errors import DataError
 from flowrl.operators import Filter, OldLogProb, Ranked

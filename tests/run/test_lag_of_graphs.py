@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowrl import columns as c
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.core.operator import Operator
 from flowrl.core.plan import Plan
 from flowrl.core.roles import Role

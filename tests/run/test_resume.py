@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flowrl import INJECTED, Colocate, Metrics, Operator, PromptData, State, TensorBoard, Training
 from flowrl import columns as c
 from flowrl.backends import SGD, TorchRollout
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.errors import DataError, NodeError, ParameterError
 from flowrl.operators import Repeat
 from flowrl.run.checkpoint import MANIFEST

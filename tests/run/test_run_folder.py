@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowrl import INJECTED, Metrics, Operator, PromptData, Training, Validation
 from flowrl import columns as c
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.run.run_folder import RunFolder

@@ -10,7 +10,7 @@ import torch
 
 from flowrl import INJECTED, Metrics, Operator, PromptData, State, Validation
 from flowrl import columns as c
-from flowrl.core.edit import After
+from flowrl.core.after import After
 from flowrl.errors import FlowrlError, GraphError, NodeError, ParameterError
 from flowrl.graphs import grpo
 from flowrl.operators import Interact
