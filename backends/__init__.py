@@ -5,14 +5,14 @@ if __name__ != "flowrl.backends":
     raise ImportError(f"this package was imported as {__name__!r}; its one name is flowrl.backends: import that.")
 
 from flowrl.backends.sglang.engine import SGLang
-from flowrl.backends.torch.critic import TorchCritic
-from flowrl.backends.torch.learner import SGD, AdamW, Constant, Cosine, Linear
+from flowrl.backends.torch.generate.rollout import TorchRollout
 from flowrl.backends.torch.lora import LoRA
-from flowrl.backends.torch.reward_model import TorchRewardModel
-from flowrl.backends.torch.rollout import TorchRollout
-from flowrl.backends.torch.trainer import TorchScorer, TorchTrainer
+from flowrl.backends.torch.score.reward_model import TorchRewardModel
+from flowrl.backends.torch.train.critic import TorchCritic
+from flowrl.backends.torch.train.learner import SGD, AdamW, Constant, Cosine, Linear
+from flowrl.backends.torch.train.trainer import TorchScorer, TorchTrainer
 from flowrl.backends.vllm.engine import VLLM
-from flowrl.core.backend import Backend
+from flowrl.protocols.backend import Backend
 
 __all__ = [
     "SGD",

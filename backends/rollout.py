@@ -15,10 +15,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from flowrl.core.protocols import Caches, Request, Response, Sampled, Sampling, Trainer
 from flowrl.data.keys import Key
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError, SwapError, SyncError
+from flowrl.protocols.protocols import Caches, Request, Response, Sampled, Sampling, Trainer
 from flowrl.records import Receipt
 
 

@@ -36,8 +36,8 @@ from flowrl import Key
 from flowrl.backends import SGD, TorchRollout, TorchTrainer
 from flowrl.backends.sglang.engine import SGLang
 from flowrl.backends.vllm.engine import VLLM
-from flowrl.core.protocols import Sampled, Sampling
-from flowrl.data.tokenizer import assemble
+from flowrl.data.text.tokenizer import assemble
+from flowrl.protocols.protocols import Sampled, Sampling
 
 SHARPER = 6.0  # random weights as they are drawn find all tokens about as likely, which is too easy to agree on
 CONTEXT: Any = SimpleNamespace(seed=0, rank=0, world_size=1)

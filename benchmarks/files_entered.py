@@ -13,7 +13,7 @@ from harness import table
 
 import flowrl
 from flowrl.backends import TorchRollout, TorchScorer, TorchTrainer
-from flowrl.data.prompts import PromptData
+from flowrl.data.sources.prompts import PromptData
 from flowrl.demo.model import build
 from flowrl.demo.task import write_dataset
 from flowrl.demo.verifier import score_and_thinking

@@ -26,9 +26,9 @@ from transformers.utils import logging
 
 from flowrl import Key
 from flowrl.backends import TorchRollout
-from flowrl.core.protocols import Request, Sampling
 from flowrl.demo.model import make_tokenizer
-from flowrl.run.build import EngineBuilder
+from flowrl.protocols.protocols import Request, Sampling
+from flowrl.run.engine.build import EngineBuilder
 
 ROUNDS = 5
 TURNS, SAID = 3, 40  # of an episode; tokens that come between two of its turns

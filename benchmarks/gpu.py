@@ -32,12 +32,12 @@ from transformers.utils import logging
 
 from flowrl import Colocate, Key, PromptData
 from flowrl.backends import SGD, AdamW, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.core.plan import Plan
-from flowrl.core.protocols import Sampling
+from flowrl.core.graphs.plan import Plan
 from flowrl.demo.task import write_dataset
 from flowrl.graphs import ppo
-from flowrl.run.job import Job
-from flowrl.run.local import local_steps
+from flowrl.protocols.protocols import Sampling
+from flowrl.run.engine.local import local_steps
+from flowrl.run.training.job import Job
 
 ROOT = Path(__file__).parents[1]
 ROWS, STEPS = 64, 3

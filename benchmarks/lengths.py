@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from flowrl import Metrics
 from flowrl.backends import AdamW, TorchTrainer
-from flowrl.core.protocols import MiniBatch
+from flowrl.protocols.protocols import MiniBatch
 
 ROWS, PROMPT, MEAN, LONGEST = 64, 16, 110, 256  # of responses
 CONTEXT: Any = SimpleNamespace(seed=0, rank=0, world_size=1)

@@ -21,7 +21,7 @@ from harness import table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flowrl.backends.torch.tiles import LMHead, score_tokens
+from flowrl.backends.torch.score.tiles import LMHead, score_tokens
 
 VOCABULARY = 32_000
 Gain = Callable[[], Tensor]

@@ -14,7 +14,7 @@ import torch
 from harness import medians, table
 from torch import Tensor
 
-from flowrl.core.loss import Loss
+from flowrl.core.operators.loss import Loss
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.operators import (
@@ -33,7 +33,7 @@ from flowrl.operators import (
     ValueClip,
     ValueHuber,
 )
-from flowrl.operators.objective import TokenObjective
+from flowrl.operators.losses.objective import TokenObjective
 
 ROWS, WIDTH = 256, 1024
 

@@ -10,14 +10,14 @@ from harness import medians, table
 
 from flowrl import DataProto, Graph, Operator, algorithm
 from flowrl.columns import OldLogProbs, RefLogProbs, ResponseMask, TokenLevelScores, Values
-from flowrl.core.plan import Plan
+from flowrl.core.graphs.plan import Plan
 from flowrl.demo.verifier import compute_score
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, KLShape, Whiten
-from flowrl.operators.advantage import GAEOutput, gae, whiten
+from flowrl.operators.advantages.gae import GAEOutput, gae, whiten
+from flowrl.operators.advantages.per_token import kl_penalty, select
 from flowrl.operators.kl import kl_shape
-from flowrl.operators.per_token import kl_penalty, select
-from flowrl.run.local import local_steps
+from flowrl.run.engine.local import local_steps
 
 NODES = 32
 

@@ -24,10 +24,10 @@ from flowrl.demo import run as demo
 from flowrl.demo.model import build
 from flowrl.demo.task import write_dataset
 from flowrl.graph import Graph
-from flowrl.run.costs import Costs
-from flowrl.run.place import Place
-from flowrl.run.prediction import predict
-from flowrl.run.training import Training
+from flowrl.run.placement.place import Place
+from flowrl.run.predict.costs import Costs
+from flowrl.run.predict.prediction import predict
+from flowrl.run.training.training import Training
 
 STEPS = 25
 RUNS = 3

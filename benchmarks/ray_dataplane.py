@@ -26,11 +26,11 @@ from tensordict import TensorDict
 
 from flowrl import Colocate
 from flowrl.columns import ColumnType
-from flowrl.core.graph import Node
-from flowrl.core.plan import Plan
-from flowrl.core.symbols import Edge
-from flowrl.distributed.cluster import connected
-from flowrl.distributed.wire import pack, unpack
+from flowrl.core.graphs.graph import Node
+from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.symbols import Edge
+from flowrl.distributed.cluster.cluster import connected
+from flowrl.distributed.hosts.wire import pack, unpack
 from flowrl.graph import Graph
 from flowrl.graphs import ppo
 

@@ -23,15 +23,15 @@ from transformers.utils import logging
 
 from flowrl import Colocate, DataProto
 from flowrl.backends import TorchRollout
-from flowrl.core.plan import Plan
+from flowrl.core.graphs.plan import Plan
 from flowrl.demo.model import build
 from flowrl.demo.run import graphs, training
 from flowrl.demo.task import write_dataset
-from flowrl.distributed.cluster import connected
-from flowrl.distributed.wire import pack, unpack
-from flowrl.run.local import local_steps
-from flowrl.run.timeline import critical_path
-from flowrl.run.training import Training
+from flowrl.distributed.cluster.cluster import connected
+from flowrl.distributed.hosts.wire import pack, unpack
+from flowrl.run.engine.local import local_steps
+from flowrl.run.engine.timeline import critical_path
+from flowrl.run.training.training import Training
 
 STEPS = 6
 WARM_START = 60  # steps of the demo's warm start: enough for answers that end

@@ -21,10 +21,10 @@ from transformers.utils import logging
 
 from flowrl import Colocate
 from flowrl.backends import AdamW, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.data.prompts import PromptData
+from flowrl.data.sources.prompts import PromptData
 from flowrl.demo.task import write_dataset
 from flowrl.demo.verifier import score_and_thinking
-from flowrl.distributed.cluster import connected
+from flowrl.distributed.cluster.cluster import connected
 from flowrl.graphs import grpo
 
 RANKS = (1, 2)

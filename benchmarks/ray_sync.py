@@ -24,7 +24,7 @@ from transformers.utils import logging
 from flowrl import Colocate, Split
 from flowrl.backends import SGD, TorchRollout, TorchTrainer
 from flowrl.distributed import delivery
-from flowrl.distributed.cluster import connected
+from flowrl.distributed.cluster.cluster import connected
 from flowrl.distributed.export import Export
 from flowrl.graphs import grpo
 from flowrl.sync.buckets import BUCKET_BYTES

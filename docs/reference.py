@@ -20,8 +20,8 @@ MODULES = (
     "flowrl.records",
     "flowrl.schedules",
     "flowrl.errors",
-    "flowrl.core.protocols",
-    "flowrl.core.scorers",
+    "flowrl.protocols.protocols",
+    "flowrl.protocols.scorers",
 )
 
 

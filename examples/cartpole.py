@@ -38,10 +38,10 @@ from flowrl import (
     algorithm,
 )
 from flowrl import columns as c
-from flowrl.core.operator import Granularity
-from flowrl.data.column_math import objects
-from flowrl.data.dataproto import DataProto
-from flowrl.data.sources import Stream
+from flowrl.core.operators.operator import Granularity
+from flowrl.data.proto.column_math import objects
+from flowrl.data.proto.dataproto import DataProto
+from flowrl.data.sources.source import Stream
 from flowrl.operators import GAE, PPOClip, Sync, UpdateActor, UpdateCritic, Value, ValueClip, Whiten
 from flowrl.records import CriticUpdated, Receipt
 

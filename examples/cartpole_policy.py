@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from flowrl import Backend, Column, Key, Metrics
 from flowrl import columns as c
-from flowrl.backends.torch.model import scatter
-from flowrl.backends.torch.rows import take
-from flowrl.core.protocols import BuildContext, Checkpointed, Critic, MiniBatch, Objective, Synced, Trainer
+from flowrl.backends.torch.score.model import scatter
+from flowrl.backends.torch.score.rows import take
+from flowrl.protocols.protocols import BuildContext, Checkpointed, Critic, MiniBatch, Objective, Synced, Trainer
 from flowrl.records import Receipt
 from flowrl.sync.digest import weights_digest
 

@@ -11,35 +11,35 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowrl.auditing.audit import audit
     from flowrl.auditing.record import Audit
-    from flowrl.auditing.world import World
+    from flowrl.auditing.task import World
     from flowrl.columns import Column
-    from flowrl.core.after import After
-    from flowrl.core.backend import Backend
-    from flowrl.core.function import operator
-    from flowrl.core.graph_io import save
-    from flowrl.core.lag import Lag
-    from flowrl.core.loss import Loss
-    from flowrl.core.operator import Operator
-    from flowrl.core.ports import INJECTED, Step
-    from flowrl.core.roles import Reads, Role, Writes
-    from flowrl.core.session import State
-    from flowrl.core.when import When
-    from flowrl.data.dataproto import DataProto
-    from flowrl.data.demos import DemoData, PreferenceData
+    from flowrl.core.graphs.after import After
+    from flowrl.core.graphs.lag import Lag
+    from flowrl.core.operators.function import operator
+    from flowrl.core.operators.loss import Loss
+    from flowrl.core.operators.operator import Operator
+    from flowrl.core.operators.ports import INJECTED, Step
+    from flowrl.core.operators.roles import Reads, Role, Writes
+    from flowrl.core.operators.session import State
+    from flowrl.core.operators.when import When
     from flowrl.data.keys import Key
     from flowrl.data.metrics import Metrics
-    from flowrl.data.prompts import PromptData
-    from flowrl.data.samplers import ByDifficulty, Replay, Sampler
-    from flowrl.data.sources import Source
+    from flowrl.data.proto.dataproto import DataProto
+    from flowrl.data.sources.demos import DemoData, PreferenceData
+    from flowrl.data.sources.prompts import PromptData
+    from flowrl.data.sources.samplers import ByDifficulty, Replay, Sampler
+    from flowrl.data.sources.source import Source
     from flowrl.distributed.place import Colocate, Split
     from flowrl.errors import FlowrlError
+    from flowrl.files.graph_io import save
     from flowrl.graph import Graph, algorithm, load
+    from flowrl.protocols.backend import Backend
     from flowrl.records import DemoBatch, PreferenceBatch, PromptBatch, RolloutBatch
-    from flowrl.run.costs import Costs
-    from flowrl.run.job import Job
-    from flowrl.run.report import Reporter, TensorBoard, Terminal
-    from flowrl.run.training import Training
-    from flowrl.run.validation import Validation
+    from flowrl.run.predict.costs import Costs
+    from flowrl.run.training.job import Job
+    from flowrl.run.training.report import Reporter, TensorBoard, Terminal
+    from flowrl.run.training.training import Training
+    from flowrl.run.training.validation import Validation
     from flowrl.spec import Spec
 
 __version__ = "0.1.0"
@@ -94,52 +94,52 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ByDifficulty": "data.samplers",
-    "DemoData": "data.demos",
-    "PreferenceData": "data.demos",
-    "Replay": "data.samplers",
-    "Sampler": "data.samplers",
-    "Source": "data.sources",
+    "ByDifficulty": "data.sources.samplers",
+    "DemoData": "data.sources.demos",
+    "PreferenceData": "data.sources.demos",
+    "Replay": "data.sources.samplers",
+    "Sampler": "data.sources.samplers",
+    "Source": "data.sources.source",
     "DemoBatch": "records",
     "PreferenceBatch": "records",
     "Audit": "auditing.record",
-    "World": "auditing.world",
+    "World": "auditing.task",
     "audit": "auditing.audit",
-    "Backend": "core.backend",
-    "Reporter": "run.report",
+    "Backend": "protocols.backend",
+    "Reporter": "run.training.report",
     "Spec": "spec",
     "Column": "columns",
-    "Costs": "run.costs",
+    "Costs": "run.predict.costs",
     "Colocate": "distributed.place",
     "Split": "distributed.place",
-    "PromptData": "data.prompts",
-    "After": "core.after",
+    "PromptData": "data.sources.prompts",
+    "After": "core.graphs.after",
     "FlowrlError": "errors",
     "Graph": "graph",
-    "Job": "run.job",
+    "Job": "run.training.job",
     "Key": "data.keys",
-    "Lag": "core.lag",
-    "Loss": "core.loss",
+    "Lag": "core.graphs.lag",
+    "Loss": "core.operators.loss",
     "Metrics": "data.metrics",
-    "Operator": "core.operator",
-    "State": "core.session",
-    "Step": "core.ports",
-    "INJECTED": "core.ports",
-    "DataProto": "data.dataproto",
+    "Operator": "core.operators.operator",
+    "State": "core.operators.session",
+    "Step": "core.operators.ports",
+    "INJECTED": "core.operators.ports",
+    "DataProto": "data.proto.dataproto",
     "PromptBatch": "records",
     "RolloutBatch": "records",
-    "TensorBoard": "run.report",
-    "Terminal": "run.report",
-    "Reads": "core.roles",
-    "Role": "core.roles",
-    "Writes": "core.roles",
+    "TensorBoard": "run.training.report",
+    "Terminal": "run.training.report",
+    "Reads": "core.operators.roles",
+    "Role": "core.operators.roles",
+    "Writes": "core.operators.roles",
     "load": "graph",
-    "operator": "core.function",
-    "save": "core.graph_io",
+    "operator": "core.operators.function",
+    "save": "files.graph_io",
     "algorithm": "graph",
-    "Training": "run.training",
-    "Validation": "run.validation",
-    "When": "core.when",
+    "Training": "run.training.training",
+    "Validation": "run.training.validation",
+    "When": "core.operators.when",
 }
 
 

@@ -241,7 +241,7 @@ TeacherRest = Annotated[
 TeacherStates = Annotated[
     Float32[Tensor, "batch response hidden"], Column("teacher_states", "last hidden state of a teacher")
 ]
-"""A teacher's head makes distributions over the whole vocabulary of it; see `flowrl.core.heads`."""
+"""A teacher's head makes distributions over the whole vocabulary of it; see `flowrl.protocols.heads`."""
 NewValues = Annotated[Float32[Tensor, "batch response"], Column("new_values", "value of the critic that is trained")]
 """What the critic says now, with a gradient: for losses."""
 RefLogProbs = Annotated[Float32[Tensor, "batch response"], Column("ref_log_prob", "log-prob of the reference", 0.0)]
@@ -281,7 +281,7 @@ ExtraInfo = Annotated[Shaped[np.ndarray, "batch"], Column("extra_info", "record"
 RawPrompt = Annotated[Shaped[np.ndarray, "batch"], Column("raw_prompt", "messages")]
 Conversation = Annotated[Shaped[np.ndarray, "batch"], Column("conversation", "messages of an episode")]
 Episode = Annotated[Shaped[np.ndarray, "batch"], Column("episode", "how an episode went")]
-"""What was said by whom, and what came of it, as plain data; see `flowrl.episodes.account`."""
+"""What was said by whom, and what came of it, as plain data; see `flowrl.episodes.summary`."""
 
 ResponseText = Annotated[Shaped[np.ndarray, "batch"], Column("response_text", "text")]
 

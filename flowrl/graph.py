@@ -8,19 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from flowrl.core import diff, edit, graph, graph_io, rules
-from flowrl.core.after import After
-from flowrl.core.algorithm import Algorithm
-from flowrl.core.lag import Lag
-from flowrl.core.operator import Operator
-from flowrl.core.rules import Allowance, Finding
-from flowrl.core.when import When
+from flowrl.core.graphs import graph
+from flowrl.core.graphs.after import After
+from flowrl.core.graphs.algorithm import Algorithm
+from flowrl.core.graphs.lag import Lag
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.when import When
 from flowrl.draw import mermaid
+from flowrl.edits import diff, edit
 from flowrl.errors import BindError, GraphError
-from flowrl.run.costs import Costs, refuse_no_costs
-from flowrl.run.job import Job
-from flowrl.run.place import Place
-from flowrl.run.prediction import predict
+from flowrl.files import graph_io
+from flowrl.rules import check as rules
+from flowrl.rules.check import Allowance, Finding
+from flowrl.run.placement.place import Place
+from flowrl.run.predict.costs import Costs, refuse_no_costs
+from flowrl.run.predict.prediction import predict
+from flowrl.run.training.job import Job
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,7 +57,7 @@ class Graph(graph.Graph):
         name: str | None = None,
         allow: Mapping[str, str | None] | None = None,
     ) -> Graph:
-        """A changed copy, in one atomic call; see `flowrl.core.edit`.
+        """A changed copy, in one atomic call; see `flowrl.edits.edit`.
 
         Raises:
             GraphError: an edit that is not clear, or that names what is not there; this graph is as it was.
@@ -193,7 +196,7 @@ class Diff(diff.Diff):
 
 
 def algorithm(function: Callable[P, R]) -> Algorithm[P, R, Graph]:
-    """Decorator: see `flowrl.core.algorithm.Algorithm`.
+    """Decorator: see `flowrl.core.graphs.algorithm.Algorithm`.
 
     Raises:
         DefinitionError: with file and line, where the function has no input or an annotation that is not defined.

@@ -3,6 +3,7 @@
 if __name__ != "flowrl.graphs":
     raise ImportError(f"{__name__!r} is imported as flowrl.graphs; write `from flowrl.graphs import ...`.")
 
+from flowrl.graphs.advantages import gpg, opo, otb, pass_at_k
 from flowrl.graphs.dapo import dapo
 from flowrl.graphs.distill import distill, distill_full, distill_top
 from flowrl.graphs.dpo import dpo
@@ -11,8 +12,7 @@ from flowrl.graphs.filtered import pf_ppo, raft
 from flowrl.graphs.gdpo import gdpo
 from flowrl.graphs.grpo import grpo
 from flowrl.graphs.grpo_sft import grpo_sft
-from flowrl.graphs.other_advantages import gpg, opo, otb, pass_at_k
-from flowrl.graphs.other_losses import cispo, clip_cov, dppo, gmpo, gspo, kl_cov, online_dpo, sapo
+from flowrl.graphs.losses import cispo, clip_cov, dppo, gmpo, gspo, kl_cov, online_dpo, sapo
 from flowrl.graphs.ppo import ppo
 from flowrl.graphs.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from flowrl.graphs.remax import remax

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flowrl.core.after import After
+from flowrl.core.graphs.after import After
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
-from flowrl.graphs.settings import edit_of
+from flowrl.graphs.variants import edit_of
 from flowrl.operators import Collect, MaskOverlong, OverlongPenalty, Spread
 
 

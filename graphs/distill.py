@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowrl.core.roles import Role
+from flowrl.core.operators.roles import Role
 from flowrl.graph import Graph, algorithm
-from flowrl.graphs.settings import edit_of
+from flowrl.graphs.variants import edit_of
 from flowrl.operators import (
     GKD,
     FullGKD,
@@ -21,7 +21,7 @@ from flowrl.operators import (
     TeacherTopK,
     UpdateActor,
 )
-from flowrl.operators.distillation import TeacherTop
+from flowrl.operators.engines.distillation import TeacherTop
 from flowrl.records import PromptBatch, Receipt
 
 

@@ -22,7 +22,7 @@ from flowrl.operators import (
     Value,
     Whiten,
 )
-from flowrl.operators.correction import Mismatched
+from flowrl.operators.corrections import Mismatched
 from flowrl.records import CriticUpdated, PromptBatch, Receipt
 
 

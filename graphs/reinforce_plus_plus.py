@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flowrl.core.after import After
+from flowrl.core.graphs.after import After
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
 from flowrl.graphs.ppo import ppo
-from flowrl.graphs.settings import edit_of
+from flowrl.graphs.variants import edit_of
 from flowrl.operators import ReturnToGo, Whiten
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flowrl.core.after import After
+from flowrl.core.graphs.after import After
 from flowrl.graph import Graph
 from flowrl.graphs.reinforce_plus_plus import reinforce_plus_plus
-from flowrl.graphs.settings import edit_of
+from flowrl.graphs.variants import edit_of
 from flowrl.operators import Generate, Reward, RowScore, SubtractBaseline
 
 

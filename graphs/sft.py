@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flowrl.graph import algorithm
 from flowrl.operators import NLL, UpdateActor
-from flowrl.operators.objective import Aggregation
+from flowrl.operators.losses.objective import Aggregation
 from flowrl.records import DemoBatch, Updated
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from flowrl.graph import Graph
 from flowrl.graphs.ppo import ppo
-from flowrl.graphs.settings import edit_of
+from flowrl.graphs.variants import edit_of
 from flowrl.operators import DecoupledGAE, PPOClip, PPOClipNLL
 
 

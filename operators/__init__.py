@@ -3,28 +3,34 @@
 if __name__ != "flowrl.operators":
     raise ImportError(f"{__name__!r} is imported as flowrl.operators; write `from flowrl.operators import ...`.")
 
-from flowrl.operators.advantage import GAE, DecoupledGAE, ReturnToGo, RowScore, SubtractBaseline, Whiten
-from flowrl.operators.correction import Mismatch, RolloutCorrection
-from flowrl.operators.distillation import GKD, FullGKD, ReverseKL, TeacherStates, TeacherTopK
-from flowrl.operators.engines import Generate, LogitNorm, OldLogProb, RefLogProb, Repeat, Value
-from flowrl.operators.feedback import Feedback
-from flowrl.operators.groups import GPGAdvantage, GroupAdvantage, OPOAdvantage, PassAtKAdvantage, RLOOAdvantage
-from flowrl.operators.held_out import MajorityAtK, PassAtK
-from flowrl.operators.interact import Interact
+from flowrl.operators.advantages.gae import GAE, DecoupledGAE, ReturnToGo, RowScore, SubtractBaseline, Whiten
+from flowrl.operators.advantages.groups import (
+    GPGAdvantage,
+    GroupAdvantage,
+    OPOAdvantage,
+    PassAtKAdvantage,
+    RLOOAdvantage,
+)
+from flowrl.operators.advantages.token_baseline import OptimalTokenBaseline
+from flowrl.operators.advantages.turns import TurnGAE, TurnGroupAdvantage
+from flowrl.operators.corrections import Mismatch, RolloutCorrection
+from flowrl.operators.engines.distillation import GKD, FullGKD, ReverseKL, TeacherStates, TeacherTopK
+from flowrl.operators.engines.engines import Generate, LogitNorm, OldLogProb, RefLogProb, Repeat, Value
+from flowrl.operators.engines.interact import Interact
 from flowrl.operators.kl import AdaptiveKL, KLShape
-from flowrl.operators.objective import KLLoss
-from flowrl.operators.overlong import MaskOverlong, OverlongPenalty
-from flowrl.operators.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, ClipCov, KLCov, PPOClip, Reinforce
-from flowrl.operators.preferences import DPO, NLL, PPOClipNLL
+from flowrl.operators.losses.objective import KLLoss
+from flowrl.operators.losses.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, ClipCov, KLCov, PPOClip, Reinforce
+from flowrl.operators.losses.preferences import DPO, NLL, PPOClipNLL
+from flowrl.operators.losses.value_losses import ValueClip, ValueHuber
 from flowrl.operators.reward.judge import Judge
 from flowrl.operators.reward.models import ModelReward, TextModelReward
 from flowrl.operators.reward.operator import Reward
 from flowrl.operators.reward.terms import GDPOAdvantage, Matches, WeighRewards
-from flowrl.operators.rows import Collect, Filter, Length, Ranked, Spread
-from flowrl.operators.token_baseline import OptimalTokenBaseline
-from flowrl.operators.turns import TurnGAE, TurnGroupAdvantage
-from flowrl.operators.update import Sync, UpdateActor, UpdateCritic
-from flowrl.operators.value_losses import ValueClip, ValueHuber
+from flowrl.operators.rows.feedback import Feedback
+from flowrl.operators.rows.held_out import MajorityAtK, PassAtK
+from flowrl.operators.rows.overlong import MaskOverlong, OverlongPenalty
+from flowrl.operators.rows.rows import Collect, Filter, Length, Ranked, Spread
+from flowrl.operators.updates.update import Sync, UpdateActor, UpdateCritic
 
 __all__ = [
     "CISPO",

@@ -9,12 +9,12 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl.columns import OldLogProbs, RefLogProbs, ResponseMask, TokenLevelRewards, TokenLevelScores
-from flowrl.core.operator import Operator
-from flowrl.core.ports import INJECTED
-from flowrl.core.session import State
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.ports import INJECTED
+from flowrl.core.operators.session import State
 from flowrl.data.metrics import Metrics
 from flowrl.errors import ParameterError
-from flowrl.operators.per_token import Estimator, kl_penalty, select, select_rewards
+from flowrl.operators.advantages.per_token import Estimator, kl_penalty, select, select_rewards
 from flowrl.spec import Spec
 
 
@@ -30,7 +30,7 @@ def kl_shape(
         ref: float ``[batch response]``, log-probs of the reference.
         mask: bool ``[batch response]``.
         coef: the weight of KL, beta.
-        estimator: see `flowrl.operators.per_token`.
+        estimator: see `flowrl.operators.advantages.per_token`.
 
     Returns:
         float32 ``[batch response]``, 0 off the mask.

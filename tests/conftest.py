@@ -16,7 +16,7 @@ import hypothesis
 import numpy as np
 import pytest
 
-from tests.command_line import command as command  # a fixture
+from tests.support.command_line import command as command  # a fixture
 
 # Timings on shared machines say nothing, hence no deadline. In CI the examples are the same on every run, and
 # `make nightly` runs twice as many as every commit.
@@ -53,7 +53,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a tiny random Llama, for tests that do not care which model it is."""
-    from tests.models import tiny_folder  # here, so that tests of the kernel alone start without transformers
+    from tests.support.models import tiny_folder  # here, so that tests of the kernel alone start without transformers
 
     return tiny_folder(tmp_path_factory.mktemp("tiny"))
 
@@ -61,6 +61,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A JSONL file of 12 prompts."""
-    from tests.jobs import write_prompts
+    from tests.support.jobs import write_prompts
 
     return write_prompts(tmp_path_factory.mktemp("data") / "prompts.jsonl")

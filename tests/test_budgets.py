@@ -8,7 +8,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests import ROOT
+
 FOLDERS = ("flowrl", "operators", "graphs", "backends", "tests", "examples", "benchmarks")
 FILE_LINES = 450
 FUNCTION_LINES = 50

@@ -16,16 +16,17 @@ import pytest
 import torch
 
 from flowrl import Graph, Key
-from flowrl.backends.torch.rows import take
-from flowrl.cli import main
-from flowrl.core.references import load_object
+from flowrl.app.cli import main
+from flowrl.backends.torch.score.rows import take
+from flowrl.core.operators.references import load_object
 from flowrl.errors import BindError
 from flowrl.graphs import grpo
 from flowrl.operators import Value
+from tests import ROOT
 
 pytest.importorskip("gymnasium", reason="needs pip install 'flowrl[gymnasium]'")
 
-FILE = Path(__file__).resolve().parents[1] / "examples" / "cartpole.py"
+FILE = ROOT / "examples" / "cartpole.py"
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +187,7 @@ def test_its_graph_breaks_no_rule_and_can_be_written(
 
 def test_what_reads_tokens_is_not_bound_to_it(example: Any) -> None:
     with pytest.raises(BindError, match="needs a Rollout there, and Acting serves Actor"):
-        grpo("tests.kernel:exact").bind(rollout=example.Acting())
+        grpo("tests.support.kernel:exact").bind(rollout=example.Acting())
 
 
 def test_a_record_of_ones_own_is_a_parameter(example: Any) -> None:

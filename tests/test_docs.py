@@ -19,15 +19,15 @@ import flowrl.operators
 from flowrl import Colocate
 from flowrl.backends import TorchScorer, TorchTrainer
 from flowrl.backends.vllm.engine import VLLM
-from flowrl.core.loss import Loss
-from flowrl.core.operator import Operator
-from flowrl.core.rules import RULES
+from flowrl.core.operators.loss import Loss
+from flowrl.core.operators.operator import Operator
 from flowrl.demo.task import write_dataset
 from flowrl.graphs import grpo
-from tests.kernel import exact
-from tests.models import tiny_folder
+from flowrl.rules.check import RULES
+from tests import ROOT
+from tests.support.kernel import exact
+from tests.support.models import tiny_folder
 
-ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 

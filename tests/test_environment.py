@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.test_imports import ROOT
+from tests import ROOT
 
 PROJECT = """
 [build-system]
@@ -18,7 +18,7 @@ requires = ["setuptools>=77"]
 name = "flowrl"
 dependencies = ["numpy>=1"]
 [project.scripts]
-flowrl = "flowrl.cli:main"
+flowrl = "flowrl.app.cli:main"
 [tool.setuptools.packages.find]
 include = ["flowrl"]
 [tool.pytest.ini_options]
@@ -56,7 +56,7 @@ def test_an_environment_is_recorded_once(main: Any) -> None:
     [
         ({"project": PROJECT.replace("timeout = 240", "timeout = 300")}, []),
         ({"pins": "numpy==2.0 # of 2024\n"}, []),
-        ({"project": PROJECT.replace("flowrl.cli:main", "flowrl.cli:run")}, [".metadata"]),
+        ({"project": PROJECT.replace("flowrl.app.cli:main", "flowrl.app.cli:run")}, [".metadata"]),
         ({"project": PROJECT.replace("numpy>=1", "numpy>=2")}, [".packages"]),
         ({"project": PROJECT.replace(">=77", ">=80")}, [".packages"]),
         ({"pins": PINS.replace("2.0", "2.1")}, [".packages"]),

@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.cli import main
-from flowrl.core.references import load_object
+from flowrl.app.cli import main
+from flowrl.core.operators.references import load_object
 from flowrl.data.metrics import Metrics
 from flowrl.graphs import grpo
 from flowrl.operators import Reward
-from tests.jobs import column
+from tests import ROOT
+from tests.support.jobs import column
 
 pytestmark = pytest.mark.runs
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def execute(name: str, folder: Path, **environment: str) -> str:

@@ -30,25 +30,25 @@ from flowrl.backends import (
     TorchScorer,
     TorchTrainer,
 )
-from flowrl.backends.torch import learner as torch_learner
-from flowrl.backends.torch import trainer as torch_trainer
-from flowrl.backends.torch.sharded import Sharded
-from flowrl.core.plan import Plan
-from flowrl.core.protocols import MiniBatch, Sampling
-from flowrl.distributed.host_server import start_fork_server
+from flowrl.backends.torch.train import learner as torch_learner
+from flowrl.backends.torch.train import trainer as torch_trainer
+from flowrl.backends.torch.train.sharded import Sharded
+from flowrl.core.graphs.plan import Plan
+from flowrl.distributed.cluster.host_server import start_fork_server
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import KLLoss, PPOClip, ValueClip
-from flowrl.operators.mini_batches import record
-from flowrl.operators.objective import ROW, FirstPass, TokenObjective
-from flowrl.operators.policy_losses import Reinforce
-from flowrl.run.job import Job
-from flowrl.run.local import local_steps
-from flowrl.run.steps import Steps
-from tests.backends.torch.fsdp_cases import Ranks, weights
-from tests.jobs import prompt_batch, proto
-from tests.models import VOCAB, ragged, tiny_folder
+from flowrl.operators.losses.objective import ROW, FirstPass, TokenObjective
+from flowrl.operators.losses.policy_losses import Reinforce
+from flowrl.operators.updates.mini_batches import record
+from flowrl.protocols.protocols import MiniBatch, Sampling
+from flowrl.run.engine.local import local_steps
+from flowrl.run.engine.steps import Steps
+from flowrl.run.training.job import Job
+from tests.backends.torch.train.fsdp_cases import Ranks, weights
 from tests.nightly import nightly_except
-from tests.rewards import digits
+from tests.support.jobs import prompt_batch, proto
+from tests.support.models import VOCAB, ragged, tiny_folder
+from tests.support.rewards import digits
 from tests.workers import poison
 
 # What other versions of torch warn of on a GPU is for the summary to show, and no reason to fail.
@@ -193,7 +193,7 @@ def test_bfloat16_is_float32_but_for_rounding(device: str, folder: Any, kind: st
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", nightly_except(["llama"], KINDS))
 def test_the_first_pass_of_an_update_has_the_bits_of_a_score(device: str, folder: Any, kind: str, dtype: str) -> None:
-    """By which a plan takes the old log-probs from there; see `flowrl.core.fusing`."""
+    """By which a plan takes the old log-probs from there; see `flowrl.core.graphs.fusing`."""
     engine = trainer(folder(kind), device, dtype=dtype, max_tokens=40)
     assert TorchTrainer(folder(kind)).first_pass_apart is None
     assert (engine._scorer.unpacked is None) == (kind != "gemma2")  # rows are packed where they are on a CPU

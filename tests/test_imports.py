@@ -14,42 +14,35 @@ import networkx as nx
 import pytest
 
 import flowrl
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("operators", "graphs", "backends")
 
 # The rooms of the package, and what each may import besides itself; the map in CONTRIBUTING.md is the same.
-GROUND = {"errors", "spec", "schedules", "columns", "records"}
+GROUND = {"errors", "spec", "schedules", "columns", "records", "record_types"}
+LANGUAGE = {"ground", "data", "protocols", "core.operators", "core.graphs"}
 ALLOWED: dict[str, set[str]] = {
     "ground": set(),
     "workers": {"ground"},
     "data": {"ground"},
-    "core": {"ground", "data"},
-    "draw": {"ground", "data", "core"},
-    "sync": {"ground", "data", "core"},
-    "run": {"ground", "data", "core", "sync"},
-    "distributed": {"ground", "workers", "data", "core", "sync", "run"},
-    "auditing": {"ground", "data", "core", "run", "operators"},
-    "top": {"ground", "data", "core", "draw", "sync", "run", "distributed", "auditing"},
-    "episodes": {"ground", "workers", "data", "core"},
-    "operators": {"ground", "workers", "data", "core", "episodes"},
-    "graphs": {"ground", "data", "core", "operators", "top"},
-    "backends": {"ground", "data", "core", "sync"},
-    "app": {
-        "ground",
-        "workers",
-        "data",
-        "core",
-        "draw",
-        "sync",
-        "run",
-        "distributed",
-        "auditing",
-        "episodes",
-        "top",
-        *FOLDERS,
-    },
+    "protocols": {"ground", "data"},
+    "core.operators": {"ground", "data"},
+    "core.graphs": LANGUAGE - {"core.graphs"},
+    "rules": LANGUAGE,
+    "files": {*LANGUAGE, "rules"},
+    "edits": {*LANGUAGE, "rules", "files"},
+    "draw": {*LANGUAGE, "rules", "edits"},
+    "sync": {"ground", "data", "protocols"},
+    "run": {*LANGUAGE, "rules", "files", "edits", "sync"},
+    "distributed": {*LANGUAGE, "workers", "sync", "run"},
+    "auditing": {*LANGUAGE, "edits", "run", "operators"},
+    "top": {*LANGUAGE, "rules", "files", "edits", "draw", "run", "distributed", "auditing"},
+    "episodes": {"ground", "workers", "data", "protocols", "core.operators"},
+    "operators": {*LANGUAGE, "workers", "episodes"},
+    "graphs": {*LANGUAGE, "operators", "top"},
+    "backends": {"ground", "data", "protocols", "sync"},
 }
+ALLOWED["app"] = {*ALLOWED}
 
 
 def module_files() -> dict[str, Path]:
@@ -65,11 +58,13 @@ def module_files() -> dict[str, Path]:
 
 def room_of(name: str) -> str:
     """The room of a module, or of something that it defines."""
-    second = name.split(".")[1] if "." in name else ""
+    _, second, third, *_ = [*name.split("."), "", ""]
+    if second in {"app", "demo", "__main__"}:
+        return "app"
+    if second == "core":
+        return f"core.{third}" if third else "core.operators"
     if second in ALLOWED:
         return second
-    if second in {"audit_command", "cli", "demo", "episodes_command", "shelf", "targets", "__main__"}:
-        return "app"
     return "ground" if second in GROUND else "top"  # the package itself, graph.py, and names of its __init__
 
 
@@ -121,19 +116,19 @@ def test_imports_point_one_way() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("flowrl.core.graph", "from flowrl.operators import GAE"),
-        ("flowrl.core.graph", "from flowrl import operators"),
+        ("flowrl.core.graphs.graph", "from flowrl.operators import GAE"),
+        ("flowrl.core.graphs.graph", "from flowrl import operators"),
         ("flowrl.graph", "from . import backends"),
-        ("flowrl.core.graph", "def late():\n    import flowrl.graphs.ppo"),
-        ("flowrl.core.graph", "import importlib\nimportlib.import_module('flowrl.operators')"),
-        ("flowrl.core.graph", "import flowrl.cli"),
-        ("flowrl.core.graph", "def late():\n    from flowrl.run.job import Job"),
-        ("flowrl.core.graph", "from flowrl.graph import Graph"),
-        ("flowrl.run.job", "def late():\n    from flowrl.distributed.runner import open_ray"),
-        ("flowrl.data.metrics", "if TYPE_CHECKING:\n    from flowrl.core.ports import Port"),
+        ("flowrl.core.graphs.graph", "def late():\n    import flowrl.graphs.ppo"),
+        ("flowrl.core.graphs.graph", "import importlib\nimportlib.import_module('flowrl.operators')"),
+        ("flowrl.core.graphs.graph", "import flowrl.app.cli"),
+        ("flowrl.core.graphs.graph", "def late():\n    from flowrl.run.training.job import Job"),
+        ("flowrl.core.graphs.graph", "from flowrl.graph import Graph"),
+        ("flowrl.run.training.job", "def late():\n    from flowrl.distributed.runner import open_ray"),
+        ("flowrl.data.metrics", "if TYPE_CHECKING:\n    from flowrl.core.operators.ports import Port"),
         ("flowrl.operators.gae", "from ..backends.torch_trainer import TorchTrainer"),
         ("flowrl.operators.gae", "if TYPE_CHECKING:\n    from flowrl.graphs import ppo"),
-        ("flowrl.backends.torch.trainer", "from flowrl.operators import losses"),
+        ("flowrl.backends.torch.train.trainer", "from flowrl.operators import losses"),
         ("flowrl.graphs.ppo", "from flowrl.backends import TorchTrainer"),
         ("flowrl.graphs.ppo", "from operators import GAE"),
     ],
@@ -147,11 +142,14 @@ def test_a_wrong_import_is_found(module: str, source: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("flowrl.core.graph", "from flowrl.columns import Values\nfrom .errors import FlowrlError\nimport operator"),
+        (
+            "flowrl.core.graphs.graph",
+            "from flowrl.columns import Values\nfrom .errors import FlowrlError\nimport operator",
+        ),
         ("flowrl.operators.gae", "from flowrl.spec import Spec\nfrom .policy_losses import PPOClip"),
         ("flowrl.graphs.ppo", "from flowrl.operators import GAE\nfrom flowrl.graph import algorithm"),
-        ("flowrl.backends.torch.trainer", "from flowrl.core.protocols import Trainer\nimport transformers"),
-        ("flowrl.cli", "from flowrl.backends import TorchTrainer\nfrom flowrl.graphs import ppo"),
+        ("flowrl.backends.torch.train.trainer", "from flowrl.protocols.protocols import Trainer\nimport transformers"),
+        ("flowrl.app.cli", "from flowrl.backends import TorchTrainer\nfrom flowrl.graphs import ppo"),
         ("flowrl.demo.run", "from flowrl.graphs.grpo import grpo\nfrom ..cli import main"),
     ],
 )
@@ -189,12 +187,12 @@ OPTIONAL = ("ray", "vllm", "sglang", "matplotlib", "tensorboard", "tensordict")
 
 def test_imports_load_no_engine_and_no_optional_package() -> None:
     # Ray is for jobs that have a place: nothing but flowrl.distributed imports it, and only where such a job is opened.
-    light = {f"flowrl.distributed.{name}" for name in ("place", "shards", "wire")}
-    rooms = {"ground", "data", "core", "draw", "sync", "run", "top"}
+    light = {f"flowrl.distributed.{name}" for name in ("place", "hosts.shards", "hosts.wire")}
+    rooms = {*ALLOWED["top"], "sync", "top"} - {"distributed", "auditing"}
     modules = [module for module in module_files() if module in light or room_of(module) in rooms]
     assert light <= set(modules)
     runs, rooms_alone, backends = loaded_by(
-        ["flowrl", "flowrl.graphs", "flowrl.run.training", "flowrl.run.report"],
+        ["flowrl", "flowrl.graphs", "flowrl.run.training.training", "flowrl.run.training.report"],
         modules,
         ["flowrl.backends", "flowrl.backends.hosted.base", "flowrl.demo.model"],
     )
@@ -208,7 +206,7 @@ def test_looking_loads_no_engine_and_drawing_nothing_that_runs(tiny: str, tmp_pa
     commands += [f"{verb} {example}" for verb in ("show", "plan", "check")]
     code = f"""
 import json, sys
-from flowrl.cli import main
+from flowrl.app.cli import main
 loaded = []
 for command in {commands}:
     try:
@@ -223,7 +221,7 @@ print(json.dumps(loaded))
     assert done.returncode == 0, done.stderr
     loaded: list[set[str]] = [set(modules) for modules in json.loads(done.stdout.splitlines()[-1])]
     *drawn, _, planned, bound, bound_planned, bound_checked = loaded
-    assert "flowrl.draw.mermaid" in drawn[-1] and "flowrl.run.training" not in drawn[-1]
+    assert "flowrl.draw.mermaid" in drawn[-1] and "flowrl.run.training.training" not in drawn[-1]
     assert "torch" in planned and planned.isdisjoint({*HEAVY, "pyarrow", "flowrl.backends"})
     assert bound.isdisjoint(HEAVY) and bound_planned.isdisjoint(HEAVY)
     by_tokenizer = {"transformers", "torch.distributed.tensor", "torch.distributed.fsdp"}

@@ -16,13 +16,13 @@ import torch
 from flowrl import INJECTED, Key, Operator, PromptData, Training
 from flowrl import columns as c
 from flowrl.backends import AdamW, TorchRollout
-from flowrl.core.after import After
+from flowrl.core.graphs.after import After
 from flowrl.operators.reward.operator import place_scores
-from flowrl.run.job import Job
-from flowrl.run.training import Run
-from tests.jobs import job_of
+from flowrl.run.training.job import Job
+from flowrl.run.training.training import Run
 from tests.nightly import nightly
-from tests.rewards import asked_for
+from tests.support.jobs import job_of
+from tests.support.rewards import asked_for
 
 pytestmark = pytest.mark.runs
 

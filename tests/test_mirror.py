@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from tests.test_imports import ROOT, module_files
+from tests import ROOT
+from tests.test_imports import module_files
 
 SMALL = 100
 """Lines; a module of no more may be tested with what uses it."""
@@ -17,53 +18,53 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/episodes/test_play.py": ("flowrl/episodes/chat.py", "flowrl/episodes/tools.py"),
     "tests/episodes/test_faults.py": ("flowrl/episodes/environment.py",),
     "tests/auditing/test_audit.py": ("flowrl/auditing/record.py", "flowrl/auditing/trial.py"),
-    "tests/auditing/test_fitting.py": ("flowrl/auditing/stated.py",),
-    "tests/core/test_algorithm.py": ("flowrl/core/symbols.py", "flowrl/data/record_types.py"),
-    "tests/core/test_episode_rules.py": ("flowrl/core/world_source.py", "flowrl/core/written.py"),
-    "tests/core/test_gate.py": ("flowrl/core/gating.py",),
-    "tests/run/test_lag.py": ("flowrl/run/ahead.py",),
-    "tests/core/test_rules.py": ("flowrl/core/weight_rules.py",),
-    "tests/core/test_graph.py": ("flowrl/graph.py", "flowrl/core/backend.py"),
-    "tests/graphs/test_shelf.py": ("graphs/other_losses.py",),
-    "tests/data/test_demos.py": ("flowrl/records.py",),
-    "tests/test_types.py": ("flowrl/core/inference.py",),
-    "tests/data/test_prompts.py": ("flowrl/data/file_source.py",),
-    "tests/data/test_dataproto.py": ("flowrl/data/column_math.py",),
+    "tests/auditing/test_fitting.py": ("flowrl/auditing/objective.py",),
+    "tests/core/graphs/test_algorithm.py": ("flowrl/core/operators/symbols.py", "flowrl/record_types.py"),
+    "tests/rules/test_episodes.py": ("flowrl/rules/environment_source.py", "flowrl/rules/source_code.py"),
+    "tests/core/graphs/test_gate.py": ("flowrl/edits/gating.py",),
+    "tests/run/engine/test_lag.py": ("flowrl/run/engine/step_snapshot.py",),
+    "tests/rules/test_check.py": ("flowrl/rules/weights.py",),
+    "tests/core/graphs/test_graph.py": ("flowrl/graph.py", "flowrl/protocols/backend.py"),
+    "tests/graphs/test_shelf.py": ("graphs/losses.py",),
+    "tests/data/sources/test_demos.py": ("flowrl/records.py",),
+    "tests/test_types.py": ("flowrl/core/graphs/inference.py",),
+    "tests/data/sources/test_prompts.py": ("flowrl/data/sources/file_source.py",),
+    "tests/data/proto/test_dataproto.py": ("flowrl/data/proto/column_math.py",),
     "tests/draw/test_mermaid.py": ("flowrl/draw/picture.py",),
     "tests/draw/test_svg.py": ("flowrl/draw/layout.py",),
-    "tests/run/test_costs.py": ("flowrl/run/cost.py",),
-    "tests/run/test_flight.py": ("flowrl/run/nodes.py",),
-    "tests/run/test_local.py": ("flowrl/run/runner.py",),
-    "tests/run/test_validation.py": ("flowrl/run/validating.py",),
+    "tests/run/predict/test_costs.py": ("flowrl/run/predict/cost.py",),
+    "tests/run/engine/test_in_flight.py": ("flowrl/run/engine/nodes.py",),
+    "tests/run/engine/test_local.py": ("flowrl/run/engine/runner.py",),
+    "tests/run/training/test_validation.py": ("flowrl/run/training/validating.py",),
     "tests/sync/test_stream.py": ("flowrl/sync/group.py", "flowrl/sync/received.py"),
     "tests/on_ray/test_cluster.py": (
-        "flowrl/distributed/cluster.py",
-        "flowrl/distributed/host_server.py",
-        "flowrl/distributed/local_cluster.py",
-        "flowrl/distributed/slots.py",
+        "flowrl/distributed/cluster/cluster.py",
+        "flowrl/distributed/cluster/host_server.py",
+        "flowrl/distributed/cluster/local_cluster.py",
+        "flowrl/distributed/cluster/slots.py",
     ),
     "tests/workers/test_fork_server.py": ("flowrl/workers/fork_server_process.py",),
-    "tests/operators/test_reward_faults.py": ("flowrl/workers/supervisor.py",),
-    "tests/on_ray/test_nodes.py": ("flowrl/distributed/host.py", "flowrl/distributed/hosts.py"),
+    "tests/operators/reward/test_faults.py": ("flowrl/workers/supervisor.py",),
+    "tests/on_ray/test_nodes.py": ("flowrl/distributed/hosts/host.py", "flowrl/distributed/hosts/hosts.py"),
     "tests/on_ray/test_sync.py": ("flowrl/distributed/delivery.py",),
     "tests/on_ray/test_runner.py": ("flowrl/distributed/runner.py",),
-    "tests/operators/test_operators.py": ("operators/engines.py", "operators/update.py"),
-    "tests/operators/test_reward.py": (
+    "tests/operators/test_operators.py": ("operators/engines/engines.py", "operators/updates/update.py"),
+    "tests/operators/reward/test_operator.py": (
         "operators/reward/operator.py",
         "operators/reward/pool.py",
         "operators/reward/worker.py",
     ),
     "tests/backends/hosted/test_process.py": ("backends/hosted/keeper.py",),
-    "tests/backends/torch/test_decoder.py": ("backends/torch/cohorts.py",),
-    "tests/backends/torch/test_fsdp.py": (
-        "backends/torch/sharded.py",
-        "backends/torch/shards.py",
+    "tests/backends/torch/generate/test_decoder.py": ("backends/torch/generate/cache_batches.py",),
+    "tests/backends/torch/train/test_fsdp.py": (
+        "backends/torch/train/sharded.py",
+        "backends/torch/train/shards.py",
     ),
-    "tests/backends/torch/test_slots.py": ("backends/torch/passes.py",),
-    "tests/backends/torch/test_trainer.py": (
-        "backends/torch/engine.py",
-        "backends/torch/learner.py",
-        "backends/torch/model.py",
+    "tests/backends/torch/generate/test_slots.py": ("backends/torch/generate/passes.py",),
+    "tests/backends/torch/train/test_trainer.py": (
+        "backends/torch/score/engine.py",
+        "backends/torch/train/learner.py",
+        "backends/torch/score/model.py",
     ),
     "tests/engines/answers.py": ("backends/hosted/arrival.py",),
     "tests/engines/test_sglang.py": ("backends/sglang/engine.py", "backends/sglang/server.py"),
@@ -73,7 +74,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
 
 
 def mirrored(module: str) -> str:
-    """Where the tests of a module are looked for, such as ``flowrl/core/edit.py``."""
+    """Where the tests of a module are looked for, such as ``flowrl/edits/edit.py``."""
     room, _, name = module.removeprefix("flowrl/").rpartition("/")
     return f"tests/{room}/test_{name}".replace("//", "/")
 
@@ -117,26 +118,26 @@ def test_the_tests_of_every_module_are_found() -> None:
     [
         (101, set(), {}, 1),
         (100, set(), {}, 0),
-        (101, {"tests/core/test_edit.py"}, {}, 0),
-        (101, {"tests/core/test_graph.py"}, {"tests/core/test_graph.py": ("flowrl/core/edit.py",)}, 0),
-        (101, set(), {"tests/core/test_graph.py": ("flowrl/core/edit.py",)}, 1),
-        (100, {"tests/core/test_graph.py"}, {"tests/core/test_graph.py": ("flowrl/core/edit.py",)}, 1),
-        (101, {"tests/a.py", "tests/core/test_edit.py"}, {"tests/a.py": ("flowrl/core/edit.py",)}, 1),
-        (101, {"tests/a.py", "tests/core/test_edit.py"}, {"tests/a.py": ("flowrl/core/gone.py",)}, 1),
+        (101, {"tests/edits/test_edit.py"}, {}, 0),
+        (101, {"tests/core/graphs/test_graph.py"}, {"tests/core/graphs/test_graph.py": ("flowrl/edits/edit.py",)}, 0),
+        (101, set(), {"tests/core/graphs/test_graph.py": ("flowrl/edits/edit.py",)}, 1),
+        (100, {"tests/core/graphs/test_graph.py"}, {"tests/core/graphs/test_graph.py": ("flowrl/edits/edit.py",)}, 1),
+        (101, {"tests/a.py", "tests/edits/test_edit.py"}, {"tests/a.py": ("flowrl/edits/edit.py",)}, 1),
+        (101, {"tests/a.py", "tests/edits/test_edit.py"}, {"tests/a.py": ("flowrl/core/gone.py",)}, 1),
     ],
 )
 def test_what_is_not_found_is_named(
     lines: int, tests: set[str], elsewhere: dict[str, tuple[str, ...]], count: int
 ) -> None:
-    assert len(list(unfound({"flowrl/core/edit.py": lines}, tests, elsewhere))) == count
+    assert len(list(unfound({"flowrl/edits/edit.py": lines}, tests, elsewhere))) == count
 
 
 @pytest.mark.parametrize(
     ("module", "test"),
     [
-        ("flowrl/core/edit.py", "tests/core/test_edit.py"),
-        ("flowrl/cli.py", "tests/test_cli.py"),
-        ("backends/torch/trainer.py", "tests/backends/torch/test_trainer.py"),
+        ("flowrl/edits/edit.py", "tests/edits/test_edit.py"),
+        ("flowrl/app/cli.py", "tests/app/test_cli.py"),
+        ("backends/torch/train/trainer.py", "tests/backends/torch/train/test_trainer.py"),
     ],
 )
 def test_a_module_and_its_test_have_one_name(module: str, test: str) -> None:

@@ -14,19 +14,19 @@ import torch
 
 from flowrl import Key, Metrics, PromptData
 from flowrl.backends import SGD, TorchRollout, TorchTrainer
-from flowrl.backends.torch.rollout import TorchRolloutEngine
-from flowrl.core.plan import Plan
-from flowrl.core.ports import Ahead
-from flowrl.core.protocols import BuildContext, Trainer
-from flowrl.data.dataproto import DataProto
+from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
+from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.ports import Ahead
+from flowrl.data.proto.dataproto import DataProto
 from flowrl.errors import NodeError, StalePolicyError, SyncError
 from flowrl.operators import Generate, Sync, UpdateActor
+from flowrl.protocols.protocols import BuildContext, Trainer
 from flowrl.records import Receipt, Updated
-from flowrl.run.job import Job
-from flowrl.run.local import local_steps
-from flowrl.run.steps import Steps
+from flowrl.run.engine.local import local_steps
+from flowrl.run.engine.steps import Steps
+from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
-from tests.jobs import job_of, prompt_batch, proto, rollout_batch, weights_of
+from tests.support.jobs import job_of, prompt_batch, proto, rollout_batch, weights_of
 
 CONTEXT: Any = SimpleNamespace(seed=0)
 KEY = Key.of(0)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests import ROOT
+
 FOLDERS = ("operators", "graphs", "backends")
 SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile", "tests", "flowrl", *FOLDERS)
 
@@ -78,7 +79,7 @@ def test_a_wheel_holds_every_module_once_and_nothing_else(built: dict[str, Path]
     assert sorted(name for name in names if not name.startswith("flowrl-0.1.0.dist-info/")) == expected_files()
     assert "flowrl/py.typed" in names
     assert "flowrl-0.1.0.dist-info/licenses/LICENSE" in names
-    assert "flowrl = flowrl.cli:main" in entry_points
+    assert "flowrl = flowrl.app.cli:main" in entry_points
 
 
 def test_the_sdist_holds_every_module_once_as_a_file(built: dict[str, Path]) -> None:

@@ -18,10 +18,11 @@ from flowrl.demo import task
 from flowrl.demo.model import build, make_tokenizer
 from flowrl.demo.task import write_dataset
 from flowrl.graphs import grpo, ppo
+from tests import ROOT
 
 pytestmark = pytest.mark.timeout(480)  # it trains for as long as it takes to learn
 
-README = Path(__file__).parent.parent / "README.md"
+README = ROOT / "README.md"
 SAY = """
 import json
 right = [v["val/reward/mean"] for v in run.validations]

@@ -17,14 +17,14 @@ import flowrl
 from flowrl import Operator, PromptData, operator
 from flowrl import columns as c
 from flowrl.backends import AdamW, TorchTrainer
-from flowrl.backends.torch import learner
-from flowrl.core.session import Session
+from flowrl.backends.torch.train import learner
+from flowrl.core.operators.session import Session
 from flowrl.errors import BindError, GraphError, ParameterError
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, AdaptiveKL, Generate, KLLoss, KLShape, PPOClip, RolloutCorrection, UpdateActor, Whiten
 from flowrl.schedules import WSD, Constant, Cosine, Linear, Schedule
 from flowrl.spec import in_step, schedules
-from tests.kernel import exact
+from tests.support.kernel import exact
 
 
 class Halving(Schedule):
@@ -201,7 +201,7 @@ def test_learning_rates_take_any_schedule() -> None:
 
 
 def test_graphs_show_them_and_go_through_files() -> None:
-    graph = ppo("tests.kernel:exact")
+    graph = ppo("tests.support.kernel:exact")
     falling = graph.edit(set={"kl_shape.coef": Linear(0.1, 0.01, steps=100)})
     assert str(graph.diff(falling)).splitlines()[1:] == [
         "~ kl_shape.coef: 0.001 -> Linear(start=0.1, end=0.01, steps=100, warmup=0)"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 from pydantic import Field
 
-from flowrl.core.roles import Role
+from flowrl.core.operators.roles import Role
 from flowrl.errors import DefinitionError, FlowrlError, ParameterError
 from flowrl.spec import Spec, non_default, parameters
 

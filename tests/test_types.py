@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.core.ports import PortField
+from flowrl.core.operators.ports import PortField
 from flowrl.errors import ParameterError, PortError
 from flowrl.graph import algorithm
 from flowrl.operators import (
@@ -28,7 +28,7 @@ from flowrl.operators import (
     Whiten,
 )
 from flowrl.records import PromptBatch
-from tests.kernel import LengthPenalty, exact
+from tests.support.kernel import LengthPenalty, exact
 
 
 class Parts:

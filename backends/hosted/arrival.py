@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flowrl.backends.torch.lora import Adapter, LoRA
-from flowrl.core.protocols import Adapted, Trainer
 from flowrl.errors import SyncError
+from flowrl.protocols.protocols import Adapted, Trainer
 from flowrl.sync.digest import combine, named_weights, tensor_digest
 from flowrl.sync.received import ReceivedWeights, Weight
 from flowrl.sync.wanted import misfit, rounded
@@ -31,7 +31,7 @@ def refuse_other_base(adapter_of: str | None, source: Trainer) -> None:
     """Refuse a trainer without an adapter over the weights that an engine holds already.
 
     Args:
-        adapter_of: what the engine holds, if it wants an adapter alone; see `flowrl.core.protocols.Adapted`.
+        adapter_of: what the engine holds, if it wants an adapter alone; see `flowrl.protocols.protocols.Adapted`.
         source: the trainer.
 
     Raises:

@@ -18,9 +18,9 @@ from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import Ending, RequestEngine
 from flowrl.backends.torch.load import load_causal_lm, loading
 from flowrl.backends.torch.lora import require_peft
-from flowrl.core.protocols import Caches, Request, Response, Sampling, Trainer
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import AsleepError, BindError, EngineError, SyncError
+from flowrl.protocols.protocols import Caches, Request, Response, Sampling, Trainer
 from flowrl.records import Receipt
 from flowrl.sync.digest import named_weights, weights_digest
 from flowrl.sync.probe import (

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from flowrl.backends.torch.load import Folder, FolderBackend
 from flowrl.backends.torch.lora import LoRA
-from flowrl.core.protocols import Caches, Closable, Requests, Rollout, Sleeper, Swaps
 from flowrl.errors import BindError, ParameterError
+from flowrl.protocols.protocols import Caches, Closable, Requests, Rollout, Sleeper, Swaps
 
 
 class EngineSpec(FolderBackend):

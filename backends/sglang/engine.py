@@ -25,9 +25,9 @@ from flowrl.backends.rollout import Ending
 from flowrl.backends.sglang.answers import Asked
 from flowrl.backends.torch.load import loading
 from flowrl.backends.torch.lora import adapted_modules, adapter_config
-from flowrl.core.protocols import BuildContext, Caches, Sampling
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, EngineError, ParameterError
+from flowrl.protocols.protocols import BuildContext, Caches, Sampling
 from flowrl.sync.buckets import BUCKET_BYTES, in_buckets
 from flowrl.sync.ipc import can_share, export_handles
 from flowrl.sync.probe import QUESTIONS, Probe

@@ -18,8 +18,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from flowrl.backends.sglang.answers import Answers, Asked
-from flowrl.core.protocols import Caches
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.protocols.protocols import Caches
 from flowrl.sync.digest import tensor_digest
 from flowrl.sync.ipc import open_handles
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from flowrl.backends.torch.mesh import Mesh
-from flowrl.core.protocols import BuildContext
+from flowrl.backends.torch.train.mesh import Mesh
 from flowrl.errors import BindError
+from flowrl.protocols.protocols import BuildContext
 
 
 def device_of(backend: object, device: str | None) -> torch.device:
@@ -37,6 +37,6 @@ def mesh_of(context: BuildContext, ranks: int, place: torch.device, bfloat16: bo
     """
     if ranks == 1 and not offload:
         return Mesh(place)
-    from flowrl.backends.torch.sharded import shard_over  # here, since FSDP takes half a second to import
+    from flowrl.backends.torch.train.sharded import shard_over  # here, since FSDP takes half a second to import
 
     return shard_over(context, ranks, place, bfloat16, offload)

@@ -18,9 +18,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from flowrl.backends.torch.probes import Attention
-from flowrl.core.backend import Backend
-from flowrl.data.tokenizer import TOKENIZERS
+from flowrl.data.text.tokenizer import TOKENIZERS
 from flowrl.errors import BindError
+from flowrl.protocols.backend import Backend
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel

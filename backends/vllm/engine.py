@@ -27,9 +27,9 @@ from flowrl.backends.hosted.base import Answer, HostedRollout, ending_on_error
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import Ending
 from flowrl.backends.torch.lora import LoRA, save_adapter
-from flowrl.core.protocols import BuildContext, Caches, Sampling
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import BindError, DataError, EngineError, ParameterError, SyncError
+from flowrl.protocols.protocols import BuildContext, Caches, Sampling
 from flowrl.sync.probe import Probe
 
 CPU_CACHE_BYTES = 1 << 30

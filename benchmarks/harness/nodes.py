@@ -13,8 +13,8 @@ from torch import Tensor
 from flowrl import Operator, algorithm
 from flowrl.backends import Backend
 from flowrl.columns import TokenLevelScores
-from flowrl.core.protocols import BuildContext, Scorer
-from flowrl.core.roles import Reads, Role
+from flowrl.core.operators.roles import Reads, Role
+from flowrl.protocols.protocols import BuildContext, Scorer
 from flowrl.records import Sequences
 
 NODES = 32

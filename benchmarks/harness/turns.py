@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from flowrl.run.steps import Steps
+from flowrl.run.engine.steps import Steps
 
 
 class Turn(NamedTuple):

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from flowrl.auditing.causes import Without, possible
 from flowrl.auditing.fitting import fitted
-from flowrl.auditing.judged import Interval, Judged, judge, radius_of
+from flowrl.auditing.gradient_error import Interval, Judged, judge, radius_of
+from flowrl.auditing.objective import Stated, stated
 from flowrl.auditing.record import Audit, Cause
-from flowrl.auditing.stated import Stated, stated
+from flowrl.auditing.task import Policy, World
 from flowrl.auditing.trial import Runs, Trial, Values
 from flowrl.auditing.truth import gradient
-from flowrl.auditing.world import Policy, World
-from flowrl.core.graph import Graph, refuse_no_graph
+from flowrl.core.graphs.graph import Graph, refuse_no_graph
 from flowrl.errors import ParameterError
 
 

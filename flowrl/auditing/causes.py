@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.auditing.world import World
-from flowrl.core.edit import edit
-from flowrl.core.graph import Graph
+from flowrl.auditing.task import World
+from flowrl.core.graphs.graph import Graph
+from flowrl.edits.edit import edit
 from flowrl.operators import RolloutCorrection
 from flowrl.spec import parameters
 

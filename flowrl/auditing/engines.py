@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from flowrl.auditing.draws import Draws
-from flowrl.auditing.world import Policy, World
-from flowrl.core.protocols import MiniBatch, Sampled, Sampling, Trainer
+from flowrl.auditing.task import Policy, World
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import AuditError, SyncError
-from flowrl.operators.objective import TokenObjective
+from flowrl.operators.losses.objective import TokenObjective
+from flowrl.protocols.protocols import MiniBatch, Sampled, Sampling, Trainer
 from flowrl.records import Receipt, Sequences, Tokens
 
 

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from flowrl.auditing.rewards import TableReward
-from flowrl.auditing.world import World
-from flowrl.core.edit import edit
-from flowrl.core.gate import Gate
-from flowrl.core.graph import Graph, Node
-from flowrl.core.protocols import Rollout
-from flowrl.data.record_types import column_fields
+from flowrl.auditing.task import World
+from flowrl.core.graphs.gate import Gate
+from flowrl.core.graphs.graph import Graph, Node
+from flowrl.edits.edit import edit
 from flowrl.errors import AuditError, GraphError, PortError
 from flowrl.operators import Collect, Generate, Repeat, Reward
+from flowrl.protocols.protocols import Rollout
+from flowrl.record_types import column_fields
 from flowrl.records import PromptBatch
 
 _ROUNDS = 1000

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from flowrl.auditing.judged import EXACT, Interval, Judged, percent
-from flowrl.auditing.world import World
+from flowrl.auditing.gradient_error import EXACT, Interval, Judged, percent
+from flowrl.auditing.task import World
 
 
 @dataclass(frozen=True)

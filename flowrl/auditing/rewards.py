@@ -6,10 +6,10 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from flowrl.auditing.world import World
+from flowrl.auditing.task import World
 from flowrl.columns import Prompts, ResponseMask, Responses, TokenLevelScores
-from flowrl.core.operator import Granularity, Operator
-from flowrl.core.roles import Reads, Role
+from flowrl.core.operators.operator import Granularity, Operator
+from flowrl.core.operators.roles import Reads, Role
 from flowrl.operators.reward.operator import place_scores
 
 

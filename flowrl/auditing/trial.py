@@ -15,17 +15,17 @@ from torch import Tensor
 
 from flowrl.auditing.draws import Draws
 from flowrl.auditing.engines import TabularCritic, TabularRollout, TabularScorer, TabularTrainer, Taken
+from flowrl.auditing.objective import Stated, without_gates
 from flowrl.auditing.rewards import RewardTables, Tables
-from flowrl.auditing.stated import Stated, without_gates
+from flowrl.auditing.task import World
 from flowrl.auditing.truth import Truth
-from flowrl.auditing.world import World
-from flowrl.core.backend import members
-from flowrl.core.graph import Graph
-from flowrl.core.plan import Plan
-from flowrl.core.protocols import Critic, Rollout, Scorer
+from flowrl.core.graphs.graph import Graph
+from flowrl.core.graphs.plan import Plan
 from flowrl.errors import AuditError, NodeError
-from flowrl.run.local import local_steps
-from flowrl.run.timeline import Timeline
+from flowrl.protocols.backend import members
+from flowrl.protocols.protocols import Critic, Rollout, Scorer
+from flowrl.run.engine.local import local_steps
+from flowrl.run.engine.timeline import Timeline
 
 Values = str | Mapping[tuple[int, tuple[int, ...]], float]
 

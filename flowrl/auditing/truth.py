@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrl.auditing.stated import Stated
-from flowrl.auditing.world import Policy, Responses
+from flowrl.auditing.objective import Stated
+from flowrl.auditing.task import Policy, Responses
 
 
 def gradient(of: Callable[[Policy], Tensor], policy: Policy) -> Tensor:

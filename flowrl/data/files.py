@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 from safetensors import SafetensorError
 
-from flowrl.data.column_math import size
+from flowrl.data.proto.column_math import size
 from flowrl.errors import DataError, FlowrlError, StorageError
 
 _CHUNK = 1 << 24

@@ -16,19 +16,19 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrl.backends import VLLM, AdamW, Constant, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.core.diff import Diff
-from flowrl.data.prompts import PromptData
+from flowrl.data.sources.prompts import PromptData
 from flowrl.demo.model import STEPS, build
 from flowrl.demo.task import write_dataset
 from flowrl.demo.verifier import score_and_thinking
 from flowrl.draw.html import page
+from flowrl.edits.diff import Diff
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
-from flowrl.run.job import Job
-from flowrl.run.report import Terminal
-from flowrl.run.training import Run, Training
-from flowrl.run.validation import Validation
+from flowrl.run.training.job import Job
+from flowrl.run.training.report import Terminal
+from flowrl.run.training.training import Run, Training
+from flowrl.run.training.validation import Validation
 
 ROWS = 256
 GROUP = 8

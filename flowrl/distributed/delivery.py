@@ -9,9 +9,9 @@ from typing import Any
 import ray
 
 from flowrl.distributed.export import Export
-from flowrl.distributed.hosts import Hosts
-from flowrl.distributed.meeting import LOOPBACK, store_at
-from flowrl.run.place import ProcessSpec
+from flowrl.distributed.hosts.hosts import Hosts
+from flowrl.distributed.hosts.rendezvous import LOOPBACK, store_at
+from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.route import choose
 from flowrl.sync.stream import Ticket

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 
 from pydantic import Field
 
-from flowrl.core.graph import Graph
-from flowrl.distributed.host_server import warm_up
-from flowrl.distributed.ray_place import RayPlace
-from flowrl.run.steps import Steps
+from flowrl.core.graphs.graph import Graph
+from flowrl.distributed.cluster.host_server import warm_up
+from flowrl.distributed.cluster.ray_place import RayPlace
+from flowrl.run.engine.steps import Steps
 
 _MOST = 1 << 16
 """The most slots: plans and predictions tell of each."""
@@ -32,7 +32,7 @@ def _connected_elsewhere() -> bool:
     """Whether this process is connected to a cluster that flowrl has not started; it does not import Ray for that."""
     if "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
         return False
-    from flowrl.distributed.local_cluster import is_connected
+    from flowrl.distributed.cluster.local_cluster import is_connected
 
     return not is_connected()
 

@@ -21,34 +21,34 @@ import torch
 from ray.exceptions import ObjectLostError
 
 from flowrl.columns import ColumnType
-from flowrl.core import lag
-from flowrl.core.graph import Graph, Node
-from flowrl.core.plan import Plan
+from flowrl.core.graphs import lag
+from flowrl.core.graphs.graph import Graph, Node
+from flowrl.core.graphs.plan import Plan
 from flowrl.data.balance import Share
 from flowrl.data.metrics import of_ranks
-from flowrl.data.tokenizer import TOKENIZERS, ChatTokenizer
-from flowrl.distributed import watch
-from flowrl.distributed.cluster import connected
+from flowrl.data.text.tokenizer import TOKENIZERS, ChatTokenizer
+from flowrl.distributed.cluster.cluster import connected
+from flowrl.distributed.cluster.ray_place import RayPlace
 from flowrl.distributed.delivery import Delivery
-from flowrl.distributed.faults import Failure, HostDiedError, answer, chain, died, named, naming, stuck
-from flowrl.distributed.host import HostTask, Report, Sent, join_pieces
-from flowrl.distributed.hosts import Hosts
-from flowrl.distributed.ray_place import RayPlace
-from flowrl.distributed.reports import joined, refuse_unequal
-from flowrl.distributed.running import Running, swaps
-from flowrl.distributed.shards import shard
-from flowrl.distributed.spare import spare_folder
-from flowrl.distributed.vigil import GRACE_SECONDS
-from flowrl.distributed.wire import Array, Piece, pack, widths
-from flowrl.distributed.worker_logs import relay_warnings
+from flowrl.distributed.faults import ray_processes as watch
+from flowrl.distributed.faults.faults import Failure, HostDiedError, answer, chain, died, named, naming, stuck
+from flowrl.distributed.faults.pending_calls import GRACE_SECONDS
+from flowrl.distributed.faults.scratch_folder import spare_folder
+from flowrl.distributed.hosts.host import HostTask, Report, Sent, join_pieces
+from flowrl.distributed.hosts.hosts import Hosts
+from flowrl.distributed.hosts.reports import joined, refuse_unequal
+from flowrl.distributed.hosts.running import Running, swaps
+from flowrl.distributed.hosts.shards import shard
+from flowrl.distributed.hosts.wire import Array, Piece, pack, widths
+from flowrl.distributed.hosts.worker_logs import relay_warnings
 from flowrl.errors import DataError, EngineError, NodeError, SwapError
-from flowrl.run.local import load_of, pairs
-from flowrl.run.place import ProcessSpec, lay_out
-from flowrl.run.placement import processes_of, refuse_unplaceable, rows_of_ranks, slots_of, uid_field
-from flowrl.run.runner import Done, Lengths, Task
-from flowrl.run.steps import Steps
-from flowrl.run.timeline import Span, Timeline
-from flowrl.run.weights import TrainedWeights
+from flowrl.run.engine.local import load_of, pairs
+from flowrl.run.engine.runner import Done, Lengths, Task
+from flowrl.run.engine.steps import Steps
+from flowrl.run.engine.timeline import Span, Timeline
+from flowrl.run.engine.weights import TrainedWeights
+from flowrl.run.placement.place import ProcessSpec, lay_out
+from flowrl.run.placement.placement import processes_of, refuse_unplaceable, rows_of_ranks, slots_of, uid_field
 from flowrl.sync.group import Interrupted
 
 
@@ -104,7 +104,7 @@ class Traffic:
 
 
 class RayRunner:
-    """Runs instances on the hosts of a job; a `flowrl.run.runner.Runner`.
+    """Runs instances on the hosts of a job; a `flowrl.run.engine.runner.Runner`.
 
     Args:
         hosts: the processes of the job.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
-from flowrl.core.diff import Diff
-from flowrl.core.graph import Graph
+from flowrl.core.graphs.graph import Graph
 from flowrl.draw import mermaid
 from flowrl.draw.svg import svg
+from flowrl.edits.diff import Diff
 
 _PAGE = """<!doctype html>
 <html lang="en">

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 
-from flowrl.core.diff import Diff
-from flowrl.core.graph import Graph
-from flowrl.draw.colours import INK, STROKES
+from flowrl.core.graphs.graph import Graph
+from flowrl.draw.colors import INK, STROKES
 from flowrl.draw.picture import Arrow, Box, Mark, Picture, picture
+from flowrl.edits.diff import Diff
 
 _DASHES = {"removed": ",stroke-dasharray:5 3"}
 _STYLES = {  # a later one wins

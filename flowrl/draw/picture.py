@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 import networkx as nx
 
-from flowrl.core.diff import Diff
-from flowrl.core.gate import Gate
-from flowrl.core.graph import Graph, Input, Node
-from flowrl.core.lag import SPANS
-from flowrl.core.plan import state_edges
-from flowrl.core.ports import snake_case
-from flowrl.core.rules import allowances
-from flowrl.draw.colours import colours
+from flowrl.core.graphs.gate import Gate
+from flowrl.core.graphs.graph import Graph, Input, Node
+from flowrl.core.graphs.lag import SPANS
+from flowrl.core.graphs.plan import state_edges
+from flowrl.core.operators.ports import snake_case
+from flowrl.draw.colors import colours
+from flowrl.edits.diff import Diff
+from flowrl.rules.check import allowances
 from flowrl.spec import Spec, non_default, shown
 
 Mark = Literal["", "added", "removed", "changed"]

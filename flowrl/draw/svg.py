@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from html import escape
 
-from flowrl.core.diff import Diff
-from flowrl.core.graph import Graph
-from flowrl.draw.colours import INK, STROKES
+from flowrl.core.graphs.graph import Graph
+from flowrl.draw.colors import INK, STROKES
 from flowrl.draw.layout import GAP, Cell, attachment_points, layout
 from flowrl.draw.picture import Arrow, Box, Mark, Picture, picture
+from flowrl.edits.diff import Diff
 
 _CHAR, _LINE, _SMALL = 7.3, 16.0, 6.4  # pixels: a character and a line of a box, a character of a label
 _MARGIN, _LEGEND, _HEAD, _NARROWEST = 24.0, 34.0, 8.0, 84.0

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from flowrl.core.protocols import Request, Requests, Response, Sampling
 from flowrl.data.keys import Key
-from flowrl.data.tokenizer import ChatTokenizer
-from flowrl.data.transcript import Check, Message, Transcript
+from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.data.text.transcript import Check, Message, Transcript
 from flowrl.data.waits import Stretches
 from flowrl.episodes.environment import Answer, Row, ToolCall, short
 from flowrl.episodes.tools import Misfit, Toolbox, said, template_arguments
 from flowrl.errors import EpisodeError, type_of
+from flowrl.protocols.protocols import Request, Requests, Response, Sampling
 
 
 class EpisodeOver(Exception):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from flowrl.data.transcript import Message
+from flowrl.data.text.transcript import Message
 from flowrl.errors import EpisodeError
 
 

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from flowrl.episodes.environment import Answer, Reply, Row
+from flowrl.episodes.text_env import InWords, package
 from flowrl.episodes.tools import Misfit
-from flowrl.episodes.words import InWords, package
 from flowrl.errors import EpisodeError
 
 

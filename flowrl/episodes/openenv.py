@@ -7,8 +7,8 @@ from typing import Any
 
 from flowrl.episodes.calls import called
 from flowrl.episodes.environment import Answer, Reply, Row
+from flowrl.episodes.text_env import InWords
 from flowrl.episodes.tools import Misfit
-from flowrl.episodes.words import InWords
 
 
 class OpenEnv(InWords):

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from flowrl.data.transcript import Check
-from flowrl.episodes.apart import Apart
+from flowrl.data.text.transcript import Check
 from flowrl.episodes.calls import called, told
 from flowrl.episodes.chat import Chat, Desk, EpisodeOver, Limits
 from flowrl.episodes.environment import Environment, Row, checked
+from flowrl.episodes.processes import Apart
 from flowrl.episodes.tools import Toolbox
 from flowrl.errors import EpisodeError
 from flowrl.workers.fork_server import ForkServer
@@ -49,7 +49,7 @@ class Stage:
         world: an environment, whose instances each play one, or an agent; None ends an episode with the first answer
             that calls no tool.
         limits: how long one may get.
-        check: see `flowrl.data.transcript`.
+        check: see `flowrl.data.text.transcript`.
         toolbox: what the policy may call.
         tries: how often one is begun whose world fails.
         concurrency: how many are under way at a time; None is all.

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from flowrl.data.tokenizer import ChatTokenizer
-from flowrl.data.transcript import Check, Message, Transcript
+from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.data.text.transcript import Check, Message, Transcript
 from flowrl.episodes.tools import Toolbox, template_arguments
 from flowrl.errors import DataError, EpisodeError
 

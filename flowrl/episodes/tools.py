@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.episodes.calls import called
 from flowrl.episodes.environment import ToolCall
 from flowrl.errors import DefinitionError, EpisodeError, offer

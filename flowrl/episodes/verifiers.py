@@ -10,7 +10,7 @@ from typing import Any
 
 from flowrl.episodes.chat import Chat, EpisodeOver
 from flowrl.episodes.environment import Row
-from flowrl.episodes.words import package
+from flowrl.episodes.text_env import package
 from flowrl.errors import EpisodeError
 
 

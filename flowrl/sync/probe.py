@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flowrl.core.protocols import Coarse, Sampling, Scorer
-from flowrl.data.tokenizer import ChatTokenizer, assemble
+from flowrl.data.text.tokenizer import ChatTokenizer, assemble
 from flowrl.errors import DataError, SyncError
+from flowrl.protocols.protocols import Coarse, Sampling, Scorer
 
 QUESTIONS = (
     "What is the capital of France, and what is it known for?",

@@ -22,7 +22,7 @@ class Origin:
     Args:
         role: the trainer's.
         version: of the weights.
-        adapter_of: see `flowrl.core.protocols.Adapted`; None where whole weights come.
+        adapter_of: see `flowrl.protocols.protocols.Adapted`; None where whole weights come.
         probe: what the trainer scored before it sent them; None where nobody probes.
         scores: its log-probs of the probe; see `flowrl.sync.probe.Probe.score`.
         arithmetic: what it computes in, such as ``"float32"``.
@@ -86,7 +86,7 @@ class Shipment(Protocol):
 
 
 class ReceivedWeights:
-    """Weights of one version: `flowrl.core.protocols.Rollout.sync` takes them in place of a trainer.
+    """Weights of one version: `flowrl.protocols.protocols.Rollout.sync` takes them in place of a trainer.
 
     Args:
         origin: whose they are.
@@ -168,7 +168,7 @@ class ReceivedWeights:
 
 
 class ReceivedAdapter(ReceivedWeights):
-    """The weights of an adapter alone; it is `flowrl.core.protocols.Adapted`."""
+    """The weights of an adapter alone; it is `flowrl.protocols.protocols.Adapted`."""
 
     @property
     def adapter_of(self) -> str:

@@ -13,16 +13,16 @@ import torch
 from pydantic import Field
 
 from flowrl.columns import Conversation, GroundTruth, PromptMask, Prompts, RawPrompt, RowId, TokenLevelScores, parse
-from flowrl.core import references
-from flowrl.core.ports import INJECTED, FromParameters, Port, PortField, Signature
-from flowrl.core.protocols import Rollout
-from flowrl.core.roles import Reads, Role
+from flowrl.core.operators import references
+from flowrl.core.operators.ports import INJECTED, FromParameters, Port, PortField, Signature
+from flowrl.core.operators.roles import Reads, Role
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError, RewardError
-from flowrl.operators.engines import Generate
+from flowrl.operators.engines.engines import Generate
 from flowrl.operators.reward.models import placed
 from flowrl.operators.reward.operator import Scorable
+from flowrl.protocols.protocols import Rollout
 
 FIELDS = ("prompt", "response", "reference", "conversation")
 

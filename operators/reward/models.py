@@ -7,13 +7,13 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from flowrl.columns import RawPrompt, ResponseMask, TokenLevelScores
-from flowrl.core.operator import Granularity, Operator
-from flowrl.core.ports import INJECTED
-from flowrl.core.roles import Reads, Role
-from flowrl.core.scorers import RewardScorer, TextRewardScorer
+from flowrl.core.operators.operator import Granularity, Operator
+from flowrl.core.operators.ports import INJECTED
+from flowrl.core.operators.roles import Reads, Role
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
 from flowrl.operators.reward.operator import Scorable, place_scores
+from flowrl.protocols.scorers import RewardScorer, TextRewardScorer
 from flowrl.records import Tokens
 
 

@@ -24,11 +24,11 @@ from flowrl.columns import (
     RowId,
     TokenLevelScores,
 )
-from flowrl.core import references as functions
-from flowrl.core.operator import Granularity, Operator
-from flowrl.core.ports import INJECTED
+from flowrl.core.operators import references as functions
+from flowrl.core.operators.operator import Granularity, Operator
+from flowrl.core.operators.ports import INJECTED
 from flowrl.data.metrics import Metrics
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError, RewardError, type_of
 from flowrl.operators.reward.pool import FunctionSource, Outcome, Pool, ThreadWorker, process_pool
 from flowrl.operators.reward.worker import NoScore, Scored, digest

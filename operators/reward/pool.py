@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
-from flowrl.core.references import parse_reference
+from flowrl.core.operators.references import parse_reference
 from flowrl.errors import RewardError
 from flowrl.operators.reward import worker as reward_worker
 from flowrl.operators.reward.worker import CUT_OFF, NoScore, Scored

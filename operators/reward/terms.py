@@ -13,12 +13,12 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from flowrl.columns import Advantages, ResponseMask, ResponseText, TokenLevelRewards, TokenLevelScores, Uid, parse
-from flowrl.core.operator import Granularity, Operator
-from flowrl.core.ports import INJECTED, FromParameters, Port, PortField, Signature
+from flowrl.core.operators.operator import Granularity, Operator
+from flowrl.core.operators.ports import INJECTED, FromParameters, Port, PortField, Signature
 from flowrl.data.metrics import Metrics
 from flowrl.errors import ParameterError
-from flowrl.operators.groups import Groups
-from flowrl.operators.per_token import select, select_rewards
+from flowrl.operators.advantages.groups import Groups
+from flowrl.operators.advantages.per_token import select, select_rewards
 from flowrl.operators.reward.models import report
 from flowrl.operators.reward.operator import place_scores
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl import Graph, Operator
 from flowrl.auditing.rewards import Tables
-from flowrl.auditing.world import END, World
+from flowrl.auditing.task import END, World
 from flowrl.graphs import rloo
 
 Array = np.ndarray

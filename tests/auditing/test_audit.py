@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowrl import After, World, audit
-from flowrl.auditing.judged import EXACT
+from flowrl.auditing.gradient_error import EXACT
 from flowrl.errors import AuditError, ParameterError
 from flowrl.graphs import dr_grpo, grpo, opo, ppo, reinforce_plus_plus, remax, rloo
 from flowrl.operators import (

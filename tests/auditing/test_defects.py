@@ -17,7 +17,7 @@ from flowrl.columns import (
     ResponseMask,
     TokenLevelRewards,
 )
-from flowrl.core.loss import Unit
+from flowrl.core.operators.loss import Unit
 from flowrl.graphs import rloo
 from flowrl.operators import ReturnToGo
 from tests.auditing.listed import ONE, unread, with_advantage

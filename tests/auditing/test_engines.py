@@ -9,9 +9,9 @@ import torch
 from flowrl import Key, World
 from flowrl.auditing.draws import Draws
 from flowrl.auditing.engines import TabularRollout, TabularScorer, TabularTrainer
-from flowrl.core.protocols import Rollout, Sampled, Sampling, Scorer, Trainer
-from flowrl.data.tokenizer import assemble
+from flowrl.data.text.tokenizer import assemble
 from flowrl.errors import AuditError, SyncError
+from flowrl.protocols.protocols import Rollout, Sampled, Sampling, Scorer, Trainer
 from flowrl.records import RolloutBatch
 
 WORLD = World(prompts=1, tokens=2, steps=2)

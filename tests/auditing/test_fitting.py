@@ -10,10 +10,10 @@ from torch import Tensor
 
 from flowrl import After, Graph, Operator, Reads, Role, State, When, World, algorithm, audit, operator
 from flowrl.auditing.fitting import fitted
+from flowrl.auditing.objective import stated
 from flowrl.auditing.rewards import TableReward
-from flowrl.auditing.stated import stated
 from flowrl.columns import Advantages, Kept, ResponseMask, ResponseText, TokenLevelRewards, TokenLevelScores
-from flowrl.core.operator import Granularity
+from flowrl.core.operators.operator import Granularity
 from flowrl.errors import AuditError, GraphError
 from flowrl.graphs import grpo, remax, rloo, sft
 from flowrl.operators import NLL, Collect, Filter, Generate, Length, Reinforce, Repeat, Spread, Sync, UpdateActor

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flowrl import After, Graph, World, audit
-from flowrl.auditing.judged import EXACT
+from flowrl.auditing.gradient_error import EXACT
 from flowrl.auditing.record import Audit
 from flowrl.graphs import grpo, rloo
 from flowrl.operators import KLLoss, KLShape

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from flowrl import World
-from flowrl.auditing.stated import KL, Stated
+from flowrl.auditing.objective import KL, Stated
+from flowrl.auditing.task import Policy
 from flowrl.auditing.truth import Truth, gradient
-from flowrl.auditing.world import Policy
-from flowrl.core.symbols import Edge
+from flowrl.core.operators.symbols import Edge
 from tests.auditing.listed import Listed, listed
 
 WORLD = World(prompts=1, tokens=2, steps=2, seed=3)

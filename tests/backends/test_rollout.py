@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flowrl.backends.rollout import Ending, RolloutEngine, check_prompts
-from flowrl.core.protocols import Sampled, Sampling
 from flowrl.data.keys import Key
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError
+from flowrl.protocols.protocols import Sampled, Sampling
 from flowrl.records import Receipt
 
 PIECES = ["ab", "ba", "abba", " a", "<think>", "</s", "é!"]

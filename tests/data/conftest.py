@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flowrl.data.dataproto import DataProto
-from tests.protos import rollout
+from flowrl.data.proto.dataproto import DataProto
+from tests.support.protos import rollout
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from flowrl.demo import run as demo
 from flowrl.demo.model import build
 from flowrl.demo.task import write_dataset
 from flowrl.errors import ParameterError
-from flowrl.run.training import Run
+from flowrl.run.training.training import Run
 
 pytestmark = pytest.mark.runs
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from flowrl import PromptData, Training
 from flowrl.distributed.place import Colocate
 from flowrl.sync.digest import weights_digest
-from tests.jobs import job_of
+from tests.support.jobs import job_of
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-SET_UP = Path(__file__).resolve().parents[2] / ".pictures"
+from tests import ROOT
+
+SET_UP = ROOT / ".pictures"
 BUNDLES = ("mermaid", "mermaid-11")
 WIDTH = 900
 """Pixels of the column that pictures are drawn in, which is about that of a README."""

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl import columns as c
-from flowrl.core.backend import Backend
-from flowrl.core.operator import Operator
-from flowrl.core.protocols import Critic, Scorer
-from flowrl.core.roles import Reads, Role
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.roles import Reads, Role
 from flowrl.graph import algorithm
 from flowrl.operators import (
     GAE,
@@ -23,6 +21,8 @@ from flowrl.operators import (
     UpdateCritic,
     Value,
 )
+from flowrl.protocols.backend import Backend
+from flowrl.protocols.protocols import Critic, Scorer
 from flowrl.records import CriticUpdated, PromptBatch, Tokens
 
 

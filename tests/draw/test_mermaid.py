@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.core.after import After
+from flowrl.core.graphs.after import After
 from flowrl.draw.mermaid import draw
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo

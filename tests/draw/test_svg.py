@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.core.after import After
+from flowrl.core.graphs.after import After
 from flowrl.draw.html import page
 from flowrl.draw.layout import GAP, Cell, layout
 from flowrl.draw.picture import Arrow
 from flowrl.draw.svg import svg
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import Whiten
-from tests.kernel import exact
+from tests.support.kernel import exact
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from flowrl.backends import LoRA, TorchRollout, TorchTrainer
-from flowrl.backends.torch.engine import LoRATrainerEngine, TorchTrainerEngine
-from flowrl.core.protocols import Rollout, Sampled, Sampling, Sleeper
+from flowrl.backends.torch.score.engine import LoRATrainerEngine, TorchTrainerEngine
 from flowrl.data.keys import Key
-from flowrl.data.tokenizer import assemble
+from flowrl.data.text.tokenizer import assemble
 from flowrl.errors import AsleepError, DataError, SyncError
+from flowrl.protocols.protocols import Rollout, Sampled, Sampling, Sleeper
 from flowrl.records import Receipt
-from flowrl.run.build import EngineBuilder
+from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.digest import weights_digest
 from tests.engines.sources import Altered, Batch, Crooked
-from tests.hashes import hashes
-from tests.models import EOS, SPECIALS, VOCAB
+from tests.support.hashes import hashes
+from tests.support.models import EOS, SPECIALS, VOCAB
 
 CONTEXT = EngineBuilder({}, seed=0)
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, max_new_tokens=24)

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 from flowrl.backends import VLLM, TorchTrainer
-from flowrl.backends.torch.engine import TorchTrainerEngine
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLMEngine
 from tests.engines.answers import CONTEXT
 from tests.engines.vllm_slot import VLLM_SETTINGS, VLLMSlot
-from tests.models import EOS, tiny_folder
+from tests.support.models import EOS, tiny_folder
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

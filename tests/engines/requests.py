@@ -12,16 +12,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from flowrl.backends.torch.engine import TorchTrainerEngine
-from flowrl.core.protocols import Request, Requests, Response, Sampled, Sampling
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.data.metrics import Metrics
 from flowrl.episodes import Answer, Chat, Environment, Reply, Row, ToolCall
 from flowrl.errors import SyncError
 from flowrl.operators import Interact
+from flowrl.protocols.protocols import Request, Requests, Response, Sampled, Sampling
 from tests.engines.answers import GREEDY, KEY, logits_of, names, ragged, refuse_other_log_probs, rows
 from tests.engines.sources import Altered
-from tests.models import EOS, VOCAB
-from tests.operators.test_interact import prompts_of
+from tests.operators.engines.test_interact import prompts_of
+from tests.support.models import EOS, VOCAB
 
 FREE = Sampling(1.0, 0, 1.0, max_new_tokens=12, ignore_eos=True)
 SAMPLINGS = [

@@ -10,7 +10,7 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from flowrl.backends.torch.engine import TorchTrainerEngine
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
 
 
 @contextmanager

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from flowrl.backends.torch.engine import TorchTrainerEngine
-from flowrl.core.protocols import Request, Response
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.errors import SwapError, SyncError
+from flowrl.protocols.protocols import Request, Response
 from tests.engines.answers import KEY, logits_of, names, ragged, rows
 from tests.engines.requests import FREE, LONG, alone, finished, tokens
 from tests.engines.sources import Altered, Crooked

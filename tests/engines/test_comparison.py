@@ -8,11 +8,12 @@ import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "engines.py"
+from tests import ROOT
+
+SCRIPT = ROOT / "benchmarks" / "engines.py"
 
 
 def tables() -> list[dict[str, list[str]]]:

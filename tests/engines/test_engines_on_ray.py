@@ -19,24 +19,24 @@ from torch import Tensor
 from flowrl import After, Colocate, PromptData, Split, Training
 from flowrl.backends import SGD, TorchTrainer
 from flowrl.backends.sglang.engine import SGLang
-from flowrl.backends.torch.engine import TorchTrainerEngine
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLM
-from flowrl.core.plan import Plan
-from flowrl.core.protocols import Sampling
-from flowrl.distributed.faults import HostDiedError
+from flowrl.core.graphs.plan import Plan
+from flowrl.distributed.faults.faults import HostDiedError
 from flowrl.episodes import Answer, Environment, Reply
 from flowrl.errors import NodeError
 from flowrl.operators import Interact, RolloutCorrection
-from flowrl.run.job import Job
-from flowrl.run.place import Place
+from flowrl.protocols.protocols import Sampling
+from flowrl.run.placement.place import Place
+from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
 from tests.engines.answers import CONTEXT, by_torch
 from tests.engines.leftovers import eventually, left_by_sglang
 from tests.engines.vllm_slot import VLLMSlot
-from tests.jobs import job_of, prompt_batch, proto
-from tests.models import tiny_folder
 from tests.on_ray.leftovers import ends, family, leaves_nothing, process_ids
-from tests.runs import lines
+from tests.support.jobs import job_of, prompt_batch, proto
+from tests.support.models import tiny_folder
+from tests.support.runs import lines
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.usefixtures("cluster")]
 

@@ -15,18 +15,17 @@ import torch
 
 from flowrl import PromptData, Training
 from flowrl.backends import TorchRollout
-from flowrl.core.references import load_object
+from flowrl.core.operators.references import load_object
 from flowrl.data.metrics import Metrics
 from flowrl.operators import Interact
-from flowrl.run.build import EngineBuilder
+from flowrl.run.engine.build import EngineBuilder
+from tests import ROOT
 from tests.episodes.exact import KEY, Recorded, assert_exact, failures
-from tests.jobs import column, job_of
-from tests.operators.test_interact import prompts_of
-from tests.run.interrupted import equal, flat, timeless
+from tests.operators.engines.test_interact import prompts_of
+from tests.run.training.interrupted import equal, flat, timeless
+from tests.support.jobs import column, job_of
 
 pytestmark = pytest.mark.timeout(1200)
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.nightly

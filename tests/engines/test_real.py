@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from flowrl.backends import VLLM, SGLang, TorchTrainer
-from flowrl.backends.torch.engine import TorchTrainerEngine
-from flowrl.core.protocols import Sampling
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.errors import SyncError
+from flowrl.protocols.protocols import Sampling
 from tests.engines.answers import CONTEXT, KEY, to_score
 from tests.engines.real import PACKAGE, smollm2
 from tests.engines.sources import Altered, Crooked

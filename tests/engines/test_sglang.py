@@ -24,10 +24,11 @@ from flowrl.backends import SGLang, TorchTrainer
 from flowrl.backends.hosted.keeper import members, shared_memory
 from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.sglang.engine import SGLangEngine
-from flowrl.backends.torch.engine import TorchTrainerEngine
-from flowrl.core.protocols import Sampling
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.errors import BindError, DataError, EngineError, ParameterError, SyncError
+from flowrl.protocols.protocols import Sampling
 from flowrl.sync.digest import weights_digest
+from tests import ROOT
 from tests.engines.answers import (
     ADAPTER,
     CONTEXT,
@@ -45,9 +46,8 @@ from tests.engines.answers import (
 from tests.engines.leftovers import eventually, left_by_sglang
 from tests.engines.sources import shared_by_name
 from tests.engines.swaps import refuse_tokens_of_other_versions
-from tests.models import tiny_folder
+from tests.support.models import tiny_folder
 
-ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 64}
 
 

@@ -13,17 +13,17 @@ import pytest
 from flowrl.backends import SGLang
 from flowrl.backends.hosted.keeper import members
 from flowrl.backends.sglang.engine import SGLangEngine
-from flowrl.backends.torch.engine import TorchTrainerEngine
-from flowrl.core.protocols import Request
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.data.metrics import Metrics
 from flowrl.episodes import Answer, Reply
 from flowrl.errors import EngineError, SyncError
 from flowrl.operators import Interact
+from flowrl.protocols.protocols import Request
 from tests.engines.answers import CONTEXT, KEY
 from tests.engines.requests import FREE, Counts, RequestTests, alone, finished, refuse_other_response, tokens
 from tests.engines.sources import Altered
 from tests.engines.swaps import SwapTests
-from tests.operators.test_interact import Flaky, prompts_of
+from tests.operators.engines.test_interact import Flaky, prompts_of
 
 
 @pytest.fixture(scope="module")

@@ -23,14 +23,14 @@ from safetensors.torch import load_file
 from flowrl.backends import TorchRollout
 from flowrl.backends.sglang.engine import SGLang
 from flowrl.backends.vllm.engine import VLLM
-from flowrl.core.references import load_object
+from flowrl.core.operators.references import load_object
 from flowrl.demo.model import build
 from flowrl.demo.run import graphs, training
 from flowrl.demo.task import write_dataset
-from flowrl.run.training import Run, Training
+from flowrl.run.training.training import Run, Training
+from tests import ROOT
 from tests.engines.vllm_slot import VLLMSlot
 
-ROOT = Path(__file__).parents[2]
 STEPS = 14
 LENGTH = 64
 """Tokens of the longest prompt and response, with room to spare."""

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +20,13 @@ import torch
 
 from flowrl.backends import VLLM, TorchTrainer
 from flowrl.backends.hosted.arrival import due_weights
-from flowrl.backends.torch.engine import TorchTrainerEngine
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLMEngine
-from flowrl.core.protocols import Request, Sampling
 from flowrl.data.keys import Key
 from flowrl.errors import BindError, DataError, ParameterError, SyncError
+from flowrl.protocols.protocols import Request, Sampling
 from flowrl.sync.digest import weights_digest
+from tests import ROOT
 from tests.engines.answers import (
     ADAPTER,
     CONTEXT,
@@ -47,7 +47,7 @@ from tests.engines.requests import FREE, RequestTests, refuse_stale_turns, token
 from tests.engines.sources import Altered
 from tests.engines.swaps import SwapTests, refuse_tokens_of_other_versions
 from tests.engines.vllm_slot import VLLM_SETTINGS, VLLMSlot
-from tests.models import tiny_folder
+from tests.support.models import tiny_folder
 
 needs_vllm = pytest.mark.engines("vllm")
 
@@ -321,7 +321,7 @@ BESIDE = """if True:
 def test_beside_a_process_group_of_others_it_is_refused(folder: str) -> None:
     """It would end that with its own: of a trainer that offloads, say, which has to live on. In a process of its own,
     since here other vLLM have been before."""
-    command, root = [sys.executable, "-c", BESIDE, folder], Path(__file__).parents[2]
+    command, root = [sys.executable, "-c", BESIDE, folder], ROOT
     done = subprocess.run(command, cwd=root, env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "torch.distributed is initialised already" in done.stdout and "place=Colocate(1)" in done.stdout

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from flowrl.backends.torch.engine import TorchTrainerEngine
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLM, VLLMEngine
-from flowrl.core.protocols import Sampling
 from flowrl.errors import BindError
+from flowrl.protocols.protocols import Sampling
 from tests.engines.answers import KEY, names, ragged, rows, to_score
 from tests.engines.vllm_slot import VLLM_SETTINGS, VLLMSlot
-from tests.models import char_tokenizer, tiny_config
+from tests.support.models import char_tokenizer, tiny_config
 
 pytestmark = pytest.mark.engines("vllm")
 

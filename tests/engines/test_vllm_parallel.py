@@ -17,19 +17,19 @@ from typing import Any
 import pytest
 
 from flowrl.backends import VLLM, TorchRollout, TorchTrainer
-from flowrl.backends.torch.engine import TorchTrainerEngine
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.backends.vllm.engine import VLLMEngine
-from flowrl.core.protocols import Sampled, Sampling
 from flowrl.data.keys import Key
 from flowrl.errors import BindError, EngineError, SyncError
-from flowrl.run.build import EngineBuilder
+from flowrl.protocols.protocols import Sampled, Sampling
+from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.digest import weights_digest
 from tests.engines.requests import refuse_stale_turns
 from tests.engines.sources import Altered, shared_by_name
 from tests.engines.swaps import refuse_tokens_of_other_versions
 from tests.engines.vllm_slot import VLLMSlot
-from tests.hashes import hashes
-from tests.models import tiny_folder
+from tests.support.hashes import hashes
+from tests.support.models import tiny_folder
 
 pytestmark = [pytest.mark.engines("vllm"), pytest.mark.timeout(480)]
 
@@ -294,7 +294,7 @@ def test_a_start_that_fails_late_leaves_nothing(
 OWNER = """
 import sys, time
 from flowrl.backends.vllm.engine import VLLM
-from flowrl.run.build import EngineBuilder
+from flowrl.run.engine.build import EngineBuilder
 
 if __name__ == "__main__":  # vLLM's workers import this file
     spec = VLLM(sys.argv[1], tensor_parallel=2, dtype="float32", kv_cache_bytes=64 << 20)

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowrl.core.protocols import Request, Response
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.episodes import Answer, Environment, Reply, Row, Toolbox
 from flowrl.operators import Interact
-from flowrl.operators.groups import group_advantage
+from flowrl.operators.advantages.groups import group_advantage
+from flowrl.protocols.protocols import Request, Response
 from flowrl.records import EpisodeBatch
-from tests.operators.test_interact import prompts_of
-from tests.templates import tokenizer_of
+from tests.operators.engines.test_interact import prompts_of
+from tests.support.templates import tokenizer_of
 
 KEY = Key.of(7)
 HEADS = {

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flowrl.core.protocols import Request, Response, Sampling
 from flowrl.data.keys import Key
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.episodes.chat import Desk, Limits
 from flowrl.episodes.environment import Answer, Environment, Reply, Row
 from flowrl.episodes.play import Played, Stage, play
 from flowrl.episodes.tools import Toolbox
+from flowrl.protocols.protocols import Request, Response, Sampling
 from flowrl.workers.fork_server import ForkServer
-from tests.templates import TEMPLATES, tokenizer_of
+from tests.support.templates import TEMPLATES, tokenizer_of
 
 KEY = Key.of(1)
 SAMPLING = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=256)

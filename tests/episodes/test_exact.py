@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.episodes.exact import HEADS, failures, played, wandering
 from tests.nightly import examples
-from tests.templates import tokenizer_of
+from tests.support.templates import tokenizer_of
 
 
 @examples(12)

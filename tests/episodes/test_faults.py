@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from flowrl.core.protocols import Request
 from flowrl.episodes.environment import Answer, Environment, Reply, Row
+from flowrl.protocols.protocols import Request
 from tests.episodes import scripted
 from tests.episodes.scripted import Scripted, Three, played, say
 

@@ -18,7 +18,7 @@ from flowrl.episodes.tools import Misfit
 from flowrl.graphs import grpo
 from flowrl.operators import Interact
 from tests.episodes.scripted import played, row
-from tests.kernel import exact
+from tests.support.kernel import exact
 
 
 class Countdown:

@@ -12,7 +12,7 @@ import pytest
 from flowrl.episodes.chat import Chat, EpisodeOver
 from flowrl.episodes.environment import Answer, Environment, Reply, Row
 from tests.episodes.scripted import KEY, NAME, Scripted, Three, played, row, say
-from tests.templates import tokenizer_of
+from tests.support.templates import tokenizer_of
 
 
 class Plain(Environment):

@@ -14,8 +14,8 @@ from flowrl.episodes import Answer, Environment, Reply, Toolbox
 from flowrl.episodes.rehearsal import rehearse
 from flowrl.errors import EpisodeError, FlowrlError
 from flowrl.operators import Interact
-from tests.jobs import job_of, write_prompts
-from tests.templates import LLAMA3, MERGING, QWEN3, tokenizer_of
+from tests.support.jobs import job_of, write_prompts
+from tests.support.templates import LLAMA3, MERGING, QWEN3, tokenizer_of
 
 
 def add(a: int, b: int) -> int:
@@ -54,7 +54,7 @@ def test_tools_are_tried_too(name: str, replies: bool, parser: Any) -> None:
 def test_where_thinking_alone_is_stripped_a_policy_that_never_thinks_is_played(
     name: str, toolbox: Toolbox | None, there: str, written: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is said all the same; an answer that thinks is refused in its row, as tests/data/test_transcript.py has it."""
+    """A warning; the row of an answer that thinks is refused, see `tests/data/text/test_transcript.py`."""
     rehearse(tokenizer_of(name), "loose", toolbox, replies=True)
     [said] = caplog.messages
     assert said.startswith("an episode was tried (") and "as long as the policy does not think" in said

@@ -8,10 +8,10 @@ import pytest
 
 from flowrl import graphs
 from flowrl.operators import Collect, MaskOverlong, OverlongPenalty, PPOClip, Spread
-from tests.jobs import PROMPTS, job_of
-from tests.kernel import exact
-from tests.rewards import digits
-from tests.runs import walk
+from tests.support.jobs import PROMPTS, job_of
+from tests.support.kernel import exact
+from tests.support.rewards import digits
+from tests.support.runs import walk
 
 
 def test_it_is_grpo_but_for_what_the_paper_changes() -> None:

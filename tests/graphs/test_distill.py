@@ -14,10 +14,10 @@ from flowrl.backends import SGD, AdamW, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.errors import BindError
 from flowrl.graph import Graph
 from flowrl.graphs import distill, distill_full, distill_top
-from tests.jobs import PROMPTS, weights_of
-from tests.models import tiny_folder
 from tests.nightly import nightly
-from tests.runs import walk
+from tests.support.jobs import PROMPTS, weights_of
+from tests.support.models import tiny_folder
+from tests.support.runs import walk
 
 GRAPHS = [
     distill(n=2, max_new_tokens=6),

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from flowrl import graphs
-from flowrl.core.when import When
+from flowrl.core.operators.when import When
 from flowrl.errors import ParameterError
 from flowrl.operators import NLL, DecoupledGAE, Filter, PPOClip, PPOClipNLL, Ranked
-from tests.jobs import PROMPTS, job_of, weights_of
-from tests.kernel import exact
-from tests.rewards import digits
-from tests.runs import walk
+from tests.support.jobs import PROMPTS, job_of, weights_of
+from tests.support.kernel import exact
+from tests.support.rewards import digits
+from tests.support.runs import walk
 
 
 def test_a_filter_that_leaves_nothing_out_is_refused() -> None:

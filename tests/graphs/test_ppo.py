@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flowrl.graphs import ppo
 from flowrl.operators import GAE, PPOClip
-from tests.kernel import exact
+from tests.support.kernel import exact
 
 
 def test_every_parameter_reaches_its_operator() -> None:

@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from flowrl import DemoData, Key, PreferenceData, Training
-from flowrl.core.plan import Plan
-from flowrl.data.dataproto import DataProto
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.core.graphs.plan import Plan
+from flowrl.data.proto.dataproto import DataProto
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import RuleError, StalePolicyError
 from flowrl.graph import Graph
 from flowrl.graphs import dpo, grpo_sft, sft
 from flowrl.operators import DPO, NLL, UpdateActor
 from flowrl.records import DemoBatch
-from flowrl.run.job import Job
-from tests.jobs import PROMPTS, job_of, weights_of
-from tests.kernel import exact
-from tests.prompt_files import write_jsonl
-from tests.rewards import digits
-from tests.runs import walk
+from flowrl.run.training.job import Job
+from tests.support.jobs import PROMPTS, job_of, weights_of
+from tests.support.kernel import exact
+from tests.support.prompt_files import write_jsonl
+from tests.support.rewards import digits
+from tests.support.runs import walk
 
 KEY = Key.of(0)
 

@@ -11,10 +11,10 @@ from flowrl import graphs
 from flowrl.errors import GraphError, ParameterError
 from flowrl.graph import Graph
 from flowrl.operators import DPO, GroupAdvantage, KLLoss, PPOClip
-from tests.jobs import PROMPTS, job_of, weights_of
-from tests.kernel import exact
-from tests.rewards import digits
-from tests.runs import walk
+from tests.support.jobs import PROMPTS, job_of, weights_of
+from tests.support.kernel import exact
+from tests.support.rewards import digits
+from tests.support.runs import walk
 
 pytestmark = pytest.mark.runs
 
@@ -73,7 +73,7 @@ def test_rloo() -> None:
 def test_remax() -> None:
     assert changed(graphs.remax(exact, max_new_tokens=7), graphs.reinforce_plus_plus(exact, max_new_tokens=7)) == [
         "+ greedy: Generate(temperature=0.0, max_new_tokens=7)  <- repeat",
-        "+ greedy_reward: Reward(fn=tests.kernel:exact)  <- repeat, greedy",
+        "+ greedy_reward: Reward(fn=tests.support.kernel:exact)  <- repeat, greedy",
         "+ row_score: RowScore()  <- greedy_reward, greedy",
         "+ subtract_baseline: SubtractBaseline()  <- return_to_go, generate, row_score",
         "- whiten: Whiten()  (in its place: subtract_baseline)",

@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from flowrl.backends import TorchTrainer
-from flowrl.distributed.host_server import node_options, start_fork_server
+from flowrl.distributed.cluster.host_server import node_options, start_fork_server
 
 CPUS = 12
 

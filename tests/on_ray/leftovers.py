@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group_table
 
-from flowrl.run.steps import Steps
+from flowrl.run.engine.steps import Steps
 
 
 def process_ids(executor: Steps) -> dict[Any, int]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from flowrl.backends import SGD, LoRA, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.data.dataproto import DataProto
+from flowrl.data.proto.dataproto import DataProto
 from flowrl.distributed.place import Colocate
 from flowrl.distributed.runner import open_ray
 from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
-from flowrl.run.job import Job
-from tests.jobs import prompt_batch
-from tests.rewards import digits
+from flowrl.run.training.job import Job
+from tests.support.jobs import prompt_batch
+from tests.support.rewards import digits
 
 pytestmark = pytest.mark.ray
 

@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 import ray
 
-from flowrl.distributed.cluster import connected
+from flowrl.distributed.cluster.cluster import connected
+from flowrl.distributed.cluster.slots import Slots
 from flowrl.distributed.place import Colocate, Split
-from flowrl.distributed.slots import Slots
 from flowrl.errors import BindError, GraphError
 from flowrl.graphs import grpo
-from flowrl.run.job import Job
-from flowrl.run.place import Place
-from tests.jobs import job_of
+from flowrl.run.placement.place import Place
+from flowrl.run.training.job import Job
 from tests.on_ray.leftovers import family
 from tests.on_ray.toys import Blind, Both, Counting, Desk, toy_job
-from tests.rewards import digits
+from tests.support.jobs import job_of
+from tests.support.rewards import digits
 
 pytestmark = pytest.mark.ray
 
@@ -34,9 +34,9 @@ JOB = """
     from pathlib import Path
     from flowrl.distributed.place import Colocate
     from flowrl.graphs import grpo
-    from tests.jobs import prompt_batch, proto
+    from tests.support.jobs import prompt_batch, proto
     from tests.on_ray.toys import Desk, ToyRollout, toy_job
-    from tests.rewards import digits
+    from tests.support.rewards import digits
     import ray
 
     def step(desk, folder, **place):
@@ -80,9 +80,9 @@ def listening(root: int) -> set[str]:
 
 KEPT = """
     import os, sys
-    from flowrl.distributed.cluster import connected
+    from flowrl.distributed.cluster.cluster import connected
     from tests.on_ray.test_cluster import listening
-    from flowrl.distributed import local_cluster
+    from flowrl.distributed.cluster import local_cluster
     address = lambda: ray.get_runtime_context().gcs_address
     variable = ray.remote(lambda: os.environ.get("PLANTED"))
     with connected(Colocate(1)):
@@ -173,7 +173,7 @@ def joining(address: str, token: dict[str, str]) -> str:
     return script(
         """
         import sys
-        from flowrl.distributed.cluster import connected
+        from flowrl.distributed.cluster.cluster import connected
         from flowrl.errors import BindError
         try:
             with connected(Colocate(1, address=sys.argv[1])):

@@ -44,7 +44,7 @@ def test_a_death_of_rays_own_is_said_and_unwinds(process: str, named: str, tiny:
     )
     expected = f"a process of Ray's own on this machine has died ({named}, process "
     assert f"caught {expected}" in said
-    assert f"ERROR:flowrl.distributed.watch:{expected}" in said
+    assert f"ERROR:flowrl.distributed.faults.ray_processes:{expected}" in said
 
 
 @pytest.mark.timeout(600)

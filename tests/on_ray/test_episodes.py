@@ -11,16 +11,16 @@ import pytest
 
 from flowrl import PromptData, Training
 from flowrl.backends import TorchRollout
-from flowrl.core.operator import Operator
+from flowrl.core.operators.operator import Operator
 from flowrl.data.waits import SHORT
 from flowrl.distributed.place import Colocate, Split
 from flowrl.episodes import Answer, Environment, Reply
 from flowrl.operators import GroupAdvantage, Interact, TurnGroupAdvantage
-from flowrl.run.place import Place
-from flowrl.run.timeline import Timeline, idle
-from tests.jobs import job_of
+from flowrl.run.engine.timeline import Timeline, idle
+from flowrl.run.placement.place import Place
 from tests.on_ray.test_parity import numbers
-from tests.runs import lines
+from tests.support.jobs import job_of
+from tests.support.runs import lines
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("cluster")]
 

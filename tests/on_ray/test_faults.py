@@ -17,15 +17,15 @@ import ray
 import torch.distributed as dist
 from ray.exceptions import ObjectLostError
 
-from flowrl.distributed.faults import Failure, HostDiedError, answer, chain
+from flowrl.distributed.faults.faults import Failure, HostDiedError, answer, chain
 from flowrl.distributed.place import Colocate, Split
 from flowrl.errors import BindError, EngineError, NodeError, SyncError
 from flowrl.graphs import grpo, ppo
-from flowrl.run.place import Place
-from tests.jobs import prompt_batch, proto
+from flowrl.run.placement.place import Place
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, assert_same_numbers, kill_blocked, toy_job
-from tests.rewards import digits
+from tests.support.jobs import prompt_batch, proto
+from tests.support.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

@@ -13,9 +13,9 @@ from flowrl.backends import SGD, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.distributed.place import Colocate, Split
 from flowrl.graph import Graph
 from flowrl.graphs import grpo
-from tests.others import judged, twice
-from tests.rewards import digits
-from tests.runs import lines, timeless, train
+from tests.support.other_policies import judged, twice
+from tests.support.rewards import digits
+from tests.support.runs import lines, timeless, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

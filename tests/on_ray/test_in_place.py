@@ -9,14 +9,14 @@ import pytest
 
 from flowrl import Operator
 from flowrl import columns as c
-from flowrl.core.after import After
+from flowrl.core.graphs.after import After
 from flowrl.distributed.place import Colocate
 from flowrl.errors import InPlaceError, NodeError
 from flowrl.graphs import grpo
-from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import toy_job
-from tests.rewards import digits
+from tests.support.jobs import prompt_batch, proto
+from tests.support.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

@@ -13,20 +13,20 @@ import pytest
 
 from flowrl import After, PromptData, Training
 from flowrl.backends import AdamW, TorchRollout
-from flowrl.distributed import hosts
-from flowrl.distributed.faults import HostDiedError
+from flowrl.distributed.faults.faults import HostDiedError
+from flowrl.distributed.hosts import hosts
 from flowrl.distributed.place import Split
 from flowrl.graph import Graph
 from flowrl.graphs import ppo
 from flowrl.operators import Collect, RolloutCorrection, Spread
 from flowrl.records import Receipt
-from flowrl.run.timeline import Span, Timeline
-from tests.jobs import job_of
+from flowrl.run.engine.timeline import Span, Timeline
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
 from tests.on_ray.test_faults import batch, process_of
 from tests.on_ray.test_parity import numbers
 from tests.on_ray.toys import Desk, ToyRollout, ToyRolloutEngine, assert_same_numbers, toy_job
-from tests.rewards import digits
+from tests.support.jobs import job_of
+from tests.support.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 

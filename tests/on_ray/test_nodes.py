@@ -11,19 +11,19 @@ from torch import Tensor
 
 from flowrl.backends import SGD, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.distributed import delivery
-from flowrl.distributed.faults import HostDiedError
+from flowrl.distributed.faults.faults import HostDiedError
 from flowrl.distributed.place import Split
 from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
-from flowrl.run.build import EngineBuilder
+from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.carriers import GlooCarrier
 from flowrl.sync.group import TransferGroup
 from flowrl.sync.probe import Probe
 from flowrl.sync.wanted import Wanted
-from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job
-from tests.rewards import digits
+from tests.support.jobs import prompt_batch, proto
+from tests.support.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("three_nodes")]
 

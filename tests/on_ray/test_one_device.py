@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.core.protocols import Closable
 from flowrl.distributed import delivery
 from flowrl.distributed.place import Colocate
 from flowrl.graphs import grpo
-from flowrl.run.place import ProcessSpec
+from flowrl.protocols.protocols import Closable
+from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync import ipc
 from flowrl.sync.route import Seat
-from tests.jobs import prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import (
     Desk,
@@ -32,7 +31,8 @@ from tests.on_ray.toys import (
     toy_job,
     wherever,
 )
-from tests.rewards import digits
+from tests.support.jobs import prompt_batch, proto
+from tests.support.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

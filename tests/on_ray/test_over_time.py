@@ -13,7 +13,7 @@ from flowrl import columns as c
 from flowrl.distributed.place import Colocate
 from tests.on_ray.leftovers import leaves_nothing
 from tests.on_ray.test_parity import numbers
-from tests.run.test_over_time import changing
+from tests.run.engine.test_over_time import changing
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 

@@ -17,16 +17,16 @@ from safetensors.torch import load_file
 
 from flowrl import PromptData, Training, Validation
 from flowrl.backends import SGD, AdamW, TorchRollout, TorchTrainer
-from flowrl.backends.torch.engine import TorchTrainerEngine
-from flowrl.core.protocols import BuildContext
-from flowrl.data.dataproto import DataProto
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
+from flowrl.data.proto.dataproto import DataProto
 from flowrl.distributed.place import Colocate, Split
-from flowrl.run.job import Job
-from flowrl.run.place import Place
+from flowrl.protocols.protocols import BuildContext
+from flowrl.run.placement.place import Place
+from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
-from tests.jobs import job_of, prompt_batch, proto
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
 from tests.on_ray.toys import wherever
+from tests.support.jobs import job_of, prompt_batch, proto
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 

@@ -14,11 +14,11 @@ from flowrl.distributed.place import Colocate
 from flowrl.graph import Graph
 from flowrl.graphs import distill_full, distill_top, grpo
 from flowrl.operators import Judge, ModelReward, TextModelReward, WeighRewards
-from tests.backends.torch.test_reward_model import reward_folder
-from tests.models import tiny_folder
+from tests.backends.torch.score.test_reward_model import reward_folder
 from tests.on_ray.test_held_out import close
-from tests.rewards import digits
-from tests.runs import timeless, train
+from tests.support.models import tiny_folder
+from tests.support.rewards import digits
+from tests.support.runs import timeless, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.usefixtures("cluster")]
 

@@ -10,10 +10,9 @@ import pytest
 from flowrl import After, Operator, PromptBatch, PromptData, algorithm
 from flowrl import columns as c
 from flowrl.columns import Rows, Widths
-from flowrl.core.protocols import Scorer
-from flowrl.core.roles import Reads, Role
-from flowrl.data.dataproto import DataProto
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.core.operators.roles import Reads, Role
+from flowrl.data.proto.dataproto import DataProto
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.distributed.place import Split
 from flowrl.graphs import grpo
 from flowrl.operators import (
@@ -29,12 +28,13 @@ from flowrl.operators import (
     Sync,
     UpdateActor,
 )
+from flowrl.protocols.protocols import Scorer
 from flowrl.records import RolloutBatch, Sequences
-from tests.jobs import prompt_batch, rollout_batch, write_prompts
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.test_runner import refuse_difference, run
 from tests.on_ray.toys import Desk, kill_blocked, toy_job
-from tests.rewards import digits
+from tests.support.jobs import prompt_batch, rollout_batch, write_prompts
+from tests.support.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

@@ -9,20 +9,19 @@ from typing import Any
 
 import pytest
 
-from flowrl.core.plan import Plan
-from flowrl.data.dataproto import DataProto
+from flowrl.core.graphs.plan import Plan
+from flowrl.data.proto.dataproto import DataProto
+from flowrl.distributed.hosts.wire import pack
 from flowrl.distributed.place import Colocate, Split
 from flowrl.distributed.runner import Traffic
-from flowrl.distributed.wire import pack
 from flowrl.errors import DataError, GraphError, NodeError
 from flowrl.graphs import grpo, ppo
-from flowrl.run.job import Job
-from flowrl.run.place import lay_out
-from flowrl.run.pretend import PretendRunner, blank_batch
-from flowrl.run.steps import Steps
-from flowrl.run.timeline import Span
-from flowrl.run.weights import TrainedWeights
-from tests.jobs import prompt_batch, proto
+from flowrl.run.engine.steps import Steps
+from flowrl.run.engine.timeline import Span
+from flowrl.run.engine.weights import TrainedWeights
+from flowrl.run.placement.place import lay_out
+from flowrl.run.predict.pretend import PretendRunner, blank_batch
+from flowrl.run.training.job import Job
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import (
     Desk,
@@ -34,8 +33,9 @@ from tests.on_ray.toys import (
     toy_job,
     wherever,
 )
-from tests.paper import fixed
-from tests.rewards import digits
+from tests.support.jobs import prompt_batch, proto
+from tests.support.paper import fixed
+from tests.support.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

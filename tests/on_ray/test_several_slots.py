@@ -12,12 +12,12 @@ import pytest
 
 from flowrl.distributed.place import Colocate
 from flowrl.graphs import grpo
-from flowrl.run.job import Job
-from flowrl.run.place import ProcessSpec
-from tests.jobs import prompt_batch, proto
+from flowrl.run.placement.place import ProcessSpec
+from flowrl.run.training.job import Job
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyRollout, assert_same_numbers, toy_job
-from tests.rewards import digits
+from tests.support.jobs import prompt_batch, proto
+from tests.support.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

@@ -11,12 +11,12 @@ import pytest
 from flowrl import After, ByDifficulty, DemoData, PreferenceData, PromptData, Training, graphs
 from flowrl.distributed.place import Colocate
 from flowrl.operators import Collect, Feedback, Spread
-from flowrl.run.checkpoint import Checkpoints
-from tests.jobs import job_of, write_prompts
+from flowrl.run.training.checkpoint import Checkpoints
 from tests.on_ray.leftovers import leaves_nothing
 from tests.on_ray.test_parity import numbers
-from tests.prompt_files import write_jsonl
-from tests.rewards import digits
+from tests.support.jobs import job_of, write_prompts
+from tests.support.prompt_files import write_jsonl
+from tests.support.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 

@@ -16,16 +16,16 @@ from flowrl import After, Lag
 from flowrl.backends import AdamW, TorchRollout
 from flowrl.distributed.place import Split
 from flowrl.operators import Collect, Interact, RolloutCorrection, Spread
-from flowrl.run.job import Job
-from flowrl.run.result import StepResult
-from flowrl.run.timeline import Span
-from tests.jobs import job_of, write_prompts
+from flowrl.run.engine.result import StepResult
+from flowrl.run.engine.timeline import Span
+from flowrl.run.training.job import Job
 from tests.on_ray.leftovers import ends, leaves_nothing, process_ids
 from tests.on_ray.test_episodes import Longer
 from tests.on_ray.test_faults import process_of
 from tests.on_ray.test_lag import overlap
-from tests.run.test_flight import PROMPTS, WANTED, N, half, stream_of
-from tests.run.test_lag import log_probs
+from tests.run.engine.test_in_flight import PROMPTS, WANTED, N, half, stream_of
+from tests.run.engine.test_lag import log_probs
+from tests.support.jobs import job_of, write_prompts
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 

@@ -15,25 +15,25 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowrl.backends import TorchRollout, TorchTrainer
-from flowrl.backends.torch.engine import TorchTrainerEngine
-from flowrl.core.protocols import BuildContext
+from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.data.metrics import Metrics
 from flowrl.data.waits import Waits
 from flowrl.distributed import delivery, export
 from flowrl.distributed.export import Export
-from flowrl.distributed.host import Report
+from flowrl.distributed.hosts.host import Report
+from flowrl.distributed.hosts.reports import refuse_unequal
 from flowrl.distributed.place import Colocate
-from flowrl.distributed.reports import refuse_unequal
 from flowrl.errors import NodeError, SyncError
 from flowrl.graphs import grpo
+from flowrl.protocols.protocols import BuildContext
 from flowrl.records import Receipt
-from flowrl.run.job import Job
+from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
 from flowrl.sync.received import Origin
 from flowrl.sync.wanted import Wanted
-from tests.jobs import job_of, prompt_batch, proto
 from tests.on_ray.leftovers import leaves_nothing, process_ids
-from tests.rewards import digits
+from tests.support.jobs import job_of, prompt_batch, proto
+from tests.support.rewards import digits
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import ray
 
-from flowrl.core.protocols import Scorer
-from flowrl.distributed import ray_worker
+from flowrl.distributed.cluster import ray_worker
 from flowrl.distributed.place import Colocate
 from flowrl.graphs import grpo
+from flowrl.protocols.protocols import Scorer
 from flowrl.workers import fork_server_process
 from tests.on_ray.toys import Desk, ToyScorer, ToyScorerEngine, toy_job
-from tests.rewards import digits
+from tests.support.rewards import digits
 from tests.workers.poison import poison, state
 
 pytestmark = pytest.mark.ray

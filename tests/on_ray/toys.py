@@ -23,15 +23,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowrl import columns as c
-from flowrl.core.backend import Backend
-from flowrl.core.operator import Granularity, Operator
-from flowrl.core.protocols import Checkpointed, Critic, Rollout, Sampled, Scorer, Sleeper, Trainer
-from flowrl.core.roles import Reads, Role
-from flowrl.core.session import State
+from flowrl.core.operators.operator import Granularity, Operator
+from flowrl.core.operators.roles import Reads, Role
+from flowrl.core.operators.session import State
 from flowrl.data.metrics import Metrics
 from flowrl.errors import EngineError, SyncError
+from flowrl.protocols.backend import Backend
+from flowrl.protocols.protocols import Checkpointed, Critic, Rollout, Sampled, Scorer, Sleeper, Trainer
 from flowrl.records import Receipt, Sequences
-from flowrl.run.job import Job
+from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError
+from flowrl.operators.advantages.per_token import Estimator, kl_penalty
 from flowrl.operators.kl import AdaptiveKL, KLShape, adapt_kl_coef, kl_shape
-from flowrl.operators.per_token import Estimator, kl_penalty
 from tests.nightly import examples
 
 NAN = float("nan")

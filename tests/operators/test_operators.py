@@ -18,7 +18,6 @@ from flowrl import INJECTED, Key, Metrics
 from flowrl import columns as c
 from flowrl.backends import SGD, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.columns import lookup
-from flowrl.core.protocols import Sampling
 from flowrl.errors import DataError, ParameterError, SyncError
 from flowrl.operators import (
     Generate,
@@ -31,10 +30,11 @@ from flowrl.operators import (
     UpdateCritic,
     Value,
 )
-from flowrl.operators.mini_batches import draw_rows, rank_parts
-from flowrl.operators.objective import TokenObjective
+from flowrl.operators.losses.objective import TokenObjective
+from flowrl.operators.updates.mini_batches import draw_rows, rank_parts
+from flowrl.protocols.protocols import Sampling
 from flowrl.records import RolloutBatch
-from tests.jobs import Rows, prompt_batch, rollout_batch, weights_of
+from tests.support.jobs import Rows, prompt_batch, rollout_batch, weights_of
 
 CONTEXT: Any = SimpleNamespace(seed=0)
 PROMPTS: Rows = ([10, 11, 12], [13], [14, 15])

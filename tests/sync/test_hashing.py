@@ -18,18 +18,18 @@ from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.hosted.arrival import Arrival
 from flowrl.backends.hosted.base import HostedRollout
 from flowrl.backends.hosted.spec import EngineSpec
-from flowrl.core.protocols import Caches
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.distributed import export
 from flowrl.distributed.export import Export
 from flowrl.errors import SyncError
-from flowrl.run.build import EngineBuilder
+from flowrl.protocols.protocols import Caches
+from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.digest import same_bits, tensor_digest, weights_digest
 from flowrl.sync.probe import Probe
 from flowrl.sync.received import Origin, ReceivedWeights, Weight, received
 from flowrl.sync.stream import Ticket, send
-from tests.hashes import hashes
-from tests.models import tiny_folder
+from tests.support.hashes import hashes
+from tests.support.models import tiny_folder
 
 BUCKET = 20_000
 PROBE = Probe([[9, 20], [12]], [[33, 41, 7], [8, 30, 31]])

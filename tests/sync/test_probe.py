@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flowrl.backends import TorchTrainer
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import SyncError
-from flowrl.run.build import EngineBuilder
+from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.probe import (
     ANSWER,
     QUESTIONS,
@@ -24,7 +24,7 @@ from flowrl.sync.probe import (
     refuse_other_weights,
     resolution,
 )
-from tests.models import char_tokenizer
+from tests.support.models import char_tokenizer
 
 PROBE = Probe([[5, 6, 7], [8]], [[1, 2, 3, 4], [5, 6, 7, 8]])
 COUNT = 8

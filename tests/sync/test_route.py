@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from flowrl.core.backend import Backend
 from flowrl.distributed.delivery import Delivery
-from flowrl.run.place import ProcessSpec
+from flowrl.protocols.backend import Backend
+from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync.route import Seat, choose
 
 HERE, THERE = "node a", "node b"

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowrl.core.protocols import Adapted, Shipped, Trainer
 from flowrl.errors import SyncError
+from flowrl.protocols.protocols import Adapted, Shipped, Trainer
 from flowrl.records import Receipt
 from flowrl.sync import ipc, stream
 from flowrl.sync.carriers import GlooCarrier
@@ -34,6 +33,7 @@ from flowrl.sync.group import Interrupted, TransferGroup
 from flowrl.sync.probe import Probe, arithmetic
 from flowrl.sync.received import Manifest, Origin, ReceivedWeights
 from flowrl.sync.stream import Ticket, send
+from tests import ROOT
 
 BUCKET = 4096
 ORIGIN = Origin("actor", 3)
@@ -329,7 +329,7 @@ def other_side(ticket: Ticket, what: str) -> subprocess.Popen[str]:
     """A process that sends, or receives and waits for ever at a tensor; its output must be read by lines, since torch's
     manager of shared memory keeps it open."""
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", OTHER_SIDE, ticket.transport, str(ticket.port), what]
     return subprocess.Popen(command, text=True, env=environment, **pipes)
 

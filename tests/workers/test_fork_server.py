@@ -18,7 +18,7 @@ import pytest
 
 from flowrl.workers import fork_server
 from flowrl.workers.fork_server import ForkServer, NotReadyError, imports
-from tests.operators.test_reward_pool import is_running, wait_until, wait_until_ended
+from tests.operators.reward.test_pool import is_running, wait_until, wait_until_ended
 from tests.workers import poison
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from flowrl.backends import TorchTrainer
-from flowrl.run.build import EngineBuilder
+from flowrl.run.engine.build import EngineBuilder
 from tests.backends.hosted.toy import Toy
-from tests.models import tiny_folder
+from tests.support.models import tiny_folder
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flowrl.core.protocols import Counts, Requests, Swaps
 from flowrl.errors import AsleepError, DataError, ParameterError, SyncError
+from flowrl.protocols.protocols import Counts, Requests, Swaps
 from tests.backends.hosted.toy import KEY, PROBE, Toy, asking, expected
 from tests.engines.sources import Altered
 

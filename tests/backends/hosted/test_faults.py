@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flowrl.backends.hosted.spec import EngineSpec
-from flowrl.core.protocols import Caches
 from flowrl.errors import AsleepError, BindError, DataError, EngineError, ParameterError, SwapError, SyncError
+from flowrl.protocols.protocols import Caches
 from tests.backends.hosted.toy import PROBE, Toy, asking, expected
 from tests.engines.sources import Altered
 

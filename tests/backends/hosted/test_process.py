@@ -27,9 +27,9 @@ from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.sglang import engine as sglang
 from flowrl.backends.sglang.engine import SGLang
 from flowrl.errors import EngineError, SyncError
-from flowrl.run.build import EngineBuilder
+from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.digest import weights_digest
-from tests.models import tiny_folder
+from tests.support.models import tiny_folder
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from flowrl.backends import VLLM, LoRA, SGLang
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.errors import BindError
 from flowrl.operators import RolloutCorrection
-from tests.jobs import job_of
+from tests.support.jobs import job_of
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from flowrl.backends.hosted.arrival import Arrival
 from flowrl.backends.hosted.base import Answer, HostedRollout
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import Ending
-from flowrl.core.protocols import Caches, Request, Response, Sampling
 from flowrl.data.keys import Key
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, EngineError
+from flowrl.protocols.protocols import Caches, Request, Response, Sampling
 from flowrl.sync.probe import Probe
 
 KEY = Key.of(3)

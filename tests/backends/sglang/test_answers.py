@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flowrl.backends.sglang.answers import Answers, Asked
-from flowrl.data.tokenizer import ChatTokenizer
+from flowrl.data.text.tokenizer import ChatTokenizer
 
 LONG = 60.0  # seconds, which are never waited for
 FIRST = 6  # of the ordinary tokens

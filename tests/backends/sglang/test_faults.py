@@ -24,17 +24,17 @@ from flowrl.backends.hosted.keeper import members
 from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.sglang import engine as module
 from flowrl.backends.sglang.engine import SGLangEngine
-from flowrl.core.protocols import Sampling
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, EngineError, SyncError
 from flowrl.operators import Interact
+from flowrl.protocols.protocols import Sampling
 from flowrl.sync.digest import weights_digest
 from tests.backends.sglang.toy_server import ENDLESS, WORD
 from tests.engines.answers import CONTEXT, GREEDY, KEY, names, ragged, rows
 from tests.engines.requests import Counts
 from tests.engines.sources import Altered
-from tests.models import tiny_folder
-from tests.operators.test_interact import prompts_of
+from tests.operators.engines.test_interact import prompts_of
+from tests.support.models import tiny_folder
 
 GONE = "the process of SGLang was killed by SIGKILL"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flowrl.backends.torch.rollout import TorchRolloutEngine
-from tests.backends.torch.rollouts import Actor, synced
-from tests.backends.torch.trainers import Folder
-from tests.models import KINDS, tiny_folder
+from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
+from tests.backends.torch.generate.rollouts import Actor, synced
+from tests.backends.torch.train.trainers import Folder
+from tests.support.models import KINDS, tiny_folder
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from flowrl.backends import TorchCritic, TorchRollout, TorchScorer
 from flowrl.errors import BindError, DataError
-from tests.backends.torch.trainers import CONTEXT, Bomb, Folder
-from tests.models import char_tokenizer, ragged
+from tests.backends.torch.train.trainers import CONTEXT, Bomb, Folder
+from tests.support.models import char_tokenizer, ragged
 
 RANK: Any = SimpleNamespace(seed=0, rank=0, world_size=1)
 WEIGHTS = "model.safetensors"
@@ -181,7 +181,7 @@ def test_buffers_that_older_versions_stored_are_no_fault(
     old = weights(lambda held: held.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))
     old(tmp_path)
     assert torch.equal(TorchScorer(str(tmp_path), device="cpu").build(CONTEXT).log_probs(ragged()), truth)
-    monkeypatch.delattr("flowrl.backends.torch.shards.load_causal_lm")
+    monkeypatch.delattr("flowrl.backends.torch.train.shards.load_causal_lm")
     try:
         sharded = TorchScorer(str(tmp_path), device="cpu", offload=True).build(RANK)
         assert torch.allclose(sharded.log_probs(ragged()), truth, atol=1e-5)
@@ -205,7 +205,7 @@ def test_a_critic_starts_from_the_body_of_a_reward_model(
     model.save_pretrained(tmp_path / "scores")
     char_tokenizer().save_pretrained(tmp_path / "scores")
     if offload:  # straight into shards
-        monkeypatch.delattr("flowrl.backends.torch.shards.load_causal_lm")
+        monkeypatch.delattr("flowrl.backends.torch.train.shards.load_causal_lm")
     try:
         critic = TorchCritic(str(tmp_path / "scores"), device="cpu", offload=offload).build(context)
         critic.save_pretrained(str(tmp_path / "critic"))

@@ -14,18 +14,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from flowrl.backends import SGD, AdamW, LoRA, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.core.protocols import Adapted, Checkpointed, MiniBatch, Rollout, Sampling, Scorer, Sleeper, Trainer
 from flowrl.data.keys import Key
-from flowrl.data.prompts import PromptData
+from flowrl.data.sources.prompts import PromptData
 from flowrl.errors import AsleepError, BindError, DataError, ParameterError, SyncError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo
-from flowrl.run.job import Job
-from flowrl.run.training import Training
+from flowrl.protocols.protocols import Adapted, Checkpointed, MiniBatch, Rollout, Sampling, Scorer, Sleeper, Trainer
+from flowrl.run.training.job import Job
+from flowrl.run.training.training import Training
 from flowrl.sync.digest import named_weights, weights_digest
-from tests.models import KINDS, VOCAB, Ragged, char_tokenizer, ragged, tiny_folder
 from tests.nightly import nightly_except
-from tests.rewards import digits
+from tests.support.models import KINDS, VOCAB, Ragged, char_tokenizer, ragged, tiny_folder
+from tests.support.rewards import digits
 
 ADAPTER = LoRA(r=4, alpha=8)
 

@@ -19,15 +19,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from flowrl.backends import LoRA, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.backends.torch.packed import ATTENTION
-from flowrl.data.tokenizer import assemble
+from flowrl.backends.torch.score.packed import ATTENTION
+from flowrl.data.text.tokenizer import assemble
 from flowrl.errors import BindError
-from tests.architectures import architecture
-from tests.backends.torch.rollouts import KEY, SAMPLED, full_log_probs, names
-from tests.backends.torch.rollouts import ragged as prompts_of
-from tests.backends.torch.trainers import CONTEXT, Folder, Pull, trainer, whole
-from tests.models import Ragged, ragged, unpadded
+from tests.backends.torch.generate.rollouts import KEY, SAMPLED, full_log_probs, names
+from tests.backends.torch.generate.rollouts import ragged as prompts_of
+from tests.backends.torch.train.trainers import CONTEXT, Folder, Pull, trainer, whole
 from tests.nightly import nightly_except
+from tests.support.architectures import architecture
+from tests.support.models import Ragged, ragged, unpadded
 
 SCORED = ["afmoe", "deepseek_v3", "deepseek_v4", "falcon", "gpt_oss", "jamba", "mamba", "minimax", "phimoe"]
 SCORED += ["qwen3_next", "vaultgemma"]

@@ -12,20 +12,20 @@ import torch
 
 from flowrl import Metrics
 from flowrl.backends import TorchRollout, TorchTrainer
-from flowrl.core.ports import PortField
-from flowrl.core.protocols import Sampling
+from flowrl.core.operators.ports import PortField
 from flowrl.data.keys import Key
 from flowrl.errors import BindError, DataError, GraphError, ParameterError, RewardError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo
 from flowrl.operators import Interact, Judge
 from flowrl.operators.reward.judge import conversation
+from flowrl.protocols.protocols import Sampling
 from flowrl.records import PromptBatch, RolloutBatch
-from flowrl.run.build import EngineBuilder
-from tests.jobs import PROMPTS, column, prompt_batch, rollout_batch
-from tests.kernel import exact
-from tests.models import char_tokenizer, tiny_folder
-from tests.runs import walk
+from flowrl.run.engine.build import EngineBuilder
+from tests.support.jobs import PROMPTS, column, prompt_batch, rollout_batch
+from tests.support.kernel import exact
+from tests.support.models import char_tokenizer, tiny_folder
+from tests.support.runs import walk
 
 TEMPLATE = "Of {prompt} is {response} like {reference}? {{0 to 9}}"
 

@@ -19,11 +19,11 @@ from flowrl.graph import Graph
 from flowrl.graphs import gdpo, grpo
 from flowrl.operators import GDPOAdvantage, GroupAdvantage, Matches, ModelReward, WeighRewards
 from flowrl.operators.reward.terms import gdpo_advantage
-from tests.jobs import PROMPTS, column, job_of, prompt_batch, rollout_batch
-from tests.kernel import exact
-from tests.operators.ragged import masks, numbers
-from tests.rewards import digits
-from tests.runs import walk
+from tests.operators.advantages.ragged import masks, numbers
+from tests.support.jobs import PROMPTS, column, job_of, prompt_batch, rollout_batch
+from tests.support.kernel import exact
+from tests.support.rewards import digits
+from tests.support.runs import walk
 
 WEIGHTS = {"accuracy": 1.0, "format": 0.25, "length": -0.5}
 GATES = {"format": "accuracy", "length": "format"}

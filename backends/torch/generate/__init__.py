@@ -1,0 +1,1 @@
+"""Sampling in PyTorch with a KV cache."""

@@ -1,0 +1,76 @@
+"""Drawing tokens from logits by numbers that were given, so that a row's draws are its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flowrl.protocols.protocols import Sampling
+
+BLOCK = 256
+"""Columns that are summed together before one of them is looked for."""
+
+
+def next_token(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Draw one token per row, by inverting the cumulative distribution at `uniforms`.
+
+    Logits are divided by the temperature, then the `top_k` largest are kept (of equals the lowest ids), then the
+    smallest set of the most likely whose probability reaches `top_p` (nucleus sampling, Holtzman et al. 2020,
+    arXiv:1904.09751), then renormalised; this distribution is drawn from, and the log-prob is that under it. At
+    temperature 0 the most likely token is taken, top-k and top-p have no say, and the log-prob is of temperature 1.
+
+    Args:
+        logits: ``[rows vocab]`` of any float dtype; computed on in float32.
+        uniforms: float64 ``[rows]`` in [0, 1).
+        sampling: temperature, top_k and top_p.
+
+    Returns:
+        tokens (int64 ``[rows]``) and log-probs (float32 ``[rows]``), NaN where a logit of the row is NaN or +inf.
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        pick = logits.argmax(-1, keepdim=True)
+        return pick.squeeze(1), logits.log_softmax(-1).gather(1, pick).squeeze(1)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    order = None
+    if sampling.top_k > 0 or sampling.top_p < 1:
+        logits, order = logits.sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k > 0:
+        logits = logits[:, : sampling.top_k]
+    if sampling.top_p < 1:
+        reached = logits.softmax(-1).double().cumsum(-1) >= sampling.top_p
+        logits[:, 1:].masked_fill_(reached[:, :-1], -torch.inf)
+    probabilities = logits.softmax(-1)  # one NaN or +inf makes the whole row NaN
+    pick = _invert(probabilities, uniforms[:, None])
+    tokens = pick if order is None else order.gather(1, pick)
+    return tokens.squeeze(1), probabilities.gather(1, pick).log_().squeeze(1)
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The first column up to which the weights of a row sum to more than its share `uniforms` ``[rows 1]`` of them all.
+
+    It is never one of weight 0; of rows of NaN it is any. Many columns are summed by blocks first, and only one block
+    of each row is looked into.
+    """
+    columns = weights.shape[1]
+    if columns <= 8 * BLOCK:
+        return _search(weights, uniforms)[0]
+    full = columns - columns % BLOCK
+    sums = [weights[:, :full].unflatten(1, (-1, BLOCK)).sum(-1), weights[:, full:].sum(-1, keepdim=True)]
+    block, share, cumulative = _search(torch.cat(sums, 1), uniforms)
+    upper = cumulative.gather(1, block)
+    lower = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
+    place = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    inside = weights.gather(1, place.clamp(max=columns - 1)).masked_fill_(place >= columns, 0)
+    within = ((share - lower) / (upper - lower)).clamp_(0, 1 - 2**-53)
+    return (block * BLOCK + _search(inside, within)[0]).clamp_(max=columns - 1)
+
+
+def _search(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns as `_invert` finds them, the shares that were looked for, and the cumulative weights in float64."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    share = uniforms * cumulative[:, -1:]
+    # The first entry above the share: not one of weight 0, nor, as a uniform is below 1, one past the end.
+    pick = torch.searchsorted(cumulative, share, right=True).clamp_(max=weights.shape[1] - 1)
+    return pick, share, cumulative

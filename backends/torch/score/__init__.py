@@ -1,0 +1,1 @@
+"""Scoring in PyTorch: log-probs, values and rewards of given tokens."""

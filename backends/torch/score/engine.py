@@ -1,0 +1,386 @@
+"""Live engines on a torch model: one that scores, one that is trained too; and how they give their device to others.
+
+The model is whole in this process, or sharded over several that each hold one rank of the engine and make the same
+calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.backends.torch.score.head import FolderHead
+from flowrl.backends.torch.score.model import TorchModel
+from flowrl.backends.torch.score.rows import Budget, Rows, SequenceInputs, check_sequences, fill_rows
+from flowrl.backends.torch.score.tiles import Entropy
+from flowrl.backends.torch.train.learner import Learner
+from flowrl.data.metrics import Metrics
+from flowrl.errors import AsleepError, BindError, ParameterError
+from flowrl.protocols.heads import Head, LastStates
+from flowrl.protocols.protocols import MiniBatch, Objective
+from flowrl.protocols.scorers import Top
+from flowrl.records import Sequences
+from flowrl.sync.buckets import BUCKET_BYTES
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
+
+_Score = Callable[[SequenceInputs], Sequence[Tensor]]
+
+
+class Residence:
+    """Moves modules and the state of their optimiser off `device` and back; on a CPU only the mark is moved.
+
+    Args:
+        device: where the modules compute.
+        modules: whose parameters and buffers move; parameters stay the same objects.
+        optimizer: whose state moves with them.
+        offload: the weights live in CPU memory anyway, and stay there.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        modules: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | None = None,
+        offload: bool = False,
+    ) -> None:
+        self._device, self._modules, self._optimizer = device, modules, optimizer
+        self.beside: Sequence[nn.Module] = ()
+        """Others that move with them."""
+        self._moves = not offload and device.type != "cpu"
+        self.asleep = False
+
+    def sleep(self) -> None:
+        """Release the device; twice is as good as once."""
+        if not self.asleep and self._moves:
+            self._move(torch.device("cpu"))
+            torch.cuda.empty_cache()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Take the device back; twice is as good as once."""
+        if self.asleep and self._moves:
+            self._move(self._device)
+        self.asleep = False
+
+    def require_awake(self, what: str) -> None:
+        """Refuse to do `what` asleep.
+
+        Raises:
+            AsleepError: the engine sleeps.
+        """
+        if self.asleep:
+            raise AsleepError(
+                f"{what} was called while the engine sleeps, its weights off {self._device}; expected an engine that "
+                f"is awake: call engine.wake() first."
+            )
+
+    def _move(self, device: torch.device) -> None:
+        for module in (*self._modules, *self.beside):
+            module.to(device)
+        if self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and key != "step":  # torch counts steps on the CPU
+                        state[key] = value.to(device)
+
+
+class Resident:
+    """The turns of an engine that sets `residence`: `sleep` gives its device to others, `wake` takes it back.
+
+    Of an engine of several ranks, all ranks sleep and wake together.
+    """
+
+    residence: Residence
+
+    def sleep(self) -> None:
+        """Move weights and optimiser state to CPU memory; what is computed with them is refused until `wake`."""
+        self.residence.sleep()
+
+    def wake(self) -> None:
+        """Bring back what `sleep` has moved."""
+        self.residence.wake()
+
+
+class TrainedEngine(Resident):
+    """What the live engines of trainers and critics share: an engine that sets `learner` can go on where it stopped."""
+
+    learner: Learner
+
+    @property
+    def version(self) -> int:
+        """How many `update` calls the weights have seen."""
+        return self.learner.version
+
+    def state_dict(self) -> dict[str, Any]:
+        """``weights``, ``optimizer``, ``steps``, ``version``, ``over``; the tensors are the live ones, as in torch.
+
+        Of an adapter, ``weights`` are its own alone, and ``over`` says what they are added to. Of several ranks, each
+        has its own shards (`torch.distributed.tensor.DTensor`).
+        """
+        return self.learner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, which is of as many ranks, bit for bit.
+
+        Raises:
+            DataError: the state is of a model with other weights, or of another number of ranks.
+        """
+        self.learner.load_state_dict(state)
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write what `state_dict` holds to a new folder, each rank its shards; a collective.
+
+        Raises:
+            DataError: the folder holds a checkpoint, or cannot be written.
+        """
+        self.learner.save_checkpoint(folder)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Go on from a checkpoint of any number of ranks, bit for bit where there are as many; a collective.
+
+        Raises:
+            DataError: there is none, it is of another model, adapter or optimiser, or damaged.
+        """
+        self.learner.load_checkpoint(folder)
+
+
+class TorchScorerEngine(Resident):
+    """A live `Scorer`; made by `TorchScorer.build`.
+
+    Args:
+        folder: where the model came from.
+        scorer: the model at work.
+        budget: what runs at a time.
+        logprob_chunk: as in the spec.
+        residence: where the weights are now.
+    """
+
+    def __init__(
+        self, folder: str, scorer: TorchModel, budget: Budget, logprob_chunk: int, residence: Residence
+    ) -> None:
+        self.folder, self.residence = folder, residence
+        self._scorer, self._budget, self._chunk = scorer, budget, logprob_chunk
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The causal LM itself, in evaluation mode; a rollout in this process may share it."""
+        return self._scorer.module
+
+    @property
+    def arithmetic(self) -> torch.dtype:
+        """What the model computes in: float32, or bfloat16 over float32 weights."""
+        return self._scorer.dtype
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the weights of `model` are in shards, and not whole."""
+        return self._scorer.mesh.sharded
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Within, `model` computes as this engine does: in its dtype."""
+        return self._scorer.arithmetic()
+
+    @torch.no_grad()
+    def log_probs(self, batch: Sequences) -> Tensor:
+        """Log-probs of the response tokens at each row's temperature: float32 ``[batch response]``, 0 off the mask.
+
+        Each rank passes rows of its own, as many as it has, and gets their log-probs; a collective.
+
+        Raises:
+            DataError: a temperature is not positive, or a response token counts that nothing predicts.
+            RankError: that is so on another rank.
+            AsleepError: the engine sleeps.
+        """
+        out = _blank(batch)
+        self._score("log_probs", batch, [out], lambda micro: [self._scorer.log_probs(micro, self._chunk, "none")[0]])
+        return out
+
+    @torch.no_grad()
+    def logit_norms(self, batch: Sequences) -> Tensor:
+        """``1 - 2 p + sum p**2`` of the response tokens, at each row's temperature: float32 ``[batch response]``, 0 off
+        the mask.
+
+        That is the squared norm of the gradient of a token's log-prob in the logits over the temperature, where p is
+        its probability and the sum is over the vocabulary. Ranks and errors as in `log_probs`.
+        """
+        out = _blank(batch)
+        self._score("logit_norms", batch, [out], lambda micro: [self._scorer.logit_norms(micro, self._chunk)])
+        return out
+
+    def _score(self, call: str, batch: Sequences, out: Sequence[Tensor], score: _Score) -> None:
+        """Fill `out` with what `score` gives for micro-batches."""
+        self.residence.require_awake(call)
+        with self._scorer.mesh.all_or_none(call):
+            inputs = SequenceInputs.of(batch, self._scorer.vocabulary)
+        fill_rows(out, self._scorer.mesh, inputs, self._budget, score)
+
+    @torch.no_grad()
+    def top_log_probs(self, batch: Sequences, k: int) -> Top:
+        """The `k` most likely tokens in the place of each response token, and the log-prob of all others together.
+
+        Ranks and errors as in `log_probs`.
+
+        Raises:
+            ParameterError: the vocabulary has no more than `k` tokens.
+        """
+        if k >= self._scorer.vocabulary:
+            raise ParameterError(
+                f"k={k} is the whole vocabulary of {self._scorer.vocabulary} tokens, and [batch, response, vocabulary] "
+                f"is never held; expected the most likely ones, such as k={max(1, self._scorer.vocabulary // 4)}, or "
+                f"TeacherStates and FullGKD for all."
+            )
+        out = Top(_blank(batch, k).long(), _blank(batch, k), _blank(batch))
+        self._score("top_log_probs", batch, out, lambda micro: self._scorer.top(micro, self._chunk, k))
+        return out
+
+
+class FrozenEngine(TorchScorerEngine):
+    """A live `StateScorer`: its weights stay what they are in its folder."""
+
+    _head: tuple[int, FolderHead] | None = None
+
+    @torch.no_grad()
+    def last_states(self, batch: Sequences) -> LastStates:
+        """The last hidden states, float32 ``[batch response hidden]``, and the head that makes logits of them.
+
+        Ranks and errors as in `log_probs`.
+
+        Raises:
+            BindError: the logits of this architecture are something else than its head makes of its last hidden states,
+                scaled or capped.
+        """
+        self.residence.require_awake("last_states")
+        self._head = self._head or self._find_head()
+        width, head = self._head
+        out = _blank(batch, width)
+        self._score("last_states", batch, [out], lambda micro: [self._scorer.last_states(micro)])
+        return LastStates(out, head)
+
+    def _find_head(self) -> tuple[int, FolderHead]:
+        after, found = self._scorer.after_head, self._scorer.head()
+        if after is None or found is None:
+            raise BindError(
+                f"{type(self.model).__name__} in {self.folder!r} makes its logits in a way of its own, and not by a "
+                f"linear head of its last hidden states, with a scale or a cap; so no other process could make them. "
+                f"Take its likely tokens: TeacherTopK and GKD."
+            )
+        width, digest = found
+        return width, FolderHead(self.folder, digest, after, self.arithmetic)
+
+
+class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
+    """A live `Trainer`; made by `TorchTrainer.build`.
+
+    Args:
+        folder, scorer, budget, logprob_chunk, residence: as in `TorchScorerEngine`.
+        learner: trains the weights of `scorer`.
+        tokenizer: written beside the weights.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        scorer: TorchModel,
+        budget: Budget,
+        logprob_chunk: int,
+        residence: Residence,
+        learner: Learner,
+        tokenizer: Any,
+    ) -> None:
+        super().__init__(folder, scorer, budget, logprob_chunk, residence)
+        self.learner, self._tokenizer = learner, tokenizer
+        self._heads: dict[Head, Head] = {}
+
+    def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], objective: Objective[Rows]) -> Metrics:
+        """One optimiser step per mini-batch, in order; then `version` grows by one.
+
+        Reports what `objective` reports, and ``actor/grad_norm`` (before clipping) and ``actor/lr``, the means over
+        mini-batches.
+
+        Each rank passes its own parts of the same mini-batches, and reports its part of the metrics; a collective.
+
+        Raises:
+            DataError: as `log_probs`; or the gradient of a mini-batch is not finite (on all ranks).
+            AsleepError: the engine sleeps.
+        """
+        self.residence.require_awake("update")
+        with self._scorer.mesh.all_or_none("update"):
+            check_sequences(batch, self._scorer.vocabulary)  # type: ignore[arg-type]
+            batch = self._with_open_heads(batch)
+
+        def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
+            # Entropy is always reported; its gradient is only taken where the objective has a use for it.
+            entropy: Entropy = "gradient" if objective.wants_entropy else "value"
+            idle = isinstance(micro, SequenceInputs)  # which has no columns beside, and no token that would read them
+            return self._scorer.log_probs(micro, self._chunk, entropy, None if idle else objective.of_distribution)
+
+        return self.learner.update(batch, mini_batches, objective, forward)
+
+    def _with_open_heads(self, batch: Rows) -> Rows:
+        """`batch` with the heads of other models open: they are on this engine's device while it is awake."""
+        heads = {name: x for name, x in batch._asdict().items() if not isinstance(x, Tensor) and isinstance(x, Head)}
+        self._heads = {head: self._heads.get(head) or head.opened(self._scorer.device) for head in heads.values()}
+        self.residence.beside = [head for head in self._heads.values() if isinstance(head, nn.Module)]
+        return batch._replace(**{name: self._heads[head] for name, head in heads.items()})
+
+    def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """The float32 weights under the names that `save_pretrained` writes, sorted, tied ones once.
+
+        The tensors are the live ones, except that an adapter is merged into copies; copy what must outlast the next
+        update. Sharded weights are gathered, bucket by bucket of at most `bucket_bytes`, of which three exist at a
+        time: a collective that all ranks must go through to the end. See `Sharded.full`.
+        """
+        return self._scorer.weights(bucket_bytes)
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write weights (float32, an adapter merged into them), configuration and tokeniser as a Hugging Face folder.
+
+        A collective: rank 0 writes, and holds all weights in CPU memory meanwhile.
+        """
+        self._scorer.save_pretrained(folder, BUCKET_BYTES)
+        if self._scorer.mesh.rank == 0:
+            self._tokenizer.save_pretrained(folder)
+
+
+class LoRATrainerEngine(TorchTrainerEngine):
+    """A `TorchTrainerEngine` whose adapter is trained and nothing else; it is `Adapted`."""
+
+    @property
+    def adapter_of(self) -> str:
+        """The digest of the weights that stay, and the scaling of the adapter that is added to them."""
+        assert self._scorer.adapter_of is not None
+        return self._scorer.adapter_of
+
+    def adapter_weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """The adapter's float32 weights under the names that PEFT writes, sorted; otherwise as `weights`."""
+        return self._scorer.adapter_weights(bucket_bytes)
+
+
+class AdapterOffEngine(FrozenEngine):
+    """A live `StateScorer` with the weights of a trainer as they are without its adapter: those it started from."""
+
+    def __init__(self, actor: LoRATrainerEngine) -> None:
+        residence = Residence(actor.model.device, [])  # what is shared moves with the trainer
+        super().__init__(actor.folder, actor._scorer, actor._budget, actor._chunk, residence)
+        self._actor = actor
+
+    def _score(self, call: str, batch: Sequences, out: Sequence[Tensor], score: _Score) -> None:
+        """As `TorchScorerEngine._score`, with the adapter off; it is on again afterwards.
+
+        Raises:
+            AsleepError: this engine sleeps, or the trainer.
+        """
+        self._actor.residence.require_awake(call)
+        with self._scorer.without_adapter():
+            super()._score(call, batch, out, score)
+
+
+def _blank(batch: Sequences, *more: int) -> Tensor:
+    """Float32 zeros ``[batch response ...]``."""
+    return torch.zeros(*batch.response_mask.shape, *more, device=batch.response_mask.device)

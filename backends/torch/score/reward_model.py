@@ -1,0 +1,264 @@
+"""`TorchRewardModel`: a frozen sequence classifier of transformers, which scores whole answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any, Literal, cast
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from flowrl.backends.torch.device import device_of, mesh_of
+from flowrl.backends.torch.load import Folder, FolderBackend, loading, refuse_no_model, skeleton, stored_tensors
+from flowrl.backends.torch.probes import Attention, Inputs, apart, known, tolerance
+from flowrl.backends.torch.score.engine import Residence, Resident
+from flowrl.backends.torch.score.model import Dtype, TorchModel, scatter
+from flowrl.backends.torch.score.rows import Budget, TokenInputs, score_rows
+from flowrl.data.text.tokenizer import ChatTokenizer, positions
+from flowrl.errors import BindError, DataError
+from flowrl.protocols.protocols import BuildContext, Sleeper
+from flowrl.protocols.scorers import RewardScorer, TextRewardScorer
+from flowrl.records import Tokens
+
+
+class TorchRewardModel(FolderBackend):
+    """A frozen reward model: `AutoModelForSequenceClassification` of a decoder, as TRL and most others train them.
+
+    The score of a row is what transformers gives for the row alone, without padding: the logit of a label at the last
+    token that is not the configuration's pad token.
+
+    Args:
+        model: a Hugging Face folder, with a tokeniser if it is to read text.
+        label: of which label the logit is the score; None where there is one.
+        head: ``"random"`` draws the head of a folder that has none, from the seed of the run, for trying things out.
+        dtype: the body's arithmetic: ``"bfloat16"`` is autocast over float32 weights. The head is in float32.
+        attention: as in `TorchScorer`.
+        max_tokens: positions that one forward pass may compute; see `TrainedSpec`.
+        device: None is CUDA where there is one, else the CPU.
+        memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
+        ranks: processes that share the weights by FSDP2, one device each.
+        offload: keep weights in CPU memory; a layer comes to the device to compute.
+    """
+
+    serves = (RewardScorer, TextRewardScorer, Sleeper)
+
+    model: Folder
+    label: int | None = Field(default=None, ge=0)
+    head: Literal["stored", "random"] = "stored"
+    dtype: Dtype = "float32"
+    attention: Attention | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    device: str | None = None
+    memory: float | None = Field(default=None, gt=0)
+    ranks: int = Field(default=1, ge=1)
+    offload: bool = False
+
+    def refuse_missing(self) -> None:
+        """Refuse a folder that holds no reward model, or none with such a label; no weights are read.
+
+        Raises:
+            BindError: see `classifier_of`.
+        """
+        refuse_no_model(self.model)
+        classifier_of(self.model, self.label)
+
+    def build(self, context: BuildContext) -> TorchRewardModelEngine:
+        """Load body and head.
+
+        Raises:
+            BindError: the folder does not hold a whole sequence classifier of a decoder; it has several labels, and
+                `label` does not say which; or this process is not one of `ranks`.
+        """
+        classifier = classifier_of(self.model, self.label)
+        mesh = mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
+        body = TorchModel(self.model, self.dtype, mesh, self.attention, gradient_checkpointing=False, with_head=False)
+        body.module.requires_grad_(False)
+        head = _head(self.model, classifier, self.head, context.seed).to(mesh.device).requires_grad_(False)
+        residence = Residence(mesh.device, [body.gathered.root, head], offload=self.offload)
+        budget = body.budget(self.max_tokens)
+        engine = TorchRewardModelEngine(self.model, body, head, self.label or 0, budget, residence)
+        engine.refuse_other_classifier(classifier)
+        return engine
+
+
+def classifier_of(folder: str, label: int | None) -> Any:
+    """The sequence classifier of a folder without its weights.
+
+    Raises:
+        BindError: transformers has none for this architecture, it is none of a decoder, or `label` is not one of its
+            labels.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    with loading(folder, "a sequence classifier"):
+        classifier: Any = skeleton(folder, None, AutoModelForSequenceClassification)
+    if not isinstance(getattr(classifier, "score", None), nn.Linear):
+        raise BindError(
+            f"the folder {folder!r} is of a {type(classifier).__name__}, which does not score a sequence by a linear "
+            f"head on its last token; expected a decoder, such as a LlamaForSequenceClassification."
+        )
+    names, count = classifier.config.id2label, classifier.num_labels
+    if (label is None and count > 1) or (label is not None and label >= count):
+        said = "nothing says which is the score" if label is None else f"label={label} is none of them"
+        raise BindError(
+            f"the reward model in {folder!r} has {count} labels ({', '.join(f'{i}: {n}' for i, n in names.items())}), "
+            f"and {said}; bind TorchRewardModel(folder, label={count - 1})."
+        )
+    return classifier
+
+
+def _head(folder: str, classifier: Any, head: str, seed: int) -> nn.Linear:
+    """The head of a folder, or a random one, on the CPU.
+
+    Raises:
+        BindError: it has none, or has one that is to be drawn; or it has another shape, or is not finite.
+    """
+    shape, bias = tuple(classifier.score.weight.shape), classifier.score.bias is not None
+    with ExitStack() as files:
+        stored = stored_tensors(folder, files)
+        found = {name: stored[f"score.{name}"] for name in ("weight", "bias") if f"score.{name}" in stored}
+        if bool(found) != (head == "stored"):
+            said = "has a head (score.weight)" if found else "has no head (score.weight in safetensors)"
+            mend = (
+                "leave head='random' out"
+                if found
+                else "it would be drawn at random: name a trained reward model, or bind TorchRewardModel(folder, "
+                "head='random') to try things out"
+            )
+            raise BindError(f"the folder {folder!r} {said}; {mend}.")
+        state = {name: tensor[:].float() for name, tensor in found.items()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = nn.Linear(shape[1], shape[0], bias=bias)
+    if state:
+        expected = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        if shapes != expected or not all(tensor.isfinite().all() for tensor in state.values()):
+            raise BindError(
+                f"the head in {folder!r} has the shapes {shapes}, or numbers that are not finite; expected finite ones "
+                f"of {expected}, by its config.json: write the folder again with model.save_pretrained(folder)."
+            )
+        made.load_state_dict(state)
+    return made
+
+
+class TorchRewardModelEngine(Resident):
+    """A live `RewardScorer` and `TextRewardScorer`; made by `TorchRewardModel.build`.
+
+    Args:
+        folder: where the model came from.
+        body: the model below the head.
+        head: ``[labels width]``, whole on every rank.
+        label: whose logit is the score.
+        budget: what runs at a time.
+        residence: where the weights are now.
+    """
+
+    def __init__(
+        self, folder: str, body: TorchModel, head: nn.Linear, label: int, budget: Budget, residence: Residence
+    ) -> None:
+        self.folder, self.residence = folder, residence
+        self._body, self._head, self._label, self._budget = body, head, label, budget
+        config = body.module.config.get_text_config()
+        self._pad, self._longest = config.pad_token_id, getattr(config, "max_position_embeddings", None)
+
+    @cached_property
+    def tokenizer(self) -> ChatTokenizer:
+        """The tokeniser and template that text is read with.
+
+        Raises:
+            DataError: the folder has none.
+        """
+        return ChatTokenizer(self.folder)
+
+    @torch.no_grad()
+    def rewards(self, batch: Tokens) -> Tensor:
+        """The score of each row, prompt and response together: float32 ``[batch]``.
+
+        Each rank passes rows of its own, as many as it has, and gets their scores; a collective.
+
+        Raises:
+            DataError: a row is longer than the model's positions, or holds a token that it does not have.
+            RankError: that is so on another rank.
+            AsleepError: the engine sleeps.
+        """
+        return self._rewards(batch, "rewards")
+
+    @torch.no_grad()
+    def rewards_of(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> Tensor:
+        """The score of each conversation by the model's own template: float32 ``[conversations]``; nothing is cut off.
+
+        Raises:
+            DataError: there is no tokeniser or template, this does not take a conversation, or one is longer than the
+                model's positions.
+            RankError, AsleepError: as `rewards`.
+        """
+        with self._body.mesh.all_or_none("rewards_of"):
+            ids, mask = self.tokenizer.pad_left([self.tokenizer.conversation_ids(each) for each in conversations])
+        if not conversations:
+            ids, mask = ids.new_zeros(0, 1), mask.new_zeros(0, 1)
+        nothing = torch.zeros(len(ids), ids.shape[1] - 1, dtype=torch.bool)
+        return self._rewards(TokenInputs(ids, mask, positions(mask), nothing), "rewards_of")
+
+    def _rewards(self, batch: Tokens, call: str) -> Tensor:
+        self.residence.require_awake(call)
+        with self._body.mesh.all_or_none(call):
+            self._refuse_too_long(batch.attention_mask)
+            inputs = self._at_the_end(TokenInputs.of(batch, self._body.vocabulary))
+        return score_rows(self._body.mesh, inputs, self._budget, self._scores).sum(1)
+
+    def _scores(self, batch: Tokens) -> Tensor:
+        with torch.autocast(self._body.device.type, enabled=False):
+            logits = self._head(self._body.states(batch).float())
+        return scatter(logits[:, self._label], batch.response_mask)
+
+    def _at_the_end(self, batch: TokenInputs) -> TokenInputs:
+        """The rows with just their last token on the mask, which is over the whole sequence here.
+
+        States are those before each token on the mask, so there is a column more, for what comes after the last.
+        """
+        read = batch.attention_mask.bool()
+        counted = read if self._pad is None else read & (batch.input_ids != self._pad)
+        counted = torch.where(counted.any(1, keepdim=True), counted, read)
+        last = counted & (counted.flip(1).cumsum(1).flip(1) == 1)
+        ids, mask, place = (nn.functional.pad(x, (0, 1)) for x in (batch.input_ids, read, batch.position_ids))
+        return TokenInputs(ids, mask, place, last)
+
+    def _refuse_too_long(self, attention_mask: Tensor) -> None:
+        lengths = attention_mask.sum(1)
+        if self._longest is not None and len(lengths) and int(lengths.max()) > self._longest:
+            row = int(lengths.argmax())
+            raise DataError(
+                f"row {row} has {int(lengths[row])} tokens, and the reward model in {self.folder!r} has positions for "
+                f"{self._longest}; nothing is cut off, since the score is that of the end. Allow fewer new tokens, or "
+                f"bind a reward model that reads more."
+            )
+
+    def refuse_other_classifier(self, classifier: Any) -> None:
+        """Refuse a model whose own class scores a sequence in another way than this engine does.
+
+        Args:
+            classifier: of that class, without weights.
+
+        Raises:
+            BindError: it does.
+        """
+        setattr(classifier, classifier.base_model_prefix, self._body.module)
+        classifier.score = self._head
+
+        def ask(probe: Inputs) -> Tensor:
+            return cast(Tensor, classifier(**known(classifier, probe)).logits[:, self._label])
+
+        theirs = self._body.probe(ask)
+        ids = torch.arange(8)[None] % self._body.vocabulary
+        read = torch.ones_like(ids, dtype=torch.bool)
+        ours = self.rewards(TokenInputs(ids, read, positions(read), read[:, 1:] & False))
+        bound = tolerance(self._body.dtype)
+        if not (distance := apart(ours.to(theirs.device), theirs)) <= bound:
+            raise BindError(
+                f"the {type(classifier).__name__} in {self.folder!r} does not score a sequence by its head on the last "
+                f"token: a probe is {distance:.2g} off (expected at most {bound:g}); bind another reward model."
+            )

@@ -1,0 +1,1 @@
+"""Training in PyTorch: trainers, critics, optimizers, FSDP2."""

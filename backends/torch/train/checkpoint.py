@@ -1,0 +1,191 @@
+"""Checkpoints of weights and optimiser state that any number of ranks can write and any other can read.
+
+Each rank writes one safetensors file, ``part-00001-of-00002.safetensors`` and so on, under flat names:
+``weights.<name>``, ``optimizer.<key>.<name>``, and those of `extra`. Of a sharded tensor it holds the rows of the rank,
+so the parts in order are the whole; a tensor that is not sharded is in the first. These files cannot hold code, and
+nothing here is pickled: a checkpoint of somebody else can be damaged or wrong, but it runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from flowrl.backends.torch.train.mesh import Mesh
+from flowrl.errors import DataError
+
+if TYPE_CHECKING:  # it takes half a second to import
+    from flowrl.backends.torch.train.sharded import Sharded
+
+_PART = re.compile(r"part-\d{5}-of-(\d{5})\.safetensors")
+_DTYPES = {torch.float32: "F32", torch.int64: "I64"}
+
+
+def save(
+    folder: str,
+    mesh: Mesh,
+    weights: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    extra: Mapping[str, Tensor],
+) -> None:
+    """Write a checkpoint; a collective.
+
+    Args:
+        folder: a new folder, or one that holds no checkpoint.
+        mesh: where the weights are.
+        weights: what is trained, by name.
+        optimizer: whose state is written.
+        extra: whatever else there is to know.
+
+    Raises:
+        DataError: the folder holds a checkpoint, or cannot be written.
+    """
+    with mesh.all_or_none("save_checkpoint"):
+        if os.path.isdir(folder) and any(map(_PART.fullmatch, os.listdir(folder))):
+            raise DataError(f"{folder!r} holds a checkpoint already; expected a new folder: name another one.")
+        os.makedirs(folder, exist_ok=True)
+    tensors: dict[str, Tensor] = dict(extra)
+    for name, parameter in weights.items():
+        tensors[f"weights.{name}"] = parameter.detach()
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{key}.{name}"] = value
+    own = {name: _local(tensor) for name, tensor in tensors.items() if mesh.rank == 0 or isinstance(tensor, DTensor)}
+    part = os.path.join(folder, f"part-{mesh.rank + 1:05d}-of-{mesh.size:05d}.safetensors")
+    with mesh.all_or_none("save_checkpoint"), _failures(folder, "written"):
+        _write(part, own)
+
+
+def load(
+    folder: str,
+    mesh: Mesh,
+    weights: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    state_keys: Sequence[str],
+    extra: Mapping[str, Tensor],
+) -> None:
+    """Read a checkpoint into `weights`, the state of `optimizer` and `extra`, in place; a collective.
+
+    Args:
+        folder, mesh, weights, optimizer, extra: as in `save`.
+        state_keys: what the optimiser keeps of each parameter, once it has taken a step.
+
+    Raises:
+        DataError: the folder holds no checkpoint, or one that is damaged, or of another model or optimiser; nothing is
+            changed then.
+    """
+    tensors: dict[str, Tensor] = dict(extra)
+    tensors |= {f"weights.{name}": parameter.detach() for name, parameter in weights.items()}
+    state: dict[Tensor, dict[str, Tensor]] = {}
+    with ExitStack() as files:
+        with mesh.all_or_none("load_checkpoint"):
+            stored = _pieces(folder, files)
+            if any(name.startswith("optimizer.") for name in stored):
+                for name, parameter in weights.items():
+                    state[parameter] = {key: _blank(key, parameter) for key in state_keys}
+                    tensors |= {f"optimizer.{key}.{name}": value for key, value in state[parameter].items()}
+            wanted = {name: (_DTYPES[tensor.dtype], *tensor.shape) for name, tensor in tensors.items()}
+            found = {name: _described(pieces) for name, pieces in stored.items()}
+            if wanted != found:
+                other = sorted({name for name, _ in wanted.items() ^ found.items()})
+                raise DataError(
+                    f"{folder!r} holds a checkpoint of another model or optimiser: {len(other)} tensors differ in "
+                    f"name, dtype or shape, {', '.join(other[:3])} among them; expected what this engine trains. Bind "
+                    f"the model folder and the optimiser that the checkpoint was made with."
+                )
+        with mesh.all_or_none("load_checkpoint"), _failures(folder, "read"), torch.no_grad():
+            for name, tensor in tensors.items():
+                _read(stored[name], tensor, mesh)
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def _blank(key: str, parameter: nn.Parameter) -> Tensor:
+    return torch.tensor(0.0) if key == "step" else torch.zeros_like(parameter, requires_grad=False)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _write(path: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file, one tensor after the other: `safetensors.torch.save_file` wants all of them in CPU
+    memory at once, which is three times the weights where they are on a GPU."""
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # each at a multiple of its element
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            file.write(tensor.detach().cpu().contiguous().view(-1).numpy().data)
+
+
+def _pieces(folder: str, files: ExitStack) -> dict[str, list[Any]]:
+    """Lazy slices of each tensor of a checkpoint, in the order of their rows, for as long as `files` is open."""
+    parts = sorted(filter(_PART.fullmatch, os.listdir(folder))) if os.path.isdir(folder) else []
+    if not parts:
+        raise DataError(f"{folder!r} holds no checkpoint; expected a folder that save_checkpoint has written.")
+    count = int(_PART.sub(r"\1", parts[0]))
+    if parts != [f"part-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]:
+        raise DataError(
+            f"{folder!r} holds {', '.join(parts[:3])}{', …' if len(parts) > 3 else ''}; expected all parts of one "
+            f"checkpoint, {count} files: put back what is missing, or take another checkpoint."
+        )
+    pieces: dict[str, list[Any]] = {}
+    with _failures(folder, "read"):
+        for part in parts:
+            file = files.enter_context(safe_open(os.path.join(folder, part), framework="pt"))
+            for name in file.keys():  # noqa: SIM118
+                pieces.setdefault(name, []).append(file.get_slice(name))
+    return pieces
+
+
+def _described(pieces: Sequence[Any]) -> tuple[Any, ...]:
+    """Dtype and shape of the tensor that has these rows."""
+    shapes = [piece.get_shape() for piece in pieces]
+    kinds = {(piece.get_dtype(), len(shape), *shape[1:]) for piece, shape in zip(pieces, shapes, strict=True)}
+    if len(kinds) > 1:
+        return ("mixed",)
+    dtype, axes, *rest = kinds.pop()
+    return (dtype, *([sum(shape[0] for shape in shapes)] if axes else []), *rest)
+
+
+def _read(pieces: Sequence[Any], tensor: Tensor, mesh: Mesh) -> None:
+    """Copy into `tensor` the rows that it has of the whole."""
+    if tensor.ndim == 0:
+        tensor.copy_(pieces[0][...])
+        return
+    sharded = isinstance(tensor, DTensor)
+    first, last = cast("Sharded", mesh).rows(tensor.shape[0]) if sharded else (0, tensor.shape[0])
+    held, start = _local(tensor), 0
+    for piece in pieces:
+        end = start + piece.get_shape()[0]
+        low, high = max(first, start), min(last, end)
+        if low < high:
+            held[low - first : high - first].copy_(piece[low - start : high - start])
+        start = end
+
+
+@contextmanager
+def _failures(folder: str, done: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise DataError(
+            f"the checkpoint {folder!r} could not be {done} ({type(error).__name__}: {error}); look for a full disk or "
+            f"a damaged file, and take another folder."
+        ) from error

@@ -1,0 +1,157 @@
+"""`TorchCritic`: a value function over tokens, on the body of a causal LM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from flowrl.backends.torch.load import load_tokenizer
+from flowrl.backends.torch.score.engine import Residence, TrainedEngine
+from flowrl.backends.torch.score.model import TorchModel, scatter
+from flowrl.backends.torch.score.rows import Budget, Rows, TokenInputs, check_tokens, score_rows
+from flowrl.backends.torch.train.learner import AdamW, Learner, Optimizer, TrainedSpec
+from flowrl.backends.torch.train.mesh import Gathered
+from flowrl.data.metrics import Metrics
+from flowrl.errors import BindError
+from flowrl.protocols.protocols import BuildContext, Checkpointed, Critic, MiniBatch, Objective, Sleeper
+from flowrl.records import Tokens
+from flowrl.sync.buckets import BUCKET_BYTES
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+class TorchCritic(TrainedSpec):
+    """A causal LM with a scalar head in place of its own (a critic): float32 weights, one optimiser step a mini-batch.
+
+    The value head is linear, in float32, and starts at zero, so an untrained critic says 0 everywhere; a folder that
+    `TorchCriticEngine.save_pretrained` wrote brings its own. Of a reward model (a sequence classifier of transformers)
+    the body is taken, and its head is left out.
+
+    Args:
+        model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
+            ranks, offload: see `TrainedSpec`; the optimiser is ``AdamW(lr=1e-5)`` unless said.
+    """
+
+    serves = (Critic, Checkpointed, Sleeper)
+
+    optimizer: Optimizer = AdamW(lr=1e-5)
+
+    def build(self, context: BuildContext) -> TorchCriticEngine:
+        """Load body and tokeniser, and make the optimiser.
+
+        Raises:
+            BindError: the folder does not hold the body of a causal LM and its tokeniser, or this process is not one
+                of `ranks`.
+        """
+        mesh = self.mesh(context)
+        tokenizer = load_tokenizer(self.model)
+        body = TorchModel(self.model, self.dtype, mesh, self.attention, self.gradient_checkpointing, with_head=False)
+        head = _value_head(self.model, body.width()).to(mesh.device)
+        gathered_head = mesh.gathered(head)
+        whole = nn.ModuleDict({"model": body.module, "value_head": head})
+        budget = body.budget(self.max_tokens)
+        learner = Learner(whole, self, "critic", mesh, budget)
+        residence = Residence(mesh.device, [body.gathered.root, gathered_head.root], learner.optimizer, self.offload)
+        return TorchCriticEngine(body, head, gathered_head, budget, residence, tokenizer, learner)
+
+
+def _value_head(folder: str, width: int) -> nn.Linear:
+    """The value head of `folder`, or zeros where it has none."""
+    head = nn.Linear(width, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    saved = os.path.join(folder, VALUE_HEAD_FILE)
+    if os.path.isfile(saved):
+        try:
+            head.load_state_dict(load_file(saved))
+        except Exception as error:
+            raise BindError(
+                f"{saved} does not load as the value head of a body of width {width} ({error}); "
+                f"remove it to start from zero, or write the folder again with save_pretrained."
+            ) from error
+    return head
+
+
+class TorchCriticEngine(TrainedEngine):
+    """A live `Critic`; made by `TorchCritic.build`.
+
+    Args:
+        body: the model below the LM head.
+        head, gathered_head: the value head; its weights may be in shards.
+        budget: what runs at a time.
+        residence: where the weights are now.
+        tokenizer: written beside the weights.
+        learner: trains body and head.
+    """
+
+    def __init__(
+        self,
+        body: TorchModel,
+        head: nn.Linear,
+        gathered_head: Gathered,
+        budget: Budget,
+        residence: Residence,
+        tokenizer: Any,
+        learner: Learner,
+    ) -> None:
+        self._body, self._head, self._gathered_head, self._budget = body, head, gathered_head, budget
+        self.residence, self._tokenizer, self.learner = residence, tokenizer, learner
+
+    def _values(self, batch: Tokens) -> Tensor:
+        values = self._gathered_head.call(self._head, self._body.states(batch).float())
+        return scatter(values.squeeze(1), batch.response_mask)
+
+    @torch.no_grad()
+    def values(self, batch: Tokens) -> Tensor:
+        """The value of the state before each response token: float32 ``[batch response]``, 0 off the mask.
+
+        The value before response token ``t`` is read at sequence position ``sequence - response - 1 + t``.
+
+        Each rank passes rows of its own, as many as it has, and gets their values; a collective.
+
+        Raises:
+            DataError: a response token counts that has no attended token before it.
+            RankError: that is so on another rank.
+            AsleepError: the engine sleeps.
+        """
+        self.residence.require_awake("values")
+        with self._body.mesh.all_or_none("values"):
+            inputs = TokenInputs.of(batch, self._body.vocabulary)
+        return score_rows(self._body.mesh, inputs, self._budget, self._values)
+
+    def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], objective: Objective[Rows]) -> Metrics:
+        """One optimiser step per mini-batch, in order; then `version` grows by one. The objective gets no entropy.
+
+        Reports what `objective` reports, and ``critic/grad_norm`` (before clipping) and ``critic/lr``, the means over
+        mini-batches.
+
+        Each rank passes its own parts of the same mini-batches, and reports its part of the metrics; a collective.
+
+        Raises:
+            DataError: as `values`; or the gradient of a mini-batch is not finite (on all ranks).
+            AsleepError: the engine sleeps.
+        """
+        self.residence.require_awake("update")
+        with self._body.mesh.all_or_none("update"):
+            check_tokens(batch, self._body.vocabulary)  # type: ignore[arg-type]
+
+        def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
+            return self._values(micro), None
+
+        return self.learner.update(batch, mini_batches, objective, forward)
+
+    def save_pretrained(self, folder: str) -> None:
+        """Write body (float32), value head, configuration and tokeniser; `TorchCritic` loads the folder again.
+
+        A collective: rank 0 writes, and holds all weights in CPU memory meanwhile.
+        """
+        self._body.save_pretrained(folder, BUCKET_BYTES)
+        head = dict(self._body.mesh.full(self._head.state_dict().items(), BUCKET_BYTES))
+        if self._body.mesh.rank == 0:
+            self._tokenizer.save_pretrained(folder)
+            save_file(head, os.path.join(folder, VALUE_HEAD_FILE))

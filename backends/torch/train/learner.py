@@ -1,0 +1,424 @@
+"""What trainers and critics share: optimisers and learning-rate schedules, and the update loop, one optimiser step per
+mini-batch.
+
+An optimiser record builds the torch optimiser over given parameters; a schedule record is a pure function of the number
+of optimiser steps taken, so a resumed run needs nothing but that number.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Self, cast
+
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor, nn
+
+from flowrl.backends.torch.device import device_of, mesh_of
+from flowrl.backends.torch.load import Folder, FolderBackend
+from flowrl.backends.torch.probes import Attention
+from flowrl.backends.torch.score.model import Dtype
+from flowrl.backends.torch.score.rows import Budget, Rows, SequenceInputs, micro_batches, take
+from flowrl.backends.torch.train.mesh import Mesh
+from flowrl.data.metrics import Metrics
+from flowrl.errors import DataError
+from flowrl.protocols.protocols import BuildContext, MiniBatch, Objective, Whole
+from flowrl.spec import Schedule, Spec
+
+Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
+"""Output and entropy of the rows of a micro-batch."""
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class AdamW(Spec):
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2).
+
+    Weight decay falls on every parameter, norms and biases included, as in torch and verl.
+    """
+
+    lr: float = Field(ge=0)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """What the optimiser keeps of each parameter after its first step."""
+        return ("step", "exp_avg", "exp_avg_sq")
+
+    def build(self, parameters: Sequence[nn.Parameter], sharded: bool = False) -> torch.optim.Optimizer:
+        """The torch optimiser over `parameters`, which are `sharded` over ranks or not."""
+        return torch.optim.AdamW(
+            parameters,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            foreach=_foreach(sharded),
+        )
+
+
+class SGD(Spec):
+    """Stochastic gradient descent with heavy-ball momentum (0: none) and no weight decay."""
+
+    lr: float = Field(ge=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """What the optimiser keeps of each parameter after its first step."""
+        return ("momentum_buffer",) if self.momentum else ()
+
+    def build(self, parameters: Sequence[nn.Parameter], sharded: bool = False) -> torch.optim.Optimizer:
+        """The torch optimiser over `parameters`, which are `sharded` over ranks or not."""
+        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, foreach=_foreach(sharded))
+
+
+class Constant(Schedule):
+    """The full learning rate, after a linear warm-up from 0 over `warmup_steps` optimiser steps.
+
+    ``Constant(1.0, warmup=...)`` of `flowrl.schedules`.
+
+    As in transformers and verl, a warm-up takes its very first step at learning rate 0.
+    """
+
+    warmup_steps: int = Field(default=0, ge=0)
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        return (0, self.warmup_steps)
+
+    def at(self, step: int) -> float:
+        """What the learning rate is multiplied with when `step` steps have been taken."""
+        return _warmup(step, self.warmup_steps)
+
+
+class _Decay(Schedule):
+    """Warm-up, then a fall from 1 to `min_ratio` that ends at `total_steps` optimiser steps and stays there."""
+
+    total_steps: int = Field(ge=1)
+    warmup_steps: int = Field(default=0, ge=0)
+    min_ratio: float = Field(default=0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> Self:
+        if self.warmup_steps > self.total_steps:
+            raise ValueError(f"warmup_steps={self.warmup_steps} exceeds total_steps={self.total_steps}; shorten it")
+        return self
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        return (0, self.warmup_steps, self.total_steps)
+
+    def _share_left(self, step: int) -> float:
+        """1 at the end of the warm-up, 0 from `total_steps` on."""
+        span = max(1, self.total_steps - self.warmup_steps)
+        return 1.0 - min(1.0, max(0, step - self.warmup_steps) / span)
+
+
+class Linear(_Decay):
+    """Linear warm-up over `warmup_steps`, then linear decay to ``min_ratio * lr`` at `total_steps` optimiser steps.
+
+    ``Linear(1.0, min_ratio, steps=total_steps, warmup=...)`` of `flowrl.schedules`.
+    """
+
+    def at(self, step: int) -> float:
+        """What the learning rate is multiplied with when `step` steps have been taken."""
+        return _warmup(step, self.warmup_steps) * (self.min_ratio + (1 - self.min_ratio) * self._share_left(step))
+
+
+class Cosine(_Decay):
+    """Linear warm-up over `warmup_steps`, then half a cosine to ``min_ratio * lr`` at `total_steps` optimiser steps
+    (Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, without restarts).
+
+    ``Cosine(1.0, min_ratio, steps=total_steps, warmup=...)`` of `flowrl.schedules`.
+    """
+
+    def at(self, step: int) -> float:
+        """What the learning rate is multiplied with when `step` steps have been taken."""
+        cosine = 0.5 * (1 + math.cos(math.pi * (1 - self._share_left(step))))
+        return _warmup(step, self.warmup_steps) * (self.min_ratio + (1 - self.min_ratio) * cosine)
+
+
+def _foreach(sharded: bool) -> bool | None:
+    """Left to itself, torch steps plain tensors on a GPU in few kernels, but shards one by one."""
+    return True if sharded else None
+
+
+def _warmup(step: int, warmup_steps: int) -> float:
+    return min(1.0, step / warmup_steps) if warmup_steps else 1.0
+
+
+Optimizer = AdamW | SGD
+
+
+class TrainedSpec(FolderBackend):
+    """What is set alike for trainers and critics.
+
+    Args:
+        model: a Hugging Face folder with a tokeniser.
+        optimizer: `AdamW` or `SGD`.
+        schedule: what the learning rate is multiplied with: `Constant`, `Linear` or `Cosine`, one of
+            `flowrl.schedules`, or your own `Schedule`. It counts optimiser steps.
+        grad_clip: L2 norm that the gradient of a mini-batch is scaled down to; None leaves it.
+        dtype: the model's arithmetic: ``"bfloat16"`` is autocast over the float32 weights.
+        attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is the first where it
+            computes what the second does, else the second.
+        gradient_checkpointing: recompute each layer in the backward pass, for memory.
+        max_tokens: positions that a micro-batch may compute, of prompts and responses, and of padding where the model
+            cannot do without; micro-batches are formed by length, and gradients do not depend on them. None is 2048 on
+            a CPU, where small ones are faster, and 16384 elsewhere.
+        device: None is CUDA where there is one, else the CPU.
+        memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
+        ranks: processes that share the weights by FSDP2, one device each.
+        offload: keep weights, gradients and optimiser state in CPU memory; a layer comes to the device to compute.
+    """
+
+    model: Folder
+    optimizer: Optimizer = AdamW(lr=1e-6)
+    schedule: Schedule = Constant()
+    grad_clip: float | None = Field(default=1.0, gt=0)
+    dtype: Dtype = "float32"
+    attention: Attention | None = None
+    gradient_checkpointing: bool = False
+    max_tokens: int | None = Field(default=None, ge=1)
+    device: str | None = None
+    memory: float | None = Field(default=None, gt=0)
+    ranks: int = Field(default=1, ge=1)
+    offload: bool = False
+
+    @field_validator("schedule")
+    @classmethod
+    def _refuse_backwards(cls, schedule: Schedule) -> Schedule:
+        if backwards := [step for step in schedule.moments() if schedule.at(step) < 0]:
+            factor = f"{schedule!r} is {schedule.at(backwards[0]):g} after {backwards[0]} optimiser steps"
+            raise ValueError(f"{factor}, which would train backwards; expected at least 0")
+        return schedule
+
+    def mesh(self, context: BuildContext) -> Mesh:
+        """Where the weights are to be, in this process."""
+        return mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
+
+
+class Learner:
+    """Trains the parameters of a module, in float32.
+
+    Args:
+        module: whose parameters that require gradients are trained.
+        spec: the settings; its schedule counts optimiser steps.
+        prefix: of the metrics, ``"actor"`` or ``"critic"``.
+        mesh: where the weights of the module are.
+        budget: what runs at a time.
+        over: of an adapter, what it is added to (`Adapted.adapter_of`); its state is of use there only.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: TrainedSpec,
+        prefix: str,
+        mesh: Mesh,
+        budget: Budget,
+        over: str | None = None,
+    ) -> None:
+        optimizer = spec.optimizer
+        self._names = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._parameters = list(self._names.values())
+        self.optimizer, self._state_keys = optimizer.build(self._parameters, mesh.sharded), optimizer.state_keys
+        self._lr, self._schedule, self._grad_clip = optimizer.lr, spec.schedule, spec.grad_clip
+        self._prefix, self._mesh, self._budget, self._over = prefix, mesh, budget, over
+        self._steps = 0
+        self.version = 0
+
+    def update(
+        self,
+        batch: Rows,
+        mini_batches: Sequence[MiniBatch],
+        objective: Objective[Rows],
+        forward: Forward,
+    ) -> Metrics:
+        """One optimiser step per mini-batch, in order; then `version` grows by one.
+
+        Weights of a mini-batch already make its objective a sum over rows, so gradients of micro-batches and ranks
+        simply add up. A micro-batch whose weights are all 0 is not run.
+
+        Each rank passes the rows of its own part in each mini-batch, and reports the metrics of these rows; what is
+        known to all ranks (gradient norm, learning rate) is reported by rank 0 alone, so that the parts of all ranks
+        merge exactly. A collective.
+
+        Args:
+            forward: output and entropy, as `objective` wants them, of the rows of one micro-batch on the module's
+                device.
+
+        Raises:
+            DataError: the gradient of a mini-batch is not finite, on all ranks; that mini-batch has changed no weight.
+        """
+        metrics, mesh = Metrics(), self._mesh
+        columns: Any = batch
+        attended, idle = columns.attention_mask.cpu(), cast(Any, SequenceInputs.idle(mesh.device))
+        for index, (rows, weights, whole) in enumerate(mini_batches):
+            # Zeros, not None: where all micro-batches of a parameter are skipped, its momentum and decay still act.
+            for parameter in self._parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            part, runs = take(batch, rows), self._runs(attended[rows], weights)
+            most = mesh.max_over_ranks(len(runs))  # now, while no rank is in a forward pass
+            turns = [*runs, *[None] * (most - len(runs))]
+            # Whether one forward pass has all rows; rows without weight may have a micro-batch that is not run.
+            in_one = mesh.size == 1 and len(runs) == 1 and len(runs[0]) == len(rows)
+            if whole is not None and most and not in_one:
+                self._at_once(part, turns, whole, objective, forward, metrics)
+                turns = []
+            for run in turns:
+                output, entropy = forward(idle if run is None else take(part, run, mesh.device))
+                if run is None:
+                    output.sum().backward()
+                    continue
+                seen = take(part if whole is None else whole.batch, run, mesh.device)
+                objective(output, entropy, seen, weights[run].to(mesh.device), metrics).backward()
+            norm, lr = self._step(f"mini-batch {index} of {len(mini_batches)}")
+            if mesh.rank == 0:
+                metrics.mean(f"{self._prefix}/grad_norm", norm)
+                metrics.mean(f"{self._prefix}/lr", lr)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+        return metrics
+
+    def _at_once(
+        self,
+        part: Rows,
+        turns: Sequence[Tensor | None],
+        whole: Whole,
+        objective: Objective[Rows],
+        forward: Forward,
+        metrics: Metrics,
+    ) -> None:
+        """The gradient of an objective that sees its mini-batch at once, though the model does not.
+
+        First what the model says of all rows, without a gradient; then the objective, and its gradient in what was
+        said; then the model again, a micro-batch at a time, from that gradient on (gradient caching: Gao et al. 2021,
+        arXiv:2101.06983). So rows are dealt to micro-batches and ranks at will, for one more forward pass.
+        """
+        mesh, own = self._mesh, whole.own.to(self._mesh.device)
+        idle: Any = SequenceInputs.idle(mesh.device)
+        inputs = [idle if run is None else take(part, run, mesh.device) for run in turns]
+        said = torch.zeros(2, *whole.weights.shape, device=mesh.device)  # log-probs and entropies, or values
+        number = 1
+        with torch.no_grad():
+            for run, micro in zip(turns, inputs, strict=True):
+                told = [x for x in forward(micro) if x is not None]
+                number = len(told)
+                if run is not None:
+                    said[:number, own[run]] = torch.stack(told)
+        said = mesh.total(said[:number].clone()).requires_grad_()
+        output, *entropy = said.unbind()
+        everything, weights = take(whole.batch, slice(None), mesh.device), whole.weights.to(mesh.device)
+        reported = metrics if mesh.rank == 0 else Metrics()  # all ranks compute the same
+        objective(output, entropy[0] if entropy else None, everything, weights, reported).backward()
+        assert said.grad is not None
+        for run, micro in zip(turns, inputs, strict=True):
+            told = [x for x in forward(micro) if x is not None]
+            slopes = [torch.zeros_like(x) for x in told] if run is None else list(said.grad[:, own[run]])
+            moving = [(x, slope) for x, slope in zip(told, slopes, strict=True) if x.requires_grad]
+            torch.autograd.backward([x for x, _ in moving], [slope for _, slope in moving])
+
+    def _runs(self, attention_mask: Tensor, weights: Tensor) -> list[Tensor]:
+        """The micro-batches of these rows that count."""
+        return [run for run in micro_batches(attention_mask, self._budget) if weights[run].any()]
+
+    def _step(self, where: str) -> tuple[float, float]:
+        """Clip, step; returns the gradient norm before clipping and the learning rate of this step."""
+        total = self._mesh.norm([p.grad for p in self._parameters if p.grad is not None])
+        norm, lr = float(total), self._lr * self._schedule.at(self._steps)
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise DataError(
+                f"the {self._prefix}'s gradient norm is {norm} in {where}; expected a finite number, and no weight was "
+                f"changed by it. Look for NaN or infinity in the advantages, returns and log-probs under response_mask "
+                f"of its rows; where these are finite, for a division or an exp in the loss; and where "
+                f"{self._prefix}/grad_norm has grown over the steps before, the learning rate ({lr:g} here, after "
+                f"{self._steps} steps of the optimiser) is too large: lower it, or let it warm up."
+            )
+        if self._grad_clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, total)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self._steps += 1
+        return norm, lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """``weights`` (those trained, by name, tied ones once), ``optimizer``, ``steps``, ``version``, ``over``.
+
+        As in torch, the tensors are the live ones: write or copy them before the next update.
+        """
+        return {
+            "weights": {name: parameter.detach() for name, parameter in self._names.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self._steps,
+            "version": self.version,
+            "over": self._over,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, bit for bit.
+
+        Raises:
+            DataError: the state is of a model with other weights.
+        """
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._names.items()}
+        found = {name: tuple(tensor.shape) for name, tensor in state["weights"].items()}
+        if shapes != found:
+            other = sorted({name for name, _ in shapes.items() ^ found.items()})
+            raise DataError(
+                f"the state holds weights of another model: {len(other)} differ in name or shape, "
+                f"{', '.join(other[:3])} among them; expected those of this {self._prefix}. Bind the model folder that "
+                f"the state was trained from."
+            )
+        if state["over"] != self._over:
+            raise DataError(
+                f"the state is of an adapter over {state['over']}, and this {self._prefix} trains one over "
+                f"{self._over}; expected the same: bind the model folder and the LoRA that the state was trained with."
+            )
+        for name, parameter in self._names.items():
+            if _held(parameter) != _held(state["weights"][name]):
+                raise DataError(
+                    f"the state holds another part of {name} than this rank of the {self._prefix} does, so it is of "
+                    f"another number of ranks; expected the same: go from one to another by save_checkpoint(folder) "
+                    f"and load_checkpoint(folder)."
+                )
+        with torch.no_grad():
+            for name, parameter in self._names.items():
+                parameter.copy_(state["weights"][name])
+        # A copy, since torch would go on with the caller's tensors.
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self._steps, self.version = int(state["steps"]), int(state["version"])
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write what `state_dict` holds, for any number of ranks to go on from; see `checkpoint.save`."""
+        from flowrl.backends.torch import checkpoint  # here, since torch's checkpoints take half a second to import
+
+        extra = self._progress(torch.tensor([self._steps, self.version]))
+        checkpoint.save(folder, self._mesh, self._names, self.optimizer, extra)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Go on from a checkpoint; see `checkpoint.load`."""
+        from flowrl.backends.torch import checkpoint  # as above
+
+        progress = torch.zeros(2, dtype=torch.int64)
+        extra = self._progress(progress)
+        checkpoint.load(folder, self._mesh, self._names, self.optimizer, self._state_keys, extra)
+        self._steps, self.version = progress.tolist()
+
+    def _progress(self, progress: Tensor) -> dict[str, Tensor]:
+        """Under a name that says what an adapter is over, so that it is not read over anything else."""
+        return {"progress" if self._over is None else f"progress over {self._over}": progress}
+
+
+def _held(tensor: Tensor) -> tuple[int, ...] | None:
+    """The shape of this rank's part of a sharded tensor; None of a whole one."""
+    from torch.distributed.tensor import DTensor  # here, since it takes half a second to import
+
+    return tuple(tensor.to_local().shape) if isinstance(tensor, DTensor) else None

@@ -1,0 +1,208 @@
+"""Weights sharded over ranks by FSDP2 (Zhao et al. 2023, arXiv:2304.11277; `torch.distributed.fsdp.fully_shard`).
+
+Each rank keeps its slice of every weight, gradient and optimiser state; weights are gathered a transformer block at a
+time while that block computes. All ranks run one program and meet in collectives, so every rank must make the same
+calls in the same order.
+
+A rank that raises amid a collective leaves the others waiting in it until the timeout of the process group, which is
+the caller's to choose (``init_process_group(timeout=...)``); engines are then to be built anew on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from flowrl.backends.torch.train.mesh import Gathered, Mesh
+from flowrl.errors import BindError, RankError
+from flowrl.protocols.protocols import BuildContext
+from flowrl.sync.buckets import in_buckets
+
+T = TypeVar("T")
+# Torch 2.13 has renamed it, and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class Sharded(Mesh):
+    """Weights sharded along their first axis over the ranks of `mesh`, a device mesh of one dimension.
+
+    Gradients are summed over ranks and never divided: the weights of a mini-batch's tokens are global already.
+
+    In bfloat16, blocks are gathered in bfloat16 and their gradients reduced in float32, under the same autocast region
+    as an unsharded model. That agrees with autocast over float32 weights but for what autocast leaves in float32, the
+    scales of norms: sharded ones are rounded to bfloat16 for the arithmetic (master weights stay float32). Weights
+    outside blocks (embedding, last norm, head) are gathered in float32, and so are blocks with an `nn.LayerNorm`, whose
+    CPU kernel takes no bfloat16 scale beside float32 input.
+
+    Args:
+        mesh: the ranks.
+        device: what this rank computes on.
+        bfloat16: gather blocks in bfloat16.
+        offload: keep shards, gradients and optimiser state in CPU memory, where the optimiser then steps too.
+    """
+
+    sharded = True
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device, bfloat16: bool, offload: bool) -> None:
+        super().__init__(device)
+        self.mesh, self.offload = mesh, offload
+        self.group = mesh.get_group()
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self._narrow = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        self._bfloat16 = bfloat16
+
+    @property
+    def storage(self) -> torch.device:
+        """Where the shards are kept."""
+        return torch.device("cpu") if self.offload else self.device
+
+    def gathered(self, module: nn.Module, blocks: Sequence[nn.Module] = ()) -> Gathered:
+        """Shard `module` in place; what is returned runs functions while its weights are whole.
+
+        Those of a block are whole while the block's own forward runs, all others while the function runs. A backward
+        pass gathers them again; it must start from tensors that the function returned by themselves or in a tuple.
+        """
+        root = _Root(module)
+        for block in blocks:
+            narrow = self._bfloat16 and not any(isinstance(part, nn.LayerNorm) for part in block.modules())
+            self._shard(block, self._narrow if narrow else MixedPrecisionPolicy())
+        self._shard(root, MixedPrecisionPolicy())
+        return Gathered(root, root.call)
+
+    def rows(self, total: int) -> tuple[int, int]:
+        """First row of this rank, and one past the last, of a sharded tensor of `total` rows; the last may be none."""
+        each = -(-total // self.size)
+        return min(self.rank * each, total), min((self.rank + 1) * each, total)
+
+    def _shard(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
+        sharded = fully_shard(module, mesh=self.mesh, mp_policy=precision, offload_policy=offload)
+        # A sum; gloo knows no other, and with one rank NCCL's average is not to be relied on.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+    def max_over_ranks(self, count: int) -> int:
+        """The largest `count` of any rank; a collective."""
+        most = torch.tensor(count, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, self.group)
+        return int(most)
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over all ranks, in its place; a collective."""
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    @contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """All ranks get through the block, or all raise; a collective.
+
+        Raises:
+            RankError: another rank raised in the block, and this one did not.
+        """
+        failed = torch.zeros(self.size, device=self.device)
+        try:
+            yield
+        except Exception:
+            failed[self.rank] = 1
+            dist.all_reduce(failed, group=self.group)
+            raise
+        dist.all_reduce(failed, group=self.group)
+        if failed.any():
+            ranks = ", ".join(map(str, failed.nonzero().flatten().tolist()))
+            raise RankError(
+                f"{what} failed on rank {ranks} of {self.size}, so rank {self.rank} stopped too, before anything was "
+                f"changed; expected all ranks to go through with it. The error of rank {ranks} says why: mend that."
+            )
+
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The L2 norm of all sharded tensors together, over all ranks, on the device; a collective."""
+        local = [cast(DTensor, tensor).to_local() for tensor in tensors]
+        square = torch.nn.utils.get_total_norm(local).to(self.device, torch.float64).square()
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt().float()
+
+    def full(self, named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
+        """The whole of each tensor, in order; a collective: all ranks must go through all of it.
+
+        Tensors are gathered in buckets of at most `bucket_bytes` (a larger tensor is a bucket of its own). Beside what
+        the caller keeps, at most three buckets exist at a time: what was handed out last, what is gathered, and what
+        the ranks send for it.
+        """
+        for bucket in in_buckets(named, bucket_bytes):
+            yield from self._gather(list(bucket))
+
+    @torch.no_grad()
+    def _gather(self, bucket: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        shards = [tensor for _, tensor in bucket if isinstance(tensor, DTensor)]
+        # FSDP gives rank r the rows from r * ceil(rows / ranks) on; the last ones may have fewer, or none.
+        counts = [-(-shard.shape[0] // self.size) * shard.shape[1:].numel() for shard in shards]
+        gathered = torch.empty(self.size, sum(counts), device=self.device)
+        _all_gather(gathered.view(-1), self._packed(shards, counts), group=self.group)
+        pieces = iter(gathered.split(counts, dim=1))
+        for name, tensor in bucket:
+            if isinstance(tensor, DTensor):
+                yield name, next(pieces).reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
+            else:
+                yield name, tensor
+
+    def _packed(self, shards: list[DTensor], counts: list[int]) -> Tensor:
+        """What this rank holds of `shards`, side by side on the device."""
+        packed = torch.empty(sum(counts), device=self.device)
+        for shard, piece in zip(shards, packed.split(counts), strict=True):
+            local = shard.to_local().flatten()
+            piece[: local.numel()].copy_(local)
+        return packed
+
+
+class _Root(nn.Module):
+    """A module under a forward that can be any function, so that FSDP's hooks surround it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., T], *args: Any) -> T:
+        return function(*args)
+
+    def call(self, function: Callable[..., T], /, *args: Any) -> T:
+        output = self(function, *args)
+        if not torch.is_grad_enabled():  # FSDP keeps a root gathered for a backward pass, which will not come
+            cast(FSDPModule, self).reshard()
+        return cast(T, output)
+
+
+def shard_over(context: BuildContext, ranks: int, place: torch.device, bfloat16: bool, offload: bool) -> Sharded:
+    """This process's part in sharding an engine over `ranks` processes, each on its device `place`.
+
+    With more than one rank, the caller has initialised `torch.distributed` (gloo for CPUs, ``cpu:gloo,cuda:nccl`` for
+    GPUs, one device a rank) with the ranks of this engine as its default group.
+
+    Raises:
+        BindError: this process is not one of so many ranks.
+    """
+    if context.world_size == 1 and ranks > 1:
+        raise BindError(
+            f"a backend with ranks={ranks} needs {ranks} processes, but it is built in one alone; {ranks} ranks "
+            f"need a place: bind(..., place=Colocate(gpus={ranks})), or bind it with ranks=1."
+        )
+    if not dist.is_initialized() and ranks == 1:
+        kind = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    found = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    if (context.world_size, found) != (ranks, (context.rank, ranks)):
+        raise BindError(
+            f"a backend with ranks={ranks} is built as rank {context.rank} of {context.world_size}, and "
+            f"torch.distributed says {'it is not initialised' if found is None else 'rank {} of {}'.format(*found)}; "
+            f"expected one process for each of {ranks} ranks: call torch.distributed.init_process_group(rank=..., "
+            f"world_size={ranks}) in each before build."
+        )
+    return Sharded(DeviceMesh.from_group(cast(ProcessGroup, dist.group.WORLD), place.type), place, bfloat16, offload)

@@ -1,0 +1,204 @@
+"""A causal LM in shards: loading it straight into them, and its weights by name.
+
+The model is laid out without storage and sharded; each rank then reads, tensor by tensor, the rows that it keeps, so no
+rank ever holds the whole model. Buffers that no file holds (rotary frequencies) are made as `from_pretrained` makes
+them. Folders whose tensors are not those of the model one for one (experts that are stored apart, other names,
+quantised or pickled weights) are loaded by `from_pretrained` into the CPU memory of every rank, and then sharded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from flowrl.backends.torch.load import (
+    load_causal_lm,
+    loading,
+    quiet,
+    refuse_not_finite,
+    skeleton,
+    stored_tensors,
+    without_use,
+)
+from flowrl.backends.torch.lora import Adapter, LoRA, base_state
+from flowrl.backends.torch.probes import Attention
+from flowrl.backends.torch.train.mesh import Gathered, Mesh
+from flowrl.backends.torch.train.sharded import Sharded
+
+
+def load_sharded(
+    mesh: Mesh, folder: str, with_head: bool, attention: Attention | None, lora: LoRA | None, seed: int
+) -> tuple[PreTrainedModel, Gathered, Adapter | None]:
+    """The causal LM of a Hugging Face folder in float32, sharded over `mesh`, and what runs functions while
+    its weights are whole.
+
+    Without the head, only the model below it (``lm.base_model``) is sharded and loaded. An adapter is put in before.
+
+    Raises:
+        BindError: as `load_causal_lm` and `Adapter`.
+    """
+    assert isinstance(mesh, Sharded)
+    with mesh.all_or_none(f"loading {folder!r}"), ExitStack() as files:
+        with loading(folder):
+            lm = _without_storage(folder, attention)
+            sources = None if lm is None else _sources(lm, with_head, stored_tensors(folder, files))
+        if lm is None or sources is None:
+            lm = load_causal_lm(folder, with_head, attention)
+        adapter = None if lora is None else Adapter(lm, lora, folder)
+        if adapter is not None and sources is None:
+            adapter.fill(seed)
+        wanted = _wanted(lm, with_head)
+        blocks = [module for module in wanted.modules() if type(module).__name__ in (lm._no_split_modules or ())]
+        call = mesh.gathered(wanted, blocks)
+        if sources is not None:
+            _allocate(call.root, mesh.storage)
+            with loading(folder):
+                _read(base_state(lm), sources, mesh)
+                if adapter is not None:
+                    _read(lm.state_dict(keep_vars=True), adapter.fresh(seed), mesh)
+                refuse_not_finite(lm, folder)
+    return lm, call, adapter
+
+
+def _wanted(lm: PreTrainedModel, with_head: bool) -> PreTrainedModel:
+    return lm if with_head else cast(PreTrainedModel, lm.base_model)
+
+
+def _without_storage(folder: str, attention: Attention | None) -> PreTrainedModel | None:
+    """The model with parameters on the meta device and buffers made, or None where buffers are not made that way."""
+    lm = skeleton(folder, attention)
+    if getattr(lm.config, "quantization_config", None) is not None:
+        return None
+    for module in lm.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            unmade = float("nan") if buffer.is_floating_point() else 0
+            setattr(module, name, torch.full_like(buffer, unmade, device="cpu"))
+    lm.initialize_weights()
+    stored = lm.state_dict()
+    if any(buffer.isnan().any() for name, buffer in lm.named_buffers() if name not in stored):
+        return None
+    if os.path.isfile(os.path.join(folder, "generation_config.json")):
+        lm.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return lm
+
+
+def _sources(lm: PreTrainedModel, with_head: bool, stored: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Where each weight that is wanted is stored, tied ones once; None where not all are stored as they are in `lm`, or
+    others are, but for those that transformers leaves out on purpose."""
+    state, wanted = (model.state_dict(keep_vars=True) for model in (lm, _wanted(lm, with_head)))
+    names: dict[int, list[str]] = {id(tensor): [] for tensor in wanted.values()}
+    for name, tensor in (*state.items(), *wanted.items()):  # a critic's folder may name them from the body down
+        if id(tensor) in names:
+            names[id(tensor)].append(name)
+    sources = {}
+    for tied in names.values():
+        source = next((stored[name] for name in tied if name in stored), None)
+        if source is None or tuple(source.get_shape()) != tuple(state[tied[0]].shape):
+            return None
+        sources[tied[0]] = source
+    strays: Any = SimpleNamespace(missing_keys=set(), unexpected_keys=stored.keys() - {*state, *wanted})
+    lm._adjust_missing_and_unexpected_keys(strays)  # without what transformers leaves out on purpose: old buffers, say
+    return None if without_use(strays.unexpected_keys, with_head) else sources
+
+
+def _allocate(root: nn.Module, storage: torch.device) -> None:
+    """Give storage to the shards of `root`, whose buffers stay as they are."""
+    buffers = [(module, *named) for module in root.modules() for named in module.named_buffers(recurse=False)]
+    root.to_empty(device=storage)
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer)
+
+
+def read_head(folder: str) -> dict[str, Tensor]:
+    """``weight``, and perhaps ``bias``, of the head of the causal LM of a folder, in float32 on the CPU.
+
+    Nothing else is read where the folder stores the model's tensors one for one.
+
+    Raises:
+        BindError: as `load_causal_lm`.
+    """
+    with loading(folder), ExitStack() as files:
+        lm = _without_storage(folder, None)
+        sources = None if lm is None else _sources(lm, True, stored_tensors(folder, files))
+        if lm is None or sources is None:
+            lm, sources = load_causal_lm(folder), None
+        named = cast(nn.Module, lm.get_output_embeddings()).named_parameters()
+        if sources is None:
+            return {name: parameter.detach() for name, parameter in named}
+        state = lm.state_dict(keep_vars=True)
+        by_tensor = {id(state[name]): source for name, source in sources.items()}
+        return {name: by_tensor[id(parameter)][:].float() for name, parameter in named}
+
+
+@torch.no_grad()
+def _read(state: Mapping[str, Tensor], sources: Mapping[str, Any], mesh: Sharded) -> None:
+    for name, source in sources.items():
+        tensor = state[name]
+        if isinstance(tensor, DTensor):
+            first, last = mesh.rows(tensor.shape[0])
+            if first < last:
+                tensor.to_local().copy_(source[first:last])
+        else:
+            tensor.copy_(source[:])
+
+
+def gathered_weights(
+    mesh: Mesh, model: PreTrainedModel, bucket_bytes: int, adapter: Adapter | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model as `flowrl.sync.digest.named_weights` gives those of a whole one; a collective.
+
+    They are gathered in buckets (`Sharded.full`). A model that stores several weights fused (experts) is gathered as a
+    whole first, because only whole weights can be taken apart. With an adapter, it is gathered first and kept, and
+    merged into the weights as they pass; without, a model that has one gives the weights below it.
+    """
+    named = _untied(model)
+    blank = {name: torch.empty(tensor.shape, device="meta") for name, tensor in named.items()}
+    apart = revert_weight_conversion(model, blank)
+    if apart.keys() == blank.keys() and all(apart[name] is blank[name] for name in blank):
+        yield from _merged(mesh, dict(sorted(named.items())), bucket_bytes, adapter)
+    else:
+        yield from sorted(revert_weight_conversion(model, dict(_merged(mesh, named, bucket_bytes, adapter))).items())
+
+
+def save_gathered(
+    mesh: Mesh, model: PreTrainedModel, folder: str, bucket_bytes: int, adapter: Adapter | None = None
+) -> None:
+    """`PreTrainedModel.save_pretrained` of what `gathered_weights` gives; a collective.
+
+    Rank 0 writes, and holds all weights in CPU memory meanwhile.
+    """
+    first = mesh.rank == 0
+    gathered = _merged(mesh, _untied(model), bucket_bytes, adapter)
+    weights = {name: tensor.cpu() for name, tensor in gathered if first}
+    with mesh.all_or_none("save_pretrained"):
+        if first:
+            with quiet():
+                model.save_pretrained(folder, state_dict=weights)
+
+
+def _merged(
+    mesh: Mesh, named: Mapping[str, Tensor], bucket_bytes: int, adapter: Adapter | None
+) -> Iterator[tuple[str, Tensor]]:
+    base = mesh.full(named.items(), bucket_bytes)
+    return base if adapter is None else adapter.merge(base, dict(mesh.full(adapter.weights().items(), bucket_bytes)))
+
+
+def _untied(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights but the adapter's, sharded as they are, under the names of the state dict; tied ones once."""
+    state = base_state(model)
+    # Tied weights are found by their storage, which shards do not show: let others with storage stand for them.
+    stand_ins: dict[int, Tensor] = {}
+    names = remove_tied_weights_from_state_dict(
+        {name: stand_ins.setdefault(id(tensor), torch.empty(1)) for name, tensor in state.items()}, model
+    )
+    return {name: state[name].detach() for name in names}

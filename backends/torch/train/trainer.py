@@ -1,0 +1,152 @@
+"""`TorchTrainer` and `TorchScorer`: a causal LM that is trained, or only asked for log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from flowrl.backends.torch.device import device_of, mesh_of
+from flowrl.backends.torch.load import Folder, FolderBackend, load_tokenizer
+from flowrl.backends.torch.lora import LoRA, require_peft
+from flowrl.backends.torch.probes import Attention
+from flowrl.backends.torch.score.engine import (
+    AdapterOffEngine,
+    FrozenEngine,
+    LoRATrainerEngine,
+    Residence,
+    TorchTrainerEngine,
+)
+from flowrl.backends.torch.score.model import Dtype, TorchModel
+from flowrl.backends.torch.train.learner import Learner, TrainedSpec
+from flowrl.errors import BindError, type_of
+from flowrl.protocols.backend import Backend
+from flowrl.protocols.heads import StateScorer
+from flowrl.protocols.protocols import BuildContext, Checkpointed, Sleeper, Trainer
+from flowrl.protocols.scorers import LogitScorer, NormScorer
+from flowrl.spec import non_default, parameters
+
+
+class TorchScorer(FolderBackend):
+    """A frozen causal LM that scores tokens (a reference policy).
+
+    Args:
+        model: a Hugging Face folder; None is the model of the role ``actor`` with its adapter (`LoRA`) off, and then
+            all settings are the actor's.
+        dtype: the arithmetic, ``"float32"`` or ``"bfloat16"`` (autocast over float32 weights, as in `TorchTrainer`, so
+            that an untrained actor and its reference agree bit for bit).
+        attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is the first where it
+            computes what the second does, else the second.
+        max_tokens: positions that one forward pass may compute; see `TrainedSpec`.
+        logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
+        device: None is CUDA where there is one, else the CPU.
+        memory: GiB that the role takes on a device, as far as you know it; held against ``memory=`` of a place.
+        ranks: processes that share the weights by FSDP2, one device each.
+        offload: keep weights in CPU memory; a layer comes to the device to compute.
+    """
+
+    serves = (LogitScorer, StateScorer, NormScorer, Sleeper)
+
+    model: Folder | None = None
+    dtype: Dtype = "float32"
+    attention: Attention | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    logprob_chunk: int = Field(default=1024, ge=1)
+    device: str | None = None
+    memory: float | None = Field(default=None, gt=0)
+    ranks: int = Field(default=1, ge=1)
+    offload: bool = False
+
+    @model_validator(mode="after")
+    def _refuse_unused(self) -> Self:
+        if self.model is None and (unused := ", ".join(non_default(self))):
+            raise ValueError(
+                f"without a model this is the actor's with its adapter off, whose settings are the actor's; drop "
+                f"{unused}, or name a folder too"
+            )
+        return self
+
+    def sharing(self, bound: Mapping[str, Backend]) -> Backend | None:
+        """The actor with its adapter off, where that has this model and computes as this does."""
+        actor = bound.get("actor")
+        if self.model is None or not isinstance(actor, TorchTrainer) or actor.lora is None:
+            return None
+        own = parameters(self)
+        del own["memory"]
+        return TorchScorer() if own.items() <= parameters(actor).items() else None
+
+    def build(self, context: BuildContext) -> FrozenEngine:
+        """Load the model, or share the actor's.
+
+        Raises:
+            BindError: the folder does not hold a whole causal LM, or this process is not one of `ranks`; or no model is
+                named, and the actor has no adapter to be switched off.
+        """
+        if self.model is None:
+            actor = context.engine("actor")
+            if not isinstance(actor, LoRATrainerEngine):
+                raise BindError(
+                    f"TorchScorer() scores with the weights of the role 'actor' as they are without its adapter, but "
+                    f"that is {type_of(actor)} without one, whose weights move; bind "
+                    f"actor=TorchTrainer(model, lora=LoRA()), or name a folder: TorchScorer(model)."
+                )
+            return AdapterOffEngine(actor)
+        mesh = mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
+        model = TorchModel(self.model, self.dtype, mesh, self.attention, gradient_checkpointing=False)
+        model.module.requires_grad_(False)
+        residence = Residence(mesh.device, [model.gathered.root], offload=self.offload)
+        budget = model.budget(self.max_tokens)
+        return FrozenEngine(self.model, model, budget, self.logprob_chunk, residence)
+
+
+class TorchTrainer(TrainedSpec):
+    """A causal LM that is trained (an actor): float32 weights, one optimiser step per mini-batch.
+
+    Args:
+        model, optimizer, schedule, grad_clip, dtype, attention, gradient_checkpointing, max_tokens, device, memory,
+            ranks, offload: see `TrainedSpec`.
+        logprob_chunk: tokens whose distribution over the vocabulary exists at a time.
+        lora: train an adapter, and nothing else; the model's own weights stay. Needs ``pip install 'flowrl[lora]'``.
+    """
+
+    serves = (Trainer, LogitScorer, NormScorer, Checkpointed, Sleeper)
+
+    logprob_chunk: int = Field(default=1024, ge=1)
+    lora: LoRA | None = None
+
+    @property
+    def first_pass_apart(self) -> str | None:
+        """None, since micro-batches depend on the rows alone, and so do their log-probs: not on whether there is a
+        gradient. Not said of weights that are offloaded, nor of a class derived from this."""
+        if type(self) is not TorchTrainer:
+            return super().first_pass_apart
+        return (
+            "nobody has compared both where weights are gathered for each pass (offload=True)" if self.offload else None
+        )
+
+    def build(self, context: BuildContext) -> TorchTrainerEngine:
+        """Load model and tokeniser, and make the optimiser.
+
+        Raises:
+            BindError: the folder does not hold a whole causal LM and its tokeniser, this process is not one of `ranks`,
+                or an adapter cannot be put where `lora` says.
+        """
+        if self.lora is not None:
+            require_peft()
+        mesh = self.mesh(context)
+        tokenizer = load_tokenizer(self.model)
+        model = TorchModel(
+            self.model,
+            self.dtype,
+            mesh,
+            self.attention,
+            self.gradient_checkpointing,
+            lora=self.lora,
+            seed=context.seed,
+        )
+        budget = model.budget(self.max_tokens)
+        learner = Learner(model.module, self, "actor", mesh, budget, over=model.adapter_of)
+        residence = Residence(mesh.device, [model.gathered.root], learner.optimizer, self.offload)
+        engine = TorchTrainerEngine if self.lora is None else LoRATrainerEngine
+        return engine(self.model, model, budget, self.logprob_chunk, residence, learner, tokenizer)

@@ -1,0 +1,118 @@
+"""``flowrl audit``: what a graph's update follows in expectation; and the table of all algorithms in the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flowrl.app.targets import graph_of, load_target
+from flowrl.errors import FlowrlError, ParameterError
+
+if TYPE_CHECKING:
+    from flowrl.auditing.record import Audit
+
+AGE = 0.5
+"""How far the policy has moved in the last column of the table."""
+
+_HEADINGS = ("method", "on-policy", "along", "KL in the loss is nearest to", "scale", "variance", f"at age {AGE:g}")
+
+
+def add_to(app: typer.Typer, out: Console) -> None:
+    """Give a command line, which prints to `out`, the command."""
+
+    @app.command()
+    def audit(
+        target: Annotated[str | None, typer.Argument(metavar="TARGET", help="A graph.", show_default=False)] = None,
+        tokens: Annotated[int | None, typer.Option(help="Tokens, besides the one that ends a response.")] = None,
+        steps: Annotated[int | None, typer.Option(help="The longest response, in tokens.")] = None,
+        prompts: Annotated[int | None, typer.Option(help="Prompts of a step.")] = None,
+        age: Annotated[float | None, typer.Option(help="How far the policy has moved since rows were sampled.")] = None,
+        mismatch: Annotated[float | None, typer.Option(help="How far the sampling engine is from the trainer.")] = None,
+        right_or_wrong: Annotated[bool, typer.Option("--right-or-wrong", help="Rewards are 0 and 1.")] = False,
+        seed: Annotated[int | None, typer.Option(help="Of the world's tables.")] = None,
+        n: Annotated[int | None, typer.Option(help="Answers to a prompt, instead of the graph's own.")] = None,
+        role: Annotated[str | None, typer.Option(help="Which of several trained policies.")] = None,
+        critic: Annotated[str, typer.Option(help="The values of critics: exact, or zero.")] = "exact",
+        limit: Annotated[int, typer.Option(help="Go through all runs, if they are at most so many.")] = 3000,
+        samples: Annotated[int, typer.Option(help="Else sample so many.")] = 1000,
+        shelf: Annotated[bool, typer.Option("--shelf", help="Audit all algorithms of flowrl, as a table.")] = False,
+        imports: Annotated[bool, typer.Option("--import", help="Import what a graph in .yaml or .json names.")] = False,
+    ) -> None:
+        """Hold what a graph's update follows in expectation against the gradient of what the graph states."""
+        from flowrl.auditing.audit import audit
+        from flowrl.auditing.task import World
+
+        if shelf == (target is not None):
+            raise ParameterError("flowrl audit takes a graph, or --shelf for all algorithms; expected one of the two.")
+        if target is None:
+            for line in table():
+                out.print(line, markup=False)
+            return
+        given: dict[str, Any] = {"tokens": tokens, "steps": steps, "prompts": prompts, "age": age, "seed": seed}
+        given |= {"mismatch": mismatch, "right_or_wrong": right_or_wrong or None}
+        world = World(**{name: value for name, value in given.items() if value is not None})
+        graph = graph_of(load_target(target, imports), target)
+        found = audit(graph, world, n=n, role=role, critic=critic, limit=limit, samples=samples)
+        out.print(found, soft_wrap=False)
+
+
+def table() -> Iterator[str]:
+    """The table of all algorithms, in Markdown, line by line as they are done."""
+    from flowrl.app.shelf import names
+
+    yield f"| {' | '.join(_HEADINGS)} |"
+    yield f"|{'---|' * len(_HEADINGS)}"
+    for name in names():
+        yield row(name)
+
+
+def row(name: str) -> str:
+    """The line of one algorithm: with one prompt and three answers, all runs gone through; else its own, sampled."""
+    from flowrl.app import shelf
+    from flowrl.auditing.audit import audit
+    from flowrl.auditing.task import World
+
+    try:
+        graph = shelf.graph(name)
+        try:
+            found, n = audit(graph, World(prompts=1), n=3, samples=400), 3
+        except FlowrlError:
+            found, n = audit(graph, World(prompts=1), samples=400), None
+        aged = audit(graph, World(prompts=1, age=AGE), n=n, samples=400, explain=False)
+    except FlowrlError as error:
+        return f"| `{name}` | cannot be audited: {str(error).partition(';')[0].splitlines()[0]} | | | | | |"
+    cells = (_bias(found), _along(found), _kl(found), str(found.whole.scale), _variance(found), _bias(aged))
+    return f"| `{name}` | {' | '.join(cells)} |"
+
+
+def _bias(found: Audit) -> str:
+    from flowrl.auditing.gradient_error import percent
+
+    loss = found.parts["loss"]
+    return percent(loss.bias) if loss.biased and not loss.against else str(loss)
+
+
+def _along(found: Audit) -> str:
+    from flowrl.auditing.gradient_error import EXACT, percent
+
+    if not found.causes:
+        return ""
+    best = min(found.causes, key=lambda cause: cause.bias.value)
+    if best.bias.value > 0.9 * found.parts["loss"].bias.value:
+        return "none of these"
+    return best.name if best.bias.high < EXACT else f"{best.name} (but for {percent(best.bias)})"
+
+
+def _kl(found: Audit) -> str:
+    if not found.kl_follows:
+        return ""
+    nearest = max(found.kl_follows, key=lambda name: found.kl_follows[name].value)
+    cell = f"{nearest} (cosine {found.kl_follows[nearest]})"
+    return cell.replace("||", "\\|\\|")  # a bar ends a cell
+
+
+def _variance(found: Audit) -> str:
+    return "" if found.variance is None else f"{found.variance:.2f}"

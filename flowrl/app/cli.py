@@ -1,0 +1,396 @@
+"""The command line: ``flowrl list | show | check | audit | plan | diff | run | episodes | operators | demo``.
+
+What a command may be given is in `flowrl.app.targets`. Misuse ends with one paragraph and the exit code 2; ``--debug``
+shows the traceback. Heavy modules are imported by the commands that need them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from flowrl.app import audit as audit_command
+from flowrl.app import episodes as episodes_command
+from flowrl.app.targets import graph_of, load_target, refuse_namesakes
+from flowrl.errors import FlowrlError, ParameterError, offer
+
+INTERRUPTED = 130
+"""The exit code that shells use for a process that Ctrl-C ended."""
+
+out = Console(soft_wrap=True, highlight=False, emoji=False)
+
+
+class Commands(TyperGroup):
+    """All commands; Ctrl-C prints one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _complain("interrupted.")
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Reinforcement learning of language models as a graph of typed operators.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+_NAMES_A_GRAPH = "FILE.py:name, module:name, a graph in .yaml or .json, or an algorithm that `flowrl list` has."
+Target = Annotated[str, typer.Argument(metavar="TARGET", help=_NAMES_A_GRAPH, show_default=False)]
+
+Import = Annotated[
+    bool, typer.Option("--import", help="Import what a graph in .yaml or .json names, or a run, which runs that code.")
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script; always ends in `SystemExit`, except for an error under ``--debug``.
+
+    Args:
+        arguments: the command line without the program's name; by default that of this process.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given  # anywhere: people add it to the end of a command that has failed
+    try:
+        app([argument for argument in given if argument != "--debug"], prog_name="flowrl")
+    except FlowrlError as error:
+        if debug:
+            raise
+        _complain(str(error))
+        sys.exit(2)
+    except Exception as error:
+        if debug:
+            raise
+        file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
+        _complain(
+            f"{file}:{line} raises {type(error).__name__}: {str(error).rstrip('.')}. --debug shows the traceback."
+        )
+        sys.exit(1)
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(f"flowrl: {message}", markup=False)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from flowrl import __version__
+
+        out.print(f"flowrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of every command; `main` itself takes ``--debug`` out."""
+
+
+@app.command()
+def show(
+    target: Target,
+    to: Annotated[Path | None, typer.Option(help="Write to .md, .html, .svg, .json or .yaml instead.")] = None,
+    imports: Import = False,
+) -> None:
+    """Print a graph as Mermaid, or write it to a file."""
+    write = None if to is None else _writer(to, (".md", ".html", ".svg", ".json", ".yaml", ".yml"))
+    graph = graph_of(load_target(target, imports), target)
+    if write is None:
+        out.print(graph.mermaid(), markup=False)
+    else:
+        write(graph, graph.name)
+        out.print(f"{graph.name}: {len(graph.nodes)} nodes, written to {to}", markup=False)
+
+
+@app.command()
+def check(
+    target: Target,
+    prompts: Annotated[
+        int | None, typer.Option(help="Prompts a step, to check that mini-batches divide.", min=1)
+    ] = None,
+    imports: Import = False,
+) -> None:
+    """List everything that keeps a graph, job or training from running; exits with 1 if there is anything."""
+    from flowrl.core.graphs.plan import Plan
+    from flowrl.files.graph_io import not_imported
+    from flowrl.run.training.job import Job, ends_of_responses
+    from flowrl.run.training.training import Training
+
+    found = load_target(target, imports)
+    graph = graph_of(found, target)
+    if prompts is None and isinstance(found, Training):
+        prompts = found.prompts
+    problems, ends = [str(finding) for finding in graph.check(prompts=prompts)], None
+    for allowance in graph.allowances(prompts=prompts):
+        out.print(str(allowance), markup=False)
+    try:
+        if not problems and isinstance(found, Job | Training):
+            found.refuse_unready()
+            (found.whole if isinstance(found, Training) else found).refuse_missing()
+        _ = Plan(graph).order
+        ends = ends_of_responses(graph)
+    except FlowrlError as error:
+        problems.append(str(error))
+    if problems:
+        for problem in problems:
+            out.print(problem, markup=False)
+        raise typer.Exit(1)
+    bound = "" if found is graph else ", every role is bound"
+    out.print(f"{graph.name}: {len(graph.nodes)} nodes, every connection fits{bound} and no rule is broken.")
+    if left := not_imported(graph):
+        out.print(f"Not imported, so not looked at: {', '.join(left)}; --import does.", markup=False)
+    if ends is not None:
+        out.print(f"Responses end with {ends}.", markup=False)
+
+
+@app.command()
+def plan(
+    target: Target,
+    costs: Annotated[
+        str | None, typer.Option(help="Folder of a run: predict a step by what that run measured.")
+    ] = None,
+    place: Annotated[
+        list[str] | None, typer.Option(help="Predict for 'local', 'Colocate(gpus=2)', ... too; may be repeated.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(help="Prompts a step, instead of the training's own.", min=1)] = None,
+    cost: Annotated[
+        list[str] | None, typer.Option(help="NODE=SECONDS of a node that was not measured; may be repeated.")
+    ] = None,
+    imports: Import = False,
+) -> None:
+    """Print how a graph would run: which nodes at once, where, what each reads; with --costs, how long a step takes."""
+    from flowrl.core.graphs.plan import Plan
+    from flowrl.run.training.job import Job
+    from flowrl.run.training.training import Training
+
+    if costs is None and (place or prompts or cost):
+        raise ParameterError("--place, --prompts and --cost are for predictions; say by which run: --costs RUN.")
+    found = load_target(target, imports)
+    job = found.job if isinstance(found, Training) else found
+    asked = prompts or (found.prompts if isinstance(found, Training) else None)
+    lines = [job.plan(asked) if isinstance(job, Job) else str(Plan(graph_of(found, target)))]
+    if costs is not None:
+        from flowrl.run.predict.costs import Costs
+        from flowrl.run.predict.prediction import predict
+
+        graph, given = graph_of(found, target), dict(map(_cost, cost or ()))
+        if odd := [node for node in given if node not in graph.nodes]:
+            raise ParameterError(
+                f"--cost {odd[0]}=... is of no node; {offer(odd[0], graph.nodes, f'{graph.name} has')}"
+            )
+        measured = Costs.of(costs, imports=imports).given(**given)
+        own = job.place if isinstance(job, Job) else measured.place
+        count = asked or measured.prompts
+        lines.append(f"predicted from {costs}, with {count} prompts a step:")
+        optimize = not isinstance(job, Job) or job.optimize
+        places = [own, *map(_place, place or ())]
+        lines += [str(predict(graph, one, count, measured, optimize=optimize)) for one in places]
+    out.print("\n".join(lines), markup=False)
+
+
+@app.command()
+def diff(
+    before: Annotated[str, typer.Argument(metavar="BEFORE", help=_NAMES_A_GRAPH, show_default=False)],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help=_NAMES_A_GRAPH, show_default=False)],
+    to: Annotated[Path | None, typer.Option(help="Write to .md, .html or .svg instead.")] = None,
+    imports: Import = False,
+) -> None:
+    """Show what changes from one graph to another."""
+    write = None if to is None else _writer(to, (".md", ".html", ".svg"))
+    first = graph_of(load_target(before, imports), before)
+    refuse_namesakes(before, after)
+    difference = first.diff(graph_of(load_target(after, imports), after))
+    if write is None:
+        out.print(str(difference), markup=False)
+    else:
+        title = f"{difference.before.name} -> {difference.after.name}"
+        write(difference, title)
+        out.print(f"{title}, written to {to}", markup=False)
+
+
+@app.command()
+def run(
+    target: Target,
+    steps: Annotated[int | None, typer.Option(help="Instead of the training's own.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the training's own.")] = None,
+    folder: Annotated[str | None, typer.Option(help="Where the run is written, instead of the training's own.")] = None,
+    costs: Annotated[str | None, typer.Option(help="Folder of a run to predict this one's steps by.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard in the run's folder.")] = False,
+) -> None:
+    """Train: TARGET names a Training, or a function that makes one."""
+    from flowrl.run.training.report import TensorBoard, Terminal
+    from flowrl.run.training.training import Training
+
+    training = load_target(target)
+    if not isinstance(training, Training):
+        raise ParameterError(
+            f"{target} is of type {type(training).__name__}, which says neither on which data to train nor how long; "
+            f"expected a training: Training(graph.bind(...), data, steps=..., prompts=...)."
+        )
+    given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder, "costs": costs, "resume": resume or None}
+    training = dataclasses.replace(training, **{k: v for k, v in given.items() if v is not None})
+    terminal = Terminal(out)
+    try:
+        result = training.run([terminal, *([TensorBoard()] if tensorboard else [])])
+    except KeyboardInterrupt:
+        if training.checkpoint_every is None or terminal.folder is None:
+            raise
+        again = {"steps": steps, "seed": seed, "costs": costs, "folder": terminal.folder}
+        options = [f"--{name}={value}" for name, value in again.items() if value is not None]
+        _complain(f"interrupted; go on with: {shlex.join(['flowrl', 'run', target, '--resume', *options])}")
+        raise typer.Exit(INTERRUPTED) from None
+    out.print(f"The run is in {result.folder}", markup=False)
+
+
+@app.command("list")
+def list_() -> None:
+    """List the algorithms that are targets by their names: what each is, with its paper, and what it changes."""
+    from flowrl.app.shelf import listed
+
+    _print_table(("algorithm", "", "an edit of", "what it changes"), listed())
+
+
+audit_command.add_to(app, out)
+episodes_command.add_to(app, out)
+
+
+@app.command()
+def operators() -> None:
+    """List the installed operators: what each reads and writes."""
+    from flowrl.core.operators import entry_points as installed
+
+    rows = []
+    for name, point in sorted(installed.names().items()):
+        signature = installed.load(name).usual_signature()
+        record = signature.output_record
+        writes = ", ".join(signature.outputs) if record is None else record.__name__
+        rows.append((name, ", ".join(signature.ports), writes, point.value.partition(":")[0]))
+    _print_table(("operator", "reads", "writes", "from"), rows)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(help="Steps of each algorithm, at most: it ends when solved.", min=1)] = 100,
+    seed: Annotated[int, typer.Option(help="Seed of warm start and training.")] = 0,
+    folder: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
+) -> None:
+    """Teach a small model to think, by GRPO and by PPO, on this machine's CPU."""
+    from flowrl.demo.run import run_demo
+
+    _quiet()
+    run_demo(out, folder, steps, seed)
+
+
+def _cost(text: str) -> tuple[str, float]:
+    """Of ``NODE=SECONDS``.
+
+    Raises:
+        ParameterError: it is not of that form.
+    """
+    node, _, seconds = text.partition("=")
+    try:
+        return node, float(seconds)
+    except ValueError:
+        raise ParameterError(f"--cost {text} says no number of seconds; expected such as --cost {node}=0.1.") from None
+
+
+def _place(text: str) -> Any:
+    """The place that is written in Python; None is this process.
+
+    Raises:
+        ParameterError: it is none, or wants other parameters.
+    """
+    from flowrl import Colocate, Split
+    from flowrl.data.files import unique
+
+    if text == "local":
+        return None
+    places = {place.__name__: place for place in (Colocate, Split)}
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        match call:
+            case ast.Call(func=ast.Name(id=name), args=[]) if name in places:
+                given = unique((one.arg or "**", ast.literal_eval(one.value)) for one in call.keywords)
+            case _:
+                raise ValueError(text)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise ParameterError(
+            f"--place {text} is no place; expected local, or such as 'Colocate(gpus=2)' or 'Split(train=1, rollout=1)'."
+        ) from None
+    return places[name](**given)
+
+
+def _writer(to: Path, endings: Sequence[str]) -> Callable[[Any, str], None]:
+    """A function that writes a graph or a diff, with its title, in the format that the ending of `to` names.
+
+    Raises:
+        ParameterError: the ending is none of `endings`; or, when the function is called, the file cannot be written.
+    """
+    if to.suffix not in endings:
+        raise ParameterError(f"--to {to} has the ending {to.suffix!r}; expected one of {', '.join(endings)}.")
+
+    def text(drawn: Any, title: str) -> str:
+        if to.suffix == ".html":
+            from flowrl.draw.html import page
+
+            return page(drawn)
+        if to.suffix == ".svg":
+            from flowrl.draw.svg import svg
+
+            return svg(drawn)
+        return f"# {title}\n\n```mermaid\n{drawn.mermaid()}\n```\n"
+
+    def write(drawn: Any, title: str) -> None:
+        from flowrl.files.graph_io import save
+
+        try:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            if to.suffix in (".json", ".yaml", ".yml"):
+                save(drawn, to)
+            else:
+                to.write_text(text(drawn, title), encoding="utf-8")
+        except OSError as error:
+            raise ParameterError(f"--to {to} cannot be written: {error.strerror}; name another file.") from error
+
+    return write
+
+
+def _print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, no_wrap=heading == headings[0], overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    if not out.is_terminal:  # scripts want whole names and lines
+        table.width = out.measure(table, options=out.options.update(max_width=1000)).maximum
+    out.print(table)
+
+
+def _quiet() -> None:
+    """Hide the loading bars of transformers, which would break the progress display."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

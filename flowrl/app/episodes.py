@@ -1,0 +1,225 @@
+"""``flowrl episodes``: what was said in the episodes of a run, turn by turn."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from flowrl.errors import DataError, ParameterError, offer
+
+TRAINING = "training"
+"""Where rollouts come from, as `--of` names it; predictions come from a validation of a name of its own."""
+
+_POLICY, _WORLD = (">", "bold green"), ("|", "cyan")
+"""How lines are marked, and coloured where the terminal has colours: those that were sampled, and all others."""
+
+_ENDED = {
+    "done": "ended by its world",
+    "turns": "out of turns",
+    "context": "out of context",
+    "failed": "failed",
+}
+
+_STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An episode that a run wrote.
+
+    Args:
+        of: the validation, or `TRAINING`.
+        step: steps done before a validation; of a rollout, its own step.
+        record: the line in the file.
+    """
+
+    of: str
+    step: int
+    record: Mapping[str, Any]
+
+    @property
+    def episode(self) -> Mapping[str, Any]:
+        """Its account; see `flowrl.episodes.summary`."""
+        found: Mapping[str, Any] = self.record["episode"]
+        return found
+
+    @property
+    def score(self) -> float:
+        """What it was worth by the score that was taken last; 0 where none is known."""
+        return float(self.record.get("score") or 0.0)
+
+    @property
+    def turns(self) -> int:
+        """How often the policy answered."""
+        return sum("sampled" in message for message in self.episode["messages"])
+
+    def is_of(self, row: str) -> bool:
+        """Whether it is that row, or one of that group."""
+        return row in (self.record.get("row_id"), self.record.get("uid"))
+
+
+def add_to(app: typer.Typer, out: Console) -> None:
+    """Give a command line, which prints to `out`, the command."""
+
+    @app.command()
+    def episodes(
+        run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)],
+        step: Annotated[int | None, typer.Option(help="Of this step; by default the newest that was written.")] = None,
+        of: Annotated[str | None, typer.Option(help="Of this validation, or 'training'; by default of all.")] = None,
+        row: Annotated[str | None, typer.Option(help="Of this row, or of all rows of this group (uid).")] = None,
+        best: Annotated[bool, typer.Option("--best", help="The highest scores first.")] = False,
+        worst: Annotated[bool, typer.Option("--worst", help="The lowest scores first.")] = False,
+        failed: Annotated[bool, typer.Option("--failed", help="Only those whose world failed.")] = False,
+        count: Annotated[int, typer.Option(help="How many are shown.", min=1)] = 1,
+    ) -> None:
+        """Show what was said in episodes: what the policy sampled (>) apart from what its world said (|)."""
+        if best and worst:
+            raise ParameterError("--best and --worst are given; expected one of the two.")
+        seen = of_step(read(run), run, step, of)
+        chosen = [one for one in seen if row is None or one.is_of(row)]
+        if row is not None and not chosen:
+            raise ParameterError(f"--row {row} is none of these; {_offered(row, seen)}")
+        out.print(_about(seen), markup=False)
+        chosen = [one for one in chosen if one.episode["ended"] == "failed"] if failed else chosen
+        if best or worst:
+            chosen.sort(key=lambda one: one.score, reverse=best)
+        for number, one in enumerate(chosen[:count], 1):
+            out.print(shown(one, f"{number} of {len(chosen)}"))
+        if not chosen:
+            out.print("None of them failed.", markup=False)
+
+
+def read(folder: Path) -> list[Seen]:
+    """All episodes that a run wrote, as they stand in its files.
+
+    Raises:
+        DataError: no run is there, it wrote no episodes, or a file cannot be read.
+    """
+    from flowrl.run.training.run_folder import RunFolder
+
+    if not (folder / "run.json").is_file():
+        raise DataError(f"{folder} holds no run; expected the folder of one, such as runs/grpo-001.")
+    records = {file: RunFolder(folder).records(file) for file in ("predictions.jsonl", "rollouts.jsonl")}
+    if not any(records.values()):
+        raise DataError(
+            f"{folder} holds a run that has written no rows yet; they come with a validation, "
+            f"Training(validation=Validation(...)), and with Training(rollouts_every=10)."
+        )
+    seen = [
+        Seen(str(record.get("validation", TRAINING)), record["step"], record)
+        for found in records.values()
+        for record in found
+        if "episode" in record
+    ]
+    if not seen:
+        raise DataError(
+            f"{folder} holds a run whose rows are single answers, in predictions.jsonl or rollouts.jsonl; episodes are "
+            f"played where Interact(...) stands in the place of Generate(...)."
+        )
+    return seen
+
+
+def of_step(seen: Sequence[Seen], folder: Path, step: int | None, of: str | None) -> list[Seen]:
+    """Those of one step, by default of the newest.
+
+    Raises:
+        ParameterError: there are none of that step, or of that validation.
+        DataError: a line is not what a run writes.
+    """
+    names = dict.fromkeys(one.of for one in seen)
+    if of is not None and of not in names:
+        raise ParameterError(f"--of {of} names no rows of {folder}; {offer(of, names, 'there are those of')}")
+    mine = [one for one in seen if of in (None, one.of)]
+    steps = sorted({one.step for one in mine})
+    if step is not None and step not in steps:
+        raise ParameterError(f"--step {step} has no episodes in {folder}; there are those of {_few(steps)}.")
+    found = [one for one in mine if one.step == (steps[-1] if step is None else step)]
+    for one in found:
+        _refuse_damaged(one, folder)
+    return found
+
+
+def shown(one: Seen, number: str) -> Text:
+    """An episode as lines for a terminal."""
+    episode, score = one.episode, one.record.get("score")
+    worth = "" if score is None else f", score {score:g}"
+    text = Text()
+    text.append(f"\n{number}: {one.of}, step {one.step}, row {one.record.get('row_id')}{worth}\n", style="bold")
+    for message in episode["messages"]:
+        sampled = message.get("sampled")
+        mark, style = _WORLD if sampled is None else _POLICY
+        name = f" {message['name']}" if message.get("name") else ""
+        said = f"{message['role']}{name}" if sampled is None else _turn(sampled)
+        text.append(f"{printable(said)}\n", style="dim")
+        for line in printable(_content(message)).split("\n"):
+            text.append(f"{mark} {line}\n", style=style)
+    tries = f", in try {episode['tries']}" if episode["tries"] > 1 else ""
+    calls = f", {episode['tool_calls']} tool calls" if episode["tool_calls"] else ""
+    wrong = f", {episode['tool_errors']} of which no tool takes" if episode["tool_errors"] else ""
+    text.append(f"{_ENDED[episode['ended']]} after {one.turns} turns{tries}{calls}{wrong}", style="bold")
+    if episode["fault"] is not None:
+        text.append(f"\n{printable(episode['fault'])}", style="red")
+    return text
+
+
+def printable(text: str) -> str:
+    """Text without what would steer a terminal: control characters are written as in Python, ``\\x1b``."""
+    return _STEERS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def _turn(sampled: Mapping[str, Any]) -> str:
+    reward = "" if sampled["reward"] is None else f", reward {sampled['reward']:g}"
+    cut = ", cut by its length" if sampled["cut"] else ""
+    return f"policy, turn {sampled['turn'] + 1}: {sampled['tokens']} tokens{reward}{cut}"
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content", "")
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def _about(seen: Sequence[Seen]) -> str:
+    """What the episodes of a step are, in a line."""
+    ended = Counter(one.episode["ended"] for one in seen)
+    how = ", ".join(f"{ended[why]} {_ENDED[why]}" for why in _ENDED if ended[why])
+    scores = [one.score for one in seen if "score" in one.record]
+    mean = f", mean score {sum(scores) / len(scores):.3f}" if scores else ""
+    turns = sum(one.turns for one in seen) / len(seen)
+    names = ", ".join(dict.fromkeys(one.of for one in seen))
+    return f"{len(seen)} episodes of step {seen[0].step} ({names}){mean}, {turns:.1f} turns: {how}"
+
+
+def _offered(row: str, seen: Sequence[Seen]) -> str:
+    rows = [str(one.record.get("row_id")) for one in seen]
+    return offer(row, rows, "there are") if len(rows) <= 8 else f"there are {_few(rows)}."
+
+
+def _few(values: Sequence[Any]) -> str:
+    """All, or of many the first and the last ones."""
+    told = [*map(str, values)]
+    return ", ".join(told if len(told) <= 8 else [*told[:4], "...", *told[-3:]])
+
+
+def _refuse_damaged(one: Seen, folder: Path) -> None:
+    """Refuse a record by which no episode can be shown.
+
+    Raises:
+        DataError: naming the row.
+    """
+    try:
+        shown(one, "")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        file = "rollouts.jsonl" if one.of == TRAINING else "predictions.jsonl"
+        raise DataError(
+            f"{folder / file} says of the episode of row {one.record.get('row_id')!r} in step {one.step} what no run "
+            f"writes ({type(error).__name__}: {error}); put a copy of the file back."
+        ) from error

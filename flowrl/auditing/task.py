@@ -1,0 +1,206 @@
+"""`World`: a language so small that every response to every prompt can be listed.
+
+There are a few tokens and one that ends a response, a few prompts, and tables: a logit for every token in every state
+(a prompt and what was said so far), a reward for every response. So expectations over a policy are sums, and the
+gradient of what a graph is to make large is known.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from flowrl.data.keys import Key
+from flowrl.data.proto.dataproto import DataProto
+from flowrl.spec import Spec
+
+END = 0
+"""The token that ends a response, where there is one."""
+
+_NEVER = -1e4
+"""The logit of what is not chosen: its probability is 0, and so is 0 times its log-prob."""
+
+
+class World(Spec):
+    """What a graph is audited in.
+
+    Args:
+        tokens: how many there are besides the one that ends a response.
+        steps: the longest response, in tokens.
+        prompts: of a step, each once; they share no state.
+        ends: whether there is a token that ends a response. Without it all responses are `steps` long.
+        even: a response that has ended goes on with tokens that nobody chooses, so that all are `steps` long: all else
+            is as it is without.
+        right_or_wrong: rewards are 0 and 1; else they are any number between them.
+        mismatch: how far the logits of the engine that samples are from the trainer's (standard deviation).
+        age: how far the policy has moved since the rows were sampled and their old log-probs were taken (standard
+            deviation of its logits): as in the later mini-batches of a step.
+        seed: of all tables.
+    """
+
+    timeless = True
+
+    tokens: int = Field(default=1, ge=1, le=8)
+    steps: int = Field(default=3, ge=1, le=8)
+    prompts: int = Field(default=2, ge=1, le=8)
+    ends: bool = True
+    even: bool = False
+    right_or_wrong: bool = False
+    mismatch: float = Field(default=0.0, ge=0)
+    age: float = Field(default=0.0, ge=0)
+    seed: int = Field(default=0, ge=0)
+
+    def table(self, what: str, *shape: int) -> Tensor:
+        """Standard normal numbers that belong to `what`: float64."""
+        generator = Key.of(self.seed).derive("audit", what).generator()
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def noise(self, what: str) -> Tensor:
+        """Such numbers for logits, ``[prompts states tokens]``; 0 in the state behind the end."""
+        ended = int(self.even and self.ends)
+        drawn = self.table(what, self.prompts, self.responses.number - ended, self.vocabulary)
+        return torch.cat([drawn, torch.zeros(self.prompts, ended, self.vocabulary, dtype=torch.float64)], 1)
+
+    @cached_property
+    def policy(self) -> Policy:
+        """That which samples; behind the end it has no choice."""
+        logits = self.noise("policy")
+        if self.even and self.ends:
+            logits[:, -1, 1:] = _NEVER
+        return Policy(logits, self.responses)
+
+    def near(self, what: str, far: float = 1.0) -> Policy:
+        """Another policy, whose logits are so far from those of `policy` (standard deviation)."""
+        return Policy(self.policy.logits + far * self.noise(what), self.responses)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are, with the one that ends."""
+        return self.tokens + self.ends
+
+    def batch(self, rows: int | None = None, draw: int = 0) -> DataProto:
+        """Prompts: each once, or the first `rows` of them in turns. A prompt is one token, behind those of responses.
+
+        Args:
+            rows: how many; None is each once.
+            draw: which draw of the step this is; the groups of each have ids of their own.
+        """
+        rows = self.prompts if rows is None else rows
+        tokens = torch.arange(rows)[:, None] % self.prompts + self.vocabulary
+
+        def column(values: Iterable[object]) -> np.ndarray:
+            array = np.empty(rows, dtype=object)
+            array[:] = list(values)
+            return array
+
+        return DataProto(
+            {
+                "prompts": tokens,
+                "prompt_mask": torch.ones_like(tokens, dtype=torch.bool),
+                "uid": column(f"prompt{row}.{draw}" for row in range(rows)),
+                "row_id": column(f"prompt{row}.{draw}" for row in range(rows)),
+                "data_source": column("audit" for _ in range(rows)),
+                "ground_truth": column("" for _ in range(rows)),
+                "extra_info": column({} for _ in range(rows)),
+                "raw_prompt": column([] for _ in range(rows)),
+            }
+        )
+
+    def number_of(self, prompts: Tensor) -> Tensor:
+        """Which prompt each row has, given its tokens; they are padded on the left."""
+        return prompts[:, -1] - self.vocabulary
+
+    @cached_property
+    def responses(self) -> Responses:
+        """All responses there are."""
+        return Responses.of(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Responses:
+    """All responses to a prompt, right-padded.
+
+    Args:
+        tokens: int64 ``[responses, steps]``.
+        mask: bool ``[responses, steps]``.
+        states: int64 ``[responses, steps]``, the state in which each token was sampled.
+        number: of states.
+        index: which response tokens make.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    states: Tensor
+    number: int
+    index: dict[tuple[int, ...], int]
+
+    @staticmethod
+    def of(world: World) -> Responses:
+        """Those of a world."""
+        going_on = range(world.vocabulary)[world.ends :]
+        full: list[tuple[int, ...]] = list(itertools.product(going_on, repeat=world.steps))
+        stopped = [
+            (*start, END)
+            for length in (range(world.steps) if world.ends else ())
+            for start in itertools.product(going_on, repeat=length)
+        ]
+        found = [*stopped, *full]
+        prefixes = sorted({response[:t] for response in found for t in range(len(response))})
+        states = {prefix: number for number, prefix in enumerate(prefixes)}
+        tokens, at = torch.zeros(2, len(found), world.steps, dtype=torch.int64)
+        mask = torch.zeros(len(found), world.steps, dtype=torch.bool)
+        ended = world.even and world.ends
+        for row, response in enumerate(found):
+            mask[row, : world.steps if ended else len(response)] = True
+            at[row] = len(states) if ended else 0
+            for t, token in enumerate(response):
+                tokens[row, t], at[row, t] = token, states[response[:t]]
+        whole = [tuple(itertools.compress(*row)) for row in zip(tokens.tolist(), mask.tolist(), strict=True)]
+        index = {response: y for y, response in enumerate(whole)}
+        return Responses(tokens, mask, at, len(states) + ended, index)
+
+    def number_of(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Which response each row has: int64 ``[rows]``.
+
+        Args:
+            tokens: int64 ``[rows response]``.
+            mask: bool ``[rows response]``, the tokens that were sampled.
+        """
+        rows = zip(tokens.tolist(), mask.tolist(), strict=True)
+        return torch.tensor([self.index[tuple(itertools.compress(*row))] for row in rows], dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """A table of logits.
+
+    Args:
+        logits: float64 ``[prompts, states, tokens]``.
+        responses: of the world.
+    """
+
+    logits: Tensor
+    responses: Responses
+
+    def by_state(self, temperature: float = 1.0) -> Tensor:
+        """Log-probs of all tokens in all states: ``[prompts, states, tokens]``."""
+        return torch.log_softmax(self.logits / temperature, -1)
+
+    def by_token(self, temperature: float = 1.0) -> Tensor:
+        """Log-probs of the tokens of all responses: ``[prompts, responses, steps]``, 0 off the mask."""
+        found = self.by_state(temperature)[:, self.responses.states, self.responses.tokens]
+        return torch.where(self.responses.mask, found, 0.0)
+
+    def by_response(self, temperature: float = 1.0) -> Tensor:
+        """Log-probs of all responses: ``[prompts, responses]``."""
+        return self.by_token(temperature).sum(-1)

@@ -1,0 +1,1 @@
+"""Graphs: nodes and edges, type inference, lineage, lag, and plans."""

@@ -1,0 +1,153 @@
+"""Where rows come from: which answers an update trains on, and how many rows a prompt has become.
+
+Nothing here looks at names of roles or nodes. A column's axes say which node made them, so what is trained on is told
+from what is only read beside it (a baseline's answers, a judge's, an opponent's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from flowrl.columns import ColumnType
+from flowrl.core.graphs.gate import ROWS, Gate
+from flowrl.core.graphs.graph import Graph, Node
+from flowrl.core.operators.ports import PortField
+from flowrl.core.operators.symbols import Edge
+from flowrl.protocols.protocols import Synced
+
+
+def line(graph: Graph, name: str) -> list[Node]:
+    """The node and all that it depends on, in the graph's order."""
+    wanted = graph.ancestors(name) | {name}
+    return [node for node in graph.nodes.values() if node.name in wanted]
+
+
+def generates(node: Node) -> bool:
+    """Whether an engine answers there."""
+    return any(use.mode == "reads" and use.goes_through(Synced) for use in node.uses)
+
+
+def makers(graph: Graph, name: str) -> list[Node]:
+    """The nodes that made the tokens which an update reads, back to where they were sampled, in the graph's order.
+
+    None where the tokens come from the data. An update that reads no tokens may train on whatever is before it.
+    """
+    made = _makers(graph, name)
+    return [node for node in line(graph, name) if made is None or node.name in made]
+
+
+def trained_on(graph: Graph, name: str) -> list[Node]:
+    """Those of the `makers` at which an engine answers."""
+    return [node for node in makers(graph, name) if generates(node)]
+
+
+def own_line(graph: Graph, name: str) -> list[Node]:
+    """The nodes on the way to an update, itself included, that read or write columns of the tokens that it reads."""
+    made = _makers(graph, name)
+    if made is None:
+        return line(graph, name)
+    found = []
+    for node in line(graph, name):
+        written = (Edge(node.name, output) for output in node.operator.signature.outputs)
+        if node.name == name or made & set(_makers_of(graph, (*node.inputs.values(), *written))):
+            found.append(node)
+    return found
+
+
+def response_makers(graph: Graph, name: str) -> set[str]:
+    """The nodes that made the axes, rows apart, of what a node reads: those that answered, where it reads scores."""
+    return set(_makers_of(graph, (origin(graph, edge) for edge in graph[name].inputs.values())))
+
+
+def roles_of_tokens(graph: Graph) -> set[str]:
+    """The roles whose engines are given tokens of the graph; others, such as a judge, read text and have their own."""
+    return {use.role for node in graph.nodes.values() if any(_tokens(graph, node)) for use in node.uses}
+
+
+def rows_per_prompt(graph: Graph, name: str) -> int:
+    """How many rows reach the node for every prompt of the step."""
+    factor = 1
+    while (maker := _row_maker(graph, name)) is not None:
+        factor *= graph[maker].rows_factor
+        name = maker
+    return factor
+
+
+def origin(graph: Graph, edge: Edge) -> Edge:
+    """Where a column was written: through gates, it only passes."""
+    while isinstance(graph[edge.node].at_first, Gate):
+        passed = graph[edge.node].inputs.get(PortField(ROWS, edge.output))
+        if passed is None:
+            break  # the gate itself writes it
+        edge = passed
+    return edge
+
+
+def last_gate(graph: Graph, name: str) -> Gate | None:
+    """The gate through which the rows of a node came last; None where all come that were drawn."""
+    line = [graph[other].at_first for other in graph.nodes if other in graph.ancestors(name)]
+    return next((operator for operator in reversed(line) if isinstance(operator, Gate)), None)
+
+
+def rows_of_step(graph: Graph, name: str, prompts: int | None) -> int | None:
+    """How many rows reach the node in a step; None where that is not known.
+
+    Args:
+        graph: with the node.
+        name: of the node.
+        prompts: how many are drawn in a step, where known; a gate that fills up says itself how many there are.
+    """
+    gate = last_gate(graph, name)
+    filled = prompts if gate is None else gate.fills
+    return None if filled is None else filled * rows_per_prompt(graph, name)
+
+
+def input_of(graph: Graph, name: str) -> str | None:
+    """The input whose rows a node's rows go back to; None of a node that reads no columns."""
+    while not graph[name].is_input:
+        maker = _row_maker(graph, name)
+        if maker is None:
+            return None
+        name = maker
+    return name
+
+
+def _row_maker(graph: Graph, name: str) -> str | None:
+    """The node that made the rows that a node reads."""
+    axes = (graph.types[edge].axes for edge in graph[name].inputs.values())
+    return next((_maker(found[0]) for found in axes if found), None)
+
+
+def _makers(graph: Graph, name: str) -> set[str] | None:
+    """The nodes that made the tokens which a node reads, back to where they were sampled; None without tokens."""
+    read = list(_tokens(graph, graph[name]))
+    if not read:
+        return None
+    made: set[str] = set()
+    waiting = set(_makers_of(graph, read))
+    while waiting:
+        maker = graph[waiting.pop()]
+        if maker.is_input or maker.name in made:
+            continue
+        made.add(maker.name)
+        if not generates(maker):  # it made an axis anew of tokens that it was given
+            waiting |= set(_makers_of(graph, _tokens(graph, maker)))
+    return made
+
+
+def _tokens(graph: Graph, node: Node) -> Iterator[Edge]:
+    for edge in node.inputs.values():
+        if getattr(graph.types[edge].type, "kind", None) == "tokens":
+            yield edge
+
+
+def _makers_of(graph: Graph, edges: Iterable[Edge]) -> Iterator[str]:
+    """The nodes that made the axes of these columns, rows apart."""
+    for edge in edges:
+        typed = graph.types[edge]
+        if isinstance(typed.type, ColumnType):
+            yield from map(_maker, typed.axes[1:])
+
+
+def _maker(identity: str) -> str:
+    return identity.partition("@")[2]

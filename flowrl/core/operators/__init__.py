@@ -1,0 +1,1 @@
+"""Operators: typed ports, roles, sessions, and functions as operators."""

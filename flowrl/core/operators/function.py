@@ -1,0 +1,201 @@
+"""`operator`: an ordinary function as an operator.
+
+What stands before the ``*`` of the function are its ports, like those of a `__call__`; what stands behind it are its
+parameters, each with a default::
+
+    @operator
+    def scaled(advantages: Advantages, *, factor: float = 0.5) -> Advantages:
+        return advantages * factor
+
+`scaled` is then an operator with these defaults, and ``scaled(factor=2.0)`` is one with another. Both are called on
+columns, stand in an edit and bear a name as every operator does. Roles, keys and metrics are asked for as in a class.
+What else an operator may say of itself (its granularity, effects, state) takes a class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, cast
+from weakref import WeakValueDictionary
+
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.ports import INJECTABLE, refuse_no_function, strip_none
+from flowrl.core.operators.references import reference, resolve
+from flowrl.errors import DefinitionError, ParameterError, PortError, offer
+from flowrl.record_types import hints_of, located
+from flowrl.spec import non_default
+
+Parameters = Mapping[str, inspect.Parameter]
+Fields = tuple[str, ...]
+
+
+def operator(function: Callable[..., Any]) -> Operator:
+    """Decorator: the function as an operator; see the module's docstring.
+
+    Raises:
+        DefinitionError: with file and line: no plain function, a port or parameter without annotation, a parameter
+            without a default.
+    """
+    frame = sys._getframe(1)
+    if not inspect.isfunction(function) or function.__name__ == "<lambda>":
+        raise DefinitionError(
+            f"{frame.f_code.co_filename}:{frame.f_lineno}: {function!r} has no name and annotations of its own that an "
+            f"operator could have; write @operator above a `def`, or derive a class from Operator."
+        )
+    where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {function.__name__}"
+    refuse_no_function(function, where, "def __call__(self, values: Values) -> Returns")
+    with located(where):
+        hints = hints_of(function, frame.f_locals)
+    made = _made(function, hints, frame, f"{function.__module__}:{function.__qualname__}:{uuid.uuid4().hex}")
+    for name in ("__name__", "__qualname__", "__doc__"):  # as functools.wraps does
+        made.__dict__[name] = getattr(function, name)
+    return made
+
+
+class OfFunction:
+    """What the class of a function has besides what `Operator` gives it; underscores leave all names to parameters."""
+
+    _function: ClassVar[Callable[..., Any]]
+    _hints: ClassVar[Mapping[str, Any]]
+    _token: ClassVar[str]
+    """The same in all processes."""
+    _plain: ClassVar[Operator]
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in non_default(cast(Operator, self)).items())
+        return f"{type(self).__name__}({given})" if given else type(self).__name__
+
+    def __copy__(self) -> Any:
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By name where every process can import it; else by value, as `cloudpickle` (and so Ray) does functions.
+        state = {name: value for name, value in self.__dict__.items() if not name.startswith("__")}
+        path = reference(cast(Any, self._plain))
+        if path is not None and ".py:" not in path:
+            return _blank, (path,), state
+        return _blank_by_value, (self._token, self._function, dict(self._hints)), state
+
+
+def function_of(operator: OfFunction) -> Callable[..., Any]:
+    """The function as it was written."""
+    return operator._function
+
+
+def plain_of(operator: OfFunction) -> Operator:
+    """The operator with its defaults, which bears the name of the function where that is defined."""
+    return operator._plain
+
+
+_classes: WeakValueDictionary[str, type[OfFunction]] = WeakValueDictionary()
+
+
+def _blank(path: str) -> Any:
+    """An instance, still empty, of the class behind what `path` names."""
+    return object.__new__(type(resolve(path)))
+
+
+def _blank_by_value(token: str, function: Callable[..., Any], hints: Mapping[str, Any]) -> Any:
+    """An instance, still empty, of the class of a function that came from another process."""
+    cls = _classes[token] if token in _classes else type(_made(function, hints, sys._getframe(0), token))
+    return object.__new__(cls)
+
+
+def _made(function: Callable[..., Any], hints: Mapping[str, Any], definer: types.FrameType, token: str) -> Operator:
+    """The operator with the defaults of a function whose annotations are `hints`."""
+    name, given = function.__name__, inspect.signature(function).parameters
+    where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {name}"
+    fields = {n: p for n, p in given.items() if p.kind is p.KEYWORD_ONLY and not _is_injected(hints.get(n))}
+    _refuse_misplaced(given, fields, hints, where)
+    ports = {n: p for n, p in given.items() if n not in fields}
+    members = {
+        "__module__": function.__module__,
+        "__qualname__": function.__qualname__,
+        "__doc__": function.__doc__,
+        "__annotations__": {field: hints[field] for field in fields},
+        "__call__": _call_of(function, ports, tuple(fields), hints),
+        "__repr__": OfFunction.__repr__,  # a dataclass would write its own
+        **{field: parameter.default for field, parameter in fields.items()},
+    }
+    bases = (OfFunction, Operator)
+    cls: Any = types.new_class(name, bases, {"definer": definer}, lambda namespace: namespace.update(members))
+    cls.__call__ = _with_parameters(cls.__call__, function, tuple(fields))
+    cls._function, cls._hints, cls._token = staticmethod(function), types.MappingProxyType(dict(hints)), token
+    _classes[token] = cls
+    try:
+        cls._plain = cls()
+    except ParameterError as error:
+        raise DefinitionError(f"{where} has a default that is not allowed: {error}") from None
+    return cast(Operator, cls._plain)
+
+
+def _call_of(
+    function: Callable[..., Any], ports: Parameters, fields: Fields, hints: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """The `__call__` of the class: the function, given the operator's parameters."""
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs, **{field: getattr(self, field) for field in fields})
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    call.__signature__ = inspect.Signature([own, *ports.values()])  # type: ignore[attr-defined]
+    call.__annotations__ = {name: hint for name, hint in hints.items() if name not in fields}
+    return call
+
+
+def _with_parameters(dispatch: Callable[..., Any], function: Callable[..., Any], fields: Fields) -> Callable[..., Any]:
+    """The `__call__` that gives the operator other parameters where it is given these alone."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(dispatch.__wrapped__)  # type: ignore[attr-defined]
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = type(self).__name__
+        if other := next((given for given in kwargs if given not in known), None):
+            raise ParameterError(f"{name}(...) is given {other!r}; {offer(other, known, 'it takes')}")
+        if kwargs and not args and kwargs.keys() <= set(fields):
+            return dataclasses.replace(self, **kwargs).in_place_of(self)
+        if parameter := next((given for given in kwargs if given in fields), None):
+            raise PortError(
+                f"{name} is given the parameter {parameter!r} and its columns at once; expected one after the other: "
+                f"{name}({parameter}=...)({', '.join(self.signature.ports)})."
+            )
+        return dispatch(self, *args, **kwargs)
+
+    return __call__
+
+
+def _is_injected(hint: Any) -> bool:
+    return strip_none(hint)[0] in INJECTABLE
+
+
+def _refuse_misplaced(given: Parameters, fields: Parameters, hints: Mapping[str, Any], where: str) -> None:
+    """Refuse ports and parameters on the wrong side of the ``*``, and parameters that nothing is known of."""
+    for name, parameter in given.items():
+        said = f"{where}({name})"
+        if name == "self":
+            raise DefinitionError(
+                f"{said} is the name of an object that methods are called on; @operator stands above a function "
+                f"outside of classes, whose ports have other names; or derive a class from Operator."
+            )
+        if name not in fields:
+            if parameter.default is not parameter.empty and parameter.default is not None:
+                raise DefinitionError(
+                    f"{said} has the default {parameter.default!r}, so it is a parameter, and stands among the ports; "
+                    f"put it behind a `*`: def {where.rpartition(' ')[2]}(..., *, {name}={parameter.default!r})."
+                )
+        elif name not in hints:
+            raise DefinitionError(f"{said} is a parameter without annotation; write `{name}: float = ...`.")
+        elif parameter.default is parameter.empty:
+            raise DefinitionError(
+                f"{said} stands behind the `*`, so it is a parameter, and has no default; give it one, or put it "
+                f"before the `*` where it is a port. What has to be given each time takes a class."
+            )

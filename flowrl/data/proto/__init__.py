@@ -1,0 +1,1 @@
+"""`DataProto`, the batch of columns, and its formats."""

@@ -1,0 +1,434 @@
+"""`DataProto`: an immutable record of columns that share one batch axis, what the executor carries between operators.
+
+A column is a torch tensor ``[batch ...]`` or a 1-d NumPy object array ``[batch]``; `meta` is a JSON-able dict. Every
+operation returns a new `DataProto` and leaves its own alone. Columns are not copied where a view will do, so writing
+into a tensor in place is seen by all who share it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowrl.data.keys import Key
+from flowrl.data.proto import formats
+from flowrl.data.proto.column_math import (
+    Columns,
+    Objects,
+    Pad,
+    bind_axes,
+    check_column,
+    check_pad,
+    concat_padded,
+    difference,
+    growth,
+    moved,
+    own,
+    read_only,
+    rows_of_groups,
+    same,
+    short,
+    size,
+    table,
+)
+from flowrl.data.proto.rows import Rows, is_count, refuse_no_count, row_numbers
+from flowrl.errors import ColumnNotFoundError, DataError, type_of
+from flowrl.record_types import column_fields, record_tuple
+
+R = TypeVar("R")
+_ENDS = {int, type(None)}
+"""Of a slice that is taken without a copy."""
+
+
+class DataProto:
+    """Columns that share one batch axis, and `meta`.
+
+    Args:
+        columns: name to tensor ``[batch ...]`` or object array ``[batch]``. Columns that flowrl knows
+            (`flowrl.columns`) must have their dtype and axes, and an axis has one width in all of them.
+        meta: JSON-able; copied.
+
+    Raises:
+        DataError: columns of unequal length, of a wrong dtype or shape, or meta that is not JSON-able; or either is no
+            mapping.
+    """
+
+    __slots__ = ("_meta", "columns")
+
+    columns: Columns
+    """All columns by name, read-only, in the order they came."""
+    _meta: dict[str, Any]
+
+    def __init__(self, columns: Columns, meta: Mapping[str, Any] | None = None) -> None:
+        for what, given in (("columns", columns), ("meta", {} if meta is None else meta)):
+            if not isinstance(given, Mapping):
+                raise DataError(
+                    f"the {what} of a DataProto were given as {short(given, 80)}; expected a dict, such as "
+                    f'DataProto({{"values": tensor}}, {{"step": 3}}).'
+                )
+        checked = {name: check_column(name, column) for name, column in columns.items()}
+        lengths = {name: len(column) for name, column in checked.items()}
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+            raise DataError(
+                f"columns differ in their number of rows: {found}; expected one batch axis: index them alike."
+            )
+        bind_axes(checked)
+        if meta:
+            formats.check_json(dict(meta), "meta")
+        self._fill(checked, copy.deepcopy(dict(meta or {})))
+
+    def _fill(self, columns: dict[str, Tensor | Objects], meta: dict[str, Any]) -> None:
+        object.__setattr__(self, "columns", MappingProxyType(columns))
+        object.__setattr__(self, "_meta", meta)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"{name} cannot be set, as a DataProto is immutable; union and with_meta make another.")
+
+    def __reduce__(self) -> Any:  # a mapping proxy cannot be copied or pickled
+        return DataProto, ({name: own(column) for name, column in self.columns.items()}, self._meta)
+
+    # ---- reading
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(next(iter(self.columns.values()), ()))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """A copy of the meta dict."""
+        return copy.deepcopy(self._meta)
+
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
+    @overload
+    def __getitem__(self, key: Rows) -> DataProto: ...
+
+    def __getitem__(self, key: str | Rows) -> Any:
+        """``proto["values"]`` is a column; ``proto[2:5]``, ``proto[[0, 3]]`` and ``proto[mask]`` are rows.
+
+        Raises:
+            ColumnNotFoundError: no such column.
+            DataError: an index out of range, a mask of another length, or a single row number.
+        """
+        if isinstance(key, str):
+            self._require(key)
+            return self.columns[key]
+        if isinstance(key, slice) and key.step in (None, 1) and not {type(key.start), type(key.stop)} - _ENDS:
+            return self._with({name: column[key] for name, column in self.columns.items()})
+        index = row_numbers(key, len(self))
+        picked: dict[str, Tensor | Objects] = {}
+        for name, column in self.columns.items():
+            if isinstance(column, Tensor):
+                at = index.to(column.device)  # index_select copies whole rows; an index goes number by number
+                picked[name] = column.index_select(0, at) if column.ndim > 1 else column[at]
+            else:
+                picked[name] = read_only(column[index.numpy()])
+        return self._with(picked)
+
+    # ---- columns
+
+    def with_meta(self, meta: Mapping[str, Any]) -> DataProto:
+        """The same columns with `meta` in place of the old; ``with_meta({**proto.meta, "k": 1})`` adds to it."""
+        return DataProto(self.columns, meta)
+
+    def select(self, *names: str) -> DataProto:
+        """Only these columns, in this order."""
+        self._require(*names)
+        return self._with({name: self.columns[name] for name in names})
+
+    def drop(self, *names: str) -> DataProto:
+        """All columns but these."""
+        self._require(*names)
+        return self._with({name: column for name, column in self.columns.items() if name not in names})
+
+    def rename(self, names: Mapping[str, str]) -> DataProto:
+        """Columns under new names (``{old: new}``), in place; two columns may swap theirs.
+
+        Raises:
+            DataError: two columns would have one name.
+        """
+        if not isinstance(names, Mapping):
+            raise DataError(f"rename({names!r}): expected a dict of old names to new ones.")
+        self._require(*names)
+        new = [names.get(name, name) for name in self.columns]
+        twice = sorted({name for name in new if new.count(name) > 1})
+        if twice:
+            raise DataError(
+                f"rename({dict(names)}) gives two columns the name {twice[0]!r}; choose another, or drop one."
+            )
+        return DataProto(dict(zip(new, self.columns.values(), strict=True)), self._meta)
+
+    def union(self, other: DataProto) -> DataProto:
+        """The columns and meta of both; what both have must be equal, bit for bit.
+
+        Raises:
+            DataError: the two differ; names the column and its first such row, or the meta key.
+        """
+        _refuse_others("union", [other])
+        if self.columns and other.columns and len(self) != len(other):
+            raise DataError(
+                f"union of {len(self)} rows with {len(other)}; expected the same rows: index or repeat() one."
+            )
+        for name in (name for name in self.columns if name in other.columns):
+            if found := difference(self.columns[name], other.columns[name]):
+                raise DataError(
+                    f"both sides of union have a column {name!r}, and they differ: {found}; drop({name!r}) or "
+                    f"rename({{{name!r}: ...}}) on one side."
+                )
+        return DataProto({**self.columns, **other.columns}, _merge_meta([self, other], "union"))
+
+    # ---- rows
+
+    @staticmethod
+    def concat(protos: Sequence[DataProto], pad: Mapping[str, Pad] | None = None) -> DataProto:
+        """The rows of all, in order; all have the same columns. Unequal widths are padded with the column's own value.
+
+        A prompt axis is padded on the left, a response axis on the right, and a sequence axis (prompt then response) on
+        the left as its prompt grows and on the right as its response grows.
+
+        Args:
+            pad: ``{name: (value, side)}`` for the second axis of columns that flowrl does not know; `side` is
+                ``"left"``, ``"right"`` or ``"sequence"``.
+
+        Raises:
+            DataError: different columns, dtypes, devices or meta; widths that flowrl does not know how to pad.
+        """
+        if not protos:
+            raise DataError("concat was given no DataProto; expected at least one.")
+        _refuse_others("concat", protos)
+        first, pad = protos[0], {} if pad is None else pad
+        if not isinstance(pad, Mapping):
+            raise DataError(f"pad={pad!r} of concat; expected a dict, as {{name: (value, side)}}.")
+        first._require(*pad)
+        for i, proto in enumerate(protos):
+            if odd := sorted(proto.columns.keys() ^ first.columns.keys()):
+                raise DataError(
+                    f"concat wants the same columns in all, but numbers 0 and {i} differ in {odd}; select() them."
+                )
+        for name, value in pad.items():
+            check_pad(name, first.columns[name], value)
+        grown = growth([bind_axes(proto.columns) for proto in protos])
+        joined: dict[str, Tensor | Objects] = {}
+        for name in first.columns:
+            parts = [proto.columns[name] for proto in protos]
+            tensors = [part for part in parts if isinstance(part, Tensor)]
+            arrays = [part for part in parts if not isinstance(part, Tensor)]
+            if tensors and arrays:
+                raise DataError(
+                    f"column {name!r} is a tensor in some and an object array in others; convert them first."
+                )
+            if tensors:
+                joined[name] = concat_padded(name, tensors, grown, pad.get(name))
+            else:
+                joined[name] = np.concatenate(arrays)
+        return DataProto(joined, _merge_meta(protos, "concat"))
+
+    def chunk(self, n: int) -> list[DataProto]:
+        """`n` parts as even as possible: the first ``len % n`` have one row more (as `numpy.array_split` does).
+
+        Raises:
+            DataError: `n` is less than 1 or more than the rows.
+        """
+        if not (is_count(n) and n <= len(self)):
+            raise DataError(f"chunk({n}) of {len(self)} rows; expected 1 to {len(self)} parts, so that none is empty.")
+        small, larger = divmod(len(self), n)
+        ends = [small * i + min(i, larger) for i in range(n + 1)]
+        return [self[a:b] for a, b in itertools.pairwise(ends)]
+
+    def split(self, size: int) -> list[DataProto]:
+        """Parts of `size` rows; the last may be smaller."""
+        refuse_no_count("split", size, "row a part")
+        return [self[a : a + size] for a in range(0, max(len(self), 1), size)]
+
+    def repeat(self, n: int, interleave: bool = True) -> DataProto:
+        """Every row `n` times: ``a a b b`` interleaved (the rows of a group stay together), else ``a b a b``."""
+        refuse_no_count("repeat", n, "time")
+        rows = torch.arange(len(self))
+        return self[rows.repeat_interleave(n) if interleave else rows.repeat(n)]
+
+    def reorder(self, index: Sequence[int] | Tensor | np.ndarray) -> DataProto:
+        """The rows in another order.
+
+        Raises:
+            DataError: `index` is not a permutation of all rows.
+        """
+        rows = row_numbers(index, len(self))
+        if not torch.equal(rows.sort().values, torch.arange(len(self))):
+            raise DataError(
+                f"reorder wants each of the {len(self)} rows exactly once; proto[index] picks or repeats rows."
+            )
+        return self[rows]
+
+    def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
+        """Rows repeated from the start, in turn, until `divisor` divides the number; and how many (for `unpad`)."""
+        refuse_no_count("pad_to_divisor", divisor, "row")
+        extra = -len(self) % divisor
+        return (self[torch.arange(len(self) + extra) % len(self)] if extra else self), extra
+
+    def unpad(self, n: int) -> DataProto:
+        """All rows but the last `n`."""
+        if not (is_count(n, least=0) and n <= len(self)):
+            raise DataError(f"unpad({n}) of {len(self)} rows; expected the number that pad_to_divisor gave.")
+        return self[: len(self) - n]
+
+    def minibatches(self, size: int, key: Key) -> Iterator[DataProto]:
+        """All rows in an order drawn from `key`, `size` at a time.
+
+        Raises:
+            DataError: `size` does not divide the rows (at the call, not at the first mini-batch).
+        """
+        refuse_no_count("minibatches", size, "row")
+        if not isinstance(key, Key):
+            raise DataError(f"minibatches({size}, {short(key, 40)}): expected a Key, such as Key.of(seed).")
+        if len(self) % size:
+            raise DataError(f"mini-batches of {size} do not divide {len(self)} rows; choose a size that does.")
+        order = torch.randperm(len(self), generator=key.generator())
+        return (self[order[a : a + size]] for a in range(0, len(self), size))
+
+    def groups(self) -> dict[str, Tensor]:
+        """The rows of each `uid`, int64 indices, in the order of first appearance.
+
+        Raises:
+            ColumnNotFoundError: there is no `uid`.
+            DataError: a `uid` is not a str.
+        """
+        for row, uid in enumerate(self["uid"]):
+            if not isinstance(uid, str):
+                raise DataError(f"uid of row {row} is {uid!r}, {type_of(uid)}; expected a str.")
+        return {uid: torch.tensor(rows) for uid, rows in rows_of_groups(self["uid"]).items()}
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """All tensors on `device`.
+
+        Raises:
+            DataError: there is no such device on this machine.
+        """
+        return self._with(moved(self.columns, device))
+
+    # ---- content
+
+    def equal(self, other: DataProto) -> bool:
+        """The same columns (bit for bit, so NaN equals NaN; objects by type and value) and meta, on any device."""
+        _refuse_others("equal", [other])
+        return (
+            self.columns.keys() == other.columns.keys()
+            and all(difference(column, other.columns[name]) is None for name, column in self.columns.items())
+            and same(self._meta, other._meta)
+        )
+
+    def digest(self) -> str:
+        """xxh3-128 over the content, 32 hex digits; order of columns, strides and device do not count.
+
+        Raises:
+            DataError: an object is not JSON-able.
+        """
+        return formats.digest(self.columns, self._meta)
+
+    # ---- other forms
+
+    @staticmethod
+    def from_record(record: Any, meta: Mapping[str, Any] | None = None) -> DataProto:
+        """The columns of a record (a NamedTuple such as `flowrl.records.RolloutBatch`) under their column names.
+
+        Raises:
+            DataError: not a record, or one with a field that is not a column.
+        """
+        return DataProto({name: getattr(record, field) for field, name in column_fields(type(record)).items()}, meta)
+
+    def to_record(self, record: type[R]) -> R:
+        """The columns that `record` (a NamedTuple, or a Protocol of properties) reads, as such a record.
+
+        Raises:
+            ColumnNotFoundError: a column that the record reads is not here.
+        """
+        fields = column_fields(record)
+        self._require(*fields.values())
+        packed: R = record_tuple(record)(**{field: self.columns[name] for field, name in fields.items()})
+        return packed
+
+    def save(self, folder: str | Path) -> None:
+        """Write a new `folder` at once: safetensors for tensors, JSON for objects and meta, and their digests.
+
+        Raises:
+            DataError: the folder is not empty, or an object is not JSON-able.
+        """
+        formats.save(folder, self.columns, self._meta)
+
+    @staticmethod
+    def load(folder: str | Path) -> DataProto:
+        """What `save` wrote, on the CPU.
+
+        Raises:
+            DataError: names the file that is missing or damaged.
+        """
+        return DataProto(*formats.load(folder))
+
+    def to_tensordict(self) -> Any:
+        """A `tensordict.TensorDict`: objects as `NonTensorStack`, meta as `NonTensorData`."""
+        return formats.to_tensordict(self.columns, self._meta, len(self))
+
+    @staticmethod
+    def from_tensordict(data: Any) -> DataProto:
+        """The reverse of `to_tensordict`; a `NonTensorData` of a known object column's name fills that column."""
+        return DataProto(*formats.from_tensordict(data))
+
+    def to_verl(self) -> dict[str, dict[str, Any]]:
+        """``{"batch": ..., "non_tensor_batch": ..., "meta_info": ...}``, known masks as int64."""
+        return formats.to_verl(self.columns, self.meta)
+
+    @staticmethod
+    def from_verl(data: Any) -> DataProto:
+        """The reverse of `to_verl`; also takes an object with these three attributes, such as a ``verl.DataProto``."""
+        return DataProto(*formats.from_verl(data))
+
+    def __repr__(self) -> str:
+        tensors = [c for c in self.columns.values() if isinstance(c, Tensor)]
+        devices = ", ".join(sorted({str(c.device) for c in tensors})) or "no device"
+        total = size(sum(c.nbytes for c in tensors))
+        head = f"DataProto: {len(self)} rows, {len(self.columns)} columns, {total} of tensors on {devices}"
+        meta = [f"meta: {short(self._meta, 100)}"] if self._meta else []
+        return "\n".join([head, table(self.columns), *meta])
+
+    # ---- helpers
+
+    def _with(self, columns: dict[str, Tensor | Objects]) -> DataProto:
+        """Columns of this one, or the same rows of each, which need no second check; its meta."""
+        made = DataProto.__new__(DataProto)
+        made._fill(columns, self._meta)
+        return made
+
+    def _require(self, *names: str) -> None:
+        for name in names:
+            if not isinstance(name, str) or name not in self.columns:
+                found = ", ".join(self.columns) or "no columns"
+                raise ColumnNotFoundError(f"no column {name!r} in this DataProto; it has {found}.")
+
+
+def _refuse_others(call: str, given: Any) -> None:
+    for one in given if isinstance(given, list | tuple) else [given]:
+        if not isinstance(one, DataProto):
+            raise DataError(f"{call} was given {type_of(one)}; expected a DataProto, such as DataProto(...).")
+
+
+def _merge_meta(protos: Sequence[DataProto], operation: str) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for proto in protos:
+        for key, value in proto._meta.items():
+            if not same(merged.setdefault(key, value), value):
+                raise DataError(
+                    f"meta[{key!r}] is {short(merged[key], 40)} on one side of {operation} and {short(value, 40)} on "
+                    f"another; settle it by with_meta(...) first."
+                )
+    return merged

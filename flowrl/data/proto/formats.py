@@ -1,0 +1,308 @@
+"""How a `DataProto` looks outside a process: its digest, its folder on disk, TensorDict, verl's three dicts.
+
+Everything here works on plain columns and meta; `DataProto` puts the methods on top. Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_tensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flowrl.columns import lookup
+from flowrl.data.files import file_digest, parse_json, reading, replaced, writing
+from flowrl.data.proto.column_math import Columns, Objects, bits, objects
+from flowrl.errors import DataError, type_of
+
+Meta = Mapping[str, Any]
+
+FORMAT = "flowrl.DataProto/1"
+TENSORS, OBJECTS, MANIFEST = "tensors.safetensors", "objects.json", "manifest.json"
+
+
+def check_json(value: Any, where: str) -> None:
+    """Refuse what JSON would not give back exactly: tuples, NumPy numbers, enums, keys that are not strings, ...
+
+    NaN and the infinities are written as Python's `json` writes them, and come back.
+
+    Raises:
+        DataError: names the place inside `value`, and its type; or it is nested too deeply.
+    """
+    try:
+        _check_json(value, where)
+    except RecursionError:
+        raise DataError(f"{where} is nested more deeply than Python follows; expected a flatter one.") from None
+
+
+def _check_json(value: Any, where: str) -> None:
+    if type(value) is list:
+        for i, item in enumerate(value):
+            _check_json(item, f"{where}[{i}]")
+    elif type(value) is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise DataError(f"{where} has the key {key!r}, {type_of(key)}; JSON keys are str: use {str(key)!r}.")
+            _check_json(item, f"{where}[{key!r}]")
+    elif type(value) not in (str, int, float, bool, type(None)):
+        raise DataError(
+            f"{where} is {type_of(value)}, which JSON does not give back exactly; expected str, int, float, "
+            f"bool, None, list or dict (.item() or .tolist() turns a NumPy value into one, list(...) a tuple)."
+        )
+
+
+def digest(columns: Columns, meta: Meta) -> str:
+    """The xxh3-128 hex digest of the content: per column (sorted by name) dtype, shape and bytes; meta.
+
+    Objects count as canonical JSON (sorted keys). Order of insertion, strides and device do not count.
+
+    Raises:
+        DataError: an object is not JSON-able.
+    """
+    hasher = xxhash.xxh3_128()
+    for name in sorted(columns):
+        column = columns[name]
+        if isinstance(column, Tensor):
+            dtype, content = str(column.dtype).removeprefix("torch."), bits(column).numpy()
+        else:
+            for row, item in enumerate(column):
+                check_json(item, f"column {name!r}, row {row}: the object")
+            dtype, content = "object", np.frombuffer(_canonical(column.tolist()), np.uint8)
+        # the size in front of the bytes keeps one column from running into the next
+        hasher.update(_canonical([name, dtype, list(column.shape), content.nbytes]))
+        hasher.update(content.data)
+    hasher.update(_canonical(dict(meta)))
+    return hasher.hexdigest()
+
+
+def save(folder: str | Path, columns: Columns, meta: Meta) -> None:
+    """Write ``tensors.safetensors``, ``objects.json`` and ``manifest.json`` (digests) as a new folder, all or nothing.
+
+    Raises:
+        DataError: the folder has something in it already, or an object is not JSON-able.
+        StorageError: it cannot be written.
+    """
+    folder = _path(folder)
+    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        raise DataError(f"{folder} exists and is not an empty folder; save to a new folder, or remove this one first.")
+    content_digest = digest(columns, meta)  # refuses what cannot be written before anything is
+    listing = {
+        "columns": list(columns),
+        "objects": {name: c.tolist() for name, c in columns.items() if not isinstance(c, Tensor)},
+        "meta": dict(meta),
+    }
+    # safetensors requires a separate storage for every tensor
+    tensors = {name: c.detach().cpu().contiguous().clone() for name, c in columns.items() if isinstance(c, Tensor)}
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(folder) as draft:
+            draft.mkdir()
+            save_file(tensors, draft / TENSORS)
+            (draft / OBJECTS).write_bytes(json.dumps(listing, indent=1).encode())
+            files = {name: file_digest(draft / name) for name in (TENSORS, OBJECTS)}
+            (draft / MANIFEST).write_bytes(_manifest(content_digest, files))
+
+
+def load(folder: str | Path) -> tuple[dict[str, Tensor | Objects], dict[str, Any]]:
+    """Columns and meta as `save` wrote them, tensors on the CPU.
+
+    Raises:
+        DataError: names the file that is missing or damaged; a single changed byte in any of them is found.
+    """
+    folder = _path(folder)
+    for name in (MANIFEST, TENSORS, OBJECTS):
+        if not (folder / name).is_file():
+            raise DataError(f"{folder / name} is missing; expected a folder with the files that DataProto.save writes.")
+    content_digest, files = _read_manifest(folder / MANIFEST)
+    # what is verified is what is used: a memory map would follow (or crash on) later changes of the file
+    raw = {name: _bytes(folder / name) for name in files}
+    for name, expected in files.items():
+        if (found := xxhash.xxh3_128_hexdigest(raw[name])) != expected:
+            raise DataError(
+                f"{folder / name} is damaged: its xxh3-128 is {found}, but {folder / MANIFEST} says {expected}; "
+                f"save the DataProto again."
+            )
+    try:
+        tensors, listing = parse_tensors(raw[TENSORS]), parse_json(raw[OBJECTS])
+        columns: dict[str, Tensor | Objects] = {
+            name: tensors[name] if name in tensors else objects(listing["objects"][name]) for name in listing["columns"]
+        }
+        meta, found = dict(listing["meta"]), digest(columns, listing["meta"])
+    except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        raise DataError(
+            f"{folder} is damaged, though its digests are right ({type(error).__name__}: {error}); expected what "
+            f"DataProto.save writes there, so save the DataProto again."
+        ) from error
+    if found != content_digest:
+        raise DataError(
+            f"{folder / MANIFEST} is damaged: it says digest {content_digest}, but the content has {found}."
+        )
+    return columns, meta
+
+
+def to_tensordict(columns: Columns, meta: Meta, rows: int) -> Any:
+    """A `tensordict.TensorDict` of batch size ``[rows]``: objects as `NonTensorStack`, meta as `NonTensorData`.
+
+    Raises:
+        ImportError: tensordict is not installed.
+        DataError: a meta key is also a column, or there are object columns but no rows.
+    """
+    tensordict = _import_tensordict()
+    if clash := [key for key in meta if key in columns]:
+        raise DataError(
+            f"{clash[0]!r} is both a column and a meta key, which a TensorDict cannot hold; rename the column."
+        )
+    entries: dict[str, Any] = {}
+    for name, column in columns.items():
+        if isinstance(column, Tensor):
+            entries[name] = column
+        elif rows == 0:
+            raise DataError(
+                f"column {name!r} has no rows, but a NonTensorStack needs at least one; drop({name!r}) first."
+            )
+        else:
+            entries[name] = tensordict.NonTensorStack(*[tensordict.NonTensorData(item) for item in column])
+    for key, value in meta.items():
+        entries[key] = tensordict.NonTensorData(value, batch_size=[rows])
+    return tensordict.TensorDict(entries, batch_size=[rows])
+
+
+def from_tensordict(data: Any) -> tuple[dict[str, Tensor | Objects], dict[str, Any]]:
+    """Columns and meta of a TensorDict with one batch axis.
+
+    A `NonTensorStack` is an object column. A `NonTensorData` (one value for all rows) is meta, unless its name is that
+    of a known object column (``td["data_source"] = "gsm8k"``): then every row has it.
+
+    Raises:
+        ImportError: tensordict is not installed.
+        DataError: not a TensorDict, its batch size is not one number, or an entry is a nested TensorDict.
+    """
+    tensordict = _import_tensordict()
+    if not isinstance(data, tensordict.TensorDictBase):
+        raise DataError(f"found {type_of(data)}; expected a TensorDict, or call DataProto(columns, meta).")
+    if len(data.batch_size) != 1:
+        raise DataError(f"the TensorDict has the batch size {list(data.batch_size)}; reshape(-1) makes it one number.")
+    columns: dict[str, Tensor | Objects] = {}
+    meta: dict[str, Any] = {}
+    for name in data.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
+        entry, known = data.get(name), lookup(name)
+        if isinstance(entry, Tensor):
+            columns[name] = entry
+        elif isinstance(entry, tensordict.NonTensorStack):
+            columns[name] = objects(entry.tolist())
+        elif not isinstance(entry, tensordict.NonTensorData):
+            raise DataError(f"entry {name!r} of the TensorDict is {type_of(entry)}; flatten_keys() makes it flat.")
+        elif known is not None and known.dtype == "object":
+            columns[name] = objects([entry.data] * data.batch_size[0])
+        else:
+            meta[name] = entry.data
+    return columns, meta
+
+
+def to_verl(columns: Columns, meta: Meta) -> dict[str, dict[str, Any]]:
+    """``{"batch", "non_tensor_batch", "meta_info"}`` as verl has them; known masks become int64, as in verl."""
+    tensors = {name: c for name, c in columns.items() if isinstance(c, Tensor)}
+    return {
+        "batch": {name: tensor.long() if _is_mask(name) else tensor for name, tensor in tensors.items()},
+        "non_tensor_batch": {name: c.copy() for name, c in columns.items() if not isinstance(c, Tensor)},
+        "meta_info": dict(meta),
+    }
+
+
+def from_verl(data: Any) -> tuple[dict[str, Tensor | Objects], dict[str, Any]]:
+    """Columns and meta of verl's three dicts, or of an object with these as attributes (`verl.DataProto`).
+
+    Known masks of zeros and ones become bool; a NumPy array with more axes, or of another dtype, one object per row.
+
+    Raises:
+        DataError: a part is missing, a name is in two of them, or a known mask holds something other than 0 and 1.
+    """
+    parts: dict[str, Any] = {}
+    for part in ("batch", "non_tensor_batch", "meta_info"):
+        if not (part in data if isinstance(data, Mapping) else hasattr(data, part)):
+            raise DataError(
+                f"{type(data).__name__} has no {part!r}; expected verl's batch, non_tensor_batch and meta_info."
+            )
+        found = data[part] if isinstance(data, Mapping) else getattr(data, part)
+        parts[part] = {} if found is None else found  # verl has batch=None where there are no tensors
+        if not hasattr(parts[part], "items"):  # a TensorDict is no Mapping
+            raise DataError(f"{part} of verl's three is {type_of(found)}; expected a dict of columns.")
+    columns: dict[str, Tensor | Objects] = {}
+    for name, tensor in parts["batch"].items():
+        if _is_mask(name) and isinstance(tensor, Tensor) and tensor.dtype != torch.bool:
+            odd = tensor[(tensor != 0) & (tensor != 1)]
+            if odd.numel():
+                raise DataError(f"column {name!r} is a mask, but it holds {odd[0].item()}; expected only 0 and 1.")
+            tensor = tensor.bool()
+        columns[name] = tensor
+    for name, array in parts["non_tensor_batch"].items():
+        if name in columns or not isinstance(array, np.ndarray):
+            what = "is in batch as well" if name in columns else f"is {type_of(array)}"
+            raise DataError(f"{name!r} in non_tensor_batch {what}; expected a NumPy array under a name of its own.")
+        columns[name] = objects(array.tolist())
+    return columns, dict(parts["meta_info"])
+
+
+def _import_tensordict() -> Any:
+    try:
+        import tensordict
+    except ImportError as error:
+        raise ImportError("tensordict is not installed: pip install 'flowrl[tensordict]'.") from error
+    return tensordict
+
+
+def _is_mask(name: str) -> bool:
+    known = lookup(name)
+    return known is not None and known.dtype == "bool"
+
+
+def _path(folder: Any) -> Path:
+    """Where a folder is.
+
+    Raises:
+        DataError: it is no path.
+    """
+    if not isinstance(folder, str | os.PathLike) or "\0" in str(folder):
+        raise DataError(f"{folder!r} is no path; expected a str or a Path to a folder.")
+    return Path(folder)
+
+
+def _bytes(path: Path) -> bytes:
+    """A file's content.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    with reading(path):
+        return path.read_bytes()
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _manifest(content_digest: str, files: Mapping[str, str]) -> bytes:
+    return json.dumps({"format": FORMAT, "digest": content_digest, "files": dict(files)}, indent=1).encode()
+
+
+def _read_manifest(path: Path) -> tuple[str, dict[str, str]]:
+    """The digests of content and files; written in one way only, so that any change to the manifest shows."""
+    raw = _bytes(path)
+    try:
+        manifest = parse_json(raw)
+        content_digest = str(manifest["digest"])
+        files = {name: str(manifest["files"][name]) for name in (TENSORS, OBJECTS)}
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{path} is damaged ({error!r}); expected the manifest that DataProto.save writes.") from error
+    if raw != _manifest(content_digest, files):
+        raise DataError(f"{path} is damaged, or not {FORMAT}; expected the manifest that DataProto.save writes.")
+    return content_digest, files

@@ -1,0 +1,1 @@
+"""Data sources: prompts, demonstrations and preferences from files, and samplers."""

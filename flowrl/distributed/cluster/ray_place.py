@@ -1,0 +1,34 @@
+"""`RayPlace`: what all places on Ray are told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from flowrl.run.placement.place import Place
+
+_YEAR = 365 * 86400
+
+
+class RayPlace(Place):
+    """Base of places whose processes are Ray's.
+
+    Args:
+        address: the Ray cluster to join; None is one on this machine, which the first job starts and later ones reuse.
+        memory: see `Place`.
+        deadline: seconds that a node may take before it counts as stuck, at most a year.
+        restart: ``"role"`` rebuilds a role that died and repeats the step; ``"never"`` raises.
+    """
+
+    address: str | None = Field(default=None, kw_only=True)
+    deadline: float = Field(default=3600.0, gt=0, le=_YEAR, strict=True, kw_only=True)
+    restart: Literal["never", "role"] = Field(default="never", kw_only=True)
+
+    @property
+    def rebuilds(self) -> bool:
+        return self.restart == "role"
+
+    @property
+    def elsewhere(self) -> bool:
+        return self.address is not None

@@ -1,0 +1,1 @@
+"""Faults of processes: how they are detected and reported."""

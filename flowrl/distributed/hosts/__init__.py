@@ -1,0 +1,1 @@
+"""Host processes: one for each rank, and how columns travel between them."""

@@ -1,0 +1,1 @@
+"""Edits: how one graph becomes another, and what has changed."""

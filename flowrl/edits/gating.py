@@ -1,0 +1,126 @@
+"""How an edit puts gates in, and what passes those that are there.
+
+A gate stands on one row axis, between what comes before it (its anchor, what its `keep` reads, and what these depend
+on) and all the rest. Every edge across is led through it. `Graph.build` leaves out what is read no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TypeVar, cast
+
+from flowrl.columns import ColumnType
+from flowrl.core.graphs.gate import ROWS, Gate
+from flowrl.core.graphs.graph import Graph, Node
+from flowrl.core.graphs.plan import gates_of
+from flowrl.core.operators.ports import PortField
+from flowrl.core.operators.symbols import Edge
+from flowrl.edits.wiring import wire_by_type
+from flowrl.errors import GraphError
+
+GraphT = TypeVar("GraphT", bound=Graph)
+
+
+def widened(graph: GraphT) -> GraphT:
+    """A graph with gates through which all passes that could: so a reader that an edit puts behind one finds what it
+    wants."""
+    gates, nodes = gates_of(graph), dict(graph.nodes)
+    for name in gates:
+        node, gate = nodes[name], cast(Gate, nodes[name].operator)
+        rows, before = _rows_axis(graph, node), graph.ancestors(name)
+        columns, inputs = dict(gate.columns), dict(node.inputs)
+        through = {edge for field, edge in inputs.items() if field.port == ROWS}
+        for source in reversed([other for other in graph.nodes if other in before]):  # the nearest gets the plain name
+            for output, type in nodes[source].operator.signature.outputs.items():
+                edge = Edge(source, output)
+                if edge in through or not isinstance(type, ColumnType) or _axis(graph, edge) not in (rows, None):
+                    continue
+                free = output if output not in columns else str(edge)
+                columns[free], inputs[PortField(ROWS, free)] = type.name, edge
+        nodes[name] = replace(node, operator=gate.passing(columns), inputs=inputs)
+    return replace(graph, nodes=MappingProxyType(nodes)) if gates else graph
+
+
+def _axis(graph: Graph, edge: Edge) -> str | None:
+    """The row axis of an output; None of what passes a gate before, and was not read so far."""
+    return graph.types[edge].axes[0] if edge in graph.types else None
+
+
+def _rows_axis(graph: Graph, gate: Node) -> str:
+    """The row axis on which a gate stands."""
+    axes = (graph.types[edge].axes for edge in gate.inputs.values())
+    return next(found[0] for found in axes if found)
+
+
+def led_through(graph: GraphT, name: str, gate: Gate, anchor: str, by_hand: Mapping[PortField, Edge]) -> GraphT:
+    """A graph with a gate behind `anchor`.
+
+    Args:
+        graph: without it.
+        name: of the gate.
+        gate: which.
+        anchor: the node that it stands behind.
+        by_hand: what ports of its `keep` read.
+
+    Raises:
+        GraphError: it is not clear what `keep` reads, the anchor writes no rows, or nothing behind it reads any.
+    """
+    rows = next((graph.types[Edge(anchor, o)].axes[:1] for o in graph[anchor].operator.signature.outputs), ())
+    if not rows:
+        raise GraphError(
+            f"{name} is inserted after {anchor}, which writes no rows that could be let through; insert it after a "
+            f"node that does: After('reward', ...)."
+        )
+    here = {edge: typed for edge, typed in graph.types.items() if typed.axes[:1] == rows}
+    near, line = {anchor}, graph.ancestors(anchor)
+    others = set(graph.nodes) - near - line - graph.descendants(anchor)
+    pools = [{edge: typed for edge, typed in here.items() if edge.node in pool} for pool in (near, line, others)]
+    bare = gate.passing({}).named(name)
+    reads = {**wire_by_type(name, bare, {}, pools, graph.types, by_hand), **by_hand}
+    before = {anchor, *line}
+    for edge in reads.values():
+        before |= {edge.node, *graph.ancestors(edge.node)}
+    through: dict[Edge, str] = {}
+    nodes: dict[str, Node] = {}
+    for node in graph.nodes.values():
+        inputs = {}
+        for field, edge in node.inputs.items():
+            if node.name not in before and edge.node in before and edge in here:
+                through[edge] = str(edge)
+                edge = Edge(name, through[edge])
+            inputs[field] = edge
+        nodes[node.name] = replace(node, inputs=inputs)
+    if not through:
+        raise GraphError(
+            f"{name} is inserted after {anchor}, and nothing behind {anchor} reads its rows, so it would let them "
+            f"through to nobody; insert it further ahead."
+        )
+    columns = {output: _named(graph, edge) for edge, output in through.items()}
+    passes = {PortField(ROWS, output): edge for edge, output in through.items()}
+    last = max(list(nodes).index(edge.node) for edge in (*reads.values(), *through))
+    order = list(nodes.items())
+    order.insert(last + 1, (name, Node(name, bare.passing(columns), {**reads, **passes})))
+    return graph.build(graph.name, dict(order), graph.sinks, graph.lag)
+
+
+def _named(graph: Graph, edge: Edge) -> str:
+    type = graph.types[edge].type
+    assert isinstance(type, ColumnType)
+    return type.name
+
+
+def anchor_of(name: str, anchor: str, inserted: Mapping[str, str], rewriting: Sequence[str], anew: str) -> str:
+    """Behind which node of the changed graph a gate stands: its anchor, or the last that was put behind that before it.
+
+    Args:
+        name: of the gate.
+        anchor: as it was given.
+        inserted: the anchors of all that is inserted, in order.
+        rewriting: those of them that rewrite what their anchor writes, and gates.
+        anew: the anchor's new name.
+    """
+    order = list(inserted)
+    between = [other for other in order[: order.index(name)] if inserted[other] == anchor and other in rewriting]
+    return between[-1] if between else anew

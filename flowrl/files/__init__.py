@@ -1,0 +1,1 @@
+"""Graphs as files and as plain data."""

@@ -1,0 +1,1 @@
+"""The Protocols of live engines, and `Backend`, the spec that builds one."""

@@ -1,0 +1,1 @@
+"""Rules: the mistakes that a graph is checked for before it runs."""

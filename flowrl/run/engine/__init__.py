@@ -1,0 +1,1 @@
+"""The engine of a run: schedule, steps in flight, runners, and traces."""

@@ -1,0 +1,230 @@
+"""`LocalRunner`: runs one instance at a time, in this process.
+
+There are no threads and there is no Ray: breakpoints work inside every operator. Its numbers are what other runners are
+held against.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sysconfig
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from flowrl.core.graphs.graph import Node
+from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.session import Call, Session
+from flowrl.data.proto.dataproto import DataProto
+from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.errors import FlowrlError, NodeError
+from flowrl.run.engine.nodes import lengths_of
+from flowrl.run.engine.runner import Done, Lengths, Task
+from flowrl.run.engine.steps import Steps
+from flowrl.run.engine.timeline import Span, Timeline
+from flowrl.run.engine.weights import TrainedWeights
+
+Column = Tensor | np.ndarray[Any, Any]
+
+_HERE = frozenset({0})
+
+
+class LocalRunner:
+    """Runs instances on engines of this process; a `flowrl.run.engine.runner.Runner`.
+
+    Args:
+        engines: live engines by role.
+    """
+
+    def __init__(self, engines: Mapping[str, Any]) -> None:
+        self.engines = engines
+        self.swaps = False
+        self.timeline = Timeline()
+        self._calls: dict[str, tuple[Operator, Call]] = {}  # by node
+        self._done: list[Done] = []
+
+    def slots(self, node: Node) -> frozenset[int]:
+        """All share this process."""
+        return _HERE
+
+    def put(self, node: Node, columns: Mapping[str, Column]) -> Mapping[str, Column]:
+        """The columns themselves."""
+        return columns
+
+    def launch(self, task: Task) -> None:
+        """Run the instance.
+
+        Raises:
+            NodeError: it raised; names node, step and the shapes that it was given.
+        """
+        operator = task.node.operator
+        made_for, call = self._calls.get(operator.name, (None, None))
+        if call is None or made_for is not operator:
+            call = Call(operator, self._engine)
+            self._calls[operator.name] = operator, call
+        session = Session(self.engines, task.seed, task.state)
+        session.begin_step(task.step or 0, task.now)
+        session.round, session.ahead = task.round, task.ahead
+        start = time.time()
+        try:
+            with session.active():
+                _, outputs = call.run_in(session, task.inputs)
+        except Exception as error:
+            self.timeline.spans.append(span_of(task, "this process", start, time.time(), None))
+            raise NodeError(failure(operator, task.when, error, task.inputs, task.node.inputs)) from error
+        end = time.time()
+        lengths = lengths_of(outputs)
+        self.timeline.spans.append(span_of(task, "this process", start, end, lengths))
+        self.timeline.add_waits(task.node.name, "this process", task.step, session.waits)
+        self._done.append(Done(task, outputs, session.all_metrics(), session.changed(), lengths, end - start))
+
+    def wait(self) -> Sequence[Done]:
+        """What `launch` has run."""
+        done, self._done = self._done, []
+        return done
+
+    def fetch(self, node: Node, output: str, held: Column) -> Column:
+        """The column itself."""
+        return held
+
+    def secure(self, node: Node, outputs: Mapping[str, Column]) -> Mapping[str, Column]:
+        """The same: nothing outlives this process."""
+        return outputs
+
+    def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+        """The columns of all rounds, as wide as the widest."""
+        types = node.operator.signature.outputs
+        together: dict[tuple[str, int], dict[str, str]] = {}  # by maker, the outputs by the names of their columns
+        for output, maker in makers.items():
+            column = getattr(types[output], "name", output)
+            number = sum(column in known for (other, _), known in together.items() if other == maker)
+            together.setdefault((maker, number), {})[column] = output
+        joined: dict[str, Column] = {}
+        for columns in together.values():
+            whole = DataProto.concat([DataProto({name: part[o] for name, o in columns.items()}) for part in parts])
+            joined |= {output: whole.columns[name] for name, output in columns.items()}
+        return joined
+
+    def _engine(self, role: str, asked_by: str) -> Any:
+        return self.engines[role]
+
+    # ---- engines
+
+    @property
+    def needs_sync(self) -> bool:
+        """Engines of one process do not lose their weights."""
+        return False
+
+    def mends(self, error: NodeError) -> bool:
+        """Nothing of this process comes back without it."""
+        return False
+
+    def mend(self, error: NodeError) -> None:
+        raise error
+
+    def version(self, role: str) -> int:
+        return int(self.engines[role].version)
+
+    def tokenizer(self, role: str) -> ChatTokenizer:
+        found: ChatTokenizer = self.engines[role].tokenizer
+        return found
+
+    def save(self, role: str, folder: Path) -> None:
+        self.engines[role].save_checkpoint(str(folder))
+
+    def load(self, role: str, folder: Path) -> None:
+        self.engines[role].load_checkpoint(str(folder))
+
+    def save_pretrained(self, role: str, folder: Path) -> None:
+        self.engines[role].save_pretrained(str(folder))
+
+
+def local_steps(plan: Plan, engines: Mapping[str, Any], seed: int) -> Steps:
+    """The steps of a plan on engines of this process.
+
+    Args:
+        plan: what to run.
+        engines: live engines by role.
+        seed: root of the keys.
+    """
+    runner = LocalRunner(engines)
+    return Steps(plan, runner, seed, TrainedWeights(plan, runner, seed))
+
+
+def failure(
+    operator: Operator, where: str, error: Exception, inputs: Mapping[Any, Any], sources: Mapping[Any, Any]
+) -> str:
+    """The message of a `NodeError`: what an operator raised, when and where, at which line of its file, on what.
+
+    Args:
+        operator, where, error, inputs: see above.
+        sources: the output that each input is of.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    file = inspect.unwrap(type(operator).__call__).__code__.co_filename
+    # the user's line, be it of the operator or of a loss that an operator of flowrl was given
+    own = [f for f in frames if _is_of_a_user(f.filename)] or [f for f in frames if f.filename == file]
+    # what flowrl itself raises says where to look
+    line = f"\n  at {own[-1].filename}:{own[-1].lineno}" if own and not isinstance(error, FlowrlError) else ""
+    return (
+        f"{operator.name} failed {where}: {type(error).__name__}: {error}{line}\n"
+        f"  it is {operator!r}\n"
+        f"  it was given {shapes(inputs)}{_not_finite(inputs, sources)}"
+    )
+
+
+# Where the code of flowrl, of Python and of installed packages is.
+_OTHERS = (str(Path(__file__).parents[1]), *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")))
+
+
+def _is_of_a_user(file: str) -> bool:
+    return not file.startswith(("<frozen", *(f"{folder}{os.sep}" for folder in _OTHERS)))
+
+
+def shapes(inputs: Mapping[Any, Any]) -> str:
+    """Dtype and shape of each input, or the value."""
+
+    def shape(value: Any) -> str:
+        if isinstance(value, Tensor | np.ndarray):
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return repr(value)
+
+    return ", ".join(f"{place}: {shape(value)}" for place, value in inputs.items())
+
+
+def _not_finite(inputs: Mapping[Any, Any], sources: Mapping[Any, Any]) -> str:
+    """Which columns hold NaN or infinity, and who wrote them; looked for only where something has failed."""
+    found = ""
+    for place, value in inputs.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and len(bad := (~value.isfinite()).nonzero()):
+            at = ", ".join(f"{axis} {i}" for axis, i in zip(("row", "token"), bad[0].tolist(), strict=False))
+            found += f"\n  {place} is NaN or infinite in {len(bad)} places, first in {at}; {sources[place]} wrote it"
+    return found
+
+
+def span_of(task: Task, place: str, start: float, end: float, written: Lengths | None) -> Span:
+    """The span of a task that ran on all its rows, with what is known of these."""
+    load = load_of(written or task.lengths)
+    return Span(task.node.name, place, start, end, 0, "node", task.step, *load, pairs(written))
+
+
+def load_of(lengths: Lengths | None) -> tuple[int, int, int]:
+    """Rows; tokens; and tokens if every row were padded to the longest; zeros where nothing is known."""
+    if lengths is None:
+        return 0, 0, 0
+    rows = len(lengths.tokens)
+    return rows, int(lengths.tokens.sum()), rows * int(lengths.tokens.max(initial=0))
+
+
+def pairs(lengths: Lengths | None) -> tuple[tuple[int, int], ...]:
+    """Both lengths of each row, as a span holds them; none of rows without a response."""
+    if lengths is None or lengths.response is None:
+        return ()
+    return tuple(zip(lengths.tokens.tolist(), lengths.response.tolist(), strict=True))

@@ -1,0 +1,153 @@
+"""What is known of the nodes of a plan before they run, and of their rows once these are there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from flowrl.columns import ColumnType
+from flowrl.core.graphs.graph import Graph, Node
+from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.ports import Ahead, PortField
+from flowrl.core.operators.symbols import Edge
+from flowrl.core.operators.when import When
+from flowrl.run.engine.runner import Counts, Lengths, Runner
+from flowrl.run.engine.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What is known of a node before it runs.
+
+    Args:
+        node: which.
+        is_input: whether the batch stands for it.
+        position: in the plan's order.
+        slots: that it takes while it runs.
+        inputs: of each port field, the node that writes it, and the output.
+        columns: of its outputs, those that are columns.
+        read, written: the row axis that it works on, and that of what it writes; None where these are no columns.
+        waits, frees: see `Schedule`.
+        readers: how many nodes read what it writes.
+        whens: what says in which steps it runs.
+        ahead: by how many versions generation may be ahead of what it trains.
+    """
+
+    node: Node
+    is_input: bool
+    position: int
+    slots: frozenset[int]
+    inputs: tuple[tuple[PortField, str, str], ...]
+    columns: tuple[str, ...]
+    read: str | None
+    written: str | None
+    waits: tuple[tuple[str, int], ...]
+    frees: tuple[tuple[str, int], ...]
+    readers: int
+    whens: tuple[When, ...]
+    ahead: Ahead
+
+    def runs(self, step: int) -> bool:
+        """Whether it runs in a step. Otherwise it only takes its place in the order, and leaves nothing."""
+        return all(when.runs(step) for when in self.whens)
+
+    @staticmethod
+    def all(schedule: Schedule, runner: Runner) -> dict[str, NodeInfo]:
+        """Every node of a schedule's plan: the inputs, then the others in the plan's order."""
+        plan, graph = schedule.plan, schedule.plan.graph
+        nodes = [*(graph[name] for name in graph.inputs), *plan.order]
+        infos = {}
+        for position, node in enumerate(nodes):
+            outputs = node.operator.signature.outputs.items()
+            infos[node.name] = NodeInfo(
+                node,
+                node.is_input,
+                position,
+                frozenset() if node.is_input else runner.slots(node),
+                tuple((place, edge.node, edge.output) for place, edge in node.inputs.items()),
+                tuple(name for name, wanted in outputs if isinstance(wanted, ColumnType)),
+                *_row_axes(graph, node),
+                schedule.waits[node.name],
+                schedule.frees[node.name],
+                plan.readers.get(node.name, 0),
+                graph.whens(node.name),
+                _ahead(graph, node, schedule.lag),
+            )
+        return infos
+
+
+@dataclass(frozen=True)
+class Region:
+    """The nodes of a plan that run in rounds.
+
+    Args:
+        collector: the gate that says whether there is another; None where nothing runs in rounds.
+        nodes: it, and all that it depends on.
+        makers: by output of the collector, the node that made the responses; columns of one are equally wide.
+    """
+
+    collector: str | None
+    nodes: frozenset[str]
+    makers: Mapping[str, str]
+
+    @staticmethod
+    def of(plan: Plan) -> Region:
+        """That of a plan."""
+        makers: dict[str, str] = {}
+        for edge, typed in plan.graph.types.items() if plan.collector is not None else ():
+            if edge.node == plan.collector and isinstance(typed.type, ColumnType):
+                made = (i.partition("@") for i in typed.axes)
+                makers[edge.output] = next((by for axis, _, by in made if axis in ("response", "sequence")), "")
+        return Region(plan.collector, plan.region, makers)
+
+
+def _ahead(graph: Graph, node: Node, lag: int) -> Ahead:
+    """By how many versions generation may be ahead of what a node trains; a version is one update."""
+    trained = set(node.writes) & set(graph.trained)
+    writers = [use.mode == "writes" for role in trained for use in graph.roles()[role]]
+    return Ahead(lag * sum(writers))
+
+
+def ahead_of(infos: Mapping[str, NodeInfo], region: Region) -> frozenset[str]:
+    """The nodes whose outputs come of weights that may have changed by the time that they are used: those that read
+    what a sync fills; of those that run in rounds, the one that collects."""
+    synced = {role for info in infos.values() if info.node.is_sync for role in info.node.writes}
+    found = {name for name, info in infos.items() if synced & set(info.node.reads)}
+    if region.collector is None or not found & region.nodes:
+        return frozenset(found)
+    return frozenset({*(found - region.nodes), region.collector})
+
+
+def _row_axes(graph: Graph, node: Node) -> tuple[str | None, str | None]:
+    """The row axis that a node works on, and that of what it writes; None where these are no columns."""
+    fields = node.operator.signature.fields
+    on_batch = (edge for field, edge in node.inputs.items() if getattr(fields[field], "on_batch", False))
+    read = (graph.types[edge].axes for edge in on_batch)
+    written = (graph.types[Edge(node.name, output)].axes for output in node.operator.signature.outputs)
+    first, second = (next((axes[0] for axes in side if axes), None) for side in (read, written))
+    return first, second
+
+
+def lengths_of(columns: Mapping[str, Any]) -> Lengths | None:
+    """How long the rows of a node that writes tokens are; None of one that does not."""
+    attended = columns.get("attention_mask", columns.get("prompt_mask"))
+    if attended is None:
+        return None
+    response = columns.get("response_mask")
+    return Lengths(_counted(attended), None if response is None else _counted(response))
+
+
+def _counted(mask: Tensor) -> Counts:
+    counted: Counts = mask.sum(-1).cpu().numpy()
+    return counted
+
+
+def joined_lengths(parts: Sequence[Lengths]) -> Lengths:
+    """Those of several rounds, one behind the other."""
+    responses = [part.response for part in parts if part.response is not None]
+    whole = np.concatenate(responses) if len(responses) == len(parts) else None
+    return Lengths(np.concatenate([part.tokens for part in parts]), whole)

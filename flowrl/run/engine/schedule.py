@@ -1,0 +1,167 @@
+"""`Schedule`: a run as one DAG. A run is the graph once for each step; an *instance* is a node in one of these steps.
+
+What an instance waits for is a pure function of the plan and the lag:
+
+- data and state edges, within the step (`Plan.network`);
+- between steps, whoever reads a role's weights comes after those who wrote them in the step before, and whoever writes
+  them comes after those who still read what was written before; a node with state comes after itself; batches are drawn
+  in order;
+- what generates at step s comes after the sync of step s - 1 - lag, and that is the newest it may see: the sync of
+  step s waits for what generates up to step s + lag. So the version that samples a row does not depend on the clock.
+  A sync that swaps weights under answers (`flowrl.core.graphs.lag`) does not wait, where it can run beside what
+  generates: so a token of step s is of the weights after step s - 1 - lag, or later ones up to those after step s - 1,
+  since the sync of step s comes after what is trained on the rows of that step.
+- At most lag + 1 steps are in flight: a batch is drawn when the step lag + 1 before it is done. What runs ahead goes by
+  the order of the steps.
+- What is trained comes after all of the step before. So when a step is done, weights are as it left them, and can be
+  kept and gone back to, whatever of later steps has run.
+- What runs in rounds comes after all rounds of the step before, so further prompts are drawn in the order of the steps;
+  and what reads it comes after all of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+import networkx as nx
+
+from flowrl.core.graphs.lag import SPANS
+from flowrl.core.graphs.plan import Plan
+from flowrl.errors import GraphError
+
+
+class Instance(NamedTuple):
+    """A node in one step."""
+
+    step: int
+    node: str
+
+    def __str__(self) -> str:
+        return f"{self.node} in step {self.step + 1}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every instance of a run waits for.
+
+    Args:
+        plan: the graph with its state edges.
+        lag: how many versions generation may run ahead; 0 is on-policy.
+        beside: whether a sync that swaps weights may run beside what generates.
+    """
+
+    plan: Plan
+    lag: int = 0
+    beside: bool = False
+
+    @property
+    def flight(self) -> int:
+        """How many steps may be in flight."""
+        return self.lag + 1
+
+    @cached_property
+    def waits(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
+        """By node, what it waits for: ``(other, k)`` is the other node, k steps before (-1: one step later)."""
+        found: dict[str, dict[tuple[str, int], None]] = {name: {} for name in self.plan.graph.nodes}
+        rules = (self._within(), self._drawn(), self._in_rounds(), self._with_state(), self._with_weights())
+        for node, other, offset in itertools.chain(*rules):
+            found[node][other, offset] = None
+        if (collector := self.plan.collector) is not None:
+            for node, waits in found.items():
+                for other, offset in [*waits]:
+                    if self._in_rounds_of(collector, other) and (offset or node not in self.plan.region):
+                        waits[collector, offset] = None
+        return {node: tuple(waits) for node, waits in found.items()}
+
+    @cached_property
+    def frees(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
+        """By node, who waits for it: ``(other, k)`` is the other node, k steps later."""
+        frees: dict[str, list[tuple[str, int]]] = {name: [] for name in self.plan.graph.nodes}
+        for node, waits in self.waits.items():
+            for other, offset in waits:
+                frees[other].append((node, offset))
+        return {node: tuple(found) for node, found in frees.items()}
+
+    def before(self, instance: Instance, steps: range) -> list[Instance]:
+        """The instances that `instance` waits for, in a run of these steps."""
+        found = [Instance(instance.step - offset, other) for other, offset in self.waits[instance.node]]
+        return [one for one in found if one.step in steps]
+
+    def network(self, steps: range) -> nx.DiGraph[Instance]:
+        """All instances of a run of these steps, with what each waits for."""
+        network: nx.DiGraph[Instance] = nx.DiGraph()
+        for step, node in product(steps, self.plan.graph.nodes):
+            network.add_node(Instance(step, node))
+            network.add_edges_from((other, Instance(step, node)) for other in self.before(Instance(step, node), steps))
+        return network
+
+    def refuse_deadlock(self) -> None:
+        """Refuse a lag by which instances would wait for each other in a circle.
+
+        Raises:
+            GraphError: naming them.
+        """
+        network = self.network(range(2 * self.flight))  # no circle is longer: one edge leads back, by lag steps
+        if not nx.is_directed_acyclic_graph(network):
+            circle = [str(one) for one, _ in nx.find_cycle(network)]
+            raise GraphError(
+                f"{self.plan.graph.name} cannot let generation run {self.lag} version(s) ahead: it would wait in a "
+                f"circle ({' -> '.join([*circle, circle[0]])}); generate from what does not depend on training in the "
+                f"same step, or edit(lag=0)."
+            )
+
+    def _in_rounds_of(self, collector: str, node: str) -> bool:
+        """Whether a node runs in rounds, of which only the collector knows the last."""
+        return node in self.plan.region and node != collector and not self.plan.graph[node].is_input
+
+    # ---- rules: (node, whom it waits for, how many steps before)
+
+    def _within(self) -> Iterator[tuple[str, str, int]]:
+        for before, after in self.plan.network.edges:
+            yield after, before, 0
+
+    def _drawn(self) -> Iterator[tuple[str, str, int]]:
+        for source, node in product(self.plan.graph.inputs, self.plan.graph.nodes):
+            yield source, node, self.flight
+        for source in self.plan.graph.inputs:
+            yield source, source, 1
+
+    def _in_rounds(self) -> Iterator[tuple[str, str, int]]:
+        if self.plan.collector is not None:
+            for node in self.plan.region:
+                if not self.plan.graph[node].is_input:  # these are drawn as the step is opened
+                    yield node, self.plan.collector, 1
+
+    def _with_state(self) -> Iterator[tuple[str, str, int]]:
+        for node in self.plan.order:
+            if node.operator.states:
+                yield node.name, node.name, 1
+
+    def _with_weights(self) -> Iterator[tuple[str, str, int]]:
+        ahead = set(self.plan.graph.generators)
+        for role, uses in self.plan.graph.roles().items():
+            by_mode = defaultdict(list)
+            for use in uses:
+                by_mode[use.mode].append(use.node)
+            lag = self.lag if role in ahead else 0
+            for writer, reader in product(by_mode["writes"], by_mode["reads"]):
+                if reader in self.plan.downstream(writer):  # it reads what was just written
+                    yield writer, reader, 1
+                else:
+                    yield reader, writer, 1 + lag
+                    if not (self.beside and SPANS in self.plan.graph[writer].effects):
+                        yield from ((writer, reader, -ahead) for ahead in range(1, lag + 1))
+            for one, other in product(by_mode["writes"], repeat=2):
+                yield one, other, 1
+            if lag:
+                yield from ((reader, reader, 1) for reader in by_mode["reads"])
+        trained = set(self.plan.graph.trained)
+        for node, other in product(self.plan.order, self.plan.graph.nodes):
+            if trained & set(node.writes):
+                yield node.name, other, 1

@@ -1,0 +1,283 @@
+"""Traces: who did what when, as Chrome trace JSON (opens in Perfetto and chrome://tracing), and as a table."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import networkx as nx
+from rich.table import Table
+from rich.text import Text
+
+from flowrl.core.graphs.plan import Plan
+from flowrl.data.files import parse_json, write
+from flowrl.data.proto.column_math import size
+from flowrl.data.waits import Wait
+from flowrl.errors import DataError
+
+Kind = Literal["node", "transfer", "wait", "world"]
+_LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "padded": 0, "lengths": ()}  # is written where known
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time.
+
+    Args:
+        name: of a node, or of what was done for one.
+        place: where it was.
+        start, end: Unix seconds.
+        bytes: that it fetched.
+        kind: what it was; of the kind "world" are stretches in which a node waited for what is outside of its place.
+        step: of the run; None between steps.
+        rows, tokens: that it was given, as far as known.
+        padded: tokens if every row were as long as the longest.
+        lengths: of a node that wrote tokens, ``(tokens, response tokens)`` of each row.
+    """
+
+    name: str
+    place: str
+    start: float
+    end: float
+    bytes: int = 0
+    kind: Kind = "node"
+    step: int | None = None
+    rows: int = 0
+    tokens: int = 0
+    padded: int = 0
+    lengths: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Timeline:
+    """What took time in a run, as spans."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def add(self, name: str, place: str, start: float, end: float, bytes: int = 0, kind: Kind = "node") -> None:
+        """Enter a span that is over."""
+        self.spans.append(Span(name, place, start, end, bytes, kind))
+
+    def add_waits(self, node: str, place: str, step: int | None, waits: Iterable[Wait]) -> None:
+        """Enter what a node waited for, in a lane of its own beside its place."""
+        for wait in waits:
+            name, beside = f"{node}: {wait.name}", f"{place}: worlds"
+            self.spans.append(Span(name, beside, wait.start, wait.end, kind="world", step=step))
+
+    @contextmanager
+    def span(self, name: str, place: str, kind: Kind = "node") -> Iterator[None]:
+        """Enter what happens in the block."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.add(name, place, start, time.time(), kind=kind)
+
+    def save(self, path: Path) -> None:
+        """Write the trace in the Chrome trace event format: one process of the picture for every place. Steps are
+        counted from 1 there, as in the metrics.
+
+        Spans of one place that overlap are on threads of their own, since viewers draw those of one thread nested.
+        """
+        places = {place: i for i, place in enumerate(dict.fromkeys(span.place for span in self.spans), 1)}
+        begin = min((span.start for span in self.spans), default=0.0)
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "process_name", "pid": pid, "tid": 1, "args": {"name": place}}
+            for place, pid in places.items()
+        ]
+        for span, lane in zip(self.spans, lanes(self.spans), strict=True):
+            # both ends are rounded, and not the duration, so that rounding makes no overlap
+            start, end = (round((t - begin) * 1e6) for t in (span.start, span.end))
+            event = {"ph": "X", "name": span.name, "cat": span.kind, "pid": places[span.place], "tid": lane + 1}
+            load = {key: value for key, none in _LOAD.items() if (value := getattr(span, key)) != none}
+            if span.step is not None:
+                load["step"] = span.step + 1
+            events.append({**event, "ts": start, "dur": end - start, "args": {"bytes": span.bytes, **load}})
+        trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"begin": begin}}
+        write(path, json.dumps(trace).encode())  # whole or not at all, since a resumed run adds to it
+
+    @classmethod
+    def load(cls, path: Path) -> Timeline:
+        """The trace that `save` wrote, its times rounded to microseconds.
+
+        Raises:
+            DataError: the file is not what `save` writes.
+        """
+        trace = cls()
+        try:
+            written = parse_json(path.read_bytes())
+            begin, events = written["otherData"]["begin"], written["traceEvents"]
+            places = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+            for event in events:
+                if event["ph"] == "X":
+                    start, end = (begin + t / 1e6 for t in (event["ts"], event["ts"] + event["dur"]))
+                    args = {**event["args"], "lengths": tuple(map(tuple, event["args"].get("lengths", ())))}
+                    if "step" in args:
+                        args["step"] -= 1
+                    span = Span(event["name"], places[event["pid"]], start, end, kind=event["cat"], **args)
+                    if not _is_sound(span):
+                        raise ValueError(f"it says {span}")
+                    trace.spans.append(span)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} is not the trace that a run writes ({type(error).__name__}: {error}); put a copy of it back, "
+                f"or remove it."
+            ) from error
+        return trace
+
+    def summary(self, plan: Plan, steps: Sequence[Mapping[str, float]], makespans: Sequence[float]) -> Summary:
+        """What the run spent its time on.
+
+        Args:
+            plan: what ran.
+            steps: seconds by node, a mapping for every step (`StepResult.seconds`).
+            makespans: seconds that each step took as a whole.
+        """
+        rows = {node.name: [step[node.name] for step in steps if node.name in step] for node in plan.order}
+        for span in self.spans:
+            if span.kind != "node":
+                rows.setdefault(span.name, []).append(span.seconds)
+        fetched: Counter[str] = Counter()
+        for span in self.spans:
+            fetched[span.name] += span.bytes
+        total, n = sum(makespans), max(len(makespans), 1)
+        totals = tuple(
+            Total(name, len(seconds), sum(seconds), sum(seconds) / total if total else 0.0, fetched[name])
+            for name, seconds in rows.items()
+            if seconds
+        )
+        means = {t.name: t.seconds / n for t in totals if t.name in plan.graph}
+        path, length = critical_path(plan.network, means)
+        return Summary(totals, idle(self.spans), tuple(path), length, total / n)
+
+
+def _is_sound(span: Span) -> bool:
+    """Whether a span that was read is of the types that it should be, which JSON does not say."""
+    counts = (span.bytes, span.rows, span.tokens, span.padded, *(n for pair in span.lengths for n in pair))
+    return (
+        isinstance(span.name, str)
+        and isinstance(span.place, str)
+        and span.kind in get_args(Kind)
+        and (span.step is None or type(span.step) is int)
+        and math.isfinite(span.seconds)
+        and all(type(n) is int and n >= 0 for n in counts)
+        and all(len(pair) == 2 for pair in span.lengths)
+    )
+
+
+@dataclass(frozen=True)
+class Total:
+    """All calls of a node, or all transfers or waits of one name.
+
+    Args:
+        calls: how many.
+        seconds: of all of them.
+        share: of the time of all steps; what runs at once adds up to more than 1.
+        bytes: fetched, by all ranks.
+    """
+
+    name: str
+    calls: int
+    seconds: float
+    share: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run spent its time on.
+
+    Args:
+        totals: nodes in the order of the plan, then transfers and waits.
+        idle: see `idle`.
+        path: the critical path of the mean step.
+        path_seconds: how long it takes: no executor can make the step shorter than that.
+        step_seconds: how long a step took on average.
+    """
+
+    totals: tuple[Total, ...]
+    idle: Mapping[str, float]
+    path: tuple[str, ...]
+    path_seconds: float
+    step_seconds: float
+
+    def table(self) -> Table:
+        """The summary for a terminal; where several processes ran, nodes of the critical path bear a star."""
+        several = len(self.idle) > 1
+        lines = [f"a step takes {self.step_seconds:.3f} s"]
+        if several and self.path_seconds:
+            over = self.step_seconds / self.path_seconds - 1
+            lines = [
+                f"* critical path {self.path_seconds:.3f} s: {' → '.join(self.path)}",
+                f"{lines[0]}, {over:.1%} more than its critical path",
+            ]
+        if self.idle:
+            lines.append("idle: " + ", ".join(f"{place} {share:.0%}" for place, share in self.idle.items()))
+        table = Table(caption=Text("\n".join(lines)), caption_justify="left")
+        table.add_column("node")
+        for heading in ("calls", "seconds", "share", *(["fetched"] if several else [])):
+            table.add_column(heading, justify="right")
+        for t in self.totals:
+            star = " *" if several and t.name in self.path else ""
+            fetched = [size(t.bytes)] if several else []
+            table.add_row(f"{t.name}{star}", str(t.calls), f"{t.seconds:.3f}", f"{t.share:.1%}", *fetched)
+        return table
+
+
+def critical_path(network: nx.DiGraph[str], seconds: Mapping[str, float]) -> tuple[list[str], float]:
+    """The longest chain of nodes that must follow each other, and its seconds.
+
+    Args:
+        network: data and state edges, as `Plan.network`.
+        seconds: by node; a node that is not there (an input) takes none, and is left out of the chain.
+    """
+    finish: dict[str, float] = {}
+    previous: dict[str, str | None] = {}
+    for node in nx.topological_sort(network):
+        last = max(network.predecessors(node), key=finish.__getitem__, default=None)
+        previous[node] = last
+        finish[node] = seconds.get(node, 0.0) + (finish[last] if last is not None else 0.0)
+    end = max(finish, key=finish.__getitem__, default=None)
+    length = finish[end] if end is not None else 0.0
+    path: list[str] = []
+    while end is not None:
+        path.append(end)
+        end = previous[end]
+    return [node for node in reversed(path) if node in seconds], length
+
+
+def idle(spans: Iterable[Span]) -> dict[str, float]:
+    """The share of time, from the first start to the last end anywhere, in which a place did nothing but wait."""
+    spans = sorted((span for span in spans if span.kind != "world"), key=lambda span: span.start)
+    if not spans:
+        return {}
+    total = max(span.end for span in spans) - spans[0].start
+    busy = dict.fromkeys((span.place for span in spans), 0.0)
+    until = dict.fromkeys(busy, spans[0].start)
+    for span in spans:
+        if span.kind != "wait":
+            busy[span.place] += max(0.0, span.end - max(span.start, until[span.place]))
+            until[span.place] = max(span.end, until[span.place])
+    return {place: 1.0 - seconds / total if total else 0.0 for place, seconds in busy.items()}
+
+
+def lanes(spans: Sequence[Span]) -> list[int]:
+    """For each span the first lane of its place, counted from 0, that is free when it starts."""
+    lane = [0] * len(spans)
+    ends: dict[str, list[float]] = {}
+    for i in sorted(range(len(spans)), key=lambda i: spans[i].start):
+        taken = ends.setdefault(spans[i].place, [])
+        lane[i] = next((n for n, end in enumerate(taken) if end <= spans[i].start), len(taken))
+        taken[lane[i] : lane[i] + 1] = [spans[i].end]
+    return lane

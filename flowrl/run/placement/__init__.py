@@ -1,0 +1,1 @@
+"""Where nodes run: places, their slots, and turns on a slot."""

@@ -1,0 +1,1 @@
+"""Predicted step times, from measured costs."""

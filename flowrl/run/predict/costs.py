@@ -1,0 +1,292 @@
+"""`Costs`: what a run's own trace measured, for the pretend runner."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from flowrl.core.graphs.graph import Graph
+from flowrl.data.files import parse_json
+from flowrl.data.keys import Key
+from flowrl.data.proto.rows import is_count
+from flowrl.errors import DataError, ParameterError
+from flowrl.files.graph_io import decode
+from flowrl.run.engine.runner import Lengths
+from flowrl.run.engine.timeline import Span, Timeline
+from flowrl.run.placement.place import Place
+from flowrl.run.predict.cost import Cost, Load
+from flowrl.run.training.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What nodes take, and how long rows are.
+
+    Args:
+        source: where it was measured, for messages.
+        nodes: by node and by how many ranks it had, what it takes on one of them.
+        lengths: by node that wrote tokens, those of the steps that were measured.
+        noise: for each step that was measured, by node how many times as long it took as `nodes` say.
+        gaps: by node, seconds from what it waited for to its start, turns aside: what the driver does.
+        turns: seconds that ``"sleep"`` and ``"wake"`` took, by what and by the node that they made room for.
+        between: seconds of a step in which no node runs.
+        prompts: prompts a step, of the run.
+        place: where it ran; None is one process.
+    """
+
+    source: str
+    nodes: Mapping[str, Mapping[int, Cost]]
+    lengths: Mapping[str, Sequence[Lengths]] = field(default_factory=dict)
+    noise: Sequence[Mapping[str, float]] = ()
+    gaps: Mapping[str, float] = field(default_factory=dict)
+    turns: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    between: float = 0.0
+    prompts: int = 1
+    place: Place | None = None
+
+    @staticmethod
+    def of(run: str | Path, *, imports: bool = True) -> Costs:
+        """What the run in a folder measured.
+
+        The first time that a process does something is not counted, since it warms up. Validations in the trace count
+        for what nodes take, which other numbers of rows tell more about.
+
+        Args:
+            run: the folder.
+            imports: import the class of the place that it ran at, where that is neither flowrl's nor an installed
+                package's; see `flowrl.load`.
+
+        Raises:
+            DataError: no run is there, or it has left no trace of a step.
+            GraphError: the class of its place is not there, or would have to be imported.
+        """
+        prompts, place, timeline, steps = _read(Path(run), imports)
+        warm = _warm(timeline.spans)
+        trained, nodes = [span for span in warm if "/" not in span.name], _fitted(warm)
+        return Costs(
+            str(run),
+            nodes,
+            _lengths(timeline.spans),
+            _noise(trained, nodes),
+            *_driver(trained),
+            _between(trained, steps),
+            prompts,
+            place,
+        )
+
+    def given(self, **seconds: float) -> Costs:
+        """The same, with the seconds of some nodes as you say, whatever they are given.
+
+        Raises:
+            ParameterError: no number of seconds.
+        """
+        for node, s in seconds.items():
+            if not _is_seconds(s):
+                raise ParameterError(f"given({node}={s!r}): expected seconds, such as given({node}=0.1).")
+        nodes = {**self.nodes, **{node: {1: Cost(fixed=s)} for node, s in seconds.items()}}
+        noise = [{node: n for node, n in step.items() if node not in seconds} for step in self.noise]
+        return replace(self, nodes=nodes, noise=noise)
+
+    def refuse_unmeasured(self, graph: Graph) -> None:
+        """Refuse a graph with nodes that were not measured.
+
+        Raises:
+            DataError: naming them.
+        """
+        if missing := [name for name, node in graph.nodes.items() if not node.is_input and name not in self.nodes]:
+            raise DataError(
+                f"{self.source} has not measured {', '.join(missing)} of {graph.name}; run that graph once, for a few "
+                f"steps, and take the costs from there, or say how many seconds it takes: "
+                f"costs.given({missing[0]}=0.1), --cost {missing[0]}=0.1."
+            )
+
+    def seconds(self, node: str, ranks: int, load: Load, step: int | None = None) -> float:
+        """How long a node takes on a rank. Where it was not measured with so many, as with the most like it.
+
+        Args:
+            step: longer or shorter than is usual by as much as in one that was measured; so what slows several nodes at
+                once is not averaged away.
+        """
+        known = self.nodes[node]
+        usual = known[min(known, key=lambda other: (abs(other - ranks), other))].seconds(load)
+        if step is None or not self.noise:
+            return usual
+        return usual * self.noise[step % len(self.noise)].get(node, 1.0)
+
+    def gap(self, node: str) -> float:
+        """Seconds from what a node waited for to its start."""
+        return self.gaps.get(node, median(self.gaps.values()) if self.gaps else 0.0)
+
+    def turn(self, what: str, node: str) -> float:
+        """Seconds that ``"sleep"`` or ``"wake"`` takes, so that a node can start."""
+        known = self.turns.get(what, {})
+        return known.get(node, median(known.values()) if known else 0.0)
+
+    def draw(self, node: str, rows: int, key: Key) -> Lengths:
+        """How long the rows are that a node writes: those of measured steps, drawn anew.
+
+        They are neighbours of one step, as far as it has so many, else of several: so the longest of a few rows is
+        shorter than that of many, and none is an average.
+        """
+        draw = np.random.Generator(np.random.Philox(key=key.bits))
+        known, found = self.lengths.get(node, ()), list[Lengths]()
+        if not known or not rows:
+            return Lengths(np.zeros(rows, dtype=np.int64))
+        order: list[int] = []
+        while rows > 0:
+            order = order or draw.permutation(len(known)).tolist()
+            step = known[order.pop()]
+            start, count = int(draw.integers(len(step.tokens))), min(rows, len(step.tokens))
+            found.append(step.of((start + np.arange(count)) % len(step.tokens)))
+            rows -= count
+        responses = [part.response for part in found if part.response is not None]
+        tokens = np.concatenate([part.tokens for part in found])
+        return Lengths(tokens, np.concatenate(responses) if responses else None)
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def refuse_no_costs(costs: object) -> None:
+    """Raise a `ParameterError` for what are no `Costs`, such as the path of a run."""
+    if not isinstance(costs, Costs):
+        raise ParameterError(f"costs={costs!r} are no costs; expected those of a run: Costs.of('runs/first').")
+
+
+def _read(folder: Path, imports: bool) -> tuple[int, Place | None, Timeline, dict[int | None, float]]:
+    """How many prompts a step had, where it ran, its trace, and by step how long it took."""
+    for file in ("run.json", "trace.json", "metrics.jsonl"):
+        if not (folder / file).is_file():
+            what = "holds no run" if file == "run.json" else f"holds a run that has left no {file} yet"
+            raise DataError(f"{folder} {what}; expected the folder of one that went some steps, such as runs/grpo-001.")
+    try:
+        described = parse_json((folder / "run.json").read_bytes())
+        prompts = described["training"]["prompts"]
+        place = decode(described["place"], f"the place in {folder / 'run.json'}", imports)
+        if not is_count(prompts) or not isinstance(place, Place | None):
+            raise ValueError(f"prompts={prompts!r}, place={place!r}")
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{folder / 'run.json'} is not what a run writes there ({error!r}); run it again.") from error
+    measured, _ = RunFolder(folder).lines()
+    steps: dict[int | None, float] = {int(line["step"]) - 1: line["timing/step"] for line in measured}
+    if odd := [line["step"] for line in measured if not _is_seconds(line["timing/step"])]:
+        raise DataError(
+            f"{folder / 'metrics.jsonl'} says no number of seconds (timing/step) for step {odd[0]}; run it again."
+        )
+    timeline = Timeline.load(folder / "trace.json")
+    if not steps or not any(span.kind == "node" for span in timeline.spans):
+        raise DataError(f"{folder} holds a run that has not finished a step, so nothing was measured; run it again.")
+    return prompts, place, timeline, steps
+
+
+def _warm(spans: Iterable[Span]) -> list[Span]:
+    """Spans in their order, without the first of each name at each place, where there are others."""
+    by_name: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: span.start):
+        by_name[span.name, span.place].append(span)
+    kept = [span for found in by_name.values() for span in found[len(found) > 1 :]]
+    return sorted(kept, key=lambda span: span.start)
+
+
+def _instances(spans: Iterable[Span]) -> list[list[Span]]:
+    """The spans of nodes, those of one node in one step together, each on another rank."""
+    found: list[list[Span]] = []
+    last: dict[tuple[str, int | None], int] = {}
+    for span in spans:
+        if span.kind != "node":
+            continue
+        key = span.name, span.step
+        if key in last and all(span.place != other.place for other in found[last[key]]):
+            found[last[key]].append(span)
+        else:
+            last[key] = len(found)
+            found.append([span])
+    return found
+
+
+def _fitted(spans: Sequence[Span]) -> dict[str, dict[int, Cost]]:
+    samples: dict[str, dict[int, list[tuple[Load, float]]]] = defaultdict(lambda: defaultdict(list))
+    for ranks in _instances(spans):
+        name = ranks[0].name.rpartition("/")[2]
+        samples[name][len(ranks)] += [(_load(span), span.seconds) for span in ranks]
+    medians = [median(seconds for _, seconds in found) for by in samples.values() for found in by.values()]
+    least = min(medians, default=0.0)  # the quickest node shows what a call takes there: on Ray, milliseconds
+    return {
+        name: {
+            ranks: Cost.fit([load for load, _ in found], [s for _, s in found], least) for ranks, found in by.items()
+        }
+        for name, by in samples.items()
+    }
+
+
+def _noise(spans: Iterable[Span], nodes: Mapping[str, Mapping[int, Cost]]) -> list[dict[str, float]]:
+    found: dict[int, dict[str, float]] = defaultdict(dict)
+    for ranks in _instances(spans):
+        name, step = ranks[0].name, ranks[0].step
+        usual = sum(nodes[name][len(ranks)].seconds(_load(span)) for span in ranks)
+        if step is not None and usual > 0:
+            found[step][name] = sum(span.seconds for span in ranks) / usual
+    return list(found.values())
+
+
+def _load(span: Span) -> Load:
+    return Load(span.rows, span.tokens, span.padded, max((response for _, response in span.lengths), default=0))
+
+
+def _lengths(spans: Iterable[Span]) -> dict[str, list[Lengths]]:
+    """By node, how long its rows were in each step of training; where no more is known, all as long as their mean."""
+    found: dict[str, list[Lengths]] = defaultdict(list)
+    for ranks in _instances(spans):
+        name, pairs = ranks[0].name, [pair for span in ranks for pair in span.lengths]
+        rows, tokens = sum(span.rows for span in ranks), sum(span.tokens for span in ranks)
+        if pairs and "/" not in name:
+            found[name].append(Lengths(*np.array(pairs, dtype=np.int64).T))
+        elif rows and "/" not in name:
+            found[name].append(Lengths(np.diff(np.arange(rows + 1) * tokens // rows)))
+    return dict(found)
+
+
+def _driver(spans: Sequence[Span]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """By node, what passes between what it waited for and its start: the driver's work; and turns, by what they are."""
+    gaps: dict[str, list[float]] = defaultdict(list)
+    turns: dict[str, dict[str, list[float]]] = {"sleep": defaultdict(list), "wake": defaultdict(list)}
+    steps: dict[int, list[tuple[str, float, float]]] = defaultdict(list)
+    for ranks in _instances(spans):
+        if (step := ranks[0].step) is not None:
+            times = min(span.start for span in ranks), max(span.end for span in ranks)
+            steps[step].append((ranks[0].name, *times))
+    waits = [span for span in spans if span.name in turns]
+    starts = [span.start for span in waits]
+    for instances in steps.values():
+        ends = sorted(end for _, _, end in instances)
+        for name, start, _ in instances:
+            if ended := bisect_right(ends, start):
+                before = ends[ended - 1]
+                between = waits[bisect_left(starts, before) : bisect_right(starts, start)]
+                gaps[name].append(start - before - sum(span.seconds for span in between))
+                for span in between:
+                    turns[span.name][name].append(span.seconds)
+    medians = {name: max(median(found), 0.0) for name, found in gaps.items()}
+    return medians, {what: {node: median(found) for node, found in by.items()} for what, by in turns.items()}
+
+
+def _between(spans: Iterable[Span], steps: Mapping[int | None, float]) -> float:
+    """Seconds of a step before its first node and after its last."""
+    nodes: dict[int | None, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.kind == "node" and span.step in steps:
+            nodes[span.step].append(span)
+    lefts = [
+        steps[step] - (max(span.end for span in found) - min(span.start for span in found))
+        for step, found in list(nodes.items())[len(nodes) > 1 :]  # the first lacks what warmed up
+    ]
+    return max(median(lefts), 0.0) if lefts else 0.0

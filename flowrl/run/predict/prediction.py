@@ -1,0 +1,142 @@
+"""`predict`: how long a step would take, by the engine that would run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from flowrl.core.graphs.fusing import fused, scorers
+from flowrl.core.graphs.graph import Graph
+from flowrl.core.graphs.plan import Plan
+from flowrl.errors import BindError
+from flowrl.run.engine.steps import Steps
+from flowrl.run.engine.timeline import critical_path
+from flowrl.run.engine.weights import TrainedWeights
+from flowrl.run.placement.place import Place, lay_out
+from flowrl.run.placement.placement import refuse_unplaceable
+from flowrl.run.predict.costs import Costs, refuse_no_costs
+from flowrl.run.predict.pretend import PretendRunner, blank_batch, place_of
+from flowrl.spec import written
+
+_STEPS = 40
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step of a job would be like.
+
+    Args:
+        where: the place.
+        seconds: of a step, the median.
+        idle: by slot, the share of time in which no node runs there.
+        busiest: seconds of a step in which a node runs on the slot that has most to do.
+        path: the nodes of the critical path of the median step.
+        path_seconds: how long these take.
+        lag: how many steps run ahead.
+        unknown: what was not measured, as a sentence; empty where nothing is missing.
+    """
+
+    where: str
+    seconds: float
+    idle: Mapping[str, float]
+    busiest: float
+    path: tuple[str, ...]
+    path_seconds: float
+    lag: int
+    unknown: str = ""
+
+    @property
+    def bound(self) -> float:
+        """Seconds that a step takes at least, on these slots and with this lag."""
+        return max(self.busiest, self.path_seconds / (self.lag + 1))
+
+    def __str__(self) -> str:
+        by_path = self.path_seconds / (self.lag + 1) > self.busiest
+        why = f"the critical path {' → '.join(self.path)}" if by_path else "the work of the busiest slot"
+        if by_path and self.lag:
+            why = f"{why}, over {self.lag + 1} steps in flight"
+        lines = [
+            f"{self.where}: a step takes {self.seconds:.3f} s",
+            f"  at least {self.bound:.3f} s: {why}",
+            f"  idle: {', '.join(f'{slot} {share:.0%}' for slot, share in self.idle.items())}",
+        ]
+        if not self.lag and self.busiest < self.bound:
+            lines.insert(2, f"  with lag at least {self.busiest:.3f} s: the work of the busiest slot")
+        return "\n".join([*lines, *([f"  {self.unknown}"] if self.unknown else [])])
+
+
+def predict(
+    graph: Graph, place: Place | None, prompts: int, costs: Costs, *, optimize: bool = True, seed: int = 0
+) -> Prediction:
+    """What a step would be like; no model is loaded.
+
+    Args:
+        graph: bound, unless `place` is None.
+        place: where it would run; None is one process.
+        prompts: a step.
+        costs: what its nodes take.
+        optimize: as of the `Job`. In a graph that is not bound, what these costs do not know is taken to be fused.
+        seed: of the draw of lengths.
+
+    Raises:
+        ParameterError: `costs` are none.
+        DataError: a node that `costs` does not know.
+        BindError, GraphError: the graph does not fit the place, or a role is not bound.
+    """
+    refuse_no_costs(costs)
+    if optimize:
+        once = fused(graph, unbound=True)
+        graph = once if scorers(once).keys().isdisjoint(costs.nodes) else fused(graph)
+    costs.refuse_unmeasured(graph)
+    plan, processes = Plan(graph), None
+    if place is not None:
+        _refuse_unbound(graph, place)
+        processes = lay_out(graph, place)
+        refuse_unplaceable(plan, processes)
+    runner = PretendRunner(processes, costs, graph.bindings)
+    steps = Steps(plan, runner, seed, TrainedWeights(plan, runner, seed))
+    batch, ends, nodes = blank_batch(graph, prompts), [0.0], list[Mapping[str, float]]()
+    for result in steps.run(lambda step: batch, range(_STEPS), lag=graph.lag):
+        ends.append(runner.now)
+        nodes.append(result.seconds)
+    steady = ends[graph.lag + 1 : len(ends) - graph.lag]  # while the flight is full
+    each = (steady[-1] - steady[0]) / (len(steady) - 1)
+    seconds = median(after - before for before, after in pairwise(steady))
+    slots = [place_of(slot) for slot in range(1 if place is None else place.slots)]
+    busy = {slot: sum(s.seconds for s in steps.timeline.spans if s.place == slot) / _STEPS for slot in slots}
+    share = {slot: min(1.0, spent / each) if each else 0.0 for slot, spent in busy.items()}
+    ran = {node for step in nodes for node in step}
+    typical = {node: median(step[node] for step in nodes if node in step) for node in ran}
+    path, path_seconds = critical_path(plan.network, typical)
+    return Prediction(
+        "in one process" if place is None else written(place),
+        seconds,
+        {slot: 1.0 - worked for slot, worked in share.items()},
+        max(share.values()) * seconds,  # of the median step, as all numbers here
+        tuple(path),
+        path_seconds if graph.lag else min(path_seconds, seconds),
+        graph.lag,
+        _unknown(place, costs),
+    )
+
+
+def _refuse_unbound(graph: Graph, place: Place) -> None:
+    """Refuse roles of which nobody says how many ranks they have.
+
+    Raises:
+        BindError: naming them.
+    """
+    if unbound := [role for role in graph.roles() if role not in graph.bindings]:
+        raise BindError(
+            f"{graph.name} leaves {', '.join(map(repr, unbound))} unbound, so nobody knows which slots of "
+            f"{written(place)} they take; bind them: graph.bind({', '.join(f'{role}=...' for role in unbound)}).graph."
+        )
+
+
+def _unknown(place: Place | None, costs: Costs) -> str:
+    """What the costs cannot say of a place."""
+    if place is None or costs.place is not None:
+        return ""
+    return f"{costs.source} ran in one process, so it does not say what syncs and turns between processes cost here"

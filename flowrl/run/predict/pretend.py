@@ -1,0 +1,234 @@
+"""`PretendRunner`: runs nothing. Instances last what measured costs say, on a virtual clock.
+
+The same `Steps` walks it as walks the others, on the slots and in the turns that the layout gives. So it predicts what
+the engine does that runs the job.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowrl.columns import ColumnType
+from flowrl.core.graphs.graph import Graph, Node
+from flowrl.data.balance import deal
+from flowrl.data.keys import Key
+from flowrl.data.metrics import Metrics
+from flowrl.data.proto.dataproto import DataProto
+from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.errors import NodeError
+from flowrl.protocols.backend import Backend
+from flowrl.run.engine.local import load_of
+from flowrl.run.engine.runner import Counts, Done, Lengths, Task
+from flowrl.run.engine.timeline import Span, Timeline
+from flowrl.run.placement.place import ProcessSpec
+from flowrl.run.placement.placement import processes_of, rows_of_ranks, slots_of
+from flowrl.run.placement.turns import Turns
+from flowrl.run.predict.cost import Load
+from flowrl.run.predict.costs import Costs
+
+_HERE = frozenset({0})
+_TOKENS = {"prompt_mask", "attention_mask"}  # who writes these writes tokens
+
+
+class Rows(NamedTuple):
+    """What a column is held by: how many rows it has."""
+
+    number: int
+
+
+class PretendRunner:
+    """Runs instances on a virtual clock; a `flowrl.run.engine.runner.Runner`.
+
+    Args:
+        processes: of the layout; None is one process, which does everything.
+        costs: of all nodes.
+        bindings: backends by role.
+    """
+
+    def __init__(
+        self, processes: Sequence[ProcessSpec] | None, costs: Costs, bindings: Mapping[str, Backend] | None = None
+    ) -> None:
+        self.timeline = Timeline()
+        self.now = 0.0
+        self.engines: Mapping[str, Any] = {}
+        self._here = processes is None
+        self._processes, self._costs = list(processes or ()), costs
+        self._forget = {role for role, backend in (bindings or {}).items() if backend.loses_weights_asleep}
+        self._forgetful: set[ProcessSpec] = set()
+        self._turns = Turns(self._processes)
+        self._running: list[tuple[float, int, Done]] = []  # a heap, by end and by who was launched first
+        self._launched = itertools.count()
+
+    @property
+    def swaps(self) -> bool:
+        """One process does one thing at a time."""
+        return not self._here
+
+    def slots(self, node: Node) -> frozenset[int]:
+        """The slots of all roles of a node; those without one run beside everything."""
+        return _HERE if self._here else slots_of(node, self._processes)
+
+    def put(self, node: Node, columns: Mapping[str, Any]) -> Mapping[str, Rows]:
+        """How many rows the columns of an input have. With the first of them, what a step takes beside nodes passes."""
+        self.now += self._costs.between
+        return {name: Rows(len(column)) for name, column in columns.items()}
+
+    def launch(self, task: Task) -> None:
+        """Start an instance, after whoever is in its way has been put to sleep."""
+        node, name = task.node, task.node.name
+        processes = processes_of(node, self._processes)
+        if node.is_sync:
+            self._turn([one for one in self._processes if set(node.reads) & set(one.roles)], name)
+        self._turn(processes, name)
+        rows = _rows(task)
+        written = self._written(task, rows)
+        start = self.now + self._costs.gap(name)
+        shares = _shares(task, rows, max(len(processes), 1))
+        loads = [_load(written or task.lengths, share) for share in shares]
+        seconds = [self._costs.seconds(name, len(shares), load, task.step) for load in loads]
+        self._enter(task, start, seconds, processes)
+        outputs = {
+            output: Rows(rows * node.operator.rows_factor) if isinstance(wanted, ColumnType) else None
+            for output, wanted in node.operator.signature.outputs.items()
+        }
+        done = Done(task, outputs, Metrics(), {}, written, max(seconds))
+        heapq.heappush(self._running, (start + max(seconds), next(self._launched), done))
+
+    def wait(self) -> Sequence[Done]:
+        """Those that end next."""
+        self.now = max(self.now, self._running[0][0])
+        done = []
+        while self._running and self._running[0][0] <= self.now:
+            done.append(heapq.heappop(self._running)[2])
+        return done
+
+    def fetch(self, node: Node, output: str, held: Rows) -> Tensor | np.ndarray[Any, Any]:
+        """A column of as many rows, and of nothing."""
+        wanted = node.operator.signature.outputs[output]
+        assert isinstance(wanted, ColumnType)
+        return blank(wanted, held.number)
+
+    def secure(self, node: Node, outputs: Mapping[str, Rows]) -> Mapping[str, Rows]:
+        """The same: there is nothing to lose."""
+        return outputs
+
+    def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Rows]]) -> Mapping[str, Rows]:
+        """As many rows as all rounds have."""
+        return {output: Rows(sum(part[output].number for part in parts)) for output in makers}
+
+    def _turn(self, processes: Sequence[ProcessSpec], node: str) -> None:
+        """Let some processes have their slots; the driver waits for that."""
+        slept, woken = self._turns.take(processes)
+        self._forgetful |= {one for one in slept if self._forget & set(one.roles)}
+        for what, whom in (("sleep", slept), ("wake", woken)):
+            if whom:
+                start, self.now = self.now, self.now + self._costs.turn(what, node)
+                self.timeline.add(what, "driver", start, self.now, kind="wait")
+
+    def _written(self, task: Task, rows: int) -> Lengths | None:
+        """How long the rows are that a node makes, where it makes tokens."""
+        operator = task.node.operator
+        if not _TOKENS & operator.signature.outputs.keys():
+            return None
+        key = Key.of(task.seed).derive(task.node.name, -1 if task.step is None else task.step)
+        return self._costs.draw(task.node.name, rows * operator.rows_factor, key)
+
+    def _enter(self, task: Task, start: float, seconds: Sequence[float], processes: Sequence[ProcessSpec]) -> None:
+        """A span for every slot that is busy; a sync keeps those of the trainer too."""
+        if task.node.is_sync:
+            self._forgetful.difference_update(processes)
+        by_slot = {slot: s for one, s in zip(processes, seconds, strict=False) for slot in one.slots}
+        for slot in sorted(self.slots(task.node)):
+            taken = by_slot.get(slot, max(seconds))
+            self.timeline.spans.append(Span(task.node.name, place_of(slot), start, start + taken, step=task.step))
+        if not self.slots(task.node):
+            self.timeline.spans.append(Span(task.node.name, "general", start, start + max(seconds), step=task.step))
+
+    # ---- engines, of which there are none
+
+    @property
+    def needs_sync(self) -> bool:
+        """Whether an engine would have lost its weights in its sleep."""
+        return bool(self._forgetful)
+
+    def mends(self, error: NodeError) -> bool:
+        """Nothing is lost here."""
+        return False
+
+    def mend(self, error: NodeError) -> None:
+        raise error
+
+    def version(self, role: str) -> int:
+        return 0
+
+    def tokenizer(self, role: str) -> ChatTokenizer:
+        raise NotImplementedError(f"{role} is not loaded; prompts are counted here, and not read")
+
+    def save(self, role: str, folder: Path) -> None:
+        """There is nothing to write."""
+
+    def load(self, role: str, folder: Path) -> None:
+        """There is nothing to read."""
+
+    def save_pretrained(self, role: str, folder: Path) -> None:
+        """There is nothing to write."""
+
+
+def place_of(slot: int) -> str:
+    """The name of a slot in a timeline."""
+    return f"slot {slot}"
+
+
+def blank_batch(graph: Graph, draws: int) -> dict[str, DataProto]:
+    """A batch of so many draws for each input of a graph, with rows of nothing."""
+    batches = {}
+    for name in graph.inputs:
+        operator = graph[name].operator
+        columns = {
+            name: wanted for name, wanted in operator.signature.outputs.items() if isinstance(wanted, ColumnType)
+        }
+        rows = draws * operator.rows_factor
+        batches[name] = DataProto({name: blank(wanted, rows) for name, wanted in columns.items()})
+    return batches
+
+
+def blank(column: ColumnType, rows: int) -> Tensor | np.ndarray[Any, Any]:
+    """A column with this many rows, the other axes of which have no width."""
+    if column.dtype == "object":
+        return np.full(rows, None, dtype=object)
+    return torch.empty(rows, *(0 for _ in column.axes[1:]), dtype=getattr(torch, column.dtype))
+
+
+def _rows(task: Task) -> int:
+    """How many rows an instance is given."""
+    fields = task.node.operator.signature.fields
+    held = (task.inputs[place] for place in task.inputs if getattr(fields[place], "on_batch", False))
+    return next((one.number for one in held if isinstance(one, Rows)), 0)
+
+
+def _shares(task: Task, rows: int, ranks: int) -> list[Counts | None]:
+    """The rows of each rank; None is all. Groups are split here, since nobody knows which row is of which."""
+    operator = task.node.operator
+    if ranks == 1 or operator.makes("batch") or not rows:
+        return [None] * ranks
+    if operator.granularity == "batch":
+        return rows_of_ranks(task, ranks)
+    weights = np.ones(rows, dtype=np.int64) if task.lengths is None else task.lengths.tokens + 1
+    rank_of = np.array(deal(weights.tolist(), ranks))
+    return [np.flatnonzero(rank_of == rank) for rank in range(ranks)]
+
+
+def _load(lengths: Lengths | None, rows: Counts | None) -> Load:
+    if lengths is None:
+        return Load()
+    mine = lengths.of(rows)
+    longest = 0 if mine.response is None else int(mine.response.max(initial=0))
+    return Load(*load_of(mine), longest)

@@ -1,0 +1,1 @@
+"""Training runs: jobs, data, validation, checkpoints, and the run folder."""

@@ -1,0 +1,131 @@
+"""`HeldOut`: a validation as it runs, with engines of its own where its edit binds others than the job's.
+
+Such an engine stands beside the job's, under a role of its own, and gets the trained weights when it is asked, and not
+after every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from flowrl.core.graphs.graph import Graph, Node
+from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.roles import RoleRef
+from flowrl.data.sources.source import Source
+from flowrl.errors import BindError
+from flowrl.rules.check import refuse_broken
+from flowrl.run.training.sources import by_input
+from flowrl.run.training.validation import Validation
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A validation as it runs.
+
+    Args:
+        validation: which.
+        graph: with a role of its own for every engine of its own.
+        bindings: these engines, by role.
+        syncs: the nodes that carry weights to these engines.
+    """
+
+    validation: Validation
+    graph: Graph
+    bindings: Mapping[str, Any]
+    syncs: tuple[Node, ...]
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """The held-out data, by input of the graph.
+
+        Raises:
+            ParameterError: it does not fit the inputs.
+        """
+        return by_input(self.graph, self.validation.data, "Validation")
+
+    def refuse_unready(self) -> None:
+        """Refuse what could not run.
+
+        Raises:
+            ParameterError: the data does not fit the graph's inputs.
+            RuleError: it breaks a rule.
+            BindError: a role of the validation alone is not bound.
+            GraphError: weights cannot be kept in order.
+        """
+        refuse_broken(self.graph, f"the validation {self.validation.name!r}")
+        _ = Plan(self.graph).order, self.sources
+        if unbound := [role for role in self.graph.roles() if role not in self.graph.bindings]:
+            name, role = self.validation.name, unbound[0]
+            raise BindError(
+                f"the validation {name!r} leaves {role!r} unbound, which the job does not have; bind it: "
+                f"Validation(..., bind={{{role!r}: ...}})."
+            )
+
+
+def held_out(job: Graph, validations: Iterable[Validation]) -> list[HeldOut]:
+    """The validations of a job's graph, as they run.
+
+    Raises:
+        GraphError, BindError, PortError: the edit of one does not fit the graph.
+    """
+    taken, found = set(job.roles()), []
+    for validation in validations:
+        graph = validation.graph(job)
+        others = [role for role, backend in graph.bindings.items() if backend != job.bindings.get(role)]
+        roles = {role: _free(f"{role}_of_{re.sub(r'[^0-9A-Za-z]', '_', validation.name)}", taken) for role in others}
+        taken |= set(roles.values())
+        nodes = {name: _in_roles(node, name, roles) for name, node in graph.nodes.items()}
+        bindings = {roles.get(role, role): backend for role, backend in graph.bindings.items()}
+        graph = graph.build(graph.name, nodes, graph.sinks, bindings=bindings, allow=graph.allow)
+        syncs = [node for node in Plan(job).syncs if set(node.writes) & set(roles)]
+        found.append(
+            HeldOut(
+                validation,
+                graph,
+                {own: bindings[own] for own in roles.values()},
+                tuple(_in_roles(node, f"{node.name}_of_{_only(node, roles)}", roles) for node in syncs),
+            )
+        )
+    return found
+
+
+def with_engines(job: Graph, found: Sequence[HeldOut]) -> Graph:
+    """The job's graph, and beside it whatever asks for engines of validations: what has to be built and placed."""
+    nodes, sinks, bindings = dict(job.nodes), list(job.sinks), dict(job.bindings)
+    for number, one in enumerate(found):
+        if not one.bindings:
+            continue
+        names = {name: f"{name}_{number}" for name in one.graph.nodes if name not in one.graph.inputs}
+        for name, new in names.items():
+            node = one.graph[name]
+            inputs = {field: edge._replace(node=names.get(edge.node, edge.node)) for field, edge in node.inputs.items()}
+            nodes[new] = Node(new, node.operator.named(new), inputs)
+        nodes |= {node.name: node for node in one.syncs}
+        sinks += [*(names.get(sink, sink) for sink in one.graph.sinks), *(node.name for node in one.syncs)]
+        bindings |= one.bindings
+    return job.build(job.name, nodes, sinks, job.lag, bindings, job.allow) if len(nodes) > len(job.nodes) else job
+
+
+def _free(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _only(node: Node, roles: Mapping[str, str]) -> str:
+    """The role that a sync writes, by its new name."""
+    return next(roles[role] for role in node.writes if role in roles)
+
+
+def _in_roles(node: Node, name: str, roles: Mapping[str, str]) -> Node:
+    """The node under this name, with engines of other roles."""
+    moved = {use.field: RoleRef(roles[use.role]) for use in node.uses if use.role in roles}
+    if not moved and name == node.name:
+        return node
+    operator = cast("Operator", dataclasses.replace(cast(Any, node.operator), **moved))
+    return Node(name, operator.in_place_of(node.operator).named(name), node.inputs)

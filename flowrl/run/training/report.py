@@ -1,0 +1,148 @@
+"""Reporters: where a run's numbers go besides its folder, such as the terminal and TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from flowrl.errors import ParameterError
+from flowrl.run.engine.timeline import Summary
+
+_SHOWN = {"reward/mean": "reward", "kl/ref": "KL", "response_length/mean": "length"}
+
+
+class Reporter(Protocol):
+    """Receives the progress of a run. `end` is called once for every `start` that returned, however the run ends."""
+
+    def start(self, name: str, steps: int, folder: Path, done: int) -> None:
+        """The run begins: the graph's name, the number of steps, the run folder, and the steps done before."""
+        ...
+
+    def node(self, name: str) -> None:
+        """This node, or this validation, starts."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """This many steps are done; the metrics are those of the last one."""
+        ...
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of a validation after this many steps."""
+        ...
+
+    def end(self, summary: Summary | None) -> None:
+        """The run is over: where its time went; None if it failed or had no steps left to do."""
+        ...
+
+
+class Terminal:
+    """Progress on a terminal: the current node, reward, KL, length and time left; at the end, where the time went.
+
+    Where the output is not a terminal, but a file or a pipe, a line is written at once after the first step, every
+    tenth of the run, the last step and every validation, and when nothing was written for `every` seconds.
+
+    Args:
+        console: where to print.
+        every: seconds without a line after which the next node that starts is told, with the steps done so far.
+    """
+
+    def __init__(self, console: Console | None = None, every: float = 30.0) -> None:
+        self.console = console or Console(soft_wrap=True)
+        self.every = every
+        self.progress: Progress | None = None
+        self.folder: Path | None = None
+
+    def start(self, name: str, steps: int, folder: Path, done: int) -> None:
+        self.name, self.steps, self.folder, self.done = name, steps, folder, done
+        self.first, self.said = done + 1, time.monotonic()
+        resumed = f", of which {done} are done" if done else ""
+        self.console.print(f"{name}: {steps} steps{resumed}, written to {folder}", highlight=False)
+        if self.console.is_terminal:
+            columns = [
+                TextColumn("{task.description:<16}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+            ]
+            self.progress = Progress(*columns, console=self.console, refresh_per_second=8)
+            self.task = self.progress.add_task(name, total=steps, completed=done, numbers="")
+            self.progress.start()
+
+    def node(self, name: str) -> None:
+        if self.progress is not None:
+            self.progress.update(self.task, description=name)
+        elif time.monotonic() - self.said >= self.every:
+            self._say(self.done, f"done, now {name}")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        numbers = "  ".join(f"{label} {metrics[key]:.3f}" for key, label in _SHOWN.items() if key in metrics)
+        self.done = step
+        if self.progress is not None:
+            self.progress.update(self.task, completed=step, numbers=numbers)
+            return
+        due = step in (self.first, self.steps) or step % max(1, self.steps // 10) == 0
+        if due or time.monotonic() - self.said >= self.every:
+            self._say(step, numbers)
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        means = "  ".join(f"{key} {value:.3f}" for key, value in metrics.items() if key.endswith("/mean"))
+        self._say(step, means)
+
+    def end(self, summary: Summary | None) -> None:
+        if self.progress is not None:
+            self.progress.update(self.task, description=self.name)
+            self.progress.stop()
+            self.progress = None
+        if summary is not None:
+            if self.done < self.steps:
+                self.console.print(
+                    f"{self.name} ended after step {self.done} of {self.steps}: a validation reached its goal",
+                    highlight=False,
+                )
+            self.console.print(summary.table(), soft_wrap=False)
+
+    def _say(self, step: int, what: str) -> None:
+        self.said = time.monotonic()
+        self.console.print(f"  step {step:>4}/{self.steps}  {what}", highlight=False)
+
+
+class TensorBoard:
+    """Writes every number to TensorBoard, in the run's own folder; needs ``pip install flowrl[tensorboard]``.
+
+    A resumed run hides what was written after the step that it resumes from.
+
+    Raises:
+        ParameterError: TensorBoard is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ParameterError("TensorBoard is not installed; run: pip install 'flowrl[tensorboard]'.") from error
+        self._writer_class: Any = SummaryWriter
+
+    def start(self, name: str, steps: int, folder: Path, done: int) -> None:
+        self.writer = self._writer_class(log_dir=str(folder), purge_step=done + 1 if done else 0)
+
+    def node(self, name: str) -> None:
+        """Nothing to write."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            if key != "step":
+                self.writer.add_scalar(key, value, step)
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.step(step, metrics)
+
+    def end(self, summary: Summary | None) -> None:
+        self.writer.close()

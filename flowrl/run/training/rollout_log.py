@@ -1,0 +1,81 @@
+"""What a run tells of its rows: who was asked what, what was said, and what it was worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flowrl.core.graphs.graph import Graph
+from flowrl.core.graphs.lineage import trained_on
+from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.symbols import Edge
+from flowrl.data.proto.dataproto import DataProto
+from flowrl.errors import ParameterError
+from flowrl.protocols.protocols import Trainer
+from flowrl.rules.rule import writers
+
+_TOLD = {
+    "row_id": "row_id",
+    "uid": "uid",
+    "prompt": "raw_prompt",
+    "response": "response_text",
+    "ground_truth": "ground_truth",
+    "episode": "episode",
+}
+"""What is said of a row, and the column that it is in; a source of one's own need not have all."""
+
+
+def columns_told(graph: Graph) -> dict[str, Edge]:
+    """By what is told of a row, where that is written; nothing of a graph in which nobody answers.
+
+    Where several answer, the one that is trained on counts; in a graph that trains none, the one whose score is
+    taken last; what stands on its rows is told of it.
+    """
+    scores = [edge for edge, typed in graph.types.items() if getattr(typed.type, "kind", "") == "score"]
+    answered = [edge for edge in graph.types if edge.output == "response_text" and not graph[edge.node].is_input]
+    if not answered:
+        return {}
+    of_score = graph.types[scores[-1]].axes[1:] if scores else ()
+    trained = {other.name for node, _ in writers(graph, Trainer) for other in trained_on(graph, node.name)}
+    scored = [edge for edge in answered if f"response@{edge.node}" in of_score]
+    answer = [*(edge for edge in answered if edge.node in trained), *scored, *answered][0]
+    rows = graph.types[answer].axes[0]
+    of_rows = [edge for edge, typed in graph.types.items() if typed.axes[:1] == (rows,)]
+    of_its_own = [edge for edge in of_rows if edge.node == answer.node]
+    found = {edge.output: edge for edge in (*of_rows, *of_its_own)}
+    told = {key: found[name] for key, name in _TOLD.items() if name in found}
+    on_rows = [edge for edge in scores if graph.types[edge].axes[0] == rows]
+    if on_rows:
+        of_answer = [edge for edge in on_rows if f"response@{answer.node}" in graph.types[edge].axes]
+        told["score"] = (of_answer or on_rows)[-1]
+    return told
+
+
+def told(edges: Mapping[str, Edge], columns: Mapping[str, DataProto]) -> list[dict[str, Any]]:
+    """One record a row.
+
+    Args:
+        edges: as `columns_told` gives them.
+        columns: what the nodes wrote, by node; those that did not run in a step wrote nothing.
+    """
+    found: dict[str, Any] = {
+        key: columns[edge.node].columns[edge.output] for key, edge in edges.items() if edge.node in columns
+    }
+    if "response" not in found:
+        return []
+    if "score" in found:
+        found["score"] = found["score"].sum(-1).tolist()
+    return [{key: column[row] for key, column in found.items()} for row in range(len(found["response"]))]
+
+
+def refuse_half_told(graph: Graph, every: int | None) -> None:
+    """Refuse to tell of rounds of which nothing is kept once they are over.
+
+    Raises:
+        ParameterError: rows are told of every so many steps, and the graph collects and runs ahead.
+    """
+    if every is not None and graph.lag and (collector := Plan(graph).collector) is not None:
+        raise ParameterError(
+            f"rollouts_every={every} tells all rounds of a step, and with lag={graph.lag} a checkpoint keeps what "
+            f"{collector} took of them alone; leave rollouts_every out, or edit(lag=0)."
+        )

@@ -1,0 +1,450 @@
+"""`Training`: a job, its data, and how long to run it; what it leaves is a run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import platform
+import statistics
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import Field, field_validator, model_validator
+
+from flowrl.core.graphs.graph import Graph
+from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.symbols import Edge
+from flowrl.data.files import writing
+from flowrl.data.proto.formats import check_json
+from flowrl.data.sources.source import Source
+from flowrl.errors import BindError, DataError, ParameterError, StorageError
+from flowrl.files.graph_io import encode, graph_to_dict
+from flowrl.protocols.backend import members, refuse_uncheckpointed
+from flowrl.protocols.protocols import Trainer
+from flowrl.run.engine.in_flight import Batches
+from flowrl.run.engine.result import StepResult
+from flowrl.run.engine.steps import Steps, folder_of_trained, writers_of_tokens
+from flowrl.run.engine.timeline import Summary, Timeline, idle
+from flowrl.run.predict.costs import Costs
+from flowrl.run.predict.prediction import predict
+from flowrl.run.training.checkpoint import Checkpoints
+from flowrl.run.training.held_out import held_out, with_engines
+from flowrl.run.training.identity import identity_of
+from flowrl.run.training.job import Job
+from flowrl.run.training.report import Reporter
+from flowrl.run.training.resume import Found, find, tell_changed_prompts
+from flowrl.run.training.rollout_log import columns_told, refuse_half_told, told
+from flowrl.run.training.run_folder import RunFolder, jsonable
+from flowrl.run.training.signals import ended_in_order
+from flowrl.run.training.sources import Data, Sources, by_input, gives_tokens, refuse_no_source, refuse_untold
+from flowrl.run.training.validating import Validating
+from flowrl.run.training.validation import Validation
+from flowrl.spec import Spec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a finished run left: its folder, the metrics of every step and validation, and the live engines."""
+
+    folder: Path
+    metrics: Sequence[Mapping[str, float]]
+    validations: Sequence[Mapping[str, float]]
+    engines: Mapping[str, Any]
+
+
+class Training(Spec):
+    """A job that is to be trained: ``Training(job, data, steps=100, prompts=32).run()``.
+
+    Args:
+        job: the bound graph.
+        data: where the rows of the graph's input come from, such as ``PromptData("train.jsonl")``; of a graph of
+            several inputs a source for each, by its name: ``{"batch": PromptData(...), "demos": DemoData(...)}``.
+        steps: how many steps.
+        prompts: prompts a step, and as many draws of every other source; rows are prompts times what the graph repeats
+            them by. Where a source has fewer, a step holds some of them more than once, each time as a group of its
+            own, and a warning says so.
+        seed: root of all randomness: data order, sampling, mini-batches.
+        validation: one or several.
+        folder: where the run is written; None is ``runs/<graph>-<number>``.
+        save_model: write each trained policy to ``<folder>/<role>`` at the end.
+        checkpoint_every: steps between two checkpoints, in ``<folder>/checkpoints``; None writes none.
+        keep: how many checkpoints are kept.
+        resume: go on from the newest whole checkpoint in `folder`; where there is none, start.
+        rollouts_every: steps between two of which every row that was sampled is written to ``rollouts.jsonl``; None
+            writes none.
+        costs: the folder of a run by whose costs a step is predicted; ``run.json`` then holds what was predicted and
+            what was measured. None predicts nothing.
+
+    Raises:
+        ParameterError: two validations share a name, under which their numbers are logged; `resume` without `folder`;
+            an input without a source, or a source without an input; a source that lacks columns of its input, or would
+            learn from scores that the graph does not tell.
+    """
+
+    timeless = True
+
+    job: Job[Any]
+    data: Data
+    steps: int = Field(ge=1)
+    prompts: int = Field(ge=1)
+    seed: int = 0
+    validation: Validation | tuple[Validation, ...] = ()
+    folder: str | None = Field(default=None, min_length=1)
+    save_model: bool = True
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    keep: int = Field(default=3, ge=1)
+    resume: bool = False
+    rollouts_every: int | None = Field(default=None, ge=1)
+    costs: str | None = None
+
+    @field_validator("job", mode="before")
+    @classmethod
+    def _refuse_unbound(cls, job: Any) -> Any:
+        if isinstance(job, Graph):
+            raise ValueError(f"bind it first: graph.bind({', '.join(f'{role}=...' for role in job.roles())})")
+        return job
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _refuse_path(cls, data: Any) -> Any:
+        return refuse_no_source(data)
+
+    @model_validator(mode="after")
+    def _refuse_unfit(self) -> Self:
+        names = [validation.name for validation in self.validations]
+        if self.resume and self.folder is None:
+            raise ValueError("resume=True, but no folder says which run; name it: Training(..., folder=...), --folder")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two validations are named {twice[0]!r}; give one another: Validation(..., name=...)")
+        refuse_untold(self.job.graph, self.sources)
+        return self
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """`data` by input."""
+        return by_input(self.job.graph, self.data, "Training")
+
+    @property
+    def validations(self) -> tuple[Validation, ...]:
+        """`validation` as a tuple."""
+        return (self.validation,) if isinstance(self.validation, Validation) else self.validation
+
+    @property
+    def whole(self) -> Job[Any]:
+        """The job, with the engines that validations have of their own beside it: what is built and placed.
+
+        Raises:
+            GraphError, PortError, BindError: a validation does not fit the graph.
+        """
+        graph = self.job.graph
+        return dataclasses.replace(self.job, graph=with_engines(graph, held_out(graph, self.validations)))
+
+    def refuse_unready(self) -> None:
+        """Everything that can be refused before a model loads.
+
+        Raises:
+            RuleError, BindError, GraphError, ParameterError: what `Job.refuse_unready` refuses; no model that could
+                tokenise data; a validation that does not fit the graph, or its data.
+            DataError: a file of data is missing; a state that no checkpoint could hold.
+        """
+        self.job.refuse_unready(self.prompts)
+        graph = self.job.graph
+        refuse_half_told(graph, self.rollouts_every)
+        of_tokens = any(map(gives_tokens, self.sources.values()))
+        if of_tokens and not writers_of_tokens(graph) and folder_of_trained(graph) is None:
+            raise BindError(
+                f"no node of {graph.name} reads a rollout engine, and none trains a model of a folder: it is their "
+                f"tokeniser that data becomes tokens by; expected a Generate()(prompts) in the graph, or an update."
+            )
+        forks = held_out(graph, self.validations)
+        for one in forks:
+            one.refuse_unready()
+        if self.whole.graph is not graph:
+            self.whole.refuse_unready(self.prompts)
+        for sources in (self.sources, *(one.sources for one in forks)):
+            for source in sources.values():
+                source.refuse_missing()
+        if self.checkpoint_every is not None:
+            asker = f"checkpoint_every={self.checkpoint_every}"
+            refuse_uncheckpointed(graph.trained, graph.bindings, asker, "leave checkpoint_every out")
+            for node in graph.nodes.values():
+                for field, state in node.operator.states.items():
+                    check_json(state.initial(node.operator.in_step(0)), f"the state {node.name}.{field}")
+
+    def run(self, reporters: Sequence[Reporter] = ()) -> Run:
+        """Train.
+
+        Raises:
+            RuleError, BindError, GraphError, ParameterError: before any model is loaded; see `refuse_unready`.
+            DataError: before any model is loaded, where data or costs are missing, or a checkpoint cannot be gone on
+                from; otherwise, as everything below, after ``run.json`` was written, which says so.
+            NodeError: a node failed; the run folder holds all that was measured until then.
+            StorageError: something cannot be written, as when the disk is full.
+        """
+        _refuse_no_reporters(reporters)
+        self.refuse_unready()
+        self.job.warn_of_no_gain()
+        described = self.describe()  # now: the source of a reward function may be edited while the run goes
+        seconds: dict[str, float] = {}
+        if self.costs is not None:
+            job, costs = self.job, Costs.of(self.costs)
+            seconds["predicted"] = predict(job.graph, job.place, self.prompts, costs, optimize=job.optimize).seconds
+            described["step_seconds"] = seconds
+        folder = RunFolder.create(self.folder, self.job.graph.name, self.resume)
+        with closing(folder), ended_in_order():
+            checkpoints = Checkpoints(folder.path / "checkpoints", self.keep)
+            found = None
+            if self.resume:
+                found = find(folder, checkpoints, described["identity"], self._bindings(), self.steps)
+            try:
+                folder.describe({"status": "running", **described})
+                with self.whole.open(self.seed) as opened:
+                    steps = opened.fork(Plan(self.job.runs), self.seed)
+                    run = _Loop(self, steps, folder, checkpoints, reporters, described["identity"]).run(found)
+                if seconds and run.metrics:
+                    seconds["measured"] = statistics.median(step["timing/step"] for step in run.metrics)
+                folder.describe({"status": "finished", **described})
+            except BaseException as error:
+                status = "failed" if isinstance(error, Exception) else "interrupted"
+                with _noting(error):
+                    folder.describe({"status": status, "error": f"{type(error).__name__}: {error}", **described})
+                raise
+        return run
+
+    def identity(self) -> dict[str, Any]:
+        """What a run must have in common with the one that it resumes: all but backends, place and how long it goes.
+
+        Raises:
+            DataError, BindError: data or weights cannot be read.
+        """
+        return identity_of(self.job.graph, self.sources, self.seed, self.prompts)
+
+    def _bindings(self) -> dict[str, Any]:
+        """The backends, as JSON-able data."""
+        bound = self.job.graph.bindings
+        return {role: encode(backend, f"bindings.{role}", portable=False) for role, backend in bound.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """What would run, as JSON-able data: graph with backends, data, seed, versions.
+
+        Raises:
+            GraphError: a parameter of an operator or backend is neither a plain value nor a spec.
+        """
+        graph = self.job.graph
+        fields = [field.name for field in dataclasses.fields(self) if field.name != "job"]
+        versions = {name: metadata.version(name) for name in ("flowrl", "torch", "transformers", "numpy")}
+        return {
+            "fingerprint": graph.fingerprint(),
+            "identity": self.identity(),
+            "graph": graph_to_dict(graph, portable=False),
+            **{name: encode(getattr(self.job, name), name, portable=False) for name in ("place", "optimize")},
+            "training": {name: encode(getattr(self, name), name, portable=False) for name in fields},
+            "versions": {"python": platform.python_version(), **versions},
+            "threads": torch.get_num_threads(),
+        }
+
+
+class _Loop:
+    """The state of a run while it goes."""
+
+    def __init__(
+        self,
+        training: Training,
+        steps: Steps,
+        folder: RunFolder,
+        checkpoints: Checkpoints,
+        reporters: Sequence[Reporter],
+        identity: Mapping[str, Any],
+    ) -> None:
+        self.training, self.steps, self.folder, self.reporters = training, steps, folder, reporters
+        self.checkpoints, self.identity = checkpoints, identity
+        tokenizer = steps.tokenizer()
+        graph, region = training.job.graph, steps.plan.region
+        again = [name for name in graph.inputs if name in region]
+        self.sources = Sources(training.sources, tokenizer, training.seed, graph, again)
+        self.sources.warn_of_few(training.prompts)
+        self.told = columns_told(graph)
+        self.validations = Validating(held_out(graph, training.validations), steps, tokenizer, training.seed)
+        self.last = training.steps  # or the one after which a validation reached its goal
+        self.content = {**self.sources.digests, **self.validations.digests}
+        self.metrics: list[Mapping[str, float]] = []
+        self.validated: list[Mapping[str, float]] = []
+        self.seconds: list[Mapping[str, float]] = []
+        self.makespans: list[float] = []
+        self.summary: Summary | None = None
+        self.started = 0.0
+        self.heard: dict[int, Mapping[str, float]] = {}  # by step, as its rows were drawn
+        self.before = _traced(folder.path / "trace.json")  # the starts that this run resumes
+
+    def run(self, found: Found | None) -> Run:
+        """Go through all steps, or those after the checkpoint that was found."""
+        done = 0 if found is None else int(found[1]["step"])
+        try:
+            with ExitStack() as ends:
+                for reporter in self.reporters:
+                    reporter.start(self.training.job.graph.name, self.training.steps, self.folder.path, done)
+                    ends.callback(lambda reporter: reporter.end(self.summary), reporter)
+                self._begin(found)
+                self._go(range(done, self.last))
+                if self.makespans:
+                    summary = self.steps.timeline.summary(self.steps.plan, self.seconds, self.makespans)
+                    self.summary = dataclasses.replace(summary, idle=idle(self._timeline().spans))
+        except BaseException as error:
+            with _noting(error):
+                self._trace()
+            raise
+        self._trace()
+        if self.training.save_model:
+            for role in self._policies():
+                with writing(self.folder.path / role):
+                    self.steps.save_pretrained(role, self.folder.path / role)
+        return Run(self.folder.path, self.metrics, self.validated, self.steps.runner.engines)
+
+    def _begin(self, found: Found | None) -> None:
+        """Bring engines, state, data and the lines of the folder to where the run starts."""
+        if found is None:
+            if self.folder.before is not None:
+                self.folder.rewind(-1)  # what an earlier start left that came to no checkpoint
+            self.steps.sync()
+            self._validate(0)
+            return
+        path, state = found
+        tell_changed_prompts(path, state["content"], self.content)
+        self.steps.state.update(state["state"])
+        self.sources.seek(state["data"])
+        self.heard = {int(step): heard for step, heard in state["heard"].items()}
+        self.steps.load(path, self.training.job.graph.lag)
+        self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
+        if self.validations.reached(self.validated):
+            self.last = state["step"]
+
+    def _checkpoint(self, step: int) -> None:
+        every = self.training.checkpoint_every
+        if every is None or (step % every and step != self.last):
+            return
+        self.steps.still()
+        state = {
+            "data": self.sources.position,
+            "heard": {str(drawn): heard for drawn, heard in self.heard.items()},
+            "state": self.steps.state,
+            "content": self.content,
+            "made_with": jsonable(self.identity),
+            "bindings": self.training._bindings(),
+            "lines": self.folder.marks(),
+        }
+        self.checkpoints.save(step, state, self._write)
+
+    def _write(self, checkpoint: Path) -> None:
+        """All that the trained roles need to go on; and policies as Hugging Face folders, for others to load."""
+        self.steps.save(checkpoint)
+        for role in self._policies():
+            self.steps.save_pretrained(role, checkpoint / role / "huggingface")
+
+    def _policies(self) -> list[str]:
+        """The roles whose language model is trained."""
+        roles = self.training.job.graph.roles().items()
+        return [r for r, uses in roles if any(use.goes_through(Trainer) and use.mode == "writes" for use in uses)]
+
+    def _timeline(self) -> Timeline:
+        """All spans of this start; those of a validation under its name."""
+        timeline = Timeline()
+        timeline.spans += [*self.steps.timeline.spans, *self.validations.spans]
+        return timeline
+
+    def _trace(self) -> None:
+        timeline = self._timeline()
+        timeline.spans[:0] = self.before.spans
+        timeline.save(self.folder.path / "trace.json")
+
+    def _go(self, steps: range) -> None:
+        """Run steps, each with the validation and the checkpoint that are due after it."""
+        more, tell, lag = self.sources.more, self._tell_rows, self.training.job.graph.lag
+        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._tell_node, more=more, tell=tell)
+        for step in steps:
+            self.started = time.perf_counter()
+            result = next(results)
+            self._enter(step, result, time.perf_counter() - self.started)
+            if self._tell_rows(step):
+                rows = [{"step": step + 1, **row} for row in told(self.told, result.columns)]
+                self.folder.append("rollouts.jsonl", rows)
+            self._validate(step + 1)
+            self._checkpoint(step + 1)
+            if step + 1 == self.last:
+                break
+
+    def _draw(self, step: int) -> Batches:
+        self.heard[step] = self.sources.heard
+        batches = self.sources.next(self.training.prompts)
+        self.started = time.perf_counter()  # to read data is no part of the step
+        return batches
+
+    def _enter(self, step: int, result: StepResult, seconds: float) -> None:
+        metrics = {"step": step + 1, **result.metrics.compute(), **self.heard.pop(step), **result.timing(seconds)}
+        self.sources.learn(step + 1, result.scores)
+        if self.training.checkpoint_every is not None:  # now, and not hours later where it is to be saved
+            check_json(self.steps.state, f"the state after step {step + 1}")
+        self.metrics.append(metrics)
+        self.seconds.append(result.seconds)
+        self.makespans.append(seconds)
+        self.folder.append("metrics.jsonl", [metrics])
+        for reporter in self.reporters:
+            reporter.step(step + 1, metrics)
+
+    def _validate(self, step: int) -> None:
+        for validated in self.validations.due(step, step == self.last, self._tell_node):
+            self.validated.append(validated.metrics)
+            self.folder.append("metrics.jsonl", [validated.metrics])
+            self.folder.append("predictions.jsonl", validated.predictions)
+            for reporter in self.reporters:
+                reporter.validation(step, validated.metrics)
+            if validated.reached:
+                self.last = step
+
+    def _tell_rows(self, step: int) -> Collection[Edge]:
+        """The columns of a step of which rollouts are written."""
+        every = self.training.rollouts_every
+        return self.told.values() if every is not None and (step + 1) % every == 0 else ()
+
+    def _tell_node(self, name: str) -> None:
+        for reporter in self.reporters:
+            reporter.node(name)
+
+
+def _traced(path: Path) -> Timeline:
+    """The trace of the starts that a run resumes; an empty one where it is damaged, which a warning says."""
+    if not path.exists():
+        return Timeline()
+    try:
+        return Timeline.load(path)
+    except DataError as error:
+        logger.warning("%s The trace of this run begins anew.", error)
+        return Timeline()
+
+
+@contextmanager
+def _noting(error: BaseException) -> Iterator[None]:
+    """What cannot be written in the block, since `error` has been raised, is told with it and not in its place."""
+    try:
+        yield
+    except StorageError as other:
+        error.add_note(str(other))
+
+
+def _refuse_no_reporters(reporters: Any) -> None:
+    if isinstance(reporters, str) or not isinstance(reporters, Sequence):
+        raise ParameterError(f"run({reporters!r}): expected a list of reporters, such as run([Terminal()]).")
+    for reporter in reporters:
+        missing = [name for name in sorted(members(Reporter)) if not callable(getattr(reporter, name, None))]
+        if missing or isinstance(reporter, type):
+            what = "is a class" if isinstance(reporter, type) else f"has no {', '.join(missing)}"
+            raise ParameterError(
+                f"run([{reporter!r}]): this reporter {what}; expected reporters that were made, such as "
+                f"run([Terminal()])."
+            )

@@ -1,0 +1,119 @@
+"""`Validating`: runs the validations of a job that is trained, when they are due."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from flowrl.core.graphs.plan import Plan
+from flowrl.data.keys import Key
+from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.run.engine.steps import Steps
+from flowrl.run.engine.timeline import Span
+from flowrl.run.training.held_out import HeldOut
+from flowrl.run.training.rollout_log import columns_told, told
+from flowrl.run.training.sources import Sources
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A validation, its steps, and its prompts."""
+
+    held_out: HeldOut
+    steps: Steps
+    sources: Sources
+
+    @property
+    def name(self) -> str:
+        return self.held_out.validation.name
+
+
+class Validated(NamedTuple):
+    """What a validation found: its numbers, a record for each row, and whether its goal is reached."""
+
+    metrics: Mapping[str, float]
+    predictions: Sequence[Mapping[str, Any]]
+    reached: bool
+
+
+class Validating:
+    """The validations of a job that is trained.
+
+    They draw from keys of their own, the same ones every time: curves differ by the policy alone.
+
+    Args:
+        held_out: which, as they run.
+        steps: of the job, whose runner has their engines, too.
+        tokenizer: of the engine that generates; None of a job without tokens.
+        seed: of the run.
+    """
+
+    def __init__(self, held_out: Sequence[HeldOut], steps: Steps, tokenizer: ChatTokenizer | None, seed: int) -> None:
+        own_seed = Key.of(seed).derive("validation").bits
+        self._training = steps
+        self._all = [
+            _Ready(one, steps.fork(Plan(one.graph), own_seed), Sources(one.sources, tokenizer, seed, one.graph, ()))
+            for one in held_out
+        ]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Of the prompts of each, by name; see `PromptStream.digest`."""
+        return {
+            f"{what} of the validation {one.name!r}": digest
+            for one in self._all
+            for what, digest in one.sources.digests.items()
+        }
+
+    @property
+    def spans(self) -> list[Span]:
+        """What they took, under their names; they run between the steps of the training."""
+        return [
+            dataclasses.replace(span, name=f"{one.name}/{span.name}", step=None)
+            for one in self._all
+            for span in one.steps.timeline.spans
+        ]
+
+    def due(self, step: int, last: bool, on_start: Callable[[str], None]) -> Iterator[Validated]:
+        """Run those that are due; all of them, where these are all steps or one of them reaches its goal.
+
+        Args:
+            step: steps done.
+            last: whether these are all.
+            on_start: called with the name of each.
+        """
+        waiting = []
+        for one in self._all:
+            if step % one.held_out.validation.every and not last:
+                waiting.append(one)
+                continue
+            validated = self._run(step, one, on_start)
+            last = last or validated.reached
+            yield validated
+        yield from (self._run(step, one, on_start) for one in waiting if last)
+
+    def reached(self, lines: Sequence[Mapping[str, float]]) -> bool:
+        """Whether a goal is among these metrics of earlier validations."""
+        return any(one.held_out.validation.reached(line) for one in self._all for line in lines)
+
+    def _run(self, step: int, one: _Ready, on_start: Callable[[str], None]) -> Validated:
+        validation, steps = one.held_out.validation, one.steps
+        on_start(one.name)
+        self._training.still()
+        steps.during = f"in the validation {one.name!r} after step {step}"
+        steps.state.clear()  # so that a validation does not depend on those before it
+        if one.held_out.syncs:
+            steps.sync(one.held_out.syncs)
+        total: dict[str, Any] = {}
+        predictions: list[dict[str, Any]] = []
+        edges = columns_told(steps.plan.graph)
+        for batch in one.sources.batches(validation.batch):
+            result = steps.step(batch, 0, now=step, keep=tuple(steps.plan.graph.nodes))
+            predictions += [{"step": step, "validation": one.name, **row} for row in told(edges, result.columns)]
+            for key, metric in result.metrics.items():
+                total[key] = total[key].merge(metric) if key in total else metric
+        metrics = {"step": step, **{f"{one.name}/{k}": m.compute() for k, m in total.items()}}
+        validation.refuse_goal_without(metrics)
+        return Validated(metrics, predictions, validation.reached(metrics))

@@ -1,0 +1,113 @@
+"""`Validation`: held-out prompts for a job's engines, as an edit of its graph; `.validating` runs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from flowrl.core.graphs.after import After
+from flowrl.core.graphs.graph import Graph
+from flowrl.core.graphs.plan import gates_of
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.when import ALWAYS
+from flowrl.edits.edit import edit
+from flowrl.errors import GraphError, ParameterError, offer
+from flowrl.protocols.backend import Backend
+from flowrl.run.training.sources import Data, refuse_no_source
+from flowrl.spec import Spec
+
+
+class Validation(Spec):
+    """Every few steps, and before the first, the job's engines answer held-out prompts.
+
+    The graph of a validation is the job's own graph up to `until`, with any edit of it; see `flowrl.edits.edit`. What
+    lets only some rows through (`Filter`, `Collect`) is left out, so that all held-out prompts count. All of it runs
+    each time, and numbers that change over time are as they are then.
+
+    Args:
+        data: the held-out prompts; of a graph with several inputs up to `until`, a source for each, by its name.
+        every: steps between two validations; there is always one after the last step.
+        name: metrics are logged as ``<name>/<key>``.
+        changes: ``"node.parameter"`` to value, as ``edit(set=...)``; by default one greedy answer per prompt.
+        until: the node that scores, or several nodes; ``"interact"`` where a world does.
+        batch: how many prompts are answered at a time.
+        replace, drop, insert, wire: as those of `edit`: ``insert={"pass_at_k": After("reward", PassAtK(8))}``.
+        bind: other engines by role, which stand beside the job's. In the place of one that the job syncs, one gets
+            the trained weights before each validation.
+        goal: the mean reward at which the run ends before its last step; None lets it go on. One that is reached before
+            the first step ends nothing.
+    """
+
+    timeless = True
+
+    data: Data
+    every: int = Field(default=10, ge=1)
+    name: str = Field(default="val", min_length=1)
+    changes: Mapping[str, Any] = Field(default_factory=lambda: {"repeat.n": 1, "generate.temperature": 0.0})
+    until: str | tuple[str, ...] = "reward"
+    batch: int = Field(default=256, ge=1)
+    goal: float | None = Field(default=None, allow_inf_nan=False)
+    replace: Mapping[str, Operator] = Field(default_factory=dict)
+    drop: tuple[str, ...] = ()
+    insert: Mapping[str, After] = Field(default_factory=dict)
+    wire: Mapping[str, str] = Field(default_factory=dict)
+    bind: Mapping[str, Backend] = Field(default_factory=dict)
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _refuse_path(cls, data: Any) -> Any:
+        return refuse_no_source(data)
+
+    def graph(self, graph: Graph) -> Graph:
+        """The graph of the validation, as an edit of `graph`: without its gates, since every prompt counts.
+
+        Raises:
+            GraphError, PortError, BindError: the edit does not fit the graph.
+        """
+        self._refuse_no_end(graph)
+        part = graph.subgraph(self.until)
+        changed = edit(
+            part,
+            set=self.changes,
+            replace=self.replace,
+            drop=(*gates_of(part), *self.drop),
+            insert=self.insert,
+            wire=self.wire,
+            bind=self.bind,
+        )
+        return edit(changed, when={node.name: ALWAYS for node in changed.nodes.values() if node.when != ALWAYS})
+
+    def _refuse_no_end(self, graph: Graph) -> None:
+        """Refuse nodes to end at which the graph does not have, such as the default where a world gives rewards."""
+        until = (self.until,) if isinstance(self.until, str) else self.until
+        if missing := [name for name in until if name not in graph]:
+            scoring = [edge.node for edge, typed in graph.types.items() if getattr(typed.type, "kind", "") == "score"]
+            where = f": Validation(..., until={scoring[-1]!r})" if scoring else ""
+            raise GraphError(
+                f"the validation {self.name!r} ends at until={self.until!r}, and {graph.name} has no node "
+                f"{missing[0]!r}; {offer(missing[0], graph.nodes)} Name the node that scores{where}."
+            )
+
+    def reached(self, metrics: Mapping[str, float]) -> bool:
+        """Whether these metrics, of it or of another validation, reach its goal after the first step."""
+        return self.goal is not None and metrics["step"] > 0 and metrics.get(self._mean, -math.inf) >= self.goal
+
+    def refuse_goal_without(self, metrics: Mapping[str, float]) -> None:
+        """Refuse a goal for a number that the validation does not report.
+
+        Raises:
+            ParameterError: there is no mean reward among its metrics.
+        """
+        if self.goal is not None and self._mean not in metrics:
+            raise ParameterError(
+                f"Validation(goal={self.goal:g}) is held against {self._mean}, but this validation reports "
+                f"{', '.join(key for key in metrics if key != 'step')}; expected a Reward in the graph up to "
+                f"until={self.until!r}."
+            )
+
+    @property
+    def _mean(self) -> str:
+        return f"{self.name}/reward/mean"

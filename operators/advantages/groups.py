@@ -1,0 +1,331 @@
+"""Advantages against the other answers to the same prompt, which are each other's baseline: no critic is needed.
+
+A row's score is the sum of its rewards, and its advantage is the same at each of its tokens. A row that is masked
+entirely has no score and leaves the statistics of its group; so does every other row of its group leave it alone.
+The functions are plain torch; the operators below them are the same computations as nodes of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from flowrl.columns import Advantages, ResponseMask, TokenLevelRewards, Uid
+from flowrl.core.operators.operator import Granularity, Operator
+from flowrl.data.proto.column_math import numbers_of_groups
+from flowrl.errors import DataError
+from flowrl.operators.advantages.per_token import blocks_of_rewards, row_blocks, select
+
+
+class Groups:
+    """The scores of rows, and sums of numbers a row over the rows that share its `uid`.
+
+    Args:
+        token_level_rewards: float ``[batch response]``; zero off the mask.
+        response_mask: bool ``[batch response]``.
+        uid: ``[batch]``, the group of each row; the rows of a group may stand anywhere in the batch.
+
+    Attributes:
+        scores: float64 ``[batch]``, 0 for rows without a token on the mask. They are rounded to float32 and summed in
+            float64: the sum of n equal float32 numbers is exact there, so a group of equal scores gets exactly 0, and
+            not rounding noise divided by eps.
+        lengths: float64 ``[batch]``, tokens on the mask.
+        live: float64 ``[batch]``, 1 for rows with a token on the mask, else 0.
+        size: float64 ``[batch]``, how many live rows the row's group has.
+
+    Raises:
+        DataError: a group of one row, a uid that is no name, a reward off the mask, or shapes that differ.
+    """
+
+    def __init__(self, token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray) -> None:
+        self.scores, self.lengths = _scores(token_level_rewards, response_mask)
+        self.live = (self.lengths > 0).double()
+        if len(uid) != len(self.scores):
+            raise DataError(
+                f"uid names {len(uid)} rows but token_level_rewards has {len(self.scores)}; pass one uid per row."
+            )
+        if {list, dict} & set(map(type, uid.tolist())):
+            odd = next(name for name in uid.tolist() if isinstance(name, list | dict))
+            raise DataError(f"uid holds {odd!r}, which names no group; expected text, the same for rows of one prompt.")
+        index, names = numbers_of_groups(uid)
+        sizes = np.bincount(index, minlength=len(names))
+        if (sizes == 1).any():
+            lone = names[int((sizes == 1).argmax())]
+            raise DataError(
+                f"{int((sizes == 1).sum())} of {len(names)} groups have a single row, the first being uid "
+                f"{str(lone)!r}; a group baseline over one row makes its advantage 0. Sample several rows per prompt, "
+                f"as with Repeat(8)."
+            )
+        self._index, self._number = torch.from_numpy(index).to(self.scores.device), len(names)
+        self.size = self.sum(self.live)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """For each row, the sum over its group: float64 ``[batch]`` from float64 ``[batch]``, 0 for dead rows."""
+        return x.new_zeros(self._number).index_add_(0, self._index, x)[self._index]
+
+    def blocks(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """All rows, about `rows` at a time and whole groups: where they stand, and their groups from 0 on."""
+        order = self._index.argsort(stable=True)
+        ends = torch.bincount(self._index).cumsum(0).tolist()
+        start = first = 0
+        for number, end in enumerate(ends, 1):
+            if end - start >= rows or number == len(ends):
+                yield order[start:end], self._index[order[start:end]] - first
+                start, first = end, number
+
+    def mean(self, x: Tensor) -> Tensor:
+        """For each row, the mean over the live rows of its group."""
+        return self.sum(x) / self.size.clamp(min=1)
+
+
+def _scores(rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the rewards and the number of tokens of each row: float64 ``[batch]``."""
+    scores, lengths = torch.zeros(2, len(rewards), dtype=torch.float64, device=rewards.device)
+    for rows, given in blocks_of_rewards(rewards, mask, "token_level_rewards"):
+        scores[rows], lengths[rows] = given.sum(-1), mask[rows].sum(-1, dtype=torch.int32)
+    return scores, lengths
+
+
+def _spread(advantage: Tensor, response_mask: Tensor) -> Tensor:
+    """A number a row at each of its tokens: float32 ``[batch response]``, 0 off the mask."""
+    spread = torch.empty(response_mask.shape, device=response_mask.device)
+    for rows in row_blocks(response_mask):
+        mask = response_mask[rows]
+        spread[rows] = select(advantage[rows].unsqueeze(-1).expand(mask.shape), mask)
+    return spread
+
+
+@torch.no_grad()
+def group_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    uid: np.ndarray,
+    normalize_std: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Group-relative advantages under outcome supervision (GRPO: Shao et al. 2024, arXiv:2402.03300, §4.1.2).
+
+    ``(score - mean) / (std + eps)`` over the rows that share its `uid`, where std is the sample standard deviation
+    (``n - 1``), as in verl. Without `normalize_std` it is ``score - mean`` (Dr. GRPO: Liu et al. 2025,
+    arXiv:2503.20783).
+
+    Args:
+        token_level_rewards, response_mask, uid: see `Groups`.
+        normalize_std: divide by the standard deviation of the group.
+        eps: added to the standard deviation.
+
+    Returns:
+        float32 ``[batch response]``, 0 off the mask; exactly 0 for a group of equal scores.
+
+    Raises:
+        DataError: as `Groups`.
+    """
+    group = Groups(token_level_rewards, response_mask, uid)
+    advantage = group.scores - group.mean(group.scores)
+    if normalize_std:
+        variance = group.sum(group.live * advantage.square()) / (group.size - 1).clamp(min=1)
+        advantage = advantage / (variance.sqrt() + eps)
+    return _spread(advantage, response_mask)
+
+
+@torch.no_grad()
+def rloo_advantage(token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray) -> Tensor:
+    """Leave-one-out advantages (RLOO: Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740).
+
+    A score less the mean score of the *other* rows of its group, so that a row is no part of its own baseline, and the
+    gradient stays unbiased. That is ``n / (n - 1) * (score - mean)``.
+
+    Args:
+        token_level_rewards, response_mask, uid: see `Groups`.
+
+    Returns:
+        float32 ``[batch response]``, 0 off the mask; exactly 0 for a group of equal scores.
+
+    Raises:
+        DataError: as `Groups`.
+    """
+    group = Groups(token_level_rewards, response_mask, uid)
+    advantage = (group.scores - group.mean(group.scores)) * group.size / (group.size - 1).clamp(min=1)
+    return _spread(advantage, response_mask)
+
+
+@torch.no_grad()
+def opo_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray, leave_one_out: bool = False
+) -> Tensor:
+    """Advantages against the baseline of least variance (OPO: Hao et al. 2025, arXiv:2505.23585).
+
+    The baseline is the mean score of the group, each row weighed by its length l: ``sum(l * score) / sum(l)``. It has
+    the least variance where the squared gradient norm of a row grows with its length. As the paper has it, a row is
+    part of its own baseline, which biases the gradient; with `leave_one_out` it is not.
+
+    Args:
+        token_level_rewards, response_mask, uid: see `Groups`.
+        leave_one_out: take the other rows alone.
+
+    Returns:
+        float32 ``[batch response]``, 0 off the mask; exactly 0 for a group of equal scores.
+
+    Raises:
+        DataError: as `Groups`.
+    """
+    group = Groups(token_level_rewards, response_mask, uid)
+    weighed, total = group.sum(group.lengths * group.scores), group.sum(group.lengths)
+    if leave_one_out:
+        weighed, total = weighed - group.lengths * group.scores, total - group.lengths
+    advantage = group.scores - weighed / total.clamp(min=1)
+    return _spread(torch.where(group.size > 1, advantage, 0.0), response_mask)
+
+
+@torch.no_grad()
+def gpg_advantage(token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray) -> Tensor:
+    """Group advantages scaled up by what does not teach (GPG: Chu et al. 2025, arXiv:2504.02546).
+
+    ``alpha * (score - mean)`` with ``alpha = B / (B - M)``, where M of the batch's B rows are in groups of equal
+    scores. So the size of the gradient does not depend on how many groups have nothing to tell.
+
+    Args:
+        token_level_rewards, response_mask, uid: see `Groups`; all rows of the batch.
+
+    Returns:
+        float32 ``[batch response]``, 0 off the mask; exactly 0 for a group of equal scores.
+
+    Raises:
+        DataError: as `Groups`.
+    """
+    group = Groups(token_level_rewards, response_mask, uid)
+    advantage = (group.scores - group.mean(group.scores)) * group.live
+    teaches = group.live * (group.sum(advantage.abs()) > 0)
+    return _spread(advantage * group.live.sum() / teaches.sum().clamp(min=1), response_mask)
+
+
+@torch.no_grad()
+def pass_at_k_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, uid: np.ndarray, k: int, passed: float = 0.5
+) -> Tensor:
+    """Advantages that train pass@k (Chen et al. 2025, arXiv:2508.10751, eqs. 14 and 15).
+
+    Every set of k rows of a group is scored 1 where one of them passed. A row's advantage is the mean, over the sets
+    that it belongs to, of the set's score less the mean of all sets, divided by their standard deviation. With N rows,
+    of which F failed, in closed form: ``mean = 1 - C(F, k) / C(N, k)``, ``std = sqrt(mean * (1 - mean))``; a row that
+    passed gets ``(1 - mean) / std``, one that failed ``(1 - mean - C(F - 1, k - 1) / C(N - 1, k - 1)) / std``.
+
+    Args:
+        token_level_rewards, response_mask, uid: see `Groups`.
+        k: rows of a set; 1 is GRPO with the standard deviation of the population.
+        passed: a row passes where its score is above.
+
+    Returns:
+        float32 ``[batch response]``, 0 off the mask; exactly 0 where all sets of a group score alike.
+
+    Raises:
+        DataError: a group has fewer than k rows with a score; or as `Groups`.
+    """
+    group = Groups(token_level_rewards, response_mask, uid)
+    won = group.live * (group.scores > passed)
+    few = (group.live > 0) & (group.size < k)
+    if few.any():
+        row = int(few.nonzero()[0])
+        raise DataError(
+            f"the group of row {row} (uid {str(uid[row])!r}) has {int(group.size[row])} rows with a token on the mask, "
+            f"and pass@{k} takes {k} at a time; sample at least as many per prompt, as with Repeat({max(8, k)}), or "
+            f"lower k."
+        )
+    failed = group.size - group.sum(won)
+    none = _chance(failed, group.size, k)  # that a set holds no row that passed
+    std = (none * (1 - none)).sqrt()
+    advantage = none - (1 - won) * _chance(failed - 1, group.size - 1, k - 1)
+    return _spread(torch.where(std > 0, advantage / std, 0.0), response_mask)
+
+
+def _chance(some: Tensor, all_: Tensor, k: int) -> Tensor:
+    """``C(some, k) / C(all, k)``: how likely k rows are all of the `some`."""
+    chance = torch.ones_like(some)
+    for drawn in range(k):
+        chance = chance * (some - drawn).clamp(min=0) / (all_ - drawn).clamp(min=1)
+    return chance
+
+
+class GroupBaseline:
+    """What operators with a group baseline share: they need several rows per prompt."""
+
+    granularity: ClassVar[Granularity] = "group"
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """``{"group baseline"}``: it needs several rows per prompt."""
+        return frozenset({"group baseline"})
+
+
+class GroupAdvantage(GroupBaseline, Operator):
+    """Group-relative advantages, as in GRPO; see `group_advantage`.
+
+    Args:
+        normalize_std: divide by the standard deviation of the group; False is Dr. GRPO.
+        eps: added to the standard deviation.
+    """
+
+    normalize_std: bool = True
+    eps: float = Field(default=1e-6, gt=0)
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """``"scaled"``, too, where it is divided by the standard deviation."""
+        return super().effects | ({"scaled"} if self.normalize_std else set())
+
+    def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
+        return group_advantage(token_level_rewards, response_mask, uid, self.normalize_std, self.eps)
+
+
+class RLOOAdvantage(GroupBaseline, Operator):
+    """A score less the mean score of the other rows of its group, as in RLOO; see `rloo_advantage`."""
+
+    def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
+        return rloo_advantage(token_level_rewards, response_mask, uid)
+
+
+class OPOAdvantage(GroupBaseline, Operator):
+    """A score less the mean of its group, weighed by length, as in OPO; see `opo_advantage`.
+
+    Args:
+        leave_one_out: keep a row out of its own baseline.
+    """
+
+    leave_one_out: bool = False
+
+    def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
+        return opo_advantage(token_level_rewards, response_mask, uid, self.leave_one_out)
+
+
+class GPGAdvantage(GroupBaseline, Operator):
+    """Group advantages scaled up by the share of groups that have nothing to tell, as in GPG; see `gpg_advantage`."""
+
+    granularity: ClassVar[Granularity] = "batch"
+
+    def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
+        return gpg_advantage(token_level_rewards, response_mask, uid)
+
+
+class PassAtKAdvantage(GroupBaseline, Operator):
+    """Advantages that train pass@k; see `pass_at_k_advantage`.
+
+    Args:
+        k: rows of a set, at most as many as a group has.
+        passed: a row passes where its score is above.
+    """
+
+    k: int = Field(default=4, ge=1)
+    passed: float = 0.5
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """``"scaled"``, too: by the standard deviation of the sets."""
+        return super().effects | {"scaled"}
+
+    def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
+        return pass_at_k_advantage(token_level_rewards, response_mask, uid, self.k, self.passed)

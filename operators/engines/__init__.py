@@ -1,0 +1,1 @@
+"""Operators that call engines: generation, scoring, episodes, teachers."""

@@ -1,0 +1,1 @@
+"""Losses and the objective that an update minimizes."""

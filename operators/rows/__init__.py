@@ -1,0 +1,1 @@
+"""Operators that filter rows, or report on them."""

@@ -1,0 +1,450 @@
+"""The command line: what it prints and writes, with which exit code, and that misuse is a paragraph."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import flowrl
+from flowrl import Costs, Graph, load
+from flowrl.app.cli import main
+from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.references import load_object
+from flowrl.errors import DefinitionError, ParameterError
+from tests.support.command_line import Command, is_paragraph, write
+
+GRAPHS = """
+    from flowrl import Colocate, Split
+    from flowrl.backends import TorchRollout, TorchScorer, TorchTrainer
+    from flowrl.demo.verifier import compute_score
+    from flowrl.graphs import grpo, ppo
+    from flowrl.operators import KLLoss, UpdateActor
+
+    first, second = ppo(compute_score), grpo(compute_score, n=4)
+    broken = grpo(compute_score, n=1, mini_batch=3)
+    twice = ppo(compute_score).edit(replace={"update_actor": UpdateActor(kl=KLLoss())})
+    unbound = second.bind(actor=TorchTrainer("nowhere"))
+    placed = second.bind(
+        actor=TorchTrainer("nowhere", ranks=2), ref=TorchScorer("nowhere"), rollout=TorchRollout("nowhere"),
+        place=Split(train=3, rollout=2),
+    )
+    crowded = second.bind(actor=TorchTrainer("nowhere", ranks=3), place=Colocate(gpus=2))
+    number, nothing = 3, None
+
+    def made():
+        return second
+
+    def wants(n):
+        return grpo(compute_score, n=n)
+
+    def fails():
+        raise RuntimeError("out of luck")
+"""
+
+TRAINING = """
+    from dataclasses import replace
+
+    import neighbour
+    from flowrl import After, Operator, PromptData, Training
+    from flowrl.backends import SGD, TorchRollout, TorchScorer, TorchTrainer
+    from flowrl.columns import TokenLevelScores
+    from flowrl.graphs import grpo
+
+    class Interrupt(Operator):
+        def __call__(self, token_level_scores: TokenLevelScores) -> TokenLevelScores:
+            raise KeyboardInterrupt
+
+    graph = grpo(neighbour.digits, n=2, max_new_tokens=3)
+    model = {model!r}
+    job = graph.bind(actor=TorchTrainer(model, SGD(lr=0.1)), ref=TorchScorer(model), rollout=TorchRollout())
+    training = Training(job, PromptData({data!r}), steps=3, prompts=2, seed=5, folder="own", save_model=False)
+    interrupted = Training(
+        job.edit(insert={{"interrupt": After("reward", Interrupt())}}), PromptData({data!r}), steps=1, prompts=2
+    )
+    saved = replace(interrupted, checkpoint_every=1)
+    unbound = Training(graph.bind(rollout=TorchRollout()), PromptData({data!r}), steps=1, prompts=1)
+
+    def short():
+        return Training(job, PromptData({data!r}), steps=1, prompts=1, save_model=False)
+"""
+
+NEIGHBOUR = """
+    def digits(data_source, solution_str, ground_truth, extra_info=None):
+        return sum(character.isdigit() for character in solution_str)
+"""
+
+
+@pytest.fixture
+def graphs(tmp_path: Path) -> Path:
+    return write(tmp_path / "graphs.py", GRAPHS)
+
+
+@pytest.fixture
+def training(tmp_path: Path, tiny: str, prompts_file: str) -> Path:
+    """A file of a user's in a folder of its own, with a module beside it."""
+    write(tmp_path / "mine" / "neighbour.py", NEIGHBOUR)
+    return write(tmp_path / "mine" / "training.py", TRAINING.format(model=tiny, data=prompts_file))
+
+
+def lines(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --------------------------------------------------------------------------------------------------- the whole program
+
+
+def test_help_is_there_at_once_and_loads_nothing_heavy() -> None:
+    code = "import sys\nfrom flowrl.app.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit as end:\n"
+    code += "    assert not end.code\n    print(*{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(name in done.stdout for name in ("show", "check", "plan", "diff", "run", "demo"))
+    assert {"torch", "transformers", "numpy", "networkx", "pydantic"}.isdisjoint(done.stderr.split())
+
+
+def test_python_m_flowrl_is_the_command_line(tmp_path: Path) -> None:
+    process = [sys.executable, "-m", "flowrl", "show", "--to", "x.txt", "no.py:graph"]
+    done = subprocess.run(process, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("flowrl: --to x.txt has the ending '.txt'; expected one of .md")
+
+
+def test_version_is_printed(command: Command) -> None:
+    assert command("--version") == (0, f"flowrl {flowrl.__version__}\n", "")
+
+
+def test_without_a_command_there_is_help(command: Command) -> None:
+    answer = command()
+    assert answer.code == 2 and "Usage: flowrl" in answer.out + answer.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["shwo", "x"], "No such command 'shwo'. Did you mean 'show'?"),
+        (["show", "--bogus", "x"], "No such option: --bogus"),
+        (["show"], "Missing argument 'TARGET'"),
+        (["run", "x", "--steps", "many"], "Invalid value for '--steps'"),
+    ],
+)
+def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
+    command: Command, arguments: list[str], said: str
+) -> None:
+    answer = command(*arguments)
+    assert answer.code == 2 and not answer.out and said in answer.err and "Usage: flowrl" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["show", "nowhere.py:graph"], "there is no file"),
+        (["show", "graphs.py"], "'graphs.py' is a file; expected a name in it, too, such as 'graphs.py:graph'."),
+        (["show", "graphs"], "expected 'package.module:name' or 'path/to/file.py:name'"),
+        (["show", "graphs.py:third"], "graphs.py does not define 'third'; it defines first, second, broken"),
+        (["show", "graphs.py:first.middle"], "graphs.py does not define 'first.middle'"),
+        (["show", "no_such_module:graph"], "no module 'no_such_module' is on sys.path"),
+        (["show", "graphs.py:number"], "graphs.py:number is of type int; expected a graph, a job, a training"),
+        (["show", "graphs.py:nothing"], "graphs.py:nothing is of type NoneType"),
+        (["show", "graphs.py:UpdateActor"], "graphs.py:UpdateActor is of type type"),
+        (["show", "graphs.py:wants"], "missing a required argument: 'n'; name what it makes instead"),
+        (["show", "flowrl.graphs:ppo"], "missing a required argument: 'reward_fn'. It takes ppo(reward_fn"),
+        (["check", "graphs.yaml"], "graphs.yaml cannot be read as a graph"),
+        (["show", "graphs.py:first", "--to", "x"], "--to x has the ending ''; expected one of .md, .html, .svg, .json"),
+        (["show", "graphs.py:first", "--to", "graphs.py/x.md"], "--to graphs.py/x.md cannot be written"),
+        (["diff", "graphs.py:first", "graphs.py:second", "--to", "x.yaml"], "expected one of .md, .html, .svg."),
+        (["plan", "graphs.py:number"], "graphs.py:number is of type int; expected a graph"),
+        (["plan", "graphs.py:second", "--prompts", "2"], "--place, --prompts and --cost are for predictions"),
+        (["run", "graphs.py:second", "--costs", "own"], "graphs.py:second is of type Graph"),
+        (["plan", "graphs.py:second", "--costs", "own"], "own holds no run"),
+        (["plan", "graphs.py:crowded"], "the role 'actor' wants 3 ranks, and Colocate(gpus=2) has 2 slot(s)"),
+        (["run", "graphs.py:first"], "graphs.py:first is of type Graph, which says neither on which data to train"),
+        (["run", "graphs.py:unbound"], "graphs.py:unbound is of type Job"),
+    ],
+)
+def test_misuse_is_one_paragraph(command: Command, graphs: Path, arguments: list[str], said: str) -> None:
+    answer = command(*arguments)
+    assert answer.code == 2 and is_paragraph(answer) and said in answer.err
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("x = 1\ndef f(:\n", "file.py:2 does not compile (invalid syntax)"),
+        ("x = 1\n\nx.y\n", "file.py:3 raises AttributeError as the file is imported: 'int' object has no attribute"),
+        ("import json\njson.loads('{')\n", "file.py:2 raises JSONDecodeError"),
+        ("import no_such_module\n", "file.py:1 raises ModuleNotFoundError"),
+        (
+            "import sys\nsys.exit(3)\n",
+            "file.py:2 ends the process as the file is imported; move that below `if __name__",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_named_with_its_line(command: Command, source: str, said: str) -> None:
+    write(Path("file.py"), source)
+    answer = command("show", "file.py:graph")
+    assert answer.code == 2 and is_paragraph(answer) and said in answer.err
+
+
+def test_errors_of_flowrl_in_a_users_file_are_shown_unchanged(command: Command) -> None:
+    source = "from flowrl.operators import GAE\ngae = GAE(gamma=2)\n"
+    answer = command("show", write(Path("file.py"), source).name + ":gae")
+    assert answer.code == 2 and answer.err.startswith("flowrl: GAE(...): gamma=2")
+    source = "from flowrl import Operator\nclass Empty(Operator):\n    pass\n"
+    with pytest.raises(DefinitionError, match=r"file.py:2: Empty has no __call__"):
+        load_object(f"{write(Path('file.py'), source)}:Empty")
+
+
+def test_load_object_also_takes_what_is_not_callable(command: Command, graphs: Path) -> None:
+    assert (load_object("graphs.py:number"), load_object("graphs.py:nothing")) == (3, None)
+    assert load_object("graphs.py:first.name") == "ppo"
+    with pytest.raises(ParameterError, match="does not define 'fourth'"):
+        load_object("graphs.py:fourth")
+
+
+def test_an_error_of_the_users_own_code_names_its_line(command: Command, graphs: Path) -> None:
+    answer = command("show", "graphs.py:fails")
+    line = 1 + next(i for i, text in enumerate(graphs.read_text().splitlines()) if "out of luck" in text)
+    assert answer.code == 1 and is_paragraph(answer)
+    assert answer.err == f"flowrl: {graphs}:{line} raises RuntimeError: out of luck. --debug shows the traceback.\n"
+
+
+@pytest.mark.parametrize("arguments", [("--debug", "show", "x.py:y"), ("show", "x.py:y", "--debug")])
+def test_debug_anywhere_shows_the_traceback(command: Command, arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ParameterError, match="there is no file"):
+        main(arguments)
+
+
+# --------------------------------------------------------------------------------------------------- show, check, diff
+
+
+def test_show_prints_the_mermaid_of_a_graph_a_job_and_what_a_function_makes(command: Command, graphs: Path) -> None:
+    second, unbound = load_object("graphs.py:second"), load_object("graphs.py:unbound")
+    assert command("show", "graphs.py:second") == (0, f"{second.mermaid()}\n", "")
+    assert command("show", "graphs.py:made") == (0, f"{second.mermaid()}\n", "")
+    assert command("show", "graphs.py:unbound") == (0, f"{unbound.graph.mermaid()}\n", "")
+
+
+def test_printed_text_is_not_taken_for_markup(command: Command) -> None:
+    answer = command("show", "[bold]x:key:.py:graph")
+    assert answer.code == 2 and "'[bold]x:key:.py:graph' names nothing" in answer.err
+
+
+def test_show_writes_what_the_ending_says(command: Command, graphs: Path) -> None:
+    graph: Graph = load_object("graphs.py:second")
+    for ending in ("md", "html", "svg", "json", "yaml"):
+        answer = command("show", "graphs.py:second", "--to", f"new/folder/graph.{ending}")
+        assert answer == (0, f"grpo: 10 nodes, written to new/folder/graph.{ending}\n", "")
+    folder = Path("new/folder")
+    assert (folder / "graph.md").read_text() == f"# grpo\n\n```mermaid\n{graph.mermaid()}\n```\n"
+    for ending in ("html", "svg"):
+        text = (folder / f"graph.{ending}").read_text()
+        assert all(name in text for name in graph.nodes)
+    ElementTree.fromstring((folder / "graph.svg").read_text())
+    assert load(folder / "graph.json").fingerprint() == load(folder / "graph.yaml").fingerprint() == graph.fingerprint()
+
+
+def test_a_file_that_show_wrote_is_a_target(command: Command, graphs: Path) -> None:
+    command("show", "graphs.py:second", "--to", "graph.yaml")
+    assert command("check", "graph.yaml").out == "grpo: 10 nodes, every connection fits and no rule is broken.\n"
+    assert command("diff", "graph.yaml", "graphs.py:second").out == "grpo -> grpo: no difference\n"
+
+
+def test_check_lists_every_broken_rule(command: Command, graphs: Path) -> None:
+    answer = command("check", "graphs.py:broken", "--prompts", "4")
+    assert answer.code == 1 and not answer.err
+    assert [line.split()[:2] for line in answer.out.splitlines()] == [
+        ["FR003", "group_advantage:"],
+        ["FR004", "update_actor:"],
+    ]
+    assert [line[:5] for line in command("check", "graphs.py:broken").out.splitlines()] == ["FR003"]
+    assert "FR001 update_actor: KL" in command("check", "graphs.py:twice").out
+
+
+def test_check_of_a_job_wants_its_roles_bound(command: Command, graphs: Path, training: Path) -> None:
+    answer = command("check", "graphs.py:unbound")
+    assert answer.code == 1 and "leaves 'rollout', 'ref' unbound" in answer.out.replace(
+        "'ref', 'rollout'", "'rollout', 'ref'"
+    )
+    answer = command("check", f"{training}:training")
+    fits = "grpo: 10 nodes, every connection fits, every role is bound and no rule is broken.\n"
+    ends = "Responses end with <eos> (1: tokeniser, config.json, generation_config.json, chat template).\n"
+    assert answer == (0, fits + ends, "")
+
+
+@pytest.mark.parametrize("found", ["does not exist", "has no config.json", "has a config.json that is not JSON"])
+def test_check_finds_that_a_model_is_missing(command: Command, training: Path, tmp_path: Path, found: str) -> None:
+    write(tmp_path / "model" / "config.json", "{")
+    folder = {"does not exist": "gone", "has no config.json": "mine"}.get(found, "model")
+    source = training.read_text().replace("ref=TorchScorer(model)", f"ref=TorchScorer({folder!r})")
+    answer = command("check", f"{write(training.with_name('other.py'), source)}:training")
+    assert answer.code == 1 and answer.out.startswith(f"the role 'ref': the model folder {folder!r} {found}")
+
+
+def test_check_finds_a_tokeniser_that_does_not_load(command: Command, training: Path, tmp_path: Path) -> None:
+    write(tmp_path / "model" / "config.json", "{}")
+    write(tmp_path / "model" / "tokenizer.json", "{")
+    source = training.read_text().replace("actor=TorchTrainer(model", "actor=TorchTrainer('model'")
+    answer = command("check", f"{write(training.with_name('other.py'), source)}:training")
+    assert answer.code == 1 and answer.out.startswith("no tokeniser can be loaded from 'model' (") and not answer.err
+
+
+def test_check_of_a_training_knows_its_prompts(command: Command, training: Path) -> None:
+    source = training.read_text().replace("max_new_tokens=3", "max_new_tokens=3, mini_batch=3")
+    other = write(training.with_name("uneven.py"), source)
+    assert command("check", f"{other}:graph").code == 0
+    answer = command("check", f"{other}:training")
+    assert answer.code == 1 and answer.out.startswith("FR004 update_actor: mini_batch=3 does not divide the 4 rows")
+
+
+def test_plan_prints_what_would_run(command: Command, graphs: Path, training: Path) -> None:
+    plan = str(Plan(load_object("graphs.py:second")))
+    assert command("plan", "graphs.py:second") == (0, f"{plan}\n", "")
+    assert command("plan", "graphs.py:made") == (0, f"{plan}\n", "")
+    once = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over 4 rows"
+    code, out, err = command("plan", f"{training}:training")
+    assert (code, err) == (0, "") and out.endswith(f"\n{once}\neverything runs in one process\n")
+    assert out.count("old_log_prob ") == 1 and plan.count("old_log_prob ") > 1
+    placed = """
+old_log_prob is the first pass of update_actor: computed once, saves a forward pass over the rows of a step
+processes of Split; those of one slot take turns:
+  slot 0: actor[0]
+  slot 1: actor[1]
+  slot 2: ref[0]
+  slot 3: rollout[0]
+  slot 4: free
+  no slot: general
+"""
+    assert command("plan", "graphs.py:placed") == (0, str(Plan(load_object("graphs.py:placed").runs)) + placed, "")
+
+
+def test_plan_predicts_a_step_from_a_run(command: Command, training: Path) -> None:
+    assert command("run", f"{training}:training").code == 0
+    asked = ("plan", f"{training}:training", "--costs", "own")
+    answer = command(*asked, "--place", "Colocate(gpus=1)", "--prompts", "6", "--cost", "reward=9")
+    _, _, predicted = answer.out.partition("everything runs in one process\n")
+    where = [line.partition(":")[0] for line in predicted.splitlines() if not line.startswith("  ")]
+    assert where == ["predicted from own, with 6 prompts a step", "in one process", "Colocate()"]
+    assert all(9 < float(line.split()[-2]) < 99 for line in predicted.splitlines() if "a step takes" in line)
+    twice, deep = "Colocate(gpus=1, gpus=2)", f"Colocate(gpus={'-' * 20_000}1)"
+    for place in ("Colocate(2)", "Colocate(gpus=", "Elsewhere(gpus=1)", "Colocate(gpus=len(x))", twice, deep):
+        assert f"flowrl: --place {place} is no place; expected local, or" in command(*asked, "--place", place).err
+    assert "--cost reward=long says no number of seconds" in command(*asked, "--cost", "reward=long").err
+    assert "given(reward=nan): expected seconds" in command(*asked, "--cost", "reward=nan").err
+    assert "--cost rewrad=... is of no node; grpo has batch, repeat" in command(*asked, "--cost", "rewrad=1").err
+
+
+def test_a_run_at_a_place_of_ones_own_is_read_where_that_is_allowed(command: Command, training: Path) -> None:
+    assert command("run", f"{training}:training").code == 0
+    described = json.loads(Path("own/run.json").read_text())
+    Path("own/run.json").write_text(json.dumps({**described, "place": {"$type": "mine.py:Mine"}}))
+    write(Path("mine.py"), "from flowrl import Colocate\nclass Mine(Colocate): ...\n")
+    asked = ("plan", f"{training}:training", "--costs", "own")
+    answer = command(*asked)
+    assert answer.code == 2 and "the place in own/run.json is of the class mine.py:Mine" in answer.err
+    assert "say so: --import on the command line" in answer.err
+    assert "in one process: a step takes" in command(*asked, "--import").out
+    assert type(Costs.of("own").place).__name__ == "Mine"
+
+
+def test_diff_prints_what_changes(command: Command, graphs: Path) -> None:
+    first, second = load_object("graphs.py:first"), load_object("graphs.py:second")
+    assert command("diff", "graphs.py:first", "graphs.py:second") == (0, f"{first.diff(second)}\n", "")
+    assert command("diff", "graphs.py:first", "graphs.py:first").out == "ppo -> ppo: no difference\n"
+    for ending in ("md", "html", "svg"):
+        answer = command("diff", "graphs.py:first", "graphs.py:second", "--to", f"d.{ending}")
+        assert answer == (0, f"ppo -> grpo, written to d.{ending}\n", "")
+        text = Path(f"d.{ending}").read_text()
+        assert "group_advantage" in text and "gae" in text  # what came, and what is gone
+
+
+def test_help_of_diff_tells_its_arguments_apart(command: Command) -> None:
+    answer = command("diff", "--help")
+    assert answer.code == 0 and re.search(r"diff \[OPTIONS\] \W*BEFORE\W+AFTER", answer.out)
+
+
+def test_two_files_whose_neighbours_share_a_name_are_not_mixed_up(command: Command, tmp_path: Path) -> None:
+    for folder in ("old", "new"):
+        write(tmp_path / folder / "common.py", f"n = {len(folder)}\n")
+        source = "import common\nfrom flowrl.graphs import grpo\ngraph = grpo('flowrl.demo.verifier:compute_score')\n"
+        write(tmp_path / folder / "train.py", source)
+    answer = command("diff", "old/train.py:graph", "new/train.py:graph")
+    assert answer.code == 2 and is_paragraph(answer)
+    assert "old/common.py, and" in answer.err and "new/common.py has the same name" in answer.err
+    assert command("diff", "old/train.py:graph", "old/train.py:graph").out == "grpo -> grpo: no difference\n"
+
+
+# ----------------------------------------------------------------------------------------------------------------- run
+
+
+def test_run_trains_as_the_training_says(command: Command, training: Path) -> None:
+    answer = command("run", f"{training}:training")
+    assert answer.code == 0 and answer.out.endswith("The run is in own\n") and "step    3/3" in answer.out
+    assert [record["step"] for record in lines(Path("own/metrics.jsonl"))] == [1, 2, 3]
+    described = json.loads(Path("own/run.json").read_text())
+    assert described["status"] == "finished" and described["training"]["seed"] == 5
+    answer = command("run", f"{training}:training")
+    assert answer.code == 2 and is_paragraph(answer) and "own already holds a run; choose another folder" in answer.err
+    assert len(lines(Path("own/metrics.jsonl"))) == 3
+
+
+def test_run_takes_steps_seed_and_folder_from_the_command_line(command: Command, training: Path) -> None:
+    arguments = ["--steps", "1", "--seed", "6", "--folder", "other", "--tensorboard"]
+    assert command("run", f"{training}:training", *arguments).code == 0
+    assert len(lines(Path("other/metrics.jsonl"))) == 1 and list(Path("other").glob("events.*"))
+    assert json.loads(Path("other/run.json").read_text())["training"]["seed"] == 6
+    assert not Path("own").exists()
+
+
+def test_run_goes_on_from_a_checkpoint(command: Command, training: Path) -> None:
+    source = training.read_text().replace("seed=5,", "seed=5, checkpoint_every=1,")
+    other = write(training.with_name("resumed.py"), source)
+    assert command("run", f"{other}:training", "--steps", "2").code == 0
+    answer = command("run", f"{other}:training", "--resume")
+    assert answer.code == 0 and "3 steps, of which 2 are done, written to own" in answer.out
+    assert [record["step"] for record in lines(Path("own/metrics.jsonl"))] == [1, 2, 3]
+    answer = command("run", f"{other}:training", "--resume", "--seed", "6")
+    assert answer.code == 2 and is_paragraph(answer) and "is of a run with another seed" in answer.err
+    answer = command("run", f"{other}:short", "--resume")
+    assert answer.code == 2 and is_paragraph(answer) and "no folder says which run" in answer.err
+
+
+def test_run_takes_a_function_that_makes_a_training(command: Command, training: Path) -> None:
+    assert command("run", f"{training}:short").out.endswith("The run is in runs/grpo-001\n")
+
+
+def test_run_refuses_before_anything_is_loaded_or_written(command: Command, training: Path) -> None:
+    answer = command("run", f"{training}:unbound")
+    assert answer.code == 2 and is_paragraph(answer) and "unbound" in answer.err
+    answer = command("run", f"{training}:training", "--steps", "0")
+    assert answer.code == 2 and is_paragraph(answer) and "steps=0" in answer.err
+    assert sorted(path.name for path in Path().iterdir()) == ["mine"]
+
+
+def test_an_interrupt_is_one_line(command: Command, training: Path) -> None:
+    answer = command("run", f"{training}:interrupted")
+    assert (answer.code, answer.err) == (130, "flowrl: interrupted.\n")
+    assert json.loads(Path("runs/grpo-001/run.json").read_text())["status"] == "interrupted"
+
+
+def test_an_interrupted_run_with_checkpoints_says_how_to_go_on(command: Command, training: Path) -> None:
+    answer = command("run", f"{training}:saved", "--seed", "7")
+    again = f"flowrl run {training}:saved --resume --seed=7 --folder=runs/grpo-001"
+    assert (answer.code, answer.err) == (130, f"flowrl: interrupted; go on with: {again}\n")
+
+
+def test_operators_are_not_cut_off_where_they_are_piped(command: Command) -> None:
+    answer = command("operators")
+    assert answer.code == 0 and "…" not in answer.out
+    assert "token_level_rewards, values, response_mask" in answer.out
+
+
+def test_the_demo_checks_its_options_first(command: Command) -> None:
+    answer = command("demo", "--steps", "0")
+    assert answer.code == 2 and "Invalid value for '--steps'" in answer.err and not list(Path().iterdir())
+    answer = command("demo", "--folder", write(Path("file"), ""))
+    assert answer.code == 2 and "the folder file cannot be written (Not a directory); name another" in answer.err

@@ -1,0 +1,171 @@
+"""``flowrl episodes``: what is shown of the episodes of a run, which are chosen, and what misuse is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from flowrl import PromptData, Validation
+from flowrl.app.episodes import Seen, printable, shown
+from flowrl.episodes import Answer, Environment, Reply
+from flowrl.operators import Interact
+from tests import ROOT
+from tests.support.command_line import Command, is_paragraph
+from tests.support.jobs import job_of
+from tests.support.runs import lines, train
+
+
+class Echo(Environment):
+    """Two turns; the second is worth the length of both."""
+
+    async def step(self, answer: Answer) -> Reply:
+        return Reply(f"{len(answer.ids)} tokens", reward=float(len(answer.ids)), done=answer.turn == 1)
+
+
+def record(row: str, score: float, ended: str = "done", step: int = 4, **more: Any) -> dict[str, Any]:
+    """A line as a run writes it."""
+    said = {"turn": 0, "tokens": 3, "reward": score, "cut": ended == "context", "version": 1}
+    messages = [
+        {"role": "user", "content": "ask\n\x1b[2Jtwice"},
+        {"role": "assistant", "content": f"it is {row}", "sampled": said},
+        {"role": "tool", "name": "add", "content": "3"},
+    ]
+    fault = "the episode of row 'd' failed" if ended == "failed" else None
+    account = {"ended": ended, "fault": fault, "tries": 2, "tool_calls": 2, "tool_errors": 1, "messages": messages}
+    return {"step": step, "validation": "val", "row_id": row, "uid": "g", "score": score, "episode": account, **more}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = [record("a", 0.5, step=2), record("b", 0.25), record("c", 1.0, "turns"), record("d", 0.0, "failed")]
+    return written(tmp_path / "run", {"predictions.jsonl": rows})
+
+
+def written(folder: Path, files: Mapping[str, list[Any]]) -> Path:
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    for name, rows in files.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_sampled_and_the_world_are_told_apart(command: Command, folder: Path) -> None:
+    answer = command("episodes", folder, "--row=b")
+    assert answer.code == 0
+    assert answer.out.splitlines() == [
+        "3 episodes of step 4 (val), mean score 0.417, 1.0 turns: 1 ended by its world, 1 out of turns, 1 failed",
+        "",
+        "1 of 1: val, step 4, row b, score 0.25",
+        "user",
+        "| ask",
+        "| \\x1b[2Jtwice",
+        "policy, turn 1: 3 tokens, reward 0.25",
+        "> it is b",
+        "tool add",
+        "| 3",
+        "ended by its world after 1 turns, in try 2, 2 tool calls, 1 of which no tool takes",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), "b"),
+        (("--count=2",), "bc"),
+        (("--best", "--count=3"), "cbd"),
+        (("--worst", "--count=2"), "db"),
+        (("--failed", "--count=9"), "d"),
+        (("--step=2", "--of=val"), "a"),
+        (("--row=g", "--count=9"), "bcd"),
+        (("--failed", "--step=2"), ""),
+    ],
+)
+def test_which_are_shown(command: Command, folder: Path, options: tuple[str, ...], expected: str) -> None:
+    out = command("episodes", folder, *options).out
+    assert [line[-1] for line in out.splitlines() if line.startswith("> it is")] == list(expected)
+    assert ("None of them failed." in out) == (not expected)
+
+
+def test_colours_are_for_terminals() -> None:
+    told = shown(Seen("val", 4, record("b", 0.5, "failed")), "1 of 1")
+    with (terminal := Console(force_terminal=True, color_system="standard")).capture() as coloured:
+        terminal.print(told)
+    assert "\x1b[1;32m> it is b" in coloured.get() and "\x1b[36m| ask" in coloured.get()
+    assert "\x1b[2J" not in coloured.get()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--step=3",), "--step 3 has no episodes in run; there are those of 2, 4."),
+        (("--of=vall",), "there are those of val; did you mean 'val'?"),
+        (("--row=x",), "--row x is none of these; there are b, c, d."),
+        (("--best", "--worst"), "expected one of the two"),
+    ],
+)
+def test_misuse_says_what_there_is(command: Command, folder: Path, options: tuple[str, ...], said: str) -> None:
+    answer = command("episodes", folder.name, *options)
+    assert answer.code == 2 and is_paragraph(answer) and said in answer.err
+
+
+def test_what_holds_no_episodes_is_refused(command: Command, tmp_path: Path) -> None:
+    plain, empty = [{"step": 1, "validation": "val", "response": "4"}], written(tmp_path / "empty", {})
+    single, odd = record("a", 1.0), record("b", 1.0, episode={"ended": "done", "messages": [3]})
+    cases = {
+        tmp_path: "holds no run; expected the folder of one",
+        empty: "has written no rows yet; they come with a validation",
+        written(tmp_path / "plain", {"predictions.jsonl": plain}): "whose rows are single answers",
+        written(tmp_path / "odd", {"rollouts.jsonl": [single, odd]}): "says of the episode of row 'b' in step 4",
+    }
+    for folder, said in cases.items():
+        answer = command("episodes", folder)
+        assert answer.code == 2 and is_paragraph(answer) and said in answer.err
+
+
+def test_the_page_shows_what_is_printed(command: Command, tmp_path: Path) -> None:
+    def guessed(row: str, *said: tuple[str, int, float]) -> dict[str, Any]:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "3+4="}]
+        for turn, (text, tokens, reward) in enumerate(said):
+            sampled = {"turn": turn, "tokens": tokens, "reward": reward, "cut": False, "version": 0}
+            messages.append({"role": "assistant", "content": text, "sampled": sampled})
+            messages.append({"role": "user", "content": "No. Try again."})
+        ended = "done" if said[-1][2] > 0 else "turns"
+        account = {"ended": ended, "fault": None, "tries": 1, "tool_calls": 0, "tool_errors": 0}
+        score = sum(reward for *_, reward in said)
+        return {"step": 1, "row_id": row, "score": score, "episode": {**account, "messages": messages[:-1]}}
+
+    rows = [guessed("0/2/0#0", *[("1", 2, -0.1)] * 3), guessed("0/2/0#1", ("12", 3, -0.1), ("7", 2, 1.0))]
+    written(tmp_path / "guess", {"rollouts.jsonl": rows})
+    printed = command("episodes", tmp_path / "guess", "--best").out
+    page = (ROOT / "docs" / "episodes.md").read_text(encoding="utf-8")
+    assert f"```text\n$ flowrl episodes runs/guess --best\n{printed}```\n" in page
+
+
+def test_text_that_steers_a_terminal_is_written_out() -> None:
+    assert printable("a\tb\nc\r\x07\x9bé漢") == "a\tb\nc\\r\\x07\\x9bé漢"
+
+
+def test_what_a_run_writes_is_shown(command: Command, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    operator = Interact(Echo, max_turns=2, context=120, max_new_tokens=4)
+    job = job_of("grpo", tiny, n=2).edit(replace={"generate": operator}, drop=["reward"])
+    validation = Validation(PromptData(prompts_file), every=2, until="interact", changes={"repeat.n": 1})
+    folder = tmp_path / "run"
+    train(job, prompts_file, folder, steps=2, prompts=2, validation=validation, rollouts_every=2)
+    predictions, rollouts = (lines(folder / f"{name}.jsonl") for name in ("predictions", "rollouts"))
+    assert {row["step"] for row in predictions} == {0, 2} and [row["step"] for row in rollouts] == [2] * 4
+    assert [row["row_id"][-2:] for row in rollouts] == ["#0", "#1"] * 2
+    for row in (*predictions, *rollouts):
+        sampled = [m["sampled"] for m in row["episode"]["messages"] if "sampled" in m]
+        assert [turn["reward"] for turn in sampled] == [turn["tokens"] for turn in sampled]
+        assert row["score"] == sum(turn["tokens"] for turn in sampled) and len(sampled) == 2
+    for line in lines(folder / "metrics.jsonl")[1:3]:
+        assert line["timing/waiting_share"] == pytest.approx(line["timing/waiting"] / line["timing/step"])
+    for of, rows in (("val", predictions), ("training", rollouts)):
+        out = command("episodes", folder, f"--of={of}", "--best").out
+        best = max(row["score"] for row in rows if row["step"] == 2)
+        assert f"({of})" in out and f"score {best:g}\n" in out and out.count("\npolicy, turn ") == 2

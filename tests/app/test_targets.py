@@ -1,0 +1,113 @@
+"""Targets of the command line that are algorithms, by their names; the others are in `tests/app/test_cli.py`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+
+from flowrl import Graph, graphs, load
+from flowrl.app.cli import main
+from flowrl.app.shelf import graph, names, your_reward
+from flowrl.core.graphs.algorithm import Algorithm
+from flowrl.errors import GraphError, ParameterError
+from flowrl.graphs import grpo, remax, rloo
+from flowrl.graphs.variants import neighbour_of
+from tests.support.command_line import Command, is_paragraph
+
+
+def test_an_algorithm_is_a_target_by_its_name(command: Command) -> None:
+    assert command("show", "grpo") == (0, f"{grpo(your_reward).mermaid()}\n", "")
+    told = str(grpo(your_reward).diff(graphs.gspo(your_reward)))
+    assert command("diff", "grpo", "gspo") == (0, f"{told}\n", "")
+    assert command("plan", "ppo").out.startswith("ppo: 13 nodes in 8 waves")
+    assert command("check", "ppo", "--prompts", "4").out == (
+        "ppo: 14 nodes, every connection fits and no rule is broken.\n"
+    )
+
+
+@pytest.mark.parametrize(("name", "near"), [("grop", "grpo"), ("gsp", "gspo"), ("dr_gpro", "dr_grpo")])
+def test_a_name_of_nothing_offers_a_near_one(command: Command, name: str, near: str) -> None:
+    answer = command("show", name)
+    assert answer.code == 2 and is_paragraph(answer)
+    assert f"{name!r} is no algorithm, and names no file" in answer.err and f"did you mean {near!r}?" in answer.err
+
+
+def test_a_graph_by_name_goes_to_a_file_and_is_not_for_training(command: Command) -> None:
+    assert command("show", "rloo", "--to", "rloo.yaml").code == 0
+    assert load("rloo.yaml").fingerprint() == graph("rloo").fingerprint()
+    answer = command("run", "rloo")
+    assert answer.code == 2 and "rloo is of type Graph, which says neither on which data" in answer.err
+    with pytest.raises(ParameterError, match="a reward function of yours"):
+        your_reward("", "", "")
+
+
+def test_the_list_has_every_algorithm_in_a_line_with_its_source_and_what_it_changes(command: Command) -> None:
+    answer = command("list")
+    assert answer.code == 0 and not answer.err and "…" not in answer.out
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in answer.out.splitlines() if line[0] == "│"]
+    assert [row[0] for row in rows] == list(graphs.__all__) == list(names())
+    assert all(re.search(r"\d{4}", row[1]) and "arXiv:" in row[1] for row in rows)
+    told = {name: (neighbour, changes) for name, _, neighbour, changes in rows}
+    assert told["ppo"] == ("", "")
+    assert told["rloo"] == (
+        "ppo",
+        "+rloo_advantage -gae -whiten -update_critic -value ~repeat.n ~kl_shape.coef ~update_actor.aggregation",
+    )
+    assert told["pass_at_k"] == ("grpo", "+pass_at_k_advantage -group_advantage")
+    plain = {"distill", "distill_full", "dpo", "grpo_sft", "ppo", "sft"}
+    edits = {name: said for name, said in told.items() if name not in plain}
+    assert all(neighbour in told and changes for neighbour, changes in edits.values())
+    assert all(said == ("", "") for name, said in told.items() if name not in edits)
+
+
+@pytest.mark.parametrize("name", [name for name in names() if not isinstance(getattr(graphs, name), Algorithm)])
+def test_every_edit_says_of_which_algorithm_and_calls_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    neighbour = neighbour_of(name)
+    assert neighbour is not None, f"write @edit_of(...) above {name}"
+    made, called = getattr(graphs, neighbour), []
+
+    def listen(*args: Any, **settings: Any) -> Graph:
+        called.append(neighbour)
+        graph: Graph = made(*args, **settings)
+        return graph
+
+    monkeypatch.setitem(inspect.unwrap(getattr(graphs, name)).__globals__, neighbour, listen)
+    graph(name)
+    assert called == [neighbour]
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "said"),
+    [
+        (
+            grpo,
+            {"no_such": 1},
+            r"grpo\(...\) cannot be made: got an unexpected keyword argument 'no_such'; it takes rew",
+        ),
+        (grpo, {"max_tokens": 1}, "mini_batch; did you mean 'max_new_tokens'"),
+        (rloo, {"temprature": 1}, "did you mean 'temperature'"),
+        (remax, {"clp": 1}, r"remax\(...\) cannot be made: .* gamma, .* did you mean 'clip'"),
+    ],
+)
+def test_a_setting_that_there_is_not_is_refused_with_those_there_are(
+    make: object, settings: dict[str, object], said: str
+) -> None:
+    with pytest.raises(GraphError, match=said):
+        make(your_reward, **settings)  # type: ignore[operator]
+    with pytest.raises(GraphError, match="missing a required argument: 'reward_fn'; it takes reward_fn"):
+        make()  # type: ignore[operator]
+
+
+def test_the_settings_of_a_neighbour_are_those_of_the_edit() -> None:
+    own = inspect.signature(rloo).parameters
+    assert {"n", "kl_coef", "clip", "temperature", "mini_batch"} <= own.keys()
+    assert own["n"].default == 4 and {"gamma", "lam", "settings"}.isdisjoint(own)
+    assert "lam" not in inspect.signature(remax).parameters and "gamma" in inspect.signature(remax).parameters
+
+
+def test_debug_shows_where_a_name_was_looked_for() -> None:
+    with pytest.raises(ParameterError, match="is no algorithm"):
+        main(["show", "nothing", "--debug"])

@@ -1,0 +1,407 @@
+"""Requests to `TorchRollout`, one by one: against answers that are drawn token by token from full forward passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from flowrl.backends.torch.generate.cache_batches import Cohorts
+from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
+from flowrl.backends.torch.generate.slots import Slots
+from flowrl.data.keys import Key
+from flowrl.errors import AsleepError, DataError, ParameterError, SyncError
+from flowrl.protocols.protocols import Request, Requests, Response, Sampling
+from tests.backends.torch.generate.rollouts import GREEDY, KEY, SAMPLED, Actor, Context, as_lists, names, ragged, synced
+from tests.backends.torch.train.trainers import Folder
+from tests.nightly import nightly_except
+from tests.support.architectures import architecture
+from tests.support.models import EOS, KINDS, VOCAB, tiny_folder
+
+OTHERS = ["afmoe", "deepseek_v3", "gpt_oss", "jamba", "mamba", "phimoe", "qwen3_next"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """The folder of a model, made when first asked for."""
+    path, folders = tmp_path_factory.mktemp("models"), dict[str, str]()
+
+    def of(kind: str) -> str:
+        if kind not in folders:
+            folders[kind] = tiny_folder(path, kind) if kind in KINDS else architecture(path, kind)
+        return folders[kind]
+
+    return of
+
+
+def drawn_alone(model: Any, request: Request) -> tuple[list[int], list[float]]:
+    """The answer by one forward pass a token without a cache, drawn in float64 from what the request says."""
+    sampling, ids, log_probs = request.sampling, list(request.ids), list[float]()
+    for uniform in request.key.numbers(sampling.max_new_tokens).tolist():
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+        probabilities = (logits / (sampling.temperature or 1.0)).softmax(-1)
+        if sampling.top_k and sampling.temperature:
+            left_out = probabilities.argsort(descending=True)[sampling.top_k :]
+            order = probabilities.argsort(descending=True)[: sampling.top_k]
+            probabilities[left_out] = 0.0
+            probabilities /= probabilities.sum()
+        else:
+            order = torch.arange(len(probabilities))
+        at = int(torch.searchsorted(probabilities[order].cumsum(0), uniform, right=True))
+        token = int(order[at]) if sampling.temperature else int(logits.argmax())
+        ids.append(token)
+        log_probs.append(float(probabilities[token].log()))
+        if token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
+            break
+    return ids[len(request.ids) :], log_probs
+
+
+def answers(engine: TorchRolloutEngine, *requests: Request) -> list[Response]:
+    """Submit all at once; in their order."""
+    for request in requests:
+        engine.submit(request)
+    return [taken[request.name] for taken in [finished(engine, len(requests))] for request in requests]
+
+
+def finished(engine: TorchRolloutEngine, count: int) -> dict[str, Response]:
+    """Step until so many have ended."""
+    taken: dict[str, Response] = {}
+    while len(taken) < count:
+        taken |= {name: engine.take(name) for name in engine.step()}
+    return taken
+
+
+def same(response: Response, expected: tuple[list[int], list[float]]) -> bool:
+    ids, log_probs = expected
+    return response.ids == ids and response.log_probs == pytest.approx(log_probs, abs=2e-5)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(EOS + 1, VOCAB, (count,), generator=draw).tolist()
+
+
+# One by one, and together
+
+
+@pytest.mark.parametrize("kind", nightly_except(["llama", "gemma2", "jamba", "deepseek_v3"], KINDS + OTHERS))
+def test_answers_are_those_of_the_model_whoever_joins_and_leaves(kind: str, made: Folder) -> None:
+    """At every step one joins; some go on for three turns, in which a sliding window (8 or 64 tokens) is passed."""
+    actor = Actor(made(kind))
+    engine = synced(actor, max_rows=4)
+    actor.model.eval()
+    context = {str(i): tokens(60 if kind == "gemma2" and i == 0 else 3 + 2 * i, seed=i) for i in range(6)}
+    turn = dict.fromkeys(context, 0)
+    waiting, left = list(context), len(context)
+    asked: dict[str, Request] = {}
+
+    def ask(name: str) -> None:
+        limit = replace(SAMPLED, max_new_tokens=4 + int(name) % 3)
+        asked[name] = Request(name, context[name], limit, KEY.answer(name, turn[name]), keep=turn[name] < 2)
+        engine.submit(asked[name])
+
+    while left:
+        if waiting:
+            ask(waiting.pop(0))
+        for name in engine.step():
+            response = engine.take(name)
+            assert same(response, drawn_alone(actor.model, asked[name]))
+            context[name] = [*context[name], *response.ids, *tokens(3, seed=turn[name])]
+            turn[name] += 1
+            if turn[name] < 3:
+                ask(name)
+            else:
+                left -= 1
+    assert engine.step() == []
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests of a few beginnings come, go on, are dropped, sleep; each answer is that of the model alone."""
+
+    engine: TorchRolloutEngine
+    actor: Actor
+
+    @initialize(max_rows=st.integers(1, 5))
+    def build(self, max_rows: int) -> None:
+        self.engine = TorchRolloutEngine(
+            self.actor.model,
+            synced(self.actor).tokenizer,
+            max_rows,
+            shares=self.actor,  # type: ignore[arg-type]
+        )
+        self.engine.sync(self.actor)  # type: ignore[arg-type]
+        self.under_way: dict[str, Request] = {}
+        self.ended: dict[str, list[int]] = {}
+        self.count = 0
+
+    def ask(self, name: str, ids: list[int], limit: int, temperature: float, keep: bool) -> None:
+        sampling = Sampling(temperature, 3 if temperature > 1 else 0, 1.0, limit)
+        self.under_way[name] = Request(name, ids, sampling, KEY.answer(str(self.count)), keep)
+        self.engine.submit(self.under_way[name])
+        self.count += 1
+
+    @rule(
+        beginning=st.sampled_from([0, 5, 20, 30]),
+        rest=st.integers(1, 9),
+        limit=st.integers(1, 6),
+        temperature=st.sampled_from([0.0, 0.8, 1.4]),
+        keep=st.booleans(),
+    )
+    def submit(self, beginning: int, rest: int, limit: int, temperature: float, keep: bool) -> None:
+        ids = tokens(30, seed=1)[:beginning] + tokens(rest, seed=rest % 4)
+        self.ask(f"request {self.count}", ids, limit, temperature, keep)
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data(), cut=st.sampled_from([0, 0, 3]), more=st.integers(1, 5))
+    def go_on(self, data: st.DataObject, cut: int, more: int) -> None:
+        """With all that stands before, or with some of it written anew."""
+        name = data.draw(st.sampled_from(sorted(self.ended)))
+        ids = self.ended.pop(name)
+        self.ask(name, ids[: max(1, len(ids) - cut)] + tokens(more, seed=more), 4, 0.8, keep=True)
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.under_way)))
+        del self.under_way[name]
+        self.engine.drop(name)
+
+    @rule()
+    def doze(self) -> None:
+        self.engine.sleep()
+        self.engine.wake()
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            for name in self.engine.step():
+                request, response = self.under_way.pop(name), self.engine.take(name)
+                assert same(response, drawn_alone(self.actor.model, request))
+                assert response.ended == ("stop" if response.ids[-1] == EOS else "length")
+                self.ended[name] = [*request.ids, *response.ids]
+
+    @invariant()
+    def all_that_is_computed_is_wanted(self) -> None:
+        assert set(self.engine._decoder.begun) <= self.under_way.keys()
+
+    def teardown(self) -> None:
+        while self.under_way:
+            self.step(1)
+
+
+def test_any_traffic_is_answered_as_the_model_does(actor: Actor) -> None:
+    class OfLlama(Traffic):
+        pass
+
+    OfLlama.actor = actor
+    actor.model.eval()
+    OfLlama.TestCase.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+    OfLlama.TestCase("runTest").debug()
+
+
+def test_requests_of_all_samplings_share_a_step(actor: Actor, engine: TorchRolloutEngine) -> None:
+    actor.model.eval()
+    kinds = [GREEDY, SAMPLED, replace(SAMPLED, top_k=3), replace(SAMPLED, stop_token_ids=(20, 21, 22, 23, 24, 25))]
+    requests = [Request(str(i), tokens(4, 7), k, KEY.answer(str(i % 2))) for i, k in enumerate([*kinds, *kinds])]
+    for request, response in zip(requests, answers(engine, *requests), strict=True):
+        assert same(response, drawn_alone(actor.model, request))
+
+
+def test_generate_is_the_loop_over_requests(engine: TorchRolloutEngine) -> None:
+    assert isinstance(engine, Requests)
+    prompts, mask = ragged(engine, [4, 9, 2, 4])
+    whole = engine.generate(prompts, mask, names(4), SAMPLED, KEY)
+    rows = zip(prompts, mask, names(4), strict=True)
+    responses = answers(
+        engine, *(Request(row, ids[kept].tolist(), SAMPLED, KEY.answer(row)) for ids, kept, row in rows)
+    )
+    assert [response.ids for response in responses] == as_lists(whole)
+    for response, log_probs in zip(responses, whole.log_probs, strict=True):
+        assert response.log_probs == pytest.approx(log_probs[: len(response.ids)].tolist(), abs=1e-6)
+
+
+def test_others_go_on_while_rows_are_generated(actor: Actor, engine: TorchRolloutEngine) -> None:
+    actor.model.eval()
+    request = Request("mine", tokens(5, 3), SAMPLED, KEY)
+    engine.submit(request)
+    prompts, mask = ragged(engine, [4, 9])
+    engine.generate(prompts, mask, names(2), replace(GREEDY, max_new_tokens=30), KEY)
+    assert same(engine.take("mine"), drawn_alone(actor.model, request))
+
+
+# Turns
+
+
+def test_an_answer_bears_the_version_that_sampled_it(made: Folder) -> None:
+    """What was kept of turn 1 was computed by other weights, so turn 2 computes it anew."""
+    actor = Actor(made("llama"), version=3)
+    engine = synced(actor)
+    actor.model.eval()
+    one = Request("a", tokens(20, 1), SAMPLED, KEY.answer("a"), keep=True)
+    (first,) = answers(engine, one)
+    assert same(first, drawn_alone(actor.model, one)) and set(first.versions) == {3}
+    with torch.no_grad():
+        for parameter in actor.model.parameters():
+            parameter.mul_(1.2)
+    actor.version = 4
+    two = Request("a", [*one.ids, *first.ids, *tokens(3, 2)], SAMPLED, KEY.answer("a", 1))
+    with pytest.raises(SyncError, match="at version 4, but its receipt is of version 3"):
+        engine.submit(two)
+    engine.sync(actor)  # type: ignore[arg-type]
+    (second,) = answers(engine, two)
+    assert same(second, drawn_alone(actor.model, two)) and set(second.versions) == {4}
+
+
+def test_weights_do_not_change_under_requests(actor: Actor, engine: TorchRolloutEngine) -> None:
+    engine.submit(Request("a", [5, 6], SAMPLED, KEY))
+    engine.submit(Request("b", [7], SAMPLED, KEY))
+    engine.step()
+    actor.version = 1
+    with pytest.raises(SyncError, match="at version 1, but its receipt is of version 0"):
+        engine.step()
+    actor.version = 0
+    with pytest.raises(SyncError, match=r"2 requests are under way \('a' is one\), whose tokens are of version 0"):
+        engine.sync(actor)  # type: ignore[arg-type]
+    engine.drop("a")
+    assert finished(engine, 1).keys() == {"b"}
+    engine.sync(actor)  # type: ignore[arg-type]
+
+
+def test_a_stop_string_is_looked_for_in_the_answer_alone(actor: Actor, engine: TorchRolloutEngine) -> None:
+    """A string that the context begins is not completed by the answer; one that the answer has, ends each turn."""
+    ids = engine.tokenizer._tokenizer.encode("what is it? no")
+    free = replace(GREEDY, ignore_eos=True)
+    (whole,) = answers(engine, Request("a", ids, free, KEY))
+    text = engine.tokenizer.text(whole.ids)
+    (across,) = answers(engine, Request("a", ids, replace(free, stop=("no" + text[0],)), KEY))
+    assert across.ids == whole.ids and across.ended == "length"
+    sampling, context = replace(free, stop=(text[2:4],)), ids
+    for turn in range(3):
+        (response,) = answers(engine, Request("a", context, sampling, KEY.answer("a", turn), keep=True))
+        found = engine.tokenizer.text(response.ids)
+        assert response.ended == ("stop" if text[2:4] in found else "length")
+        assert text[2:4] not in engine.tokenizer.text(response.ids[:-1])
+        assert turn or response.ids == whole.ids[:4]
+        context = [*context, *response.ids, *ids]
+
+
+def test_turns_draw_other_numbers_and_the_first_those_of_a_single_one() -> None:
+    numbers = [KEY.answer("a", turn).numbers(6) for turn in range(3)]
+    assert torch.equal(numbers[0], KEY.uniforms(["a"], 6)[0])
+    assert len({tuple(row.tolist()) for row in numbers}) == 3
+    assert torch.equal(KEY.answer("a", 2).numbers(3), numbers[2][:3])
+    assert KEY.answer("a", 1) != KEY.answer("b", 1) != Key.of(4).answer("b", 1)
+
+
+# What is under way
+
+
+def test_names_are_of_one_request_at_a_time(engine: TorchRolloutEngine) -> None:
+    request = Request("a", [5, 6], replace(SAMPLED, max_new_tokens=2, ignore_eos=True), KEY)
+    for _ in range(2):  # it waits; it is computed
+        engine.submit(request) if not engine._decoder._rows else None
+        with pytest.raises(ParameterError, match=r"named 'a' is under way, .* engine.take\('a'\) first"):
+            engine.submit(request)
+        with pytest.raises(ParameterError, match="no response to a request 'a'"):
+            engine.take("a")
+        ended = engine.step()
+    assert ended == ["a"]
+    with pytest.raises(ParameterError, match="its response was not taken"):
+        engine.submit(request)
+    engine.take("a")
+    with pytest.raises(ParameterError, match="no response to a request 'a'"):
+        engine.take("a")
+    engine.submit(request)
+    engine.drop("a")
+    engine.drop("nobody")
+    assert engine.step() == []
+
+
+def test_what_cannot_be_answered_is_refused_when_it_is_asked(actor: Actor, engine: TorchRolloutEngine) -> None:
+    for ids, found in (([VOCAB], "vocabulary"), ([5] * 250, r"250 \+ max_new_tokens=12"), ([], "prompt 0 is empty")):
+        with pytest.raises(DataError, match=found):
+            engine.submit(Request("a", ids, SAMPLED, KEY))
+    request = Request("a", [5], SAMPLED, KEY)
+    fresh = TorchRolloutEngine(actor.model, engine.tokenizer, 4, shares=actor)  # type: ignore[arg-type]
+    with pytest.raises(SyncError, match="no receipt"):
+        fresh.submit(request)
+    with pytest.raises(SyncError, match="no receipt"):
+        fresh.step()
+    engine.sleep()
+    with pytest.raises(AsleepError, match="submit"):
+        engine.submit(request)
+    with pytest.raises(AsleepError, match="step"):
+        engine.step()
+
+
+def test_no_more_rows_are_computed_or_kept_than_are_allowed(actor: Actor) -> None:
+    engine = synced(actor, max_rows=3)
+    fed: list[int] = []
+    engine.model.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    requests = [Request(str(i), tokens(4, i), replace(SAMPLED, ignore_eos=True), KEY, keep=True) for i in range(8)]
+    assert [len(response.ids) for response in answers(engine, *requests)] == [12] * 8
+    assert max(fed) == 3
+    assert len(engine._decoder._kept) == 3
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_an_error_ends_what_is_under_way_and_leaves_the_model_as_it_was(kind: str, made: Folder) -> None:
+    actor = Actor(made(kind))
+    engine = synced(actor)
+    actor.model.train()
+    before = actor.model.config._attn_implementation
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+
+    layer = actor.model.model.layers[1].register_forward_pre_hook(fail)
+    prompts, mask = ragged(engine, [4, 2])
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, mask, names(2), SAMPLED, KEY)
+    layer.remove()
+    assert actor.model.config._attn_implementation == before and actor.model.training
+    assert engine.step() == [] and not engine._decoder.begun
+    after = engine.generate(prompts, mask, names(2), SAMPLED, KEY)
+    assert as_lists(after) == as_lists(synced(Actor(made(kind))).generate(prompts, mask, names(2), SAMPLED, KEY))
+
+
+def test_what_is_not_finite_is_told_with_the_first_token(actor: Actor, engine: TorchRolloutEngine) -> None:
+    with torch.no_grad():
+        actor.model.lm_head.weight[5, 0] = torch.nan
+    engine.submit(Request("a", [5, 6], SAMPLED, KEY))
+    with pytest.raises(DataError, match="NaN or infinite"):
+        engine.step()
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory"),
+    [("llama", Slots), ("qwen2", Slots), ("gpt2", Slots), ("deepseek_v3", Slots), ("phimoe", Slots)]
+    + [(kind, Cohorts) for kind in ("gemma2", "afmoe", "gpt_oss", "jamba", "mamba", "qwen3_next")],
+)
+def test_what_is_not_plain_keeps_the_cache_of_transformers(kind: str, memory: type, made: Folder) -> None:
+    assert type(synced(Actor(made(kind)))._memory) is memory
+
+
+def test_an_engine_with_weights_of_its_own_takes_requests_too(made: Folder, tmp_path: Path) -> None:
+    from flowrl.backends import TorchRollout
+
+    actor = Actor(made("llama"))
+    engine = TorchRollout(made("llama"), device="cpu").build(Context(SimpleNamespace()))
+    engine.sync(actor)  # type: ignore[arg-type]
+    request = Request("a", tokens(6, 1), SAMPLED, KEY)
+    assert same(answers(engine, request)[0], drawn_alone(actor.model.eval(), request))

@@ -1,0 +1,198 @@
+"""KV in place: what is computed once, what is copied, what is given back, and which models it suits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from flowrl.backends.torch.generate.decoder import Context
+from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
+from flowrl.backends.torch.generate.slots import STEP, Slots, suits
+from flowrl.backends.torch.probes import probe_inputs, tolerance
+from flowrl.protocols.protocols import Request
+from tests.backends.torch.generate.rollouts import KEY, SAMPLED, Actor, names, ragged
+from tests.backends.torch.generate.test_decoder import answers, drawn_alone, finished, same, tokens
+from tests.support.models import VOCAB
+
+LONG = replace(SAMPLED, ignore_eos=True)
+
+
+@pytest.fixture
+def fed(engine: TorchRolloutEngine) -> list[tuple[int, ...]]:
+    """The shapes of the tokens of each forward pass."""
+    shapes: list[tuple[int, ...]] = []
+    engine.model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    return shapes
+
+
+def whole(model: Any, ids: list[int]) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+    return logits
+
+
+# What is computed once
+
+
+def test_a_beginning_in_common_is_computed_once(actor: Actor, engine: TorchRolloutEngine, fed: list[Any]) -> None:
+    beginning = tokens(40, 1)
+    requests = [Request(str(i), beginning + tokens(2 + i, i), LONG, KEY.answer(str(i))) for i in range(5)]
+    responses = answers(engine, *requests)
+    assert fed[:3] == [(1, 40), (5, 6), (5, 1)]
+    del fed[:]
+    for request, response in zip(requests, responses, strict=True):
+        assert same(response, drawn_alone(actor.model.eval(), request))
+
+
+def test_who_joins_later_takes_over_what_others_began_with(
+    actor: Actor, engine: TorchRolloutEngine, fed: list[Any]
+) -> None:
+    prompt = tokens(30, 1)
+    requests = [
+        Request("a", prompt, LONG, KEY.answer("a")),
+        Request("b", prompt, LONG, KEY.answer("b")),
+        Request("c", [*prompt[:20], *tokens(5, 2)], LONG, KEY.answer("c")),
+        Request("d", [*prompt[:10], *tokens(5, 2)], LONG, KEY.answer("d")),
+    ]
+    for request in requests:
+        engine.submit(request)
+        engine.step()
+    assert [shape for shape in fed if shape[1] > 1] == [(1, 30), (1, 5), (1, 15)]  # 10 are too few to copy
+    assert fed[2] == (1, 1)  # "b" computes the last token of what "a" has
+    assert (engine.context_tokens, engine.cached_tokens) == (30 + 30 + 25 + 15, 29 + 20)
+    responses = finished(engine, 4)
+    for request in requests:
+        assert same(responses[request.name], drawn_alone(actor.model.eval(), request))
+
+
+def test_a_turn_computes_what_is_new(actor: Actor, engine: TorchRolloutEngine, fed: list[Any]) -> None:
+    context = tokens(50, 1)
+    (first,) = answers(engine, Request("a", context, LONG, KEY, keep=True))
+    context = [*context, *first.ids, *tokens(7, 2)]
+    request = Request("a", context, LONG, KEY.answer("a", 1), keep=True)
+    del fed[:]
+    (second,) = answers(engine, request)
+    assert fed[0] == (1, 8)  # the last token of the answer was drawn, and nothing computed after it
+    assert (engine.context_tokens, engine.cached_tokens) == (50 + len(context), len(context) - 8)
+    rewritten = Request("a", [*context[:30], *tokens(9, 3)], LONG, KEY)
+    del fed[:]
+    (third,) = answers(engine, rewritten)
+    assert fed[0] == (1, 9)
+    assert same(second, drawn_alone(actor.model.eval(), request)) and same(third, drawn_alone(actor.model, rewritten))
+
+
+# Memory
+
+
+def test_memory_is_as_large_as_its_rows_and_goes_with_them(engine: TorchRolloutEngine) -> None:
+    memory: Any = engine._memory
+    assert memory.width == 0
+    engine.submit(Request("a", tokens(STEP + 1, 1), replace(LONG, max_new_tokens=70), KEY, keep=True))
+    engine.step()
+    assert memory.width == 2 * STEP
+    finished(engine, 1)
+    assert memory.width == 3 * STEP
+    engine.drop("a")
+    assert memory.width == 0
+    prompts, mask = ragged(engine, [4, 2])
+    engine.generate(prompts, mask, names(2), LONG, KEY)
+    assert memory.width == 0
+    engine.submit(Request("b", [5], LONG, KEY, keep=True))
+    engine.step()
+    engine.sleep()
+    assert memory.width == 0
+    engine.wake()
+    assert len(finished(engine, 1)["b"].ids) == 12
+
+
+def test_rows_are_right_while_their_buffers_grow(actor: Actor) -> None:
+    slots, model = Slots(actor.model), actor.model.eval()
+    rows = [tokens(3, 0)]
+    with torch.no_grad(), slots.decoding():
+        slots.join([Context(rows[0])])
+        for t in range(2 * STEP):
+            logits = slots.extend(torch.tensor([5 + (t + i) % 9 for i in range(len(rows))]))
+            rows = [[*row, 5 + (t + i) % 9] for i, row in enumerate(rows)]
+            if t in (10, STEP, STEP + 30):
+                rows += [tokens(t, t), tokens(2, t)]
+                slots.join([Context(row) for row in rows[-2:]])
+            if t == STEP + 20:
+                rows = [rows[i] for i in slots.leave([1, 3])]
+    for row, row_logits in zip(rows, logits, strict=True):
+        torch.testing.assert_close(row_logits, whole(model, row), atol=2e-5, rtol=1e-5)
+
+
+# Which models
+
+
+def suited(model: Any) -> bool:
+    with torch.no_grad():
+        return suits(model.eval(), probe_inputs(model, model.device, rows=2), tolerance(torch.float32))
+
+
+def small(config: type, **options: Any) -> Any:
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCAB)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config(**sizes, num_key_value_heads=1, **options))
+
+
+def test_a_window_is_not_plain_however_wide_it_is() -> None:
+    assert suited(small(MistralConfig, sliding_window=None))
+    assert not suited(small(MistralConfig, sliding_window=4096))
+    windows = dict(use_sliding_window=True, sliding_window=4096, max_window_layers=1)
+    assert suited(small(Qwen2Config)) and not suited(small(Qwen2Config, **windows))
+
+
+@pytest.mark.parametrize("more", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}, {"sliding_window": 4096}])
+def test_attention_that_is_handed_more_is_not_plain(
+    actor: Actor, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert suited(actor.model)
+    forward = Slots.attend
+
+    def handed(self: Slots, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs, **more)
+
+    monkeypatch.setattr(Slots, "attend", handed)
+    assert not suited(actor.model)
+
+
+def test_attention_that_gives_other_numbers_is_not_used(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Slots.attend
+
+    def wrong(self: Slots, module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, module, 1.05 * query, *args, **kwargs)
+
+    monkeypatch.setattr(Slots, "attend", wrong)
+    assert not suited(actor.model)
+
+
+def test_the_model_attends_as_before_once_it_was_tried(actor: Actor) -> None:
+    before = actor.model.config._attn_implementation
+    for _ in range(2):
+        suited(actor.model)
+        assert actor.model.config._attn_implementation == before
+        assert not [name for name in ALL_ATTENTION_FUNCTIONS if "flowrl_slots" in name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_is_as_near_as_transformers(actor: Actor, dtype: torch.dtype) -> None:
+    """What bfloat16 rounds away is no more in place than in a pass without a cache."""
+    exact = actor.model.eval()
+    rows = [tokens(20, 1), tokens(9, 2)]
+    truth = torch.stack([whole(exact, row) for row in rows])
+    model = exact.to(dtype)
+    slots = Slots(model)
+    with torch.no_grad(), slots.decoding():
+        slots.join([Context(row[:-1]) for row in rows])
+        found = slots.extend(torch.tensor([row[-1] for row in rows])).float()
+    off = (torch.stack([whole(model, row) for row in rows]).float() - truth).norm()
+    assert (found - truth).norm() <= 1.5 * off + 1e-5 * truth.norm()

@@ -1,0 +1,252 @@
+"""Weights that change under answers of `TorchRollout`: each token against transformers, by the version it bears."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl.backends import TorchRollout
+from flowrl.backends.rollout import Alone
+from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
+from flowrl.backends.torch.generate.slots import SHARED
+from flowrl.errors import SwapError, SyncError
+from flowrl.protocols.protocols import Caches, Request, Response, Swaps
+from tests.backends.torch.generate.rollouts import KEY, SAMPLED, Actor, Context, names, ragged
+from tests.backends.torch.generate.test_decoder import answers, finished, tokens
+from tests.backends.torch.train.trainers import Folder
+from tests.support.architectures import architecture
+from tests.support.models import tiny_folder
+
+LONG = replace(SAMPLED, max_new_tokens=10, ignore_eos=True)
+CACHES: list[Caches] = ["anew", "keep"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """One that decodes in slots (llama), in cohorts (gemma2), and with experts that are stored fused (phimoe)."""
+    made: dict[str, str] = {}
+
+    def of(kind: str) -> str:
+        if kind not in made:
+            path = tmp_path_factory.mktemp("models")
+            made[kind] = architecture(path, kind) if kind == "phimoe" else tiny_folder(path, kind)
+        return made[kind]
+
+    return of
+
+
+def actors(folder: str, count: int = 3) -> list[Any]:
+    """Versions 0, 1, ... of a policy, which are far apart."""
+    found = []
+    for version in range(count):
+        actor = Actor(folder, version)
+        noise = torch.Generator().manual_seed(version)
+        for parameter in actor.model.eval().parameters():
+            if version:
+                parameter.data += 0.3 * parameter.data.std() * torch.randn(parameter.shape, generator=noise)
+        found.append(actor)
+    return found
+
+
+def engine_of(folder: str, actor: Any) -> TorchRolloutEngine:
+    """One with a copy of the weights."""
+    engine = TorchRollout(folder, device="cpu").build(Context(actor))
+    engine.sync(actor)
+    return engine
+
+
+def by_version(versions: list[Any], ids: list[int], response: Response) -> list[float]:
+    """The log-prob of each token by the whole context, computed by the weights of the version that it bears."""
+    return [
+        scored(versions[version], [*ids, *response.ids[:i]], token)
+        for i, (token, version) in enumerate(zip(response.ids, response.versions, strict=True))
+    ]
+
+
+def scored(actor: Any, ids: list[int], token: int) -> float:
+    with torch.no_grad():
+        logits = actor.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+    return float((logits / LONG.temperature).log_softmax(-1)[token])
+
+
+def over_old(old: Any, new: Any, ids: list[int], response: Response, swapped: int) -> list[float]:
+    """The log-probs of the tokens after a swap; of their contexts, all but the last token was computed by the old."""
+    whole, start = [*ids, *response.ids], len(ids) + swapped
+    with torch.no_grad():
+        cache = old.model(input_ids=torch.tensor([whole[: start - 1]]), use_cache=True).past_key_values
+        logits = new.model(input_ids=torch.tensor([whole[start - 1 : -1]]), past_key_values=cache).logits[0].double()
+    log_probs = (logits / LONG.temperature).log_softmax(-1)
+    return [float(row[token]) for row, token in zip(log_probs, response.ids[swapped:], strict=True)]
+
+
+def asked(count: int, keep: bool = False) -> list[Request]:
+    return [Request(str(i), tokens(3 + 4 * i, seed=i), LONG, KEY.answer(str(i)), keep) for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "phimoe"])
+def test_each_token_is_of_the_version_that_it_bears(kind: str, folder: Folder) -> None:
+    """Two swaps, the second of them twice, while some answers wait, join and end."""
+    versions = actors(folder(kind))
+    engine, requests = engine_of(folder(kind), versions[0]), asked(4)
+    assert isinstance(engine, Swaps)
+    taken: dict[str, Response] = {}
+    for step in range(16):
+        if step in (0, 3):
+            for request in requests[:2] if step == 0 else requests[2:]:
+                engine.submit(request)
+        if step == 4:
+            assert engine.swap(versions[1], "anew").version == engine.receipt.version == 1
+        if step == 6:
+            engine.swap(versions[1], "anew")
+            engine.swap(versions[2], "anew")
+        taken |= {name: engine.take(name) for name in engine.step()}
+    for request in requests:
+        response = taken[request.name]
+        assert response.log_probs == pytest.approx(by_version(versions, list(request.ids), response), abs=3e-5)
+    assert taken["0"].versions == [0] * 4 + [1] * 2 + [2] * 4
+    assert len(set(taken["3"].versions)) > 1 and taken["3"].versions == sorted(taken["3"].versions)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_what_is_kept_was_computed_by_the_old_weights(kind: str, folder: Folder) -> None:
+    old, new, _ = versions = actors(folder(kind))
+    engine, swapped = engine_of(folder(kind), old), 4
+    for request in asked(3):
+        engine.submit(request)
+    for _ in range(swapped):
+        engine.step()
+    engine.swap(new, "keep")
+    responses = finished(engine, 3)
+    for request in asked(3):
+        response = responses[request.name]
+        assert response.versions == [0] * swapped + [1] * (10 - swapped)
+        ids = list(request.ids)
+        assert response.log_probs[:swapped] == pytest.approx(by_version(versions, ids, response)[:swapped], abs=3e-5)
+        assert response.log_probs[swapped:] == pytest.approx(over_old(old, new, ids, response, swapped), abs=3e-5)
+        assert response.log_probs[swapped:] != pytest.approx(by_version(versions, ids, response)[swapped:], abs=1e-3)
+
+
+@pytest.mark.parametrize("caches", CACHES)
+def test_equal_weights_change_nothing_but_the_version(caches: Caches, folder: Folder) -> None:
+    old, *_ = actors(folder("llama"), 1)
+    same = Actor(folder("llama"), version=1)
+    whole = answers(engine_of(folder("llama"), old), *asked(3))
+    engine = engine_of(folder("llama"), old)
+    for request in asked(3):
+        engine.submit(request)
+    for _ in range(4):
+        engine.step()
+    engine.swap(cast(Any, same), caches)
+    responses = finished(engine, 3)
+    for request, expected in zip(asked(3), whole, strict=True):
+        found = responses[request.name]
+        assert found.ids == expected.ids and found.ended == expected.ended
+        assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+        assert found.versions == [0] * 4 + [1] * 6
+
+
+@pytest.mark.parametrize("caches", CACHES)
+def test_what_begins_after_a_swap_goes_on_from_nothing_that_is_older(caches: Caches, folder: Folder) -> None:
+    """Neither from a turn that had ended, nor from one that was under way, nor from a beginning in common."""
+    old, new, _ = versions = actors(folder("llama"))
+    engine, start = engine_of(folder("llama"), old), tokens(SHARED + 8, seed=9)
+    ended, under_way = (
+        Request(name, start, replace(LONG, max_new_tokens=count), KEY.answer(name), keep=True)
+        for name, count in (("ended", 3), ("under way", 10))
+    )
+    for request in (ended, under_way):
+        engine.submit(request)
+    taken = finished(engine, 1)
+    engine.swap(new, caches)
+    again = [
+        Request("ended", [*start, *taken["ended"].ids, *tokens(2, 1)], LONG, KEY.answer("ended", 1)),
+        Request("beside", start, LONG, KEY.answer("beside")),
+    ]
+    for request in again:
+        engine.submit(request)
+    taken |= finished(engine, 3)
+    again.append(Request("under way", [*start, *taken["under way"].ids, 7], LONG, KEY.answer("under way", 1)))
+    taken |= {"under way": answers(engine, again[-1])[0]}
+    for request in again:
+        response = taken[request.name]
+        assert set(response.versions) == {1}
+        assert response.log_probs == pytest.approx(by_version(versions, list(request.ids), response), abs=3e-5)
+
+
+class Broken(Actor):
+    """Sends a weight of another shape."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for i, (name, tensor) in enumerate(super().weights()):
+            yield name, tensor if i else tensor[:1]
+
+
+def test_a_swap_that_fails_is_named_by_what_was_under_way(folder: Folder) -> None:
+    old, new, _ = actors(folder("llama"))
+    engine = engine_of(folder("llama"), old)
+    for request in asked(2):
+        engine.submit(request)
+    engine.step()
+    with pytest.raises(SyncError, match=r"weights of version 1 did not arrive.*has shape"):
+        engine.swap(cast(Any, Broken(folder("llama"), 1)), "anew")
+    with pytest.raises(SwapError, match=r"were to change under the answers.*SyncError: weights of version 1") as raised:
+        engine.step()
+    assert isinstance(raised.value.__cause__, SyncError)
+    engine.sync(new)  # nothing of them is left
+    prompts, mask = ragged(engine, [4, 9])
+    assert set(engine.generate(prompts, mask, names(2), LONG, KEY).versions.flatten().tolist()) == {1}
+
+
+def test_another_thread_swaps_under_rows_that_are_generated(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ray has it: the thread that generates does not stop, and the swap comes after the step that it came in."""
+    versions = actors(folder("phimoe"))
+    engine, step, swapping = engine_of(folder("phimoe"), versions[0]), TorchRolloutEngine._step, list[Any]()
+
+    def stepped(self: TorchRolloutEngine, version: int) -> list[str]:
+        ended = step(self, version)
+        swapping.append(None)
+        if len(swapping) in (3, 5):
+            thread = threading.Thread(target=self.swap, args=(versions[(len(swapping) - 1) // 2], "anew"))
+            thread.start()
+            swapping[-1] = thread
+            while not self._alone._next.locked():  # it waits for this step
+                pass
+        return ended
+
+    monkeypatch.setattr(TorchRolloutEngine, "_step", stepped)
+    prompts, mask = ragged(engine, [4, 9])
+    sampled = engine.generate(prompts, mask, names(2), LONG, KEY)
+    for thread in filter(None, swapping):
+        thread.join()
+    assert sampled.versions.tolist() == [[0] * 3 + [1] * 2 + [2] * 5] * 2
+    for i in range(2):
+        response = Response(sampled.responses[i].tolist(), [], sampled.versions[i].tolist(), "length")
+        expected = by_version(versions, prompts[i][mask[i]].tolist(), response)
+        assert sampled.log_probs[i].tolist() == pytest.approx(expected, abs=3e-5)
+
+
+def test_who_waits_comes_before_who_goes_in_again_and_again() -> None:
+    alone, seen, stop = Alone(), list[str](), threading.Event()
+
+    def again_and_again() -> None:
+        while not stop.is_set():
+            with alone:
+                seen.append("again")
+                sum(range(2000))
+
+    thread = threading.Thread(target=again_and_again)
+    thread.start()
+    for _ in range(20):
+        with alone:
+            seen.append("waited")
+    stop.set()
+    thread.join()
+    places = [i for i, who in enumerate(seen) if who == "waited"]
+    assert len(places) == 20 and max(b - a for a, b in pairwise([0, *places])) < 10_000

@@ -1,0 +1,247 @@
+"""Rows one behind the other: who runs over them so, that rows stay apart, and who is told why not.
+
+That log-probs and gradients are those of each row alone is in `test_rows.py`, of all architectures.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+
+from flowrl.backends import LoRA, TorchCritic, TorchScorer
+from flowrl.backends.torch.score.packed import ATTENTION, Window
+from tests.backends.torch.train.trainers import CONTEXT, Folder, Pull, change, trainer, whole
+from tests.support.architectures import SETTINGS, architecture
+from tests.support.models import Ragged, ragged, tiny_folder
+
+PACKED = ["llama", "qwen2", "gpt2", "granite", "cohere", "phi"]
+PACKED += ["afmoe", "deepseek_v3", "gemma3_text", "mistral", "mixtral", "phimoe"]
+EAGER = "its attention is 'eager'"
+PADDED = {
+    "gemma2": EAGER,
+    "bloom": EAGER,
+    "falcon": EAGER,
+    "gpt_oss": EAGER,
+    "jamba": "its outputs for packed rows are",
+    "minimax": "its outputs for packed rows are",
+    "qwen3_next": "its outputs for packed rows are",
+}
+
+
+def folder_of(kind: str, path: Path) -> str:
+    return architecture(path, kind) if kind in SETTINGS else tiny_folder(path, kind)
+
+
+def scorer(folder: str, **settings: Any) -> Any:
+    return TorchScorer(folder, device="cpu", **settings).build(CONTEXT)
+
+
+def lines(engine: Any, batch: Ragged) -> set[int]:
+    """How many lines forward passes over the rows of `batch` have."""
+    seen: set[int] = set()
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.add(len(kwargs["input_ids"]))
+
+    handle = engine.model.register_forward_pre_hook(note, with_kwargs=True)
+    base = engine.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    engine.log_probs(batch)
+    handle.remove()
+    base.remove()
+    return seen
+
+
+# --- who is packed ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_rows_of_these_run_one_behind_the_other(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "flowrl"):
+        engine = scorer(folder_of(kind, tmp_path))
+    assert lines(engine, ragged()) == {1} and not caplog.records
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_rows_of_those_are_padded_and_it_is_said_why(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_of(kind, tmp_path)
+    with caplog.at_level(logging.WARNING, "flowrl"):
+        engine = scorer(folder)
+    assert lines(engine, ragged()) == {6}
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("flowrl")]
+    assert f"{type(engine.model).__name__} in {folder!r} runs over padded rows, since {PADDED[kind]}" in said
+
+
+def test_who_asks_for_plain_attention_gets_padded_rows_without_a_word(
+    tiny: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = scorer(tiny, attention="eager")
+    assert lines(engine, ragged()) == {6} and not caplog.records
+
+
+def test_a_layer_that_lets_nothing_through_is_padded(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = LlamaAttention.forward
+
+    def deaf(self: Any, hidden_states: Tensor, packed: Any = None, **kwargs: Any) -> Any:
+        return attend(self, hidden_states, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", deaf)
+    assert "its outputs for packed rows are" in scorer(tiny)._scorer.unpacked
+
+
+def test_a_layer_that_carries_a_little_from_token_to_token_is_padded(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So little that the numbers of a row by itself are nearly those of packed rows."""
+    apply = LlamaMLP.forward
+
+    def leaky(self: Any, x: Tensor) -> Tensor:
+        y = apply(self, x)
+        return y + 1e-3 * nn.functional.pad(y, (0, 0, 1, -1))
+
+    monkeypatch.setattr(LlamaMLP, "forward", leaky)
+    assert "tokens of one move the outputs of others" in scorer(tiny)._scorer.unpacked
+
+
+def test_a_layer_that_takes_no_such_word_is_padded(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = LlamaAttention.forward
+
+    def strict(
+        self: Any,
+        hidden_states: Any,
+        position_embeddings: Any,
+        attention_mask: Any,
+        past_key_values: Any = None,
+        use_cache: Any = None,
+        position_ids: Any = None,
+    ) -> Any:
+        return attend(self, hidden_states, position_embeddings, attention_mask, past_key_values)
+
+    monkeypatch.setattr(LlamaAttention, "forward", strict)
+    assert "it raises TypeError" in scorer(tiny)._scorer.unpacked
+
+
+# --- rows stay apart -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "gemma3_text", "deepseek_v3"])
+def test_a_row_does_not_see_the_others(kind: str, tmp_path: Path) -> None:
+    """Bit for bit: other tokens in all rows but one change nothing of that one."""
+    batch, engine = ragged(rows=8), scorer(folder_of(kind, tmp_path))
+    before = engine.log_probs(batch)
+    for row in range(8):
+        ids = (batch.input_ids + 1).where(batch.attention_mask & (batch.input_ids < 20), batch.input_ids)
+        ids[row] = batch.input_ids[row]
+        after = engine.log_probs(batch._replace(input_ids=ids))
+        assert torch.equal(after[row], before[row]) and not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
+def test_a_window_is_as_wide_in_packed_rows_as_alone(kind: str, tmp_path: Path) -> None:
+    """Of layers that look back 8 tokens, in rows of up to 40; without windows the numbers would be others."""
+    batch, folder = ragged(rows=6, prompt=12, response=28), architecture(tmp_path, kind)
+    together, plain = (scorer(folder, attention=attention).log_probs(batch) for attention in (None, "eager"))
+    torch.testing.assert_close(together, plain, atol=2e-6, rtol=1e-6)
+    config = Path(folder, "config.json")
+    config.write_text(config.read_text().replace('"sliding_window": 8', '"sliding_window": 64'))
+    assert not torch.allclose(scorer(folder).log_probs(batch), plain, atol=1e-3)
+
+
+def test_a_window_by_hand() -> None:
+    window = Window(lambda row, head, query, key: (key <= query) & (query - key < 2), 2)
+    assert window.mask(2, torch.device("cpu")) is None
+    mask = window.mask(4, torch.device("cpu"))
+    assert mask is not None and mask.shape == (1, 1, 4, 4)
+    assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_layers_that_are_computed_again_keep_rows_apart(kind: str, tmp_path: Path) -> None:
+    folder, batch = folder_of(kind, tmp_path), ragged(rows=8)
+    plain, again = trainer(folder), trainer(folder, gradient_checkpointing=True)
+    assert again._scorer.unpacked is None and torch.equal(plain.log_probs(batch), again.log_probs(batch))
+    moved, same = (change(e, lambda e=e: e.update(batch, [whole(batch)], Pull())) for e in (plain, again))
+    torch.testing.assert_close(moved, same, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"lora": LoRA()}, {"dtype": "bfloat16"}])
+def test_ratios_are_one(settings: dict[str, Any], folder: Folder) -> None:
+    """What scores rows and what trains on them lay them out alike, in small and large micro-batches."""
+    batch = ragged(rows=9)
+    for max_tokens in (None, 30):
+        engine, loss = trainer(folder("llama"), max_tokens=max_tokens, **settings), Pull()
+        assert engine._scorer.unpacked is None
+        old = engine.log_probs(batch)
+        engine.update(batch, [whole(batch)], loss)
+        for output, _, part, _ in loss.seen:
+            rows = [batch.uid.tolist().index(uid) for uid in part.uid]
+            assert torch.equal(output, old[rows])
+
+
+def test_rows_without_tokens_and_rows_with_hidden_ones_are_scored(folder: Folder) -> None:
+    batch, engine = ragged(), scorer(folder("llama"))
+    expected = engine.log_probs(batch)
+    none = torch.zeros_like(batch.attention_mask)
+    nothing = batch._replace(attention_mask=none, response_mask=torch.zeros_like(batch.response_mask))
+    assert not engine.log_probs(nothing).any()
+    mask = batch.attention_mask.clone()
+    mask[0, 3] = False
+    hidden = batch._replace(attention_mask=mask, response_mask=batch.response_mask & mask[:, -9:])
+    plain = scorer(folder("llama"), attention="eager").log_probs(hidden)
+    torch.testing.assert_close(engine.log_probs(hidden), plain, atol=2e-6, rtol=2e-6)
+    assert not torch.allclose(plain[0], expected[0], atol=1e-3)
+
+
+# --- others who use the model ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_who_calls_the_model_itself_gets_what_transformers_gives(kind: str, tmp_path: Path) -> None:
+    """Padded rows, one row alone, and one that goes on from a cache; windows of `mistral` are narrower."""
+    folder = folder_of(kind, tmp_path)
+    model, plain = scorer(folder).model, AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.randint(4, 20, (3, 24))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    calls: list[dict[str, Any]] = [
+        {"input_ids": ids, "attention_mask": mask, "position_ids": places},
+        {"input_ids": ids[1:2], "attention_mask": mask[1:2]},
+        {"input_ids": ids[1:2]},
+    ]
+    with torch.no_grad():
+        for call in calls:
+            found, expected = (m(**call).logits[call.get("attention_mask", mask[1:2]).bool()] for m in (model, plain))
+            torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-6)
+        for m in (model, plain):
+            m.generation_config.pad_token_id = 0
+        sampled = [m.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=8) for m in (model, plain)]
+    assert torch.equal(*sampled)
+
+
+def test_what_is_saved_says_nothing_of_it(folder: Folder, tmp_path: Path) -> None:
+    engine = trainer(folder("llama"))
+    engine.save_pretrained(str(tmp_path))
+    assert ATTENTION not in (tmp_path / "config.json").read_text()
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_critic_packs_its_rows(folder: Folder) -> None:
+    batch = ragged()
+    together, padded = (
+        TorchCritic(folder("llama"), attention=attention, device="cpu").build(CONTEXT) for attention in (None, "eager")
+    )
+    for engine in (together, padded):
+        nn.init.normal_(engine._head.weight, generator=torch.Generator().manual_seed(0))
+    assert (together._body.unpacked is None) and padded._body.unpacked is not None
+    torch.testing.assert_close(together.values(batch), padded.values(batch), atol=5e-6, rtol=1e-5)

@@ -1,0 +1,231 @@
+"""Micro-batches by length, and rows moved to their first token: nothing changes, and padding is not computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from flowrl.backends import SGD, TorchScorer
+from flowrl.backends.torch.score.rows import Budget, TokenInputs, from_first_tokens, micro_batches, packed
+from flowrl.protocols.protocols import MiniBatch
+from tests.backends.torch.train.trainers import CONTEXT, Folder, Pull, seen_by, trainer
+from tests.nightly import nightly_except
+from tests.support.architectures import SETTINGS, architecture
+from tests.support.models import KINDS, Ragged, ragged, tiny_folder, unpadded
+
+PLAIN = [*KINDS, "granite", "cohere", "phi"]
+OTHERS = sorted(SETTINGS.keys() - {"recurrent_gemma", "rwkv", "xlstm"})
+"""Of the other architectures, those that are trained; see `test_probes.py`."""
+ON_EVERY_COMMIT = ["gpt2", "gemma2", "granite", "gpt_oss", "jamba", "deepseek_v3"]
+"""Learned positions, windows, a scale of attention, sinks and experts, states, and latent attention."""
+
+
+def mask_of(lengths: list[tuple[int, int]], prompt: int = 6, response: int = 8) -> Tensor:
+    """Rows with so many tokens of their prompts and responses."""
+    columns = torch.arange(prompt + response)
+    return torch.stack([(columns >= prompt - p) & (columns < prompt + r) for p, r in lengths])
+
+
+# --- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 8)), min_size=1, max_size=12),
+    st.integers(1, 60),
+    st.booleans(),
+)
+def test_micro_batches_take_every_row_once_by_length_and_within_the_budget(
+    lengths: list[tuple[int, int]], positions: int, pack: bool
+) -> None:
+    runs, spans = micro_batches(mask_of(lengths), Budget(positions, pack)), [sum(length) for length in lengths]
+
+    def computed(rows: list[int]) -> int:
+        of_rows = [spans[row] for row in rows]
+        return sum(of_rows) if pack else len(rows) * max(of_rows)
+
+    assert sorted(torch.cat(runs).tolist()) == list(range(len(lengths)))
+    for run, after in zip(runs, [*runs[1:], None], strict=True):
+        rows = run.tolist()
+        assert run.dtype == torch.int64 and rows == sorted(rows)
+        assert len(rows) == 1 or computed(rows) <= positions
+        if after is not None:
+            following = min(after.tolist(), key=lambda row: spans[row])
+            assert max(spans[row] for row in rows) <= spans[following]
+            assert computed([*rows, following]) > positions  # it would not have fitted
+
+
+def test_micro_batches_by_hand() -> None:
+    mask = mask_of([(6, 8), (1, 2), (6, 0), (0, 0), (2, 1), (1, 5), (3, 3)])  # spans 14, 3, 6, 0, 3, 6, 6
+    assert [run.tolist() for run in micro_batches(mask, Budget(12, False))] == [[1, 3, 4], [2, 5], [6], [0]]
+    assert [run.tolist() for run in micro_batches(mask, Budget(12, True))] == [[1, 2, 3, 4], [5, 6], [0]]
+    assert [run.tolist() for run in micro_batches(mask, Budget(10**6, False))] == [list(range(7))]
+    assert micro_batches(mask[:0], Budget(12, True)) == []
+
+
+def test_rows_of_one_length_stay_in_order() -> None:
+    assert [run.tolist() for run in micro_batches(mask_of([(3, 4)] * 7), Budget(21, False))] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6],
+    ]
+
+
+def test_a_budget_that_is_not_named_is_smaller_on_a_cpu() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert (Budget.of(None, cpu, True), Budget.of(None, cuda, False)) == (Budget(2048, True), Budget(16384, False))
+    assert Budget.of(7, cuda, True) == Budget(7, True)
+
+
+# --- rows as they run ------------------------------------------------------------------------------------------------
+
+
+def test_rows_begin_with_their_first_token_and_are_as_wide_as_the_longest() -> None:
+    batch = ragged()
+    shortest = torch.tensor([1, 3, 4])
+    part: Any = Ragged(*(c[shortest] if isinstance(c, Tensor) else None for c in batch))
+    part = part._replace(attention_mask=part.attention_mask & torch.tensor([[True], [True], [False]]))
+    moved, lengths = from_first_tokens(part), part.attention_mask.sum(1).tolist()
+    assert moved.input_ids.shape[1] == max(lengths) < batch.input_ids.shape[1] and lengths[2] == 0
+    for row, length in enumerate(lengths):
+        assert torch.equal(moved.input_ids[row, :length], part.input_ids[row][part.attention_mask[row]])
+        assert moved.input_ids[row, length:].eq(0).all() and moved.position_ids[row, length:].eq(0).all()
+        assert moved.position_ids[row, :length].tolist() == list(range(length))
+        assert moved.attention_mask[row].tolist() == [True] * length + [False] * (max(lengths) - length)
+    assert (-moved.shifts[:2]).tolist() == part.attention_mask[:2].int().argmax(1).tolist()
+    assert moved.lines.tolist() == [0, 1, 2] and moved.runs is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 8)), min_size=1, max_size=8).filter(lambda x: any(map(sum, x)))
+)
+def test_packed_rows_stand_one_behind_the_other_short_ones_first(lengths: list[tuple[int, int]]) -> None:
+    mask = mask_of(lengths)
+    ids, nothing = torch.arange(mask.numel()).view_as(mask), torch.zeros(len(mask), 8, dtype=torch.bool)
+    moved = packed(TokenInputs(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), nothing))
+    order = sorted(range(len(mask)), key=lambda row: (sum(lengths[row]), row))
+    assert moved.input_ids.tolist() == [[int(x) for row in order for x in ids[row][mask[row]]]]
+    assert moved.position_ids.tolist() == [[place for row in order for place in range(sum(lengths[row]))]]
+    assert moved.attention_mask.all() and moved.attention_mask.shape == moved.input_ids.shape
+    assert moved.runs is not None
+    expanded = [tokens for rows, tokens in moved.runs for _ in range(rows)]
+    assert expanded == [sum(lengths[row]) for row in order if any(lengths[row])]
+    assert len({tokens for _, tokens in moved.runs}) == len(moved.runs)  # rows of one length are one rectangle
+    rows, columns = mask.nonzero(as_tuple=True)
+    assert torch.equal(moved.input_ids[moved.lines[rows], columns + moved.shifts[rows]], ids[rows, columns])
+
+
+def test_a_token_that_is_hidden_inside_a_row_stays_where_it_is() -> None:
+    batch = ragged()
+    mask = batch.attention_mask.clone()
+    mask[0, 3] = False
+    moved = packed(batch._replace(attention_mask=mask))  # which packs no such rows
+    assert moved.runs is None and torch.equal(moved.attention_mask[0], mask[0]) and moved.input_ids[0, 3] == 0
+    assert torch.equal(moved.position_ids[0][mask[0]], batch.position_ids[0][mask[0]])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_no_more_is_computed_than_each_micro_batch_needs(kind: str, folder: Folder) -> None:
+    """By the shapes that the model is run on, of a trainer whose padded rows are more than twice their tokens."""
+    batch, shapes = ragged(rows=24, prompt=12, response=24), []
+    engine = trainer(folder(kind), max_tokens=60)
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shapes.append(tuple(kwargs["input_ids"].shape))
+
+    engine.model.model.register_forward_pre_hook(note, with_kwargs=True)
+    engine.log_probs(batch)
+    lengths, pack = batch.attention_mask.sum(1), kind == "llama"
+    runs = micro_batches(batch.attention_mask, Budget(60, pack))
+    needed = [(1, int(lengths[run].sum())) if pack else (len(run), int(lengths[run].max())) for run in runs]
+    assert shapes == needed
+    computed = sum(rows * width for rows, width in shapes)
+    assert computed == lengths.sum() if pack else computed < 1.15 * int(lengths.sum())
+    assert batch.input_ids.numel() > 1.5 * computed
+    shapes.clear()
+    engine.update(batch, [MiniBatch(torch.arange(24), batch.response_mask.float())], Pull())
+    assert shapes == needed  # the same, for the same rows
+
+
+def test_only_logits_that_are_read_are_made(tmp_path: Path) -> None:
+    """Of a model that is no head over hidden states, from the first place that is read on."""
+    batch, kept = ragged(), []
+    engine = TorchScorer(tiny_folder(tmp_path, "granite"), device="cpu").build(CONTEXT)
+    scorer = engine._scorer
+    scorer._run, scorer._output, scorer._head = engine.model, "logits", type(scorer._head)()
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        kept.append(out.logits.shape[1])
+
+    expected = TorchScorer(engine.folder, device="cpu").build(CONTEXT).log_probs(batch)
+    engine.model.register_forward_hook(note, with_kwargs=True)
+    part = Ragged(*(c[2:] if c is not None else None for c in batch))
+    torch.testing.assert_close(engine.log_probs(part), expected[2:], atol=1e-5, rtol=0)
+    lengths = part.attention_mask.sum(1)
+    before = int(part.attention_mask[lengths.argmin(), :7].sum()) - 1
+    assert kept == [int(lengths.sum()) - before]
+
+
+# --- nothing changes -------------------------------------------------------------------------------------------------
+
+
+def alone(lm: Any, batch: Ragged, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs by `lm` of one row at a time, without padding; and the gradient of `Pull`."""
+    rows = torch.zeros(batch.response_mask.shape, dtype=lm.dtype)
+    for row, ids, counted in unpadded(batch):
+        log_p = torch.log_softmax(lm(ids).logits[0] / batch.temperature[row].to(lm.dtype), dim=-1)[counted - 1]
+        rows[row, batch.response_mask[row]] = log_p.gather(1, ids[0, counted, None]).squeeze(1)
+    (-(weights * batch.pull * rows).sum()).backward()
+    return rows.detach(), {name: parameter.grad for name, parameter in lm.named_parameters()}
+
+
+def in_float64(folder: str, batch: Ragged, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """`alone`, of a folder; in float32 where layers cannot compute in float64 (experts, state spaces)."""
+
+    def of(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+        lm = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+        return alone(lm, batch, weights)
+
+    try:
+        return of(torch.float64)
+    except RuntimeError:
+        return of(torch.float32)
+
+
+def apart(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth.double()).norm() / truth.double().norm())
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_tokens"),
+    nightly_except(
+        [("llama", 10**6), ("llama", 40), ("llama", 1), *((kind, 40) for kind in ON_EVERY_COMMIT)],
+        [(kind, budget) for kind in PLAIN for budget in (10**6, 40, 1)] + [(kind, 40) for kind in OTHERS],
+    ),
+)
+def test_log_probs_and_gradients_are_those_of_each_row_alone(kind: str, max_tokens: int, tmp_path: Path) -> None:
+    """By transformers, in float64 where its code can compute in that; windows are narrower than rows are long."""
+    batch, loss = ragged(rows=8), Pull()
+    weights = batch.response_mask * torch.rand(batch.response_mask.shape, generator=torch.Generator().manual_seed(0))
+    changed = {"sliding_window": 4} if kind == "gemma2" else {}
+    folder = tiny_folder(tmp_path, kind, **changed) if kind in PLAIN else architecture(tmp_path, kind)
+    truth, gradients = in_float64(folder, batch, weights)
+    engine = trainer(folder, max_tokens=max_tokens, optimizer=SGD(lr=0.1, momentum=0.9))
+    old = engine.log_probs(batch)
+    assert apart(old, truth) < 1e-6
+    engine.update(batch, [MiniBatch(torch.arange(8), weights)], loss)
+    assert torch.equal(seen_by(loss, batch), old)
+    state = engine.state_dict()
+    buffers = state["optimizer"]["state"]
+    names = [name for name, gradient in gradients.items() if gradient is not None]
+    found = {name: buffers[i]["momentum_buffer"] for i, name in enumerate(state["weights"])}
+    assert not any(found[name].any() for name in found.keys() - set(names))
+    slope, expected = (torch.cat([of[name].double().flatten() for name in names]) for of in (found, gradients))
+    # What float32 leaves of a row alone; Granite's attention, whose scores are not scaled, leaves less.
+    assert apart(slope, expected) < (2e-5 if kind == "granite" else 3e-6)

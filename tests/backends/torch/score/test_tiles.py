@@ -1,0 +1,242 @@
+"""Log-probs and entropies that are made tile by tile, against autograd over whole distributions in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flowrl.backends.torch.probes import AfterHead
+from flowrl.backends.torch.score import tiles
+from flowrl.backends.torch.score.tiles import Entropy, LMHead, score_tokens
+from tests.nightly import examples
+
+HIDDEN = 6
+AFTER = {"plain": AfterHead(), "scaled": AfterHead(0.3), "capped": AfterHead(cap=1.5), "both": AfterHead(2.0, 3.0)}
+
+
+class Case(NamedTuple):
+    """What is scored: `states` are the logits where there is no `layer`."""
+
+    layer: nn.Linear | None
+    after: AfterHead
+    states: Tensor
+    targets: Tensor
+    temperature: Tensor
+
+    def scored(self, entropy: Entropy, chunk: int = 1024) -> tuple[Tensor, ...]:
+        head = LMHead(self.layer, self.after)
+        return score_tokens(entropy, head, chunk, self.states, self.targets, self.temperature)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.states, *([] if self.layer is None else self.layer.parameters())]
+
+
+def case(tokens: int, size: int, seed: int = 0, bias: bool = False, ready: bool = False, **settings: Any) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    layer = None if ready else nn.Linear(HIDDEN, size, bias=bias)
+    for parameter in () if layer is None else layer.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    states = torch.randn(tokens, size if ready else HIDDEN, generator=generator).requires_grad_()
+    targets = torch.randint(size, (tokens,), generator=generator)
+    temperature = 0.5 + torch.rand(tokens, generator=generator)
+    if settings.get("temperature") == 1.0:
+        temperature = torch.ones(tokens)
+    return Case(layer, settings.get("after", AfterHead()), states, targets, temperature)
+
+
+def exact(found: Case) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probs and entropies by the whole distributions in float64; and the leaves that they are made of."""
+    leaves = [leaf.detach().double().requires_grad_() for leaf in found.leaves]
+    logits = leaves[0] if found.layer is None else found.after(nn.functional.linear(leaves[0], *leaves[1:]))
+    log_p = (logits / found.temperature[:, None].double()).log_softmax(1)
+    return [log_p.gather(1, found.targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)], leaves
+
+
+def apart(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth).norm() / truth.norm().clamp_min(1e-30))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes tiles small."""
+
+    def to(part: int, numbers: int) -> None:
+        monkeypatch.setattr(tiles, "_PART", part)
+        monkeypatch.setattr(tiles, "_numbers", lambda device, products: numbers)
+
+    return to
+
+
+def agree(found: Case, entropy: Entropy, chunk: int = 1024, bound: float = 1e-6) -> None:
+    """Numbers and gradients are those of float64, but for rounding: gradients to `bound` of their length."""
+    scored, (truth, leaves) = found.scored(entropy, chunk), exact(found)
+    if entropy != "gradient":
+        truth[1] = truth[1].detach()
+    pulls = [torch.linspace(-1.0, 2.0, len(found.targets)) * sign for sign in (1.0, 0.7)]
+    for x, expected in zip(scored, truth, strict=False):
+        assert x.dtype == torch.float32
+        torch.testing.assert_close(x.double(), expected.detach(), atol=3 * bound, rtol=1e-6)
+    moving = [(x, y, pull) for x, y, pull in zip(scored, truth, pulls, strict=False) if y.requires_grad]
+    sum(((x * pull).sum() for x, _, pull in moving), torch.zeros(())).backward()
+    sum(((y * pull).sum() for _, y, pull in moving), torch.zeros(())).backward()
+    for leaf, expected in zip(found.leaves, leaves, strict=True):
+        assert leaf.grad is not None and expected.grad is not None and leaf.grad.dtype == leaf.dtype
+        assert apart(leaf.grad, expected.grad) < bound
+
+
+@pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("bias", [False, True])
+def test_numbers_and_gradients_are_those_of_float64(
+    after: str, bias: bool, entropy: Entropy, small: Callable[..., None]
+) -> None:
+    small(7, 21)
+    agree(case(11, 40, bias=bias, after=AFTER[after]), entropy)
+    agree(case(11, 40, bias=bias, after=AFTER[after], temperature=1.0), entropy)
+
+
+@examples(40)
+@given(
+    st.integers(1, 9), st.integers(1, 30), st.integers(1, 12), st.integers(1, 60), st.integers(1, 10),
+    st.booleans(), st.sampled_from(["none", "value", "gradient"]),
+)  # fmt: skip
+def test_no_cut_changes_more_than_rounding(
+    tokens: int, size: int, part: int, numbers: int, chunk: int, ready: bool, entropy: Entropy
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "_PART", part)
+        patch.setattr(tiles, "_numbers", lambda device, products: numbers)
+        agree(case(tokens, size, tokens * size, ready=ready), entropy, chunk)
+
+
+def test_a_vocabulary_of_several_parts_as_they_are() -> None:
+    """To what autograd over the whole distributions in float32 keeps to as well: 3e-6 here."""
+    agree(case(70, 9000), "gradient", bound=5e-6)
+    agree(case(70, 9000, ready=True, temperature=1.0), "gradient", bound=5e-6)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_are_the_same_bits_with_entropy_or_a_gradient(dtype: torch.dtype, ready: bool) -> None:
+    found = case(50, 5000, ready=ready)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with torch.no_grad():
+            alone = found.scored("none")[0]
+        others = [found.scored(entropy) for entropy in ("none", "value", "gradient")]
+    assert all(torch.equal(scored[0].detach(), alone) for scored in others)
+    assert torch.equal(others[1][1], others[2][1]) and not others[1][1].requires_grad
+
+
+@pytest.mark.parametrize("after", AFTER)
+def test_in_bfloat16_logits_are_rounded_and_nothing_else_is(after: str) -> None:
+    """Of the same logits, as autocast makes them, the numbers are those of float64."""
+    found = case(30, 5000, bias=True, after=AFTER[after])
+    with torch.autocast("cpu", torch.bfloat16):
+        log_prob, entropy = found.scored("gradient")
+        logits = LMHead(found.layer, found.after)(found.states).detach()
+    assert logits.dtype == torch.bfloat16 and log_prob.dtype == entropy.dtype == torch.float32
+    (truth, uncertain), _ = exact(Case(None, AfterHead(), logits, *found[3:]))
+    torch.testing.assert_close(log_prob.double(), truth.detach(), atol=5e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), uncertain.detach(), atol=5e-6, rtol=1e-6)
+    (log_prob.sum() + entropy.sum()).backward()
+    (log_prob, entropy), leaves = exact(found)
+    (log_prob.sum() + entropy.sum()).backward()
+    assert all(apart(leaf.grad, expected.grad) < 0.03 for leaf, expected in zip(found.leaves, leaves, strict=True))
+
+
+def test_logits_in_bfloat16_get_a_gradient_in_bfloat16() -> None:
+    found = case(9, 40, ready=True)
+    narrow = found.states.detach().bfloat16().requires_grad_()
+    for x in found._replace(states=narrow), found._replace(states=narrow.detach().float().requires_grad_()):
+        x.scored("gradient")[1].sum().backward()
+        assert x.states.grad.dtype == x.states.dtype
+        truth = exact(x)
+        truth[0][1].sum().backward()
+        assert apart(x.states.grad, truth[1][0].grad) < (3e-3 if x.states.dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_no_tokens_give_gradients_of_zero(ready: bool) -> None:
+    found = case(0, 40, bias=not ready, ready=ready)
+    log_prob, entropy = found.scored("gradient")
+    assert log_prob.shape == entropy.shape == (0,)
+    (log_prob.sum() + entropy.sum()).backward()
+    assert all(leaf.grad is not None and leaf.grad.eq(0).all() for leaf in found.leaves)
+
+
+@pytest.mark.parametrize("frozen", ["states", "head"])
+def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
+    found, other = case(5, 40, bias=True), case(5, 40, bias=True)
+    for leaf in found.leaves[:1] if frozen == "states" else found.leaves[1:]:
+        leaf.requires_grad_(False)
+    for x in found, other:
+        x.scored("none")[0].sum().backward()
+    for leaf, expected in zip(found.leaves, other.leaves, strict=True):
+        assert torch.equal(leaf.grad, expected.grad) if leaf.requires_grad else leaf.grad is None
+
+
+def test_what_is_ruled_out_has_no_part_in_the_rest() -> None:
+    """Logits of -inf, as a model gives tokens that it never says."""
+    found = case(6, 40, ready=True)
+    targets = found.targets.where(found.targets < 30, 3)
+    ruled = found.states.detach().clone()
+    ruled[:, 30:] = -torch.inf
+    kept = found._replace(states=ruled[:, :30].clone().requires_grad_(), targets=targets)
+    found = found._replace(states=ruled.requires_grad_(), targets=targets)
+    for x in found, kept:
+        x.scored("none")[0].sum().backward()
+    torch.testing.assert_close(found.scored("none")[0], kept.scored("none")[0])
+    torch.testing.assert_close(found.states.grad[:, :30], kept.states.grad)
+    assert found.states.grad[:, 30:].eq(0).all()
+
+
+def test_what_is_no_number_stays_in_its_row(small: Callable[..., None]) -> None:
+    small(7, 21)
+    found, clean = case(6, 40), case(6, 40)
+    with torch.no_grad():
+        found.states[2, 3] = torch.nan
+    for x in found, clean:
+        x.scored("none")[0].sum().backward()
+    scored, others = found.scored("value"), torch.arange(6) != 2
+    for x, expected in zip(scored, clean.scored("value"), strict=True):
+        assert x[2].isnan() and torch.equal(x[others], expected[others])
+    assert found.states.grad[2].isnan().all() and torch.equal(found.states.grad[others], clean.states.grad[others])
+
+
+def test_a_token_that_no_logit_stands_for_is_refused(small: Callable[..., None]) -> None:
+    small(7, 21)
+    for size in (40, 42):
+        found = case(3, size)
+        with pytest.raises((IndexError, RuntimeError)):
+            found._replace(targets=torch.tensor([0, size, 1])).scored("none")
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any tensor has which a pass makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return out
+
+
+def test_a_large_vocabulary_takes_no_more_than_tiles() -> None:
+    """Its 21 million logits are made in tiles of at most 8 MB; the head's own gradient is smaller than one."""
+    found = case(140, 152_000)._replace(layer=nn.Linear(2, 152_000), states=torch.randn(140, 2).requires_grad_())
+    with Largest() as largest:
+        sum(x.sum() for x in found.scored("gradient")).backward()
+    assert 1 << 18 < largest.numbers <= 1 << 21

@@ -1,0 +1,448 @@
+"""What `test_fsdp.py` compares between one process and two ranks: cases that run in either, and a rank's main program.
+
+``python -m tests.backends.torch.train.fsdp_cases RANK SIZE FOLDER`` runs every case as one rank of a gloo group, and
+pickles what it found.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flowrl.backends import SGD, AdamW, Cosine, LoRA, TorchCritic, TorchScorer, TorchTrainer
+from flowrl.data.balance import Share
+from flowrl.data.metrics import Metrics
+from flowrl.operators import DPO, KLCov, KLLoss, PPOClip, ValueClip
+from flowrl.operators.losses.objective import TokenObjective
+from flowrl.operators.updates.mini_batches import rank_parts, record
+from flowrl.protocols.protocols import MiniBatch
+from tests.support.models import ragged
+
+ROWS = 7
+PPO = TokenObjective(PPOClip(dual_clip=3.0), kl=KLLoss("k3", 0.05), entropy=0.01)
+TIMEOUT = 30  # seconds that a rank waits for one that does not come, in the last case
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A `BuildContext`: rank and number of ranks; and where models, rollouts and checkpoints are."""
+
+    rank: int
+    world_size: int
+    folder: Path
+    seed: int = 0
+
+    def model(self, kind: str) -> str:
+        return str(self.folder / f"{kind}-0")
+
+    def rollouts(self, kind: str) -> dict[str, Tensor]:
+        return torch.load(self.folder / f"{kind}.pt")
+
+    def build(self, backend: type, kind: str, **settings: Any) -> Any:
+        settings = {"device": "cpu", "ranks": self.world_size} | settings
+        return backend(self.model(kind), **settings).build(self)
+
+    def trainer(self, kind: str, **settings: Any) -> Any:
+        return self.build(TorchTrainer, kind, **{"optimizer": SGD(lr=1.0), "grad_clip": None} | settings)
+
+    def mine(self, rows: Sequence[int]) -> list[int]:
+        """The rows of this rank: the first has all but the last two; alone, it has all."""
+        return list(rows) if self.world_size == 1 else list(rows[:-2]) if self.rank == 0 else list(rows[-2:])
+
+
+class Shared:
+    """A `BuildContext` that knows one engine."""
+
+    seed, rank, world_size = 0, 0, 1
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def engine(self, role: str) -> Any:
+        return self._engine
+
+
+def sequences(rows: Sequence[int] | None = None) -> Any:
+    batch: Any = ragged(ROWS)
+    index = torch.tensor(range(ROWS) if rows is None else rows, dtype=torch.int64)
+    return batch._replace(
+        **{
+            name: column[index.numpy()] if name == "uid" else column[index]
+            for name, column in batch._asdict().items()
+            if column is not None
+        }
+    )
+
+
+TOKENS = ("input_ids", "attention_mask", "position_ids", "response_mask")
+
+
+def policy_batch(ranks: Ranks, kind: str) -> Any:
+    columns = sequences()._asdict() | ranks.rollouts(kind)
+    return record({n: columns[n] for n in (*TOKENS, "temperature", "old_log_probs", "advantages", "ref_log_prob")})
+
+
+def value_batch(ranks: Ranks, kind: str) -> Any:
+    columns = sequences()._asdict() | ranks.rollouts(kind)
+    return record({name: columns[name] for name in (*TOKENS, "values", "returns")})
+
+
+def minis(batch: Any, loss: Any, *parts: Sequence[int]) -> list[MiniBatch]:
+    """Mini-batches of these rows, with the weights that `loss` gives their tokens."""
+    share = Share(dist.get_rank(), dist.get_world_size(), None, None) if dist.is_initialized() else None
+    drawn = [torch.tensor(rows) for rows in parts]
+    return rank_parts(drawn, loss.weights, batch.response_mask, batch.attention_mask, share)
+
+
+ALL = range(ROWS)
+# Two epochs; a mini-batch of one row, two that nobody can halve.
+STEPS = ([4], [0, 1, 2, 3, 5, 6], [6, 2, 0], [5, 1, 3, 4])
+
+
+def weights(engine: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def values_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+        for name, tensor in state.items()
+    }
+
+
+def log_probs(ranks: Ranks, kind: str) -> dict[str, Any]:
+    """Of the rank's own rows: with micro-batches of unequal numbers, of all rows, of none."""
+    engine = ranks.build(TorchScorer, kind, max_tokens=20)
+    own = ranks.mine(ALL)
+    found = {"own": engine.log_probs(sequences(own)), "all": engine.log_probs(sequences())}
+    none = engine.log_probs(sequences([] if ranks.rank == 1 else [3]))
+    return found | {"none": none, "rows": own}
+
+
+def last_gradient(engine: Any) -> dict[str, Tensor]:
+    """The gradient of the first step of SGD with momentum, as its buffers keep it."""
+    state = engine.state_dict()
+    buffers = (state["optimizer"]["state"][i]["momentum_buffer"] for i in range(len(state["weights"])))
+    return values_of(dict(zip(state["weights"], buffers, strict=True)))
+
+
+def gradient(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
+    engine = ranks.trainer(kind, max_tokens=40, optimizer=SGD(lr=0.1, momentum=0.9), **settings)
+    before, batch = weights(engine), policy_batch(ranks, kind)
+    metrics = engine.update(batch, minis(batch, PPO, ALL), PPO)
+    return {"before": before, "after": weights(engine), "gradient": last_gradient(engine), "metrics": metrics}
+
+
+def training(ranks: Ranks, kind: str, optimizer: Any) -> dict[str, Any]:
+    """Epochs of mini-batches, clipped, under a schedule."""
+    engine, batch = (
+        ranks.trainer(kind, optimizer=optimizer, grad_clip=1.0, schedule=Cosine(12), max_tokens=40),
+        policy_batch(ranks, kind),
+    )
+    metrics = [engine.update(batch, minis(batch, PPO, *STEPS), PPO) for _ in range(2)]
+    return {
+        "after": weights(engine),
+        "metrics": metrics,
+        "version": engine.version,
+        "log_probs": engine.log_probs(sequences()),
+    }
+
+
+PAIRS = TokenObjective(DPO(0.5), "seq-mean-token-mean", entropy=0.01)
+COVARIANCE = TokenObjective(KLCov(0.2))
+
+
+def over_rows(ranks: Ranks, objective: TokenObjective, max_tokens: int = 20) -> dict[str, Any]:
+    """An objective that compares rows, which are dealt to ranks and micro-batches."""
+    engine = ranks.trainer("llama", max_tokens=max_tokens, optimizer=SGD(lr=0.1, momentum=0.9))
+    batch = policy_batch(ranks, "llama")
+    uid = np.array([f"{row % 3}" for row in range(ROWS)], dtype=object)
+    columns = batch._asdict() | {"uid": uid, "token_level_scores": batch.advantages}
+    share = Share(dist.get_rank(), dist.get_world_size(), None, None) if dist.is_initialized() else None
+    drawn = [torch.tensor(rows) for rows in (ALL, [6, 3, 0], [1, 4, 5, 2])]
+    parts = rank_parts(drawn, objective.weights, batch.response_mask, batch.attention_mask, share, columns)
+    metrics = engine.update(batch, parts[:1], objective)
+    slope = last_gradient(engine)
+    return {"gradient": slope, "metrics": [metrics, engine.update(batch, parts, objective)], "after": weights(engine)}
+
+
+def critic(ranks: Ranks, **settings: Any) -> dict[str, Any]:
+    engine = ranks.build(TorchCritic, "critic", optimizer=SGD(lr=0.005, momentum=0.9), grad_clip=None, **settings)
+    batch, loss = value_batch(ranks, "llama"), TokenObjective(ValueClip(0.2))
+    own = ranks.mine(ALL)
+    found = engine.values(sequences(own))
+    metrics = [engine.update(batch, minis(batch, loss, ALL), loss)]
+    slope = last_gradient(engine)
+    metrics.append(engine.update(batch, minis(batch, loss, *STEPS), loss))
+    engine.save_pretrained(str(ranks.folder / f"saved-critic-{ranks.world_size}"))
+    after = values_of(engine.state_dict()["weights"])
+    return {
+        "own": found,
+        "rows": own,
+        "metrics": metrics,
+        "gradient": slope,
+        "after": after,
+        "all": engine.values(sequences()),
+    }
+
+
+def resuming(ranks: Ranks) -> dict[str, Any]:
+    """Train, save, train on; and from what was saved, train on again: by state dict, from a checkpoint, from the other
+    number of ranks' checkpoint where there is one."""
+    settings: dict[str, Any] = {"optimizer": AdamW(lr=0.003, eps=1e-5), "grad_clip": 1.0, "schedule": Cosine(20)}
+    batch = policy_batch(ranks, "qwen2")
+
+    def go_on(engine: Any) -> dict[str, Any]:
+        metrics = engine.update(batch, minis(batch, PPO, *STEPS), PPO)
+        return {"metrics": metrics.compute(), "after": weights(engine), "version": engine.version}
+
+    engine = ranks.trainer("qwen2", **settings)
+    fresh = ranks.folder / f"fresh-{ranks.world_size}"
+    engine.save_checkpoint(str(fresh))  # before any step there is no state of an optimiser
+    engine.update(batch, minis(batch, PPO, *STEPS), PPO)
+    folder = ranks.folder / f"checkpoint-{ranks.world_size}"
+    engine.save_checkpoint(str(folder))
+    twin = ranks.trainer("qwen2", **settings)
+    twin.load_state_dict(engine.state_dict())
+    found = {"straight": go_on(engine), "state": go_on(twin)}
+    engine.load_checkpoint(str(folder))  # into an engine that has gone on
+    found["back"] = go_on(engine)
+    other = ranks.folder / f"checkpoint-{3 - ranks.world_size}"
+    if other.exists():
+        engine.load_checkpoint(str(other))
+        found["other"] = go_on(engine)
+    engine.load_checkpoint(str(fresh))
+    found["fresh"] = go_on(engine)
+    llama, sgd = ranks.trainer("llama", **settings), ranks.trainer("qwen2")
+    found["no checkpoint"] = error_of(lambda: engine.load_checkpoint(str(ranks.folder)))
+    found["another model"] = error_of(lambda: llama.load_checkpoint(str(folder)))
+    found["another optimiser"] = error_of(lambda: sgd.load_checkpoint(str(folder)))
+    found["twice"] = error_of(lambda: engine.save_checkpoint(str(folder)))
+    return found
+
+
+def lora(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
+    """Train an adapter whose r two ranks cannot halve; the reference before and after is the actor without it."""
+    settings = {"lora": LoRA(r=3, alpha=6), "optimizer": SGD(lr=0.05, momentum=0.9), "max_tokens": 40} | settings
+    engine, batch = ranks.trainer(kind, **settings), policy_batch(ranks, kind)
+    reference = TorchScorer().build(Shared(engine))
+    found: dict[str, Any] = {"fresh": weights(engine), "reference": [reference.log_probs(batch)]}
+    found["metrics"] = [engine.update(batch, minis(batch, PPO, ALL), PPO)]
+    folder = ranks.folder / f"{kind}-lora-checkpoint"
+    engine.save_checkpoint(f"{folder}-{ranks.world_size}")
+
+    def go_on() -> dict[str, Tensor]:
+        found["metrics"].append(engine.update(batch, minis(batch, PPO, *STEPS), PPO))
+        return dict(engine.adapter_weights())
+
+    found["adapter"] = {name: tensor.clone() for name, tensor in go_on().items()}
+    found["reference"].append(reference.log_probs(batch))
+    found |= {"after": weights(engine), "log_probs": engine.log_probs(batch), "over": engine.adapter_of}
+    engine.save_pretrained(str(ranks.folder / f"{kind}-lora-saved-{ranks.world_size}"))
+    other = f"{folder}-{3 - ranks.world_size}"
+    if Path(other).exists():
+        engine.load_checkpoint(other)
+        found["other"] = go_on()
+    return found
+
+
+def not_finite(ranks: Ranks) -> dict[str, Any]:
+    """NaN in one row, which is one rank's: all refuse the mini-batch, and none of them is worse for it."""
+    engine, batch = ranks.trainer("llama"), policy_batch(ranks, "llama")
+    poisoned = batch._replace(advantages=batch.advantages.index_fill(0, torch.tensor([5]), float("nan")))
+    error = error_of(lambda: engine.update(poisoned, minis(batch, PPO, [0, 1], ALL), PPO))
+    engine.update(batch, minis(batch, PPO, ALL), PPO)
+    return {"error": error, "after": weights(engine), "version": engine.version}
+
+
+def bad_rows(ranks: Ranks) -> dict[str, Any]:
+    """Rows that one rank refuses stop all ranks, and leave them able to go on."""
+    engine, batch = ranks.trainer("llama"), sequences()
+    bad = batch._replace(temperature=batch.temperature * 0) if ranks.rank == ranks.world_size - 1 else batch
+    return {"error": error_of(lambda: engine.log_probs(bad)), "all": engine.log_probs(batch)}
+
+
+def gathering(ranks: Ranks) -> dict[str, Any]:
+    """Gather all weights, in buckets of some sizes, keeping none; the most bytes that any hand-out left alive."""
+    engine = ranks.trainer("llama")
+    sizes = {name: tensor.nbytes for name, tensor in engine.weights()}
+    peaks = {}
+    for bucket in (1, 20_000, 60_000):
+        peaks[bucket] = 0
+        with LiveBytes() as live:
+            for _ in engine.weights(bucket_bytes=bucket):
+                end = time.monotonic() + 1  # gloo's threads let go of what they sent a moment later
+                while live.now > 2 * max(bucket, *sizes.values()) + 1024 and time.monotonic() < end:
+                    time.sleep(0.001)
+                peaks[bucket] = max(peaks[bucket], live.now)
+    engine.save_pretrained(str(ranks.folder / f"saved-{ranks.world_size}"))
+    held = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in engine.model.parameters())
+    return {"peaks": peaks, "sizes": sizes, "held": held}
+
+
+def buffers(ranks: Ranks, kind: str) -> dict[str, Any]:
+    """Buffers of a model that was laid out without storage."""
+    return {name: tensor.clone() for name, tensor in ranks.trainer(kind).model.named_buffers()}
+
+
+def other_folders(ranks: Ranks) -> dict[str, Any]:
+    """Folders whose tensors are named from the body down, or are pickled: loaded by transformers, then sharded."""
+    return {kind: weights(ranks.build(TorchTrainer, kind)) for kind in ("body", "pickled")}
+
+
+def turns(ranks: Ranks) -> dict[str, Any]:
+    engine, batch = ranks.trainer("llama"), policy_batch(ranks, "llama")
+    before = engine.log_probs(batch)
+    engine.sleep()
+    errors = [
+        error_of(lambda: engine.log_probs(batch)),
+        error_of(lambda: engine.update(batch, minis(batch, PPO, ALL), PPO)),
+    ]
+    engine.wake()
+    return {"errors": errors, "same": torch.equal(before, engine.log_probs(batch))}
+
+
+def wrong_group(ranks: Ranks) -> dict[str, Any]:
+    return {"error": error_of(lambda: ranks.trainer("llama", ranks=3))}
+
+
+BOTH: dict[str, Callable[[Ranks], dict[str, Any]]] = {
+    **{f"log_probs {kind}": lambda r, kind=kind: log_probs(r, kind) for kind in ("llama", "gpt2")},
+    **{f"gradient {kind}": lambda r, kind=kind: gradient(r, kind) for kind in ("llama", "qwen2", "gpt2", "gemma2")},
+    "gradient checkpointed": lambda r: gradient(r, "qwen2", gradient_checkpointing=True),
+    "gradient offloaded": lambda r: gradient(r, "qwen2", offload=r.world_size > 1),
+    **{
+        f"bfloat16 {kind}": lambda r, kind=kind: gradient(r, kind, dtype="bfloat16", gradient_checkpointing=True)
+        for kind in ("llama", "gpt2")
+    },
+    "training sgd": lambda r: training(r, "llama", SGD(lr=0.05, momentum=0.9)),
+    "training adamw": lambda r: training(r, "qwen2", AdamW(lr=0.002, eps=1e-5, weight_decay=0.1)),
+    "pairs": lambda r: over_rows(r, PAIRS),
+    "covariance": lambda r: over_rows(r, COVARIANCE),
+    "critic": critic,
+    "critic checkpointed": lambda r: critic(r, gradient_checkpointing=True),
+    "resuming": resuming,
+    "lora llama": lambda r: lora(r, "llama"),
+    "lora gpt2": lambda r: lora(r, "gpt2", offload=r.world_size > 1, gradient_checkpointing=True),
+    "lora qwen2": lambda r: lora(r, "qwen2", dtype="bfloat16"),
+    "not finite": not_finite,
+    "bad rows": bad_rows,
+    "gathering": gathering,
+    **{f"buffers {kind}": lambda r, kind=kind: buffers(r, kind) for kind in ("llama", "gpt2", "gemma2")},
+    "other folders": other_folders,
+    "turns": turns,
+    "wrong group": wrong_group,
+}
+NIGHTLY = {
+    "log_probs gpt2",
+    "gradient gpt2",
+    "gradient gemma2",
+    "bfloat16 gpt2",
+    "training sgd",
+    "critic",
+    "lora llama",
+    "buffers gpt2",
+    "buffers gemma2",
+}
+"""Further models and optimizers of cases that run on every commit."""
+
+
+def cases(every: bool) -> dict[str, Callable[[Ranks], dict[str, Any]]]:
+    return {name: case for name, case in BOTH.items() if every or name not in NIGHTLY}
+
+
+def error_of(act: Callable[[], Any]) -> str:
+    """What `act` raises, as ``Class: message``."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes that tensors made in the block hold now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs = {tensor.untyped_storage()._cdata for tensor in args if type(tensor) in (Tensor, Parameter)}
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if type(tensor) is Tensor and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._live and storage._cdata not in inputs:
+                    self._live[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self._forget, storage._cdata)
+        return out
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._live.pop(key)
+
+
+class Failing:
+    """A loss that fails on the rank that it says."""
+
+    wants_entropy = False
+    of_distribution = None
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def __call__(self, output: Tensor, entropy: Any, batch: Any, weights: Tensor, metrics: Metrics) -> Tensor:
+        if self.fails:
+            raise ArithmeticError("planted")
+        return (weights * output).sum()
+
+
+def lonely(ranks: Ranks) -> dict[str, Any]:
+    """One rank raises amid an update and lives on; the other waits for it until the timeout, and no longer."""
+    done = ranks.folder / "done"
+    engine, batch = ranks.trainer("llama"), policy_batch(ranks, "llama")
+    error = error_of(lambda: engine.update(batch, minis(batch, PPO, ALL), Failing(ranks.rank == 1)))
+    if ranks.rank == 0:
+        done.touch()
+    while not done.exists():
+        time.sleep(0.05)
+    return {"error": error}
+
+
+def main(rank: int, size: int, folder: Path, every: bool) -> None:
+    torch.set_num_threads(1)
+
+    def group(name: str, seconds: int) -> None:
+        store = f"file://{folder / name}"
+        dist.init_process_group(
+            "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+        )
+
+    ranks, found = Ranks(rank, size, folder), {}
+    group("first-group", 300)  # imports of one rank may take much longer than those of the other
+    for name, case in cases(every).items():
+        found[name] = case(ranks)
+    dist.destroy_process_group()
+    group("second-group", TIMEOUT)
+    found["lonely"] = lonely(ranks)
+    (folder / f"found-{rank}.pickle").write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), "nightly" in sys.argv[4:])

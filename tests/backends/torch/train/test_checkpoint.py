@@ -1,0 +1,156 @@
+"""Checkpoints that are damaged, incomplete or planted: refused by name, and nothing of them is run."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowrl.backends import AdamW
+from flowrl.backends.torch.train import checkpoint
+from flowrl.errors import DataError
+from tests.backends.torch.train.trainers import Bomb, Folder, Pull, snapshot, trainer, whole
+from tests.support.models import ragged
+
+PART = "part-00001-of-00001.safetensors"
+
+
+def moved(folder: str) -> Any:
+    """A trainer that has taken a step, so that its optimiser has a state."""
+    engine = trainer(folder, optimizer=AdamW(lr=0.01))
+    engine.update(ragged(), [whole(ragged())], Pull())
+    return engine
+
+
+def test_nothing_in_a_checkpoint_is_unpickled(folder: Folder, tmp_path: Path) -> None:
+    engine, marker = moved(folder("llama")), tmp_path / "run"
+    bomb = pickle.dumps(Bomb(marker))
+    pickle.loads(bomb)
+    assert marker.exists()  # it works
+    marker.unlink()
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    assert {path.suffix for path in (tmp_path / "saved").iterdir()} == {".safetensors"}
+    for name in (PART, ".metadata", "__0_0.distcp"):
+        planted = tmp_path / f"planted {name}"
+        shutil.copytree(tmp_path / "saved", planted)
+        (planted / name).write_bytes(bomb)
+        if name == PART:
+            with pytest.raises(DataError, match="could not be read"):
+                engine.load_checkpoint(str(planted))
+        else:
+            engine.load_checkpoint(str(planted))  # it is not ours, so it is not looked at
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / ".metadata").write_bytes(bomb)
+    with pytest.raises(DataError, match="holds no checkpoint"):
+        engine.load_checkpoint(str(tmp_path / "foreign"))
+    assert not marker.exists()
+
+
+def dropped(path: Path) -> None:
+    held = load_file(path / PART)
+    held.pop("weights.lm_head.weight")
+    save_file(held, path / PART)
+
+
+def narrowed(path: Path) -> None:
+    held = load_file(path / PART)
+    save_file(held | {"weights.lm_head.weight": held["weights.lm_head.weight"].bfloat16()}, path / PART)
+
+
+def shortened(path: Path) -> None:
+    held = load_file(path / PART)
+    save_file(held | {"weights.lm_head.weight": held["weights.lm_head.weight"][1:]}, path / PART)
+
+
+def without_axes(number: int) -> Callable[[Path], None]:
+    """A second part, with a tensor that has rows in the other one and no axis in this."""
+
+    def damage(path: Path) -> None:
+        (path / PART).rename(path / f"part-0000{number}-of-00002.safetensors")
+        scalar = {"weights.lm_head.weight": torch.tensor(1.0)}
+        save_file(scalar, path / f"part-0000{3 - number}-of-00002.safetensors")
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (without_axes(1), "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
+        (without_axes(2), "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
+        (lambda path: (path / PART).write_bytes(b""), "could not be read"),
+        (lambda path: (path / PART).write_bytes((path / PART).read_bytes()[:-1]), "could not be read"),
+        (lambda path: (path / PART).write_bytes(b"\xff" * 64), "could not be read"),
+        (lambda path: (path / PART).rename(path / "part-00001-of-00002.safetensors"), "all parts of one checkpoint, 2"),
+        (
+            lambda path: shutil.copy(path / PART, path / "part-00002-of-00002.safetensors"),
+            "all parts of one checkpoint",
+        ),
+        (lambda path: (path / PART).rename(path / "weights.safetensors"), "holds no checkpoint"),
+        (dropped, "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
+        (narrowed, "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
+        (shortened, "1 tensors differ in name, dtype or shape, weights.lm_head.weight"),
+    ],
+)
+def test_what_is_not_whole_is_refused_and_changes_nothing(
+    damage: Callable[[Path], Any], said: str, folder: Folder, tmp_path: Path
+) -> None:
+    engine = moved(folder("llama"))
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    damage(tmp_path / "saved")
+    engine.update(ragged(), [whole(ragged())], Pull())
+    before = snapshot(engine)
+    with pytest.raises(DataError, match=said):
+        engine.load_checkpoint(str(tmp_path / "saved"))
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.weights())
+    assert engine.version == 2
+
+
+def test_a_part_is_a_file_of_safetensors(tmp_path: Path) -> None:
+    """Whatever comes first, and of any shape; `safetensors` reads it."""
+    held = {
+        "short": torch.arange(3.0),
+        "scalar": torch.tensor(7.0),
+        "number": torch.tensor(1 << 40),
+        "none": torch.zeros(0, 4),
+        "turned": torch.arange(6.0).view(2, 3).T,
+        "längere": torch.full((5, 1, 2), float("nan"), requires_grad=True),
+    }
+    checkpoint._write(str(tmp_path / PART), held)
+    found = load_file(tmp_path / PART)
+    assert found.keys() == held.keys()
+    for name, tensor in held.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name].nan_to_num(-1), tensor.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("length", range(1, 10))
+def test_the_tensors_of_a_part_are_aligned(length: int, tmp_path: Path) -> None:
+    """However long the text is that stands before them, so that a file can be mapped as it is."""
+    checkpoint._write(str(tmp_path / PART), {"x" * length: torch.tensor(1 << 40)})
+    raw = (tmp_path / PART).read_bytes()
+    assert int.from_bytes(raw[:8], "little") % 8 == 0
+    assert int.from_bytes(raw[-8:], "little") == 1 << 40
+
+
+def test_a_part_is_written_with_one_tensor_in_cpu_memory_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(copy() is not None for copy in copies))
+        copy = tensor.clone()
+        copies.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "cpu", copied)
+    checkpoint._write(str(tmp_path / PART), {str(number): torch.ones(4) for number in range(5)})
+    assert alive == [0] * 5

@@ -1,0 +1,177 @@
+"""What a trainer is made from and what it leaves: schedules, state, folders, and settings that are refused."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+from transformers.utils import logging
+
+from flowrl.backends import (
+    SGD,
+    AdamW,
+    Constant,
+    Cosine,
+    Linear,
+    TorchCritic,
+    TorchRollout,
+    TorchScorer,
+    TorchTrainer,
+)
+from flowrl.errors import BindError, DataError, ParameterError
+from flowrl.protocols.protocols import MiniBatch, Trainer
+from tests.backends.torch.train.trainers import CONTEXT, Folder, Pull, change, trainer, whole
+from tests.support.models import KINDS, ragged
+
+
+@pytest.mark.parametrize(
+    ("schedule", "theirs"),
+    [
+        (Constant(4), lambda o: transformers.get_constant_schedule_with_warmup(o, 4)),
+        (Linear(12, warmup_steps=3), lambda o: transformers.get_linear_schedule_with_warmup(o, 3, 12)),
+        (Cosine(12, warmup_steps=3), lambda o: transformers.get_cosine_schedule_with_warmup(o, 3, 12)),
+        (
+            Cosine(12, warmup_steps=3, min_ratio=0.2),
+            lambda o: transformers.get_cosine_with_min_lr_schedule_with_warmup(o, 3, 12, min_lr_rate=0.2),
+        ),
+    ],
+)
+def test_schedules_are_those_of_transformers(schedule: Any, theirs: Callable[[Any], Any]) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    truth = theirs(optimizer)
+    for step in range(13):
+        assert schedule.at(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+        optimizer.step()
+        truth.step()
+
+
+def test_schedules_by_hand() -> None:
+    assert [Constant().at(step) for step in (0, 99)] == [1.0, 1.0]
+    assert [Linear(4, min_ratio=0.5).at(step) for step in (0, 1, 2, 4, 40)] == [1.0, 0.875, 0.75, 0.5, 0.5]
+    assert [round(Cosine(4, min_ratio=0.1).at(step), 12) for step in (0, 2, 4, 40)] == [1.0, 0.55, 0.1, 0.1]
+    assert Linear(2, warmup_steps=2).at(2) == 1.0
+    with pytest.raises(ParameterError, match="warmup_steps=5 exceeds total_steps=4"):
+        Linear(4, warmup_steps=5)
+
+
+def test_the_schedule_moves_the_weights_and_the_log(folder: Folder) -> None:
+    batch, engine = ragged(), trainer(folder("llama"), optimizer=SGD(lr=1e-3), schedule=Linear(4, warmup_steps=2))
+    found = [engine.update(batch, [whole(batch)] * n, Pull()).compute()["actor/lr"] for n in (1, 1, 2)]
+    assert found == pytest.approx([0.0, 0.5e-3, 0.75e-3])
+    assert change(engine, lambda: engine.update(batch, [whole(batch)], Pull())).eq(0).all()  # past its end
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("optimizer", [AdamW(lr=0.003), SGD(lr=0.01, momentum=0.9)])
+def test_resuming_is_bit_exact(kind: str, optimizer: Any, folder: Folder) -> None:
+    batch, settings = ragged(), {"optimizer": optimizer, "schedule": Cosine(8, warmup_steps=1), "grad_clip": 1.0}
+    engine = trainer(folder(kind), **settings)
+    steps = [whole(batch), MiniBatch(torch.tensor([2, 1]), batch.response_mask[[2, 1]].float())]
+    engine.update(batch, steps, Pull())
+    state = copy.deepcopy(engine.state_dict())
+    logs = [engine.update(batch, steps, Pull()).compute() for _ in range(2)]
+    resumed = trainer(folder(kind), **settings)
+    kept = copy.deepcopy(state)
+    resumed.load_state_dict(state)
+    assert resumed.version == 1
+    assert [resumed.update(batch, steps, Pull()).compute() for _ in range(2)] == logs
+    assert resumed.version == engine.version == 3
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(resumed.weights(), engine.weights(), strict=True))
+    torch.testing.assert_close(state, kept, atol=0, rtol=0)  # what was loaded from is not trained along
+
+
+def test_a_state_of_another_model_is_refused(folder: Folder) -> None:
+    with pytest.raises(DataError, match=r"weights of another model: .*expected those of this actor"):
+        trainer(folder("llama")).load_state_dict(trainer(folder("qwen2")).state_dict())
+
+
+@pytest.mark.parametrize("backend", [TorchTrainer, TorchScorer, TorchCritic, TorchRollout])
+def test_a_device_that_is_not_there_is_refused_before_weights_load(backend: Any) -> None:
+    for device in ("cuda:99", "gpu"):
+        name = backend.__name__
+        said = rf"{name}\(device='{device}'\) asks for a device .*{name}\(\.\.\., device='cpu'\)"
+        with pytest.raises(BindError, match=said):
+            backend("no such model", device=device).build(CONTEXT)
+
+
+def test_no_progress_bars(folder: Folder, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    logging.enable_progress_bar()  # the command line, which other tests call here, has none
+    model = folder("qwen2")
+    capfd.readouterr()
+    TorchTrainer(model).build(CONTEXT).save_pretrained(str(tmp_path / "saved"))
+    assert logging.is_progress_bar_enabled()
+    assert "it/s" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_folder_holds_the_weights_under_their_names_and_loads_again(
+    kind: str, folder: Folder, tmp_path: Path
+) -> None:
+    batch, engine = ragged(), trainer(folder(kind), optimizer=AdamW(lr=0.01))
+    assert isinstance(engine, Trainer) and engine.folder == folder(kind)
+    engine.update(batch, [whole(batch)], Pull())
+    engine.save_pretrained(str(tmp_path))
+    sent, stored = list(engine.weights()), load_file(tmp_path / "model.safetensors")
+    assert [name for name, _ in sent] == sorted(stored)
+    assert all(torch.equal(tensor, stored[name]) and not tensor.requires_grad for name, tensor in sent)
+    assert torch.equal(trainer(str(tmp_path)).log_probs(batch), engine.log_probs(batch))
+    chat = [{"role": "user", "content": "1 + 2"}]
+    ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (tmp_path, folder(kind)))
+    assert ours.apply_chat_template(chat, return_dict=False) == theirs.apply_chat_template(chat, return_dict=False)
+
+
+def test_a_folder_that_cannot_serve_is_refused_when_built_and_not_before(folder: Folder, tmp_path: Path) -> None:
+    nowhere = TorchTrainer(str(tmp_path / "nowhere"))
+    with pytest.raises(BindError, match=r"nowhere' does not exist; expected a local Hugging Face folder"):
+        nowhere.build(CONTEXT)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BindError, match=r"has no config\.json"):
+        TorchScorer(str(tmp_path / "empty")).build(CONTEXT)
+
+    def broken(name: str, act: Callable[[Path], Any]) -> str:
+        shutil.copytree(folder("llama"), tmp_path / name)
+        act(tmp_path / name)
+        return str(tmp_path / name)
+
+    def lose_a_weight(path: Path) -> None:
+        weights = load_file(path / "model.safetensors")
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+    def truncate(path: Path) -> None:
+        (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:5000])
+
+    def lose_the_tokenizer(path: Path) -> None:
+        for file in path.glob("tokenizer*"):
+            file.unlink()
+
+    with pytest.raises(BindError, match=r"lacks 1 weights of LlamaForCausalLM .*layers\.1\.mlp\.up_proj"):
+        TorchScorer(broken("holed", lose_a_weight)).build(CONTEXT)
+    with pytest.raises(BindError, match="does not load as a causal LM"):
+        TorchScorer(broken("cut", truncate)).build(CONTEXT)
+    with pytest.raises(BindError, match="no tokeniser that loads"):
+        TorchTrainer(broken("mute", lose_the_tokenizer)).build(CONTEXT)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: AdamW(lr=-1),
+        lambda: SGD(lr=0.1, momentum=1.0),
+        lambda: TorchTrainer("m", grad_clip=0),
+        lambda: TorchTrainer("m", dtype="float16"),
+        lambda: TorchScorer("m", max_tokens=0),
+        lambda: TorchTrainer("m", optimiser=SGD(lr=1.0)),
+    ],
+)
+def test_settings_out_of_range_are_refused_before_anything_loads(make: Callable[[], Any]) -> None:
+    with pytest.raises(ParameterError):
+        make()

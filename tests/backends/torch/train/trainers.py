@@ -1,0 +1,82 @@
+"""Trainers of tiny models, a loss that pulls at tokens, how far an update moved the weights, and a pickle that acts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.backends import SGD, TorchTrainer
+from flowrl.data.metrics import Metrics
+from flowrl.protocols.protocols import MiniBatch
+from tests.support.models import Ragged
+
+CONTEXT: Any = SimpleNamespace(seed=0)
+Folder = Callable[[str], str]
+
+
+def trainer(model: str, **settings: Any) -> Any:
+    settings.setdefault("optimizer", SGD(lr=1.0))
+    settings.setdefault("grad_clip", None)
+    return TorchTrainer(model, device="cpu", **settings).build(CONTEXT)
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+@dataclass
+class Pull:
+    """``-(weights * (pull * log_probs + entropy_coef * entropy)).sum()``, keeping what it saw."""
+
+    entropy_coef: float = 0.0
+    seen: list[tuple[Tensor, Tensor | None, Ragged, Tensor]] = field(default_factory=list)
+    of_distribution = None
+
+    @property
+    def wants_entropy(self) -> bool:
+        return self.entropy_coef != 0
+
+    def __call__(
+        self, output: Tensor, entropy: Tensor | None, batch: Ragged, weights: Tensor, metrics: Metrics
+    ) -> Tensor:
+        self.seen.append((output.detach().clone(), entropy, batch, weights))
+        metrics.mean("actor/pull", (weights * batch.pull).sum(), weights.sum())
+        gain = batch.pull * output
+        if entropy is not None and self.wants_entropy:
+            gain = gain + self.entropy_coef * entropy
+        return -(weights * gain).sum()
+
+
+def seen_by(loss: Pull, batch: Ragged) -> Tensor:
+    """The log-probs that `loss` was given in one update of all rows, row by row of `batch`."""
+    said = {uid: row for output, _, part, _ in loss.seen for uid, row in zip(part.uid, output, strict=True)}
+    assert sum(len(output) for output, *_ in loss.seen) == len(said)
+    return torch.stack([said[uid] for uid in batch.uid])
+
+
+def whole(batch: Ragged) -> MiniBatch:
+    """All rows in one mini-batch, every token under the mask with weight 1."""
+    return MiniBatch(torch.arange(len(batch.input_ids)), batch.response_mask.float())
+
+
+def snapshot(engine: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def change(engine: Any, act: Callable[[], Any]) -> Tensor:
+    """By how much `act` changed the weights, all in one float64 vector."""
+    before = snapshot(engine)
+    act()
+    return torch.cat([(tensor.double() - before[name].double()).flatten() for name, tensor in engine.weights()])

@@ -1,0 +1,340 @@
+"""`@algorithm`: a function is traced into a graph, or runs on tensors as it stands."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl import columns as c
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.ports import PortField
+from flowrl.core.operators.session import Session
+from flowrl.core.operators.symbols import Edge
+from flowrl.errors import ColumnNotFoundError, DefinitionError, GraphError, PortError
+from flowrl.graph import algorithm
+from flowrl.operators import GAE, Generate, OldLogProb, Repeat, Reward, UpdateCritic, Value, Whiten
+from flowrl.record_types import record_tuple
+from flowrl.records import PromptBatch, RolloutBatch, Sequences
+from tests.support.kernel import LengthPenalty, TwoHeads, answers, exact, scored
+
+
+class Row(NamedTuple):
+    """An input without prompts."""
+
+    token_level_rewards: c.TokenLevelRewards
+    values: c.Values
+    response_mask: c.ResponseMask
+
+
+class Sum(Operator):
+    """Two values into one."""
+
+    def __call__(self, first: c.Values, second: c.Values) -> c.Values:
+        return first + second
+
+
+@algorithm
+def advantages(row: Row, *, gamma: float = 1.0) -> Any:
+    """No role in it, so it runs without a job."""
+    adv = GAE(gamma)(row.token_level_rewards, row.values, row.response_mask)
+    return Whiten()(adv.advantages, row.response_mask)
+
+
+def test_traces_into_a_graph() -> None:
+    graph = scored(n=3)
+    assert graph.name == "scored"
+    assert list(graph.nodes) == ["batch", "repeat", "generate", "reward"]
+    assert graph.sinks == ("reward",)
+    assert graph["repeat"].operator == Repeat(3)
+    assert graph["reward"].sources == ["generate", "repeat"]
+    assert graph["reward"].inputs[PortField("rollout", "response_text")] == Edge("generate", "response_text")
+    assert graph.inputs == {"batch": PromptBatch}
+    assert scored(n=3).fingerprint() == graph.fingerprint() != scored(n=4).fingerprint()
+
+
+def test_the_same_lines_run_on_tensors() -> None:
+    row = Row(torch.tensor([[0.0, 0.0, 1.0]]), torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool))
+    by_hand = torch.tensor([0.25, 0.5, 1.0])  # lam=0.95 at gamma=0.5 / 0.95 discounts by exactly a half a token
+    got = advantages.step(row, gamma=0.5 / 0.95)
+    expected = (by_hand - by_hand.mean()) / by_hand.std()
+    torch.testing.assert_close(got[0], expected)
+    assert list(advantages(gamma=0.5).nodes) == ["row", "gae", "whiten"]
+
+
+def test_every_step_on_tensors_counts() -> None:
+    row = Row(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
+    session = Session({}, seed=0)
+    with session.active():
+        advantages.step(row)
+        advantages.step(row)
+    assert session.step == 2
+    advantages.step(row)
+    assert session.step == 2
+
+
+def test_inputs_are_left_out_of_the_call_and_the_rest_is_checked() -> None:
+    assert repr(scored) == "<algorithm scored(n: 'int' = 2, fn: 'Any' = <function exact at " + repr(exact)[19:] + ")>"
+    assert scored.__doc__ == "The smallest evaluation: answers and their scores."
+    with pytest.raises(
+        GraphError, match=r"scored\(\.\.\.\) cannot be traced: .*'m'.*its inputs \(batch\) are left out"
+    ):
+        scored(m=3)
+
+
+def test_several_inputs() -> None:
+    @algorithm
+    def two(row: Row, other: Row) -> Any:
+        first = Sum()(row.values, row.values)
+        return first, Sum().named("second")(other.values, other.values)
+
+    assert set(two().inputs) == {"row", "other"}
+
+    @algorithm
+    def mixed(row: Row, other: Row) -> Any:
+        return Sum()(row.values, other.values)
+
+    with pytest.raises(PortError, match=r"takes the batch axis of other\.values, which was made by other"):
+        mixed()
+
+
+def test_returns_may_be_symbols_records_tuples_and_none() -> None:
+    @algorithm
+    def nested(row: Row) -> Any:
+        heads = TwoHeads()(row.values)
+        total = Sum()(row.values, heads.values)
+        return [total, (heads, None)], heads.returns
+
+    assert nested().sinks == ("sum", "two_heads")
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (None, r"wrong returns no output of an operator, so its graph is empty; return what it should compute"),
+        ({}, r"wrong returns a dict; expected outputs of operators only"),
+        (torch.zeros(2), r"wrong returns a Tensor; expected outputs"),
+    ],
+)
+def test_refuses_other_returns(result: Any, said: str) -> None:
+    @algorithm
+    def wrong(row: Row) -> Any:
+        TwoHeads()(row.values)
+        return result
+
+    with pytest.raises(GraphError, match=said):
+        wrong()
+
+
+def test_an_algorithm_needs_an_input() -> None:
+    with pytest.raises(DefinitionError, match=r"_algorithm\.py:\d+: the algorithm nothing has no input; annotate its"):
+
+        @algorithm
+        def nothing(n: int) -> Any: ...
+
+    with pytest.raises(DefinitionError, match=r"_algorithm\.py:\d+: the algorithm typo: .*'PromtBatch' is not defined"):
+
+        @algorithm
+        def typo(batch: PromtBatch) -> Any: ...  # type: ignore[name-defined]
+
+
+def test_an_algorithm_is_a_plain_function() -> None:
+    async def later(batch: PromptBatch) -> Any: ...
+
+    class Made: ...
+
+    for odd, what in ((later, "an async function"), (Made, "a type"), (Repeat(2), "a Repeat"), (3, "an int")):
+        with pytest.raises(DefinitionError, match=rf"an algorithm is a plain function .* is {what}; write"):
+            algorithm(odd)  # type: ignore[arg-type, call-overload]
+
+
+def test_records_may_be_local() -> None:
+    class Mine(NamedTuple):
+        values: c.Values
+
+    @algorithm
+    def local(mine: Mine) -> Any:
+        return TwoHeads()(mine.values)
+
+    assert local().inputs == {"mine": Mine}
+
+
+SYMBOL = (
+    r"generate\.response_mask is a symbol \(mask\[batch response\] bool\) while the graph is recorded, so it has no "
+)
+
+
+@pytest.mark.parametrize(
+    ("use", "lacks"),
+    [
+        (bool, r"truth value \(`if`, `and`, `not`\)"),
+        (lambda s: not s, "truth value"),
+        (list, "elements to iterate over"),
+        (lambda s: 3 in s, "elements to iterate over"),
+        (len, "length"),
+        (lambda s: s[0], "elements to index"),
+        (lambda s: s.__setitem__(0, 1), "elements to index"),
+        (lambda s: s + 1, "arithmetic or comparison"),
+        (lambda s: 1 - s, "arithmetic or comparison"),
+        (lambda s: 2**s, "arithmetic or comparison"),
+        (lambda s: s % 2, "arithmetic or comparison"),
+        (lambda s: ~s, "arithmetic or comparison"),
+        (lambda s: -s, "arithmetic or comparison"),
+        (lambda s: s & s, "arithmetic or comparison"),
+        (lambda s: s == 0, "arithmetic or comparison"),
+        (lambda s: s != 0, "arithmetic or comparison"),
+        (lambda s: s < 0, "arithmetic or comparison"),
+        (lambda s: s in [1], "arithmetic or comparison"),
+        (float, "number in it"),
+        (range, "number in it"),
+        (lambda s: s.mean(-1), "attribute 'mean'"),
+        (lambda s: s.shape, "attribute 'shape'"),
+        (lambda s: torch.ones(2) + s, "tensor for torch's add"),
+        (lambda s: torch.stack([s, s]), r"tensor for torch's stack\(\)"),
+        (lambda s: torch.where(s, torch.ones(1), torch.zeros(1)), r"tensor for torch's where\(\)"),
+        (lambda s: torch.sum(input=s), r"tensor for torch's sum\(\)"),
+        (np.exp, "array in it"),
+        (np.asarray, "array in it"),
+        (lambda s: np.ones(2) * s, "array in it"),
+        (math.sqrt, "number in it"),
+        (lambda s: f"{s:.2f}", r"text of the form '\.2f'"),
+        (copy.copy, "copy"),
+        (copy.deepcopy, "copy"),
+        (pickle.dumps, "copy"),
+    ],
+)
+def test_symbols_can_be_passed_to_operators_and_to_nothing_else(use: Callable[[Any], Any], lacks: str) -> None:
+    @algorithm
+    def misused(batch: PromptBatch) -> Any:
+        rollout = Generate()(batch)
+        use(rollout.response_mask)
+        return rollout
+
+    with pytest.raises(GraphError, match=SYMBOL + lacks + r".*; expected it to be passed to operators only: move this"):
+        misused()
+
+
+def test_symbols_can_be_printed_and_kept() -> None:
+    seen: list[Any] = []
+
+    @algorithm
+    def printed(batch: PromptBatch) -> Any:
+        rollout = Generate()(batch)
+        seen.append(rollout.responses)
+        return {rollout.responses: rollout}[rollout.responses]
+
+    printed()
+    assert repr(seen[0]) == "<generate.responses: tokens[batch response] int64>"
+
+    @algorithm
+    def borrowed(batch: PromptBatch) -> Any:
+        rollout = Generate()(batch)
+        return OldLogProb()(rollout._replace(response_mask=seen[0]))
+
+    with pytest.raises(
+        GraphError, match=r"old_log_prob\.rollout\.response_mask was given <generate\.responses.*another"
+    ):
+        borrowed()
+
+
+def test_names_must_differ() -> None:
+    @algorithm
+    def twice(row: Row, named: bool) -> Any:
+        first = TwoHeads()(row.values)
+        second = TwoHeads().named("again") if named else TwoHeads()
+        return second(first.values)
+
+    assert list(twice(True).nodes) == ["row", "two_heads", "again"]
+    with pytest.raises(
+        GraphError, match=r"two nodes are named 'two_heads'; .*TwoHeads\(\.\.\.\)\.named\(\"two_heads_2nd\"\)"
+    ):
+        twice(False)
+
+
+def test_constants_are_parameters_not_inputs() -> None:
+    @algorithm
+    def constant(batch: PromptBatch) -> Any:
+        return LengthPenalty()(torch.zeros(2, 2), Generate()(batch).response_mask)
+
+    with pytest.raises(
+        GraphError, match=r"length_penalty\.token_level_scores was given a Tensor while.*LengthPenalty\("
+    ):
+        constant()
+
+
+def test_records_and_columns_are_not_mixed_up() -> None:
+    @algorithm
+    def whole(batch: PromptBatch) -> Any:
+        rollout = Generate()(batch)
+        return Whiten()(rollout, rollout.response_mask)
+
+    with pytest.raises(
+        PortError, match=r"whiten\.advantages wants .*was given a whole record \(RolloutBatch\); pass the"
+    ):
+        whole()
+
+    @algorithm
+    def part(batch: PromptBatch) -> Any:
+        return OldLogProb()(Generate()(batch).input_ids)
+
+    with pytest.raises(
+        PortError, match=r"old_log_prob\.rollout wants a record with the columns input_ids, .*<generate\.i"
+    ):
+        part()
+
+    @algorithm
+    def lacking(batch: PromptBatch) -> Any:
+        return OldLogProb()(batch)
+
+    with pytest.raises(
+        PortError, match=r"was given a PromptBatch, which lacks input_ids, .*; pass a record that has them"
+    ):
+        lacking()
+
+
+def test_a_column_that_a_record_lacks_is_named_among_those_that_it_has() -> None:
+    @algorithm
+    def misspelt(batch: PromptBatch) -> Any:
+        rollout = Generate()(batch)
+        assert isinstance(rollout, RolloutBatch) and not hasattr(rollout, "rewards")
+        return Whiten()(rollout.response_maks, rollout.response_mask)  # type: ignore[attr-defined]
+
+    with pytest.raises(
+        AttributeError, match=r"the record RolloutBatch .* no 'response_maks'; it has prompts, "
+    ) as error:
+        misspelt()
+    assert isinstance(error.value, ColumnNotFoundError)
+    assert str(error.value).endswith("token_version; did you mean 'response_mask'?")
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+def test_an_operator_that_reads_what_its_record_does_not_declare_is_told_so() -> None:
+    class Greedy(Operator):
+        def __call__(self, rollout: Sequences) -> c.ResponseMask:
+            return rollout.response_maks  # type: ignore[attr-defined, no-any-return]
+
+    assert copy.deepcopy(record_tuple(Sequences)(1, 2, 3, 4, 5)) == (1, 2, 3, 4, 5)
+    with pytest.raises(ColumnNotFoundError, match=r"the record Sequences .*; did you mean 'response_mask'\?"):
+        Greedy()(answers())
+
+
+def test_an_update_that_is_not_returned_is_refused() -> None:
+    @algorithm
+    def forgetful(batch: PromptBatch) -> object:
+        rollout = Generate()(batch)
+        values = Value()(rollout)
+        scores = Reward(lambda data_source, solution_str, ground_truth, extra_info=None: 1.0)(rollout, batch)
+        adv = GAE()(scores, values, rollout.response_mask)
+        UpdateCritic()(rollout, values, adv.returns)
+        return adv
+
+    with pytest.raises(
+        GraphError, match=r"calls update_critic, which writes weights, but neither returns .* return it"
+    ):
+        forgetful()

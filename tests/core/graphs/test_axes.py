@@ -1,0 +1,230 @@
+"""Axes that an operator makes anew, and several row axes in one operator: what fits, and what is refused when the graph
+is made."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from flowrl import Operator, PromptBatch, algorithm
+from flowrl import columns as c
+from flowrl.columns import Rows, Widths
+from flowrl.core.operators.ports import PortField
+from flowrl.data.proto.dataproto import DataProto
+from flowrl.errors import DefinitionError, PortError
+from flowrl.files.graph_io import graph_to_dict
+from flowrl.graph import Graph
+from flowrl.operators import Generate, OldLogProb, Repeat, Reward
+from flowrl.records import RolloutBatch
+from tests.support.jobs import job_of, prompt_batch, proto, rollout_batch
+from tests.support.kernel import exact
+from tests.support.runs import walk
+
+BATCH = ("batch", "prompt", "response")
+
+
+class Demos(Operator):
+    """As many rows as `many`, with responses of `width` tokens, whatever the prompts are."""
+
+    fresh: ClassVar[tuple[str, ...]] = ("batch", "prompt")
+    many: int = 2
+    width: int = 9
+
+    def __call__(self, prompts: c.Prompts) -> RolloutBatch:
+        return rollout_batch(prompt_batch([[7]] * self.many), [[8] * self.width] * self.many)
+
+
+class Join(Operator):
+    """Demonstrations behind the rollouts."""
+
+    fresh: ClassVar[tuple[str, ...]] = BATCH
+
+    def __call__(self, rollout: RolloutBatch, demos: Rows[RolloutBatch, "demo"]) -> RolloutBatch:
+        return joined(rollout, demos)
+
+
+class Shorter(Operator):
+    """Of two answers to a prompt, the shorter."""
+
+    fresh: ClassVar[tuple[str, ...]] = ("response",)
+
+    def __call__(self, first: RolloutBatch, second: Widths[RolloutBatch, "second"]) -> RolloutBatch:
+        better = second.response_mask.sum(1) < first.response_mask.sum(1)
+        rows = torch.arange(len(better))
+        both = DataProto.concat([DataProto(first._asdict()), DataProto(second._asdict())])
+        return both[torch.where(better, rows + len(rows), rows)].to_record(RolloutBatch)
+
+
+class Above(Operator):
+    """How far each row's length is above that of the demonstrations."""
+
+    granularity = "row"
+
+    def __call__(self, response_mask: c.ResponseMask, demos: Rows[c.ResponseMask, "demo"]) -> c.Advantages:
+        return (response_mask.sum(1, keepdim=True) - demos.sum(1).double().mean()).float() * response_mask
+
+
+def joined(*parts: RolloutBatch) -> RolloutBatch:
+    return DataProto.concat([DataProto(part._asdict()) for part in parts]).to_record(RolloutBatch)
+
+
+@algorithm
+def with_demos(batch: PromptBatch, join: Operator) -> Any:
+    prompts = Repeat(2)(batch)
+    rollout = Generate(max_new_tokens=4)(prompts)
+    both = join(rollout, Demos()(batch.prompts))
+    return OldLogProb()(both), Reward(exact)(rollout, prompts)
+
+
+@algorithm
+def of_two(batch: PromptBatch, pick: Operator) -> Any:
+    first = Generate(max_new_tokens=3)(batch)
+    second = Generate(max_new_tokens=8).named("second")(batch)
+    picked = pick(first, second)
+    return OldLogProb()(picked), Reward(exact)(picked, batch)
+
+
+def axes(graph: Graph, edge: str) -> tuple[str, ...]:
+    return {str(found): typed.axes for found, typed in graph.types.items()}[edge]
+
+
+def test_demonstrations_join_rollouts_on_rows_that_are_made_anew() -> None:
+    graph = with_demos(Join())
+    assert axes(graph, "join.input_ids") == ("batch@join", "sequence@join")
+    assert axes(graph, "join.responses") == ("batch@join", "response@join")
+    assert axes(graph, "old_log_prob.old_log_probs") == ("batch@join", "response@join")
+    assert Graph.from_dict(graph_to_dict(graph)).fingerprint() == graph.fingerprint()
+
+
+def test_answers_of_two_generates_are_joined_on_a_response_axis_of_its_own() -> None:
+    graph = of_two(Shorter())
+    assert axes(graph, "shorter.responses") == ("batch@batch", "response@shorter")
+    assert axes(graph, "shorter.prompts") == ("batch@batch", "prompt@batch")
+    assert axes(graph, "shorter.input_ids") == ("batch@batch", "sequence@shorter")  # a prompt and its response
+
+
+def test_joined_rows_are_scored_as_what_they_are(tiny: str) -> None:
+    engines = job_of("grpo", tiny).build()
+    prompts = proto(prompt_batch([[10, 11], [12], [13, 14, 15]]))
+    steps = walk(with_demos(Join()), rollout=engines["rollout"], actor=engines["actor"])
+    engines["rollout"].sync(engines["actor"])
+    result = steps.step(prompts, 0, keep=("join", "generate", "demos"))
+    rollout, demos, both = (result.columns[node] for node in ("generate", "demos", "join"))
+    assert (len(rollout), len(demos), len(both)) == (6, 2, 8)
+    assert both["responses"].shape[1] == 9 > rollout["responses"].shape[1]
+    assert both[:6]["response_text"].tolist() == rollout["response_text"].tolist()
+    alone = OldLogProb(actor=engines["actor"])(demos.to_record(RolloutBatch))
+    assert result.columns["old_log_prob"]["old_log_probs"][6:] == pytest.approx(alone, abs=1e-5)
+
+
+def test_the_shorter_of_two_answers_is_wide_as_it_is(tiny: str) -> None:
+    engines = job_of("grpo", tiny).build()
+    engines["rollout"].sync(engines["actor"])
+    steps = walk(of_two(Shorter()), rollout=engines["rollout"], actor=engines["actor"])
+    result = steps.step(proto(prompt_batch([[10, 11], [12], [13, 14, 15]])), 0, keep=("generate", "second", "shorter"))
+    lengths = [result.columns[node]["response_mask"].sum(1) for node in ("generate", "second", "shorter")]
+    assert torch.equal(lengths[2], torch.minimum(lengths[0], lengths[1]))
+
+
+def test_a_port_with_rows_of_its_own_leaves_the_others_alone() -> None:
+    mask, demos = torch.ones(3, 2, dtype=torch.bool), torch.ones(1, 5, dtype=torch.bool)
+    assert torch.equal(Above()(mask, demos), torch.full((3, 2), -3.0))
+
+    @algorithm
+    def above(batch: PromptBatch) -> Any:
+        rollout = Generate()(Repeat(2)(batch))
+        return Above()(rollout.response_mask, Demos()(batch.prompts).response_mask)
+
+    graph = above()
+    assert graph["above"].inputs[PortField("demos")] == ("demos", "response_mask")
+    assert axes(graph, "above.advantages") == ("batch@repeat", "response@generate")
+
+
+# -------------------------------------------------------------------------------------------------------------- refused
+
+
+class SaysRowsOnly(Join):
+    fresh = ("batch",)
+
+
+class SaysNothing(Shorter):
+    fresh = ()
+
+
+class OneAxis(Operator):
+    def __call__(self, first: RolloutBatch, second: RolloutBatch) -> c.Advantages:
+        return first.rollout_log_probs - second.rollout_log_probs
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: with_demos(SaysRowsOnly()),
+            r"says_rows_only\.prompts would be as wide as says_rows_only\.rollout\.prompts, but says_rows_only joins "
+            r"prompt axes of several widths, those of rollout\.prompts \(generate\.prompts\) and demos\.prompts "
+            r"\(demos\.prompts\); let SaysRowsOnly say that it makes the axis anew: fresh: ClassVar = \('batch', "
+            r"'prompt'\)\.",
+        ),
+        (
+            lambda: of_two(SaysNothing()),
+            r"says_nothing\.responses would be as wide as .* joins response axes of several widths.* "
+            r"fresh: ClassVar = \('response',\)\.",
+        ),
+        (
+            lambda: of_two(OneAxis()),
+            r"one_axis\.second\.responses takes the response axis of second\.responses, which was made by second, .*; "
+            r"to join them, let the port say that its axes are its own: second: Widths\[\.\.\., 'second'\]\.",
+        ),
+    ],
+)
+def test_what_would_fail_once_widths_differ_is_refused_when_the_graph_is_made(make: Any, said: str) -> None:
+    with pytest.raises(PortError, match=said):
+        make()
+
+
+def test_what_is_cut_without_saying_so_is_named_with_its_mend() -> None:
+    class Cut(Operator):
+        def __call__(self, response_mask: c.ResponseMask) -> c.ResponseMask:
+            return response_mask[:, :1]
+
+    with pytest.raises(PortError, match=r"cut\.response_mask .* or that cut makes it anew: fresh: ClassVar = \('resp"):
+        Cut()(torch.ones(2, 3, dtype=torch.bool))
+
+
+def own_axes(annotation: Any) -> Any:
+    def __call__(self: Any, values: Any) -> Any: ...
+
+    __call__.__annotations__ = {"values": annotation, "return": c.Returns}
+    return type("Faulty", (Operator,), {"__call__": __call__, "__module__": __name__})
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Rows["demo", RolloutBatch], r"Rows\[\.\.\.\] does not name axes .*: Rows\[RolloutBatch, \"demo\"\]"),
+        (lambda: Widths[RolloutBatch, "batch"], r"Widths\[\.\.\.\] does not name .* a name other than batch"),
+        (lambda: Rows[RolloutBatch], r"Rows\[\.\.\.\] does not name axes"),
+        (lambda: own_axes(Rows[Widths[c.Values, "a"], "b"]), r"axes of the names 'a' and 'b'; expected one"),
+        (lambda: own_axes(Rows[Graph, "b"]), r"a value without rows has no axes to be its own; take the name 'b'"),
+    ],
+)
+def test_own_axes_that_cannot_be_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(DefinitionError, match=said):
+        make()
+
+
+def test_outputs_have_no_axes_of_their_own_and_fresh_names_axes_of_outputs() -> None:
+    with pytest.raises(DefinitionError, match=r"return value: what is returned has axes of its own; expected them on"):
+
+        class Out(Operator):
+            def __call__(self, values: c.Values) -> Rows[c.Returns, "demo"]: ...
+
+    with pytest.raises(DefinitionError, match=r"Misnamed\.fresh names 'prompt', .* expected some of batch, response"):
+
+        class Misnamed(Operator):
+            fresh: ClassVar[tuple[str, ...]] = ("prompt",)
+
+            def __call__(self, values: c.Values) -> c.Returns: ...

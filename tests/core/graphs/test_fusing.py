@@ -1,0 +1,246 @@
+"""What is fused in a plan, what is not and why; see `tests/run/engine/test_fused.py` for the numbers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+
+from flowrl import columns as c
+from flowrl import graphs
+from flowrl.core.graphs.after import After
+from flowrl.core.graphs.fusing import Fusing, fused, fusings, scorers, told
+from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.roles import Reads, Role
+from flowrl.core.operators.when import When
+from flowrl.graph import Graph
+from flowrl.operators import OldLogProb, RolloutCorrection, UpdateActor
+from flowrl.protocols.protocols import Scorer
+from flowrl.schedules import Constant
+from tests.support.kernel import BINDINGS, FakeTrainer, exact, readers, wires
+
+
+class Same(FakeTrainer):
+    """Says that it trains and scores with the same bits."""
+
+    first_pass_apart: ClassVar[str | None] = None
+    ranks: int = 1
+
+
+def bound(name: str, **settings: Any) -> Graph:
+    """An algorithm of the shelf whose actor is `Same`."""
+    algorithm = getattr(graphs, name)
+    graph: Graph = algorithm(**settings) if name in WITHOUT_REWARD else algorithm(exact, **settings)
+    return with_bindings(graph)
+
+
+def with_bindings(graph: Graph) -> Graph:
+    backends = {"actor": Same(), "teacher": FakeTrainer(), **{k: v for k, v in BINDINGS.items() if k != "actor"}}
+    return graph.bind(**{role: backends[role] for role in graph.roles()}).graph
+
+
+WITHOUT_REWARD = {"distill", "distill_full", "distill_top", "dpo", "sft"}
+
+
+def why(graph: Graph) -> str | None:
+    """Why the one thing that looks as if it could be fused is not."""
+    [found] = fusings(graph)
+    assert (found.scorer, found.update) == ("old_log_prob", "update_actor")
+    assert (found.apart is None) == ("old_log_prob" not in fused(graph))
+    return found.apart
+
+
+class TestFused:
+    def test_grpo(self) -> None:
+        graph = bound("grpo")
+        before = graph.fingerprint(), graph.mermaid()
+        one = fused(graph)
+        assert fusings(graph) == [Fusing("old_log_prob", "update_actor", None)]
+        assert (graph.fingerprint(), graph.mermaid()) == before and "old_log_prob" in graph
+        assert set(graph.nodes) - set(one.nodes) == {"old_log_prob"} and not set(one.nodes) - set(graph.nodes)
+        assert (one.name, one.sinks, one.bindings) == (graph.name, graph.sinks, graph.bindings)
+        assert wires(one, "mismatch") == wires(graph, "mismatch") | {"old_log_probs": "update_actor.old_log_probs"}
+        kept = {port: edge for port, edge in wires(graph, "update_actor").items() if port != "old_log_probs"}
+        assert wires(one, "update_actor") == kept
+        assert readers(one, "update_actor.updated") == {"sync"}
+        order = [node.name for node in Plan(one).order]
+        assert order.index("update_actor") < order.index("mismatch")
+        assert scorers(one) == {"old_log_prob": "update_actor"} and scorers(graph) == {}
+        assert fusings(one) == [] and fused(one) == one
+
+    def test_the_column_stands_on_the_same_rows(self) -> None:
+        graph = bound("grpo")
+        types = {str(edge): typed for edge, typed in [*graph.types.items(), *fused(graph).types.items()]}
+        assert types["update_actor.old_log_probs"] == types["old_log_prob.old_log_probs"]
+
+    def test_parameters_and_steps_stay(self) -> None:
+        graph = (
+            bound("grpo", clip=0.3)
+            .edit(set={"update_actor.entropy": 0.01})
+            .edit(when={name: When(start=2) for name in ("old_log_prob", "update_actor")})
+        )
+        [update] = [node for node in fused(graph).nodes.values() if node.name == "update_actor"]
+        theirs = graph["update_actor"]
+        assert isinstance(update.operator, UpdateActor) and isinstance(theirs.operator, UpdateActor)
+        assert update.when == theirs.when == When(start=2)
+        for name in ("loss", "aggregation", "norm", "kl", "entropy", "actor", "spans"):
+            assert getattr(update.operator, name) == getattr(theirs.operator, name)
+
+    @pytest.mark.parametrize(
+        "name",
+        ["grpo", "dr_grpo", "gspo", "grpo_sft", "cispo", "gmpo", "sapo", "dppo", "reinforce_plus_plus_baseline"],
+    )
+    def test_what_the_shelf_gains(self, name: str) -> None:
+        assert why(bound(name)) is None
+
+    @pytest.mark.parametrize("name", ["rloo", "reinforce_plus_plus", "remax"])
+    def test_without_kl_in_the_reward(self, name: str) -> None:
+        assert why(bound(name).edit(drop=["kl_shape"])) is None
+
+    def test_with_a_lag(self) -> None:
+        assert why(bound("grpo").edit(lag=1)) is None
+
+    def test_twins_are_not_both_taken(self) -> None:
+        graph = bound("grpo").edit(
+            insert={"other": After("old_log_prob", OldLogProb())},
+            wire={"mismatch.old_log_probs": "other.old_log_probs"},
+        )
+        one = fused(graph)
+        assert "other" in one and "old_log_prob" not in one
+        assert [line.before for line in Plan(one).state_edges if line.role == "actor"] == ["other"]
+
+
+class Kept(NamedTuple):
+    """What a judge of log-probs leaves."""
+
+    seen: int
+
+
+class Masks(NamedTuple):
+    """What a model of something else than tokens may read."""
+
+    response_mask: c.ResponseMask
+    policy_version: c.PolicyVersion
+
+
+class Judge(Operator):
+    """Reads log-probs, and asks another engine."""
+
+    ref: Reads[Scorer] = Role("ref")
+
+    def __call__(self, old_log_probs: c.OldLogProbs) -> Kept: ...
+
+
+class Flat(Operator):
+    """Rewrites a mask."""
+
+    def __call__(self, response_mask: c.ResponseMask) -> c.ResponseMask: ...
+
+
+class Mine(UpdateActor):
+    """May compute something else."""
+
+
+class Record(NamedTuple):
+    """More than tokens."""
+
+    input_ids: c.InputIds
+    attention_mask: c.AttentionMask
+    position_ids: c.PositionIds
+    response_mask: c.ResponseMask
+    temperature: c.Temperature
+    policy_version: c.PolicyVersion
+
+
+class TestApart:
+    def test_what_feeds_the_update_reads_it(self) -> None:
+        assert why(bound("ppo")) == "kl_shape reads it before"
+        assert why(bound("distill")) == "reverse_kl reads it before"
+        decoupled = bound("grpo").edit(insert={"correction": After("group_advantage", RolloutCorrection())})
+        assert why(decoupled) == "correction reads it before"
+
+    @pytest.mark.parametrize(
+        ("settings", "reason"),
+        [
+            ({"ppo_epochs": 2}, "update_actor goes over the rows several times (ppo_epochs=2)"),
+            ({"mini_batch": 4}, "update_actor changes weights between its rows (mini_batch=4)"),
+        ],
+    )
+    def test_weights_change_within_the_update(self, settings: Any, reason: str) -> None:
+        assert why(bound("grpo", **settings)) == reason
+
+    def test_epochs_over_time(self) -> None:
+        graph = bound("grpo").edit(set={"update_actor.ppo_epochs": Constant(1)})
+        assert (why(graph) or "").startswith("update_actor goes over the rows several times (ppo_epochs=Constant(")
+
+    def test_a_loss_that_sees_all_rows_at_once(self) -> None:
+        assert why(bound("kl_cov")) == "update_actor sees its rows at once (the loss KLCov is of a batch)"
+
+    def test_an_update_that_nobody_knows(self) -> None:
+        mine = bound("grpo").edit(replace={"update_actor": Mine().named("update_actor")})
+        assert why(mine) == "update_actor is of a class of its own, Mine"
+
+    def test_models_that_read_different_records(self) -> None:
+        assert why(bound("grpo").edit(set={"old_log_prob.reads": Record})) == "update_actor reads another record"
+        both = {"old_log_prob.reads": Record, "update_actor.reads": Record}
+        assert why(bound("grpo").edit(set=both)) is None
+
+    def test_other_rows(self) -> None:
+        graph = bound("grpo").edit(
+            insert={"flat": After("generate", Flat())},
+            wire={"old_log_prob.rollout.response_mask": "generate.response_mask"},
+        )
+        assert why(graph) == "it reads generate.response_mask, and update_actor flat.response_mask"
+
+    def test_other_steps(self) -> None:
+        graph = bound("grpo").edit(when={"update_actor": When(every=2)})
+        assert why(graph) == "update_actor does not run in the same steps"
+
+    def test_what_is_returned(self) -> None:
+        graph = bound("grpo")
+        returned = graph.build(graph.name, graph.nodes, [*graph.sinks, "old_log_prob"], bindings=graph.bindings)
+        assert why(returned) == "grpo returns what it writes"
+
+    def test_a_reader_that_uses_weights(self) -> None:
+        """Behind the update they might be others."""
+        graph = bound("grpo").edit(insert={"judge": After("old_log_prob", Judge())})
+        assert why(graph) == "judge reads it, which uses 'ref' as it is before"
+
+    def test_backends(self) -> None:
+        graph = bound("grpo")
+        says_nothing = graph.edit(bind={"actor": FakeTrainer()})
+        assert why(says_nothing) == "FakeTrainer does not say that it trains and scores with the same bits"
+        assert why(graph.edit(bind={"actor": Same(ranks=2)})) is None
+        masks = {"old_log_prob": OldLogProb(reads=Masks), "update_actor": UpdateActor(reads=Masks)}
+        without_tokens = bound("grpo", kl_coef=0.0).edit(replace=masks)
+        assert why(without_tokens) is None
+        assert (
+            why(without_tokens.edit(bind={"actor": Same(ranks=2)}))
+            == "the 2 ranks of 'actor' are each given all rows, since nobody knows how long these are"
+        )
+        assert why(graph.bound({})) == "'actor' is not bound, so nobody knows whether both have the same bits"
+
+
+class TestTold:
+    def test_lines(self) -> None:
+        graph = bound("grpo", n=4)
+        said = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over"
+        assert told(graph, True) == [f"{said} the rows of a step"]
+        assert told(graph, True, prompts=8) == [f"{said} 32 rows"]
+        [apart] = told(graph, False, prompts=8)
+        assert "optimize=False" in apart and "32 rows" in apart
+        assert told(bound("ppo"), True) == ["old_log_prob is not fused into update_actor: kl_shape reads it before"]
+        assert told(bound("sft"), True) == []
+
+
+def test_torch_says_that_its_bits_are_the_same() -> None:
+    from flowrl.backends import TorchTrainer  # here, since it takes seconds
+
+    class Derived(TorchTrainer):
+        """May compute otherwise."""
+
+    assert TorchTrainer("model").first_pass_apart is None
+    assert TorchTrainer("model", gradient_checkpointing=True).first_pass_apart is None
+    assert "offload=True" in (TorchTrainer("model", offload=True).first_pass_apart or "")
+    assert "Derived does not say" in (Derived("model").first_pass_apart or "")

@@ -1,0 +1,322 @@
+"""Gates: what passes them, by call and by edit, and how they take part in later edits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl import INJECTED, After, Key, Metrics, Operator, PromptBatch, When, algorithm, operator
+from flowrl import columns as c
+from flowrl.core.graphs.gate import Gate
+from flowrl.core.operators.roles import Reads, Role
+from flowrl.core.operators.session import Session, State
+from flowrl.errors import DataError, GraphError, ParameterError, PortError
+from flowrl.graph import Graph
+from flowrl.graphs import grpo, ppo
+from flowrl.operators import Collect, Filter, Generate, GroupAdvantage, Length, Repeat, Reward, Spread, UpdateActor
+from flowrl.protocols.protocols import Scorer
+from flowrl.schedules import Constant, Linear
+from tests.support.jobs import column
+from tests.support.kernel import LengthPenalty, answers, exact, wires
+
+GRPO, PPO = grpo(exact, n=4), ppo(exact, n=4)
+FILTERED = GRPO.edit(insert={"filter": After("reward", Filter(Spread()))})
+
+
+class Answered(Operator):
+    """Rows that say anything; reads a column that exists before and after `Repeat`."""
+
+    granularity = "row"
+
+    def __call__(self, response_text: c.ResponseText, uid: c.Uid) -> c.Kept:
+        return torch.tensor([bool(text) for text in response_text])
+
+
+class Odd(Operator):
+    """Reads what is there on two row axes, and nothing else."""
+
+    def __call__(self, uid: c.Uid) -> c.Kept:
+        return torch.ones(len(uid), dtype=torch.bool)
+
+
+class Half(Operator):
+    """Every row with a chance of a half, out of the key."""
+
+    def __call__(self, response_mask: c.ResponseMask, key: Key = INJECTED, metrics: Metrics = INJECTED) -> c.Kept:
+        metrics.sum("half/asked", len(response_mask))
+        return torch.rand(len(response_mask), generator=key.generator()) < 0.5
+
+
+# ------------------------------------------------------------------------------------------------------------- by edits
+
+
+@pytest.mark.parametrize("graph", [GRPO, PPO])
+def test_an_edit_leads_every_edge_that_crosses_through_the_gate(graph: Graph) -> None:
+    filtered = graph.edit(insert={"filter": After("reward", Filter(Spread()))})
+    before = filtered.ancestors("filter")
+    assert before == {"batch", "repeat", "generate", "reward"}
+    for node in filtered.nodes.values():
+        for edge in node.inputs.values():
+            assert node.name in before | {"filter"} or edge.node not in before
+    rows = {typed.axes[0] for edge, typed in filtered.types.items() if typed.axes and edge.node not in before}
+    assert rows == {"batch@filter"}
+    # What passes is what is read: nothing else crosses.
+    read = {edge.output for node in filtered.nodes.values() for edge in node.inputs.values() if edge.node == "filter"}
+    assert set(filtered["filter"].operator.signature.outputs) == read
+
+
+@pytest.mark.parametrize("graph", [GRPO, PPO])
+def test_dropping_the_gate_gives_the_graph_as_it_was(graph: Graph) -> None:
+    filtered = graph.edit(insert={"filter": After("reward", Filter(Spread()))})
+    assert filtered.edit(drop=["filter"]).fingerprint() == graph.fingerprint()
+    assert Graph.from_dict(filtered.to_dict()).fingerprint() == filtered.fingerprint()
+
+
+def test_a_gate_takes_part_in_edits_as_if_all_passed_it() -> None:
+    """An edit before the gate was put in, or after: the same graph."""
+    to_ppo = {"replace": {"group_advantage": GroupAdvantage(eps=0.1)}, "drop": ["mismatch"]}
+    assert FILTERED.edit(**to_ppo).fingerprint() == (  # type: ignore[arg-type]
+        GRPO.edit(**to_ppo).edit(insert={"filter": After("reward", Filter(Spread()))}).fingerprint()  # type: ignore[arg-type]
+    )
+    # A reader behind the gate may want what nobody there read so far.
+    second = FILTERED.edit(
+        insert={"again": After("filter", Reward(exact))},
+        wire={"group_advantage.token_level_rewards": "again.token_level_scores"},
+    )
+    assert wires(second, "again")["prompts.ground_truth"] == "filter.ground_truth"
+    assert wires(second, "filter")["rows.ground_truth"] == "repeat.ground_truth"
+    assert "token_level_scores" not in second["filter"].operator.signature.outputs
+
+
+def test_gates_follow_each_other() -> None:
+    twice = FILTERED.edit(insert={"short": After("filter", Filter(Length(most=5)))})
+    assert wires(twice, "old_log_prob")["rollout.input_ids"] == "short.input_ids"
+    assert wires(twice, "short")["rows.input_ids"] == "filter.input_ids"
+    at_once = GRPO.edit(
+        insert={"filter": After("reward", Filter(Spread())), "short": After("reward", Filter(Length(most=5)))}
+    )
+    assert at_once.fingerprint() == twice.fingerprint()
+    assert twice.edit(drop=["filter", "short"]).fingerprint() == GRPO.fingerprint()
+
+
+def test_what_is_inserted_with_a_gate_comes_before_it_or_behind_it_as_it_is_named() -> None:
+    penalty, gate = After("reward", LengthPenalty()), After("reward", Filter(Spread()))
+    first = GRPO.edit(insert={"penalty": penalty, "filter": gate})
+    assert wires(first, "filter")["token_level_scores"] == "penalty.token_level_scores"
+    behind = GRPO.edit(insert={"filter": gate, "penalty": penalty})
+    assert wires(behind, "filter")["token_level_scores"] == "reward.token_level_scores"
+    assert wires(behind, "penalty")["token_level_scores"] == "filter.token_level_scores"
+
+
+def test_one_gate_takes_the_place_of_another_and_its_keep_has_parameters() -> None:
+    other = FILTERED.edit(replace={"filter": Filter(Length(most=5)).named("short")})
+    assert wires(other, "old_log_prob")["rollout.input_ids"] == "short.input_ids"
+    assert {"token_level_scores", "response_mask"} & {field.port for field in other["short"].inputs} == {
+        "response_mask"
+    }
+    wider = FILTERED.edit(set={"filter.keep.least": 0.5})
+    assert wider["filter"].operator.keep == Spread(0.5)  # type: ignore[attr-defined]
+    assert str(FILTERED.diff(wider)) == "grpo -> grpo\n~ filter.keep.least: 0.0 -> 0.5"
+    assert "+ filter: Filter(keep=Spread(least=0.0))  <- reward, generate, repeat" in str(GRPO.diff(FILTERED))
+    assert "columns" not in FILTERED.mermaid()
+
+
+def test_what_keep_reads_is_of_the_rows_that_pass_and_may_be_wired() -> None:
+    answered = GRPO.edit(insert={"filter": After("generate", Filter(Answered()))})
+    assert wires(answered, "filter")["uid"] == "repeat.uid"  # and not that of before Repeat
+    assert "reward" in answered.descendants("filter")
+    assert wires(GRPO.edit(insert={"odd": After("generate", Filter(Odd()))}), "odd")["uid"] == "repeat.uid"
+    late = GRPO.edit(insert={"filter": After("group_advantage", Filter(Length()))})
+    assert {"reward", "group_advantage"} <= late.ancestors("filter")
+    two = GRPO.edit(
+        insert={"second": After("reward", Reward(exact)), "mean": After("reward", LengthPenalty())},
+        wire={
+            "mean.token_level_scores": "second.token_level_scores",
+            "group_advantage.token_level_rewards": "mean.token_level_scores",
+        },
+    )
+    wired = two.edit(insert={"filter": After("mean", Filter(Spread()))}, wire={"filter.uid": "repeat.uid"})
+    assert wires(wired, "filter")["token_level_scores"] == "mean.token_level_scores"
+    with pytest.raises(
+        GraphError, match=r"wire=\{'filter\.scores': \.\.\.\} does not name a port; filter has token_level"
+    ):
+        GRPO.edit(insert={"filter": After("reward", Filter(Spread()))}, wire={"filter.scores": "reward.x"})
+    with pytest.raises(GraphError, match=r"names 'reward\.x', which is not an output"):
+        GRPO.edit(insert={"filter": After("reward", Filter(Spread()))}, wire={"filter.uid": "reward.x"})
+    with pytest.raises(PortError, match=r"filter\..* takes the batch axis of batch\.uid, which was made by batch"):
+        GRPO.edit(insert={"filter": After("reward", Filter(Spread()))}, wire={"filter.uid": "batch.uid"})
+
+
+def test_a_gate_where_nothing_would_pass_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"filter is inserted after update_actor, which writes no rows that could be"):
+        GRPO.edit(insert={"filter": After("update_actor", Filter(Spread()))})
+    scored = GRPO.subgraph("reward")
+    with pytest.raises(
+        GraphError, match=r"nothing behind reward reads its rows, so it would let them through to nobody"
+    ):
+        scored.edit(insert={"filter": After("reward", Filter(Spread()))})
+
+
+@operator
+def long(response_mask: c.ResponseMask, *, least: float = 3.0) -> c.Kept:
+    return response_mask.sum(-1) >= least
+
+
+def test_a_gate_may_wait_and_what_decides_may_be_a_function_that_changes_over_time() -> None:
+    keep = long(least=Linear(1.0, 5.0, steps=4))
+    waiting = GRPO.edit(insert={"filter": After("reward", Filter(keep).when(every=2))})
+    gate = waiting["filter"]
+    assert gate.when == When(every=2)
+    assert gate.in_step(2).when == When(every=2)
+    assert repr(gate.in_step(2).operator) == "Filter(keep=long)"  # 3.0, its default
+    assert waiting.whens("sync") == (When(every=2),)
+    assert Graph.from_dict(waiting.to_dict()).fingerprint() == waiting.fingerprint()
+    assert waiting.edit(drop=["filter"]).fingerprint() == GRPO.fingerprint()
+    assert FILTERED.edit(when={"filter": When(start=1)}).edit(set={"filter.keep.least": 1.0})["filter"].when.start == 1
+
+
+def test_rows_that_a_gate_fills_up_to_do_not_change_over_time() -> None:
+    def collecting(**settings: Any) -> Graph:
+        return GRPO.edit(insert={"collect": After("reward", Collect(Spread(), **settings))})
+
+    for given, what in (({"groups": Linear(4, 8, steps=4)}, "fills"), ({"rounds": Linear(1, 8, steps=9)}, "rounds")):
+        with pytest.raises(GraphError, match=f"collect says that its {what}.* in one step and .* in another"):
+            collecting(**({"groups": 4} | given))
+    constant = collecting(groups=Constant(4)).edit(set={"update_actor.mini_batch": 6})
+    assert [finding.message[:36] for finding in constant.check(prompts=1)] == ["mini_batch=6 does not divide the 16 "]
+
+
+# ------------------------------------------------------------------------------------------------------------- by calls
+
+
+@algorithm
+def called(batch: PromptBatch, gate: Gate) -> Any:
+    prompts = Repeat(2)(batch)
+    rollout = Generate()(prompts)
+    scores = Reward(exact)(rollout, prompts)
+    rollout, prompts, scores = gate(rollout, prompts, token_level_scores=scores)
+    return GroupAdvantage()(scores, rollout.response_mask, prompts.uid)
+
+
+def test_a_call_takes_records_and_named_columns_and_gives_them_back() -> None:
+    graph = called(Filter(Spread()))
+    assert wires(graph, "group_advantage") == {
+        "token_level_rewards": "filter.token_level_scores",
+        "response_mask": "filter.response_mask",
+        "uid": "filter.uid",
+    }
+    assert wires(graph, "filter")["token_level_scores"] == "reward.token_level_scores"
+    assert set(graph["filter"].operator.signature.outputs) == {"token_level_scores", "response_mask", "uid"}
+
+
+def test_the_same_lines_run_on_tensors() -> None:
+    rollout = answers(rows=4)
+    scores = torch.tensor([[0.0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 2], [0, 0, 0, 2]])
+    uid = column(["a", "a", "b", "b"])
+    kept, out, ids = Filter(Spread())(rollout, token_level_scores=scores, uid=uid)
+    assert type(kept) is type(rollout)
+    assert len(kept.input_ids) == 2
+    assert torch.equal(out, scores[:2])
+    assert ids.tolist() == ["a", "a"]
+    alone = Filter(Length(most=4))(rollout)
+    assert torch.equal(alone.input_ids, rollout.input_ids)
+
+
+def test_called_where_it_waits_it_leaves_nothing_and_so_do_those_behind_it() -> None:
+    session, rollout = Session({}, seed=1), answers(rows=4)
+    waits = Filter(Length(most=4)).when(every=2)
+    with session.active():
+        for step in range(3):
+            session.begin_step(step)
+            kept, ids = waits(rollout, uid=column(list("aabb")))
+            behind = Filter(Length(most=4))(kept)
+            assert (type(ids) is np.ndarray) == (type(behind.input_ids) is torch.Tensor) == (step != 1)
+
+
+def test_gates_of_nested_algorithms_have_their_prefix() -> None:
+    @algorithm
+    def twice(batch: PromptBatch) -> Any:
+        return called.under("first")(batch, gate=Filter(Spread())), called(batch, gate=Filter(Spread()))
+
+    assert {"first_filter", "filter"} <= set(twice().nodes)
+    assert wires(twice(), "first_group_advantage")["uid"] == "first_filter.uid"
+
+
+def test_keep_has_the_key_and_the_metrics_of_the_gate() -> None:
+    session, rollout = Session({}, seed=1), answers(rows=64)
+    with session.active():
+        first, again = Filter(Half())(rollout), Filter(Half())(rollout)
+        other = Filter(Half()).named("other")(rollout)
+    assert 16 < len(first.input_ids) < 48
+    assert len(first.input_ids) == len(again.input_ids)
+    assert session.metrics["filter"]["half/asked"].value == 128
+    assert session.metrics["filter"]["filter/offered"].value == 128
+    assert session.metrics["other"]["other/kept"].value == len(other.input_ids)
+
+
+class Asks(Operator):
+    ref: Reads[Scorer] = Role("ref")
+
+    def __call__(self, uid: c.Uid) -> c.Kept: ...
+
+
+class Counts(Operator):
+    calls = State(lambda self: 0)
+
+    def __call__(self, uid: c.Uid) -> c.Kept: ...
+
+
+class Named(Operator):
+    def __call__(self, rows: c.Uid) -> c.Kept: ...
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (
+            lambda: Filter(GroupAdvantage()),
+            ParameterError,
+            r"group_advantage writes advantages: .*; expected one bool a row",
+        ),
+        (lambda: Filter(Asks()), ParameterError, r"asks asks an engine, which belongs into a node of its own"),
+        (lambda: Filter(Counts()), ParameterError, r"counts keeps state, which belongs into a node of its own"),
+        (
+            lambda: Filter(Spread().when(every=2)),
+            ParameterError,
+            r"spread is to run in some steps only, .* of the gate",
+        ),
+        (lambda: Filter(Named()), ParameterError, r"named has a port 'rows', as every gate has"),
+        (lambda: Filter(3), ParameterError, r"keep=3"),
+        (
+            lambda: Filter(Spread())(torch.ones(2, 2)),
+            PortError,
+            r"filter was given Tensor without a name; expected rec",
+        ),
+        (lambda: Filter(Spread())(scores=torch.ones(2, 2)), DataError, r"no column is called 'scores'"),
+        (lambda: Filter(Spread())(answers()), PortError, r"filter\.token_level_scores wants .*; pass it, too"),
+        (
+            lambda: Filter(Length(most=3))(answers()),
+            DataError,
+            r"filter lets none of 2 rows through, so nothing is left .*; expected Length\(least=1, most=3\) to",
+        ),
+        (
+            lambda: Filter(Length())(answers(), uid=np.array([object(), object(), object()], dtype=object)),
+            PortError,
+            r"its batch axis is 3 long",
+        ),
+    ],
+)
+def test_what_cannot_pass_or_decide_is_refused(make: Any, error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        make()
+
+
+def test_a_mini_batch_behind_a_filter_is_refused_before_launch() -> None:
+    [finding] = FILTERED.edit(set={"update_actor.mini_batch": 8}).check(prompts=8)
+    assert (finding.rule, finding.node) == ("FR004", "update_actor")
+    assert "nobody knows how many filter lets through" in finding.message
+    assert not FILTERED.check(prompts=8)
+    assert isinstance(FILTERED["update_actor"].operator, UpdateActor)

@@ -1,0 +1,202 @@
+"""Algorithms within algorithms, and operators that write nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import flowrl
+from flowrl import INJECTED, After, Key, Metrics, operator
+from flowrl import columns as c
+from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.session import Session
+from flowrl.data.proto.dataproto import DataProto
+from flowrl.errors import DefinitionError, GraphError, ParameterError, PortError
+from flowrl.graph import algorithm
+from flowrl.graphs import grpo, ppo
+from flowrl.operators import Generate, Repeat, Reward, Whiten
+from flowrl.records import PromptBatch
+from flowrl.run.engine.local import local_steps
+from tests.support.kernel import exact
+
+
+class Masked(NamedTuple):
+    """Two columns."""
+
+    advantages: c.Advantages
+    response_mask: c.ResponseMask
+
+
+@operator
+def noisy(advantages: c.Advantages, key: Key = INJECTED) -> c.Advantages:
+    """With noise."""
+    return advantages + torch.rand(advantages.shape, generator=key.generator())
+
+
+@operator
+def tell(advantages: c.Advantages, metrics: Metrics = INJECTED) -> None:
+    """Log the sum."""
+    metrics.sum("told/sum", advantages.sum())
+
+
+class Tell(Operator):
+    """The same as a class."""
+
+    def __call__(self, advantages: c.Advantages, metrics: Metrics = INJECTED) -> None:
+        metrics.sum("told/sum", advantages.sum())
+
+
+@algorithm
+def shaken(row: Masked, *, whiten: bool = True) -> Any:
+    """Noise, and whitened."""
+    shaky = noisy(row.advantages)
+    return Whiten()(shaky, row.response_mask) if whiten else shaky
+
+
+@algorithm
+def once(row: Masked) -> Any:
+    return shaken(row, whiten=False)
+
+
+@algorithm
+def both(row: Masked) -> Any:
+    return shaken(row), shaken.under("again")(row)
+
+
+@algorithm
+def deep(row: Masked) -> Any:
+    return both.under("all")(row)
+
+
+def rows() -> Masked:
+    return Masked(torch.tensor([[1.0, 2.0, 4.0]]), torch.ones(1, 3, dtype=torch.bool))
+
+
+def test_an_algorithm_records_its_nodes_in_another() -> None:
+    assert list(once().nodes) == ["row", "noisy"] and once().name == "once"
+    assert shaken(whiten=False).name == "shaken"  # without its inputs, it is a graph by itself
+    graph = both()
+    assert list(graph.nodes) == ["row", "noisy", "whiten", "again_noisy", "again_whiten"]
+    assert graph.sinks == ("whiten", "again_whiten") and graph["again_whiten"].sources == ["again_noisy", "row"]
+    assert list(deep().nodes)[1:] == ["all_noisy", "all_whiten", "all_again_noisy", "all_again_whiten"]
+
+
+def test_the_same_lines_run_on_tensors_under_the_same_keys() -> None:
+    session = Session({}, seed=5)
+    with session.active():
+        found = deep.step(rows())
+    steps = local_steps(Plan(deep()), {}, seed=5)
+    result = steps.step(DataProto(rows()._asdict()), 0)
+    assert torch.equal(found[0], result.columns["all_whiten"].columns["advantages"])
+    assert torch.equal(found[1], result.columns["all_again_whiten"].columns["advantages"])
+    assert not torch.equal(found[0], found[1])
+
+
+def test_a_graph_can_be_made_of_parts() -> None:
+    """A rollout with its reward, as two algorithms use it."""
+
+    @algorithm
+    def rolled(batch: PromptBatch, fn: Any, *, n: int = 1) -> Any:
+        prompts = Repeat(n)(batch)
+        rollout = Generate()(prompts)
+        return rollout, Reward(fn)(rollout, prompts)
+
+    @algorithm
+    def two(batch: PromptBatch, fn: Any) -> Any:
+        _, scores = rolled(batch, fn, n=2)
+        _, others = rolled.under("base")(fn=fn, batch=batch)
+        return scores, others
+
+    graph = two(exact)
+    assert graph["base_repeat"].operator == Repeat(1) and graph["repeat"].operator == Repeat(2)
+    assert graph.fingerprint() == two(exact).fingerprint()
+
+
+def test_what_collides_or_misses_is_refused() -> None:
+    @algorithm
+    def clash(row: Masked) -> Any:
+        return shaken(row), shaken(row)
+
+    with pytest.raises(GraphError, match=r"named 'noisy'.*, or all nodes of shaken a prefix: shaken\.under\("):
+        clash()
+
+    @algorithm
+    def wrong(row: Masked) -> Any:
+        return shaken(row, colour=1)
+
+    with pytest.raises(GraphError, match=r"shaken\(\.\.\.\) cannot be called on columns like this: .*'colour'"):
+        wrong()
+    with pytest.raises(GraphError, match=r"shaken\.under\(\.\.\.\) was given none of its inputs \(row\)"):
+        shaken.under("x")()
+    with pytest.raises(ParameterError, match="'a b' is no prefix of node names"):
+        shaken.under("a b")
+    with pytest.raises(PortError, match=r"noisy\.advantages wants advantage"):
+        algorithm(_swapped)()
+
+
+def _swapped(row: Masked) -> Any:
+    return shaken(Masked(row.response_mask, row.advantages))
+
+
+@pytest.mark.parametrize("sink", [tell, Tell()])
+def test_what_writes_nothing_is_a_sink(sink: Operator, tmp_path: Path) -> None:
+    @algorithm
+    def told(row: Masked) -> Any:
+        assert sink(row.advantages) is None
+        return Whiten()(row.advantages, row.response_mask)
+
+    graph = told()
+    assert graph.sinks == ("whiten", "tell") and graph["tell"].operator.signature.outputs == {}
+    result = local_steps(Plan(graph), {}, seed=0).step(DataProto(rows()._asdict()), 0)
+    assert result.metrics["told/sum"].compute() == 7.0 and result.columns["tell"].columns == {}
+    session = Session({}, seed=0)
+    with session.active():
+        told.step(rows())
+    assert session.all_metrics()["told/sum"].compute() == 7.0
+
+    trained = ppo("tests.support.kernel:exact").edit(insert={"tell": After("gae", sink)})
+    assert trained.sinks == (*ppo(exact).sinks, "tell") and "tell" in trained.mermaid()
+    assert trained.check() == []
+    flowrl.save(trained, tmp_path / "told.yaml")
+    assert flowrl.load(tmp_path / "told.yaml").fingerprint() == trained.fingerprint()
+
+
+def test_a_sink_of_its_own_is_kept_by_edits() -> None:
+    trained = ppo(exact).edit(insert={"tell": After("gae", tell)})
+    for edited in (
+        trained.edit(drop=["whiten"]),
+        trained.edit(rename={"tell": "told"}),
+        trained.edit(replace={"tell": Tell()}),
+        trained.edit(set={"gae.lam": 0.5}),
+        trained.edit(drop=["update_actor", "sync"]),
+    ):
+        name = "told" if "told" in edited else "tell"
+        assert name in edited.sinks and edited[name].sources == ["gae"]
+    assert "tell" not in trained.edit(drop=["tell"])
+    alone = trained.edit(replace={"whiten": tell.named("also")}, wire={"update_actor.advantages": "gae.advantages"})
+    assert alone.sinks[-1] == "also" and alone["update_actor"].inputs != {} and alone["also"].sources == ["gae"]
+    assert "+ tell: tell  <- gae" in str(ppo(exact).diff(trained)).splitlines()
+    assert "- tell: tell" in str(trained.diff(ppo(exact)))
+
+
+def test_a_sink_has_nothing_to_read() -> None:
+    with pytest.raises(GraphError, match=r"update_actor\.advantages reads .* the replacement tell writes nothing"):
+        ppo(exact).edit(replace={"whiten": tell})
+    with pytest.raises(GraphError, match=r"'tell\.told', which is not an output"):
+        grpo(exact).edit(insert={"tell": After("group_advantage", tell)}, wire={"update_actor.advantages": "tell.told"})
+
+    @operator
+    def sly(advantages: c.Advantages) -> None:
+        return advantages
+
+    with pytest.raises(PortError, match=r"sly returned a Tensor, which nothing could read, .* `-> None`"):
+        sly(torch.ones(1, 2))
+
+    with pytest.raises(DefinitionError, match=r"has no return annotation; .*or `-> None` where it returns nothing"):
+
+        class Silent(Operator):
+            def __call__(self, advantages: c.Advantages): ...

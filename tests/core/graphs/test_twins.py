@@ -1,0 +1,165 @@
+"""Twins: what a graph computes twice is found, what only looks so is not, and the edit that is named mends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import Field
+
+from flowrl import INJECTED, Key, Operator, PromptBatch, algorithm
+from flowrl import columns as c
+from flowrl.core.graphs.plan import Plan
+from flowrl.core.graphs.twins import Twin, twins
+from flowrl.core.operators.session import State
+from flowrl.core.operators.when import When
+from flowrl.data.waits import Waits
+from flowrl.graph import Graph
+from flowrl.graphs import grpo, ppo, remax
+from flowrl.run.engine.local import local_steps
+from tests.support.jobs import PROMPTS
+from tests.support.kernel import exact
+
+
+class Shift(Operator):
+    """Moves a mask."""
+
+    by: int = Field(1, ge=0)
+
+    def __call__(self, prompt_mask: c.PromptMask) -> c.PromptMask:
+        return prompt_mask.roll(self.by, dims=1)
+
+
+class Both(Operator):
+    """What both masks let through."""
+
+    def __call__(self, one: c.PromptMask, other: c.PromptMask) -> c.PromptMask:
+        return one & other
+
+
+class Drawn(Operator):
+    """A mask of its own."""
+
+    def __call__(self, prompt_mask: c.PromptMask, key: Key = INJECTED) -> c.PromptMask:
+        return torch.rand(prompt_mask.shape, generator=key.generator()) < 0.5
+
+
+class Counted(Operator):
+    """Another mask at every call."""
+
+    calls = State(lambda self: 0)
+
+    def __call__(self, prompt_mask: c.PromptMask) -> c.PromptMask:
+        self.calls.value += 1
+        return prompt_mask.roll(self.calls.value, dims=1)
+
+
+class Asked(Operator):
+    """A mask from elsewhere."""
+
+    def __call__(self, prompt_mask: c.PromptMask, waits: Waits = INJECTED) -> c.PromptMask:
+        return prompt_mask
+
+
+def pair(one: Operator, other: Operator) -> Graph:
+    """Two operators on the same mask, and what both let through."""
+
+    @algorithm
+    def paired(batch: PromptBatch) -> Any:
+        return Both()(one.named("one")(batch.prompt_mask), other.named("other")(batch.prompt_mask))
+
+    return paired()
+
+
+def found(graph: Graph) -> list[Twin]:
+    return twins(Plan(graph).order)
+
+
+def result(graph: Graph) -> torch.Tensor:
+    steps = local_steps(Plan(graph), {}, 0)
+    [column] = steps.step(PROMPTS, 0).columns["both"].columns.values()
+    assert isinstance(column, torch.Tensor)
+    return column
+
+
+def test_twins_are_found_and_the_edit_that_is_named_mends_them() -> None:
+    graph = pair(Shift(1), Shift(1))
+    assert found(graph) == [Twin("one", "other", None)]
+    line = str(Plan(graph)).splitlines()[-1]
+    told, _, call = line.partition(": ")
+    assert told == "other computes what one does; once is enough"
+    mended: Graph = eval(f"graph.{call}", {"graph": graph})
+    assert list(mended.nodes) == ["batch", "one", "both"]
+    assert found(mended) == []
+    assert torch.equal(result(mended), result(graph))
+    assert torch.equal(result(graph), PROMPTS.columns["prompt_mask"].roll(1, dims=1))
+
+
+def test_other_numbers_are_another_operator() -> None:
+    assert found(pair(Shift(1), Shift(2))) == []
+
+
+def test_other_steps_are_another_node() -> None:
+    assert found(pair(Shift(1), Shift(1)).edit(when={"other": When(start=3)})) == []
+
+
+@pytest.mark.parametrize(
+    ("operator", "why"),
+    [
+        (Drawn(), "each draws numbers of its own"),
+        (Counted(), "each keeps a state of its own"),
+        (Asked(), "each asks what is outside of the graph"),
+    ],
+)
+def test_what_may_differ_is_told_with_the_reason(operator: Operator, why: str) -> None:
+    graph = pair(operator, operator)
+    assert found(graph) == [Twin("one", "other", why)]
+    assert str(Plan(graph)).endswith(f"other reads what one does, and is another: {why}")
+
+
+def test_what_twins_write_counts_as_one_input() -> None:
+    @algorithm
+    def chains(batch: PromptBatch) -> Any:
+        ends = [Shift(2).named(f"b{i}")(Shift(1).named(f"a{i}")(batch.prompt_mask)) for i in range(2)]
+        return Both()(*ends)
+
+    assert found(chains()) == [Twin("a0", "a1", None), Twin("b0", "b1", None)]
+
+
+def test_what_is_drawn_apart_is_no_common_input() -> None:
+    @algorithm
+    def chains(batch: PromptBatch) -> Any:
+        ends = [Shift(2).named(f"b{i}")(Drawn().named(f"a{i}")(batch.prompt_mask)) for i in range(2)]
+        return Both()(*ends)
+
+    assert [(twin.first, twin.second) for twin in found(chains())] == [("a0", "a1")]
+
+
+def test_a_sink_is_dropped_by_name() -> None:
+    @algorithm
+    def two_sinks(batch: PromptBatch) -> Any:
+        return Shift(1).named("one")(batch.prompt_mask), Shift(1).named("other")(batch.prompt_mask)
+
+    graph = two_sinks()
+    assert str(Plan(graph)).endswith("once is enough: edit(drop=['other'])")
+    assert found(graph.edit(drop=["other"])) == []
+
+
+def test_a_sink_that_is_read_too_is_left_by_its_readers() -> None:
+    @algorithm
+    def read_too(batch: PromptBatch) -> Any:
+        one = Shift(1).named("one")(batch.prompt_mask)
+        other = Shift(1).named("other")(batch.prompt_mask)
+        return other, Both()(one, other)
+
+    graph = read_too()
+    call = str(Plan(graph)).splitlines()[-1].partition(": ")[2]
+    mended: Graph = eval(f"graph.{call}", {"graph": graph})
+    assert list(mended.nodes) == ["batch", "one", "both"]
+    assert torch.equal(result(mended), result(graph))
+
+
+@pytest.mark.parametrize("make", [ppo, grpo, remax])
+def test_the_shelf_computes_nothing_twice(make: Any) -> None:
+    assert all(twin.apart for twin in found(make(exact)))

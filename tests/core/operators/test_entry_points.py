@@ -1,0 +1,59 @@
+"""Operators by name: the entry points of installed packages."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+import flowrl.operators
+from flowrl.core.operators import entry_points as installed
+from flowrl.core.operators.operator import Operator
+from flowrl.errors import GraphError
+from flowrl.graph import Graph
+from flowrl.graphs import ppo
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, *points: tuple[str, str]) -> None:
+    found = [EntryPoint(name, value, installed.GROUP) for name, value in points]
+    monkeypatch.setattr(installed, "entry_points", lambda group: found)
+
+
+def test_every_standard_operator_is_installed_under_its_name() -> None:
+    standard = {
+        name
+        for name in flowrl.operators.__all__
+        if isinstance(cls := getattr(flowrl.operators, name), type) and issubclass(cls, Operator)
+    }
+    assert standard <= set(installed.names())
+    assert all(installed.load(name) is getattr(flowrl.operators, name) for name in standard)
+
+
+def test_a_graph_file_may_name_operators_barely() -> None:
+    graph = ppo("flowrl.demo.verifier:compute_score")
+    written = graph.to_dict()
+    for node in written["nodes"].values():
+        node["operator"]["$type"] = (
+            node["operator"]["$type"].rpartition(":")[2].replace("Input", "flowrl.core.graphs.graph:Input")
+        )
+    assert Graph.from_dict(written).fingerprint() == graph.fingerprint()
+
+
+def test_an_unknown_name_lists_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, ("GAE", "flowrl.operators:GAE"))
+    with pytest.raises(
+        GraphError, match=r"'GEA' is not an import path, .* expected 'package.module:Class', or one of GAE"
+    ):
+        installed.load("GEA")
+
+
+def test_two_packages_must_not_mean_different_operators_by_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, ("GAE", "flowrl.operators:GAE"), ("GAE", "other:GAE"))
+    with pytest.raises(GraphError, match=r"two installed packages bring an operator named 'GAE'.*other:GAE"):
+        installed.names()
+
+
+def test_an_entry_point_must_name_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, ("Column", "flowrl.columns:Column"))
+    with pytest.raises(GraphError, match=r"names flowrl.columns:Column, which is not an operator"):
+        installed.load("Column")

@@ -1,0 +1,295 @@
+"""`@operator`: a function is an operator, in every place where a class is."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+import pytest
+import torch
+from pydantic import Field
+
+import flowrl
+from flowrl import INJECTED, After, Key, Metrics, Reads, Role
+from flowrl import columns as c
+from flowrl.core.operators.function import function_of, operator
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.references import source_hash
+from flowrl.core.operators.session import Session
+from flowrl.errors import BindError, DefinitionError, GraphError, ParameterError, PortError
+from flowrl.graph import Graph, algorithm
+from flowrl.graphs import grpo, ppo
+from flowrl.operators import Whiten
+from flowrl.protocols.protocols import Scorer
+from flowrl.records import Sequences
+from tests import ROOT
+from tests.support.kernel import answers, exact
+
+
+class Masked(NamedTuple):
+    """Two columns."""
+
+    advantages: c.Advantages
+    response_mask: c.ResponseMask
+
+
+@operator
+def half(advantages: c.Advantages) -> c.Advantages:
+    """Half as much."""
+    return advantages * 0.5
+
+
+@operator
+def scaled(advantages: c.Advantages, *, factor: float = Field(0.5, gt=0), metrics: Metrics = INJECTED) -> c.Advantages:
+    """As much as is said."""
+    metrics.mean("scaled/factor", factor)
+    return advantages * factor
+
+
+@operator
+def noisy(advantages: c.Advantages, response_mask: c.ResponseMask | None = None, key: Key = INJECTED) -> c.Advantages:
+    """With noise, on the mask where there is one."""
+    noise = torch.rand(advantages.shape, generator=key.generator())
+    return advantages + (noise if response_mask is None else noise * response_mask)
+
+
+@operator
+def judged(rollout: Sequences, *, judge: Reads[Scorer] = Role("judge")) -> c.RefLogProbs:  # noqa: B008
+    """By a role."""
+    return judge.log_probs(rollout)
+
+
+ONES = torch.ones(1, 3)
+
+
+def test_it_computes_as_it_is_written() -> None:
+    assert half(ONES).tolist() == [[0.5] * 3]
+    assert half(advantages=ONES).tolist() == [[0.5] * 3]
+    assert scaled(ONES).tolist() == [[0.5] * 3]
+    assert scaled(factor=2.0)(ONES).tolist() == [[2.0] * 3]
+    assert scaled(factor=2.0)(factor=3.0)(ONES).tolist() == [[3.0] * 3]
+    session = Session({}, seed=3)
+    with session.active():
+        scaled(factor=2.0)(ONES)
+        first, second = noisy(ONES), noisy(ONES, ONES.bool())
+    assert session.all_metrics()["scaled/factor"].compute() == 2.0
+    assert torch.equal(first, second) and not torch.equal(first, ONES)
+
+
+def test_it_is_an_operator() -> None:
+    assert isinstance(half, Operator) and (half.name, repr(half), half.__doc__) == ("half", "half", "Half as much.")
+    assert repr(scaled(factor=2.0)) == "scaled(factor=2.0)" == repr(scaled(factor=2.0).named("other"))
+    assert scaled(factor=0.5) == scaled != scaled(factor=2.0)
+    assert scaled.named("other")(factor=2.0).name == "other"
+    assert list(noisy.signature.ports) == ["advantages", "response_mask"] and noisy.signature.injected == {"key": Key}
+    assert judged.role_uses["judge"].protocol is Scorer
+    with pytest.raises(BindError, match=r"judged\.judge is the role 'judge', and no job is active"):
+        judged(answers())
+
+
+def test_it_stands_in_graphs_edits_diffs_and_pictures() -> None:
+    @algorithm
+    def both(row: Masked) -> Any:
+        white = Whiten()(half(row.advantages), row.response_mask)
+        return scaled(factor=2.0).named("twice")(white)
+
+    assert repr(both()["twice"].operator) == "scaled(factor=2.0)"
+    row = Masked(torch.tensor([[1.0, 2.0]]), torch.ones(1, 2).bool())
+    torch.testing.assert_close(both.step(row), torch.tensor([[-2.0, 2.0]]) / 2**0.5, atol=1e-6, rtol=0)
+
+    graph = ppo(exact)
+    edited = graph.edit(replace={"whiten": half}, insert={"scaled": After("gae", scaled(factor=2.0))})
+    assert edited["scaled"].sources == ["gae"] and edited["half"].sources == ["scaled"]
+    assert (
+        "half" in edited["update_actor"].sources and edited["update_critic"].sources == graph["update_critic"].sources
+    )
+    found = str(graph.diff(edited)).splitlines()
+    assert "+ scaled: scaled(factor=2.0)  <- gae" in found and "+ half: half  <- scaled" in found
+    assert str(edited.diff(edited.edit(set={"scaled.factor": 3.0}))).splitlines()[1] == "~ scaled.factor: 2.0 -> 3.0"
+    assert "factor=2.0" in edited.mermaid() and 'half["' in edited.mermaid()
+
+
+def test_kernel_and_effects_are_those_of_a_class() -> None:
+    """A graph of functions is checked and bound by roles and types as one of classes."""
+    graph = grpo(exact).edit(replace={"ref_log_prob": judged})
+    assert {"judge", "actor", "rollout"} == set(graph.roles()) and graph.check() == []
+    with pytest.raises(PortError, match=r"half\.advantages wants advantage"):
+        grpo(exact).edit(replace={"group_advantage": half}, wire={"half.advantages": "reward.token_level_scores"})
+
+
+def test_two_of_one_name_are_refused_as_two_of_a_class() -> None:
+    @algorithm
+    def twice(row: Masked) -> Any:
+        return half(half(row.advantages))
+
+    with pytest.raises(GraphError, match=r'two nodes are named \'half\'.*: half\.named\("half_2nd"\)\.'):
+        twice()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: scaled(ONES, factor=2.0), PortError, r"one after the other: scaled\(factor=\.\.\.\)\(advantages\)"),
+        (
+            lambda: scaled(facto=2.0),
+            ParameterError,
+            r"'facto'; it takes advantages, factor, metrics; did you",
+        ),
+        (
+            lambda: scaled(factor=-1.0),
+            ParameterError,
+            r"scaled\(\.\.\.\): factor=-1\.0: input should be greater",
+        ),
+        (lambda: half(), PortError, r"half\.advantages wants advantage\[batch response\] float32, but was not given"),
+        (lambda: half(ONES, ONES), PortError, r"half\(\.\.\.\) cannot be called like this: too many"),
+        (lambda: noisy(ONES), BindError, r"noisy draws random numbers, and no job is active"),
+        (lambda: ppo(exact).edit(replace={"whiten": exact}), GraphError, r"the function exact.*: write @operator abov"),
+    ],
+)
+def test_a_wrong_call_is_refused(call: Callable[[], Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def _no_annotation(advantages) -> c.Advantages: ...
+def _no_return(advantages: c.Advantages): ...
+def _no_default(advantages: c.Advantages, *, factor: float) -> c.Advantages: ...
+def _bare(advantages: c.Advantages, *, factor=0.5) -> c.Advantages: ...
+def _among_ports(advantages: c.Advantages, factor: float = 0.5) -> c.Advantages: ...
+def _port_behind(*, advantages: c.Advantages) -> c.Advantages: ...
+def _starred(*advantages: c.Advantages) -> c.Advantages: ...
+def _no_port(*, factor: float = 0.5) -> c.Advantages: ...
+def _taken(advantages: c.Advantages, *, effects: float = 0.5) -> c.Advantages: ...
+def _shared(advantages: c.Advantages, *, factors: list = []) -> c.Advantages: ...  # noqa: B006
+def _unknown(advantages: Nowhere) -> c.Advantages: ...
+def _method(self: Any, advantages: c.Advantages) -> c.Advantages: ...
+def _wrong_default(advantages: c.Advantages, *, factor: float = "half") -> c.Advantages: ...  # type: ignore[assignment]
+async def _later(advantages: c.Advantages) -> c.Advantages: ...
+def _many(advantages: c.Advantages) -> c.Advantages:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_no_annotation, r"_no_annotation has the parameter 'advantages' without an annotation"),
+        (_no_return, r"_no_return has no return annotation; .*, or `-> None`"),
+        (_no_default, r"_no_default\(factor\) stands behind the `\*`, .* has no default"),
+        (_bare, r"_bare\(factor\) is a parameter without annotation"),
+        (_among_ports, r"_among_ports\(factor\) has the default 0\.5, .*def _among_ports\(\.\.\., \*, factor=0\.5\)"),
+        (_port_behind, r"_port_behind\(advantages\) stands behind the `\*`.*before the `\*` where it is a port"),
+        (_starred, r"_starred takes \*advantages as variadic positional"),
+        (_no_port, r"_no_port has no port"),
+        (_taken, r"_taken\.effects is a parameter or state, and every operator has something of that name"),
+        (_shared, r"_shared\.factors has the mutable default \[\]"),
+        (_unknown, r"_unknown: an annotation uses a name that is not defined"),
+        (_later, r"_later is async; expected an ordinary method"),
+        (_many, r"_many is a generator"),
+        (_method, r"_method\(self\) is the name of an object that methods are called on"),
+        (
+            _wrong_default,
+            r"_wrong_default has a default that is not allowed: .*factor='half': input should be a",
+        ),
+        (lambda advantages: advantages, r"<lambda> at .* has no name and annotations"),
+        (Whiten, r"Whiten'> has no name and annotations of its own"),
+        (exact, r"exact has the parameter 'data_source'|exact\(data_source\): the annotation str is neither"),
+    ],
+)
+def test_what_is_not_well_formed_is_refused_with_its_line(function: Any, message: str) -> None:
+    with pytest.raises(DefinitionError, match=rf"^\S+\.py:\d+: .*(?:{message})"):
+        operator(function)
+
+
+SCRIPT = """
+import torch
+from flowrl import operator
+from flowrl.columns import Advantages, ResponseMask
+
+@operator
+def third(advantages: Advantages, *, of: float = 1.0) -> Advantages:
+    return advantages * of / 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of the user's with an operator in it."""
+    (tmp_path / "my_operators.py").write_text(SCRIPT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_operators", raising=False)
+    yield importlib.import_module("my_operators")
+    monkeypatch.delitem(sys.modules, "my_operators", raising=False)
+
+
+def test_files_name_it_by_path_and_source(mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = ppo("tests.support.kernel:exact").edit(replace={"whiten": mine.third(of=2.0).named("w")})
+    flowrl.save(graph, tmp_path / "graph.yaml")
+    before, fingerprint = graph.to_dict(), graph.fingerprint()
+    read = flowrl.load(tmp_path / "graph.yaml")
+    assert read["w"].operator == mine.third(of=2.0) and read.fingerprint() == graph.fingerprint()
+    assert graph.to_dict()["nodes"]["w"]["operator"]["$type"] == "my_operators:third"
+    with pytest.raises(GraphError, match=r"w is of the class my_operators:third, which has to be imported"):
+        flowrl.load(tmp_path / "graph.yaml", imports=False)
+
+    (tmp_path / "my_operators.py").write_text(SCRIPT.replace("/ 3", "/ 4"))
+    monkeypatch.delitem(sys.modules, "my_operators")
+    importlib.invalidate_caches()
+    changed = importlib.import_module("my_operators")
+    with pytest.raises(GraphError, match=r"w names my_operators:third, whose source has changed since"):
+        flowrl.load(tmp_path / "graph.yaml")
+    assert graph.edit(replace={"w": changed.third(of=2.0).named("w")}).fingerprint() != fingerprint
+    data = json.loads(json.dumps(before, sort_keys=True))  # where "$source" comes before "$type"
+    data["nodes"]["w"]["operator"]["$source"] = source_hash(function_of(changed.third))
+    assert Graph.from_dict(data)["w"].operator == changed.third(of=2.0)
+
+
+def test_a_diff_tells_another_source() -> None:
+    def shrunk(by: float) -> Operator:
+        @operator
+        def shrink(advantages: c.Advantages) -> c.Advantages:
+            return advantages * by
+
+        return shrink
+
+    before = ppo(exact).edit(replace={"whiten": shrunk(0.5)})
+    assert not before.diff(before.edit(replace={"shrink": shrunk(0.5)}))
+    path = "tests.core.operators.test_function:test_a_diff_tells_another_source.<locals>.shrunk.<locals>.shrink"
+    assert str(before.diff(before.edit(replace={"shrink": shrunk(0.25)}))).splitlines()[1:] == [
+        f"~ shrink.operator: {path} -> {path} (with another source)"
+    ]
+
+
+def test_one_of_a_function_runs_and_is_not_written() -> None:
+    @operator
+    def local(advantages: c.Advantages) -> c.Advantages:
+        return advantages
+
+    graph = ppo(exact).edit(replace={"whiten": local})
+    assert graph.fingerprint() == graph.edit().fingerprint()
+    with pytest.raises(GraphError, match="local is local, which has no import path"):
+        graph.to_dict()
+
+
+def test_it_travels_by_name_where_it_can_be_imported(mine: Any) -> None:
+    for one in (mine.third, mine.third(of=2.0).named("w")):
+        again = pickle.loads(pickle.dumps(one))
+        assert type(again) is type(one) and again == one and again.name == one.name
+
+
+def test_it_travels_by_value_from_a_script(tmp_path: Path) -> None:
+    """As Ray sends it; annotations are text there, and the process that reads it has never seen the script."""
+    end = "\nimport sys, cloudpickle\ncloudpickle.dump([third, third(of=2.0)], open(sys.argv[1], 'wb'))\n"
+    (tmp_path / "script.py").write_text("from __future__ import annotations\n" + SCRIPT + end)
+    subprocess.run([sys.executable, tmp_path / "script.py", tmp_path / "sent"], check=True, cwd=ROOT)
+    plain, other = cloudpickle.loads((tmp_path / "sent").read_bytes())
+    assert type(plain) is type(other) and plain != other
+    assert other(3 * ONES).tolist() == [[2.0] * 3]
+    once_more = cloudpickle.loads((tmp_path / "sent").read_bytes())[1]
+    assert type(once_more) is type(other) and once_more == other

@@ -1,0 +1,255 @@
+"""Losses of the user's own: what they read becomes ports of the update, and what is wrong is told where it stands."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl import INJECTED, Graph, Loss, Metrics, Operator, Step
+from flowrl import columns as c
+from flowrl.core.operators.loss import Unit
+from flowrl.core.operators.ports import FromParameters, PortField
+from flowrl.core.operators.roles import Role, Writes
+from flowrl.data.balance import Share
+from flowrl.data.keys import Key
+from flowrl.draw import mermaid
+from flowrl.errors import DataError, DefinitionError, ParameterError, PortError
+from flowrl.graphs import grpo, ppo
+from flowrl.operators import DPO, PPOClip, Reinforce, UpdateActor, UpdateCritic, ValueHuber
+from flowrl.operators.losses.objective import TokenObjective
+from flowrl.operators.updates.mini_batches import rank_parts
+from flowrl.protocols.protocols import Trainer
+from flowrl.records import Tokens, Updated
+from tests.support.kernel import exact, wires
+
+
+class Entropic(Loss):
+    """A loss with a parameter, the entropy, a port that a graph has, and one that may be left open."""
+
+    coef: float = 0.1
+
+    def __call__(
+        self,
+        log_probs: c.LogProbs,
+        entropies: c.Entropies,
+        token_level_scores: c.TokenLevelScores,
+        temperature: c.Temperature,
+        advantages: c.Advantages | None = None,
+        metrics: Metrics = INJECTED,
+    ) -> Tensor:
+        metrics.mean("actor/heat", temperature.sum(), len(temperature))
+        gain = token_level_scores if advantages is None else advantages
+        return -gain * log_probs - self.coef * entropies
+
+
+def test_what_a_loss_reads_are_ports_of_the_update() -> None:
+    ports = UpdateActor(Entropic()).signature.ports
+    assert list(ports) == ["rollout", "token_level_scores", "ref_log_prob", "token_version", "advantages"]
+    assert [name for name, port in ports.items() if port.optional] == ["ref_log_prob", "token_version", "advantages"]
+    of_tokens = ["rollout", "old_log_probs", "advantages", "ref_log_prob", "token_version"]
+    assert list(UpdateActor().signature.ports) == of_tokens
+    assert list(UpdateCritic(ValueHuber()).signature.ports) == ["rollout", "returns"]
+    assert UpdateActor().signature is UpdateActor(PPOClip(0.1)).signature, "calls are laid out by it"
+
+
+@dataclass(frozen=True)
+class Tilt:
+    """A value: the same for all rows."""
+
+    by: float
+
+
+class Tilted(Loss):
+    """Reads a value beside columns."""
+
+    unit: ClassVar[Unit] = "batch"
+
+    def __call__(self, log_probs: c.LogProbs, advantages: c.Advantages, tilt: Tilt) -> Tensor:
+        return -(advantages - tilt.by) * log_probs
+
+
+def test_a_loss_may_read_a_value_which_mini_batches_and_ranks_leave_whole() -> None:
+    ports = UpdateActor(Tilted()).signature.ports
+    assert list(ports) == ["rollout", "advantages", "tilt", "ref_log_prob", "token_version"]
+    objective, mask = TokenObjective(Tilted()), torch.ones(4, 2, dtype=torch.bool)
+    advantages, log_probs = torch.arange(8.0).view(4, 2), -torch.rand(4, 2, generator=torch.Generator().manual_seed(0))
+    read = {"advantages": advantages, "tilt": Tilt(2.5)}
+    share = Share(1, 2, torch.tensor([0, 3]), torch.tensor([2, 2, 2, 2]))
+    part = rank_parts([torch.tensor([3, 0])], objective.weights, mask, mask[:2], share, read)[0].whole
+    assert part is not None and part.batch.tilt is read["tilt"]
+    output = log_probs[[3, 0]].requires_grad_()
+    found = objective(output, None, part.batch, part.weights, Metrics())
+    assert found.item() == pytest.approx(float((-(advantages - 2.5) * log_probs)[[3, 0]].mean()))
+
+
+def test_an_edit_wires_what_the_new_loss_reads_and_leaves_out_what_only_the_old_one_read() -> None:
+    graph = grpo(exact)
+    edited = graph.edit(set={"update_actor.loss": Entropic(coef=0.2)})
+    assert wires(edited, "update_actor")["token_level_scores"] == "reward.token_level_scores"
+    assert PortField("old_log_probs") not in edited["update_actor"].inputs
+    assert "~ update_actor <- old_log_probs: old_log_prob.old_log_probs -> unwired" in str(graph.diff(edited))
+    assert edited.edit(set={"update_actor.loss": PPOClip(0.2)}).diff(graph).changed == {}
+    critic = ppo(exact).edit(set={"update_critic.loss": ValueHuber(2.0)})
+    assert wires(critic, "update_critic").keys() & {"returns", "values"} == {"returns"}
+
+
+def test_files_processes_and_pictures_know_it() -> None:
+    graph = grpo(exact).edit(set={"update_actor.loss": Entropic(coef=0.2)})
+    assert Graph.from_dict(graph.to_dict()) == graph
+    assert pickle.loads(pickle.dumps(graph["update_actor"].operator)) == graph["update_actor"].operator
+    assert "loss=Entropic(coef=0.2)" in mermaid.draw(graph)
+
+
+def test_columns_are_zero_off_the_mask_and_the_entropy_has_its_gradient() -> None:
+    nan = float("nan")
+    mask = torch.tensor([[True, False], [True, True]])
+    new = torch.tensor([[-1.0, nan], [-2.0, -3.0]], requires_grad=True)
+    entropy = torch.tensor([[1.0, nan], [2.0, 3.0]], requires_grad=True)
+
+    class Batch:
+        token_level_scores = torch.tensor([[1.0, nan], [0.0, 2.0]])
+        temperature = torch.ones(2)
+        advantages = None
+
+    objective, metrics = TokenObjective(Entropic(coef=0.5), "seq-mean-token-sum"), Metrics()
+    assert objective.wants_entropy
+    value = objective(new, entropy, Batch(), objective.weights(mask), metrics)
+    value.backward()
+    assert value.item() == pytest.approx(((1 - 0.5) + (6 - 0.5 * 5)) / 2)
+    assert new.grad is not None and new.grad.tolist() == [[-0.5, 0.0], [0.0, -1.0]]
+    assert entropy.grad is not None and entropy.grad.tolist() == [[-0.25, 0.0], [-0.25, -0.25]]
+    assert metrics.compute()["actor/heat"] == 1.0
+
+
+class OfRows(Loss):
+    """One number a row, which is that of each of its tokens."""
+
+    unit: ClassVar[Unit] = "row"
+
+    def __call__(self, log_probs: c.LogProbs) -> Tensor:
+        return -log_probs.sum(-1)
+
+
+class OfRowsUnsaid(Loss):
+    """The same, whose class does not say so."""
+
+    def __call__(self, log_probs: c.LogProbs) -> Tensor:
+        return -log_probs.sum(-1)
+
+
+class Summed(Loss):
+    def __call__(self, log_probs: c.LogProbs) -> Tensor:
+        return log_probs.sum()
+
+
+class Detached(Loss):
+    def __call__(self, log_probs: c.LogProbs) -> Tensor:
+        return -log_probs.detach()
+
+
+class TestReturned:
+    new = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+
+    def value(self, loss: Loss, aggregation: Any = "seq-mean-token-mean") -> float:
+        objective, output = TokenObjective(loss, aggregation), self.new.clone().requires_grad_()
+        return objective(output, None, None, objective.weights(self.mask), Metrics()).item()
+
+    def test_the_loss_of_a_row_is_that_of_its_tokens(self) -> None:
+        assert self.value(OfRows()) == pytest.approx((3 + 3) / 2)
+        assert self.value(OfRows(), "token-mean") == pytest.approx((3 + 3 + 3) / 3)
+
+    def test_what_is_summed_already_is_refused(self) -> None:
+        with pytest.raises(DataError, match=r"Summed returned \(\) for 2 rows; expected the loss of each token"):
+            self.value(Summed())
+
+    def test_a_loss_of_rows_that_does_not_say_so_is_refused(self) -> None:
+        """By its unit the rules know it; see FR018."""
+        with pytest.raises(DataError, match=r"OfRowsUnsaid returned \(2,\) .*says so in its class: unit = 'row'"):
+            self.value(OfRowsUnsaid())
+
+    def test_a_loss_without_a_gradient_is_refused(self) -> None:
+        with pytest.raises(DataError, match=r"Detached returned a loss without a gradient.*depends on log_probs: look"):
+            self.value(Detached())
+
+
+def test_a_loss_of_the_other_kind_is_refused() -> None:
+    with pytest.raises(ParameterError, match=r"ValueHuber.* of the values .*this update trains log-probs"):
+        UpdateActor(ValueHuber())
+    with pytest.raises(ParameterError, match=r"Reinforce.* of the log-probs .*this update trains values"):
+        UpdateCritic(Reinforce())
+
+
+def define(call: Any, **body: Any) -> None:
+    type("Faulty", (Loss,), {"__call__": call, "__module__": __name__, **body})
+
+
+def nothing_said(self: Any, advantages: c.Advantages) -> Tensor: ...
+def both_said(self: Any, log_probs: c.LogProbs, new_values: c.NewValues) -> Tensor: ...
+def a_record(self: Any, log_probs: c.LogProbs, rollout: Tokens) -> Tensor: ...
+def a_key(self: Any, log_probs: c.LogProbs, key: Key = INJECTED) -> Tensor: ...
+def a_step(self: Any, log_probs: c.LogProbs, step: Step = INJECTED) -> Tensor: ...
+def a_column(self: Any, log_probs: c.LogProbs) -> c.Advantages: ...
+def fine(self: Any, log_probs: c.LogProbs) -> Tensor: ...
+
+
+@pytest.mark.parametrize(
+    ("call", "body", "said"),
+    [
+        (nothing_said, {}, r"reads nothing of the model that is trained; expected `log_probs: LogProbs` for a policy"),
+        (both_said, {}, r"reads log_probs, new_values of the model that is trained; expected"),
+        (a_record, {}, r"\(rollout\).*a loss reads columns, each by a parameter"),
+        (a_key, {}, r"takes a Key, and its unit is 'token'.*every micro-batch; expected the unit 'batch'"),
+        (a_step, {}, r"takes a Step; expected columns, and perhaps `metrics: Metrics` and `key: Key`"),
+        (a_column, {}, r"returns something else than a tensor; expected the loss of each token"),
+        (fine, {"unit": "rows", "__annotations__": {"unit": "ClassVar[str]"}}, r"unit is 'rows'; expected one of 'tok"),
+        (
+            fine,
+            {"unit": "group", "__annotations__": {"unit": "ClassVar[str]"}},
+            r"unit is 'group', and its __call__ reads 0 columns that say which group",
+        ),
+        (3, {}, r"__call__ is an int; expected an ordinary method"),
+    ],
+)
+def test_a_faulty_class_is_told_with_file_and_line(call: Any, body: dict[str, Any], said: str) -> None:
+    with pytest.raises(DefinitionError, match=rf"test_loss\.py:\d+: Faulty.*{said}"):
+        define(call, **body)
+
+
+def test_a_class_without_call_is_refused() -> None:
+    with pytest.raises(DefinitionError, match=r"Empty has no __call__; define one whose annotations are the columns"):
+
+        class Empty(Loss):
+            coef: float = 1.0
+
+
+def test_an_update_of_the_users_own_takes_its_loss() -> None:
+    class Own(Operator):
+        """What trains in another way, on any loss."""
+
+        loss: Loss = Reinforce()
+        actor: Writes[Trainer] = Role("actor")
+
+        def __call__(self, rollout: Tokens, **columns: FromParameters) -> Updated: ...
+
+    assert list(Own().signature.ports) == ["rollout", "advantages"]
+    assert list(Own(DPO()).signature.ports) == ["rollout", "ref_log_prob", "token_level_scores", "uid"]
+    with pytest.raises(DefinitionError, match=r"takes the columns of its loss, and there is no field of that name"):
+
+        class Without(Operator):
+            def __call__(self, rollout: Tokens, **columns: FromParameters) -> Updated: ...
+
+
+def test_a_name_means_one_column() -> None:
+    class Clash(Loss):
+        unit: ClassVar[Unit] = "row"
+
+        def __call__(self, log_probs: c.LogProbs, input_ids: c.Advantages) -> Tensor: ...
+
+    with pytest.raises(PortError, match=r"the loss reads input_ids as advantage.*, and the operator .* as tokens"):
+        UpdateActor(Clash()).signature  # noqa: B018

@@ -1,0 +1,142 @@
+"""References: functions are named, found again, looked at without being run, and told from other versions of them."""
+
+from __future__ import annotations
+
+import functools
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowrl.core.operators import references as functions
+from flowrl.errors import ParameterError
+from tests.support.reward_rows import SCORES
+
+
+class Called:
+    def __call__(self, x: float) -> float:
+        return x
+
+
+def test_reference_and_resolve_are_inverse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "user" / "scores.py"
+    file.parent.mkdir()
+    file.write_text(SCORES, encoding="utf-8")
+
+    def scores(name: str) -> str:
+        return f"{file}:{name}"
+
+    for name in ("exact", "Marker.length"):
+        fn = functions.resolve(scores(name))
+        assert fn is functions.resolve(scores(name))
+        assert functions.reference(fn) == scores(name)
+    monkeypatch.chdir(file.parent.parent)  # below the working directory, a path is relative
+    assert functions.reference(fn) == f"{file.parent.name}/scores.py:Marker.length"
+    assert functions.resolve(f"{file.parent.name}/scores.py:Marker.length") is fn
+    assert functions.reference(textwrap.dedent) == "textwrap:dedent"
+    assert functions.resolve("textwrap:dedent") is textwrap.dedent
+    for unnamed in (lambda: 1, functools.partial(textwrap.dedent), Called().__call__):
+        assert functions.reference(unnamed) is None
+    with pytest.raises(ParameterError, match="has a float under that name"):
+        functions.resolve(scores("number"))
+
+
+def test_check_looks_without_running(tmp_path: Path) -> None:
+    file = tmp_path / "loud.py"
+    file.write_text("def f(): pass\nif f:\n    from os import path as g\nraise SystemExit('was run')\n")
+    functions.check(f"{file}:f")
+    functions.check(f"{file}:g")
+    with pytest.raises(ParameterError, match="does not define 'h'; it defines f"):
+        functions.check(f"{file}:h")
+    file.write_text("from os import *\n")
+    functions.check(f"{file}:anything")
+    file.write_text("def f(:\n")
+    with pytest.raises(ParameterError, match=r"loud.py:1 does not compile"):
+        functions.check(f"{file}:f")
+
+
+ENDLESS = "x = " + "+".join(["1"] * 50_000) + "\ndef f(): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"def f(): pass\n\0", "source code string cannot contain null bytes"),
+        ("\n\n\n# é\ndef f(): pass\n".encode("latin-1"), "utf-8"),
+        (b"# coding: martian\ndef f(): pass\n", "unknown encoding .*martian"),
+        (ENDLESS.encode(), "recursion"),
+    ],
+    ids=["a NUL", "another encoding", "an unknown encoding", "an endless sum"],
+)
+def test_a_file_that_is_no_python_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+    file = tmp_path / "odd.py"
+    file.write_bytes(content)
+    for look in (functions.check, functions.stub_of, functions.named_source_hash):
+        with pytest.raises(ParameterError, match=rf"odd\.py:f' cannot be used: .*odd\.py.*{said}"):
+            look(f"{file}:f")
+
+
+@pytest.mark.parametrize(("head", "encoding"), [("# coding: latin-1\n", "latin-1"), ("", "utf-8-sig")])
+def test_a_file_is_read_in_its_own_encoding(tmp_path: Path, head: str, encoding: str) -> None:
+    own = "def f(x, y='é'):\n    return x\n"
+    for name, text, written in (("plain", own, "utf-8"), ("other", head + own, encoding)):
+        (tmp_path / f"{name}.py").write_text(text, encoding=written)
+    plain, other = (f"{tmp_path / name}.py:f" for name in ("plain", "other"))
+    functions.check(other)
+    stub = functions.stub_of(other)
+    assert stub is not None and stub.__defaults__ == ("é",)
+    assert functions.named_source_hash(other) == functions.named_source_hash(plain)
+
+
+def test_check_leaves_what_no_literal_says(tmp_path: Path) -> None:
+    """An annotation alone, a loop, and a literal that cannot be made: `resolve` finds out what these are."""
+    file = tmp_path / "odd.py"
+    file.write_text("score: object\ndef score(x): ...\nfor other in (1, 2): ...\nbroken = {[]: 1}\n")
+    for name in ("score", "other", "broken"):
+        functions.check(f"{file}:{name}")
+
+
+def test_source_hash_tells_functions_apart(tmp_path: Path) -> None:
+    def bounded(limit: float) -> Callable[[float], float]:
+        def inner(x: float) -> float:
+            return min(x, limit)
+
+        return inner
+
+    def recursive() -> Callable[[int], int]:
+        def count(n: int) -> int:
+            return count(n - 1) if n else 0
+
+        return count
+
+    one, two = (lambda x: x + 1), (lambda x: x + 2)
+    hashes = [
+        functions.source_hash(fn)
+        for fn in (
+            *(
+                one,
+                two,
+                lambda x, y=3: x,
+                lambda x, y=4: x,
+                bounded,
+                bounded(1.0),
+                bounded(2.0),
+                recursive(),
+                len,
+                Called,
+            ),
+            *(Called(), functools.partial(one, 1), functools.partial(one, 2), functools.partial(one, x=1)),
+        )
+    ]
+    assert len({*hashes}) == len(hashes) - 1  # an instance is as its class is
+    assert functions.source_hash(bounded(1.0)) == functions.source_hash(bounded(1.0))
+    assert all(re.fullmatch("[0-9a-f]{32}", h) for h in hashes)
+    file = tmp_path / "versions.py"
+    file.write_text("def f():\n    return 1\n")
+    first = functions.source_hash(functions.resolve(f"{file}:f"))
+    file.write_text("\n\n# moved\ndef f():\n    return 1\n")
+    assert functions.source_hash(functions.resolve(f"{file}:f")) == first
+    file.write_text("def f():\n    return 2\n")
+    assert functions.source_hash(functions.resolve(f"{file}:f")) != first

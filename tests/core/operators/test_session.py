@@ -1,0 +1,221 @@
+"""Calls of operators: what ``super().__call__`` does, and that a `__call__` runs as it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl import columns as c
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.ports import INJECTED
+from flowrl.core.operators.roles import Reads, Role
+from flowrl.core.operators.session import Session, State
+from flowrl.data.balance import Share
+from flowrl.data.keys import Key
+from flowrl.data.metrics import Metrics
+from flowrl.errors import BindError, DefinitionError, PortError
+from flowrl.graph import algorithm
+from flowrl.operators import GAE, Generate, GroupAdvantage, KLShape, Repeat, Reward, Whiten
+from flowrl.operators.advantages.gae import GAEOutput
+from flowrl.records import PromptBatch
+from tests.core.operators.test_operator import Scale, Twice
+from tests.support.kernel import LengthPenalty, exact
+
+ONES = torch.ones(2, 3)
+
+
+class Base(Operator):
+    """Uses all that there is: a parameter, a role, a state, a key, metrics and a share."""
+
+    factor: float = 2.0
+    scale: Reads[Scale] = Role("scale")
+    calls = State(lambda self: 0)
+
+    def __call__(
+        self,
+        values: c.Values,
+        key: Key = INJECTED,
+        metrics: Metrics = INJECTED,
+        share: Share | None = INJECTED,
+    ) -> c.Values:
+        self.calls.value += 1
+        metrics.max("calls", self.calls.value)
+        noise = torch.rand(values.shape, generator=key.generator())
+        return values * self.factor * self.scale.factor() + noise
+
+
+class Bare(Base):
+    """Takes nothing of what its base has injected."""
+
+    def __call__(self, values: c.Values) -> c.Values:
+        return super().__call__(values) + 1
+
+
+class Passing(Base):
+    """Takes some of it and passes it on."""
+
+    def __call__(self, values: c.Values, key: Key = INJECTED, metrics: Metrics = INJECTED) -> c.Values:
+        metrics.max("own", 7)
+        return super().__call__(values, key=key, metrics=metrics) + 1
+
+
+class Deeper(Bare):
+    """By two steps."""
+
+    def __call__(self, values: c.Values) -> c.Values:
+        return super().__call__(values=values) + 1
+
+
+class Silent(Base):
+    """Has no `__call__` of its own."""
+
+    factor: float = 3.0
+
+
+@contextmanager
+def session(**state: Any) -> Iterator[Session]:
+    with Session({"scale": Twice()}, seed=5, state=state).active() as active:
+        yield active
+
+
+def noise(node: str) -> Tensor:
+    with session() as active:
+        return torch.rand(ONES.shape, generator=active.key(node).generator())
+
+
+@pytest.mark.parametrize(
+    ("operator", "plus"), [(Base(), 4.0), (Bare(), 5.0), (Passing(), 5.0), (Deeper(), 6.0), (Silent(), 6.0)]
+)
+def test_super_computes_with_what_surrounds_the_call(operator: Operator, plus: float) -> None:
+    with session() as active:
+        for call in (1, 2):
+            assert torch.equal(operator(ONES) - plus, plus + noise(operator.name) - plus)
+            assert active.state == {f"{operator.name}.calls": call}
+            metrics = active.metrics[operator.name].compute()
+            assert metrics == {"calls": call} | ({"own": 7} if isinstance(operator, Passing) else {})
+
+
+def test_a_call_that_is_no_operators_is_refused() -> None:
+    class Mixin:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    with pytest.raises(DefinitionError, match=r"Both\.__call__ is that of a base which is no Operator"):
+
+        class Both(Mixin, Base):
+            pass
+
+
+@pytest.mark.parametrize("operator", [Bare(scale=Twice()), Passing(scale=Twice()), Deeper(scale=Twice())])
+def test_super_computes_by_hand_too(operator: Any) -> None:
+    """Without a session a key is passed, or there is none to draw from."""
+    if isinstance(operator, Passing):
+        assert operator(ONES, key=Key.of(1)).shape == (2, 3)
+        assert operator.calls.value == 1
+    with pytest.raises(
+        BindError, match=r"draws random numbers, and no job is active to derive its key; .*pass key=Key"
+    ):
+        operator(ONES)
+
+
+def test_a_subclass_of_a_standard_operator() -> None:
+    class Penalised(LengthPenalty):
+        more: float = 0.5
+
+        def __call__(self, token_level_scores: c.TokenLevelScores, response_mask: c.ResponseMask) -> c.TokenLevelScores:
+            return super().__call__(token_level_scores, response_mask) - self.more
+
+    class Both(GAE):
+        def __call__(
+            self, token_level_rewards: c.TokenLevelRewards, values: c.Values, response_mask: c.ResponseMask
+        ) -> GAEOutput:
+            found = super().__call__(token_level_rewards, values, response_mask)
+            return found._replace(advantages=-found.advantages)
+
+    class Shaped(KLShape):
+        def __call__(
+            self,
+            token_level_scores: c.TokenLevelScores,
+            old_log_probs: c.OldLogProbs,
+            ref_log_prob: c.RefLogProbs,
+            response_mask: c.ResponseMask,
+        ) -> c.TokenLevelRewards:
+            return super().__call__(token_level_scores, old_log_probs, ref_log_prob, response_mask) * 2
+
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    assert torch.equal(Penalised(0.25)(ONES, mask), ONES - 0.75)
+    own, base = Both()(ONES, 0 * ONES, mask), GAE()(ONES, 0 * ONES, mask)
+    assert torch.equal(own.advantages, -base.advantages) and torch.equal(own.returns, base.returns)
+    assert torch.equal(Shaped()(ONES, ONES, 0 * ONES, mask), 2 * KLShape()(ONES, ONES, 0 * ONES, mask))
+    with session() as active:
+        Shaped().named("shaped")(ONES, ONES, 0 * ONES, mask)
+        assert active.metrics["shaped"].compute()["kl/ref"] == pytest.approx(1.0)
+
+
+def test_a_subclass_that_calls_super_is_traced_as_one_node() -> None:
+    class Halved(Whiten):
+        def __call__(self, advantages: c.Advantages, response_mask: c.ResponseMask) -> c.Advantages:
+            return super().__call__(advantages, response_mask) / 2
+
+    @algorithm
+    def whitened(batch: PromptBatch) -> Any:
+        prompts = Repeat(2)(batch)
+        rollout = Generate()(prompts)
+        advantages = GroupAdvantage()(Reward(exact)(rollout, prompts), rollout.response_mask, prompts.uid)
+        return Halved()(advantages, rollout.response_mask)
+
+    graph = whitened()
+    assert list(graph.nodes)[-2:] == ["group_advantage", "halved"]
+    assert graph["halved"].inputs.keys() == whitened().edit(replace={"halved": Whiten()})["whiten"].inputs.keys()
+    values, mask = torch.tensor([[1.0, 2.0, 4.0]]), torch.ones(1, 3, dtype=torch.bool)
+    assert torch.equal(Halved()(values, mask), Whiten()(values, mask) / 2)
+
+
+def test_super_is_called_with_its_own_ports() -> None:
+    class Wrong(Base):
+        def __call__(self, values: c.Values) -> c.Values:
+            return super().__call__(values, returns=values)
+
+    with session(), pytest.raises(PortError, match=r"wrong\(\.\.\.\) cannot be called like this: .*'returns'"):
+        Wrong()(ONES)
+
+
+def test_super_wants_all_that_is_wired_to_it() -> None:
+    class Short(LengthPenalty):
+        def __call__(self, token_level_scores: c.TokenLevelScores) -> c.TokenLevelScores:
+            return super().__call__(token_level_scores)
+
+    with pytest.raises(PortError, match=r"short\(\.\.\.\) cannot be called like this: missing .* 'response_mask'"):
+        Short()(ONES)
+
+
+@pytest.mark.parametrize("initial", [lambda: 0, lambda self, other: 0])
+def test_a_state_begins_with_what_a_function_of_the_operator_gives(initial: Any) -> None:
+    with pytest.raises(DefinitionError, match=r"State\(\.\.\.\) wants a function of the operator alone, and calling"):
+        State(initial)
+
+
+def test_a_state_may_begin_with_what_a_getter_gives() -> None:
+    assert State(attrgetter("coef")).initial(KLShape(0.5)) == 0.5
+
+
+def test_decorators_of_a_call_stay() -> None:
+    """A `__call__` under ``@torch.no_grad()`` computes without a gradient."""
+
+    class Still(Operator):
+        @torch.no_grad()
+        def __call__(self, values: c.Values) -> c.Values:
+            return values * 2
+
+    class Moving(Operator):
+        def __call__(self, values: c.Values) -> c.Values:
+            return values * 2
+
+    leaf = ONES.clone().requires_grad_()
+    assert not Still()(leaf).requires_grad
+    assert Moving()(leaf).requires_grad

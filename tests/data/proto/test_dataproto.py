@@ -1,0 +1,443 @@
+"""DataProto: operations, padding by the columns' own rules, records, and how it is shown."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flowrl import columns as c
+from flowrl.data.keys import Key
+from flowrl.data.proto.column_math import objects
+from flowrl.data.proto.dataproto import DataProto
+from flowrl.errors import ColumnNotFoundError, DataError
+from flowrl.records import PromptBatch, Sequences, Updated
+from tests.nightly import examples
+from tests.support.protos import protos, rollout, rows_of_tokens
+
+fast = examples(40)
+
+
+def rows(proto: DataProto, name: str = "policy_version") -> list[Any]:
+    return list(proto[name].tolist())
+
+
+# ---- construction
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"a": torch.zeros(2), "b": torch.zeros(3, 1)}, ["a has 2", "b has 3"]),
+        ({"a": torch.tensor(1.0)}, ["'a'", "0 axes"]),
+        ({"a": [1, 2]}, ["'a'", "list"]),
+        ({"a": np.zeros(3)}, ["'a'", "float64", "from_numpy"]),
+        ({"a": np.array([[1, 2], [3, 4]], dtype=object)}, ["'a'", "2 axes", "objects(rows)"]),
+        ({"": torch.zeros(1)}, ["''"]),
+        ({"\ud800": torch.zeros(1)}, [r"'\ud800'", "printed"]),
+        ({"a": torch.eye(2).to_sparse()}, ["'a'", "sparse"]),
+        ({"values": torch.zeros(2, 3, dtype=torch.bfloat16)}, ["'values'", "bfloat16", ".to(torch.float32)"]),
+        ({"values": torch.zeros(2)}, ["'values'", "[2]", "value[batch response] float32"]),
+        ({"attention_mask": torch.ones(2, 3, dtype=torch.int64)}, ["'attention_mask'", "int64", ".to(torch.bool)"]),
+        ({"uid": torch.zeros(2)}, ["'uid'", "object"]),
+        (
+            {"values": torch.zeros(2, 3), "returns": torch.zeros(2, 4)},
+            ["'response'", "'returns'", "'values'", "4", "3"],
+        ),
+    ],
+)
+def test_what_is_no_column_is_refused_and_named(columns: Mapping[str, Any], words: list[str]) -> None:
+    with pytest.raises(DataError) as error:
+        DataProto(columns)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("meta", "where"),
+    [({"a": [1, (2,)]}, "meta['a'][1]"), ({"a": {1: 2}}, "meta['a']"), ({"x": np.float64(1)}, "meta['x']")],
+)
+def test_meta_must_be_json(meta: dict[str, Any], where: str) -> None:
+    with pytest.raises(DataError) as error:
+        DataProto({}, meta)
+    assert where in str(error.value)
+
+
+def test_nothing_reaches_in_from_outside(proto: DataProto) -> None:
+    meta = {"a": [1]}
+    source: dict[str, Tensor | np.ndarray] = {"x": torch.zeros(2), "o": objects([1, 2])}
+    made = DataProto(source, meta)
+    meta["a"].append(2)
+    made.meta["a"].append(3)
+    source["y"] = torch.zeros(5)
+    assert made.meta == {"a": [1]} and list(made.columns) == ["x", "o"] and len(made) == 2
+    with pytest.raises(TypeError):
+        made.columns["z"] = torch.zeros(2)  # type: ignore[index]
+    with pytest.raises(TypeError):
+        made["x"] = torch.zeros(2)  # type: ignore[index]
+    with pytest.raises(AttributeError):
+        made.extra = 1  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="columns cannot be set"):
+        made.columns = {}
+    assert copy.deepcopy(made).equal(made)
+    with pytest.raises(ValueError, match="read-only"):
+        made["o"][0] = 5
+
+
+def test_no_operation_changes_its_operand(proto: DataProto, tmp_path: Path) -> None:
+    before, tensors = proto.digest(), {name: id(column) for name, column in proto.columns.items()}
+    for parts in (proto.chunk(3), proto.split(3), proto.minibatches(2, Key.of(0))):
+        DataProto.concat(list(parts))
+    DataProto.concat(
+        [proto.select("input_ids", "prompts"), rollout([[1] * 9], [[2] * 9]).select("input_ids", "prompts")]
+    )
+    proto.with_meta({}), proto.select("uid"), proto.drop("uid"), proto.rename({"uid": "who"}), proto.union(proto)
+    proto[1:], proto[[0, 0]], proto.repeat(2), proto.reorder([3, 2, 1, 0]), proto.pad_to_divisor(3), proto.unpad(1)
+    proto.to("cpu"), proto.groups(), repr(proto), proto.to_verl(), proto.to_tensordict()
+    proto.save(tmp_path / "p")
+    proto.to_verl()["non_tensor_batch"]["uid"][0] = "changed"
+    proto.to_verl()["meta_info"]["step"] = 9
+    assert proto.digest() == before and {name: id(column) for name, column in proto.columns.items()} == tensors
+
+
+# ---- columns
+
+
+def test_select_drop_rename(proto: DataProto) -> None:
+    assert list(proto.select("uid", "values").columns) == ["uid", "values"]
+    assert list(proto.drop("uid", "input_ids", "attention_mask").columns) == [
+        "prompts", "responses", "response_mask", "values", "policy_version",
+    ]  # fmt: skip
+    swapped = proto.select("values", "policy_version").rename({"values": "returns"})
+    assert list(swapped.columns) == ["returns", "policy_version"] and swapped["returns"] is proto["values"]
+    two = DataProto({"a": torch.zeros(1), "b": torch.ones(1)})
+    assert two.rename({"a": "b", "b": "a"})["a"].item() == 1
+    with pytest.raises(DataError, match="'b'"):
+        two.rename({"a": "b"})
+    with pytest.raises(ColumnNotFoundError, match=r"no column 'valuse'.*it has prompts, responses"):
+        proto.select("valuse")
+    with pytest.raises(KeyError):
+        proto["nothing"]
+    assert "uid" in proto and "nothing" not in proto
+    assert proto.select("uid").meta == {"step": 3} and proto.with_meta({**proto.meta, "k": 1}).meta == {
+        "step": 3,
+        "k": 1,
+    }
+
+
+def test_union_refuses_a_clash_unless_equal(proto: DataProto) -> None:
+    scored = DataProto({"score": torch.arange(4.0), "uid": proto["uid"].copy()}, {"model": "m"})
+    both = proto.union(scored)
+    assert list(both.columns) == [*proto.columns, "score"] and both.meta == {"step": 3, "model": "m"}
+    values = proto["values"].clone()
+    values[2, 1] = 5
+    with pytest.raises(DataError, match=r"'values'.*first in row 2"):
+        proto.union(DataProto({"values": values}))
+    with pytest.raises(DataError, match=r"'uid'.*first in row 1, 'u1' and 'other'"):
+        proto.union(DataProto({"uid": objects(["u2", "other", "u3", "u9"])}))
+    with pytest.raises(DataError, match=r"\[4, 3\].*\[4, 2\]"):
+        proto.select("values").union(DataProto({"values": torch.zeros(4, 2)}))
+    with pytest.raises(DataError, match="4 rows with 1"):
+        proto.union(DataProto({"score": torch.zeros(1)}))
+    with pytest.raises(DataError, match=r"meta\['step'\] is 3 .* 4"):
+        proto.union(DataProto({"score": torch.zeros(4)}, {"step": 4}))
+    nan = DataProto({"x": torch.tensor([float("nan")])})
+    assert nan.union(DataProto({"x": torch.tensor([float("nan")])})).equal(nan)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [(1, True), (1, 1.0), ("1", 1), ({"a": [1]}, {"a": [1.0]}), (None, 0), ([1], (1,)), (0.0, -0.0)]
+)
+def test_objects_of_another_type_are_not_equal(a: Any, b: Any) -> None:
+    assert not DataProto({"o": objects([a])}).equal(DataProto({"o": objects([b])}))
+    assert DataProto({"o": objects([a])}).equal(DataProto({"o": objects([copy.deepcopy(a)])}))
+
+
+def test_equal_looks_inside_arrays_and_tensors_in_object_columns() -> None:
+    def images(last: float) -> DataProto:
+        return DataProto({"o": objects([{"image": np.array([1.0, last]), "t": torch.tensor([1.0, last])}])})
+
+    assert images(2).equal(images(2)) and not images(2).equal(images(3))
+
+
+# ---- rows
+
+
+def test_indexing(proto: DataProto) -> None:
+    assert (
+        rows(proto[1:3]) == [1, 2] and rows(proto[::-2]) == [3, 1] and rows(proto[-1:]) == [3] and len(proto[9:]) == 0
+    )
+    assert rows(proto[[3, 0, 0, -1]]) == [3, 0, 0, 3] and rows(proto[torch.tensor([2])]) == [2] and len(proto[[]]) == 0
+    assert rows(proto[np.arange(4)[::-1]]) == [3, 2, 1, 0] and rows(proto[[True, False, False, True]]) == [0, 3]
+    assert rows(proto[proto["response_mask"].any(1)]) == [0, 1, 3] and rows(proto[np.array([False] * 4)]) == []
+    assert proto[[2, 0]]["uid"].tolist() == ["u3", "u2"] and proto[[2]].meta == {"step": 3}
+    assert proto[1:3]["values"].data_ptr() == proto["values"][1:].data_ptr()  # a slice is a view
+    for wrong in ([4], [-5], [0.5], [True], torch.zeros(2, 2, dtype=torch.int64), torch.tensor(1), ["uid"]):
+        with pytest.raises(DataError):
+            proto[wrong]  # type: ignore[index]
+    with pytest.raises(DataError, match=r"proto\[2:3\]"):
+        proto[2]  # type: ignore[call-overload]
+    for part in (proto[1:], proto[[0, 2]], proto.select("uid")):
+        with pytest.raises(ValueError, match="read-only"):
+            part["uid"][0] = "another"
+
+
+def test_chunks_are_as_even_as_possible() -> None:
+    ten = DataProto({"x": torch.arange(10)})
+    assert (
+        [len(part) for part in ten.chunk(4)] == [3, 3, 2, 2] == [len(part) for part in np.array_split(np.arange(10), 4)]
+    )
+    assert [len(part) for part in ten.split(4)] == [4, 4, 2] and [len(part) for part in ten[:0].split(4)] == [0]
+    for n in (0, 11):
+        with pytest.raises(DataError, match=f"chunk\\({n}\\) of 10 rows"):
+            ten.chunk(n)
+    with pytest.raises(DataError):
+        ten.split(0)
+
+
+def test_repeat_reorder_pad(proto: DataProto) -> None:
+    assert rows(proto[:2].repeat(3)) == [0, 0, 0, 1, 1, 1] and rows(proto[:2].repeat(2, interleave=False)) == [
+        0,
+        1,
+        0,
+        1,
+    ]
+    assert rows(proto.reorder([2, 0, 3, 1])) == [2, 0, 3, 1]
+    for wrong in ([0, 1, 2], [0, 0, 1, 2], [0, 1, 2, 3, 3]):
+        with pytest.raises(DataError, match="exactly once"):
+            proto.reorder(wrong)
+    padded, n = proto.pad_to_divisor(3)
+    assert (rows(padded), n) == ([0, 1, 2, 3, 0, 1], 2) and padded.unpad(n).equal(proto)
+    padded, n = proto[:2].pad_to_divisor(7)
+    assert (rows(padded), n) == ([0, 1, 0, 1, 0, 1, 0], 5)  # cyclically, more than once round
+    assert proto.pad_to_divisor(2) == (proto, 0)
+    for call in (
+        lambda: proto.repeat(0),
+        lambda: proto.unpad(5),
+        lambda: proto.unpad(-1),
+        lambda: proto.pad_to_divisor(0),
+    ):
+        with pytest.raises(DataError):
+            call()
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint16", "uint64", "float8_e4m3fn", "bfloat16", "float64"])
+def test_rows_of_every_dtype(dtype: str) -> None:
+    numbers = [[0, 1], [1, 0], [1, 1]]
+    wide = torch.tensor(numbers).to(getattr(torch, dtype))
+    picked = DataProto({"wide": wide, "flat": wide[:, 1], "across": wide.T.contiguous().T})[[2, 0, 2]]
+    assert picked["wide"].dtype == wide.dtype and picked["wide"].double().tolist() == [[1, 1], [0, 1], [1, 1]]
+    assert picked["across"].equal(picked["wide"]) and picked["flat"].double().tolist() == [1, 1, 1]
+
+
+def test_minibatches_are_seeded_and_must_divide() -> None:
+    proto = DataProto({"x": torch.arange(12)})
+    drawn = [rows(part, "x") for part in proto.minibatches(4, Key.of(1))]
+    assert [len(part) for part in drawn] == [4, 4, 4] and sorted(list(itertools.chain(*drawn))) == list(range(12))
+    assert drawn == [rows(part, "x") for part in proto.minibatches(4, Key.of(1))]
+    assert drawn != [rows(part, "x") for part in proto.minibatches(4, Key.of(2))] and list(
+        itertools.chain(*drawn)
+    ) != list(range(12))
+    with pytest.raises(DataError, match="mini-batches of 5 do not divide 12 rows"):
+        proto.minibatches(5, Key.of(1))  # at the call
+    assert list(proto[:0].minibatches(4, Key.of(1))) == []
+
+
+def test_groups() -> None:
+    proto = DataProto({"uid": objects(["b", "a", "b", "c", "a"])})
+    groups = proto.groups()
+    assert list(groups) == ["b", "a", "c"] and [g.tolist() for g in groups.values()] == [[0, 2], [1, 4], [3]]
+    assert all(g.dtype == torch.int64 for g in groups.values())
+    with pytest.raises(ColumnNotFoundError, match="'uid'"):
+        DataProto({"x": torch.zeros(1)}).groups()
+    with pytest.raises(DataError, match=r"row 1.*int"):
+        DataProto({"uid": objects(["a", 2])}).groups()
+
+
+@fast
+@given(protos(min_rows=1), st.data())
+def test_parts_join_to_the_whole(proto: DataProto, data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, len(proto)))
+    parts = proto.chunk(n)
+    assert len(parts) == n and max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert DataProto.concat(parts).equal(proto)
+    assert DataProto.concat(proto.split(n)).equal(proto)
+    order = data.draw(st.permutations(range(len(proto))))
+    assert proto.reorder(order).reorder(np.argsort(order)).equal(proto)
+    padded, extra = proto.pad_to_divisor(n)
+    assert len(padded) % n == 0 and extra < n and padded.unpad(extra).digest() == proto.digest()
+    half = [name for i, name in enumerate(proto.columns) if i % 2]
+    assert proto.select(*half).union(proto.drop(*half)).equal(proto)
+
+
+# ---- concat
+
+
+def test_concat_pads_prompt_left_response_right_and_sequence_both() -> None:
+    joined = DataProto.concat([rollout([[1, 2, 3]], [[4]]), rollout([[5]], [[6, 7]])])
+    assert joined["prompts"].tolist() == [[1, 2, 3], [0, 0, 5]]
+    assert joined["responses"].tolist() == [[4, 0], [6, 7]]
+    assert joined["input_ids"].tolist() == [[1, 2, 3, 4, 0], [0, 0, 5, 6, 7]]
+    assert joined["attention_mask"].int().tolist() == [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+    assert joined["uid"].tolist() == ["u3", "u1"] and joined.meta == {"step": 3}
+
+
+@fast
+@given(rows_of_tokens, rows_of_tokens, st.integers(0, 7), st.integers(0, 7))
+def test_concat_of_ragged_batches_is_the_batch_laid_out_at_once(
+    a: list[tuple[list[int], list[int]]], b: list[tuple[list[int], list[int]]], prompt: int, response: int
+) -> None:
+    parts = [
+        rollout([p for p, _ in rows], [r for _, r in rows], prompt * i, response * i) for i, rows in enumerate([a, b])
+    ]
+    whole = rollout([p for p, _ in a + b], [r for _, r in a + b], prompt, response).drop("policy_version")
+    joined = DataProto.concat([part.drop("policy_version") for part in parts])
+    assert joined.equal(whole)
+    # the prompt's width follows from the other two, and the response's likewise
+    for other in ("prompts", "responses"):
+        names = [other, "input_ids", "attention_mask"]
+        assert DataProto.concat([part.select(*names) for part in parts]).equal(whole.select(*names))
+
+
+def test_concat_pads_with_the_columns_own_value() -> None:
+    name = "test_proto_distance"
+    column = c.register(c.ColumnType(name, "distance", "float32", ("batch", "response"), -1.5))
+    joined = DataProto.concat([DataProto({column.name: torch.ones(1, 1)}), DataProto({column.name: torch.ones(1, 2)})])
+    assert joined[name].tolist() == [[1, -1.5], [1, 1]]
+
+
+def test_sequences_of_equal_width_are_aligned_all_the_same() -> None:
+    a, b = rollout([[1, 2, 3]], [[4]]), rollout([[5]], [[6, 7, 8]])
+    assert a["input_ids"].shape == b["input_ids"].shape
+    joined = DataProto.concat([p.select("input_ids", "response_mask") for p in (a, b)])
+    assert joined["input_ids"].tolist() == [[1, 2, 3, 4, 0, 0], [0, 0, 5, 6, 7, 8]]
+
+
+def test_sequences_whose_parts_are_unknown_are_refused() -> None:
+    a, b = (rollout([[1] * n], [[2]]).select("input_ids") for n in (1, 3))
+    with pytest.raises(DataError, match=r"'input_ids'.*\[2, 4\].*response_mask"):
+        DataProto.concat([a, b])
+    assert len(DataProto.concat([a, a])) == 2
+    with pytest.raises(DataError, match=r"5 wide.*prompt \(2\).*response \(2\)"):
+        odd = {
+            "input_ids": torch.ones(1, 5).long(),
+            "prompts": torch.ones(1, 2).long(),
+            "responses": torch.ones(1, 2).long(),
+        }
+        DataProto.concat([DataProto(odd)])
+    with pytest.raises(DataError, match="1 wide"):
+        DataProto.concat([DataProto({"input_ids": torch.ones(1, 1).long(), "prompts": torch.ones(1, 2).long()})])
+
+
+def test_unknown_columns_are_padded_as_told_or_refused() -> None:
+    a, b = DataProto({"mine": torch.ones(1, 1, 2).long()}), DataProto({"mine": torch.ones(1, 3, 2).long()})
+    with pytest.raises(DataError, match=r"'mine'.*\[1, 3\] along axis 1.*pad=\{\"mine\": \(value, side\)\}"):
+        DataProto.concat([a, b])
+    assert DataProto.concat([a, b], pad={"mine": (-1, "left")})["mine"][0].tolist() == [[-1, -1], [-1, -1], [1, 1]]
+    assert DataProto.concat([a, b], pad={"mine": (2**60, "right")})["mine"][0].tolist() == [
+        [1, 1],
+        [2**60] * 2,
+        [2**60] * 2,
+    ]
+    with pytest.raises(DataError, match="axis 2"):
+        DataProto.concat([a, DataProto({"mine": torch.ones(1, 3, 4).long()})], pad={"mine": (0, "left")})
+    for pad in ({"mine": (0.5, "left")}, {"mine": (0, "middle")}):
+        with pytest.raises(DataError, match="mine"):
+            DataProto.concat([a, b], pad=pad)  # type: ignore[arg-type]
+    with pytest.raises(ColumnNotFoundError):
+        DataProto.concat([a, b], pad={"other": (0, "left")})
+    with pytest.raises(DataError, match="two axes"):
+        DataProto.concat([DataProto({"flat": torch.ones(2)})], pad={"flat": (0, "left")})
+    like_ids = [rollout([[1]], [[2]] * 1), rollout([[3, 4]], [[5, 6]])]
+    like_ids = [p.select("prompts", "responses").union(DataProto({"seq": p["input_ids"]})) for p in like_ids]
+    assert DataProto.concat(like_ids, pad={"seq": (9, "sequence")})["seq"].tolist() == [[9, 1, 2, 9], [3, 4, 5, 6]]
+
+
+def test_concat_refuses_what_does_not_belong_together() -> None:
+    a = DataProto({"x": torch.zeros(1), "o": objects([1])}, {"k": 1})
+    with pytest.raises(DataError, match=r"numbers 0 and 1 differ in \['o'\]"):
+        DataProto.concat([a, a.drop("o")])
+    with pytest.raises(DataError, match=r"'x' differs in dtype.*float64"):
+        DataProto.concat([a, a.drop("x").union(DataProto({"x": torch.zeros(1).double()}))])
+    with pytest.raises(DataError, match="'x' differs in ndim"):
+        DataProto.concat([a, a.drop("x").union(DataProto({"x": torch.zeros(1, 1)}))])
+    with pytest.raises(DataError, match="'x' is a tensor in some"):
+        DataProto.concat([a, a.drop("x").union(DataProto({"x": objects([1])}))])
+    with pytest.raises(DataError, match=r"meta\['k'\] is 1 .* True"):
+        DataProto.concat([a, a.with_meta({"k": True})])
+    with pytest.raises(DataError, match="at least one"):
+        DataProto.concat([])
+
+
+# ---- records
+
+
+def prompt_batch() -> PromptBatch:
+    text = objects(["a", "b"])
+    return PromptBatch(
+        torch.ones(2, 3).long(), torch.ones(2, 3).bool(), text, text, text, text, objects([{}, {}]), text
+    )
+
+
+def test_records(proto: DataProto) -> None:
+    batch = prompt_batch()
+    made = DataProto.from_record(batch, {"k": 1})
+    assert tuple(made.columns) == PromptBatch._fields and made["prompts"] is batch.prompts and made.meta == {"k": 1}
+    back = made.to_record(PromptBatch)
+    assert isinstance(back, PromptBatch) and back.prompts is batch.prompts and back.uid.tolist() == ["a", "b"]
+    with pytest.raises(ColumnNotFoundError, match="'position_ids'"):
+        proto.to_record(Sequences)  # type: ignore[type-abstract]
+    full = proto.union(
+        DataProto({"position_ids": torch.zeros(proto["input_ids"].shape).long(), "temperature": torch.ones(4)})
+    )
+    read = full.to_record(Sequences)  # type: ignore[type-abstract]
+    assert read.input_ids is proto["input_ids"] and read.temperature.tolist() == [1, 1, 1, 1]
+
+
+class Scored(NamedTuple):
+    values: c.Values
+    update: Updated
+
+
+def test_records_of_other_things_are_refused() -> None:
+    with pytest.raises(DataError, match=r"Scored\.update is Updated"):
+        DataProto.from_record(Scored(torch.zeros(1, 1), Updated(1)))
+    with pytest.raises(DataError, match="Updated is no record of columns"):
+        DataProto.from_record(Updated(1))
+    with pytest.raises(DataError, match=r"'prompts'.*float32.*int64"):
+        DataProto.from_record(prompt_batch()._replace(prompts=torch.zeros(2, 3)))
+
+
+# ---- repr
+
+
+def test_repr_reads_as_a_table() -> None:
+    proto = DataProto(
+        {
+            "responses": torch.arange(2 * 300).reshape(2, 300),
+            "response_mask": torch.ones(2, 300).bool(),
+            "mine": torch.tensor([[[0.5]], [[2.0]]]),
+            "ground_truth": objects(["forty-two " * 20, "b"]),
+        },
+        {"step": 3},
+    )
+    lines = repr(proto).split("\n")
+    assert lines[0] == "DataProto: 2 rows, 4 columns, 5.3 KiB of tensors on cpu"
+    cells = [line.split("  ") for line in lines[1:6]]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in cells]
+    assert cells[0] == ["column", "axes", "dtype", "kind", "bytes", "row 0"]
+    assert cells[1] == ["responses", "batch=2 response=300", "int64", "tokens", "4.7 KiB", "[0, 1, 2, 3, 4, 5, …]"]
+    assert cells[2] == ["response_mask", "batch=2 response=300", "bool", "mask", "600 B", "300 of 300 true"]
+    assert cells[3] == ["mine", "batch=2 1 1", "float32", "-", "8 B", "[0.5]"]
+    assert cells[4][:5] == ["ground_truth", "batch=2", "object", "ground truth", "-"] and cells[4][5].endswith("…")
+    assert lines[6] == "meta: {'step': 3}" and max(map(len, lines)) <= 120
+    assert repr(DataProto({})).startswith("DataProto: 0 rows, 0 columns, 0 B of tensors on no device")
+    assert "2.0 GiB of tensors" in repr(DataProto({"big": torch.zeros(1).expand(2**29)}))

@@ -1,0 +1,327 @@
+"""Tokenising, chat templates, padding and gluing: ids by hand, and positions as `model.generate` feeds them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from flowrl.data.text.tokenizer import ChatTokenizer, assemble
+from flowrl.errors import DataError
+from tests.support.models import CHARACTERS, EOS, PAD, SPECIALS, VOCAB, char_tokenizer, tiny_folder
+
+USER, ASSISTANT = SPECIALS.index("<|user|>"), SPECIALS.index("<|assistant|>")
+
+
+def char_ids(text: str) -> list[int]:
+    return [len(SPECIALS) + CHARACTERS.index(c) for c in text]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer")
+    char_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: str) -> ChatTokenizer:
+    return ChatTokenizer(folder)
+
+
+def test_ids_and_sizes(tokenizer: ChatTokenizer) -> None:
+    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.vocab_size) == (PAD, EOS, VOCAB)
+    assert tokenizer.encode("2+2=4") == char_ids("2+2=4")
+
+
+@given(text=st.text(alphabet=CHARACTERS, max_size=40))
+def test_text_round_trip(tokenizer: ChatTokenizer, text: str) -> None:
+    assert tokenizer.encode(text) == char_ids(text)
+    assert tokenizer.decode(char_ids(text)) == text
+
+
+def test_prompt_ids_follow_the_template_and_end_where_the_assistant_goes_on(tokenizer: ChatTokenizer) -> None:
+    one = [{"role": "user", "content": "1+1="}]
+    assert tokenizer.prompt_ids(one) == [USER, *char_ids("1+1="), EOS, ASSISTANT]
+    three = [*one, {"role": "assistant", "content": "2"}, {"role": "user", "content": "ok"}]
+    assert tokenizer.prompt_ids(three) == [
+        *[USER, *char_ids("1+1="), EOS],
+        *[ASSISTANT, *char_ids("2"), EOS],
+        *[USER, *char_ids("ok"), EOS, ASSISTANT],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([], r"given as \[\]"),
+        ("hello", "given as 'hello'"),
+        ({"role": "user", "content": "hello"}, "given as {'role'"),
+        (["hello"], "message 0 is 'hello'"),
+        ([{"role": "user", "text": "a"}], r"message 0 has the keys \['role', 'text'\]"),
+        ([{"content": "a"}], "role None"),
+        ([{"role": 3, "content": "a"}], "role 3"),
+    ],
+)
+def test_malformed_messages_are_refused(tokenizer: ChatTokenizer, messages: object, found: str) -> None:
+    with pytest.raises(DataError, match=found):
+        tokenizer.prompt_ids(messages)  # type: ignore[arg-type]
+
+
+def test_a_template_that_refuses_is_a_data_error(tmp_path: Path) -> None:
+    core = char_tokenizer()
+    core.chat_template = "{{ raise_exception('only users may speak') }}"
+    core.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="only users may speak"):
+        ChatTokenizer(str(tmp_path)).prompt_ids([{"role": "system", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 1 // 0 }}", "division"),
+        ("{% for i in range(10 ** 9) %}{{ i }}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_whatever_a_template_raises_is_laid_to_it(tmp_path: Path, template: str, said: str) -> None:
+    with pytest.raises(DataError, match=rf"the chat template in .* does not take the messages .*: .*{said}"):
+        told(tmp_path, template).prompt_ids([{"role": "user", "content": "a"}])
+
+
+def test_a_template_with_a_syntax_error_names_its_line(tmp_path: Path) -> None:
+    core = char_tokenizer()
+    core.chat_template = "{% for message in messages %}\n{{ message['content' }}\n{% endfor %}"
+    core.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=r"the chat template in .* is broken in line 2 \(.*mend it") as raised:
+        ChatTokenizer(str(tmp_path)).prompt_ids([{"role": "user", "content": "a"}])
+    assert "roles" not in str(raised.value)
+
+
+def test_a_broken_config_is_not_called_a_missing_tokeniser(tmp_path: Path) -> None:
+    char_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(DataError, match=r"config\.json"):
+        ChatTokenizer(str(tmp_path))
+
+
+def test_without_a_template_messages_are_refused_but_text_is_not(tmp_path: Path) -> None:
+    core = char_tokenizer()
+    core.chat_template = None
+    core.save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(str(tmp_path))
+    with pytest.raises(DataError, match=r"has no chat template.*tokenizer\.chat_template"):
+        tokenizer.prompt_ids([{"role": "user", "content": "a"}])
+    assert tokenizer.encode("a") == char_ids("a")
+
+
+def test_folders_that_hold_no_usable_tokeniser(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not a folder"):
+        ChatTokenizer(str(tmp_path / "nowhere"))
+    with pytest.raises(DataError, match="no tokeniser can be loaded"):
+        ChatTokenizer(str(tmp_path))
+    core = char_tokenizer()
+    core.eos_token = None
+    core.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="has no EOS token"):
+        ChatTokenizer(str(tmp_path))
+
+
+def test_pad_falls_back_to_eos(tmp_path: Path) -> None:
+    core = char_tokenizer()
+    core.pad_token = None
+    core.save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(str(tmp_path))
+    assert tokenizer.pad_id == tokenizer.eos_id == EOS
+    assert tokenizer.decode([*char_ids("ab"), EOS, EOS, EOS]) == "ab"
+
+
+def test_decode_gives_what_a_reward_reads(tokenizer: ChatTokenizer) -> None:
+    assert tokenizer.decode([*char_ids("4"), EOS, PAD, PAD]) == "4"
+    assert tokenizer.decode([ASSISTANT, *char_ids("4"), EOS]) == "4"
+    assert tokenizer.decode([]) == tokenizer.decode([EOS]) == tokenizer.decode([PAD]) == ""
+    newline = char_ids("\n")
+    assert tokenizer.decode(char_ids("a\nb\n"), stop_token_ids=newline) == "a\nb"
+    assert tokenizer.decode(char_ids("a\nb\n")) == "a\nb\n"
+    assert tokenizer.decode(char_ids("a\n\n"), stop_token_ids=newline) == "a\n"
+
+
+def test_ordinary_added_words_are_kept(tmp_path: Path) -> None:
+    core = char_tokenizer()
+    core.add_tokens(["<think>", "</think>"])
+    core.save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(str(tmp_path))
+    assert tokenizer.vocab_size == VOCAB + 2
+    ids = [VOCAB, *char_ids("9+6"), VOCAB + 1, *char_ids("15")]
+    assert tokenizer.encode("<think>9+6</think>15") == ids
+    assert tokenizer.decode([*ids, EOS]) == "<think>9+6</think>15"
+
+
+def test_pad_left(tokenizer: ChatTokenizer) -> None:
+    ids, mask = tokenizer.pad_left([[7], [8, 9, 10], [11, 12]])
+    assert ids.dtype == torch.int64 and mask.dtype == torch.bool
+    assert ids.tolist() == [[PAD, PAD, 7], [8, 9, 10], [PAD, 11, 12]]
+    assert mask.tolist() == [[False, False, True], [True, True, True], [False, True, True]]
+    assert tokenizer.pad_left([])[0].shape == (0, 0)
+    with pytest.raises(DataError, match="prompt 1 of 2 has no tokens"):
+        tokenizer.pad_left([[1], []])
+
+
+def test_assemble_by_hand() -> None:
+    input_ids, attention, position = assemble(
+        prompts=torch.tensor([[PAD, 7, 8], [9, 10, 11]]),
+        prompt_mask=torch.tensor([[False, True, True], [True, True, True]]),
+        responses=torch.tensor([[12, 13], [14, PAD]]),
+        response_present=torch.tensor([[True, True], [True, False]]),
+    )
+    assert input_ids.tolist() == [[PAD, 7, 8, 12, 13], [9, 10, 11, 14, PAD]]
+    assert attention.tolist() == [[False, True, True, True, True], [True, True, True, True, False]]
+    assert position.tolist() == [[0, 0, 1, 2, 3], [0, 1, 2, 3, 3]]
+    assert (input_ids.dtype, attention.dtype, position.dtype) == (torch.int64, torch.bool, torch.int64)
+
+
+def test_positions_are_those_that_generate_feeds(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path, "llama")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    fed: list[torch.Tensor] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(kwargs["position_ids"]), with_kwargs=True
+    )
+    prompts, mask = ChatTokenizer(folder).pad_left([[7], [8, 9, 10, 11], [12, 13]])
+    with torch.no_grad():
+        whole = model.generate(
+            prompts, attention_mask=mask.long(), do_sample=False, max_new_tokens=5, min_new_tokens=5, pad_token_id=PAD
+        )
+    responses = whole[:, prompts.shape[1] :]
+    _, attention, position = assemble(prompts, mask, responses, torch.ones_like(responses, dtype=torch.bool))
+    theirs = torch.cat(fed, dim=1)  # the last sampled token is never fed
+    present = attention[:, :-1]
+    assert torch.equal(theirs[present], position[:, :-1][present])
+
+
+def test_responses_are_never_tokenised_again(tokenizer: ChatTokenizer) -> None:
+    """A model may spell out a special token; its text encodes to other ids, so only the sampled ids are kept."""
+    sampled = char_ids("<eos>")
+    assert tokenizer.encode(tokenizer.decode(sampled)) == [EOS]
+    prompts, mask = tokenizer.pad_left([[7]])
+    responses = torch.tensor([sampled])
+    input_ids, _, _ = assemble(prompts, mask, responses, torch.ones_like(responses, dtype=torch.bool))
+    assert input_ids.tolist() == [[7, *sampled]]
+
+
+# Where a turn ends
+
+
+def told(tmp_path: Path, template: str | None = None, **said: object) -> ChatTokenizer:
+    """A tokeniser in a folder whose configurations name these ends."""
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = template or "{{ messages[-1]['content'] }}\n"
+    tokenizer.save_pretrained(tmp_path)
+    for name, ids in said.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(ids))
+    return ChatTokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [
+        ({}, {EOS: ("tokeniser",)}),
+        ({"config": {"eos_token_id": 7}}, {EOS: ("tokeniser",), 7: ("config.json",)}),
+        ({"config": {"text_config": {"eos_token_id": 0}}}, {0: ("config.json",), EOS: ("tokeniser",)}),
+        ({"generation_config": {"eos_token_id": [EOS, 9]}}, {EOS: ("tokeniser", "generation_config.json"), 9: ()}),
+        ({"config": {"eos_token_id": None}, "generation_config": {}}, {EOS: ("tokeniser",)}),
+        ({"config": {"eos_token_id": [-1, VOCAB, 50256]}}, {EOS: ("tokeniser",)}),  # no token has these
+    ],
+)
+def test_every_id_that_ends_a_turn_counts(tmp_path: Path, said: dict[str, object], ends: dict[int, tuple[str]]) -> None:
+    tokenizer = told(tmp_path, **said)
+    assert tokenizer.ends == {i: where or ("generation_config.json",) for i, where in ends.items()}
+    for i in ends:
+        assert tokenizer.decode([*char_ids("ab"), i]) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|system|>\n{% endfor %}", 5),
+        ("{{ messages[0]['content'] }}{% if messages[1:] %} {{ messages[1]['content'] }} <|system|>{% endif %}", 5),
+        ("{{ messages[-1]['content'] }}\nuser: ", None),
+        ("{{ raise_exception('no') }}", None),
+        ("{% if %}", None),
+    ],
+)
+def test_the_template_says_where_a_turn_ends(tmp_path: Path, template: str, ends: int | None) -> None:
+    found = told(tmp_path, template).ends
+    assert found == {EOS: ("tokeniser",)} | ({} if ends is None else {ends: ("chat template",)})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"eos_token_id": "x"}', '{"eos_token_id": [true]}', "\udcff"])
+def test_a_broken_configuration_is_named(tmp_path: Path, text: str) -> None:
+    char_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=r"generation_config\.json"):
+        ChatTokenizer(str(tmp_path))
+
+
+def test_a_configuration_that_breaks_the_tokeniser_is_named(tmp_path: Path) -> None:
+    char_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
+    with pytest.raises(DataError, match=r"no tokeniser can be loaded .*ZeroDivisionError.*look at its config\.json"):
+        ChatTokenizer(str(tmp_path))
+
+
+# Arguments of the template
+
+
+THINKING = (
+    "{{ messages[-1]['content'] }}{% if tools %}{% for t in tools %}{{ t['name'] }}{% endfor %}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}=={% endif %}{{ date_string }}"
+)
+
+
+def test_the_template_gets_its_arguments(tmp_path: Path) -> None:
+    tokenizer, messages = told(tmp_path, THINKING), [{"role": "user", "content": "hi"}]
+    assert tokenizer.prompt_ids(messages) == char_ids("hi")
+    assert tokenizer.prompt_ids(messages, {"enable_thinking": False}) == char_ids("hi==")
+    assert tokenizer.prompt_ids(messages, {"date_string": "1999", "enable_thinking": True}) == char_ids("hi1999")
+    assert tokenizer.prompt_ids(messages, {"tools": [{"name": "add"}]}) == char_ids("hiadd")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"enable_thinkin": False}, "reads no 'enable_thinkin', so chat_template_kwargs would be without effect"),
+        ({"thinking": False}, "reads no 'thinking'"),
+        ({"add_generation_prompt": False}, "holds 'add_generation_prompt', which says how prompts are made"),
+        ({"tokenize": False}, "holds 'tokenize'"),
+        ({"tools": "add"}, r"does not take the messages .* with the arguments \{'tools': 'add'\}"),
+        ({"tools": [3]}, "does not take the messages"),
+    ],
+)
+def test_arguments_without_effect_are_refused(tmp_path: Path, arguments: dict[str, object], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        told(tmp_path, THINKING).prompt_ids([{"role": "user", "content": "hi"}], arguments)
+
+
+def test_arguments_are_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of prompts has the same ones in every row, or none; the template is read through for all of them once."""
+    read: list[str] = []
+    findall = re.findall
+    tokenizer, messages = told(tmp_path, THINKING), [{"role": "user", "content": "hi"}]
+    monkeypatch.setattr(re, "findall", lambda pattern, text: read.append(text) or findall(pattern, text))
+    for arguments in ({}, {"enable_thinking": False}, {"enable_thinking": True}, {"date_string": "1"}):
+        tokenizer.prompt_ids(messages, arguments)
+    assert read == [THINKING]
+    with pytest.raises(DataError, match="reads no 'thinking'"):
+        tokenizer.prompt_ids(messages, {"enable_thinking": True, "thinking": True})
+
+
+def test_a_broken_template_is_not_blamed_on_the_messages(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is broken in line 2 .*; mend it"):
+        told(tmp_path, "\n{% if %}").prompt_ids([{"role": "user", "content": "hi"}])

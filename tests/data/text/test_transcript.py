@@ -1,0 +1,167 @@
+"""Conversations as exact tokens, by the templates of the field: nothing that was sampled is tokenised again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.data.text.transcript import Transcript
+from flowrl.errors import DataError, EpisodeError
+from tests.support.templates import TEMPLATES, tokenizer_of
+
+ADDING = sorted(TEMPLATES.keys() - {"merging"})
+QUESTION = [{"role": "user", "content": "What is 1 and 2?"}]
+WORDS = st.text(alphabet="the and12 ?!<>{}\n", min_size=1, max_size=30).map(str.strip).filter(bool)
+
+
+def one_by_one(tokenizer: ChatTokenizer, text: str) -> list[int]:
+    """`text` as tokens of one byte each, as a policy may sample it, and no tokeniser would write it."""
+    return [i for letter in text for i in tokenizer.encode(letter)]
+
+
+def end_of(name: str) -> int:
+    (end,) = tokenizer_of(name).encode(TEMPLATES[name][1])
+    return end
+
+
+@pytest.mark.parametrize("name", ADDING)
+@given(answers=st.lists(WORDS, min_size=1, max_size=4), replies=st.lists(WORDS, min_size=4, max_size=4))
+def test_the_text_is_that_of_the_template_and_sampled_ids_stay(
+    name: str, answers: list[str], replies: list[str]
+) -> None:
+    tokenizer = tokenizer_of(name)
+    transcript = Transcript(tokenizer, QUESTION, check="strict")
+    messages, sampled = list(QUESTION), []
+    for text, said in zip(answers, replies, strict=False):
+        ids = [*one_by_one(tokenizer, text), end_of(name)]
+        sampled.append((len(transcript.ids), ids))
+        transcript.answer(ids, [-0.5] * len(ids))
+        transcript.reply([{"role": "user", "content": said}])
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": said}]
+    assert tokenizer.shown(transcript.ids) == tokenizer.conversation_text(messages, go_on=True)
+    assert transcript.messages == messages
+    for start, ids in sampled:
+        assert transcript.ids[start : start + len(ids)] == ids
+    places = {transcript.prompt_length + i for i, own in enumerate(transcript.sampled) if own}
+    assert places == {start + i for start, ids in sampled for i in range(len(ids))}
+    assert transcript.log_probs == [-0.5 if own else 0.0 for own in transcript.sampled]
+
+
+@pytest.mark.parametrize("name", ADDING)
+def test_a_turn_that_was_cut_off_is_ended_by_the_template(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    transcript = Transcript(tokenizer, QUESTION)
+    cut = one_by_one(tokenizer, "and the")
+    transcript.answer(cut, [-1.0] * len(cut))
+    delta = transcript.reply([{"role": "user", "content": "go on"}])
+    assert delta[0] == end_of(name) and sum(transcript.sampled) == len(cut)
+    whole = [*QUESTION, {"role": "assistant", "content": "and the"}, {"role": "user", "content": "go on"}]
+    assert tokenizer.shown(transcript.ids) == tokenizer.conversation_text(whole, go_on=True)
+
+
+def test_another_token_that_ends_a_turn_stays_where_it_was_sampled() -> None:
+    tokenizer = tokenizer_of("qwen2.5")
+    transcript = Transcript(tokenizer, QUESTION)
+    transcript.answer([*tokenizer.encode("3"), tokenizer.eos_id], [-1.0, -1.0])
+    transcript.reply([{"role": "user", "content": "sure?"}])
+    assert tokenizer.shown(transcript.ids).endswith(
+        "3<eos><|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+def test_replies_of_tools_follow_as_one_turn(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    transcript = Transcript(tokenizer, QUESTION, check="strict")
+    call = [*tokenizer.encode("<think>the</think>call"), end_of(name)]
+    transcript.answer(call, [0.0] * len(call))
+    delta = transcript.reply([{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}])
+    assert tokenizer.shown(delta) == (
+        "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_reply_that_a_template_leaves_out_is_refused() -> None:
+    """Here and not as an answer on an answer: nothing would stand between the two."""
+    tokenizer = tokenizer_of("bare")
+    transcript = Transcript(tokenizer, QUESTION, check="off")
+    transcript.answer([*tokenizer.encode("3"), end_of("bare")], [0.0] * 2)
+    with pytest.raises(
+        EpisodeError, match=r"writes nothing for a reply \(roles: 'tool'\), so the policy would neither"
+    ):
+        transcript.reply([{"role": "tool", "content": "1"}])
+
+
+def test_an_answer_has_tokens_and_each_its_log_prob() -> None:
+    for ids, log_probs, said in (
+        ([], [], "an answer of 0 tokens is put in"),
+        ([1, 2], [0.0], "of 2 tokens has 1 log-probs"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Transcript(tokenizer_of("qwen2.5"), QUESTION).answer(ids, log_probs)
+
+
+class TestRewriting:
+    def answered(self, name: str, text: str, check: str) -> Transcript:
+        tokenizer = tokenizer_of(name)
+        transcript = Transcript(tokenizer, QUESTION, check=check)  # type: ignore[arg-type]
+        ids = [*tokenizer.encode(text), end_of(name)]
+        transcript.answer(ids, [0.0] * len(ids))
+        return transcript
+
+    @pytest.mark.parametrize("check", ["strict", "loose"])
+    @pytest.mark.parametrize(
+        ("name", "answer", "there", "written"),
+        [
+            ("qwen3", "<think>12</think>3", "<think>12</think>3", "3<|im_end|>"),
+            ("merging", "3", "1and2?<end>", "1and2?sure?<end>"),
+        ],
+    )
+    def test_a_template_that_writes_earlier_turns_otherwise_is_shown_with_both_texts(
+        self, name: str, answer: str, check: str, there: str, written: str
+    ) -> None:
+        with pytest.raises(EpisodeError) as error:
+            self.answered(name, answer, check).reply([{"role": "user", "content": "sure?"}])
+        before, _, after = "".join(str(error.value).split()).partition("anditwrites")
+        assert there in before and written in after
+        assert "since an episode is one row of tokens, and is not cut into several" in str(error.value)
+
+    def test_off_goes_on_with_what_is_there(self) -> None:
+        transcript = self.answered("qwen3", "<think>12</think>3", "off")
+        transcript.reply([{"role": "user", "content": "sure?"}])
+        assert "<think>12</think>3<|im_end|>\n<|im_start|>user\nsure?" in tokenizer_of("qwen3").shown(transcript.ids)
+
+    @pytest.mark.parametrize("name", ["llama3", "gemma"])
+    def test_white_space_that_a_template_trims_counts_in_the_strict_check_alone(self, name: str) -> None:
+        reply = [{"role": "user", "content": "sure?"}]
+        self.answered(name, "3 \n", "loose").reply(reply)
+        with pytest.raises(EpisodeError, match=r"there is '.*3 \\n<"):
+            self.answered(name, "3 \n", "strict").reply(reply)
+
+
+def test_roles_that_a_template_does_not_take_are_refused_by_it() -> None:
+    tokenizer = tokenizer_of("gemma")
+    transcript = Transcript(tokenizer, QUESTION)
+    transcript.answer([*tokenizer.encode("3"), end_of("gemma")], [0.0, 0.0])
+    with pytest.raises(DataError, match="must alternate"):
+        transcript.reply([{"role": "tool", "content": "1"}, {"role": "tool", "content": "1"}])
+
+
+def test_turns_alternate() -> None:
+    tokenizer = tokenizer_of("llama3")
+    transcript = Transcript(tokenizer, QUESTION)
+    with pytest.raises(ValueError, match="expected one before a reply"):
+        transcript.reply(QUESTION)
+    with pytest.raises(ValueError, match="an answer of 0 tokens"):
+        transcript.answer([], [])
+    transcript.answer(tokenizer.encode("3"), [0.0])
+    with pytest.raises(ValueError, match="expected a reply before the next one"):
+        transcript.answer(tokenizer.encode("3"), [0.0])
+
+
+def test_a_check_that_there_is_not_is_refused() -> None:
+    with pytest.raises(DataError, match="expected one of 'strict', 'loose', 'off'"):
+        Transcript(tokenizer_of("llama3"), QUESTION, check="lose")  # type: ignore[arg-type]

@@ -1,0 +1,52 @@
+"""What a thread says of Ray's own processes; that Ray's end is noticed is in `tests/on_ray/test_deaths_of_ray.py`."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from flowrl.distributed.faults import ray_processes as watch
+
+HIGH = 1100
+
+
+@pytest.fixture
+def room() -> Iterator[None]:
+    """Descriptors above those that `select.select` takes."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] <= HIGH:
+        pytest.skip(f"this machine allows {before[1]} descriptors a process")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], HIGH + 100), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="watches on Linux alone")
+@pytest.mark.usefixtures("room")
+def test_a_death_is_noticed_whatever_the_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def high(process: int) -> int:
+        low = opened(process)
+        descriptor = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, HIGH)
+        os.close(low)
+        return descriptor
+
+    opened, said = os.pidfd_open, threading.Event()
+    monkeypatch.setattr(os, "pidfd_open", high)
+    monkeypatch.setattr(watch.logger, "error", lambda text: said.set())
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as raylet:
+        monkeypatch.setattr(watch, "_processes", lambda: {raylet.pid: "the raylet"})
+        with watch.watched():
+            assert not watch.is_gone()
+            raylet.kill()
+            assert said.wait(60)
+            assert watch.is_gone()
+            with pytest.raises(watch.RayDiedError, match=f"has died .the raylet, process {raylet.pid}."):
+                watch.wait([], 1.0)
+    assert not watch.is_gone()

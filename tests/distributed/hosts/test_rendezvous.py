@@ -1,0 +1,92 @@
+"""Stores listen at the address that they were given, and nowhere else."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flowrl.distributed.hosts import hosts
+from flowrl.distributed.hosts import rendezvous as meeting
+from flowrl.distributed.hosts.host import Host
+from flowrl.distributed.hosts.hosts import Hosts
+from flowrl.distributed.hosts.rendezvous import LOOPBACK, c10d, stay_on_loopback, store_at
+from flowrl.run.placement.place import ProcessSpec
+from flowrl.sync.route import Seat
+
+
+def addresses_of(port: int) -> set[str]:
+    """Where something listens at a port, as the kernel writes addresses."""
+    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    found = [line[1].split(":") for line in lines if line[3] == "0A"]
+    return {address for address, at in found if int(at, 16) == port}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
+def test_a_store_at_the_loopback_is_on_no_other_interface() -> None:
+    store = store_at(LOOPBACK, 30.0)
+    assert addresses_of(store.port) == {"0100007F"}
+    guest = c10d.TCPStore(LOOPBACK, store.port, None, False, timeout=timedelta(seconds=30))
+    guest.set("key", "value")
+    assert store.get("key") == b"value"
+    assert store.timeout == timedelta(seconds=30)
+
+
+def test_every_store_has_a_port_of_its_own() -> None:
+    stores = [store_at(LOOPBACK, 30.0) for _ in range(3)]
+    assert len({store.port for store in stores}) == 3
+
+
+def test_what_the_environment_names_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(3, "eth0"), (1, "lo")])
+    environment = {"GLOO_SOCKET_IFNAME": "eth0"}
+    monkeypatch.setattr(meeting.os, "environ", environment)
+    stay_on_loopback()
+    assert environment == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "lo"}
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(3, "eth0")])
+    environment.clear()
+    stay_on_loopback()
+    assert environment == {}
+
+
+@pytest.mark.parametrize("nodes", [("a", "a", "a"), ("a", "a", "b"), ("b", "a", "a")])
+def test_a_job_stays_on_the_loopback_if_all_of_it_is_on_one_machine(
+    nodes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks of one machine too, if the engine that they send to is on another."""
+    plans = [ProcessSpec(("actor",), 0, 2, (0,)), ProcessSpec(("actor",), 1, 2, (1,))]
+    plans.append(ProcessSpec(("rollout",), 0, 1, (2,)))
+    told: list[tuple[str, Any]] = []
+
+    def ask(self: Hosts, to: list[ProcessSpec], what: str, method: str, *args: Any, **_: Any) -> list[Any]:
+        told.append((method, args[0] if method == "meeting_point" else args[2]))
+        return [("address", 1)] * len(to)
+
+    monkeypatch.setattr(Hosts, "ask", ask)
+    monkeypatch.setattr(Hosts, "_settle", lambda *_: [Seat(*seat) for seat in zip(nodes, (0, 1, 0), strict=True)])
+    monkeypatch.setattr(Hosts, "_crowded", lambda *_: False)
+    stub: Any = SimpleNamespace(options=lambda **_: stub, remote=lambda *_: None)
+    monkeypatch.setattr(hosts, "ray", SimpleNamespace(remote=lambda *host, **_: stub if host else lambda _: stub))
+    backend = SimpleNamespace(collective=True)
+    started: Any = object.__new__(Hosts)
+    vars(started).update(actors={}, seats={}, seed=0, place=SimpleNamespace(deadline=9.0), _swapping=())
+    vars(started).update(bindings={"actor": backend, "rollout": backend})
+    started._slots = SimpleNamespace(options=lambda _: {}, gpus=lambda _: None)
+    started.start(plans)
+    alone = set(nodes) == {"a"}
+    assert told == [("meeting_point", alone), ("build", alone), ("build", alone)]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_single_process_stays_on_the_loopback_too(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr("flowrl.distributed.hosts.host.stay_on_loopback", lambda: calls.append(None))
+    host: Any = object.__new__(Host)
+    host.plan, host.seed = ProcessSpec(("actor",), 0, 1, (0,)), 0
+    host.build({}, None, alone, 9.0)
+    assert len(calls) == alone

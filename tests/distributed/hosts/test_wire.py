@@ -1,0 +1,231 @@
+"""The wire format: columns arrive bit for bit, without their padding, and pieces of unequal width make one column."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flowrl.columns import ColumnType, lookup
+from flowrl.data.proto.column_math import objects
+from flowrl.data.proto.dataproto import DataProto
+from flowrl.distributed.hosts.wire import join, pack, unpack
+from flowrl.errors import DataError
+
+# quiet and signalling NaN with payloads, both zeros, both infinities, a denormal
+FLOATS = np.array([0x7FC00001, 0x7F800123, 0xFFC0BEEF, 0, 1 << 31, 0x7F800000, 0xFF800000, 1, 0x3F800000], dtype="<u4")
+WORDS = np.array([0, 1, -1, 2**63 - 1, -(2**63), 151643])
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Same type, dtype, shape and bits; objects are the same ones."""
+    if isinstance(a, Tensor) != isinstance(b, Tensor) or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not isinstance(a, Tensor):
+        return all(x is y for x, y in zip(a, b, strict=True))
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.view(integers), b.view(integers))
+
+
+def sent(column: Any) -> Any:
+    """The column after a journey by pickle, its buffers out of band and read-only as in the object store."""
+    buffers: list[pickle.PickleBuffer] = []
+    raw = pickle.dumps(pack(column), protocol=5, buffer_callback=buffers.append)
+    return unpack(pickle.loads(raw, buffers=[bytes(b.raw()) for b in buffers]))
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """1-d to 3-d, of few different values, so that there are runs; also without rows or of no width."""
+    shape = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
+    n = int(np.prod(shape))
+    picks = draw(st.lists(st.integers(0, draw(st.integers(0, 8))), min_size=n, max_size=n))
+    index = np.array(picks, dtype=np.int64).reshape(shape)
+    kind = draw(st.sampled_from(["float32", "int64", "bool", "float64", "bfloat16", "int32"]))
+    if kind == "float32":
+        return torch.from_numpy(FLOATS[index].view("<f4"))
+    if kind == "bool":
+        return torch.from_numpy(index % 2 == 1)
+    if kind == "int64":
+        return torch.from_numpy(WORDS[index % len(WORDS)])
+    return torch.from_numpy(index - 3).to(getattr(torch, kind))
+
+
+class TestPack:
+    @given(tensors())
+    def test_bit_for_bit(self, column: Tensor) -> None:
+        assert same_bits(sent(column), column)
+
+    @given(tensors())
+    def test_never_larger_than_the_column(self, column: Tensor) -> None:
+        assert pack(column).nbytes <= column.nbytes
+
+    @given(tensors())
+    def test_strides_do_not_matter(self, column: Tensor) -> None:
+        assert same_bits(
+            sent(column.mT if column.ndim > 1 else column[::2]), column.mT if column.ndim > 1 else column[::2]
+        )
+
+    def test_all_equal(self) -> None:
+        for value in (0.0, -0.0, float("nan"), 1.5):
+            column = torch.full((4, 100), value)
+            assert same_bits(sent(column), column)
+            assert pack(column).flat.size == 0
+
+    def test_zeros_of_both_signs_are_no_one_run(self) -> None:
+        column = torch.tensor([[0.0, -0.0, 0.0, 0.0] * 10, [-0.0] * 39 + [0.0]])
+        assert torch.equal(sent(column).signbit(), column.signbit())
+
+    def test_objects(self) -> None:
+        column = objects(["a", None, {"k": [1]}, ("t",), float("nan")])
+        assert same_bits(unpack(pack(column)), column)
+        assert [str(x) for x in sent(column)] == [str(x) for x in column]
+        assert len(sent(objects([]))) == 0
+
+    def test_a_gradient_is_left_behind(self) -> None:
+        column = torch.ones(2, 3, requires_grad=True)
+        assert not unpack(pack(column)).requires_grad
+
+    def test_what_arrives_can_be_written(self) -> None:
+        column = sent(torch.arange(12).reshape(3, 4))
+        column[0, 0] = 7
+        assert column[0].tolist() == [7, 1, 2, 3]
+
+
+class TestPaddingStays:
+    """Bytes are those of the values that are there, and 24 a row (two counts, two values of 8 bytes)."""
+
+    lengths = torch.tensor([3, 1000, 40, 1, 512])
+
+    def test_responses(self) -> None:
+        mask = torch.arange(1000) < self.lengths[:, None]
+        for column in (torch.where(mask, torch.arange(1, 1001), 0), torch.where(mask, torch.arange(1, 1001), 151643)):
+            assert pack(column).nbytes <= 8 * int(self.lengths.sum()) + 24 * len(column)
+        assert pack(mask).nbytes <= 10 * len(mask)
+
+    def test_sequences_are_padded_on_both_sides(self) -> None:
+        prompt = torch.arange(300) >= 300 - self.lengths.clamp(max=300)[:, None]
+        mask = torch.cat([prompt, torch.arange(1000) < self.lengths[:, None]], 1)
+        ids = torch.where(mask, torch.randint(5, 100, mask.shape), 0)
+        assert pack(ids).nbytes <= 8 * int(mask.sum()) + 24 * len(ids)
+
+    def test_most_rows_are_full_and_end_in_one_token(self) -> None:
+        column = torch.randint(5, 100, (10, 1000))
+        column[:7, -1] = 2
+        column[7:, 10:] = 0
+        assert pack(column).nbytes <= 8 * (7 * 1000 + 3 * 10) + 24 * 10
+
+    def test_no_padding_no_overhead(self) -> None:
+        column = torch.randn(8, 16)
+        assert pack(column).nbytes == column.nbytes
+
+
+SEQUENCE = ["input_ids", "attention_mask", "position_ids"]
+NAMES = [
+    "prompts",
+    "prompt_mask",
+    "responses",
+    "response_mask",
+    "values",
+    *SEQUENCE,
+    "temperature",
+    "policy_version",
+    "uid",
+]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[DataProto]:
+    """One to four batches of unequal widths and rows (some have none), full of numbers up to their edges."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    made = []
+    for i in range(draw(st.integers(1, 4))):
+        rows, prompt, response = draw(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(0, 5)))
+        widths = {"prompt": prompt, "response": response, "sequence": prompt + response}
+        columns: dict[str, Any] = {}
+        for name in NAMES:
+            known = _known(name)
+            shape = [rows, *(widths[axis] for axis in known.axes[1:])]
+            numbers = torch.randint(-9, 9, shape, generator=generator)
+            columns[name] = (
+                objects([f"{i}.{r}" for r in range(rows)])
+                if known.dtype == "object"
+                else numbers.to(getattr(torch, known.dtype))
+            )
+        made.append(DataProto(columns))
+    return made
+
+
+def _known(name: str) -> ColumnType:
+    known = lookup(name)
+    assert known is not None
+    return known
+
+
+class TestJoin:
+    @given(batches(), st.data())
+    def test_as_concat_does(self, protos: list[DataProto], data: st.DataObject) -> None:
+        """Pieces bear any rows, come in any order, and any of their rows are wanted in any order."""
+        whole = DataProto.concat(protos)
+        total = len(whole)
+        order = np.array(
+            data.draw(st.permutations(range(total))), dtype=np.int64
+        )  # row of the output by row of `whole`
+        wanted = np.array(data.draw(st.permutations(range(total)))[: data.draw(st.integers(0, total))], dtype=np.int64)
+        shuffled = data.draw(st.permutations(range(len(protos))))
+        starts = np.cumsum([0, *map(len, protos)])
+        position = np.argsort(order)
+        for name in NAMES:
+            parts = []
+            for i in shuffled:
+                sizes = protos[i]["prompts"].shape[1], protos[i]["responses"].shape[1]
+                parts.append((order[starts[i] : starts[i + 1]], sent(protos[i][name]), *sizes))
+            known = _known(name)
+            joined = join(parts, known.axes, known.pad, wanted)
+            expected = whole[position[wanted]][name]
+            same = same_bits(joined, expected) if isinstance(joined, Tensor) else joined.tolist() == expected.tolist()
+            assert same, name
+
+    def test_by_hand(self) -> None:
+        short = np.array([2]), torch.tensor([[1, 2, 3]]), 1, 2
+        long = np.array([0, 1]), torch.tensor([[4, 5, 6, 7, 8], [9, 10, 11, 12, 13]]), 2, 3
+        joined = join([short, long], ("batch", "sequence"), -1, np.array([1, 2]))
+        assert joined.tolist() == [[9, 10, 11, 12, 13], [-1, 1, 2, 3, -1]]
+
+    def test_the_pad_of_the_column(self) -> None:
+        parts = [(np.array([i]), torch.ones(1, i + 1), 0, i + 1) for i in range(2)]
+        assert join(parts, ("batch", "response"), 0.5, np.arange(2)).tolist() == [[1.0, 0.5], [1.0, 1.0]]
+
+    def test_an_axis_after_the_padded_one(self) -> None:
+        parts = [(np.array([i]), torch.ones(1, i + 1, 2), 0, i + 1) for i in range(2)]
+        joined = join(parts, ("batch", "response", "layer"), 0.0, np.arange(2))
+        assert joined.tolist() == [[[1.0, 1.0], [0.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]]]
+
+    def test_one_whole_piece_is_not_copied(self) -> None:
+        column = torch.ones(3, 4)
+        assert join([(np.arange(3), column, 4, 0)], ("batch", "prompt"), 0, np.arange(3)) is column
+
+    @pytest.mark.parametrize(
+        ("rows", "wanted", "said"),
+        [
+            ([[0], [1]], [0, 1, 2], r"row 2 of a column is wanted 1 time\(s\) and was written 0"),
+            ([[0, 1], [1]], [0, 1], r"row 1 of a column is wanted 1 time\(s\) and was written 2"),
+            ([[0], [1]], [1, 1], r"row 1 of a column is wanted 2 time\(s\)"),
+            ([[]], [0], "row 0"),
+        ],
+    )
+    def test_every_row_once(self, rows: list[list[int]], wanted: list[int], said: str) -> None:
+        parts = [(np.array(r, dtype=np.int64), torch.zeros(len(r)), 0, 0) for r in rows]
+        with pytest.raises(DataError, match=said):
+            join(parts, ("batch",), 0, np.array(wanted))
+
+    def test_an_axis_that_is_not_padded(self) -> None:
+        parts = [(np.array([i]), torch.zeros(1, i + 1), 0, 0) for i in range(2)]
+        with pytest.raises(DataError, match=r"\[batch feature\] have the widths \[\(1,\), \(2,\)\]"):
+            join(parts, ("batch", "feature"), 0, np.arange(2))

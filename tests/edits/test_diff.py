@@ -1,0 +1,214 @@
+"""`Graph.diff`: what changes, told by node, parameter and port."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl import columns as c
+from flowrl.core.graphs.after import After
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.references import load_object
+from flowrl.errors import GraphError
+from flowrl.files.graph_io import save
+from flowrl.graph import Graph
+from flowrl.graphs import grpo, ppo
+from flowrl.operators import GAE, Generate, Interact, Reward
+from tests.support.kernel import BINDINGS, FakeRollout, LengthPenalty, Waits, exact, scored
+
+PPO = ppo(exact)
+
+
+def test_ppo_to_grpo() -> None:
+    diff = PPO.diff(grpo(exact, n=8))
+    assert str(diff).splitlines() == [
+        "ppo -> grpo",
+        "+ group_advantage: GroupAdvantage()  <- reward, generate, repeat",
+        "- gae: GAE()  (in its place: group_advantage)",
+        "- whiten: Whiten()  (in its place: group_advantage)",
+        "- update_critic: UpdateCritic()",
+        "- value: Value()  (nothing reads it any more)",
+        "- kl_shape: KLShape()  (nothing reads it any more)",
+        "~ repeat.n: 1 -> 8",
+        "~ update_actor.kl: None -> KLLoss(estimator='k3', coef=0.001)",
+        "~ update_actor <- advantages: whiten.advantages -> group_advantage.advantages",
+        "~ update_actor <- ref_log_prob: unwired -> ref_log_prob.ref_log_prob",
+    ]
+    assert diff.added == ("group_advantage",)
+    assert set(diff.removed) == {"gae", "whiten", "update_critic"}
+    assert set(diff.pruned) == {"value", "kl_shape"}
+    assert repr(diff) == str(diff)
+
+
+def test_backwards_is_the_mirror() -> None:
+    there, back = PPO.diff(grpo(exact)), grpo(exact).diff(PPO)
+    assert set(back.added) == {*there.removed, *there.pruned}
+    assert {*back.removed, *back.pruned} == set(there.added)
+    assert back.changed["repeat"].parameters == {"n": (8, 1)}
+    assert back.changed["update_actor"].ports["ref_log_prob"] == ("ref_log_prob.ref_log_prob", None)
+
+
+def test_no_difference() -> None:
+    diff = PPO.diff(ppo(exact))
+    assert not diff
+    assert str(diff) == "ppo -> ppo: no difference"
+    assert not PPO.diff(PPO.edit(name="mine"))
+
+
+@pytest.mark.parametrize(
+    ("verbs", "lines"),
+    [
+        ({"replace": {"gae": GAE(lam=0.5)}}, ["~ gae.lam: 0.95 -> 0.5"]),
+        (
+            {"replace": {"generate": Generate(0.5, stop_token_ids=(3,))}},
+            ["~ generate.temperature: 1.0 -> 0.5", "~ generate.stop_token_ids: [] -> [3]"],
+        ),
+        (
+            {"drop": ["whiten"]},
+            [
+                "- whiten: Whiten()  (in its place: gae)",
+                "~ update_actor <- advantages: whiten.advantages -> gae.advantages",
+            ],
+        ),
+        (
+            {"insert": {"penalty": After("reward", LengthPenalty(0.1))}},
+            [
+                "+ penalty: LengthPenalty(coef=0.1)  <- reward, generate",
+                "~ kl_shape <- token_level_scores: reward.token_level_scores -> penalty.token_level_scores",
+            ],
+        ),
+        (
+            {"rename": {"ref_log_prob": "ref"}},
+            [
+                "~ ref_log_prob -> ref (renamed)",
+            ],
+        ),
+        ({"lag": 2}, ["~ lag of Sync -> Generate: 0 -> 2"]),
+        ({"bind": {"rollout": FakeRollout(model="two")}}, ["~ role rollout: None -> FakeRollout(model='two')"]),
+    ],
+)
+def test_lines(verbs: dict[str, Any], lines: list[str]) -> None:
+    assert str(PPO.diff(PPO.edit(**verbs))).splitlines() == ["ppo -> ppo", *lines]
+
+
+def test_renamed_nodes_are_neither_added_nor_removed() -> None:
+    """An input, a chain of two, and a sink at once; what reads them has not changed."""
+    names = {"batch": "data", "reward": "judge", "kl_shape": "shaped", "sync": "carry"}
+    diff = PPO.diff(PPO.edit(rename=names))
+    assert str(diff).splitlines() == ["ppo -> ppo", *(f"~ {old} -> {new} (renamed)" for old, new in names.items())]
+    assert diff and diff.renamed == names
+    assert not (diff.added or diff.removed or diff.pruned or diff.changed or diff.sinks)
+    assert dict(PPO.edit(rename=names).diff(PPO).renamed) == {new: old for old, new in names.items()}
+
+
+def test_what_is_renamed_and_changed_is_another_node() -> None:
+    changed = PPO.diff(PPO.edit(replace={"gae": GAE(lam=0.5).named("adv")}))
+    assert (changed.added, changed.removed, changed.renamed) == (("adv",), ("gae",), {})
+    wired = PPO.diff(PPO.edit(rename={"whiten": "white"}, wire={"white.advantages": "clip.advantages"}, insert={
+        "clip": After("gae", ClipAdvantages()),
+    }))  # fmt: skip
+    assert (wired.added, wired.removed, wired.renamed) == (("clip", "white"), ("whiten",), {})
+
+
+def test_a_rename_beside_a_change_of_its_reader() -> None:
+    edited = PPO.edit(rename={"gae": "adv"}, drop=["whiten"])
+    assert str(PPO.diff(edited)).splitlines()[1:] == [
+        "- whiten: Whiten()  (in its place: adv)",
+        "~ gae -> adv (renamed)",
+        "~ update_actor <- advantages: whiten.advantages -> adv.advantages",
+    ]
+
+
+class ClipAdvantages(Operator):
+    """Re-writes advantages."""
+
+    def __call__(self, advantages: c.Advantages) -> c.Advantages:
+        return advantages.clamp(-1, 1)
+
+
+def test_what_was_supplanted_is_said() -> None:
+    graph = PPO.edit(
+        insert={"judge": After("reward", Reward(exact, timeout=1.0))},
+        wire={"kl_shape.token_level_scores": "judge.token_level_scores"},
+    )
+    diff = PPO.diff(graph)
+    assert diff.supplanted == {"reward": ("judge",)}
+    assert "- reward: Reward(fn=tests.support.kernel:exact)  (in its place: judge)" in str(diff).splitlines()
+    renamed = PPO.diff(graph.edit(rename={"kl_shape": "shape", "judge": "jury"}))
+    assert renamed.supplanted["reward"] == ("jury",), "though what reads it has another name"
+    assert PPO.diff(PPO.edit(drop=["update_critic"])).supplanted == {}, "in the place of a sink is nothing"
+    assert PPO.diff(PPO.edit(replace={"sync": Waits()})).supplanted == {}
+
+
+def test_sinks_and_bindings() -> None:
+    more = PPO.subgraph(until=["sync", "update_critic", "value", "mismatch"])
+    diff = PPO.diff(more)
+    assert str(diff).splitlines()[1:] == [
+        "~ sinks: sync, update_critic, mismatch -> sync, update_critic, value, mismatch"
+    ]
+    bound = PPO.edit(bind=BINDINGS)
+    assert set(bound.diff(PPO).bindings) == set(BINDINGS)
+    fewer = bound.diff(bound.edit(drop=["update_critic"]))
+    assert not fewer.sinks, "a sink that is gone is told as a node that is gone"
+    assert fewer.removed == ("update_critic",)
+
+
+def test_functions_and_roles_are_named() -> None:
+    def other(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+        return 0.0
+
+    text = str(scored().diff(scored(fn=other)))
+    assert "tests.support.kernel:exact" in text
+    assert "other" in text
+
+
+def test_another_class_of_one_name_is_a_change() -> None:
+    own = type("GAE", (GAE,), {"__module__": __name__})
+    diff = PPO.diff(PPO.edit(replace={"gae": own()}))
+    assert list(diff.changed) == ["gae"]
+    assert "operator" in diff.changed["gae"].parameters
+
+
+def test_one_file_under_two_names_differs_by_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a function of one name whose source has changed, by that."""
+    file = tmp_path / "a_world.py"
+    file.write_text(
+        "from flowrl.episodes import Environment, Reply\n\n\nclass World(Environment):\n"
+        "    async def step(self, answer):\n        return Reply(done=True)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    by_name, by_path = (load_object(f"{where}:World") for where in ("a_world", "a_world.py"))
+    one, other = (PPO.edit(replace={"generate": Interact(world)}) for world in (by_name, by_path))
+    assert str(one.diff(other)).splitlines()[1:] == ["~ interact.world: a_world:World -> a_world.py:World"]
+    first, second = (scored(fn=made(number)) for number in (1.0, 2.0))
+    assert "(with another source)" in str(first.diff(second))
+
+
+def made(number: float) -> Any:
+    def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+        return number
+
+    return score
+
+
+def test_what_is_no_graph_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"a str is not a graph; expected a Graph: flowrl.load\('ppo.yaml'\)"):
+        ppo(exact).diff("ppo.yaml")  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match=r"is not a graph; expected a Graph: ppo\(\.\.\.\)"):
+        PPO.diff(ppo)  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match=r"a Job is not a graph; expected a Graph: job\.graph"):
+        save(PPO.bind(), "ppo.yaml")  # type: ignore[arg-type]
+
+
+def test_jupyter_gets_text_and_a_picture() -> None:
+    diff = PPO.diff(grpo(exact))
+    bundle = diff._repr_mimebundle_()
+    assert bundle["text/plain"] == str(diff)
+    assert f"```mermaid\n{diff.mermaid()}\n```" in bundle["text/markdown"]
+
+
+def test_a_diff_of_graphs_from_files_is_empty() -> None:
+    assert not PPO.diff(Graph.from_dict(PPO.to_dict()))

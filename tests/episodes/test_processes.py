@@ -1,0 +1,287 @@
+"""Environments and tools in processes of their own: what hangs, crashes or leaks there is ended, and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.core.operators import references
+from flowrl.episodes import Environment, Toolbox
+from flowrl.episodes.play import Played
+from flowrl.episodes.processes import Process, call_tool, close_world_servers, reference_of, world_server
+from flowrl.errors import EpisodeError, ParameterError
+from flowrl.operators import Interact
+from flowrl.workers.fork_server import ForkServer
+from tests.episodes.scripted import played, row
+from tests.operators.reward.test_pool import wait_until_ended
+
+WORLDS = '''
+import asyncio, os, random, signal, subprocess, sys, time
+import numpy
+from flowrl.episodes import Environment, Misfit, Reply
+
+FOLDER = os.path.dirname(__file__)
+
+def note(name, text):
+    with open(os.path.join(FOLDER, name), "a") as file:
+        file.write(f"{text}\\n")
+
+class Counts(Environment):
+    """Keeps a state of its own."""
+    def reset(self, row):
+        self.total, self.name, self.attempt, self.number = 0, row.row_id, row.attempt, row.ground_truth
+        note("pids", os.getpid())
+        return Reply(row.messages)
+
+    async def step(self, answer):
+        self.total += 1
+        if self.total == 2:
+            self.misbehave()
+        return Reply(f"{self.total}", reward=float(self.total), done=self.total == 3)
+
+    def misbehave(self): ...
+
+    def close(self):
+        note("closed", self.name)
+
+class Hangs(Counts):
+    """In the first try of odd rows, in C, with a child in a session of its own."""
+    def misbehave(self):
+        if self.number % 2 and not self.attempt:
+            note("pids", subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            signal.sigwait([signal.SIGUSR1])
+
+class Blocks(Counts):
+    """A coroutine that blocks, and swallows what would cancel it."""
+    async def step(self, answer):
+        while True:
+            try:
+                time.sleep(1000)
+            except BaseException:
+                pass
+
+class Shares(Environment):
+    """Adds to a list of its class, and blocks in a coroutine: apart, both are its own affair."""
+    said = []
+    async def step(self, answer):
+        self.said.append(answer.text)
+        time.sleep(0.05)
+        return Reply("on", reward=float(len(self.said)), done=answer.turn == 1)
+
+class Crashes(Counts):
+    def misbehave(self):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+class Leaves(Counts):
+    def misbehave(self):
+        sys.exit(3)
+
+class Raises(Counts):
+    def misbehave(self):
+        raise KeyError("planted")
+
+class Odd(Environment):
+    def step(self, answer):
+        return "a text"
+
+class Unsendable(Environment):
+    def step(self, answer):
+        return Reply([{"role": "user", "content": "x", "by": lambda: 0}])
+
+class Prints(Counts):
+    def misbehave(self):
+        print("printed")
+        os.write(1, b"written")
+        assert sys.stdin.read() == ""
+
+class Forks(Counts):
+    def misbehave(self):
+        os.fork()
+
+class Draws(Environment):
+    def step(self, answer):
+        return Reply(f"{random.random()} {numpy.random.random()}", reward=random.random(), done=answer.turn == 1)
+
+class Loops(Environment):
+    """What it opens belongs to one event loop."""
+    async def reset(self, row):
+        self.loop = asyncio.get_running_loop()
+        return Reply(row.messages)
+
+    async def step(self, answer):
+        return Reply(done=asyncio.get_running_loop() is self.loop)
+
+def add(a: int, b: int) -> dict:
+    """The sum, and where it was made."""
+    return {"sum": a + b, "pid": os.getpid()}
+
+def hang(a: int) -> int:
+    time.sleep(1000)
+
+def picky(a: int) -> int:
+    raise Misfit("no, not that")
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("user") / "worlds.py"
+    path.write_text(WORLDS)
+    yield path
+    close_world_servers()
+
+
+def apart(file: Path, name: str, count: int = 1, seconds: float = 60.0, tries: int = 1) -> list[Played]:
+    """Episodes of a world of the file, in processes."""
+    for noted in file.parent.glob("*[!y]"):
+        if noted.is_file():
+            noted.unlink()
+    world = references.resolve(f"{file}:{name}")
+    return played(
+        world, lambda name, turn: f"says {turn}", count=count, seconds=seconds, tries=tries, server=server_for(file)
+    )[0]
+
+
+def server_for(file: Path) -> ForkServer:
+    """One for all that is in the file."""
+    return world_server((f"{file}:Counts",))
+
+
+def noted(file: Path, name: str) -> list[str]:
+    return (file.parent / name).read_text().split()
+
+
+def test_an_environment_keeps_its_state_and_is_closed_and_leaves_nothing(file: Path) -> None:
+    episodes = apart(file, "Counts", count=6)
+    assert all((one.ended, one.chat.rewards) == ("done", [1.0, 2.0, 3.0]) for one in episodes)
+    pids = {int(pid) for pid in noted(file, "pids")}
+    assert len(pids) == 6 and os.getpid() not in pids
+    assert sorted(noted(file, "closed")) == [f"row-{i}" for i in range(6)]
+    wait_until_ended(pids)
+
+
+def test_one_that_hangs_is_killed_with_all_that_it_started_and_tried_again(file: Path) -> None:
+    episodes = apart(file, "Hangs", count=4, seconds=1.5, tries=2)
+    assert [(one.ended, one.tries) for one in episodes] == [("done", 1), ("done", 2)] * 2
+    assert all(one.chat.rewards == [1.0, 2.0, 3.0] for one in episodes)
+    pids = {int(pid) for pid in noted(file, "pids")}
+    assert len(pids) == 8  # four environments, two more for the second tries, two children
+    wait_until_ended(pids)
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "said"),
+    [
+        ("Blocks", 1.0, "its world took more than 1 s"),
+        ("Crashes", 60.0, "the process that it lives in has ended: it crashed, was killed, or left"),
+        ("Leaves", 60.0, "SystemExit: 3 (at "),
+        ("Raises", 60.0, "KeyError: 'planted' (at "),
+        ("Odd", 60.0, "an environment replied 'a text'; expected a Reply("),
+        ("Unsendable", 60.0, "cannot be sent to another process ("),
+    ],
+)
+def test_what_is_wrong_there_is_said_here(file: Path, name: str, seconds: float, said: str) -> None:
+    (one,) = apart(file, name, seconds=seconds)
+    assert one.ended == "failed" and said in str(one.fault)
+
+
+def test_what_a_class_has_is_there_once_for_each_episode(file: Path) -> None:
+    """So neither FR035 nor FR036 is found of it; see tests/rules/test_episodes.py."""
+    for one in apart(file, "Shares", count=3):
+        assert (one.ended, one.chat.rewards) == ("done", [1.0, 2.0])
+
+
+@pytest.mark.parametrize("name", ["Prints", "Loops", "Forks"])
+def test_what_does_no_harm(file: Path, name: str) -> None:
+    (one,) = apart(file, name)
+    assert one.ended == "done"
+
+
+def test_random_numbers_go_by_row_and_try(file: Path) -> None:
+    first, second = apart(file, "Draws", count=2)
+    again, _ = apart(file, "Draws", count=2)
+    assert first.chat.messages == again.chat.messages and first.chat.rewards == again.chat.rewards
+    assert first.chat.messages[2] != second.chat.messages[2] and first.chat.rewards != second.chat.rewards
+
+
+class TestTools:
+    def called(self, file: Path, name: str, arguments: str, **settings: Any) -> Played:
+        tool = references.resolve(f"{file}:{name}")
+        call = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+        box = Toolbox([tool], "hermes", partial(call_tool, server_for(file)))
+        (one,), _ = played(None, lambda name, turn: [call, "so"][min(turn, 1)], toolbox=box, **settings)
+        return one
+
+    def test_it_is_called_in_another_process(self, file: Path) -> None:
+        one = self.called(file, "add", '{"a": 1, "b": "2"}')
+        assert '"sum": 3' in one.chat.messages[2]["content"]
+        assert f'"pid": {os.getpid()}' not in one.chat.messages[2]["content"]
+
+    @pytest.mark.parametrize(
+        ("name", "arguments", "told"),
+        [("add", '{"a": 1}', "add does not take these arguments (b: Missing"), ("picky", '{"a": 1}', "no, not that")],
+    )
+    def test_the_policy_is_told_what_it_did_wrong(self, file: Path, name: str, arguments: str, told: str) -> None:
+        one = self.called(file, name, arguments)
+        assert told in one.chat.messages[2]["content"] and one.chat.tool_errors == 1
+
+    def test_one_that_hangs_is_ended(self, file: Path) -> None:
+        one = self.called(file, "hang", '{"a": 1}', seconds=0.5, tries=2)
+        assert (one.ended, one.tries) == ("failed", 2) and "took more than 0.5 s" in str(one.fault)
+
+
+class TestServer:
+    def test_what_cannot_be_imported_is_said(self, tmp_path: Path) -> None:
+        (tmp_path / "broken.py").write_text("import os\nraise OSError('planted')\n")
+        with pytest.raises(EpisodeError, match=r"could not be started .*broken\.py:2 raises OSError.*processes=False"):
+            world_server((f"{tmp_path}/broken.py:World",))
+
+    def test_after_one_has_ended_another_is_started(self, file: Path) -> None:
+        server = server_for(file)
+        server.close()
+        with pytest.raises(EpisodeError, match="are forked from is gone"):
+            Process(server)
+        assert apart(file, "Counts")[0].ended == "done"
+
+    def test_a_program_that_is_killed_leaves_nothing(self, file: Path) -> None:
+        server = server_for(file)
+        (file.parent / "pids").unlink(missing_ok=True)
+
+        async def begin() -> None:
+            await Process(server).ask("make", f"{file}:Counts", row(1))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if (program := os.fork()) == 0:
+            asyncio.run(begin())
+        assert os.waitstatus_to_exitcode(os.waitpid(program, 0)[1]) == -signal.SIGKILL
+        wait_until_ended({int(pid) for pid in noted(file, "pids")})
+
+    @pytest.mark.parametrize("thing", [lambda a: a, partial(row, 1)])
+    def test_what_no_process_finds_is_refused(self, thing: Any) -> None:
+        with pytest.raises(
+            ParameterError, match=r"which cannot import it; define it at the top level .*processes=False"
+        ):
+            reference_of(thing)
+
+
+class TestInteract:
+    def test_a_class_of_a_function_is_refused(self) -> None:
+        class Local(Environment):
+            def step(self, answer: Any) -> Any: ...
+
+        with pytest.raises(ParameterError, match="Local would be played in another process, which cannot import it"):
+            Interact(Local, processes=True)
+
+    def test_an_agent_alone_is_refused(self) -> None:
+        async def agent(chat: Any, row: Any) -> None: ...
+
+        with pytest.raises(ParameterError, match=r"processes=True, and nothing would run in one"):
+            Interact(agent, processes=True)

@@ -1,0 +1,84 @@
+"""`account`: who said what, what it was worth and how it ended, as JSON-able data."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from flowrl.episodes.chat import Chat
+from flowrl.episodes.environment import Answer, Environment, Reply, Row
+from flowrl.episodes.summary import account
+from tests.episodes.scripted import played
+
+
+class Counts(Environment):
+    """Two turns; the second one is rewarded."""
+
+    async def reset(self, row: Row) -> Reply:
+        shot = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2", "sampled": "no"}]
+        return Reply([*shot, *row.messages])
+
+    async def step(self, answer: Answer) -> Reply:
+        return Reply("and?", reward=0.5 if answer.turn else None, done=answer.turn == 1)
+
+
+class Breaks(Counts):
+    async def step(self, answer: Answer) -> Reply:
+        if answer.turn:
+            raise OSError("planted")
+        return await super().step(answer)
+
+
+def of(world: Any, **settings: Any) -> dict[str, Any]:
+    (episode,), _ = played(world, lambda name, turn: f"says {turn}", **settings)
+    found: dict[str, Any] = json.loads(json.dumps(account(episode)))
+    return found
+
+
+def test_what_was_sampled_is_told_from_what_was_not() -> None:
+    found = of(Counts)
+    said = [(m["role"], m["content"]) for m in found["messages"]]
+    shot = [("user", "1?"), ("assistant", "2")]  # of the data, although the assistant says it
+    assert said == [*shot, ("user", "go"), ("assistant", "says 0"), ("user", "and?"), ("assistant", "says 1")]
+    marks = [m.get("sampled") for m in found["messages"]]
+    expected = {"tokens": len("says 0") + 1, "cut": False, "version": 3}
+    assert [mark is not None for mark in marks] == [False, False, False, True, False, True]
+    assert marks[3] == {"turn": 0, "reward": 0.0} | expected and marks[5] == {"turn": 1, "reward": 0.5} | expected
+    assert (found["ended"], found["tries"], found["fault"]) == ("done", 1, None)
+
+
+@pytest.mark.parametrize(("settings", "ended"), [({"turns": 1}, "turns"), ({"context": 60}, "context")])
+def test_how_it_ended(settings: dict[str, int], ended: str) -> None:
+    assert of(Counts, **settings)["ended"] == ended
+
+
+def test_an_answer_that_its_length_ended_is_told() -> None:
+    (whole,), _ = played(Counts, lambda name, turn: "says much")
+    assert whole.chat.transcript is not None
+    [first] = [m["sampled"] for m in of(Counts, context=whole.chat.transcript.prompt_length + 3)["messages"][3:4]]
+    assert (first["tokens"], first["cut"]) == (3, True)
+
+
+def test_what_failed_is_there_as_far_as_it_came() -> None:
+    found = of(Breaks, tries=2)
+    assert (found["ended"], found["tries"]) == ("failed", 2)
+    assert "planted" in found["fault"] and "after 2 answers, in try 2" in found["fault"]
+    assert [m["content"] for m in found["messages"]][-3:] == ["says 0", "and?", "says 1"]
+
+
+def test_without_rewards_none_is_told() -> None:
+    async def silent(chat: Chat, row: Row) -> None:
+        await chat.answer()
+
+    assert of(silent)["messages"][1]["sampled"]["reward"] is None
+
+
+def test_before_the_first_answer_there_is_the_prompt() -> None:
+    class Never(Environment):
+        async def reset(self, row: Row) -> Reply:
+            raise OSError("planted")
+
+    found = of(Never)
+    assert found["messages"] == [{"role": "user", "content": "go"}] and "planted" in found["fault"]

@@ -1,0 +1,337 @@
+"""Graphs as data and files: a round trip is exact, and what cannot be trusted is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flowrl.core.graphs.after import After
+from flowrl.core.operators.references import resolve
+from flowrl.core.operators.roles import Role
+from flowrl.errors import BindError, FlowrlError, GraphError, ParameterError, PortError, StorageError
+from flowrl.files.graph_io import save
+from flowrl.graph import Graph, load
+from flowrl.graphs import grpo, ppo
+from flowrl.operators import GAE, AdaptiveKL, Generate, KLShape
+from tests.support.kernel import BINDINGS, LengthPenalty, exact, scored, two_rewards
+
+PPO = ppo(exact)
+GRAPHS: dict[str, Callable[[], Graph]] = {
+    "ppo": lambda: ppo(exact),
+    "grpo": lambda: grpo(exact),
+    "a graph by path": lambda: ppo("tests.support.kernel:exact"),
+    "two rewards": two_rewards,
+    "names, lag, bindings": lambda: ppo(exact).edit(rename={"gae": "gae_long"}, lag=1, bind=BINDINGS, name="mine"),
+    "nested specs": lambda: ppo(exact).edit(replace={"kl_shape": KLShape(AdaptiveKL(target=0.1))}),
+    "tuples and roles": lambda: scored().edit(
+        replace={"generate": Generate(stop_token_ids=(1, 2), rollout=Role("second"))}
+    ),
+    "a part": lambda: ppo(exact).edit(bind=BINDINGS).subgraph(until=["reward", "value"]),
+    "an inserted operator": lambda: ppo(exact).edit(insert={"penalty": After("reward", LengthPenalty())}),
+    "an input by itself": lambda: scored().subgraph(until="batch"),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("ending", ["yaml", "yml", "json"])
+def test_round_trip(name: str, ending: str, tmp_path: Path) -> None:
+    graph = GRAPHS[name]()
+    data = graph.to_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert Graph.from_dict(data) == graph
+    path = tmp_path / f"graph.{ending}"
+    save(graph, path)
+    read = load(path)
+    assert read == graph
+    assert read.fingerprint() == graph.fingerprint()
+    assert list(read.nodes) == list(graph.nodes)
+    assert repr(read) == repr(graph)
+
+
+def test_a_file_reads_like_the_graph(tmp_path: Path) -> None:
+    save(scored(), tmp_path / "g.yaml")
+    data = yaml.safe_load((tmp_path / "g.yaml").read_text())
+    assert data["nodes"]["repeat"] == {
+        "operator": {"$type": "flowrl.operators.engines.engines:Repeat", "n": 2},
+        "inputs": {"prompts": "batch"},
+    }
+    assert data["nodes"]["generate"]["operator"]["rollout"] == {"$role": "rollout"}
+    assert data["nodes"]["reward"]["operator"]["fn"]["$function"] == "tests.support.kernel:exact"
+    assert data["sinks"] == ["reward"]
+
+
+OPERATOR_FILE = """
+from flowrl.columns import ResponseMask, TokenLevelScores
+from flowrl.core.operators.operator import Operator
+
+
+class Brevity(Operator):
+    coef: float = 0.01
+
+    def __call__(self, token_level_scores: TokenLevelScores, response_mask: ResponseMask) -> TokenLevelScores:
+        return token_level_scores - self.coef * response_mask
+
+
+def fair(data_source, solution_str, ground_truth, extra_info=None):
+    return {returned}
+"""
+
+
+def write_user_file(path: Path, returned: float = 0.5) -> None:
+    path.write_text(OPERATOR_FILE.replace("{returned}", str(returned)))
+
+
+def test_an_operator_and_a_reward_of_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_user_file(tmp_path / "mine.py")
+    brevity, fair = resolve("mine.py:Brevity"), resolve("mine.py:fair")
+    graph = ppo(fair).edit(insert={"brevity": After("reward", brevity(0.5))})
+    save(graph, "graph.yaml")
+    data = yaml.safe_load(Path("graph.yaml").read_text())
+    assert data["nodes"]["brevity"]["operator"] == {"$type": "mine.py:Brevity", "coef": 0.5}
+    assert data["nodes"]["reward"]["operator"]["fn"]["$function"] == "mine.py:fair"
+    assert load("graph.yaml").fingerprint() == graph.fingerprint()
+    assert not graph.diff(load("graph.yaml"))
+
+    write_user_file(tmp_path / "mine.py", returned=0.75)
+    with pytest.raises(GraphError, match=r"reward\.fn names mine\.py:fair, whose source has changed since .*write the"):
+        load("graph.yaml")
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(GraphError, match=r"cannot be read: .*there is no file"):
+        load("graph.yaml")
+
+
+def test_an_operator_of_an_installed_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_user_file(tmp_path / "their_package_of_operators.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    brevity = resolve("their_package_of_operators:Brevity")
+    graph = scored().edit(insert={"brevity": After("reward", brevity())})
+    assert graph.to_dict()["nodes"]["brevity"]["operator"]["$type"] == "their_package_of_operators:Brevity"
+    assert Graph.from_dict(graph.to_dict()) == graph
+
+
+def test_what_has_no_import_path_runs_but_cannot_be_written() -> None:
+    def local(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+        return 1.0
+
+    class Local(LengthPenalty):
+        pass
+
+    said = r"which has no import path, so the graph can run but not be written to a file; move it to the top level"
+    for graph, where in (
+        (ppo(lambda **row: 1.0), r"reward\.fn is <function <lambda>"),
+        (ppo(local), r"reward\.fn is <function .*local"),
+        (scored().edit(insert={"local": After("reward", Local())}), r"local is <class .*Local'>"),
+    ):
+        assert graph.fingerprint() == graph.fingerprint()
+        assert str(graph.diff(graph))
+        with pytest.raises(GraphError, match=where.replace("<lambda>", ".*lambda.*") + r".*" + said):
+            graph.to_dict()
+
+
+def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    data = ppo(exact).edit(bind=BINDINGS).to_dict()
+    change(data)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda d: d.pop("flowrl"),
+            r"the data lacks 'flowrl', so this is not a flowrl graph, or a damaged one; expected",
+        ),
+        (lambda d: d.pop("nodes"), r"the data lacks 'nodes'"),
+        (lambda d: d.pop("sinks"), r"the data lacks 'sinks'"),
+        (lambda d: d.pop("lag"), r"the data lacks 'lag'"),
+        (lambda d: d.update(flowrl=True), "the data has a bool under 'flowrl'"),
+        (lambda d: d.update(flowrl=99), r"the graph is written in format 99, and this flowrl reads 1; write it again"),
+        (lambda d: d.update(flowrl="x"), r"the data has a str under 'flowrl'"),
+        (lambda d: d.update(nodes=[1]), r"the data has a list under 'nodes'.*expected a mapping there"),
+        (lambda d: d.update(sinks=[]), r"ppo has no sink"),
+        (lambda d: d.update(sinks=["x"]), r"ppo has no node 'x' to be a sink"),
+        (lambda d: d.update(lag=-1), r"lag=-1"),
+        (lambda d: d["nodes"].update(gae=None), r"nodes has a NoneType under 'gae'"),
+        (lambda d: d["nodes"]["gae"].pop("operator"), r"gae lacks 'operator'"),
+        (lambda d: d["nodes"]["gae"].pop("inputs"), r"gae lacks 'inputs'"),
+        (lambda d: d["nodes"].pop("value"), r"gae\.values comes from value\.values, which ppo does not have"),
+        (lambda d: d["nodes"]["gae"]["inputs"].update(values=3), r"the inputs of gae has an int under 'values'"),
+        (lambda d: d["nodes"]["gae"]["inputs"].update(values="value"), r"'value' does not name an output"),
+        (
+            lambda d: d["nodes"]["gae"]["inputs"].update(value="value.values"),
+            r"gae has no port 'value'; it has token_le",
+        ),
+        (lambda d: d["nodes"]["gae"]["inputs"].pop("values"), r"gae\.values wants .* nothing is wired to it"),
+        (
+            lambda d: d["nodes"]["gae"]["inputs"].update(values="reward.token_level_scores"),
+            r"gae\.values wants value.*, but reward\.token_level_scores is score.*did you mean value\.values",
+        ),
+        (
+            lambda d: d["nodes"]["gae"]["operator"].update(lam=7),
+            r"gae cannot be made from what is written: GAE\(.*lam=7",
+        ),
+        (lambda d: d["nodes"]["gae"]["operator"].update(lmbda=7), r"there is no parameter 'lmbda'"),
+        (
+            lambda d: d["nodes"]["gae"]["operator"].update({"$type": "no.such:GAE"}),
+            r"gae cannot be read: 'no\.such:GAE'",
+        ),
+        (
+            lambda d: d["nodes"]["gae"]["operator"].update({"$type": 3}),
+            r"gae has an int under '\$type'; expected a name",
+        ),
+        (
+            lambda d: d["nodes"]["gae"]["operator"].update({"$type": "json:dumps"}),
+            r"gae names json:dumps, which is not a Spec",
+        ),
+        (
+            lambda d: d["nodes"]["gae"].update(operator=d["nodes"]["update_actor"]["operator"]["loss"]),
+            r"the node gae is PPOClip\(.*\); expected an operator",
+        ),
+        (lambda d: d["nodes"]["reward"]["operator"]["fn"].pop("source"), r"whose source has changed since"),
+        (
+            lambda d: d["nodes"]["reward"]["operator"]["fn"].update(source="0"),
+            r"reward\.fn names tests\.kernel:exact, wh",
+        ),
+        (lambda d: d["bindings"].update(judge=d["bindings"]["ref"]), r"ppo has no role 'judge' to bind"),
+        (
+            lambda d: d["bindings"].update(ref=d["bindings"]["rollout"]),
+            r"'ref' is bound to FakeRollout, but ref_log_pro",
+        ),
+    ],
+)
+def test_damaged_data_is_refused(change: Callable[[dict[str, Any]], Any], said: str) -> None:
+    with pytest.raises((GraphError, PortError, BindError), match=said):
+        Graph.from_dict(damaged(change))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("gone.yaml", None, r"gone\.yaml cannot be read as a graph: .*No such file.*expected a file that flowrl\.save"),
+        ("g.json", "{", r"g\.json cannot be read as a graph: .*line 1"),
+        ("g.yaml", "a: [", r"g\.yaml cannot be read as a graph"),
+        ("g.yaml", "- 1", r"g\.yaml holds a list; expected a graph as flowrl\.save"),
+        ("g.yaml", "", r"g\.yaml holds a NoneType"),
+        ("g.yaml", "!!python/object/apply:os.system ['true']", r"g\.yaml cannot be read as a graph"),
+        ("g.yaml", "\xff", r"lacks|holds|cannot be read"),
+        ("g.txt", "{}", r"g\.txt has the ending '\.txt'; expected \.json, \.yaml or \.yml"),
+    ],
+)
+def test_damaged_files_are_refused(name: str, content: str | None, said: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(GraphError, match=said):
+        load(path)
+
+
+@pytest.mark.parametrize("ending", ["yaml", "json"])
+def test_a_truncated_file_is_refused_wherever_it_ends(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"g.{ending}"
+    save(scored(), path)
+    text = path.read_text().rstrip()
+    whole = load(path)
+    for size in range(0, len(text), 23):
+        path.write_text(text[:size])
+        try:
+            assert load(path) == whole, "what loads must be the whole graph"
+        except FlowrlError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d.update(lags=1), r"the data has 'lags', which means nothing there; expected flowrl, .* did you"),
+        (lambda d: d["nodes"]["gae"].update(input={}), r"gae has 'input', which means nothing there; expected"),
+        (
+            lambda d: d["nodes"]["reward"]["operator"]["fn"].update(sources="0"),
+            r"reward\.fn has 'sources', which means nothing there; expected \$function, source",
+        ),
+        (
+            lambda d: d["nodes"]["value"]["operator"]["critic"].update(x=1),
+            r"value\.critic has 'x', which means nothing there; expected \$role",
+        ),
+        (lambda d: d["nodes"]["gae"]["operator"].update({"": 1}), r"there is no parameter ''"),
+        (lambda d: d["nodes"]["gae"]["operator"].update(lam={"$rolle": "x"}), r"gae\.lam has '\$rolle'; what may"),
+        (lambda d: d["nodes"]["value"]["operator"].update(critic={"$role": {"a": 1}}), r"critic has a dict under"),
+        (lambda d: d["nodes"]["value"]["operator"].update(critic={"$role": "a b"}), r"value\.critic: Role\('a b'\)"),
+        (lambda d: d["nodes"]["value"]["operator"].update(critic={"$role": None}), r"has a NoneType under '\$role';"),
+        (lambda d: d["nodes"]["batch"]["operator"].update(record={"$class": []}), r"record has a list under '\$class'"),
+        (
+            lambda d: d["nodes"]["batch"]["operator"].update(record={"$class": "json:dumps"}),
+            r"batch\.record names json:dumps, which is not a class; expected a record",
+        ),
+        (
+            lambda d: d["nodes"]["reward"]["operator"].update(fn={"$function": {}, "source": 3}),
+            r"reward\.fn has a dict under '\$function'; expected a name",
+        ),
+        (lambda d: d.update(sinks=[[]]), r"the sinks of the data hold a list; expected names of nodes"),
+        (lambda d: d.update(sinks=[3]), r"the sinks of the data hold an int"),
+        (lambda d: d.update(name="../up"), r"'\.\./up' is no name of a graph"),
+        (lambda d: d.update(name=""), r"'' is no name of a graph"),
+        (lambda d: d["nodes"].update({"a b": d["nodes"]["gae"]}), r"'a b' is not a node name"),
+        (lambda d: d["nodes"].update({3: d["nodes"]["gae"]}), r"nodes has the key 3, an int, and keys are text"),
+        (
+            lambda d: d["nodes"]["gae"]["inputs"].update({3: "value.values"}),
+            r"nodes\.gae\.inputs has the key 3, an int",
+        ),
+        (lambda d: d["nodes"]["gae"]["operator"].update(lam=d), r"it nests more than 64 lists and mappings"),
+        (lambda d: d["nodes"]["gae"]["operator"].update(lam={1}), r"gae\.operator\.lam is a set, which JSON does not"),
+    ],
+)
+def test_what_means_nothing_in_a_graph_is_refused(change: Callable[[dict[str, Any]], Any], said: str) -> None:
+    with pytest.raises((GraphError, ParameterError), match=said):
+        Graph.from_dict(damaged(change))
+
+
+@pytest.mark.parametrize("data", [3, None, "text", [], PPO])
+def test_what_is_no_data_is_refused(data: Any) -> None:
+    with pytest.raises(
+        GraphError, match=rf"an? {type(data).__name__} is not a graph as data; expected what graph\.to_dict"
+    ):
+        Graph.from_dict(data)
+
+
+def test_a_graph_is_saved_where_there_is_a_folder(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "g.yaml"
+    with pytest.raises(
+        StorageError, match=r"g\.yaml cannot be written \(No such file .*\); make room .* another folder"
+    ):
+        save(scored(), path)
+
+
+def test_an_ending_is_needed_to_write(tmp_path: Path) -> None:
+    with pytest.raises(GraphError, match=r"has the ending ''; expected \.json"):
+        save(scored(), tmp_path / "graph")
+
+
+def test_values_that_are_no_data_are_refused() -> None:
+    class Odd(LengthPenalty):
+        anything: Any = None
+
+    graph = scored().edit(insert={"odd": After("reward", Odd(anything={1, 2}))})
+    with pytest.raises(GraphError, match=r"odd\.anything is \{1, 2\}, a set, which cannot be written to a file"):
+        graph.to_dict()
+    assert GAE() == GAE()
+
+
+def test_a_reward_named_by_its_path_is_held_to_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    Path("mine.py").write_text(source)
+    graph = ppo("mine.py:score")
+    written, fingerprint = graph.to_dict(), graph.fingerprint()
+    assert Graph.from_dict(written)["reward"].operator.fn == "mine.py:score"  # type: ignore[attr-defined]
+    Path("mine.py").write_text(source.replace("1.0", "0.0"))
+    assert graph.fingerprint() != fingerprint
+    with pytest.raises(GraphError, match=r"reward.fn names mine.py:score, whose source has changed"):
+        Graph.from_dict(written)
+    Path("mine.py").write_text("import math\n\n\n" + source + "\n\ndef other():\n    pass\n")
+    assert graph.fingerprint() == fingerprint  # what else is in the file does not matter

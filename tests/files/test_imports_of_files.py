@@ -1,0 +1,197 @@
+"""A graph file that is looked at runs nothing that it names; what imports says so."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.core.graphs.after import After
+from flowrl.core.operators.references import resolve
+from flowrl.demo.verifier import compute_score
+from flowrl.errors import GraphError
+from flowrl.files.graph_io import NotImported, decode, not_imported, save
+from flowrl.graph import Graph, load
+from flowrl.graphs import ppo
+from flowrl.operators import Reward
+from tests.support.command_line import Command
+from tests.support.kernel import BINDINGS, exact
+
+OPERATOR = """
+from flowrl.columns import TokenLevelScores
+from flowrl.core.operators.operator import Operator
+
+
+class Halved(Operator):
+    def __call__(self, token_level_scores: TokenLevelScores) -> TokenLevelScores:
+        return token_level_scores / 2
+"""
+
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+"""
+
+TRAP = """
+from pathlib import Path
+
+Path("ran").touch()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory, with a file of a reward and a file of an operator in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    Path("mine.py").write_text(REWARD)
+    Path("ours.py").write_text(OPERATOR)
+
+
+def spring(file: str) -> None:
+    """From now on, whoever imports the file leaves a trace."""
+    Path(file).write_text(TRAP + Path(file).read_text())
+
+
+def by_function() -> Graph:
+    return ppo(resolve("mine.py:score"))
+
+
+def by_name() -> Graph:
+    return ppo("mine.py:score")
+
+
+@pytest.mark.parametrize("make", [by_function, by_name])
+def test_a_reward_is_shown_and_compared_by_its_name(make: Any) -> None:
+    graph: Graph = make()
+    save(graph, "g.yaml")
+    spring("mine.py")
+    read = load("g.yaml", imports=False)
+    assert not_imported(read) == ["mine.py:score"]
+    shown = "Reward(fn=mine.py:score, timeout=10.0, on_error='raise', workers=None, log='reward')"
+    assert repr(read["reward"].operator) == shown
+    assert read.mermaid() == graph.mermaid()
+    assert read.check(prompts=8) == []
+    assert read.to_dict() == load("g.yaml", imports=False).to_dict()
+    assert not Path("ran").exists()
+    edited = read.edit(set={"repeat.n": 4})
+    assert str(read.diff(edited)).splitlines()[1:] == ["~ repeat.n: 1 -> 4"]
+    with pytest.raises(GraphError, match=r"ppo was read without importing mine\.py:score, so it cannot run;"):
+        read.bind(**BINDINGS)
+    with pytest.raises(GraphError, match=r"mine\.py:score was not imported when its graph was read"):
+        read["reward"].operator.fn()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("make", [by_function, by_name])
+def test_a_graph_that_is_not_imported_is_the_same_graph(make: Any) -> None:
+    graph: Graph = make()
+    save(graph, "g.yaml")
+    read = load("g.yaml", imports=False)
+    assert read.fingerprint() == graph.fingerprint() == load("g.yaml").fingerprint()
+    assert read.to_dict() == graph.to_dict()
+    assert not graph.diff(read) and not read.diff(graph)
+    Path("mine.py").write_text(REWARD.replace("1.0", "0.0"))
+    changed = make() if make is by_name else ppo(resolve("mine.py:score"))
+    assert str(changed.diff(read)).splitlines()[1:] == [
+        "~ reward.fn: mine.py:score -> mine.py:score (with another source)"
+    ]
+
+
+@pytest.mark.parametrize(
+    "fn", ["mine.py:score", "mine:score", "pack.mine:score", "gone.py:score", "no.such.module:score"]
+)
+def test_a_function_that_is_written_by_hand_is_not_looked_for(fn: str) -> None:
+    """To find ``pack.mine`` Python would import ``pack``."""
+    Path("pack").mkdir()
+    Path("pack/__init__.py").write_text(TRAP)
+    spring("mine.py")
+    data = ppo(exact).to_dict()
+    data["nodes"]["reward"]["operator"]["fn"] = fn
+    read = Graph.from_dict(data, imports=False)
+    assert read["reward"].operator.fn == NotImported(fn, None, "$named")  # type: ignore[attr-defined]
+    assert read.fingerprint() and read.check() == []
+    assert not Path("ran").exists()
+
+
+def test_a_class_of_a_users_own_is_refused_by_name() -> None:
+    halved: Any = resolve("ours.py:Halved")
+    save(ppo(exact).edit(insert={"halved": After("reward", halved())}), "g.json")
+    spring("ours.py")
+    said = (
+        r"halved is of the class ours\.py:Halved, which has to be imported to know what it is, and importing runs its "
+        r"file; if you trust that, say so: --import on the command line, imports=True in Python\."
+    )
+    with pytest.raises(GraphError, match=said):
+        load("g.json", imports=False)
+    assert not Path("ran").exists()
+    assert "halved" in load("g.json")
+    assert Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    "path", ["ours:Halved", "ours.py:Halved", "flowrl/../ours.py:Halved", "flowrl.py:Halved", "flowrlish.ours:Halved"]
+)
+@pytest.mark.parametrize("form", ["$type", "$class"])
+def test_only_what_comes_with_flowrl_is_imported(form: str, path: str) -> None:
+    spring("ours.py")
+    Path("flowrl.py").write_text(TRAP)
+    with pytest.raises(GraphError, match=r"x is of the class .*, which has to be imported"):
+        decode({form: path}, "x", imports=False)
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("fn", [compute_score, "flowrl.demo.verifier:compute_score"])
+def test_a_reward_of_flowrl_is_the_same_with_and_without_imports(fn: Any) -> None:
+    graph = ppo(fn)
+    save(graph, "g.yaml")
+    for imports in (False, True):
+        read = load("g.yaml", imports=imports)
+        assert read.fingerprint() == graph.fingerprint()
+        assert not graph.diff(read)
+
+
+def test_what_comes_with_flowrl_is_imported_and_held_to_its_source() -> None:
+    for data in ({"$type": "Repeat"}, {"$type": "flowrl.operators.engines.engines:Repeat"}):
+        assert decode(data, "x", imports=False) == decode(data, "x", imports=True)
+    by_flowrl = Reward("flowrl.demo.verifier:compute_score").fn
+    data = {"$named": by_flowrl, "source": "0"}
+    with pytest.raises(GraphError, match=r"x names flowrl\.demo\.verifier:compute_score, whose source has changed"):
+        decode(data, "x", imports=False)
+
+
+def test_the_command_line_imports_where_it_is_told_to(command: Command) -> None:
+    save(by_function(), "g.yaml")
+    spring("mine.py")
+    for call in (
+        ["show", "g.yaml"],
+        ["plan", "g.yaml"],
+        ["diff", "g.yaml", "g.yaml"],
+        ["show", "g.yaml", "--to", "g.svg"],
+    ):
+        assert command(*call)[0] == 0
+    assert command("check", "g.yaml") == (
+        0,
+        "ppo: 14 nodes, every connection fits and no rule is broken.\n"
+        "Not imported, so not looked at: mine.py:score; --import does.\n",
+        "",
+    )
+    assert not Path("ran").exists()
+    assert command("check", "g.yaml", "--import") == (
+        0,
+        "ppo: 14 nodes, every connection fits and no rule is broken.\n",
+        "",
+    )
+    assert Path("ran").exists()
+
+
+def test_the_command_line_names_the_class_that_it_would_import(command: Command) -> None:
+    halved: Any = resolve("ours.py:Halved")
+    save(ppo(exact).edit(insert={"halved": After("reward", halved())}), "g.yaml")
+    spring("ours.py")
+    for call in (["show", "g.yaml"], ["check", "g.yaml"], ["plan", "g.yaml"], ["diff", "g.yaml", "g.yaml"]):
+        code, _, said = command(*call)
+        assert code == 2 and "halved is of the class ours.py:Halved" in said and "--import" in said
+        assert not Path("ran").exists()
+    assert command("show", "g.yaml", "--import")[0] == 0

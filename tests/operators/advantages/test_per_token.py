@@ -1,0 +1,169 @@
+"""What a mask lets through, and KL estimators against exact KL by enumeration."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flowrl.errors import DataError
+from flowrl.operators.advantages.per_token import (
+    Estimator,
+    equal_numbers,
+    has_holes,
+    kl_penalty,
+    select,
+    select_rewards,
+)
+from tests.nightly import examples
+from tests.operators.advantages.ragged import masks
+
+NAN = float("nan")
+ESTIMATORS: list[Estimator] = ["k1", "k2", "k3", "abs"]
+
+
+def by_formula(log_prob: float, ref: float, estimator: str) -> float:
+    d = log_prob - ref
+    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "abs": abs(d)}[estimator]
+
+
+def categoricals(seed: int, size: int = 5, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Logits of a policy (with gradient) and of a reference."""
+    generator = torch.Generator().manual_seed(seed)
+    policy, ref = (scale * torch.randn(size, generator=generator) for _ in range(2))
+    return policy.requires_grad_(), ref
+
+
+class TestMasked:
+    def test_only_what_is_on_the_mask_is_left(self) -> None:
+        x = torch.tensor([[1.0, NAN, 3.0], [NAN, NAN, float("inf")]])
+        mask = torch.tensor([[True, False, True], [False, False, False]])
+        assert select(x, mask).tolist() == [[1, 0, 3], [0, 0, 0]]
+
+    @examples(60)
+    @given(masks(), st.data())
+    def test_the_bits_of_what_is_left_are_those_that_were_given(self, mask: Tensor, data: st.DataObject) -> None:
+        """Those of every float32, denormals and -0.0 among them, however the memory of either lies."""
+        drawn = st.lists(st.floats(width=32), min_size=mask.numel(), max_size=mask.numel())
+        x = torch.tensor(data.draw(drawn)).view(mask.shape)
+        given_bits, on = x.view(torch.int32).flatten().tolist(), mask.flatten().tolist()
+        left = [bits if here else 0 for bits, here in zip(given_bits, on, strict=True)]
+        assert select(x, mask).view(torch.int32).flatten().tolist() == left
+        across = select(x.T.contiguous().T, mask.T.contiguous().T).contiguous()
+        assert across.view(torch.int32).flatten().tolist() == left
+        with_gradient = select(x.clone().requires_grad_(), mask)
+        assert with_gradient.detach().view(torch.int32).flatten().tolist() == left
+
+    def test_a_number_a_row_and_half_precision(self) -> None:
+        mask = torch.tensor([[True, False, True], [False, True, True]])
+        assert select(torch.tensor([1.5, NAN])[:, None].expand(2, 3), mask)[0].tolist() == [1.5, 0, 1.5]
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            half = torch.tensor([[0.25, NAN, -2.0]], dtype=dtype)
+            found = select_rewards(half, mask[:1], "rewards")
+            assert found.tolist() == [[0.25, 0.0, -2.0]] and found.dtype == torch.float32
+
+    @examples(60)
+    @given(masks())
+    def test_a_hole_is_a_token_behind_one_that_is_off_the_mask(self, mask: Tensor) -> None:
+        rows = ["".join("x" if on else "." for on in row) for row in mask.tolist()]
+        assert has_holes(mask) == any(".x" in row for row in rows)
+        assert has_holes(mask.T.contiguous().T) == has_holes(mask)
+
+    def test_masks_of_nothing_have_no_holes(self) -> None:
+        for shape in ((0, 4), (3, 0), (3, 1)):
+            assert not has_holes(torch.zeros(shape, dtype=torch.bool))
+
+    def test_equal_numbers_are_equal_in_any_dtype_and_nan_is_not(self) -> None:
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            x = torch.tensor([0.5, -0.0], dtype=dtype, requires_grad=True)
+            assert equal_numbers(x, torch.tensor([0.5, 0.0]))
+            assert not equal_numbers(x, torch.tensor([0.5, 1.0])) and not equal_numbers(x * NAN, x * NAN)
+
+    def test_a_reward_off_the_mask_is_refused_and_padding_is_not(self) -> None:
+        mask = torch.tensor([[True, False, False], [False, True, False]])
+        padded = torch.tensor([[2.0, 0.0, NAN], [NAN, 3.0, -0.0]])
+        assert select_rewards(padded, mask, "rewards").tolist() == [[2, 0, 0], [0, 3, 0]]
+        for lost in (1e-30, float("inf")):
+            padded[1, 2] = lost
+            with pytest.raises(DataError, match=r"^rewards\[1, 2\] is .* where the mask is False \(1 such tokens\)"):
+                select_rewards(padded, mask, "rewards")
+
+    def test_no_gradient_reaches_what_is_off_the_mask(self) -> None:
+        x = torch.tensor([[2.0, NAN]], requires_grad=True)
+        select(x, torch.tensor([[True, False]])).square().sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [[4.0, 0.0]]
+
+    def test_refuses_a_mask_that_is_not_bool(self) -> None:
+        with pytest.raises(DataError, match=r"mask\.bool\(\)"):
+            select(torch.zeros(1, 2), torch.ones(1, 2))
+
+
+class TestEstimators:
+    @pytest.mark.parametrize("estimator", ESTIMATORS)
+    @examples(60)
+    @given(st.floats(-15, 0), st.floats(-15, 0))
+    def test_value_and_gradient(self, estimator: Estimator, log_prob: float, ref: float) -> None:
+        x = torch.tensor([log_prob], requires_grad=True)
+        y = torch.tensor([ref])
+        value = kl_penalty(x, y, estimator)
+        value.sum().backward()
+        at, against = x.item(), y.item()  # what float32 made of them
+        assert value.item() == pytest.approx(by_formula(at, against, estimator), rel=1e-4, abs=1e-9)
+        d = at - against
+        slope = {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d), "abs": (d > 0) - (d < 0)}[estimator]
+        assert x.grad is not None and float(x.grad) == pytest.approx(slope, rel=1e-4, abs=1e-6)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_k1_and_k3_are_unbiased(self, seed: int) -> None:
+        policy, ref = (x.detach().double().log_softmax(0) for x in categoricals(seed))
+        exact = sum(math.exp(p) * (p - q) for p, q in zip(policy.tolist(), ref.tolist(), strict=True))
+        for estimator in ("k1", "k3"):
+            mean = (policy.exp() * kl_penalty(policy, ref, estimator)).sum()
+            assert float(mean) == pytest.approx(exact, rel=1e-5)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_gradients_follow_what_the_docs_say(self, seed: int) -> None:
+        """As a loss on own samples, in expectation: k1 nothing, k2 KL(policy || ref), k3 KL(ref || policy)."""
+        policy, ref = categoricals(seed)
+        p, q = policy.detach().softmax(0), ref.softmax(0)
+
+        def gradient(objective: Tensor) -> Tensor:
+            return torch.autograd.grad(objective, policy)[0]
+
+        def of_estimator(estimator: Estimator) -> Tensor:
+            return gradient((p * kl_penalty(policy.log_softmax(0), ref.log_softmax(0), estimator)).sum())
+
+        log_p, log_q = policy.log_softmax(0), ref.log_softmax(0)
+        reverse = gradient((log_p.exp() * (log_p - log_q)).sum())
+        forward = gradient((q * (log_q - policy.log_softmax(0))).sum())
+        torch.testing.assert_close(of_estimator("k1"), torch.zeros(5), atol=1e-6, rtol=0)
+        torch.testing.assert_close(of_estimator("k2"), reverse, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(of_estimator("k3"), forward, atol=1e-6, rtol=1e-5)
+
+    def test_k3_keeps_its_digits_near_zero(self) -> None:
+        # At d = 2**-13 the value is 7.45e-9: exp(-d) - 1 + d in float32 would give 0 or 6e-8.
+        d = 2.0**-13
+        assert float(kl_penalty(torch.tensor([d]), torch.zeros(1), "k3")) == pytest.approx(d * d / 2, rel=1e-3)
+
+    @pytest.mark.parametrize("log_prob", [-1e4, -200.0, -21.0])
+    def test_k3_never_overflows(self, log_prob: float) -> None:
+        x = torch.tensor([log_prob], requires_grad=True)
+        value = kl_penalty(x, torch.zeros(1), "k3")
+        value.sum().backward()
+        assert value.item() == pytest.approx(math.exp(20) - 21, rel=1e-5)
+        assert x.grad is not None and float(x.grad) == 0
+
+    def test_k3_still_pulls_where_verl_clamps(self) -> None:
+        x = torch.tensor([-5.0, -0.01], requires_grad=True)
+        kl_penalty(x, torch.tensor([-0.01, -40.0]), "k3").sum().backward()  # k3 is 141 and 39
+        assert x.grad is not None
+        assert x.grad.tolist() == pytest.approx([1 - math.exp(4.99), 1.0], rel=1e-5)
+
+    def test_bf16_gives_float32_and_shapes_must_agree(self) -> None:
+        assert kl_penalty(torch.zeros(2).bfloat16(), torch.zeros(2).bfloat16(), "k2").dtype == torch.float32
+        with pytest.raises(DataError, match=r"\(2, 3\).*\(2, 1\)"):
+            kl_penalty(torch.zeros(2, 3), torch.zeros(2, 1), "k1")

@@ -1,0 +1,275 @@
+"""`Interact` with the real engine: against `Generate` and a trainer's own log-probs, in graphs, and what it writes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flowrl
+from flowrl import Key
+from flowrl.backends import TorchRollout, TorchScorer
+from flowrl.data.metrics import Metrics
+from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.episodes import Answer, Chat, Environment, Reply, Row
+from flowrl.errors import DataError, DefinitionError, EpisodeError, ParameterError
+from flowrl.graphs import grpo
+from flowrl.operators import Generate, Interact
+from flowrl.protocols.protocols import Rollout
+from flowrl.records import EpisodeBatch, PromptBatch
+from flowrl.run.engine.build import EngineBuilder
+from tests.support.jobs import column, job_of, write_prompts
+from tests.support.kernel import exact
+from tests.support.runs import lines, train
+
+CONTEXT = EngineBuilder({}, seed=0)
+KEY = Key.of(5)
+
+
+class Echo(Environment):
+    """Three turns; says back how long the answer was, and rewards it by that."""
+
+    async def step(self, answer: Answer) -> Reply:
+        length = len(answer.ids)
+        return Reply(f"{length} tokens", reward=length / 8, done=answer.turn == 2)
+
+
+async def once(chat: Chat, row: Row) -> float:
+    await chat.answer()
+    return 1.0
+
+
+class Flaky(Echo):
+    """Fails for every third row."""
+
+    async def reset(self, row: Row) -> Reply:
+        self.fails = int(row.row_id) % 3 == 0
+        return Reply(row.messages)
+
+    async def step(self, answer: Answer) -> Reply:
+        if self.fails and answer.turn == 1:
+            raise OSError("planted")
+        return await super().step(answer)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: str) -> Any:
+    return TorchRollout(tiny, frozen=True, device="cpu").build(CONTEXT)
+
+
+def prompts_of(tokenizer: ChatTokenizer, count: int = 6) -> PromptBatch:
+    messages = [[{"role": "user", "content": "abc"[: 1 + i % 3] + str(i)}] for i in range(count)]
+    prompts, mask = tokenizer.pad_left([tokenizer.prompt_ids(each) for each in messages])
+    ids = column([str(i) for i in range(count)])
+    uid = column([str(i // 2) for i in range(count)])
+    blank = column([{}] * count)
+    return PromptBatch(prompts, mask, uid, ids, column(["t"] * count), ids, blank, column(messages))
+
+
+def episodes(engine: Any, world: Any, count: int = 6, **settings: Any) -> tuple[EpisodeBatch, dict[str, float]]:
+    metrics = Metrics()
+    settings = {"max_turns": 4, "context": 200, "max_new_tokens": 8, **settings}
+    operator = Interact(world, rollout=engine, **settings)
+    return operator(prompts_of(engine.tokenizer, count), key=KEY, metrics=metrics), metrics.compute()
+
+
+def test_one_turn_is_what_generate_samples(engine: Any) -> None:
+    batch, _ = episodes(engine, once)
+    prompts = prompts_of(engine.tokenizer)
+    plain = Generate(max_new_tokens=8, rollout=engine)(prompts, key=KEY, metrics=Metrics())
+    for name in set(plain._fields) - {"rollout_log_probs", "response_text"}:
+        assert torch.equal(getattr(batch, name), getattr(plain, name)), name
+    assert batch.response_text.tolist() == plain.response_text.tolist()
+    torch.testing.assert_close(batch.rollout_log_probs, plain.rollout_log_probs, atol=1e-5, rtol=0)
+    last = plain.response_mask.sum(1) - 1
+    assert torch.equal(batch.token_level_scores.argmax(1), last) and batch.token_level_scores.sum() == len(last)
+
+
+def test_log_probs_are_those_of_a_forward_pass_over_the_whole_episode(engine: Any, tiny: str) -> None:
+    batch, _ = episodes(engine, Echo)
+    scorer = TorchScorer(tiny, device="cpu").build(CONTEXT)
+    expected = scorer.log_probs(batch)
+    assert (batch.rollout_log_probs - expected).abs().max() < 1e-4
+    assert not batch.rollout_log_probs[~batch.response_mask].any()
+    assert (batch.turns == 3).all() and batch.attention_mask.sum() > batch.response_mask.sum()
+
+
+def test_every_sampled_token_is_of_its_turn_and_no_other_is_of_any(engine: Any) -> None:
+    """A turn is a run of sampled tokens, since something was said before each further one."""
+    batch, _ = episodes(engine, Echo)
+    for row in range(len(batch.turns)):
+        mask, turns = batch.response_mask[row].tolist(), batch.turn_ids[row].tolist()
+        runs = [len(list(same)) for there, same in itertools.groupby(mask) if there]
+        assert [turn for turn in turns if turn >= 0] == [k for k, length in enumerate(runs) for _ in range(length)]
+        assert [turn >= 0 for turn in turns] == mask and len(runs) == 3
+
+
+def test_rewards_stand_on_the_last_token_of_their_turn(engine: Any) -> None:
+    batch, metrics = episodes(engine, Echo)
+    for mask, scores, conversation in zip(
+        batch.response_mask, batch.token_level_scores, batch.conversation, strict=True
+    ):
+        starts = mask & ~torch.cat([torch.tensor([False]), mask[:-1]])
+        ends = mask & ~torch.cat([mask[1:], torch.tensor([False])])
+        turns = list(zip(starts.nonzero().flatten().tolist(), ends.nonzero().flatten().tolist(), strict=True))
+        assert len(turns) == 3
+        for start, end in turns:
+            assert scores[end] == (end - start + 1) / 8
+        assert scores.count_nonzero() == 3
+        said = [message["content"] for message in conversation if message["role"] == "assistant"]
+        assert len(said) == 3 and len(conversation) == 6
+    assert metrics["episodes/turns"] == 3
+    assert metrics["reward/mean"] == pytest.approx(float(batch.token_level_scores.sum(1).mean()))
+
+
+class Solved(Echo):
+    """There is nothing to do in every third row."""
+
+    async def reset(self, row: Row) -> Reply:
+        return Reply(row.messages, done=int(row.row_id) % 3 == 0)
+
+
+async def aloof(chat: Chat, row: Row) -> float | None:
+    if int(row.row_id) % 3 == 0:
+        return None
+    return await once(chat, row)
+
+
+@pytest.mark.parametrize("world", [Solved, aloof])
+def test_what_was_over_before_an_answer_is_counted_and_masked(engine: Any, world: Any) -> None:
+    batch, metrics = episodes(engine, world)
+    over = torch.tensor([i % 3 == 0 for i in range(6)])
+    assert torch.equal(batch.response_mask.any(1), ~over) and torch.equal(batch.turns == 0, over)
+    assert not batch.token_level_scores[over].any()
+    assert (metrics["episodes/unanswered"], metrics["episodes/failed"]) == (2, 0)
+    assert metrics["reward/mean"] == pytest.approx(float(batch.token_level_scores.sum(1)[~over].mean()))
+
+
+def test_what_was_computed_of_earlier_turns_is_told(engine: Any) -> None:
+    batch, metrics = episodes(engine, Echo, count=3, concurrency=1)
+    before, new = 0, 0  # tokens before all answers; and of a further one, what was said since the one before it
+    for mask, ids, prompt in zip(batch.response_mask, batch.attention_mask, batch.prompts, strict=True):
+        start = int(ids[: len(prompt)].sum())
+        begins = (mask & ~torch.cat([torch.tensor([False]), mask[:-1]])).nonzero().flatten().tolist()
+        ends = (mask & ~torch.cat([mask[1:], torch.tensor([False])])).nonzero().flatten().tolist()
+        before += sum(start + begin for begin in begins)
+        new += start + sum(begin - end for begin, end in zip(begins[1:], ends, strict=False))
+    assert metrics["throughput/context_tokens"] == before
+    assert metrics["throughput/cached_share"] == pytest.approx(1 - new / before)
+
+
+def test_a_row_does_not_depend_on_its_company(engine: Any) -> None:
+    whole, _ = episodes(engine, Echo, count=6)
+    some, _ = episodes(engine, Echo, count=3, concurrency=1)
+    width = some.responses.shape[1]
+    assert torch.equal(whole.responses[:3, :width][some.response_mask], some.responses[some.response_mask])
+
+
+def test_what_fails_is_left_and_counted(engine: Any) -> None:
+    batch, metrics = episodes(engine, Flaky, failed="leave")
+    whole, _ = episodes(engine, Echo)
+    left = torch.tensor([i % 3 == 0 for i in range(6)])
+    assert not batch.response_mask[left].any() and not batch.token_level_scores[left].any()
+    assert metrics["episodes/failed"] == 2 and metrics["episodes/tried_again"] == 2
+    width = batch.responses.shape[1]
+    assert torch.equal(batch.responses[~left], whole.responses[~left][:, :width])
+    with pytest.raises(EpisodeError, match=r"row '[03]' failed after 2 answers, .*planted \(at .*py:\d+\)"):
+        episodes(engine, Flaky)
+
+
+def test_a_prompt_without_room_is_named(engine: Any) -> None:
+    with pytest.raises(DataError, match="the prompt of row '0' has 5 tokens, which leaves no room"):
+        episodes(engine, Echo, context=5)
+
+
+class TestSpecs:
+    def test_a_world_may_be_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "world.py").write_text(
+            "from flowrl.episodes import Environment\n"
+            "class World(Environment):\n    async def step(self, answer): ...\n"
+            "async def agent(chat, row): ...\n"
+        )
+        monkeypatch.chdir(tmp_path)
+        graph = grpo(exact).edit(replace={"generate": Interact("world.py:World", max_turns=2)}, drop=["reward"])
+        flowrl.save(graph, "graph.yaml")
+        assert flowrl.load("graph.yaml", imports=True) == graph
+        Interact("world.py:agent")
+        with pytest.raises(ParameterError, match=r"does not define 'Wrld'.*; did you mean 'World'\?$"):
+            Interact("world.py:Wrld")
+
+    @pytest.mark.parametrize("world", [dict, lambda chat, row: None, exact])
+    def test_what_is_no_world_is_refused(self, world: Any) -> None:
+        with pytest.raises(ParameterError, match="expected a class that derives from Environment, or an agent"):
+            Interact(world)
+
+    def test_what_cannot_be_played_is_refused_before_anything_runs(self) -> None:
+        class Wants(Echo):
+            def __init__(self, level: int) -> None: ...
+
+        with pytest.raises(ParameterError, match="Environment does not say what it replies; define step"):
+            Interact(Environment)
+        with pytest.raises(ParameterError, match=r"Wants\(\) cannot be made without arguments .*'level'"):
+            Interact(Wants)
+        with pytest.raises(ParameterError, match=r"give its class: Interact\(Echo\)"):
+            Interact(Echo())
+
+    @pytest.mark.parametrize(
+        ("method", "said"),
+        [
+            ("reset", r"World\.reset\(self\) cannot be called as episodes do .*define reset\(self, row\)"),
+            ("step", r"World\.step\(self\) cannot .*define step\(self, answer\)"),
+        ],
+    )
+    def test_methods_that_take_something_else_are_refused(self, method: str, said: str) -> None:
+        world = type("World", (Echo,), {method: lambda self: None})
+        with pytest.raises(ParameterError, match=said):
+            Interact(world)
+
+    def test_an_agent_that_takes_something_else_is_refused(self) -> None:
+        async def agent(chat: Chat) -> None: ...
+
+        with pytest.raises(ParameterError, match=r"agent\(chat: .*\) -> .*define agent\(chat, row\)"):
+            Interact(agent)
+
+    def test_what_is_no_tool_is_refused(self) -> None:
+        def odd(chat: Chat) -> None: ...
+
+        def add(a: int, b: int) -> int:
+            return a + b
+
+        with pytest.raises(DefinitionError, match=r"the tool odd\(chat: .*takes what JSON cannot say .*list\[str\]"):
+            Interact(tools=[odd])
+        with pytest.raises(DefinitionError, match="the tool Echo is a class; expected a function"):
+            Interact(tools=[Echo])
+        with pytest.raises(ParameterError, match=r"expected a list of functions: tools=\[add\]"):
+            Interact(tools=add)
+
+    def test_no_world_and_no_tool_is_generate(self) -> None:
+        with pytest.raises(ParameterError, match=r"write Generate\(...\)"):
+            Interact()
+
+    def test_an_engine_that_takes_no_requests_is_refused(self, tiny: str) -> None:
+        graph = job_of("grpo", tiny).graph.edit(replace={"generate": Interact(Echo)}, drop=["reward"])
+
+        class ByBatch(TorchRollout):
+            serves = (Rollout,)
+
+        with pytest.raises(flowrl.FlowrlError, match="interact needs a TakesRequests there"):
+            graph.bind(rollout=ByBatch(tiny))
+
+
+def test_episodes_train_and_resume_to_the_same_numbers(tiny: str, tmp_path: Path) -> None:
+    data = write_prompts(tmp_path / "prompts.jsonl")
+    operator = Interact(Echo, max_turns=3, context=120, max_new_tokens=6)
+    job = job_of("grpo", tiny).edit(replace={"generate": operator}, drop=["reward"])
+    train(job, data, tmp_path / "whole", steps=3)
+    train(job, data, tmp_path / "parts", steps=2, checkpoint_every=1)
+    train(job, data, tmp_path / "parts", steps=3, checkpoint_every=1, resume=True)
+    whole, parts = ([line["reward/mean"] for line in lines(tmp_path / f / "metrics.jsonl")] for f in ("whole", "parts"))
+    assert whole == parts and len(whole) == 3
+    assert all(line["rollout/logp_diff_max"] < 1e-4 for line in lines(tmp_path / "whole" / "metrics.jsonl"))
+    assert np.isfinite(whole).all()

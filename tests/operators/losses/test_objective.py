@@ -1,0 +1,187 @@
+"""Losses against formulas written out in float64 Python, and the sums that micro-batches and ranks rely on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flowrl.data.metrics import Metrics
+from flowrl.errors import ParameterError
+from flowrl.operators import KLLoss, PPOClip, UpdateActor, UpdateCritic, ValueClip
+from flowrl.operators.losses.objective import Aggregation, TokenObjective, token_weights
+from tests.nightly import examples
+from tests.support.loss_rows import (
+    NAN,
+    Rows,
+    aggregate,
+    by_loops,
+    every_aggregation,
+    make,
+    masks,
+    objectives,
+    on_mask,
+    run,
+)
+
+
+class TestWeights:
+    @every_aggregation
+    @examples(60)
+    @given(masks(), st.integers(0, 2**31))
+    def test_weighted_sum_is_the_mode(
+        self, aggregation: Aggregation, norm: float | None, mask: Tensor, seed: int
+    ) -> None:
+        weights = token_weights(mask, aggregation, norm)
+        x = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed))
+        assert weights.dtype == torch.float32 and weights.shape == mask.shape
+        assert (weights[~mask] == 0).all() and (weights[mask] > 0).all()
+        expected = aggregate(on_mask(x, mask), aggregation, norm)
+        assert float((weights * x).sum()) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+    def test_by_hand(self) -> None:
+        mask = torch.tensor([[True, False, True, True], [False] * 4, [True, False, False, False]])
+        on = mask.float()
+        assert torch.equal(token_weights(mask, "token-mean"), on / 4)
+        assert torch.equal(token_weights(mask, "seq-mean-token-sum"), on / 2)
+        assert torch.equal(token_weights(mask, "seq-mean-token-mean"), on / torch.tensor([[6.0], [1.0], [2.0]]))
+        assert torch.equal(token_weights(mask, "seq-mean-token-sum-norm", 8), on / 16)
+
+    @every_aggregation
+    def test_nothing_on_the_mask(self, aggregation: Aggregation, norm: float | None) -> None:
+        assert torch.equal(token_weights(torch.zeros(2, 3, dtype=torch.bool), aggregation, norm), torch.zeros(2, 3))
+
+    @every_aggregation
+    @examples(20)
+    @given(masks())
+    def test_padding_changes_nothing(self, aggregation: Aggregation, norm: float | None, mask: Tensor) -> None:
+        padded = torch.nn.functional.pad(mask, (0, 5, 0, 2))
+        weights = token_weights(padded, aggregation, norm)
+        assert torch.equal(weights[: mask.shape[0], : mask.shape[1]], token_weights(mask, aggregation, norm))
+        assert weights.count_nonzero() == mask.sum()
+
+    def test_norm_is_asked_for_exactly_where_it_is_used(self) -> None:
+        mask = torch.ones(1, 1, dtype=torch.bool)
+        for aggregation, norm in [
+            ("seq-mean-token-sum-norm", None),
+            ("token-mean", 4.0),
+            ("seq-mean-token-sum-norm", 0),
+        ]:
+            with pytest.raises(ParameterError, match=r"norm=<the longest response"):
+                token_weights(mask, aggregation, norm)  # type: ignore[arg-type]
+            for kind in (UpdateActor, UpdateCritic):
+                with pytest.raises(ParameterError, match=r"norm=<the longest response"):
+                    kind(aggregation=aggregation, norm=norm)  # type: ignore[arg-type]
+
+
+@every_aggregation
+@pytest.mark.parametrize("which", range(4))
+class TestEveryLoss:
+    @examples(40)
+    @given(mask=masks(), seed=st.integers(0, 2**31))
+    def test_equals_loops_over_tokens(
+        self, aggregation: Aggregation, norm: float | None, which: int, mask: Tensor, seed: int
+    ) -> None:
+        loss = objectives(aggregation, norm)[which]
+        rows = make(type(loss.loss), mask, seed)
+        value, gradient, _ = run(loss, rows, loss.weights(mask))
+        assert value == pytest.approx(by_loops(loss, rows), rel=1e-4, abs=1e-5)
+        assert (gradient[~mask] == 0).all() and gradient.isfinite().all()
+
+    def test_gradient_equals_finite_differences(self, aggregation: Aggregation, norm: float | None, which: int) -> None:
+        loss = objectives(aggregation, norm)[which]
+        mask = torch.rand(6, 8, generator=torch.Generator().manual_seed(7)) < 0.7
+        mask[2] = False
+        rows = make(type(loss.loss), mask, seed=3)
+        _, gradient, _ = run(loss, rows, loss.weights(mask))
+        step = 1e-6
+        for i, t in mask.nonzero().tolist():
+            up, down = rows.output.double(), rows.output.double()
+            up[i, t] += step
+            down[i, t] -= step
+            slope = (by_loops(loss, rows, up) - by_loops(loss, rows, down)) / (2 * step)
+            assert float(gradient[i, t]) == pytest.approx(slope, rel=1e-4, abs=1e-6)
+
+    @examples(40)
+    @given(mask=masks(), seed=st.integers(0, 2**31), data=st.data())
+    def test_parts_add_up_to_the_whole(
+        self, aggregation: Aggregation, norm: float | None, which: int, mask: Tensor, seed: int, data: st.DataObject
+    ) -> None:
+        """Loss, gradient and merged metrics do not depend on how rows are dealt to micro-batches and ranks."""
+        loss = objectives(aggregation, norm)[which]
+        rows, weights = make(type(loss.loss), mask, seed), loss.weights(mask)
+        value, gradient, metrics = run(loss, rows, weights)
+        part_of = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=len(mask), max_size=len(mask))))
+        total, gradients, merged = 0.0, torch.zeros_like(gradient), Metrics()
+        for part in range(3):
+            index = (part_of == part).nonzero().flatten()
+            part_value, part_gradient, part_metrics = run(loss, rows.take(index), weights[index])
+            total += part_value
+            gradients[index] = part_gradient
+            merged.merge(part_metrics)
+        assert total == pytest.approx(value, rel=1e-5, abs=1e-6)
+        assert torch.equal(gradients, gradient)
+        assert merged.compute() == pytest.approx(metrics.compute(), rel=1e-5, abs=1e-6, nan_ok=True)
+
+    def test_padding_columns_and_rows_change_nothing(
+        self, aggregation: Aggregation, norm: float | None, which: int
+    ) -> None:
+        loss = objectives(aggregation, norm)[which]
+        mask = torch.rand(4, 5, generator=torch.Generator().manual_seed(1)) < 0.6
+        rows = make(type(loss.loss), mask, seed=5)
+
+        def pad(x: Tensor | None, fill: float) -> Tensor | None:
+            return None if x is None else torch.nn.functional.pad(x, (0, 3, 0, 2), value=fill)
+
+        batch = type(rows.batch)(*(pad(x, 0 if x is mask else NAN) for x in rows.batch))
+        padded = Rows(pad(rows.output, NAN), pad(rows.entropy, NAN), batch)  # type: ignore[arg-type]
+        value, gradient, metrics = run(loss, rows, loss.weights(mask))
+        padded_value, padded_gradient, padded_metrics = run(loss, padded, loss.weights(batch.response_mask))
+        assert padded_value == pytest.approx(value, rel=1e-6)
+        assert torch.equal(padded_gradient[:4, :5], gradient) and padded_gradient.count_nonzero() <= mask.sum()
+        assert padded_metrics.compute() == pytest.approx(metrics.compute(), rel=1e-6)
+
+    @pytest.mark.parametrize("off", [NAN, float("inf"), -float("inf")])
+    def test_what_is_off_the_mask_does_not_matter(
+        self, aggregation: Aggregation, norm: float | None, which: int, off: float
+    ) -> None:
+        loss = objectives(aggregation, norm)[which]
+        mask = torch.tensor([[True, False, True], [False, False, False], [True, True, False]])
+        value, gradient, metrics = run(loss, make(type(loss.loss), mask, 2, off), loss.weights(mask))
+        clean, clean_gradient, clean_metrics = run(loss, make(type(loss.loss), mask, 2, 0.0), loss.weights(mask))
+        assert value == clean and torch.equal(gradient, clean_gradient)
+        assert metrics.compute() == clean_metrics.compute()
+
+    def test_a_mini_batch_without_tokens_is_zero_and_reports_nothing(
+        self, aggregation: Aggregation, norm: float | None, which: int
+    ) -> None:
+        loss = objectives(aggregation, norm)[which]
+        mask = torch.zeros(2, 3, dtype=torch.bool)
+        value, gradient, metrics = run(loss, make(type(loss.loss), mask, 0), loss.weights(mask))
+        assert value == 0 and (gradient == 0).all()
+        assert all(metric.weight == 0 for metric in metrics.values())
+
+
+@every_aggregation
+def test_logged_losses_are_the_mean_over_mini_batches(aggregation: Aggregation, norm: float | None) -> None:
+    """Mini-batches of unequal token and row counts, each cut into micro-batches, weigh the same in the log."""
+    policy = TokenObjective(PPOClip(0.2), aggregation, norm, KLLoss("k3", 0.5))
+    critic = TokenObjective(ValueClip(0.2), aggregation, norm)
+    generator = torch.Generator().manual_seed(0)
+    metrics, expected = Metrics(), dict[str, float]()
+    for seed, size in enumerate((4, 7, 5)):
+        mask = torch.rand(size, 6, generator=generator) < (0.2 + 0.3 * seed)
+        for loss, key in ((policy, "actor/pg_loss"), (critic, "critic/vf_loss")):
+            rows, weights = make(type(loss.loss), mask, seed), loss.weights(mask)
+            for index in torch.arange(size).split(2):
+                loss(rows.output[index], None, rows.take(index).batch, weights[index], metrics)
+            alone = TokenObjective(PPOClip(0.2), aggregation, norm) if loss is policy else critic
+            expected[key] = expected.get(key, 0.0) + by_loops(alone, rows) / 3
+            if loss is policy:
+                with_kl = by_loops(TokenObjective(PPOClip(0.2), aggregation, norm, KLLoss("k3", 1.0)), rows)
+                term = with_kl - by_loops(alone, rows)
+                expected["actor/kl_loss"] = expected.get("actor/kl_loss", 0.0) + term / 3
+    found = metrics.compute()
+    assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-4)

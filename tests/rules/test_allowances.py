@@ -1,0 +1,142 @@
+"""`edit(allow=...)`: a rule may be broken for a reason, which is told wherever the graph is."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+import flowrl
+from flowrl.core.operators.roles import Role
+from flowrl.draw.svg import svg
+from flowrl.errors import GraphError, RuleError
+from flowrl.graph import Graph
+from flowrl.graphs import grpo, ppo
+from flowrl.rules import check as rules
+from tests.support.command_line import Command
+from tests.support.jobs import job_of
+from tests.support.kernel import exact
+from tests.support.runs import described, train
+
+WHY = "greedy on purpose: the warm-up has one answer"
+
+
+def greedy() -> Graph:
+    return ppo(exact, temperature=0.0)
+
+
+def allowed() -> Graph:
+    return greedy().edit(allow={"FR007": WHY})
+
+
+def test_what_is_allowed_is_not_found() -> None:
+    assert [finding.rule for finding in greedy().check()] == ["FR007"]
+    assert allowed().check() == []
+    [allowance] = allowed().allowances()
+    assert (allowance.rule, allowance.reason) == ("FR007", WHY)
+    assert [finding.node for finding in allowance.findings] == ["generate"]
+    assert str(allowance) == f"FR007 generate: allowed ({WHY})."
+
+
+def test_nothing_else_is_allowed_by_it() -> None:
+    graph = grpo(exact, n=1, temperature=0.0).edit(allow={"FR007": WHY})
+    assert [finding.rule for finding in graph.check()] == ["FR003"]
+    with pytest.raises(RuleError, match="FR003") as raised:
+        rules.require(graph)
+    assert "FR007" not in str(raised.value)
+
+
+def test_edits_add_to_it_and_take_it_back() -> None:
+    graph = allowed().edit(set={"generate.top_k": 5}, allow={"FR003": "one answer"})
+    assert dict(graph.allow) == {"FR007": WHY, "FR003": "one answer"}
+    assert dict(graph.edit(allow={"FR007": None, "FR003": "another"}).allow) == {"FR003": "another"}
+    assert dict(graph.subgraph("reward").allow) == dict(graph.allow)
+    assert dict(greedy().allow) == {}
+
+
+def test_one_that_nothing_needs_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    graph = allowed().edit(set={"generate.temperature": 1.0})
+    assert graph.check() == []
+    [allowance] = graph.allowances()
+    assert str(allowance) == (
+        f"FR007 is allowed ({WHY}), and nothing breaks it any more; take it back: edit(allow={{'FR007': None}})."
+    )
+    with caplog.at_level(logging.WARNING):
+        rules.require(allowed())
+        assert caplog.messages == []
+        rules.require(graph)
+    assert caplog.messages == [f"ppo: {allowance}"]
+
+
+def test_a_rule_that_needs_the_number_of_prompts_is_not_judged_without() -> None:
+    graph = grpo(exact, n=8, mini_batch=12).edit(allow={"FR004": "the last one is smaller"})
+    assert graph.allowances() == []
+    assert [len(allowance.findings) for allowance in graph.allowances(prompts=4)] == [1]
+    assert [len(allowance.findings) for allowance in graph.allowances(prompts=3)] == [0]
+
+
+@pytest.mark.parametrize(
+    ("allow", "said"),
+    [
+        ({"fr007": "why"}, r"names 'fr007', which is no rule; rules are FR001, .*did you mean 'FR007'\?"),
+        ({"greedy": "why"}, r"names 'greedy', which is no rule"),
+        ({"FR007": ""}, r"allows FR007 for the reason ''; expected a text that says why"),
+        ({"FR007": " "}, r"for the reason ' '"),
+        ({"FR007": True}, r"for the reason True"),
+        (["FR007"], r"edit\(allow=\['FR007'\]\) does not say where; expected allow=\{'FR007': 'greedy"),
+        ("FR007", r"edit\(allow='FR007'\) does not say where"),
+        ({7: "why"}, r"has 7 where a name is due"),
+    ],
+)
+def test_what_is_no_allowance_is_refused(allow: object, said: str) -> None:
+    with pytest.raises(GraphError, match=said):
+        greedy().edit(allow=allow)  # type: ignore[arg-type]
+
+
+def test_it_is_in_the_diff() -> None:
+    assert str(greedy().diff(allowed())).splitlines()[1:] == [f"~ allow FR007: refused -> {WHY!r}"]
+    back = allowed().diff(allowed().edit(allow={"FR007": "other"}))
+    assert str(back).splitlines()[1:] == [f"~ allow FR007: {WHY!r} -> 'other'"]
+    assert not allowed().diff(allowed())
+
+
+def test_it_is_in_the_picture() -> None:
+    for drawn in (allowed().mermaid(), svg(allowed()), greedy().diff(allowed()).mermaid()):
+        assert "allowed: FR007, greedy on purpose" in drawn.replace("\n", " ")
+    assert "allowed" not in greedy().mermaid()
+
+
+@pytest.mark.parametrize("name", ["graph.yaml", "graph.json"])
+def test_it_is_in_files_and_changes_no_fingerprint(tmp_path: Path, name: str) -> None:
+    flowrl.save(allowed(), tmp_path / name)
+    assert dict(flowrl.load(tmp_path / name).allow) == {"FR007": WHY}
+    assert allowed().fingerprint() == greedy().fingerprint()
+    assert "allow" not in greedy().to_dict()
+
+
+@pytest.mark.parametrize(
+    ("written", "said"), [({"FR999": "why"}, "FR999"), ({"FR007": 3}, "reason 3"), (["FR007"], "list")]
+)
+def test_a_file_that_allows_what_is_no_rule_is_refused(written: object, said: str) -> None:
+    with pytest.raises(GraphError, match=said):
+        Graph.from_dict({**json.loads(json.dumps(greedy().to_dict())), "allow": written})
+
+
+def test_it_is_in_run_json(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    job = job_of("grpo", tiny).edit(
+        set={"ref_log_prob.ref": Role("actor")}, allow={"FR010": "KL to the start of the step"}
+    )
+    train(job, prompts_file, tmp_path, steps=1)
+    assert described(tmp_path)["graph"]["allow"] == {"FR010": "KL to the start of the step"}
+
+
+def test_the_command_line_tells_it(command: Command, tmp_path: Path) -> None:
+    flowrl.save(allowed(), tmp_path / "allowed.yaml")
+    told = command("check", "allowed.yaml")
+    assert told.code == 0
+    assert f"FR007 generate: allowed ({WHY})." in told.out
+    flowrl.save(allowed().edit(set={"generate.temperature": 1.0}), tmp_path / "stale.yaml")
+    told = command("check", "stale.yaml")
+    assert told.code == 0 and "nothing breaks it any more" in told.out.replace("\n", " ")

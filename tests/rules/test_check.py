@@ -1,0 +1,434 @@
+"""Rules: every one fires on the graph that breaks it, with the node and a call that mends it, and on no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from flowrl import columns as c
+from flowrl.core.graphs.after import After
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.roles import Reads, Role, Writes
+from flowrl.errors import PortError, RuleError
+from flowrl.graph import Graph, algorithm
+from flowrl.graphs import grpo, ppo
+from flowrl.operators import (
+    GAE,
+    Generate,
+    GroupAdvantage,
+    KLLoss,
+    KLShape,
+    OldLogProb,
+    PPOClip,
+    RefLogProb,
+    Repeat,
+    Reward,
+    RolloutCorrection,
+    Sync,
+    UpdateActor,
+    UpdateCritic,
+    Value,
+)
+from flowrl.protocols.protocols import Critic, Rollout, Scorer, Trainer
+from flowrl.records import CriticUpdated, PromptBatch, Tokens, Updated
+from flowrl.rules import check as rules
+
+
+def score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    return float(solution_str == ground_truth)
+
+
+def found(graph: Graph, prompts: int | None = None) -> list[tuple[str, str]]:
+    return [(finding.rule, finding.node) for finding in graph.check(prompts=prompts)]
+
+
+def the_edit(graph: Graph, message: str) -> Graph:
+    """`graph` after the one ``edit(...)`` that a message names, run as it stands there."""
+    assert message.count("edit(") == 1, message
+    call = message[message.index("edit(") :]
+    end = next(i for i in range(1, len(call) + 1) if call[:i].count("(") == call[:i].count(")") > 0)
+    names = {"After": After, "RolloutCorrection": RolloutCorrection, "Sync": Sync, "Role": Role}
+    result = eval(f"graph.{call[:end]}", {"graph": graph, **names})
+    assert isinstance(result, Graph)
+    return result
+
+
+KL_LOSS = UpdateActor(PPOClip(0.2), kl=KLLoss("k3", 0.001))
+
+
+class TestClean:
+    @pytest.mark.parametrize("n", [1, 4])
+    def test_ppo(self, n: int) -> None:
+        assert found(ppo(score, n=n, mini_batch=4), prompts=8) == []
+
+    @pytest.mark.parametrize("kl_coef", [0.0, 0.01])
+    def test_grpo(self, kl_coef: float) -> None:
+        assert found(grpo(score, kl_coef=kl_coef, mini_batch=16), prompts=4) == []
+
+    def test_an_evaluation_graph_has_no_training_to_be_wrong(self) -> None:
+        greedy = grpo(score, n=1, temperature=0.0)
+        assert found(greedy) != []
+        assert found(greedy.subgraph(until="reward")) == []
+
+
+class TestCorrectionOnce:  # FR011
+    def test_in_weights_and_in_the_ratio(self) -> None:
+        graph = grpo(score).edit(
+            insert={"correction": After("group_advantage", RolloutCorrection())},
+            set={"update_actor.loss.ratio_to": "rollout"},
+        )
+        assert found(graph) == [("FR011", "update_actor")]
+        message = graph.check()[0].message
+        assert "2 times" in message and "correction, update_actor" in message
+        assert "PPOClip(ratio_to='old')" in message
+        assert found(the_edit(graph, message)) == []
+        assert found(graph.edit(set={"update_actor.loss.ratio_to": "old"})) == []
+        assert found(graph.edit(set={"correction.mode": "reject"})) == []
+
+    def test_two_that_weigh(self) -> None:
+        twice = {
+            "by_token": After("whiten", RolloutCorrection()),
+            "by_row": After("whiten", RolloutCorrection("sequence", "mask")),
+        }
+        graph = ppo(score).edit(insert=twice)
+        assert found(graph) == [("FR011", "update_actor")]
+        assert "ratio_to" not in graph.check()[0].message
+        assert found(the_edit(graph, graph.check()[0].message)) == []
+        assert found(graph.edit(set={"by_row.mode": "reject"})) == []
+
+    def test_a_ratio_to_the_rollout_lets_generation_run_ahead(self) -> None:  # FR006
+        assert found(grpo(score).edit(lag=1)) == [("FR006", "generate")]
+        assert found(grpo(score).edit(lag=1, set={"update_actor.loss.ratio_to": "rollout"})) == []
+
+
+class TestKLOnce:  # FR001
+    def test_in_the_reward_and_in_the_loss(self) -> None:
+        graph = ppo(score).edit(replace={"update_actor": KL_LOSS})
+        assert found(graph) == [("FR001", "update_actor")]
+        message = graph.check()[0].message
+        assert "2 times" in message and "kl_shape, update_actor" in message
+        assert found(the_edit(graph, message)) == []
+        assert "UpdateActor(kl=None)" in message
+        assert found(graph.edit(replace={"update_actor": UpdateActor(kl=None)})) == []
+
+    def test_a_coefficient_of_zero_is_no_kl(self) -> None:
+        assert found(ppo(score, kl_coef=0.0).edit(replace={"update_actor": KL_LOSS})) == []
+
+    def test_a_custom_operator_is_held_to_what_it_declares(self) -> None:
+        class Anchor(Operator):
+            @property
+            def effects(self) -> frozenset[str]:
+                return frozenset({"kl"})
+
+            def __call__(self, advantages: c.Advantages, ref_log_prob: c.RefLogProbs) -> c.Advantages: ...
+
+        graph = grpo(score).edit(
+            insert={"anchor": After("group_advantage", Anchor())},
+            wire={"anchor.ref_log_prob": "ref_log_prob.ref_log_prob"},
+        )
+        assert found(graph) == [("FR001", "update_actor")]
+        assert "anchor, update_actor" in graph.check()[0].message
+        assert found(the_edit(graph, graph.check()[0].message)) == []
+
+    def test_two_custom_ones_and_none_in_the_loss(self) -> None:
+        class Anchor(Operator):
+            @property
+            def effects(self) -> frozenset[str]:
+                return frozenset({"kl"})
+
+            def __call__(self, advantages: c.Advantages, ref_log_prob: c.RefLogProbs) -> c.Advantages: ...
+
+        graph = ppo(score).edit(insert={"anchor": After("whiten", Anchor())})
+        assert found(graph) == [("FR001", "update_actor")]
+        assert "PPOClip" not in graph.check()[0].message  # the loss has none to take out
+        assert found(the_edit(graph, graph.check()[0].message)) == []
+
+    def test_kl_on_a_branch_that_does_not_reach_the_policy_is_not_counted(self) -> None:
+        @algorithm
+        def split(batch: PromptBatch):  # type: ignore[no-untyped-def]
+            prompts = Repeat(4)(batch)
+            rollout = Generate()(prompts)
+            old, ref, values = OldLogProb()(rollout), RefLogProb()(rollout), Value()(rollout)
+            scores = Reward(score)(rollout, prompts)
+            shaped = KLShape()(scores, old, ref, rollout.response_mask)
+            critic = UpdateCritic()(rollout, values, GAE()(shaped, values, rollout.response_mask).returns)
+            advantages = GroupAdvantage()(scores, rollout.response_mask, prompts.uid)
+            return Sync()(KL_LOSS(rollout, old, advantages, ref)), critic
+
+        assert found(split()) == []
+
+
+class TestSynced:  # FR002
+    def test_an_update_that_never_reaches_the_engine(self) -> None:
+        graph = ppo(score).subgraph(until=["update_actor", "update_critic"])
+        assert found(graph) == [("FR002", "update_actor")]
+        mended = the_edit(graph, graph.check()[0].message)
+        assert found(mended) == []
+        assert mended.back_edges == [("sync", "generate")]
+
+    def test_the_mending_call_names_the_roles(self) -> None:
+        graph = grpo(score).edit(
+            replace={
+                "generate": Generate(rollout=Role("engine")),
+                "old_log_prob": OldLogProb(actor=Role("policy")),
+                "update_actor": UpdateActor(KL_LOSS.loss, actor=Role("policy")),
+                "sync": Sync(actor=Role("policy"), rollout=Role("engine")),
+            }
+        )
+        assert found(graph) == []
+        unsynced = graph.subgraph(until="update_actor")
+        assert found(unsynced) == [("FR002", "update_actor")]
+        assert found(the_edit(unsynced, unsynced.check()[0].message)) == []
+
+    def test_a_sync_to_another_engine_does_not_count(self) -> None:
+        graph = grpo(score).edit(replace={"sync": Sync(rollout=Role("spare"))})
+        assert found(graph) == [("FR002", "update_actor")]
+
+
+class TestGroupOfOne:  # FR003
+    def test_one_answer_a_prompt(self) -> None:
+        graph = grpo(score, n=1)
+        assert found(graph) == [("FR003", "group_advantage")]
+        assert "Repeat(8)" in graph.check()[0].message
+        assert found(graph.edit(replace={"repeat": Repeat(8)})) == []
+
+    def test_repeats_multiply(self) -> None:
+        graph = grpo(score, n=1).edit(insert={"again": After("repeat", Repeat(2))})
+        assert found(graph) == []
+
+    def test_a_custom_group_baseline(self) -> None:
+        class LeaveOneOut(Operator):
+            @property
+            def effects(self) -> frozenset[str]:
+                return frozenset({"group baseline"})
+
+            def __call__(
+                self, token_level_rewards: c.TokenLevelRewards, response_mask: c.ResponseMask, uid: c.Uid
+            ) -> c.Advantages: ...
+
+        assert found(grpo(score, n=1).edit(replace={"group_advantage": LeaveOneOut()})) == [("FR003", "leave_one_out")]
+        assert found(grpo(score, n=2).edit(replace={"group_advantage": LeaveOneOut()})) == []
+
+
+class TestMiniBatchesDivide:  # FR004
+    @pytest.mark.parametrize(
+        ("mini_batch", "prompts", "fitting"), [(12, 4, 8), (64, 4, 32), (24, 5, 20), (7, 1, 4), (5, 4, 4)]
+    )
+    def test_they_must(self, mini_batch: int, prompts: int, fitting: int) -> None:
+        graph = grpo(score, n=8, mini_batch=mini_batch)
+        assert found(graph, prompts) == [("FR004", "update_actor")]
+        message = graph.check(prompts=prompts)[0].message
+        assert f"mini_batch={mini_batch} does not divide the {prompts * 8} rows" in message
+        assert f"such as mini_batch={fitting}." in message
+        assert found(grpo(score, n=8, mini_batch=fitting), prompts) == []
+
+    def test_every_update_counts(self) -> None:
+        assert found(ppo(score, n=2, mini_batch=6), 4) == [("FR004", "update_critic"), ("FR004", "update_actor")]
+
+    def test_it_waits_until_the_number_of_prompts_is_known(self) -> None:
+        assert found(grpo(score, n=8, mini_batch=12)) == []
+        assert found(grpo(score, n=8, mini_batch=12), prompts=3) == []
+
+
+class Blind(Operator):
+    """A critic's update that reads no values."""
+
+    critic: Writes[Critic] = Role("critic")
+
+    def __call__(self, rollout: Tokens, returns: c.Returns) -> CriticUpdated: ...
+
+
+class Smaller(Operator):
+    """The smaller of two critics' values."""
+
+    def __call__(self, first: c.Values, second: c.Values) -> c.Values: ...
+
+
+class TestCriticIsRead:  # FR005
+    def test_updated_but_never_read(self) -> None:
+        class MonteCarlo(Operator):
+            def __call__(self, token_level_rewards: c.TokenLevelRewards) -> c.Returns: ...
+
+        @algorithm
+        def unread(batch: PromptBatch, update: Operator):  # type: ignore[no-untyped-def]
+            rollout = Generate()(batch)
+            return update(rollout, returns=MonteCarlo()(Reward(score)(rollout, batch)))
+
+        assert found(unread(Blind())) == [("FR005", "blind")]
+        assert "Value(critic=Role('critic'))" in unread(Blind()).check()[0].message
+
+    def test_updated_by_the_values_of_another(self) -> None:
+        graph = ppo(score).edit(replace={"value": Value(critic=Role("old_critic"))})
+        assert found(graph) == [("FR005", "update_critic")]
+        assert found(graph.edit(replace={"value": Value(critic=Role("critic"))})) == []
+
+    def test_returns_of_another_critic(self) -> None:
+        @algorithm
+        def two(batch: PromptBatch, own_returns: bool):  # type: ignore[no-untyped-def]
+            rollout = Generate()(batch)
+            mask = rollout.response_mask
+            scores = Reward(score)(rollout, batch)
+            mine, theirs = Value()(rollout), Value(critic=Role("b")).named("value_b")(rollout)
+            returns_b = GAE().named("gae_b")(scores, theirs, mask).returns
+            update_b = UpdateCritic(critic=Role("b")).named("update_b")(rollout, theirs, returns_b)
+            returns = GAE()(scores, mine, mask).returns if own_returns else returns_b
+            return UpdateCritic()(rollout, mine, returns), update_b
+
+        assert found(two(own_returns=True)) == []
+        assert found(two(own_returns=False)) == [("FR005", "update_critic")]
+        message = two(own_returns=False).check()[0].message
+        assert "returns come from gae_b.returns" in message and "values of 'b'" in message
+
+    def test_an_ensemble_reads_its_own_among_others(self) -> None:
+        @algorithm
+        def twin(batch: PromptBatch):  # type: ignore[no-untyped-def]
+            rollout = Generate()(batch)
+            values = Smaller()(Value()(rollout), Value(critic=Role("b")).named("value_b")(rollout))
+            returns = GAE()(Reward(score)(rollout, batch), values, rollout.response_mask).returns
+            return UpdateCritic()(rollout, values, returns)
+
+        assert found(twin()) == []
+
+
+class Truncate(Operator):
+    """An importance correction of advantages."""
+
+    @property
+    def effects(self) -> frozenset[str]:
+        return frozenset({"importance correction"})
+
+    def __call__(self, advantages: c.Advantages, rollout_log_probs: c.RolloutLogProbs) -> c.Advantages: ...
+
+
+class TestLagIsCorrected:  # FR006
+    def test_lag_without_correction(self) -> None:
+        graph = grpo(score).edit(lag=2)
+        assert found(graph) == [("FR006", "generate")]
+        message = graph.check()[0].message
+        assert "2 version(s) ahead" in message
+        assert found(the_edit(graph, message)) == []
+
+    def test_lag_with_correction(self) -> None:
+        graph = grpo(score).edit(lag=2, insert={"truncate": After("group_advantage", Truncate())})
+        assert found(graph) == []
+
+    def test_a_correction_beside_the_way_does_not_count(self) -> None:
+        class Log(Operator):
+            def __call__(self, advantages: c.Advantages) -> CriticUpdated: ...
+
+        graph = grpo(score).edit(lag=1, insert={"truncate": After("group_advantage", Truncate())})
+        beside = graph.edit(
+            insert={"log": After("truncate", Log())}, wire={"update_actor.advantages": "group_advantage.advantages"}
+        )
+        assert "truncate" in beside
+        assert found(beside) == [("FR006", "generate")]
+
+
+class TestOtherRules:
+    def test_greedy_answers(self) -> None:  # FR007
+        graph = ppo(score, temperature=0.0)
+        assert found(graph) == [("FR007", "generate")]
+        assert "Generate(temperature=1.0)" in graph.check()[0].message
+        assert found(graph.edit(replace={"generate": Generate(temperature=1.0)})) == []
+
+    def test_two_writers_of_one_role(self) -> None:  # FR008
+        @algorithm
+        def twice(batch: PromptBatch):  # type: ignore[no-untyped-def]
+            prompts = Repeat(2)(batch)
+            rollout = Generate()(prompts)
+            old, scores = OldLogProb()(rollout), Reward(score)(rollout, prompts)
+            advantages = GroupAdvantage()(scores, rollout.response_mask, prompts.uid)
+            first = UpdateActor()(rollout, old, advantages)
+            return Sync()(first), UpdateActor().named("again")(rollout, old, advantages)
+
+        graph = twice()
+        assert found(graph) == [("FR002", "again"), ("FR008", "again")]
+        message = next(f.message for f in graph.check() if f.rule == "FR008")
+        assert "writes 'actor', and so does update_actor" in message
+        assert found(the_edit(graph, message)) == []
+
+    def test_old_log_probs_of_another_role(self) -> None:  # FR009
+        graph = ppo(score).edit(replace={"old_log_prob": OldLogProb(actor=Role("teacher"))})
+        assert found(graph) == [("FR009", "old_log_prob")]
+        assert "OldLogProb(actor=Role('actor'))" in graph.check()[0].message
+        assert found(graph.edit(replace={"old_log_prob": OldLogProb(actor=Role("actor"))})) == []
+
+    def test_a_custom_operator_for_old_log_probs(self) -> None:  # FR009
+        class Rescore(Operator):
+            policy: Reads[Scorer] = Role("teacher")
+
+            def __call__(self, rollout: Tokens) -> c.OldLogProbs: ...
+
+        graph = ppo(score).edit(replace={"old_log_prob": Rescore()})
+        assert found(graph) == [("FR009", "rescore")]
+        assert found(ppo(score).edit(replace={"old_log_prob": Rescore(policy=Role("actor"))})) == []
+
+    @pytest.mark.parametrize("make", [ppo, grpo])
+    def test_a_reference_that_is_trained(self, make: Callable[..., Graph]) -> None:  # FR010
+        graph = make(score).edit(replace={"ref_log_prob": RefLogProb(ref=Role("actor"))})
+        assert found(graph) == [("FR010", "ref_log_prob")]
+        assert "RefLogProb(ref=Role('ref'))" in graph.check()[0].message
+        assert found(graph.edit(replace={"ref_log_prob": RefLogProb(ref=Role("ref"))})) == []
+
+
+class TestTypesRefuseFirst:
+    """What the rules need not say, since such a graph cannot be made."""
+
+    def test_rollout_log_probs_where_old_ones_are_due(self) -> None:
+        with pytest.raises(PortError, match=r"update_actor\.old_log_probs .*did you mean old_log_prob\.old_log_probs"):
+            ppo(score).edit(wire={"update_actor.old_log_probs": "generate.rollout_log_probs"})
+
+    def test_a_critic_updated_without_values(self) -> None:
+        @algorithm
+        def blind(batch: PromptBatch):  # type: ignore[no-untyped-def]
+            rollout = Generate()(batch)
+            adv = GAE()(Reward(score)(rollout, batch), Value()(rollout), rollout.response_mask)
+            return UpdateCritic()(rollout, returns=adv.returns)  # type: ignore[call-arg]
+
+        with pytest.raises(PortError, match=r"update_critic\.values .*nothing is wired.*value\.values"):
+            blind()
+
+
+class TestReport:
+    def test_all_findings_at_once(self) -> None:
+        graph = (
+            ppo(score, temperature=0.0, mini_batch=3)
+            .edit(replace={"update_actor": UpdateActor(mini_batch=3, kl=KL_LOSS.kl)})
+            .subgraph(until=["update_actor", "update_critic"])
+        )
+        expected = [
+            ("FR001", "update_actor"),
+            ("FR002", "update_actor"),
+            ("FR004", "update_critic"),
+            ("FR004", "update_actor"),
+            ("FR007", "generate"),
+        ]
+        assert found(graph, prompts=4) == expected
+        with pytest.raises(RuleError) as raised:
+            rules.require(graph, prompts=4)
+        lines = str(raised.value).splitlines()
+        assert lines[0] == "ppo must not be launched; 5 finding(s):"
+        assert [tuple(line.split(":")[0].split()) for line in lines[1:]] == expected
+
+    def test_a_clean_graph_passes(self) -> None:
+        rules.require(grpo(score), prompts=4)
+
+    def test_the_table(self) -> None:
+        ids = [rule.id for rule in rules.RULES]
+        assert ids == sorted(set(ids)) and all(re.fullmatch(r"FR\d{3}", id) for id in ids)
+        for rule in rules.RULES:
+            assert rule.reason.endswith(".") and re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", rule.source)
+
+    def test_two_trainers_are_held_to_each_rule_alone(self) -> None:
+        class Distil(Operator):
+            """A second policy that is trained on the first one's rows and sampled by no engine of its own."""
+
+            student: Writes[Trainer] = Role("student")
+            engine: Writes[Rollout] = Role("spare")
+
+            def __call__(self, rollout: Tokens, advantages: c.Advantages) -> Updated: ...
+
+        graph = grpo(score).edit(insert={"distil": After("update_actor", Distil())})
+        assert found(graph) == [("FR002", "distil")]

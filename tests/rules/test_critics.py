@@ -1,0 +1,139 @@
+"""Rules about critics, each with a planted defect, its mending, and neighbours that are fine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowrl import columns as c
+from flowrl.core.graphs.after import After
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.roles import Role
+from flowrl.core.operators.when import When
+from flowrl.graph import algorithm
+from flowrl.graphs import grpo, ppo
+from flowrl.operators import (
+    GAE,
+    DecoupledGAE,
+    Generate,
+    KLShape,
+    OldLogProb,
+    RefLogProb,
+    Reward,
+    Sync,
+    UpdateActor,
+    UpdateCritic,
+    Value,
+    Whiten,
+)
+from flowrl.records import PromptBatch
+from tests.rules.findings import found, mended, the_message
+from tests.support.kernel import exact
+
+
+class TestCriticIsTrained:  # FR023
+    def test_values_of_nobody(self) -> None:
+        graph = ppo(exact).edit(drop=["update_critic"])
+        assert found(graph) == [("FR023", "value")]
+        assert "UpdateCritic(critic=Role('critic'))" in the_message(graph, "FR023")
+
+    def test_the_role_is_named(self) -> None:
+        graph = ppo(exact).edit(drop=["update_critic"], set={"value.critic": Role("judge")})
+        assert "of 'judge', which nothing trains" in the_message(graph, "FR023")
+
+    def test_whoever_trains_one_is_asked_whose_values_they_are(self) -> None:  # FR005
+        graph = ppo(exact).edit(set={"value.critic": Role("other")})
+        assert found(graph) == [("FR005", "update_critic")]
+
+    def test_values_that_steer_nothing(self) -> None:
+        assert found(ppo(exact)) == found(grpo(exact)) == []
+        assert found(ppo(exact).subgraph("update_critic")) == []
+        assert found(ppo(exact).subgraph("value")) == []
+
+
+class TestCriticGoesFirst:  # FR024
+    def test_a_critic_that_comes_late(self) -> None:
+        graph = ppo(exact).edit(when={"update_critic": When(start=20)})
+        assert found(graph) == [("FR024", "update_critic")]
+        assert "from step 20 on" in the_message(graph, "FR024") and "from step 0 on" in the_message(graph, "FR024")
+        assert found(mended(graph)) == []
+
+    @pytest.mark.parametrize("actor", [When(start=20), When(start=21), When(every=2, start=30)])
+    def test_a_critic_that_is_warmed_up(self, actor: When) -> None:
+        assert found(ppo(exact).edit(when={"update_actor": actor})) == []
+        assert found(ppo(exact).edit(when={"update_actor": actor, "update_critic": When(start=20)})) == []
+
+    def test_what_comes_before_the_critic_may_come_late_too(self) -> None:
+        graph = ppo(exact).edit(when={"gae": When(start=9), "update_critic": When(start=20)})
+        assert found(graph) == [("FR024", "update_critic")]
+        assert "from step 20 on" in the_message(graph, "FR024") and "from step 9 on" in the_message(graph, "FR024")
+
+    def test_a_critic_that_is_trained_now_and_then(self) -> None:
+        assert found(ppo(exact).edit(when={"update_critic": When(every=2)})) == []
+
+
+class Towards(Operator):
+    """Returns from advantages, as GAE takes them together."""
+
+    def __call__(self, advantages: c.Advantages, values: c.Values) -> c.Returns: ...
+
+
+class TestReturnsAreNotScaled:  # FR025
+    def test_returns_of_what_was_whitened(self) -> None:
+        graph = ppo(exact).edit(
+            insert={"towards": After("whiten", Towards())}, wire={"update_critic.returns": "towards.returns"}
+        )
+        assert found(graph) == [("FR025", "update_critic")]
+        message = the_message(graph, "FR025")
+        assert "returns come from towards.returns, behind whiten" in message
+
+    def test_returns_of_what_was_not(self) -> None:
+        graph = ppo(exact).edit(
+            insert={"towards": After("gae", Towards())},
+            wire={"towards.advantages": "gae.advantages", "update_critic.returns": "towards.returns"},
+        )
+        assert found(graph) == []
+        assert found(ppo(exact).edit(replace={"gae": DecoupledGAE()})) == []
+
+    def test_rewards_that_are_scaled_are_learnt_as_they_are(self) -> None:
+        class Scaled(Operator):
+            @property
+            def effects(self) -> frozenset[str]:
+                return frozenset({"scaled"})
+
+            def __call__(self, token_level_rewards: c.TokenLevelRewards) -> c.TokenLevelRewards: ...
+
+        assert found(ppo(exact).edit(insert={"scaled": After("kl_shape", Scaled())})) == []
+
+
+@algorithm
+def two(batch: PromptBatch, *, shaped: bool) -> Any:
+    """A policy with KL in its rewards, and a critic whose returns have it, too, or not."""
+    rollout = Generate()(batch)
+    old, ref, values = OldLogProb()(rollout), RefLogProb()(rollout), Value()(rollout)
+    mask, scores = rollout.response_mask, Reward(exact)(rollout, batch)
+    rewards = KLShape()(scores, old, ref, mask)
+    returns = GAE(lam=1.0).named("returns")(rewards if shaped else scores, values, mask).returns
+    white = Whiten()(GAE()(rewards, values, mask).advantages, mask)
+    critic = UpdateCritic()(rollout, values=values, returns=returns)
+    return Sync()(UpdateActor()(rollout, old_log_probs=old, advantages=white)), critic
+
+
+class TestOfTheSameRewards:  # FR026
+    def test_a_critic_of_other_rewards(self) -> None:
+        graph = two(shaped=False)
+        assert found(graph) == [("FR026", "update_critic")]
+        assert "returns of reward.token_level_scores, and gae takes advantages of kl_shape" in the_message(
+            graph, "FR026"
+        )
+        assert found(mended(graph)) == []
+        assert not two(shaped=True).diff(mended(graph).edit(name="two"))
+
+    def test_a_critic_of_the_same(self) -> None:
+        assert found(two(shaped=True)) == []
+
+    def test_a_critic_whose_values_the_policy_does_not_read(self) -> None:
+        graph = two(shaped=False).edit(set={"value.critic": Role("critic")}, replace={"gae": GAE()}, name="two")
+        assert found(graph) == [("FR026", "update_critic")]
+        assert found(graph.subgraph("update_critic")) == []

@@ -1,0 +1,221 @@
+"""Rules about losses, each with a planted defect, its mending, and neighbours that are fine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from flowrl import columns as c
+from flowrl.core.graphs.after import After
+from flowrl.core.operators.loss import Loss
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.roles import Role
+from flowrl.graph import Graph, algorithm
+from flowrl.graphs import gmpo, gpg, grpo, gspo, online_dpo, ppo, reinforce_plus_plus_baseline, rloo
+from flowrl.operators import (
+    DPO,
+    DRO,
+    GMPO,
+    GSPO,
+    NLL,
+    Collect,
+    Filter,
+    Generate,
+    KLLoss,
+    KLShape,
+    Length,
+    OldLogProb,
+    Reinforce,
+    RLOOAdvantage,
+    RolloutCorrection,
+    Spread,
+    Sync,
+    UpdateActor,
+)
+from flowrl.records import PromptBatch
+from tests.rules.findings import found, mended, the_message
+from tests.support.kernel import exact
+
+
+class TestKLHasAGradient:  # FR015
+    def test_k1_in_the_loss(self) -> None:
+        graph = grpo(exact).edit(set={"update_actor.kl": KLLoss("k1", 0.01)})
+        assert found(graph) == [("FR015", "update_actor")]
+        assert found(mended(graph)) == []
+
+    @pytest.mark.parametrize("estimator", ["k2", "k3", "abs"])
+    def test_other_estimators(self, estimator: Any) -> None:
+        assert found(grpo(exact).edit(set={"update_actor.kl": KLLoss(estimator)})) == []
+
+    def test_k1_in_the_reward_has_that_of_the_policy_gradient(self) -> None:
+        assert found(ppo(exact).edit(set={"kl_shape.estimator": "k1"})) == []
+
+
+class TestHeldOnce:  # FR017
+    def test_a_kl_term_beside_a_preference(self) -> None:
+        graph = online_dpo(exact).edit(set={"update_actor.kl": KLLoss()})
+        assert found(graph) == [("FR017", "update_actor")]
+        assert found(mended(graph)) == []
+
+    def test_kl_in_the_reward_of_a_loss_that_is_held(self) -> None:
+        graph = rloo(exact).edit(
+            set={"update_actor.loss": DRO(), "update_actor.aggregation": "seq-mean-token-mean"},
+        )
+        assert found(graph) == [("FR017", "update_actor")]
+        assert "edit(drop=['kl_shape'])" in the_message(graph, "FR017")
+        assert found(mended(graph)) == []
+
+    def test_a_loss_of_one_s_own_says_so(self) -> None:
+        class Anchored(Loss):
+            @property
+            def effects(self) -> frozenset[str]:
+                return frozenset({"held to the reference"})
+
+            def __call__(self, log_probs: c.LogProbs, ref_log_prob: c.RefLogProbs, old: c.OldLogProbs) -> Tensor: ...
+
+        graph = grpo(exact).edit(set={"update_actor.loss": Anchored()})
+        assert found(graph) == [("FR017", "update_actor")]
+        assert found(mended(graph)) == []
+
+
+class TestOnceARow:  # FR018
+    @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum"])
+    @pytest.mark.parametrize("graph", [gspo(exact), gmpo(exact), online_dpo(exact)], ids=lambda graph: graph.name)
+    def test_a_loss_of_rows_summed_over_tokens(self, graph: Graph, aggregation: str) -> None:
+        longer = graph.edit(set={"update_actor.aggregation": aggregation})
+        assert found(longer) == [("FR018", "update_actor")]
+        assert found(mended(longer)) == []
+
+    def test_only_the_loss_was_replaced(self) -> None:
+        graph = grpo(exact).edit(set={"update_actor.loss": GSPO()})
+        assert found(graph) == [("FR018", "update_actor")]
+        assert found(mended(graph)) == []
+
+    def test_losses_of_tokens_and_of_batches_are_summed_as_one_likes(self) -> None:
+        for aggregation in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
+            assert found(grpo(exact).edit(set={"update_actor.aggregation": aggregation})) == []
+
+
+class TestOneAdvantageARow:  # FR019
+    def test_values_give_each_token_its_own(self) -> None:
+        set_ = {"update_actor.loss": GMPO(), "update_actor.aggregation": "seq-mean-token-mean"}
+        graph = ppo(exact).edit(set=set_)
+        assert found(graph) == [("FR019", "update_actor")]
+        assert "gae gives each token its own" in the_message(graph, "FR019")
+        assert found(ppo(exact).edit(set={**set_, "update_actor.loss": GSPO()})) == []  # GSPO-token is made for them
+        assert found(graph.edit(replace={"gae": RLOOAdvantage()}, drop=["update_critic"], set={"repeat.n": 4})) == []
+        assert found(gmpo(exact)) == []
+
+    def test_weights_give_each_token_its_own(self) -> None:
+        graph = gmpo(exact).edit(insert={"correction": After("group_advantage", RolloutCorrection())})
+        assert found(graph) == [("FR019", "update_actor")]
+        assert "correction gives each token its own, by weights" in the_message(graph, "FR019")
+        assert found(mended(graph)) == []
+        assert found(graph.edit(set={"correction.mode": "reject"})) == [("FR019", "update_actor")]
+        assert found(mended(gmpo(exact).edit(lag=1))) == []  # FR006 names a correction of rows
+        assert found(graph.edit(set={"update_actor.loss": GSPO()})) == []
+
+
+class TestOneStepWithoutARatio:  # FR020
+    PLAIN = grpo(exact, n=2).edit(set={"update_actor.loss": Reinforce()})
+
+    @pytest.mark.parametrize(
+        ("several", "said"),
+        [
+            ({"update_actor.ppo_epochs": 2}, "with ppo_epochs=2 it"),
+            ({"update_actor.mini_batch": 4}, "with mini_batch=4, which is less than its 8 rows it"),
+            ({"update_actor.ppo_epochs": 3, "update_actor.mini_batch": 4}, "ppo_epochs=3 and mini_batch=4,"),
+            ({"update_actor.off_policy": 1}, "with off_policy=1 it"),
+        ],
+    )
+    def test_several_steps(self, several: dict[str, Any], said: str) -> None:
+        graph = self.PLAIN.edit(set=several)
+        assert found(graph) == [("FR020", "update_actor")]
+        assert said in the_message(graph, "FR020")
+        assert found(grpo(exact, n=2).edit(set=several)) == []  # PPOClip has a ratio
+
+    def test_one_step(self) -> None:
+        assert found(self.PLAIN) == []
+        assert found(self.PLAIN.edit(set={"update_actor.mini_batch": 8})) == []
+        assert found(self.PLAIN.edit(set={"update_actor.mini_batch": 4}), prompts=None) == []
+        assert found(self.PLAIN.edit(set={"update_actor.mini_batch": 4}), prompts=2) == []
+
+    def test_as_many_groups_as_are_collected(self) -> None:
+        collected = self.PLAIN.edit(insert={"collect": After("reward", Collect(Spread(), groups=16))})
+        assert found(collected.edit(set={"update_actor.mini_batch": 8})) == [("FR020", "update_actor")]
+        assert found(collected.edit(set={"update_actor.mini_batch": 32})) == []
+
+    def test_what_needs_no_ratio(self) -> None:
+        off_policy = {"update_actor.loss": DRO(), "update_actor.aggregation": "seq-mean-token-mean"}
+        graph = grpo(exact).edit(set={**off_policy, "update_actor.kl": None, "update_actor.ppo_epochs": 4})
+        assert found(graph) == []  # off-policy by construction
+        assert found(gpg(exact, ppo_epochs=2, mini_batch=4)) == []
+
+
+class TestGroups:
+    def test_a_preference_among_one(self) -> None:  # FR021
+        assert found(online_dpo(exact, n=1)) == [("FR021", "update_actor")]
+        assert "Repeat(2)" in the_message(online_dpo(exact, n=1), "FR021")
+        assert found(online_dpo(exact, n=2)) == []
+
+    @pytest.mark.parametrize(("n", "mini_batch", "fitting"), [(4, 2, 4), (4, 8, None), (2, 1, 2), (8, 16, None)])
+    def test_a_mini_batch_that_cuts_groups(self, n: int, mini_batch: int, fitting: int | None) -> None:  # FR022
+        graph = online_dpo(exact, n=n, mini_batch=mini_batch)
+        assert found(graph) == ([] if fitting is None else [("FR022", "update_actor")])
+        if fitting is not None:
+            assert f"'update_actor.mini_batch': {fitting}" in the_message(graph, "FR022")
+            assert found(mended(graph)) == []
+
+    def test_groups_of_any_size_are_seen_as_it_runs(self) -> None:  # FR022
+        graph = online_dpo(exact, n=4).edit(insert={"filter": After("reward", Filter(Length(most=9)))})
+        assert found(graph.edit(set={"update_actor.mini_batch": 1}), prompts=None) == []
+
+    def test_losses_of_tokens_may_cut_groups(self) -> None:
+        assert found(grpo(exact, n=4, mini_batch=2)) == []
+
+
+class Best(Operator):
+    """Whether a row won."""
+
+    def __call__(self, token_level_scores: c.TokenLevelScores) -> c.Kept: ...
+
+
+@algorithm
+def imitated(batch: PromptBatch, *, teacher: str = "rollout") -> Any:
+    """Supervised fine-tuning on what an engine answers."""
+    rollout = Generate(rollout=Role(teacher))(batch)
+    scored = UpdateActor(NLL())(rollout)
+    return Sync()(scored)
+
+
+class TestChosenBeforeImitated:  # FR030
+    IMITATED = grpo(exact).edit(set={"update_actor.loss": NLL(), "update_actor.kl": None}, name="best_of_n")
+
+    def test_every_own_answer(self) -> None:
+        assert found(self.IMITATED) == [("FR030", "update_actor")]
+        assert "a Filter behind the reward" in the_message(self.IMITATED, "FR030")
+        assert found(imitated()) == [("FR030", "update_actor")]
+
+    def test_those_that_won(self) -> None:
+        scored = grpo(exact).edit(insert={"best": After("reward", Filter(Best()))})
+        chosen = scored.edit(set={"update_actor.loss": NLL(), "update_actor.kl": None})
+        assert found(chosen) == []
+        assert found(chosen.edit(set={"update_actor.ppo_epochs": 3})) == []  # what is imitated need not be one's own
+
+    def test_another_s_answers(self) -> None:
+        assert found(imitated(teacher="teacher")) == [("FR002", "update_actor")]
+
+
+class TestTheShelf:
+    """The losses of the shelf, with settings that have more than one step."""
+
+    @pytest.mark.parametrize("make", [grpo, gspo, gmpo, gpg, rloo, reinforce_plus_plus_baseline, ppo])
+    def test_several_steps_and_kl(self, make: Any) -> None:
+        kl = {} if make is ppo else {"kl_coef": 0.1}
+        assert found(make(exact, n=4, ppo_epochs=2, mini_batch=4, **kl)) == []
+
+    def test_dpo_says_that_it_is_held(self) -> None:
+        assert DPO().effects == DRO().effects == {"held to the reference"}
+        assert OldLogProb().effects == KLShape(0.0).effects == frozenset()

@@ -1,0 +1,117 @@
+"""Rules about what reaches an update, each with a planted defect, its mending, and neighbours that are fine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowrl import columns as c
+from flowrl.core.graphs.after import After
+from flowrl.core.operators.operator import Operator
+from flowrl.graph import Graph, algorithm
+from flowrl.graphs import gpg, grpo, pass_at_k, ppo, reinforce_plus_plus_baseline, remax
+from flowrl.operators import (
+    GAE,
+    Filter,
+    Generate,
+    KLShape,
+    OldLogProb,
+    RefLogProb,
+    Repeat,
+    Reward,
+    RLOOAdvantage,
+    RolloutCorrection,
+    Spread,
+    Sync,
+    UpdateActor,
+    UpdateCritic,
+    Value,
+    Whiten,
+)
+from flowrl.records import PromptBatch
+from tests.rules.findings import found, mended
+from tests.support.kernel import exact
+
+CORRECTED = {"correction": After("group_advantage", RolloutCorrection())}
+
+
+class TestWholeDistribution:  # FR012
+    @pytest.mark.parametrize("cut", [{"generate.top_p": 0.9}, {"generate.top_k": 20}])
+    def test_a_ratio_to_what_was_cut(self, cut: dict[str, Any]) -> None:
+        graph = grpo(exact).edit(insert=CORRECTED, set=cut)
+        assert found(graph) == [("FR012", "generate")]
+        assert "correction takes the ratio" in graph.check()[0].message
+        assert found(mended(graph)) == []
+        assert found(graph.edit(drop=["correction"])) == []
+
+    def test_a_correction_that_only_rejects_weighs_nothing(self) -> None:
+        graph = grpo(exact).edit(insert=CORRECTED, set={"generate.top_p": 0.9})
+        assert found(graph.edit(set={"correction.mode": "reject"})) == []
+
+    def test_other_answers_may_be_cut(self) -> None:
+        graph = remax(exact).edit(insert={"correction": After("subtract_baseline", RolloutCorrection())})
+        assert found(graph.edit(set={"greedy.top_k": 1})) == []
+        assert found(graph.edit(set={"generate.top_k": 20})) == [("FR012", "generate")]
+
+
+class TestScaledOnce:  # FR013
+    @pytest.mark.parametrize("graph", [grpo(exact), pass_at_k(exact)])
+    def test_whitened_behind_a_group_s_deviation(self, graph: Graph) -> None:
+        name = "group_advantage" if "group_advantage" in graph else "pass_at_k_advantage"
+        twice = graph.edit(insert={"whiten": After(name, Whiten())})
+        assert found(twice) == [("FR013", "whiten")]
+        assert found(mended(twice)) == []
+
+    def test_whitened_behind_a_gate(self) -> None:
+        twice = grpo(exact).edit(insert={"gate": After("group_advantage", Filter(Spread()))})
+        assert found(twice.edit(insert={"whiten": After("gate", Whiten())})) == [("FR013", "whiten")]
+
+    def test_what_is_not_scaled_yet(self) -> None:
+        assert found(reinforce_plus_plus_baseline(exact)) == []
+        assert found(reinforce_plus_plus_baseline(exact).edit(set={"group_advantage.normalize_std": True})) == [
+            ("FR013", "whiten")
+        ]
+        assert found(gpg(exact).edit(insert={"whiten": After("gpg_advantage", Whiten())})) == []
+        assert found(ppo(exact)) == []
+
+    def test_advantages_that_were_put_together_are_new_ones(self) -> None:
+        class Both(Operator):
+            def __call__(self, first: c.Advantages, second: c.Advantages) -> c.Advantages: ...
+
+        graph = grpo(exact).edit(
+            insert={"both": After("group_advantage", Both()), "whiten": After("group_advantage", Whiten())},
+            wire={
+                "both.first": "group_advantage.advantages",
+                "both.second": "group_advantage.advantages",
+                "whiten.advantages": "both.advantages",
+                "update_actor.advantages": "whiten.advantages",
+            },
+        )
+        assert found(graph) == []
+
+
+@algorithm
+def split(batch: PromptBatch, *, felt: bool) -> Any:
+    """The critic learns from rewards with KL in them; the policy does so, too, or from scores."""
+    prompts = Repeat(4)(batch)
+    rollout = Generate()(prompts)
+    old, ref, values = OldLogProb()(rollout), RefLogProb()(rollout), Value()(rollout)
+    scores = Reward(exact)(rollout, prompts)
+    shaped = KLShape()(scores, old, ref, rollout.response_mask)
+    critic = UpdateCritic()(rollout, values=values, returns=GAE()(shaped, values, rollout.response_mask).returns)
+    advantages = RLOOAdvantage()(shaped if felt else scores, rollout.response_mask, prompts.uid)
+    return Sync()(UpdateActor()(rollout, old_log_probs=old, advantages=advantages)), critic
+
+
+class TestKLIsFelt:  # FR014
+    def test_kl_that_reaches_the_critic_alone(self) -> None:
+        graph = split(felt=False)
+        assert found(graph) == [("FR014", "kl_shape")]
+        assert found(mended(graph)) == []
+
+    def test_kl_that_reaches_the_policy(self) -> None:
+        assert found(split(felt=True)) == []
+
+    def test_a_critic_that_is_trained_alone(self) -> None:
+        assert found(ppo(exact).subgraph("update_critic")) == []

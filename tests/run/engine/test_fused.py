@@ -1,0 +1,211 @@
+"""A job whose plan is fused has the numbers of the one that is not, bit for bit, and one forward pass less."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl import PromptData, Training
+from flowrl import columns as c
+from flowrl.backends import AdamW, LoRA, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.core.graphs.after import After
+from flowrl.core.operators.operator import Operator
+from flowrl.errors import DataError
+from flowrl.operators import Filter, OldLogProb, Ranked
+from flowrl.run.predict.costs import Costs
+from flowrl.run.predict.prediction import predict
+from flowrl.run.training.job import Job
+from flowrl.run.training.training import Run
+from flowrl.sync.digest import weights_digest
+from tests.nightly import nightly
+from tests.run.training.interrupted import Stop, Stopper
+from tests.support.jobs import PROMPTS, job_of
+from tests.support.runs import described, timeless, train
+
+pytestmark = pytest.mark.runs
+
+SMALL = {"max_tokens": 60}
+"""Several micro-batches a step."""
+
+
+class EveryOther(Operator):
+    """Half of the rows have no token to be trained on."""
+
+    def __call__(self, response_mask: c.ResponseMask) -> c.ResponseMask:
+        left = response_mask.clone()
+        left[::2] = False
+        return left
+
+
+def job(name: str, folder: str, **parameters: Any) -> Job:
+    return job_of(name, folder, optimizer=AdamW(lr=2e-3), **{"trainer": SMALL, **parameters})
+
+
+def digest(run: Run) -> str:
+    """Of the actor's weights."""
+    return weights_digest(run.engines["actor"].weights())
+
+
+def both(made: Job, data: str, folder: Path, **settings: Any) -> tuple[Run, Run]:
+    """The run as it is fused, and apart."""
+    assert "old_log_prob" not in made.runs and "old_log_prob" in replace(made, optimize=False).runs
+    one = train(made, data, folder / "one", **settings)
+    two = train(replace(made, optimize=False), data, folder / "two", **settings)
+    return one, two
+
+
+def assert_same(one: Run, two: Run) -> None:
+    assert timeless(list(one.metrics)) == timeless(list(two.metrics))
+    assert digest(one) == digest(two)
+    assert all("timing/old_log_prob" not in step for step in one.metrics)
+    assert all("timing/old_log_prob" in step for step in two.metrics)
+    assert all("rollout/logp_diff_mean" in step and step["actor/approx_kl"] == 0 for step in one.metrics)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("grpo", {}),
+        ("grpo", {"kl_coef": 0.0}),
+        nightly("grpo", {"temperature": 0.7, "trainer": {}}),
+        ("grpo", {"trainer": {"dtype": "bfloat16", **SMALL}}),
+        ("grpo", {"trainer": {"gradient_checkpointing": True, **SMALL}}),
+        nightly("rloo", {}),
+        nightly("dr_grpo", {}),
+        ("gspo", {}),
+        ("reinforce_plus_plus", {"n": 3}),
+        nightly("reinforce_plus_plus_baseline", {}),
+    ],
+)
+def test_bits(name: str, parameters: Any, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    made = job(name, tiny, **parameters)
+    if "kl_shape" in made.graph:  # it reads the old log-probs before
+        made = made.edit(drop=["kl_shape"])
+    one, two = both(made, prompts_file, tmp_path)
+    assert_same(one, two)
+    assert ("kl/ref" in one.metrics[0]) == ("ref_log_prob" in made.graph)
+    assert len({step["actor/grad_norm"] for step in one.metrics}) == 3
+
+
+def test_an_adapter(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    trainer = {"lora": LoRA(r=4), **SMALL}
+    made = job("grpo", tiny, trainer=trainer).edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
+    assert_same(*both(made, prompts_file, tmp_path))
+
+
+def test_rows_that_pass_a_filter(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    made = job("grpo", tiny).edit(insert={"filter": After("reward", Filter(Ranked(2)))})
+    assert_same(*both(made, prompts_file, tmp_path))
+
+
+def test_rows_without_a_token(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    """A micro-batch of such rows alone is not run; the column is 0 there, as that of the scorer is."""
+    made = job("grpo", tiny, trainer={"max_tokens": 1}).edit(insert={"every_other": After("generate", EveryOther())})
+    assert_same(*both(made, prompts_file, tmp_path))
+
+
+def test_with_a_lag(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    made = job("grpo", tiny).edit(
+        bind={"rollout": TorchRollout(tiny, device="cpu")}, lag=1, allow={"FR006": "what corrects reads it before"}
+    )
+    assert_same(*both(made, prompts_file, tmp_path))
+
+
+def column(made: Job, name: str) -> tuple[Tensor, Mapping[str, float], int]:
+    """What stands in a column after a step that begins with the weights that were loaded; its metrics; and how often
+    the actor's layers were run."""
+    apart = made.edit(bind={"rollout": TorchRollout(made.graph.bindings["actor"].model, device="cpu")})
+    with apart.open() as steps:
+        passes = []
+        steps.sync()
+        steps.runner.engines["actor"].model.base_model.register_forward_pre_hook(lambda *_: passes.append(None))
+        result = steps.step(PROMPTS, 0, keep=[name])
+        return result.columns[name]["old_log_probs"], result.metrics.compute(), len(passes)
+
+
+def test_a_pass_less_for_every_micro_batch(tiny: str) -> None:
+    """And what is kept of the scorer is there under its name, and under the update's."""
+    made = job("grpo", tiny, trainer={"max_tokens": 1})
+    old, metrics, passes = column(replace(made, optimize=False), "old_log_prob")
+    rows = len(old)
+    assert passes == 2 * rows
+    for name in ("old_log_prob", "update_actor"):
+        found, others, fewer = column(made, name)
+        assert torch.equal(found, old) and others == metrics and fewer == rows
+
+
+def test_a_run_that_was_cut_off(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    """Also where it goes on another way: what is fused is no part of what a run is."""
+    made = job("grpo", tiny)
+    settings = {"steps": 4, "checkpoint_every": 1}
+    one, two = both(made, prompts_file, tmp_path, **settings)
+    assert_same(one, two)
+    for name, goes_on in (("again", made), ("apart", replace(made, optimize=False))):
+        with pytest.raises(Stop):
+            train(made, prompts_file, tmp_path / name, [Stopper(2, "mismatch")], **settings)
+        run = train(goes_on, prompts_file, tmp_path / name, resume=True, **settings)
+        assert timeless(list(run.metrics)) == timeless(list(two.metrics)) and digest(run) == digest(two)
+        states = [
+            json.loads((folder / "checkpoints/step-000004/state.json").read_text())["state"]
+            for folder in (run.folder, two.folder)
+        ]
+        assert states[0] == states[1] and states[0]["mismatch.seen"]["steps"] == 4
+        assert described(run.folder)["optimize"] == goes_on.optimize
+
+
+def test_what_was_measured_predicts_it(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    made = job("grpo", tiny)
+    run = train(made, prompts_file, tmp_path / "run")
+    costs = Costs.of(run.folder)
+    assert "old_log_prob" not in costs.nodes
+    for graph in (made.graph, made.runs, made.graph.bound({})):  # as in the run, where nobody says what is bound
+        assert predict(graph, None, 4, costs).seconds > 0
+    assert made.graph.diff(made.graph.edit(set={"repeat.n": 2}), costs).seconds is not None
+    with pytest.raises(DataError, match="has not measured old_log_prob of grpo"):
+        predict(made.graph, None, 4, costs, optimize=False)
+    given = costs.given(old_log_prob=100.0)
+    assert (
+        predict(made.graph, None, 4, given).seconds < 100 < predict(made.graph, None, 4, given, optimize=False).seconds
+    )
+    again = Training(made, PromptData(prompts_file), 1, 4, folder=str(tmp_path / "next"), costs=str(run.folder)).run()
+    assert described(again.folder)["step_seconds"].keys() == {"predicted", "measured"}
+
+
+def test_the_plan_says_it(tiny: str) -> None:
+    made = job("grpo", tiny)
+    said = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over 32 rows"
+    assert said in made.plan(prompts=8).splitlines()
+    assert "old_log_prob is not fused into update_actor: kl_shape reads it before" in job("ppo", tiny).plan()
+    assert "optimize=False" in replace(made, optimize=False).plan()
+
+
+def test_the_plan_says_where_a_reference_holds_the_weights_of_the_base(tiny: str) -> None:
+    said = "ref has weights that are there without it; holding them once is enough: "
+    adapted = TorchTrainer(tiny, lora=LoRA())
+
+    def plan(actor: TorchTrainer, ref: TorchScorer) -> list[str]:
+        lines = job("grpo", tiny).edit(bind={"actor": actor, "ref": ref}).plan().splitlines()
+        return [line for line in lines if line.startswith(said)]
+
+    assert plan(adapted, TorchScorer(tiny)) == [said + "edit(bind={'ref': TorchScorer()})"]
+    assert plan(adapted, TorchScorer()) == plan(adapted, TorchScorer(tiny, dtype="bfloat16")) == []
+    assert plan(TorchTrainer(tiny), TorchScorer(tiny)) == []
+
+
+def test_the_plan_names_what_the_graph_asks_twice_though_one_of_two_is_fused(tiny: str) -> None:
+    made = job("grpo", tiny).edit(
+        insert={"again": After("old_log_prob", OldLogProb())},
+        wire={"mismatch.old_log_probs": "again.old_log_probs"},
+    )
+    [told] = [line for line in made.plan().splitlines() if line.startswith("again computes what old_log_prob does")]
+    mended: Job = eval(f"made.{told.partition(': ')[2]}", {"made": made})
+    assert mended.graph == job("grpo", tiny).graph and "again" not in mended.plan()
+    assert replace(made, optimize=False).plan().splitlines().count(told) == 1

@@ -1,0 +1,262 @@
+"""Steps under way in which a region runs in rounds: what is collected, drawn, reported, joined and gone on from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl import After, PromptBatch, PromptData, When, algorithm
+from flowrl.core.graphs.plan import Plan
+from flowrl.data.sources.prompts import PromptStream
+from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.errors import GraphError, NodeError
+from flowrl.graph import Graph
+from flowrl.graphs import grpo
+from flowrl.operators import Collect, Filter, Generate, GroupAdvantage, Repeat, Reward, Spread
+from flowrl.run.engine.local import local_steps
+from flowrl.run.engine.result import StepResult
+from flowrl.schedules import Linear
+from tests.nightly import nightly
+from tests.support.jobs import job_of, write_prompts
+from tests.support.kernel import LengthPenalty, exact
+from tests.support.runs import Recorder, timeless, train
+
+pytestmark = pytest.mark.runs
+
+N, PROMPTS, WANTED = 4, 5, 6
+
+
+def half(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """Groups of prompts with an odd number are tied; in the others, every answer has a score of its own."""
+    return 0.5 if int(ground_truth) % 2 else sum(map(ord, solution_str)) / 1e4
+
+
+def never(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    return 0.5
+
+
+def collecting(folder: str, reward: Any = half, **settings: Any) -> Any:
+    """GRPO that collects `WANTED` groups a step."""
+    gate = Collect(Spread(), **({"groups": WANTED} | settings))
+    return job_of("grpo", folder, reward, n=N).edit(insert={"collect": After("reward", gate)})
+
+
+def stream_of(folder: str, data: str) -> PromptStream:
+    return PromptData(data).load(ChatTokenizer(folder), 0)
+
+
+def run(job: Any, stream: PromptStream, steps: int = 3, keep: Sequence[str] = ("collect",)) -> list[StepResult]:
+    with job.open() as executor:
+        executor.sync()
+        draw = functools.partial(lambda step, n: stream.next(n), n=PROMPTS)
+        return list(executor.run(draw, range(steps), keep=keep, more=stream.next))
+
+
+def oracle(stream: PromptStream, steps: int) -> list[tuple[list[str], int, int, int]]:
+    """By hand: of every step the groups, and how many were offered, rounds, and surplus."""
+    told = []
+    for _ in range(steps):
+        taken: list[str] = []
+        offered = rounds = surplus = 0
+        while len(taken) < WANTED:
+            batch = stream.next(PROMPTS if not rounds else WANTED - len(taken))
+            good = [uid for uid, truth in zip(batch["uid"], batch["ground_truth"], strict=True) if not int(truth) % 2]
+            surplus += max(0, len(taken) + len(good) - WANTED)
+            taken += good[: WANTED - len(taken)]
+            offered, rounds = offered + len(batch), rounds + 1
+        told.append((taken, offered, rounds, surplus))
+    return told
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    return write_prompts(tmp_path / "prompts.jsonl", 40)
+
+
+def test_groups_are_those_that_pass_in_the_order_in_which_they_were_drawn(tiny: str, data: str) -> None:
+    stream, again = stream_of(tiny, data), stream_of(tiny, data)
+    results, expected = run(collecting(tiny), stream), oracle(again, 3)
+    assert stream.position == again.position
+    for result, (uids, offered, rounds, surplus) in zip(results, expected, strict=True):
+        kept = result.columns["collect"]
+        assert kept["uid"].tolist() == [uid for uid in uids for _ in range(N)]
+        found = {key: result.metrics[f"collect/{key}"].value for key in ("offered", "kept", "rounds", "surplus")}
+        assert found == {"offered": offered, "kept": WANTED, "rounds": rounds, "surplus": surplus}
+        assert result.metrics["reward/mean"].weight == offered * N
+        assert result.metrics["reward/kept_mean"].weight == WANTED * N
+        scores = kept["token_level_scores"].double().sum()
+        assert result.metrics["reward/kept_mean"].value == pytest.approx(float(scores))
+    assert max(rounds for *_, rounds, _ in expected) > 1
+
+
+def test_a_collector_that_waits_draws_no_further_prompts_and_nothing_behind_it_runs(tiny: str, data: str) -> None:
+    stream, again = stream_of(tiny, data), stream_of(tiny, data)
+    job = collecting(tiny).edit(when={"collect": When(every=2)})
+    steps = local_steps(Plan(job.graph), job.build(0), 0)  # a job would not run steps in which no sink runs
+    steps.sync()
+    drawn = steps.run(lambda step: stream.next(PROMPTS), range(3), keep=("collect",), more=stream.next)
+    first, second, third = drawn
+    expected = oracle(again, 1)
+    again.next(PROMPTS)
+    expected += oracle(again, 1)
+    assert stream.position == again.position
+    for result, (uids, *_) in zip((first, third), expected, strict=True):
+        assert result.columns["collect"]["uid"].tolist() == [uid for uid in uids for _ in range(N)]
+    assert "collect" not in second.columns
+    assert set(second.seconds) == {"repeat", "generate", "reward"}
+    assert second.metrics["reward/mean"].weight == PROMPTS * N
+
+
+def test_a_collector_has_the_numbers_of_its_step_in_every_round(tiny: str, data: str) -> None:
+    job = collecting(tiny, short="train", groups=Linear(WANTED, 2, steps=2))
+    results = run(job, stream_of(tiny, data))
+    assert [result.metrics["collect/kept"].value for result in results] == [6, 4, 2]
+    assert results[0].metrics["collect/rounds"].value > 1
+
+
+def test_rows_of_several_rounds_are_those_that_were_sampled(tiny: str, data: str) -> None:
+    """Joined at unequal widths: every row is a prompt, its response, and the log-probs that it was sampled with."""
+    job = collecting(tiny)
+    results = run(job, stream_of(tiny, data), keep=("collect", "old_log_prob"))
+    for result in results:
+        kept, old = result.columns["collect"], result.columns["old_log_prob"]["old_log_probs"]
+        width = kept["response_mask"].shape[1]
+        assert kept["input_ids"].shape[1] > width
+        assert torch.equal(
+            kept["attention_mask"][:, -width:] | ~kept["response_mask"], torch.ones_like(kept["response_mask"])
+        )
+        assert old == pytest.approx(kept["rollout_log_probs"], abs=1e-5)  # the model finds there what the engine said
+
+
+def test_three_real_steps_of_dynamic_sampling_train(tiny: str, data: str, tmp_path: Path) -> None:
+    """One edit turns GRPO into dynamic sampling."""
+    job = collecting(tiny).edit(set={"update_actor.mini_batch": 8})
+    finished = train(job, data, tmp_path / "run", prompts=PROMPTS)
+    assert len(finished.metrics) == 3
+    for step in finished.metrics:
+        assert step["collect/kept"] == WANTED
+        assert step["actor/grad_norm"] > 0
+        assert step["reward/mean"] != step["reward/kept_mean"]
+
+
+@pytest.mark.parametrize("rounds_killed", [slice(1, None, 3), nightly(slice(None))], ids=["some", "all"])
+def test_a_run_that_is_killed_in_any_round_goes_on_with_the_same_rows(
+    rounds_killed: slice, tiny: str, data: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"prompts": PROMPTS, "steps": 2, "checkpoint_every": 1}
+    recorder = Recorder()
+    whole = train(collecting(tiny), data, tmp_path / "whole", [recorder], **settings)
+    rounds = recorder.told.count(("node", "generate"))
+    assert rounds > 3
+
+    class Killer(Recorder):
+        def node(self, name: str) -> None:
+            super().node(name)
+            if self.told.count(("node", "generate")) == killed and name == "reward":
+                raise KeyboardInterrupt
+
+    for killed in range(1, rounds + 1)[rounds_killed]:
+        folder = tmp_path / f"killed-{killed}"
+        with pytest.raises(KeyboardInterrupt):
+            train(collecting(tiny), data, folder, [Killer()], **settings)
+        resumed = train(collecting(tiny), data, folder, resume=True, **settings)
+        assert timeless(list(resumed.metrics)) == timeless(list(whole.metrics))
+
+
+# --------------------------------------------------------------------------------------------------------------- short
+
+
+def test_too_few_groups_are_an_error_or_are_trained_on_or_repeated(tiny: str, data: str) -> None:
+    with pytest.raises(
+        NodeError, match=r"collect failed in step 1: DataError: collect has \d of 6 groups after all its"
+    ):
+        run(collecting(tiny, rounds=1), stream_of(tiny, data), 1)
+    [fewer] = run(collecting(tiny, rounds=1, short="train"), stream_of(tiny, data), 1)
+    few = fewer.columns["collect"]
+    assert 0 < len(few) < WANTED * N
+    [filled] = run(collecting(tiny, rounds=1, short="repeat"), stream_of(tiny, data), 1)
+    full = filled.columns["collect"]
+    assert len(full) == WANTED * N
+    assert len(set(full["uid"])) == WANTED
+    assert full[: len(few)].equal(few)
+    again = full[torch.arange(len(few), len(full)) % len(full)]
+    assert all("+" in uid for uid in again["uid"])
+    for row in range(len(few), len(full)):
+        assert torch.equal(full["input_ids"][row], few["input_ids"][row % len(few)])
+        assert full["uid"][row].partition("+")[0] == few["uid"][row % len(few)]
+    assert filled.metrics["collect/repeated"].value == WANTED - len(few) // N
+
+
+@pytest.mark.parametrize("short", ["error", "train", "repeat"])
+def test_no_group_at_all_is_an_error(short: str, tiny: str, data: str) -> None:
+    job = collecting(tiny, never, rounds=2, short=short)
+    with pytest.raises(NodeError, match=r"collect failed in step 1: DataError: collect lets none of 6 groups"):
+        run(job, stream_of(tiny, data), 1)
+
+
+def test_nobody_draws_further_prompts_for_a_single_step(tiny: str, data: str) -> None:
+    stream = stream_of(tiny, data)
+    with collecting(tiny).open() as executor:
+        executor.sync()
+        with pytest.raises(
+            GraphError, match=r"collect of grpo wants \d further prompts, and nobody draws them; say how"
+        ):
+            executor.step(stream.next(PROMPTS), 0)
+
+
+# -------------------------------------------------------------------------------------------------------------- refused
+
+GRPO = grpo(exact, n=N)
+COLLECT = After("reward", Collect(Spread(), groups=WANTED))
+
+
+def test_the_arithmetic_is_checked_before_launch_and_the_plan_shows_the_loop() -> None:
+    graph = GRPO.edit(insert={"collect": COLLECT}, set={"update_actor.mini_batch": 12})
+    assert not graph.check(prompts=5)  # 6 groups of 4, whatever is drawn
+    [finding] = graph.edit(set={"update_actor.mini_batch": 16}).check(prompts=4)
+    assert finding.message.startswith("mini_batch=16 does not divide the 24 rows of a step (6 prompts x 4)")
+    fewer = graph.edit(set={"collect.short": "train"})
+    assert [finding.rule for finding in fewer.check(prompts=5)] == ["FR004"]
+    assert not fewer.edit(set={"update_actor.mini_batch": 2}).check(prompts=5)
+    told = "at most 8 times in a step, on further prompts, until collect is full:\n  repeat, generate, reward, collect"
+    assert told in str(Plan(graph))
+    assert 'collect -.->|"again<br/>at most 8 rounds"| batch' in graph.mermaid()
+
+
+def two_collects() -> Graph:
+    return GRPO.edit(insert={"one": COLLECT, "two": After("reward", Collect(Spread(0.5), groups=2))})
+
+
+@algorithm
+def leaking(batch: PromptBatch) -> Any:
+    prompts = Repeat(2)(batch)
+    rollout = Generate()(prompts)
+    scores = Reward(exact)(rollout, prompts)
+    kept, passed, uid = Collect(Spread(), groups=2)(rollout, token_level_scores=scores, uid=prompts.uid)
+    return GroupAdvantage()(passed, kept.response_mask, uid), LengthPenalty()(scores, rollout.response_mask)
+
+
+@algorithm
+def returned(batch: PromptBatch) -> Any:
+    prompts = Repeat(2)(batch)
+    rollout = Generate()(prompts)
+    scores = Reward(exact)(rollout, prompts)
+    kept, passed, uid = Collect(Spread(), groups=2)(rollout, token_level_scores=scores, uid=prompts.uid)
+    return GroupAdvantage()(passed, kept.response_mask, uid), scores
+
+
+def test_a_region_that_could_not_run_twice_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"one and two both run what they depend on again; expected one of them"):
+        Plan(two_collects()).order  # noqa: B018
+    with pytest.raises(GraphError, match=r"reward is a sink, and collect runs it in several rounds"):
+        Plan(returned()).order  # noqa: B018
+    with pytest.raises(
+        GraphError, match=r"length_penalty reads reward\.token_level_scores, which collect makes in sev"
+    ):
+        Plan(leaking()).order  # noqa: B018
+    assert Plan(GRPO.edit(insert={"filter": After("reward", Filter(Spread()))})).collector is None

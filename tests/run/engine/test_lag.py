@@ -1,0 +1,145 @@
+"""Generation that runs ahead, in one process: which version samples what, what is trained on, and what is cut off."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from flowrl import After, Colocate, PromptData, Split
+from flowrl.backends import TorchRollout
+from flowrl.data.files import parse_json
+from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.errors import GraphError
+from flowrl.operators import Collect, RolloutCorrection, Spread
+from flowrl.run.training.job import Job
+from tests.nightly import nightly
+from tests.run.training.interrupted import STEPS, assert_same, cut_off, jobs, run
+
+pytestmark = pytest.mark.runs
+
+BEHIND = {"grpo": "group_advantage", "ppo": "whiten"}
+
+
+def ahead(name: str, folder: str, lag: int, **changed: Any) -> Job:
+    """The jobs of `tests.run.training.interrupted` with a lag: a copy of the weights, and a correction."""
+    at = After(BEHIND[name], RolloutCorrection("token", "truncate", high=2.0))
+    inserted = {"correction": at, **changed.pop("insert", {})}
+    return jobs(name, folder).edit(
+        lag=lag, insert=inserted, bind={"rollout": TorchRollout(folder, device="cpu")}, **changed
+    )
+
+
+def log_probs(folder: Path, columns: Any) -> torch.Tensor:
+    """Those of the responses by transformers, ``[batch response]``."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(
+            input_ids=columns["input_ids"],
+            attention_mask=columns["attention_mask"].long(),
+            position_ids=columns["position_ids"],
+        ).logits
+    width = columns["responses"].shape[1]
+    scored = logits[:, -width - 1 : -1].log_softmax(-1).gather(-1, columns["responses"][..., None])
+    return scored[..., 0]
+
+
+class TestVersions:
+    @pytest.mark.parametrize("lag", [1, 2, 4])
+    def test_rows_are_sampled_by_the_weights_of_so_many_steps_before(
+        self, lag: int, tiny: str, prompts_file: str, tmp_path: Path
+    ) -> None:
+        stream, found = PromptData(prompts_file).load(ChatTokenizer(tiny), 0), []
+        with ahead("grpo", tiny, lag).open() as steps:
+            steps.sync()
+            steps.save_pretrained("actor", tmp_path / "0")
+            drawn = steps.run(lambda step: stream.next(5), range(STEPS), lag=lag, keep=["generate", "old_log_prob"])
+            for step, result in enumerate(drawn):
+                steps.save_pretrained("actor", tmp_path / f"{step + 1}")
+                found.append((step, result))
+        for step, result in found:
+            rollout, age = result.columns["generate"], min(step, lag)
+            mask = rollout["response_mask"]
+            assert set(rollout["policy_version"].tolist()) == {step - age}
+            sampled = log_probs(tmp_path / f"{step - age}", rollout)
+            assert torch.allclose(rollout["rollout_log_probs"][mask], sampled[mask], atol=1e-5)
+            now = log_probs(tmp_path / f"{step}", rollout)
+            assert torch.allclose(result.columns["old_log_prob"]["old_log_probs"][mask], now[mask], atol=1e-5)
+            assert age == 0 or not torch.allclose(now[mask], sampled[mask], atol=1e-3)
+            metrics = result.metrics.compute()
+            assert metrics["queue/age_mean"] == metrics["queue/age_max"] == age
+            assert result.filled == (1 if step == 0 else min(lag, STEPS - step))
+
+
+CUTS = [(1, "update_actor"), (2, "sync"), (3, "generate")]
+
+
+class TestCutOff:
+    @pytest.mark.parametrize(("name", "lag"), [("ppo", 2)])
+    def test_a_run_that_was_cut_off_ends_with_the_same_numbers(
+        self, name: str, lag: int, tiny: str, prompts_file: str, tmp_path: Path
+    ) -> None:
+        whole = run(ahead(name, tiny, lag), prompts_file, tmp_path / "whole", checkpoint_every=1)
+        for step, node in CUTS:
+            folder = tmp_path / f"{step}-{node}"
+            cut_off(ahead(name, tiny, lag), prompts_file, folder, step, node, checkpoint_every=1)
+            assert_same(run(ahead(name, tiny, lag), prompts_file, folder, resume=True, checkpoint_every=1), whole)
+
+    @pytest.mark.parametrize("cuts", [CUTS[-1:], nightly(CUTS)], ids=["one", "all"])
+    def test_groups_that_are_collected_are_those_of_the_run_that_was_not_cut_off(
+        self, cuts: list[tuple[int, str]], tiny: str, prompts_file: str, tmp_path: Path
+    ) -> None:
+        gate = {"collect": After("reward", Collect(Spread(), groups=5, rounds=6))}
+        whole = run(ahead("grpo", tiny, 2, insert=gate), prompts_file, tmp_path / "whole", checkpoint_every=1)
+        assert max(line["collect/rounds"] for line in whole.metrics) > 1
+        for step, node in cuts:
+            folder = tmp_path / f"{step}-{node}"
+            cut_off(ahead("grpo", tiny, 2, insert=gate), prompts_file, folder, step, node, checkpoint_every=1)
+            resumed = run(ahead("grpo", tiny, 2, insert=gate), prompts_file, folder, resume=True, checkpoint_every=1)
+            assert_same(resumed, whole)
+
+    @pytest.mark.parametrize(("before", "after"), [(2, 1), nightly(1, 2)])
+    def test_a_run_may_go_on_with_another_lag(
+        self,
+        before: int,
+        after: int,
+        tiny: str,
+        prompts_file: str,
+        tmp_path: Path,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        cut_off(ahead("grpo", tiny, before), prompts_file, tmp_path / "run", 2, "update_actor")
+        with caplog.at_level(logging.WARNING):
+            resumed = run(ahead("grpo", tiny, after), prompts_file, tmp_path / "run", resume=True)
+        assert len(resumed.metrics) == STEPS
+        said = f"was written with lag={before}, and the run goes on with lag={after}"
+        assert (said in caplog.text) == bool(before)  # without a lag nothing was under way
+        whole = run(ahead("grpo", tiny, after), prompts_file, tmp_path / "whole")
+        position = [
+            parse_json((folder / "checkpoints" / "step-000006" / "state.json").read_bytes())["data"]
+            for folder in (resumed.folder, whole.folder)
+        ]
+        assert position[0] == position[1]  # no row is left out, and none is drawn twice
+
+
+class TestRefused:
+    def test_an_engine_that_shares_the_weights_that_are_trained(self, tiny: str) -> None:
+        job = ahead("grpo", tiny, 1).edit(bind={"rollout": TorchRollout()})
+        with pytest.raises(
+            GraphError, match=r"'rollout' samples by the very weights of 'actor'.*TorchRollout\('model'\)"
+        ):
+            job.refuse_unready()
+
+    def test_a_lag_that_gains_nothing_says_by_what(self, tiny: str) -> None:
+        job = ahead("grpo", tiny, 1)
+        assert "lag=1 gains nothing in one process" in job.plan()
+        together = replace(job, place=Colocate(gpus=1))
+        assert "lag=1 gains nothing with Colocate" in together.plan() and "'rollout'" not in together.plan()
+        assert "rollout and actor take turns on its slots" in together.plan()
+        assert "gains nothing" not in replace(job, place=Split(train=1, rollout=1)).plan()
+        assert "gains nothing" not in job.edit(lag=0).plan()

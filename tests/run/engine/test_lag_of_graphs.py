@@ -1,0 +1,146 @@
+"""Graphs with several critics, policies or anchors, whose generation runs ahead: who reads which weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowrl import columns as c
+from flowrl.core.graphs.after import After
+from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.roles import Role
+from flowrl.errors import GraphError
+from flowrl.graph import Graph, algorithm
+from flowrl.graphs import grpo, ppo
+from flowrl.operators import (
+    GAE,
+    Collect,
+    Generate,
+    GroupAdvantage,
+    OldLogProb,
+    Repeat,
+    Reward,
+    RolloutCorrection,
+    Spread,
+    Sync,
+    UpdateActor,
+    UpdateCritic,
+    Value,
+)
+from flowrl.records import PromptBatch
+from flowrl.run.engine.schedule import Instance, Schedule
+from tests.rules.findings import found, mended
+from tests.run.engine.test_schedule import STEPS, run_of
+from tests.support.kernel import exact
+
+LAGS = (1, 2, 4)
+
+
+class Mean(Operator):
+    """Of two advantages."""
+
+    def __call__(self, first: c.Advantages, second: c.Advantages) -> c.Advantages:
+        return (first + second) / 2
+
+
+@algorithm
+def two_critics(batch: PromptBatch) -> Any:
+    rollout = Generate()(batch)
+    old, rewards, mask = OldLogProb()(rollout), Reward(exact)(rollout, batch), rollout.response_mask
+    values = [Value(critic=Role(name)).named(f"value_{name}")(rollout) for name in ("one", "other")]
+    taken = [GAE().named(f"gae_{i}")(rewards, of_one, mask) for i, of_one in enumerate(values)]
+    critics = [
+        UpdateCritic(critic=Role(name)).named(f"update_{name}")(rollout, values=of_one, returns=gae.returns)
+        for name, of_one, gae in zip(("one", "other"), values, taken, strict=True)
+    ]
+    advantages = RolloutCorrection()(
+        Mean()(taken[0].advantages, taken[1].advantages), old, rollout.rollout_log_probs, mask
+    )
+    return Sync()(UpdateActor()(rollout, old_log_probs=old, advantages=advantages)), *critics
+
+
+@algorithm
+def self_play(batch: PromptBatch, *, corrected: bool) -> Any:
+    """Two policies that are trained on their own answers to the same prompts, each with an engine of its own."""
+    prompts = Repeat(4)(batch)
+    receipts = []
+    for name in ("white", "black"):
+        actor, engine = Role(name), Role(f"{name}_engine")
+        rollout = Generate(rollout=engine).named(name)(prompts)
+        old = OldLogProb(actor=actor).named(f"old_{name}")(rollout)
+        scores = Reward(exact).named(f"reward_{name}")(rollout, prompts)
+        advantages = GroupAdvantage().named(f"advantage_{name}")(scores, rollout.response_mask, prompts.uid)
+        if corrected or name == "white":
+            weights = RolloutCorrection().named(f"correct_{name}")
+            advantages = weights(advantages, old, rollout.rollout_log_probs, rollout.response_mask)
+        update = UpdateActor(actor=actor).named(f"update_{name}")
+        updated = update(rollout, old_log_probs=old, advantages=advantages)
+        receipts.append(Sync(actor=actor, rollout=engine).named(f"sync_{name}")(updated))
+    return tuple(receipts)
+
+
+def follows(graph: Graph, lag: int, writer: str, reader: str, behind: int) -> None:
+    """The reader of each step comes after the writer of so many steps before, and before the next one."""
+    later = run_of(graph, lag)
+    Schedule(Plan(graph), lag).refuse_deadlock()
+    for step in STEPS:
+        for other in STEPS:
+            pair = Instance(other, writer), Instance(step, reader)
+            assert later.has_edge(*(pair if other <= step - behind else pair[::-1])), pair
+
+
+@pytest.mark.parametrize("lag", LAGS)
+def test_the_values_of_each_critic_are_those_of_the_step_before(lag: int) -> None:
+    graph = two_critics().edit(lag=lag)
+    assert found(graph) == []
+    for name in ("one", "other"):
+        follows(graph, lag, f"update_{name}", f"value_{name}", behind=1)
+    follows(graph, lag, "sync", "generate", behind=1 + lag)
+
+
+@pytest.mark.parametrize("lag", LAGS)
+def test_policies_that_play_each_other_are_as_old_as_each_other(lag: int) -> None:
+    graph = self_play(corrected=True).edit(lag=lag)
+    assert found(graph) == []
+    for name in ("white", "black"):
+        follows(graph, lag, f"sync_{name}", name, behind=1 + lag)
+        follows(graph, lag, f"update_{name}", f"old_{name}", behind=1)
+    assert found(self_play(corrected=False).edit(lag=lag)) == [("FR006", "black")]
+
+
+@pytest.mark.parametrize("lag", LAGS)
+def test_the_policy_as_its_own_anchor_is_that_of_the_step_that_trains(lag: int) -> None:
+    graph = grpo(exact).edit(
+        lag=lag,
+        insert={"correction": After("group_advantage", RolloutCorrection())},
+        set={"ref_log_prob.ref": Role("actor")},
+        allow={"FR010": "the anchor is the start of the step"},
+    )
+    assert found(graph) == []
+    follows(graph, lag, "update_actor", "ref_log_prob", behind=1)
+
+
+def in_rounds(lag: int, behind: str, rounds: int = 4) -> Graph:
+    """PPO that collects groups behind a node."""
+    gate = After(behind, Collect(Spread(), groups=4, rounds=rounds))
+    return ppo(exact, n=4).edit(lag=lag, insert={"correction": After("whiten", RolloutCorrection()), "collect": gate})
+
+
+def test_rounds_that_would_wait_for_training_that_waits_for_them() -> None:  # FR041
+    for lag in (2, 4):
+        graph = in_rounds(lag, behind="kl_shape")
+        assert found(graph) == [("FR041", "collect")]
+        assert "behind old_log_prob, which reads 'actor'" in graph.check()[0].message
+        assert found(mended(graph)) == []
+        assert found(in_rounds(lag, behind="reward")) == found(in_rounds(lag, behind="kl_shape", rounds=1)) == []
+    assert found(in_rounds(1, behind="kl_shape")) == found(in_rounds(0, behind="kl_shape")) == []
+
+
+def test_a_schedule_knows_that_training_waits_for_all_rounds() -> None:
+    for lag in (2, 3):
+        with pytest.raises(GraphError, match=rf"cannot let generation run {lag} version\(s\) ahead: .*collect"):
+            Schedule(Plan(in_rounds(lag, behind="kl_shape")), lag).refuse_deadlock()
+        Schedule(Plan(in_rounds(lag, behind="reward")), lag).refuse_deadlock()
+    Schedule(Plan(in_rounds(1, behind="kl_shape")), 1).refuse_deadlock()

@@ -1,0 +1,101 @@
+"""`Schedule`: what waits for what, within a step and from step to step, on-policy and with a lag."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import networkx as nx
+import pytest
+
+from flowrl.core.graphs.lag import Lag
+from flowrl.core.graphs.plan import Plan
+from flowrl.graph import Graph
+from flowrl.graphs import grpo, ppo
+from flowrl.run.engine.schedule import Instance, Schedule
+from tests.support.kernel import exact
+
+STEPS = range(5)
+GRAPHS = {"ppo": ppo(exact), "grpo": grpo(exact)}
+CASES = [*product(GRAPHS, (0, 1, 2))]
+
+
+def run_of(graph: Graph, lag: int) -> nx.DiGraph[Instance]:
+    """All instances of a run of `STEPS`, with an edge to everything that comes later."""
+    return nx.transitive_closure_dag(Schedule(Plan(graph), lag).network(STEPS))
+
+
+@pytest.mark.parametrize(("name", "lag"), CASES)
+def test_a_run_holds_every_node_of_every_step_and_has_no_circle(name: str, lag: int) -> None:
+    network = Schedule(Plan(GRAPHS[name]), lag).network(STEPS)
+    assert set(network) == {Instance(step, node) for step, node in product(STEPS, GRAPHS[name].nodes)}
+    assert nx.is_directed_acyclic_graph(network)
+
+
+@pytest.mark.parametrize(("name", "lag"), CASES)
+def test_generation_sees_the_sync_that_its_lag_allows_and_no_newer_one(name: str, lag: int) -> None:
+    later = run_of(GRAPHS[name], lag)
+    for step in STEPS:
+        generate = Instance(step, "generate")
+        for sync in (Instance(other, "sync") for other in STEPS):
+            if sync.step <= step - 1 - lag:
+                assert later.has_edge(sync, generate)
+            else:
+                assert later.has_edge(generate, sync)
+
+
+@pytest.mark.parametrize(("name", "lag"), [*product(GRAPHS, (1, 2))])
+def test_a_swap_comes_under_what_generates_and_never_too_late_for_what_is_trained(name: str, lag: int) -> None:
+    """With spans a token of a step is of the weights after the step lag + 1 before it, or of later ones that are not
+    newer than those which the step trains."""
+    spanned = Plan(GRAPHS[name].edit(lag=Lag(lag, spans=True)))
+    later = nx.transitive_closure_dag(Schedule(spanned, lag, beside=True).network(STEPS))
+    for step, other in product(STEPS, STEPS):
+        generate, sync = Instance(step, "generate"), Instance(other, "sync")
+        assert later.has_edge(sync, generate) == (other <= step - 1 - lag)
+        assert later.has_edge(generate, sync) == (other >= step)
+    alone = nx.transitive_closure_dag(Schedule(spanned, lag).network(STEPS))  # one node runs at a time: as without
+    assert set(alone.edges) == set(run_of(GRAPHS[name], lag).edges)
+
+
+@pytest.mark.parametrize(("name", "lag"), CASES)
+def test_batches_are_drawn_in_order_and_at_most_lag_and_one_are_in_flight(name: str, lag: int) -> None:
+    later = run_of(GRAPHS[name], lag)
+    for step in STEPS[1:]:
+        assert later.has_edge(Instance(step - 1, "batch"), Instance(step, "batch"))
+        assert later.has_edge(Instance(step - 1, "generate"), Instance(step, "generate"))
+    for step in STEPS[lag + 1 :]:
+        done = [Instance(step - lag - 1, node) for node in GRAPHS[name].nodes]
+        assert all(later.has_edge(one, Instance(step, "batch")) for one in done)
+    if lag:  # the step before need not be done, or nothing would run ahead
+        assert not later.has_edge(Instance(0, "update_actor"), Instance(1, "batch"))
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_weights_are_read_between_the_updates_of_two_steps(lag: int) -> None:
+    later = run_of(GRAPHS["ppo"], lag)
+    for reader, writer in (("old_log_prob", "update_actor"), ("value", "update_critic")):
+        for step in STEPS:
+            assert later.has_edge(Instance(step, reader), Instance(step, writer))
+        for step in STEPS[1:]:
+            assert later.has_edge(Instance(step - 1, writer), Instance(step, reader))
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_node_with_state_follows_itself(lag: int) -> None:
+    waits = Schedule(Plan(GRAPHS["ppo"]), lag).waits
+    assert ("mismatch", 1) in waits["mismatch"]
+    assert ("gae", 1) not in waits["gae"]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_frees_is_the_other_side_of_waits(lag: int) -> None:
+    schedule = Schedule(Plan(GRAPHS["ppo"]), lag)
+    waits = {(node, other, k) for node, found in schedule.waits.items() for other, k in found}
+    assert {(node, other, k) for other, found in schedule.frees.items() for node, k in found} == waits
+
+
+def test_a_resumed_run_waits_for_nothing_before_its_first_step() -> None:
+    schedule = Schedule(Plan(GRAPHS["grpo"]))
+    assert schedule.before(Instance(7, "batch"), range(7, 9)) == []
+    assert Instance(6, "sync") in schedule.before(Instance(7, "generate"), range(5, 9))
+    assert Instance(6, "sync") not in schedule.before(Instance(7, "generate"), range(7, 9))

@@ -1,0 +1,104 @@
+"""Weights that change under answers: one process, in which none is under way then; and the corrections of tokens."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrl import Colocate, Lag, Metrics, PromptData, Split
+from flowrl.backends import TorchRollout
+from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
+from flowrl.errors import BindError, GraphError
+from flowrl.operators import Generate, Interact, RolloutCorrection
+from flowrl.run.training.identity import identity_of
+from flowrl.run.training.job import Job
+from tests.backends.torch.generate.rollouts import KEY
+from tests.backends.torch.generate.test_swap import actors, engine_of
+from tests.operators.engines.test_interact import Echo, prompts_of
+from tests.run.engine.test_lag import ahead, log_probs
+from tests.run.training.interrupted import assert_same, cut_off, run
+
+
+def spanned(folder: str) -> Job:
+    return ahead("grpo", folder, 2).edit(lag=Lag(2, spans=True))
+
+
+def test_in_one_process_it_is_the_lag_and_one_may_go_on_as_the_other(
+    tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    """Nothing is under way there as weights change. A run with spans that was cut off goes on without."""
+    whole = run(ahead("grpo", tiny, 2), prompts_file, tmp_path / "whole", checkpoint_every=1)
+    cut_off(spanned(tiny), prompts_file, tmp_path / "cut", 4, "update_actor", checkpoint_every=1)
+    found = run(ahead("grpo", tiny, 2), prompts_file, tmp_path / "cut", resume=True, checkpoint_every=1)
+    assert_same(found, whole)
+    data = {"batch": PromptData(prompts_file)}
+    one, other = (identity_of(job.graph, data, 0, 5) for job in (spanned(tiny), ahead("grpo", tiny, 0)))
+    assert one == other
+
+
+class Deaf(TorchRollout):
+    """An engine that takes no weights while it answers."""
+
+    serves = TorchRollout.serves[:2]
+
+
+class Together(TorchRollout):
+    """One whose ranks answer together."""
+
+    collective = True
+
+
+class TestRefused:
+    def test_an_engine_that_cannot_take_weights_while_it_answers(self, tiny: str) -> None:
+        job = spanned(tiny).edit(bind={"rollout": Deaf(tiny, device="cpu")})
+        with pytest.raises(BindError, match="'rollout' is bound to Deaf, but sync needs a Swaps there"):
+            job.refuse_unready()
+        job.edit(lag=2).refuse_unready()
+
+    def test_ranks_that_answer_together(self, tiny: str) -> None:
+        together = spanned(tiny).edit(bind={"rollout": Together(tiny, device="cpu", ranks=2)})
+        job = replace(together, place=Split(train=1, rollout=2))
+        with pytest.raises(GraphError, match=r"the 2 ranks of 'rollout' compute them together.*edit\(lag=2\)"):
+            job.refuse_unready()
+        job.edit(bind={"rollout": TorchRollout(tiny, device="cpu", ranks=2)}).refuse_unready()
+
+    def test_where_it_gains_nothing_that_is_said(self, tiny: str) -> None:
+        assert "lag=2 gains nothing in one process" in spanned(tiny).plan()
+        assert "gains nothing with Colocate" in replace(spanned(tiny), place=Colocate(gpus=1)).plan()
+
+
+@pytest.mark.parametrize("episodes", [False, True])
+def test_each_token_is_corrected_for_the_version_that_sampled_it(
+    episodes: bool, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By version 0 and, from the fourth step of the engine on, by version 1, which is the trainer's: a token's weight
+    is the trainer's probability over that of its own version."""
+    old, new = actors(tiny, 2)
+    new.model.save_pretrained(tmp_path / "new")
+    engine, following, steps = engine_of(tiny, old), TorchRolloutEngine._next, itertools.count(1)
+
+    def then_swap(self: TorchRolloutEngine) -> list[str]:
+        ended = following(self)
+        if next(steps) == 4:
+            self.swap(new, "anew")
+        return ended
+
+    monkeypatch.setattr(TorchRolloutEngine, "_next", then_swap)
+    made = Interact(Echo, max_turns=3, context=200, max_new_tokens=6, rollout=engine)
+    operator = made if episodes else Generate(max_new_tokens=9, rollout=engine)
+    rollout = operator(prompts_of(engine.tokenizer), key=KEY, metrics=Metrics())
+    mask, versions = rollout.response_mask, rollout.token_version
+    assert set(versions[mask].tolist()) == {0, 1} and not versions[~mask].add(1).any()
+    assert rollout.policy_version.tolist() == [int(row[of].min()) for row, of in zip(versions, mask, strict=True)]
+    by_old, by_new = (log_probs(Path(folder), rollout._asdict()) for folder in (tiny, tmp_path / "new"))
+    sampled = torch.where(versions == 1, by_new, by_old)
+    assert torch.allclose(rollout.rollout_log_probs[mask], sampled[mask], atol=3e-5)
+    correction = RolloutCorrection("token", "truncate", high=1e6)
+    weights = correction(torch.ones(mask.shape), by_new, rollout.rollout_log_probs, mask, metrics=Metrics())
+    assert torch.allclose(weights[mask], (by_new - sampled).exp()[mask], rtol=1e-3)
+    assert torch.allclose(weights[versions == 1], torch.ones(()), atol=1e-4)
+    assert not torch.allclose(weights[versions == 0], torch.ones(()), atol=1e-1)

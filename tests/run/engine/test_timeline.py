@@ -1,0 +1,313 @@
+"""Traces: the file is one that viewers draw rightly, and the table's numbers are those of cases counted by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from flowrl import INJECTED, Operator, PromptBatch, algorithm
+from flowrl import columns as c
+from flowrl.core.graphs.plan import Plan
+from flowrl.data.waits import Wait, Waits
+from flowrl.errors import DataError
+from flowrl.graphs import ppo
+from flowrl.run.engine.timeline import Span, Timeline, critical_path, idle, lanes
+from tests.support.jobs import PROMPTS
+from tests.support.kernel import exact
+from tests.support.runs import walk
+
+TIMES = st.tuples(st.integers(0, 10_000), st.integers(0, 3_000))
+START = 1_763_000_000.0  # Unix seconds have few digits left for microseconds
+NO_SPANS: list[Span] = []
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Timeline:
+    trace = Timeline()
+    for name, place, (start, length) in draw(
+        st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["x", "y"]), TIMES), max_size=30)
+    ):
+        trace.add(name, place, START + start / 7e4, START + (start + length) / 7e4, length)
+    return trace
+
+
+def written(trace: Timeline, folder: Path) -> list[dict[str, Any]]:
+    trace.save(folder / "trace.json")
+    whole = json.loads((folder / "trace.json").read_text())
+    assert whole.keys() == {"traceEvents", "displayTimeUnit", "otherData"}  # what the format knows
+    events: list[dict[str, Any]] = whole["traceEvents"]
+    return events
+
+
+class TestFile:
+    def test_by_hand(self, tmp_path: Path) -> None:
+        trace = Timeline()
+        trace.add("generate", "rollout rank 0", START + 1, START + 3, bytes=64)
+        trace.add("export actor", "driver", START, START + 0.5, kind="transfer")
+        assert written(trace, tmp_path) == [
+            {"ph": "M", "name": "process_name", "pid": 1, "tid": 1, "args": {"name": "rollout rank 0"}},
+            {"ph": "M", "name": "process_name", "pid": 2, "tid": 1, "args": {"name": "driver"}},
+            {"ph": "X", "name": "generate", "cat": "node", "pid": 1, "tid": 1, "ts": 1_000_000, "dur": 2_000_000,
+             "args": {"bytes": 64}},
+            {"ph": "X", "name": "export actor", "cat": "transfer", "pid": 2, "tid": 1, "ts": 0, "dur": 500_000,
+             "args": {"bytes": 0}},
+        ]  # fmt: skip
+
+    def test_steps_are_counted_from_1(self, tmp_path: Path) -> None:
+        trace = Timeline()
+        trace.spans += [
+            Span("reward", "here", START + at, START + at, step=step) for at, step in enumerate((0, 41, None))
+        ]
+        events = [event for event in written(trace, tmp_path) if event["ph"] == "X"]
+        assert [event["args"].get("step") for event in events] == [1, 42, None]
+        assert Timeline.load(tmp_path / "trace.json").spans == trace.spans
+
+    def test_nothing(self, tmp_path: Path) -> None:
+        assert written(Timeline(), tmp_path) == []
+
+    @pytest.mark.parametrize(
+        ("changed", "of"),
+        [
+            ({"name": ["a"]}, {}),
+            ({"ts": float("nan")}, {}),
+            ({"dur": float("inf")}, {}),
+            ({"cat": "martian"}, {}),
+            ({}, {"bytes": "many"}),
+            ({}, {"rows": -1}),
+            ({}, {"step": "1"}),
+            ({}, {"lengths": [[1, 2, 3]]}),
+        ],
+    )
+    def test_a_span_that_is_none_is_refused(self, tmp_path: Path, changed: dict[str, Any], of: dict[str, Any]) -> None:
+        trace = Timeline()
+        trace.add("generate", "driver", START, START + 1)
+        [place, event] = written(trace, tmp_path)
+        event = event | changed | {"args": event["args"] | of}
+        text = json.dumps({"otherData": {"begin": START}, "traceEvents": [place, event]})
+        (tmp_path / "trace.json").write_text(text)
+        with pytest.raises(DataError, match="is not the trace that a run writes"):
+            Timeline.load(tmp_path / "trace.json")
+
+    @given(trace=traces())
+    def test_events(self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline) -> None:
+        events = written(trace, tmp_path_factory.getbasetemp())
+        places = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+        assert sorted(places.values()) == sorted({span.place for span in trace.spans})
+        complete = [event for event in events if event["ph"] == "X"]
+        assert len(events) == len(places) + len(complete)
+        found = sorted((e["name"], places[e["pid"]], e["args"]["bytes"]) for e in complete)
+        assert found == sorted((s.name, s.place, s.bytes) for s in trace.spans)
+        for event, span in zip(complete, trace.spans, strict=True):
+            assert event["ts"] >= 0 and event["dur"] >= 0 and event["tid"] >= 1 and event["pid"] >= 1
+            assert abs(event["dur"] - span.seconds * 1e6) <= 1
+        assert min((event["ts"] for event in complete), default=0) == 0
+
+    @given(trace=traces())
+    def test_read_again(self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline) -> None:
+        path = tmp_path_factory.getbasetemp() / "again.json"
+        trace.save(path)
+        for span, read in zip(trace.spans, Timeline.load(path).spans, strict=True):
+            assert (read.name, read.place, read.bytes, read.kind) == (span.name, span.place, span.bytes, span.kind)
+            assert abs(read.start - span.start) <= 2e-6 and abs(read.end - span.end) <= 2e-6
+
+    @given(trace=traces())
+    def test_spans_of_one_lane_follow_each_other(
+        self, tmp_path_factory: pytest.TempPathFactory, trace: Timeline
+    ) -> None:
+        threads: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        for event in written(trace, tmp_path_factory.getbasetemp()):
+            if event["ph"] == "X":
+                threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        for spans in threads.values():
+            assert all(before[1] <= after[0] for before, after in pairwise(sorted(spans)))
+
+    def test_rounding_makes_no_overlap(self, tmp_path: Path) -> None:
+        trace = Timeline()
+        for i in range(50):  # each ends as the next one starts, at fractions of a microsecond
+            trace.add("a", "x", START + i * 1.6e-6, START + (i + 1) * 1.6e-6)
+        spans = [event for event in written(trace, tmp_path) if event["ph"] == "X"]
+        assert all(a["ts"] + a["dur"] == b["ts"] for a, b in pairwise(spans))
+
+    @given(traces())
+    def test_no_more_lanes_than_run_at_once(self, trace: Timeline) -> None:
+        for place in {span.place for span in trace.spans}:
+            spans = [span for span in trace.spans if span.place == place]
+            at_once = max(sum(a.start <= b.start < a.end for a in spans) + (b.start == b.end) for b in spans)
+            assert max(lanes(spans)) < at_once
+
+
+class TestSpan:
+    def test_a_block(self) -> None:
+        trace = Timeline()
+        with trace.span("export", "driver", kind="transfer"):
+            pass
+        (span,) = trace.spans
+        assert (span.name, span.place, span.bytes, span.kind) == ("export", "driver", 0, "transfer")
+        assert 0 <= span.seconds < 60
+
+    def test_a_block_that_fails(self) -> None:
+        trace = Timeline()
+        with pytest.raises(RuntimeError), trace.span("export", "driver"):
+            raise RuntimeError
+        assert len(trace.spans) == 1
+
+
+class TestCriticalPath:
+    diamond = nx.DiGraph([("batch", "a"), ("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")])
+
+    def test_the_longer_branch(self) -> None:
+        seconds = {"a": 1.0, "b": 2.0, "c": 2.5, "d": 0.5}
+        assert critical_path(self.diamond, seconds) == (["a", "c", "d"], 4.0)
+
+    def test_a_long_node_beside_a_long_chain(self) -> None:
+        network = nx.DiGraph([("a", "b"), ("b", "c")])
+        network.add_node("alone")
+        assert critical_path(network, {"a": 1.0, "b": 1.0, "c": 1.0, "alone": 2.9})[0] == ["a", "b", "c"]
+        assert critical_path(network, {"a": 1.0, "b": 1.0, "c": 1.0, "alone": 3.1}) == (["alone"], 3.1)
+
+    def test_nothing(self) -> None:
+        assert critical_path(nx.DiGraph(), {}) == ([], 0.0)
+        assert critical_path(self.diamond, {}) == ([], 0.0)
+
+    def test_weights_are_read_before_they_are_written(self) -> None:
+        """A state edge binds as data does: the critic's update waits for its values, and these for nobody else."""
+        plan = Plan(ppo(exact))
+        seconds = {node.name: 0.0 for node in plan.order} | {"generate": 4.0, "old_log_prob": 3.0, "update_actor": 5.0}
+        path, length = critical_path(plan.network, {**seconds, "sync": 1.0, "update_critic": 4.0})
+        assert length == 13.0
+        assert [name for name in path if seconds[name] or name == "sync"] == [
+            "generate", "old_log_prob", "update_actor", "sync",
+        ]  # fmt: skip
+
+    @given(st.integers(1, 6).flatmap(lambda n: st.tuples(
+        st.lists(st.integers(0, 9), min_size=n, max_size=n),
+        st.sets(st.tuples(st.integers(0, n - 1), st.integers(0, n - 1))),
+    )))  # fmt: skip
+    def test_no_chain_is_longer(self, drawn: tuple[list[int], set[tuple[int, int]]]) -> None:
+        times, pairs = drawn
+        network: nx.DiGraph[str] = nx.DiGraph()
+        network.add_nodes_from(map(str, range(len(times))))
+        network.add_edges_from((str(a), str(b)) for a, b in pairs if a < b)
+        seconds = {str(i): float(t) for i, t in enumerate(times)}
+
+        def longest(node: str) -> float:
+            return seconds[node] + max(map(longest, network.successors(node)), default=0.0)
+
+        path, length = critical_path(network, seconds)
+        assert length == max(map(longest, network)) == sum(seconds[node] for node in path)
+        assert all(network.has_edge(a, b) for a, b in pairwise(path))
+
+
+class TestIdle:
+    def test_by_hand(self) -> None:
+        spans = [
+            Span("a", "x", 0.0, 4.0),
+            Span("b", "x", 2.0, 5.0),  # overlaps: x is busy from 0 to 5
+            Span("c", "x", 3.0, 4.0),  # within
+            Span("d", "y", 9.0, 10.0),
+            Span("e", "y", 2.0, 4.0),
+            Span("f", "z", 0.0, 10.0, kind="wait"),
+            Span("g", "z", 5.0, 6.0, kind="transfer"),
+        ]
+        expected = {"x": 0.5, "y": 0.7, "z": 0.9}
+        assert idle(spans) == pytest.approx(expected)
+        assert idle(reversed(spans)) == pytest.approx(expected)
+
+    def test_nothing(self) -> None:
+        assert idle(NO_SPANS) == {}
+        assert idle([Span("a", "x", 1.0, 1.0)]) == {"x": 0.0}
+
+    @given(traces())
+    def test_a_share(self, trace: Timeline) -> None:
+        assert all(-1e-6 <= share <= 1 for share in idle(trace.spans).values())
+
+
+class Asks(Operator):
+    """Waits for what is outside."""
+
+    def __call__(self, prompt_mask: c.PromptMask, waits: Waits = INJECTED) -> c.PromptMask:
+        waits.append(Wait("all wait", START, START + 2))
+        return prompt_mask
+
+
+class TestWorlds:
+    """What a node waits for outside of its place is in a lane of its own."""
+
+    def test_a_node_tells_what_it_waited_for(self) -> None:
+        @algorithm
+        def asking(batch: PromptBatch) -> Any:
+            return Asks()(batch.prompt_mask)
+
+        steps = walk(asking())
+        for step in (3, 4):
+            steps.step(PROMPTS, step)
+        worlds = [span for span in steps.timeline.spans if span.kind == "world"]
+        told = Span("asks: all wait", "this process: worlds", START, START + 2, kind="world")
+        assert worlds == [replace(told, step=3), replace(told, step=4)]
+        assert len(steps.timeline.spans) == 4
+
+    def test_by_hand_it_is_told_to_nobody(self) -> None:
+        mask = PROMPTS.columns["prompt_mask"]
+        assert Asks()(mask) is mask
+
+    def test_it_neither_idles_nor_keeps_a_place_busy(self) -> None:
+        spans = [Span("interact", "x", 0, 2), Span("interact: all wait", "x: worlds", 0, 9, kind="world")]
+        assert idle(spans) == {"x": 0.0}
+
+
+class TestSummary:
+    plan = Plan(ppo(exact))
+
+    def trace(self) -> Timeline:
+        trace = Timeline()
+        for step in range(2):
+            at = START + 10 * step
+            trace.add("generate", "rollout rank 0", at, at + 4, bytes=1000)
+            trace.add("update_actor", "actor rank 0", at + 4, at + 8, bytes=500)
+            trace.add("update_actor", "actor rank 1", at + 4, at + 7, bytes=400)
+            trace.add("export actor", "driver", at + 8, at + 9, bytes=10, kind="transfer")
+        return trace
+
+    def test_by_hand(self) -> None:
+        steps = [{"generate": 4.0, "update_actor": 4.0, "sync": 1.0}, {"generate": 3.0, "update_actor": 5.0}]
+        summary = self.trace().summary(self.plan, steps, [10.0, 10.0])
+        found = [(t.name, t.calls, t.seconds, t.share, t.bytes) for t in summary.totals]
+        assert found == [
+            ("generate", 2, 7.0, 0.35, 2000),
+            ("update_actor", 2, 9.0, 0.45, 1800),
+            ("sync", 1, 1.0, 0.05, 0),
+            ("export actor", 2, 2.0, 0.1, 20),
+        ]
+        assert summary.path == ("generate", "update_actor", "sync")
+        assert summary.path_seconds == 8.5
+        assert summary.step_seconds == 10.0
+        busy = {"rollout rank 0": 8, "actor rank 0": 8, "actor rank 1": 6, "driver": 2}
+        assert summary.idle == pytest.approx({place: 1 - seconds / 19 for place, seconds in busy.items()})
+
+    def test_the_table(self) -> None:
+        console = Console(width=150, file=io.StringIO())
+        steps = [{"generate": 4.0, "reward": 1.0, "old_log_prob": 2.0, "update_actor": 4.0}]
+        console.print(self.trace().summary(self.plan, steps, [12.5]).table())
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        for part in (
+            "generate *", "update_actor *", "export actor", "32.0%", "2.0 KiB",
+            "* critical path 10.000 s", "fetched", "a step takes 12.500 s, 25.0% more", "idle: rollout rank 0 58%",
+        ):  # fmt: skip
+            assert part in text, part
+        assert "reward *" not in text
+
+    def test_no_steps(self) -> None:
+        summary = Timeline().summary(self.plan, [], [])
+        assert (summary.totals, summary.path, summary.path_seconds, summary.step_seconds) == ((), (), 0.0, 0.0)
+        Console(quiet=True).print(summary.table())

@@ -1,0 +1,416 @@
+"""Places: which rank of which role runs on which slot, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.backends import Backend, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends.sglang.engine import SGLang
+from flowrl.backends.vllm.engine import VLLM
+from flowrl.distributed.cluster.slots import by_machine, refuse_torn
+from flowrl.distributed.place import Colocate, Split
+from flowrl.errors import BindError, ParameterError
+from flowrl.graph import Graph
+from flowrl.graphs import grpo, ppo
+from flowrl.protocols import protocols
+from flowrl.run.placement.place import Place, ProcessSpec, lay_out
+from tests.support.kernel import CriticEngine, RolloutEngine, TrainerEngine, exact
+
+
+class Trainer(Backend):
+    """Backends that say where they want to be, and must not be built."""
+
+    serves = (protocols.Trainer, protocols.Checkpointed)
+
+    ranks: int = 1
+    slots_per_rank: int = 1
+    memory: float | None = None
+    shares: str | None = None
+
+    def build(self, context: Any) -> TrainerEngine:
+        raise AssertionError("built")
+
+
+class Critic(Trainer):
+    serves = (protocols.Critic, protocols.Checkpointed)
+
+    def build(self, context: Any) -> CriticEngine:
+        raise AssertionError("built")
+
+
+class Rollout(Trainer):
+    serves = (protocols.Rollout,)
+
+    def build(self, context: Any) -> RolloutEngine:
+        raise AssertionError("built")
+
+
+class Silent(Backend):
+    """Says nothing of ranks, memory or sharing."""
+
+    serves = (protocols.Rollout,)
+
+    def build(self, context: Any) -> RolloutEngine:
+        raise AssertionError("built")
+
+
+def bound(**backends: Any) -> Graph:
+    return (
+        ppo(exact)
+        .bind(**{"actor": Trainer(), "ref": Trainer(), "critic": Critic(), "rollout": Rollout(), **backends})
+        .graph
+    )
+
+
+def slots(hosts: list[ProcessSpec]) -> dict[str, int]:
+    """Of hosts of one slot each."""
+    assert all(len(host.slots) == 1 for host in hosts)
+    return {host.name: host.slots[0] for host in hosts}
+
+
+def spans(hosts: list[ProcessSpec]) -> dict[str, tuple[int, ...]]:
+    return {host.name: host.slots for host in hosts}
+
+
+class TestSpecs:
+    def test_by_position(self) -> None:
+        assert Colocate(2) == Colocate(gpus=2)
+        assert Split(1, 3) == Split(train=1, rollout=3)
+        assert (Colocate(2).slots, Split(1, 3).slots) == (2, 4)
+
+    def test_what_all_places_have_is_by_name(self) -> None:
+        place = Colocate(2, address="ray://head:10001", memory=80, deadline=60, restart="role")
+        assert (place.address, place.memory, place.deadline, place.restart) == ("ray://head:10001", 80.0, 60.0, "role")
+        for cls, sizes in ((Colocate, (1,)), (Split, (1, 1))):
+            with pytest.raises(ParameterError, match="one argument too many"):
+                cls(*sizes, "ray://head:10001")
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"gpus": 0},
+            {"gpus": -1},
+            {"gpus": 10**9},
+            {"memory": 0},
+            {"deadline": 0},
+            {"restart": "always"},
+            {"gpu": 1},
+            {"gpus": 1.5},
+        ],
+    )
+    def test_bad_values(self, given: dict[str, Any]) -> None:
+        with pytest.raises(ParameterError, match=next(iter(given))):
+            Colocate(**given)
+
+    @pytest.mark.parametrize("given", [{"train": 0}, {"rollout": 0}, {"rollout": 10**9}, {"gpus": 2}])
+    def test_bad_splits(self, given: dict[str, Any]) -> None:
+        with pytest.raises(ParameterError, match=next(iter(given))):
+            Split(**given)
+
+
+class TestColocate:
+    def test_one_slot_holds_all(self) -> None:
+        hosts = lay_out(bound(), Colocate())
+        assert slots(hosts) == {"actor[0]": 0, "ref[0]": 0, "critic[0]": 0, "rollout[0]": 0}
+
+    def test_roles_of_one_rank_spread(self) -> None:
+        assert sorted(slots(lay_out(bound(), Colocate(4))).values()) == [0, 1, 2, 3]
+        assert Counter(slots(lay_out(bound(), Colocate(2))).values()) == {0: 2, 1: 2}
+
+    def test_ranks_have_slots_of_their_own(self) -> None:
+        hosts = lay_out(bound(actor=Trainer(ranks=2), rollout=Rollout(ranks=2)), Colocate(2))
+        assert slots(hosts) == {
+            "actor[0]": 0, "actor[1]": 1, "ref[0]": 0, "critic[0]": 1, "rollout[0]": 0, "rollout[1]": 1,
+        }  # fmt: skip
+        assert [(h.rank, h.ranks) for h in hosts if "actor" in h.roles] == [(0, 2), (1, 2)]
+
+    def test_the_fewest_first(self) -> None:
+        hosts = lay_out(bound(ref=Trainer(ranks=2), critic=Critic(ranks=2)), Colocate(3))
+        assert slots(hosts) == {
+            "actor[0]": 0, "ref[0]": 1, "ref[1]": 2, "critic[0]": 0, "critic[1]": 1, "rollout[0]": 2,
+        }  # fmt: skip
+
+    def test_only_what_the_graph_uses(self) -> None:
+        graph = grpo(exact).bind(actor=Trainer(), ref=Trainer(), rollout=Silent()).graph
+        assert [host.roles for host in lay_out(graph, Colocate(2))] == [("actor",), ("ref",), ("rollout",)]
+
+    def test_more_ranks_than_slots(self) -> None:
+        said = r"'critic' wants 3 ranks, and Colocate\(gpus=2\) has 2 slot\(s\)"
+        with pytest.raises(BindError, match=said):
+            lay_out(bound(critic=Critic(ranks=3)), Colocate(2))
+
+    @given(st.lists(st.integers(1, 4), min_size=4, max_size=4), st.integers(4, 6))
+    def test_no_slot_has_two_more_than_another(self, ranks: list[int], gpus: int) -> None:
+        a, b, c, d = ranks
+        hosts = lay_out(
+            bound(actor=Trainer(ranks=a), ref=Trainer(ranks=b), critic=Critic(ranks=c), rollout=Rollout(ranks=d)),
+            Colocate(gpus),
+        )
+        assert len(hosts) == len(set(hosts)) == sum(ranks)
+        for roles in {host.roles for host in hosts}:
+            mine = [host for host in hosts if host.roles == roles]
+            assert [host.rank for host in mine] == list(range(mine[0].ranks))
+            assert len({host.slots for host in mine}) == len(mine)
+        load = Counter({slot: 0 for slot in range(gpus)})
+        load.update(slot for host in hosts for slot in host.slots)
+        assert max(load.values()) - min(load.values()) <= 1
+
+
+class TestSplit:
+    def test_generation_is_apart(self) -> None:
+        hosts = lay_out(bound(), Split(1, 1))
+        assert slots(hosts) == {"actor[0]": 0, "ref[0]": 0, "critic[0]": 0, "rollout[0]": 1}
+
+    def test_several(self) -> None:
+        hosts = lay_out(bound(actor=Trainer(ranks=2), rollout=Rollout(ranks=2)), Split(train=2, rollout=2))
+        assert slots(hosts) == {
+            "actor[0]": 0, "actor[1]": 1, "ref[0]": 0, "critic[0]": 1, "rollout[0]": 2, "rollout[1]": 3,
+        }  # fmt: skip
+
+    def test_each_side_has_its_own_slots(self) -> None:
+        with pytest.raises(BindError, match=r"'actor' wants 2 ranks, and Split\(rollout=4\) has 1 slot\(s\)"):
+            lay_out(bound(actor=Trainer(ranks=2)), Split(1, 4))
+        with pytest.raises(BindError, match=r"'rollout' wants 2 ranks, and Split\(train=4\) has 1 slot\(s\)"):
+            lay_out(bound(rollout=Rollout(ranks=2)), Split(4, 1))
+
+
+class TestSharing:
+    def test_one_host(self) -> None:
+        hosts = lay_out(bound(rollout=Rollout(shares="actor")), Colocate(2))
+        assert slots(hosts) == {"actor+rollout[0]": 0, "ref[0]": 1, "critic[0]": 0}
+
+    def test_the_owner_comes_first_and_has_the_ranks(self) -> None:
+        graph = bound(ref=Trainer(shares="critic"), critic=Critic(ranks=2))
+        assert graph.bindings.keys() == {"actor", "ref", "critic", "rollout"}
+        hosts = [host for host in lay_out(graph, Colocate(2)) if "ref" in host.roles]
+        assert [host.name for host in hosts] == ["critic+ref[0]", "critic+ref[1]"]
+
+    def test_through_another(self) -> None:
+        hosts = lay_out(bound(ref=Trainer(shares="actor"), rollout=Rollout(shares="ref")), Colocate())
+        assert [host.roles for host in hosts] == [("actor", "ref", "rollout"), ("critic",)]
+
+    def test_with_a_trainer_there_is_no_split(self) -> None:
+        hosts = lay_out(bound(rollout=Rollout(shares="actor")), Split(1, 1))
+        assert {host.slots for host in hosts} == {(0,)}
+
+    @pytest.mark.parametrize(
+        ("rollout", "said"),
+        [
+            (Rollout(shares="policy"), "'rollout' shares the weights of 'policy', which is not bound"),
+            (Rollout(shares="rollout"), "circle: rollout -> rollout"),
+            (
+                Rollout(shares="actor", ranks=3),
+                "'rollout' wants 3 ranks and shares the weights of 'actor', which has 1",
+            ),
+        ],
+    )
+    def test_refused(self, rollout: Rollout, said: str) -> None:
+        with pytest.raises(BindError, match=said):
+            lay_out(bound(rollout=rollout), Colocate(4))
+
+    def test_a_circle(self) -> None:
+        graph = bound(actor=Trainer(shares="ref"), ref=Trainer(shares="actor"))
+        with pytest.raises(BindError, match="circle: actor -> ref -> actor"):
+            lay_out(graph, Colocate())
+
+
+class TestSeveralSlotsARank:
+    """As tensor parallel engines want them."""
+
+    def test_as_in_the_design(self) -> None:
+        graph = grpo(exact).bind(actor=Trainer(ranks=4), ref=Trainer(), rollout=Rollout(slots_per_rank=2)).graph
+        assert spans(lay_out(graph, Colocate(4))) == {
+            "actor[0]": (0,), "actor[1]": (1,), "actor[2]": (2,), "actor[3]": (3,),
+            "ref[0]": (0,), "rollout[0]": (2, 3),
+        }  # fmt: skip
+
+    def test_ranks_of_several_slots(self) -> None:
+        hosts = lay_out(bound(rollout=Rollout(ranks=2, slots_per_rank=2)), Split(3, 5))
+        assert [host.slots for host in hosts if "rollout" in host.roles] == [(3, 4), (5, 6)]
+        assert [(host.rank, host.ranks) for host in hosts if "rollout" in host.roles] == [(0, 2), (1, 2)]
+
+    def test_a_process_that_roles_share_has_what_the_greediest_wants(self) -> None:
+        hosts = lay_out(bound(rollout=Rollout(shares="actor", slots_per_rank=2)), Colocate(2))
+        assert spans(hosts)["actor+rollout[0]"] == (0, 1)
+
+    @pytest.mark.parametrize(("ranks", "each", "gpus"), [(1, 2, 1), (2, 2, 3), (1, 3, 2)])
+    def test_more_than_there_are(self, ranks: int, each: int, gpus: int) -> None:
+        said = rf"'rollout' wants {ranks} ranks of {each} slots each, and .* has {gpus} slot\(s\).*tensor_parallel"
+        with pytest.raises(BindError, match=said):
+            lay_out(bound(rollout=Rollout(ranks=ranks, slots_per_rank=each)), Colocate(gpus))
+
+    @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(9, 11))
+    def test_ranks_of_a_role_have_slots_of_their_own(self, ranks: int, each: int, others: int, gpus: int) -> None:
+        hosts = lay_out(
+            bound(actor=Trainer(ranks=others), rollout=Rollout(ranks=ranks, slots_per_rank=each)), Colocate(gpus)
+        )
+        mine = [host for host in hosts if host.roles == ("rollout",)]
+        taken = [slot for host in mine for slot in host.slots]
+        assert len(taken) == len(set(taken)) == ranks * each
+        assert set(taken) <= set(range(gpus))
+        assert all(host.slots == tuple(range(host.slots[0], host.slots[0] + each)) for host in mine)
+
+    def test_who_meets_whom(self) -> None:
+        hosts = {host.name: host for host in lay_out(bound(rollout=Rollout(slots_per_rank=2)), Colocate(3))}
+        assert spans(list(hosts.values())) == {
+            "actor[0]": (0,), "ref[0]": (1,), "critic[0]": (2,), "rollout[0]": (0, 1),
+        }  # fmt: skip
+        rollout = hosts["rollout[0]"]
+        assert [name for name, host in hosts.items() if host.meets(rollout)] == ["actor[0]", "ref[0]"]
+        assert [name for name, host in hosts.items() if rollout.meets(host)] == ["actor[0]", "ref[0]"]
+
+    def test_memory_is_a_slot_s(self) -> None:
+        graph = bound(rollout=Rollout(slots_per_rank=2, memory=40))
+        lay_out(graph, Colocate(2, memory=40))
+        with pytest.raises(BindError, match=r"slot 0 .* has 30 GiB, and its roles state rollout\[0\] 40 GiB"):
+            lay_out(graph, Colocate(2, memory=30))
+
+    def test_the_plan_shows_it(self) -> None:
+        job = ppo(exact).bind(
+            actor=Trainer(), ref=Trainer(), critic=Critic(), rollout=Rollout(slots_per_rank=2), place=Split(1, 3)
+        )
+        lines = job.plan().splitlines()
+        assert lines[lines.index("processes of Split; those of one slot take turns:") + 1 :] == [
+            "  slot 0: actor[0], ref[0], critic[0]",
+            "  slot 1: rollout[0]",
+            "  slot 2: rollout[0]",
+            "  slot 3: free",
+            "  rollout[0] is one process over the slots 1, 2",
+            "  no slot: general",
+        ]
+
+
+class TestMachines:
+    """Which bundles of a placement group the slots are."""
+
+    def test_neighbours_are_on_one_machine(self) -> None:
+        assert by_machine(["a", "a", "a"]) == [0, 1, 2]
+        assert by_machine(["b", "a", "b", "a", "c", "b"]) == [0, 2, 5, 1, 3, 4]
+
+    def test_a_process_is_on_one(self) -> None:
+        hosts = lay_out(bound(rollout=Rollout(ranks=2, slots_per_rank=2)), Colocate(4))
+        refuse_torn(hosts, ["a", "a", "b", "b"], Colocate(4), "c")
+        said = r"rollout\[1\] is one process over the slots 2, 3, and these are on 2 machines.*a multiple of 2 free"
+        with pytest.raises(BindError, match=said):
+            refuse_torn(hosts, ["a", "a", "a", "b"], Colocate(4), "a")
+
+    def test_what_is_rebuilt_from_files_is_on_one(self) -> None:
+        place = Colocate(2, restart="role")
+        hosts = lay_out(bound(), place)
+        refuse_torn(hosts, ["a", "a"], place, "a")
+        refuse_torn(hosts, ["a", "b"], Colocate(2), "a")
+        said = r"Colocate wants 2 slot.* with restart='role', and they are on 2 machines, this one counted"
+        for machines, here in ((["a", "b"], "a"), (["a", "a"], "b")):
+            with pytest.raises(BindError, match=said):
+                refuse_torn(hosts, machines, place, here)
+
+
+class TestMemory:
+    graph = bound(actor=Trainer(memory=60), ref=Trainer(memory=20), rollout=Rollout(memory=40))
+
+    def test_who_takes_turns_need_not_fit_together(self) -> None:
+        assert len(lay_out(self.graph, Colocate(memory=60))) == 4
+
+    def test_too_large_alone(self) -> None:
+        with pytest.raises(BindError) as raised:
+            lay_out(self.graph, Colocate(memory=50))
+        for part in ("slot 0 of Colocate(memory=50.0) has 50 GiB", "actor[0] 60, ref[0] 20, rollout[0] 40 GiB"):
+            assert part in str(raised.value)
+        assert "critic" not in str(raised.value)  # states no size
+
+    def test_who_shares_weights_is_there_together(self) -> None:
+        graph = bound(actor=Trainer(memory=60), rollout=Rollout(memory=30, shares="actor"))
+        lay_out(graph, Colocate(memory=90))
+        with pytest.raises(BindError, match=r"actor\+rollout\[0\] 90 GiB"):
+            lay_out(graph, Colocate(memory=80))
+
+    def test_the_slot_is_named(self) -> None:
+        with pytest.raises(BindError, match=r"slot 1 of .* rollout\[0\] 40 GiB"):
+            lay_out(bound(rollout=Rollout(memory=40)), Split(1, 1, memory=30))
+
+    def test_unchecked(self) -> None:
+        place: Place = Colocate()
+        assert len(lay_out(bound(actor=Trainer(memory=1e6)), place)) == 4
+
+
+def test_the_memory_that_torch_backends_state_is_held_against_the_place() -> None:
+    graph = grpo("flowrl.demo.verifier:compute_score").bound(
+        {
+            "actor": TorchTrainer("model", memory=30.0),
+            "ref": TorchScorer("model", memory=10.0),
+            "rollout": TorchRollout("model", memory=20.0),
+        }
+    )
+    lay_out(graph, Colocate(1, memory=40.0))
+    with pytest.raises(BindError, match=r"slot 0 .* has 24 GiB, and its roles state actor\[0\] 30, ref\[0\] 10"):
+        lay_out(graph, Colocate(1, memory=24.0))
+
+
+class TestEngines:
+    """What the backends that generate state."""
+
+    @pytest.mark.parametrize("engine", [VLLM, SGLang])
+    def test_each_rank_has_devices_of_its_own(self, engine: Any) -> None:
+        rollout = engine("model", tensor_parallel=2, ranks=2)
+        trainer = TorchTrainer("model", ranks=4)
+        job = grpo(exact).bind(actor=trainer, ref=TorchScorer("model"), rollout=rollout, place=Colocate(4))
+        job.refuse_unready()
+        hosts = [host for host in lay_out(job.graph, Colocate(4)) if host.roles == ("rollout",)]
+        assert [(host.name, host.slots) for host in hosts] == [("rollout[0]", (0, 1)), ("rollout[1]", (2, 3))]
+
+    @pytest.mark.parametrize("engine", [VLLM, SGLang])
+    def test_without_a_place_there_is_one(self, engine: Any) -> None:
+        job = grpo(exact).bind(
+            actor=TorchTrainer("model"), ref=TorchScorer("model"), rollout=engine("model", tensor_parallel=2)
+        )
+        job.refuse_unready()
+        with pytest.raises(
+            BindError, match=r"'rollout' wants 2 ranks, which one process cannot be.*Colocate\(gpus=6\)"
+        ):
+            job.edit(bind={"rollout": engine("model", tensor_parallel=3, ranks=2)}).refuse_unready()
+
+    def test_who_wants_a_group_of_torch(self) -> None:
+        """vLLM and SGLang start groups of their own, and a default group of ours would be in their way."""
+        for backend in (VLLM("model", ranks=2), SGLang("model", ranks=2), TorchRollout("model", ranks=2)):
+            assert not backend.collective
+        assert TorchTrainer("model", ranks=2).collective
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gpus": True},
+        {"gpus": 0},
+        {"gpus": -1},
+        {"gpus": 1.0},
+        {"gpus": math.nan},
+        {"gpus": "2"},
+        {"memory": math.nan},
+        {"memory": math.inf},
+        {"memory": True},
+        {"memory": -1.0},
+        {"deadline": math.nan},
+        {"deadline": math.inf},
+        {"deadline": True},
+        {"deadline": 0},
+        {"deadline": "10"},
+        {"restart": True},
+    ],
+)
+def test_a_place_of_odd_numbers_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError, match=next(iter(wrong))):
+        Colocate(**wrong)
+    with pytest.raises(ParameterError):
+        Split(**{"train" if name == "gpus" else name: value for name, value in wrong.items()})
+
+
+@pytest.mark.parametrize("wrong", ["gpu", 2, False, Colocate])
+def test_what_is_no_place_is_refused_where_it_is_bound(wrong: Any) -> None:
+    with pytest.raises(BindError, match=r"is no place; expected one such as Colocate\(gpus=2\)"):
+        grpo(exact).bind(place=wrong)

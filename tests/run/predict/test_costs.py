@@ -1,0 +1,300 @@
+"""Costs: planted ones are found again in a trace, lengths are drawn and not averaged, and what is missing is told."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl import Colocate, PromptData, Training, Validation
+from flowrl.data.keys import Key
+from flowrl.errors import DataError, ParameterError
+from flowrl.files.graph_io import encode
+from flowrl.graph import Graph
+from flowrl.graphs import grpo
+from flowrl.run.engine.runner import Lengths
+from flowrl.run.engine.timeline import Span, Timeline
+from flowrl.run.placement.place import Place
+from flowrl.run.predict.cost import Cost, Load
+from flowrl.run.predict.costs import Costs
+from flowrl.run.predict.prediction import predict
+from tests.support.jobs import job_of
+from tests.support.rewards import digits
+
+TERMS = st.sampled_from([0.0, 0.001, 0.01])
+
+
+class TestFit:
+    @given(st.tuples(TERMS, TERMS, TERMS, TERMS, TERMS), st.integers(0, 2**32))
+    def test_planted_costs_are_found_again(self, terms: tuple[float, ...], seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        loads = [Load(*map(int, row)) for row in draw.integers([1, 1, 1, 1], [200, 4000, 9000, 60], (40, 4))]
+        planted = Cost(1e-3 + terms[0], *terms[1:])
+        found = Cost.fit(loads, [planted.seconds(load) for load in loads])
+        for load in loads:
+            assert found.seconds(load) == pytest.approx(planted.seconds(load), rel=0.06)
+
+    def test_noise_that_is_now_and_then_large_does_not_matter(self) -> None:
+        draw = np.random.default_rng(0)
+        planted, loads = Cost(fixed=0.1, token=0.001), [Load(8, 100 * i) for i in range(1, 41)]
+        noise = np.where(draw.random(40) < 0.2, 3.0, draw.uniform(0.97, 1.03, 40))
+        found = Cost.fit(loads, [planted.seconds(load) * n for load, n in zip(loads, noise, strict=True)])
+        assert found.seconds(Load(8, 8000)) == pytest.approx(8.1, rel=0.05)
+
+    def test_what_loads_do_not_tell_apart_grows_with_rows(self) -> None:
+        loads = [Load(128, 3000 + i, 5000, 28) for i in (-30, 0, 30)]
+        found = Cost.fit(loads, [1.0, 1.02, 0.98])
+        assert found.seconds(Load(256, 6000, 10000, 28)) == pytest.approx(2.0, rel=0.05)
+
+    def test_other_numbers_of_rows_tell_them_apart(self) -> None:
+        loads = [Load(128, 3000 + i, 5000, 28) for i in (-30, 0, 30)] + [Load(500, 12000, 20000, 28)] * 2
+        found = Cost.fit(loads, [1.0, 1.02, 0.98, 1.3, 1.3])
+        assert found.seconds(Load(256, 6000, 10000, 28)) == pytest.approx(1.1, rel=0.05)
+
+    def test_without_loads_it_is_the_median(self) -> None:
+        assert Cost.fit([Load()] * 3, [1.0, 5.0, 2.0]) == Cost(fixed=pytest.approx(2.0))
+
+    @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99), st.integers(0, 99), st.floats(0, 9)), min_size=1))
+    def test_nothing_is_negative(self, measured: list[tuple[int, int, int, float]]) -> None:
+        found = Cost.fit([Load(*given[:3]) for given in measured], [given[3] for given in measured])
+        assert all(term >= 0 for term in (found.fixed, found.row, found.token, found.padded, found.decode))
+
+
+LONG = Lengths(np.array([30, 31, 32, 99]), np.array([10, 11, 12, 79]))
+SHORT = Lengths(np.array([20, 21, 22, 23]), np.array([1, 2, 3, 4]))
+
+
+class TestLengths:
+    costs = Costs("by hand", {}, {"generate": [LONG, SHORT]})
+
+    def drawn(self, rows: int, seed: int = 0) -> list[tuple[int, int]]:
+        lengths = self.costs.draw("generate", rows, Key.of(seed))
+        assert lengths.response is not None
+        return [(int(t), int(r)) for t, r in zip(lengths.tokens, lengths.response, strict=True)]
+
+    @given(st.integers(1, 30), st.integers(0, 50))
+    def test_rows_are_those_that_were_measured(self, rows: int, seed: int) -> None:
+        found = self.drawn(rows, seed)
+        known = {(30, 10), (31, 11), (32, 12), (99, 79), (20, 1), (21, 2), (22, 3), (23, 4)}
+        assert len(found) == rows and set(found) <= known
+        assert self.drawn(rows, seed) == found
+
+    @given(st.integers(0, 50))
+    def test_a_step_stays_together(self, seed: int) -> None:
+        assert len({response > 4 for _, response in self.drawn(4, seed)}) == 1
+        assert sorted(self.drawn(8, seed)) == sorted(self.drawn(8, 0))  # both steps, each whole
+
+    def test_of_no_rows_and_of_a_node_without_lengths(self) -> None:
+        assert len(self.costs.draw("generate", 0, Key.of(0)).tokens) == 0
+        assert self.costs.draw("other", 3, Key.of(0)).tokens.tolist() == [0, 0, 0]
+
+    def test_keys_differ(self) -> None:
+        assert len({tuple(self.drawn(3, seed)) for seed in range(20)}) > 4
+
+    def test_the_longest_of_few_rows_is_shorter(self) -> None:
+        few, many = ([max(r for _, r in self.drawn(rows, seed)) for seed in range(200)] for rows in (1, 8))
+        assert np.mean(few) < 25 < min(many)
+
+
+# -------------------------------------------------------------------------------------------------------- from a run
+
+
+def write_run(folder: Path, spans: Sequence[Span], steps: Mapping[int, float], place: Place | None = None) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    timeline = Timeline()
+    timeline.spans += spans
+    timeline.save(folder / "trace.json")
+    described = {"status": "finished", "training": {"prompts": 8}, "place": encode(place, "place")}
+    (folder / "run.json").write_text(json.dumps(described))
+    lines = [json.dumps({"step": step + 1, "timing/step": seconds}) for step, seconds in steps.items()]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in [*lines, json.dumps({"step": 2})]))
+    return str(folder)
+
+
+def on_ray(step: int, rows: int = 8, warm: float = 0.0) -> list[Span]:
+    """A step on Ray: `a` runs on two ranks, then the role changes, then `b` runs on one."""
+    at, lengths = 100.0 * (step + 1), tuple((10 + i, 5 + i) for i in range(rows))
+    return [
+        Span("a", "actor rank 0", at, at + warm + 2.0, 0, "node", step, rows, sum(t for t, _ in lengths), 0, lengths),
+        Span("a", "actor rank 1", at, at + warm + 1.0, 0, "node", step, rows, sum(t for t, _ in lengths), 0, lengths),
+        Span("fetch", "actor rank 0", at, at + 0.5, kind="transfer"),
+        Span("sleep", "driver", at + warm + 2.1, at + warm + 2.4, kind="wait"),
+        Span("wake", "driver", at + warm + 2.4, at + warm + 3.0, kind="wait"),
+        Span("b", "ref rank 0", at + warm + 3.2, at + warm + 4.2, 0, "node", step, 2 * rows, 0),
+    ]
+
+
+class TestOfARun:
+    def test_by_hand(self, tmp_path: Path) -> None:
+        spans = [span for step in range(4) for span in on_ray(step, warm=50.0 * (step == 0))]
+        costs = Costs.of(write_run(tmp_path, spans, {0: 54.9, 1: 4.5, 2: 4.5, 3: 4.5}, Colocate(gpus=2)))
+        assert (costs.prompts, costs.place) == (8, Colocate(gpus=2))
+        load = Load(8, 108, 0, 12)
+        assert costs.seconds("a", 2, load) == pytest.approx(1.5, abs=0.51)  # between its ranks
+        assert costs.seconds("b", 1, Load(16)) == pytest.approx(1.0)
+        assert costs.seconds("b", 3, Load(16)) == pytest.approx(1.0)  # as with what was measured
+        assert costs.gap("b") == pytest.approx(3.2 - 2.0 - 0.3 - 0.6, abs=1e-5)
+        assert (costs.turn("sleep", "b"), costs.turn("wake", "b")) == (
+            pytest.approx(0.3, abs=1e-5),
+            pytest.approx(0.6, abs=1e-5),
+        )
+        assert costs.between == pytest.approx(0.3, abs=1e-5)
+        assert [len(step.tokens) for step in costs.lengths["a"]] == [16] * 4
+        assert len(costs.noise) == 3 and costs.noise[0]["b"] == pytest.approx(1.0)
+
+    def test_what_every_call_takes_does_not_grow_with_rows(self, tmp_path: Path) -> None:
+        spans = [span for step in range(4) for span in on_ray(step)]
+        spans += [
+            Span("c", "ref rank 0", at + 90.0, at + 90.4, 0, "node", step, 8, 0) for step, at in enumerate((0, 100))
+        ]
+        costs = Costs.of(write_run(tmp_path, spans, dict.fromkeys(range(4), 4.5)))
+        assert costs.seconds("c", 1, Load(800)) == pytest.approx(0.4)  # the quickest node shows what a call takes
+        assert costs.seconds("b", 1, Load(32)) == pytest.approx(0.4 + 2 * 0.6)
+
+    def test_validations_tell_of_nodes_and_not_of_steps(self, tmp_path: Path) -> None:
+        spans = [span for step in range(3) for span in on_ray(step)]
+        spans += [Span("val/b", "ref rank 0", at, at + 3.0, 0, "node", 0, 160, 0) for at in (50.0, 500.0, 600.0)]
+        costs = Costs.of(write_run(tmp_path, spans, dict.fromkeys(range(3), 4.5)))
+        assert costs.seconds("b", 1, Load(88)) == pytest.approx(2.0, rel=0.05)
+        assert "val/b" not in costs.lengths and "val/b" not in costs.gaps
+
+    def test_a_cost_by_hand(self) -> None:
+        costs = Costs("by hand", {"a": {1: Cost(row=1.0)}}, noise=[{"a": 2.0}])
+        assert costs.seconds("a", 1, Load(3), step=0) == 6.0
+        assert costs.given(a=0.5).seconds("a", 1, Load(3), step=0) == 0.5
+
+    @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, "1", True])
+    def test_a_cost_that_is_none(self, seconds: Any) -> None:
+        with pytest.raises(ParameterError, match=r"expected seconds, such as given\(a=0\.1\)"):
+            Costs("by hand", {"a": {1: Cost(row=1.0)}}).given(a=seconds)
+
+    @pytest.mark.parametrize(
+        ("file", "before", "after"),
+        [
+            ("run.json", '"prompts": 8', '"prompts": 0'),
+            ("run.json", '"prompts": 8', '"prompts": "8"'),
+            ("run.json", '"place": null', '"place": "gpu"'),
+            ("metrics.jsonl", "4.5", "null"),
+            ("metrics.jsonl", "4.5", '"4.5"'),
+        ],
+    )
+    def test_a_run_that_says_something_else(self, tmp_path: Path, file: str, before: str, after: str) -> None:
+        write_run(tmp_path, [span for step in range(3) for span in on_ray(step)], dict.fromkeys(range(3), 4.5))
+        text = (tmp_path / file).read_text()
+        assert before in text
+        (tmp_path / file).write_text(text.replace(before, after, 1))
+        with pytest.raises(DataError, match=f"{file}.* run it again"):
+            Costs.of(tmp_path)
+
+    def test_no_run(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="nowhere holds no run; expected the folder of one that went some steps"):
+            Costs.of(tmp_path / "nowhere")
+
+    def test_no_trace(self, tmp_path: Path) -> None:
+        write_run(tmp_path, [], {})
+        with pytest.raises(DataError, match="a run that has not finished a step, so nothing was measured"):
+            Costs.of(tmp_path)
+        (tmp_path / "trace.json").unlink()
+        with pytest.raises(DataError, match=r"holds a run that has left no trace.json yet"):
+            Costs.of(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- of a run that ran
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Training, str]:
+    """A training of three steps, and the folder of a run of it."""
+    folder = tmp_path_factory.mktemp("trained")
+    job, data = job_of("grpo", tiny, digits, n=2), PromptData(prompts_file)
+    training = Training(
+        job,
+        data,
+        steps=3,
+        prompts=4,
+        validation=Validation(data, every=3),
+        folder=str(folder / "first"),
+        save_model=False,
+    )
+    return training, str(training.run().folder)
+
+
+class TestOfTraining:
+    def test_a_step_is_predicted(self, trained: tuple[Training, str]) -> None:
+        training, folder = trained
+        costs = Costs.of(folder)
+        assert (costs.prompts, costs.place) == (4, None)
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        measured = [line["timing/step"] for line in lines if "timing/step" in line]
+        found = predict(training.job.graph, None, 4, costs)
+        assert min(measured[1:]) * 0.5 < found.seconds < max(measured[1:]) * 2.0
+        assert predict(training.job.graph, None, 64, costs).seconds > found.seconds
+
+    def test_the_lengths_are_those_of_the_run(self, trained: tuple[Training, str]) -> None:
+        steps = Costs.of(trained[1]).lengths["generate"]
+        assert [len(step.tokens) for step in steps] == [8] * 3
+        assert all(1 <= n <= 6 for step in steps for n in step.response)  # max_new_tokens=6
+
+    def test_spans_say_what_nodes_were_given(self, trained: tuple[Training, str]) -> None:
+        spans = {(span.name, span.step): span for span in Timeline.load(Path(trained[1]) / "trace.json").spans}
+        for step in range(3):
+            answered, updated = spans["generate", step], spans["update_actor", step]
+            tokens = [tokens for tokens, _ in answered.lengths]
+            for span in (answered, updated, spans["reward", step]):
+                assert (span.rows, span.tokens, span.padded) == (8, sum(tokens), 8 * max(tokens))
+            assert updated.lengths == ()
+            assert all(tokens > response for tokens, response in answered.lengths)  # there is a prompt, too
+
+    def test_run_json_holds_what_was_predicted_and_measured(
+        self, trained: tuple[Training, str], tmp_path: Path
+    ) -> None:
+        training, folder = trained
+        changed: dict[str, Any] = {"folder": str(tmp_path / "second"), "costs": folder, "steps": 2}
+        run = type(training)(**{**vars_of(training), **changed}).run()
+        seconds = json.loads((run.folder / "run.json").read_text())["step_seconds"]
+        assert seconds["predicted"] > 0
+        assert seconds["measured"] == pytest.approx(np.median([step["timing/step"] for step in run.metrics]))
+        assert "step_seconds" not in json.loads((Path(folder) / "run.json").read_text())
+
+    def test_costs_that_are_missing_are_told_before_a_model_loads(
+        self, trained: tuple[Training, str], tmp_path: Path
+    ) -> None:
+        changed: dict[str, Any] = {"folder": str(tmp_path / "second"), "costs": "nowhere"}
+        with pytest.raises(DataError, match="nowhere holds no run"):
+            type(trained[0])(**{**vars_of(trained[0]), **changed}).run()
+        assert not (tmp_path / "second").exists()
+
+    def test_a_diff_says_what_an_edit_does_to_the_step(self, trained: tuple[Training, str]) -> None:
+        graph: Graph = trained[0].job.graph
+        costs = Costs.of(trained[1]).given(ref_log_prob=1000.0)
+        lighter = graph.edit(drop=["ref_log_prob"], set={"update_actor.kl": None})
+        found = graph.diff(lighter, costs)
+        assert found.seconds is not None and found.seconds[0] > 1000.0 > found.seconds[1]
+        before, _, after = str(found).rpartition("\n")
+        assert before == str(graph.diff(lighter))
+        assert after == f"this edit: {found.seconds[0]:.3g} s → {found.seconds[1]:.3g} s"
+
+    def test_a_diff_to_a_graph_with_a_node_that_was_not_measured(self, trained: tuple[Training, str]) -> None:
+        graph: Graph = trained[0].job.graph
+        costs = Costs.of(trained[1])
+        other = grpo(digits, n=2, max_new_tokens=6).edit(rename={"reward": "score"})
+        with pytest.raises(DataError, match="has not measured score of grpo; run that graph once"):
+            graph.diff(other, costs)
+        assert graph.diff(other, costs.given(score=0.1)).seconds is not None
+
+    def test_the_path_of_a_run_is_no_costs(self, trained: tuple[Training, str]) -> None:
+        graph, said = trained[0].job.graph, r"are no costs; expected those of a run: Costs\.of\('runs/first'\)"
+        for ask in (lambda run: graph.diff(graph, run), lambda run: predict(graph, None, 4, run)):
+            with pytest.raises(ParameterError, match=said):
+                ask(trained[1])
+
+
+def vars_of(training: Training) -> dict[str, Any]:
+    return {name: getattr(training, name) for name in type(training).__dataclass_fields__}

@@ -1,0 +1,132 @@
+"""Predictions: step times, idle shares and bounds are those that are counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowrl.core.operators.roles import Role
+from flowrl.distributed.place import Colocate, Split
+from flowrl.errors import BindError, DataError
+from flowrl.graph import Graph
+from flowrl.run.placement.place import Place
+from flowrl.run.predict.cost import Cost
+from flowrl.run.predict.costs import Costs
+from flowrl.run.predict.prediction import predict
+from tests.support.paper import BATCH, Answer, Ask, Carry, General, Generating, Nodes, OnSlots, Train, fixed, graph_of
+
+
+def seconds_of(graph: Graph, place: Place | None, costs: Costs, rows: int = 8) -> float:
+    return predict(graph, place, rows, costs).seconds
+
+
+class TestStepTime:
+    def test_two_general_nodes_run_at_once_on_ray_and_one_after_the_other_in_one_process(self) -> None:
+        graph, costs = graph_of({"a": (General(), BATCH), "b": (General(), BATCH)}), fixed(a=2.0, b=3.0)
+        assert seconds_of(graph, Colocate(gpus=1), costs) == pytest.approx(3.0)
+        assert seconds_of(graph, None, costs) == pytest.approx(5.0)
+
+    def test_a_chain_is_a_sum(self) -> None:
+        graph = graph_of({"a": (General(), BATCH), "b": (General(), ("a", "batch"))})
+        assert seconds_of(graph, Colocate(gpus=1), fixed(a=2.0, b=3.0)) == pytest.approx(5.0)
+
+    def test_roles_of_one_slot_follow_each_other_and_those_of_two_do_not(self) -> None:
+        nodes: Nodes = {"a": (Ask(), BATCH), "b": (Ask(engine=Role("ref")), BATCH)}
+        graph = graph_of(nodes, actor=OnSlots(), ref=OnSlots())
+        assert seconds_of(graph, Colocate(gpus=1), fixed(a=2.0, b=3.0)) == pytest.approx(5.0)
+        assert seconds_of(graph, Colocate(gpus=2), fixed(a=2.0, b=3.0)) == pytest.approx(3.0)
+
+    def test_taking_turns_takes_time_while_the_driver_waits(self) -> None:
+        nodes: Nodes = {"a": (Ask(), BATCH), "b": (Ask(engine=Role("ref")), BATCH)}
+        graph = graph_of(nodes, actor=OnSlots(), ref=OnSlots())
+        turns = {"sleep": {"a": 0.1, "b": 0.2}, "wake": {"a": 0.3, "b": 0.4}}
+        costs = Costs("by hand", {}, turns=turns).given(a=2.0, b=3.0)
+        assert seconds_of(graph, Colocate(gpus=1), costs) == pytest.approx(5.0 + 0.1 + 0.2 + 0.3 + 0.4)
+        assert seconds_of(graph, Colocate(gpus=2), costs) == pytest.approx(3.0)  # all stay awake
+
+    def test_a_role_that_has_its_turn_keeps_it(self) -> None:
+        nodes: Nodes = {"a": (Ask(), BATCH), "b": (Ask(), ("a", "a")), "c": (Ask(engine=Role("ref")), ("b", "b"))}
+        graph = graph_of(nodes, actor=OnSlots(), ref=OnSlots())
+        costs = Costs("by hand", {}, turns={"sleep": {"a": 1.0}, "wake": {"a": 10.0}}).given(a=0.0, b=0.0, c=0.0)
+        assert seconds_of(graph, Colocate(gpus=1), costs) == pytest.approx(2 * 11.0)
+
+    def test_a_sync_wakes_the_trainer_before_the_engine(self) -> None:
+        nodes: Nodes = {
+            "answer": (Answer(), BATCH),
+            "train": (Train(), ("answer",) * 2),
+            "carry": (Carry(), ("train",) * 2),
+        }
+        graph = graph_of(nodes, actor=OnSlots(), rollout=Generating())
+        costs = Costs("by hand", {}, turns={"sleep": {"answer": 1.0}, "wake": {"answer": 10.0}})
+        costs = costs.given(answer=1.0, train=1.0, carry=1.0)
+        # train and carry each put one to sleep and wake the other; answer finds the engine awake
+        assert seconds_of(graph, Colocate(gpus=1), costs) == pytest.approx(3.0 + 2 * 11.0)
+
+    def test_an_engine_that_forgets_is_synced_before_it_generates(self) -> None:
+        nodes: Nodes = {
+            "answer": (Answer(), BATCH),
+            "carry": (Carry(), ("answer",) * 2),
+            "ask": (Ask(), ("carry",) * 2),
+        }
+        for forgets, syncs in ((False, 1), (True, 2)):
+            graph = graph_of(nodes, actor=OnSlots(), rollout=Generating(loses_weights_asleep=forgets))
+            costs = fixed(answer=1.0, carry=10.0, ask=1.0)
+            assert seconds_of(graph, Colocate(gpus=1), costs) == pytest.approx(2.0 + 10.0 * syncs)
+
+    def test_ranks_share_rows(self) -> None:
+        graph = graph_of({"a": (Ask(), BATCH)}, actor=OnSlots(ranks=2))
+        costs = Costs("by hand", {"a": {1: Cost(fixed=1.0)}}, lengths={})
+        assert seconds_of(graph, Colocate(gpus=2), costs, rows=8) == pytest.approx(1.0)
+
+    def test_what_passes_between_nodes_and_between_steps(self) -> None:
+        graph = graph_of({"a": (General(), BATCH), "b": (General(), ("a", "a"))})
+        costs = Costs("by hand", {}, gaps={"a": 0.1, "b": 0.2}, between=0.7).given(a=2.0, b=3.0)
+        for place in (None, Colocate(gpus=1)):
+            assert seconds_of(graph, place, costs) == pytest.approx(6.0)
+
+    def test_lag_overlaps_generation_and_training_on_slots_of_their_own(self) -> None:
+        nodes: Nodes = {
+            "answer": (Answer(), BATCH),
+            "train": (Train(), ("answer",) * 2),
+            "carry": (Carry(), ("train",) * 2),
+        }
+        costs = fixed(answer=3.0, train=2.0, carry=0.0)
+        backends = {"actor": OnSlots(), "rollout": Generating()}
+        for lag, wanted in ((0, 5.0), (1, 3.0)):
+            found = predict(graph_of(nodes, lag, **backends), Split(), 8, costs)
+            assert (found.seconds, found.bound) == (pytest.approx(wanted), pytest.approx(wanted))
+        assert seconds_of(graph_of(nodes, 1, **backends), Colocate(gpus=1), costs) == pytest.approx(5.0)
+
+
+class TestPrediction:
+    def test_idle_shares_and_bounds(self) -> None:
+        nodes: Nodes = {
+            "answer": (Answer(), BATCH),
+            "train": (Train(), ("answer",) * 2),
+            "carry": (Carry(), ("train",) * 2),
+        }
+        graph = graph_of(nodes, actor=OnSlots(), rollout=Generating())
+        found = predict(graph, Split(train=2), 8, fixed(answer=3.0, train=1.0, carry=0.5))
+        assert found.idle == pytest.approx({"slot 0": 1 - 1.5 / 4.5, "slot 1": 1.0, "slot 2": 1 - 3.5 / 4.5})
+        assert (found.path, found.path_seconds) == (("answer", "train", "carry"), pytest.approx(4.5))
+        assert (found.busiest, found.bound) == (pytest.approx(3.5), pytest.approx(4.5))
+        assert str(found) == (
+            "Split(train=2): a step takes 4.500 s\n"
+            "  at least 4.500 s: the critical path answer → train → carry\n"
+            "  with lag at least 3.500 s: the work of the busiest slot\n"
+            "  idle: slot 0 67%, slot 1 100%, slot 2 22%\n"
+            "  by hand ran in one process, so it does not say what syncs and turns between processes cost here"
+        )
+
+    def test_in_one_process(self) -> None:
+        found = predict(graph_of({"a": (General(), BATCH)}), None, 8, fixed(a=2.0))
+        assert str(found) == (
+            "in one process: a step takes 2.000 s\n  at least 2.000 s: the work of the busiest slot\n  idle: slot 0 0%"
+        )
+
+    def test_a_node_that_was_not_measured(self) -> None:
+        with pytest.raises(DataError, match=r"by hand has not measured b of toy; run that graph once.*--cost b=0.1"):
+            predict(graph_of({"a": (General(), BATCH), "b": (General(), BATCH)}), None, 8, fixed(a=1.0))
+
+    def test_an_unbound_role(self) -> None:
+        with pytest.raises(BindError, match=r"toy leaves 'actor' unbound, so nobody knows which slots of Colocate\(\)"):
+            predict(graph_of({"a": (Ask(), BATCH)}), Colocate(), 8, fixed(a=1.0))

@@ -1,0 +1,286 @@
+"""The pretend runner: the one engine walks it in the schedule's order, over random graphs, lags, places and faults."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import networkx as nx
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from flowrl.core.graphs.graph import Node
+from flowrl.core.graphs.lag import SPANS
+from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.roles import Role
+from flowrl.data.proto.dataproto import DataProto
+from flowrl.distributed.place import Colocate, Split
+from flowrl.errors import GraphError, NodeError
+from flowrl.graph import Graph
+from flowrl.run.engine.runner import Done, Task
+from flowrl.run.engine.schedule import Schedule
+from flowrl.run.engine.steps import Steps
+from flowrl.run.engine.weights import TrainedWeights
+from flowrl.run.placement.place import Place, lay_out
+from flowrl.run.predict.costs import Costs
+from flowrl.run.predict.prediction import predict
+from flowrl.run.predict.pretend import PretendRunner, blank_batch
+from tests.support.paper import (
+    BATCH,
+    Answer,
+    Ask,
+    Carry,
+    General,
+    Generating,
+    Nodes,
+    OnSlots,
+    Train,
+    Whole,
+    Wires,
+    fixed,
+    graph_of,
+)
+
+
+class Swap(Carry):
+    """One that does not wait for answers."""
+
+    @property
+    def effects(self) -> frozenset[str]:
+        return frozenset({SPANS})
+
+
+KINDS: list[Operator] = [General(), Whole(), Ask(), Train(), Ask(engine=Role("ref")), Answer(), Carry()]
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    """Random graphs in which no role has two writers."""
+    nodes: dict[str, tuple[Operator, Wires]] = {}
+    for i in range(draw(st.integers(1, 7))):
+        sources = st.sampled_from(["batch", *nodes])
+        operator = draw(st.sampled_from([kind for kind in KINDS if not writes(kind) or not written(kind, nodes)]))
+        nodes[f"n{i}"] = operator, (draw(sources), draw(sources))
+    backends = {"actor": OnSlots(draw(st.integers(1, 2))), "ref": OnSlots(), "rollout": Generating()}
+    used = {use.role for name, (op, _) in nodes.items() for use in Node(name, op, {}).uses}
+    graph = graph_of(nodes, **{role: backends[role] for role in used})
+    try:
+        _ = Plan(graph).network
+    except GraphError:
+        assume(False)
+    return graph
+
+
+def writes(operator: Operator) -> bool:
+    return bool(Node("x", operator, {}).writes)
+
+
+def written(operator: Operator, nodes: Nodes) -> bool:
+    return any(type(other) is type(operator) for other, _ in nodes.values())
+
+
+class Watched(PretendRunner):
+    """Counts the versions of all roles as nodes write them, and holds against them what nodes read."""
+
+    def __init__(self, graph: Graph, place: Place | None, costs: Costs, lose: Sequence[int] = ()) -> None:
+        super().__init__(None if place is None else lay_out(graph, place), costs)
+        self.graph, self.lose = graph, set(lose)
+        self.order: list[tuple[int | None, str]] = []
+        self.launches: Counter[tuple[int | None, str]] = Counter()
+        self.running: dict[tuple[int | None, str], Node] = {}
+        self.versions: Counter[str] = Counter()
+        self.kept: dict[str, int] = {}
+        self.seen: dict[tuple[int, str, str], int] = {}
+        self.done: set[tuple[int | None, str]] = set()
+
+    def launch(self, task: Task) -> None:
+        node, step = task.node, task.step
+        for _, other in self.running.items():
+            assert self.slots(node).isdisjoint(self.slots(other))
+            assert not set(node.writes) & set(other.roles) and not set(node.reads) & set(other.writes)
+        for source in node.sources if step is not None else ():
+            assert source in self.graph.inputs or (step, source) in self.done
+        for role in node.reads if step is not None else ():
+            assert step is not None
+            self.seen[step, node.name, role] = self.versions[role]
+        self.order.append((step, node.name))
+        self.running[step, node.name] = node
+        super().launch(task)
+
+    def wait(self) -> Sequence[Done]:
+        number = sum(self.launches.values())
+        self.launches.update(dict.fromkeys(self.running, 1))
+        if number in self.lose:
+            self.lose.discard(number)
+            self.running.clear()
+            self._running.clear()
+            raise NodeError("lost")
+        finished = super().wait()
+        for one in finished:
+            node = self.running.pop((one.task.step, one.task.node.name))
+            self.done.add((one.task.step, node.name))
+            if one.task.step is None:  # a sync, after the trained roles were loaded
+                for role in node.writes:
+                    self.versions[role] = self.versions[node.reads[0]]
+            self.versions.update(node.writes if one.task.step is not None else ())
+        return finished
+
+    def mends(self, error: NodeError) -> bool:
+        return True
+
+    def mend(self, error: NodeError) -> None:
+        pass
+
+    def save(self, role: str, folder: Path) -> None:
+        folder.mkdir()
+        self.kept[str(folder)] = self.versions[role]
+
+    def load(self, role: str, folder: Path) -> None:
+        self.versions[role] = self.kept[str(folder)]
+
+
+def assume_possible(plan: Plan, lag: int) -> None:
+    """Where generation depends on training in its own step, it cannot run ahead of it."""
+    assume(nx.is_directed_acyclic_graph(Schedule(plan, lag).network(range(10))))
+
+
+def run(graph: Graph, runner: Watched, steps: int, lag: int, spare: Path | None = None) -> tuple[list[int], list[int]]:
+    """The steps for which batches were drawn, in order, and how many were done when each was."""
+    plan, drawn, done = Plan(graph), list[int](), list[int]()
+    walk = Steps(plan, runner, 0, TrainedWeights(plan, runner, 0, spare))
+    finished = 0
+
+    def draw(step: int) -> DataProto:
+        drawn.append(step)
+        done.append(finished)
+        return blank_batch(graph, 4)
+
+    if spare is not None:
+        walk.sync()
+    for _ in walk.run(draw, range(steps), lag=lag):
+        finished += 1
+    return drawn, done
+
+
+costs_of = st.fixed_dictionaries({f"n{i}": st.sampled_from([0.0, 1.0, 2.0, 5.0]) for i in range(7)})
+places = st.sampled_from([None, Colocate(gpus=2), Split(train=2), Split(train=3)])
+
+
+class TestWalk:
+    @given(graphs(), costs_of, places, st.integers(0, 3), st.integers(1, 5))
+    def test_every_instance_runs_once_after_all_that_it_waits_for(
+        self, graph: Graph, seconds: dict[str, float], place: Place | None, lag: int, steps: int
+    ) -> None:
+        assume_possible(Plan(graph), lag)
+        runner = Watched(graph, place, fixed(**seconds))
+        drawn, done = run(graph, runner, steps, lag)
+        names = [node.name for node in Plan(graph).order]
+        assert sorted(runner.order) == sorted((step, name) for step in range(steps) for name in names)
+        assert drawn == list(range(steps))
+        assert all(step - before <= lag for step, before in zip(drawn, done, strict=True))
+        self.check_versions(graph, runner, lag)
+
+    def check_versions(self, graph: Graph, runner: Watched, lag: int) -> None:
+        """Whoever reads a role sees what was written before; only what generates sees what is `lag` steps old."""
+        writer = {role: node.name for node in graph.nodes.values() for role in node.writes}
+        for (step, name, role), version in runner.seen.items():
+            if role not in writer:
+                assert version == 0
+            elif name in graph.descendants(writer[role]):
+                assert version == step + 1
+            elif role in graph.generators:
+                assert version == max(0, step - lag)
+            else:
+                assert version == step
+
+    @given(graphs(), costs_of, costs_of, st.integers(0, 2))
+    def test_the_order_in_one_process_does_not_depend_on_the_clock(
+        self, graph: Graph, some: dict[str, float], others: dict[str, float], lag: int
+    ) -> None:
+        assume_possible(Plan(graph), lag)
+        first, second = (Watched(graph, None, fixed(**seconds)) for seconds in (some, others))
+        for runner in (first, second):
+            run(graph, runner, 3, lag)
+        assert first.order == second.order
+
+    @given(graphs(), costs_of, places, st.sets(st.integers(1, 12), max_size=2), st.integers(0, 2))
+    def test_what_is_lost_is_repeated_with_the_same_batches_and_weights(
+        self,
+        tmp_path_factory: pytest.TempPathFactory,
+        graph: Graph,
+        seconds: dict[str, float],
+        place: Place | None,
+        lose: set[int],
+        lag: int,
+    ) -> None:
+        assume_possible(Plan(graph), lag)
+        runner = Watched(graph, place, fixed(**seconds), sorted(lose))
+        drawn, _ = run(graph, runner, 4, lag, tmp_path_factory.mktemp("spare"))
+        assert drawn == list(range(4))
+        names = [node.name for node in Plan(graph).order]
+        assert {(step, name) for step, name in runner.order if step is not None} == {
+            (step, name) for step in range(4) for name in names
+        }
+        assert all(runner.versions[role] == 4 for role in graph.trained)
+        if graph.trained:  # else a sync carries the same version each time, and here each counts as another
+            self.check_versions(graph, runner, lag)
+
+    @given(graphs(), costs_of, st.integers(0, 2))
+    def test_a_step_is_never_shorter_than_its_bound(self, graph: Graph, seconds: dict[str, float], lag: int) -> None:
+        runner = PretendRunner(lay_out(graph, Split(train=2)), fixed(**seconds))
+        plan, ends = Plan(graph), [0.0]
+        assume_possible(plan, lag)
+        for _ in Steps(plan, runner, 0, TrainedWeights(plan, runner, 0)).run(
+            lambda step: blank_batch(graph, 4), range(12), lag=lag
+        ):
+            ends.append(runner.now)
+        bound = predict(graph, Split(train=2), 4, fixed(**seconds)).busiest
+        assert (ends[-1] - ends[0]) / 12 >= bound - 1e-9
+
+    @pytest.mark.parametrize("lag", [1, 2, 3])
+    @pytest.mark.parametrize("place", [None, Split(train=1, rollout=1)])
+    def test_what_older_weights_have_sampled_is_kept_where_later_ones_are_lost(
+        self, lag: int, place: Place | None, tmp_path: Path
+    ) -> None:
+        nodes: Nodes = {
+            "answer": (Answer(), BATCH),
+            "train": (Train(), ("answer",) * 2),
+            "carry": (Carry(), ("train",) * 2),
+        }
+        backends = {"actor": OnSlots(), "rollout": Generating()}
+        for lost in range(1, 3 * 6):
+            graph = graph_of(nodes, lag, **backends)
+            runner = Watched(graph, place, fixed(answer=2.0, train=3.0, carry=1.0), [lost])
+            drawn, _ = run(graph, runner, 6, lag, tmp_path / f"{lost}")
+            assert drawn == list(range(6))
+            self.check_versions(graph, runner, lag)
+            again = Counter(runner.order)
+            assert sum(again[step, "answer"] - 1 for step in range(6)) <= 1  # what ran as it was lost
+
+    def test_a_swap_runs_beside_what_generates(self) -> None:
+        """By hand: a sync that waits keeps both slots for a second of each step; a swap only that of the trainer."""
+        costs, seconds = fixed(answer=3.0, train=1.0, carry=1.0), {}
+        for carry in (Carry(), Swap()):
+            nodes: Nodes = {
+                "answer": (Answer(), BATCH),
+                "train": (Train(), ("answer",) * 2),
+                "carry": (carry, ("train",) * 2),
+            }
+            graph, places = graph_of(nodes, 1, actor=OnSlots(), rollout=Generating()), (Split(1, 1), Colocate(1), None)
+            seconds[type(carry)] = [predict(graph, place, 4, costs).seconds for place in places]
+        assert seconds == {Carry: [4.0, 5.0, 5.0], Swap: [3.0, 5.0, 5.0]}
+
+    def test_a_lag_that_cannot_be_is_refused(self) -> None:
+        nodes: Nodes = {
+            "train": (Train(), BATCH),
+            "carry": (Carry(), ("train",) * 2),
+            "answer": (Answer(), ("train",) * 2),
+        }
+        graph = graph_of(nodes, 1, actor=OnSlots(), rollout=Generating())
+        with pytest.raises(
+            GraphError, match=r"toy cannot let generation run 1 version\(s\) ahead: it would wait.*answer in step"
+        ):
+            predict(graph, Split(), 4, fixed(train=1.0, carry=1.0, answer=1.0))

@@ -1,0 +1,287 @@
+"""Checkpoints: whole or not there; what is damaged is found, and the one before is taken."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from flowrl.errors import DataError, ParameterError
+from flowrl.run.training.checkpoint import MANIFEST, STATE, Checkpoints, find_fault
+
+
+def engines(content: bytes = b"weights") -> Callable[[Path], None]:
+    """Writes what engines would: folders of roles, and a file without a byte."""
+
+    def write(folder: Path) -> None:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "model.safetensors").write_bytes(content)
+        (folder / "actor" / "optimizer.bin").write_bytes(content[::-1])
+        (folder / "empty").write_bytes(b"")
+
+    return write
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    """Whole checkpoints after steps 10 and 20."""
+    made = Checkpoints(tmp_path / "checkpoints", keep=3)
+    for step in (10, 20):
+        made.save(step, {"kl": step / 7}, engines(b"weights of %d" % step))
+    return made
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+class TestSave:
+    def test_what_is_written_comes_back(self, checkpoints: Checkpoints) -> None:
+        found = checkpoints.latest()
+        assert found is not None
+        path, state = found
+        assert path == checkpoints.folder / "step-000020"
+        assert state == {"kl": 20 / 7, "step": 20}
+        assert (path / "actor" / "model.safetensors").read_bytes() == b"weights of 20"
+        assert names(path) == ["actor", "empty", MANIFEST, STATE]
+
+    def test_numbers_come_back_exactly(self, tmp_path: Path) -> None:
+        state = {"floats": [0.1, 1e-308, -0.0, math.inf], "nan": math.nan, "seed": 2**63 + 1, "none": None, "ü": "é"}
+        checkpoints = Checkpoints(tmp_path, keep=1)
+        checkpoints.save(1, state, engines())
+        found = checkpoints.latest()
+        assert found is not None
+        assert repr(found[1]) == repr({**state, "step": 1})
+
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        assert Checkpoints(tmp_path / "none", keep=1).latest() is None
+        assert Checkpoints(tmp_path / "none", keep=1).steps() == []
+
+    @pytest.mark.parametrize("keep", [1, 2, 5])
+    def test_keep(self, tmp_path: Path, keep: int) -> None:
+        checkpoints = Checkpoints(tmp_path, keep)
+        for step in range(1, 5):
+            checkpoints.save(step, {}, engines())
+        assert checkpoints.steps() == list(range(1, 5))[-keep:]
+        assert names(tmp_path) == [f"step-{step:06d}" for step in checkpoints.steps()]
+
+    @pytest.mark.parametrize("keep", [0, -1])
+    def test_keep_none(self, tmp_path: Path, keep: int) -> None:
+        with pytest.raises(ParameterError, match=f"keep={keep}"):
+            Checkpoints(tmp_path, keep)
+
+    def test_steps_of_seven_digits_are_in_order(self, tmp_path: Path) -> None:
+        checkpoints = Checkpoints(tmp_path, keep=2)
+        for step in (999_999, 1_000_000):
+            checkpoints.save(step, {}, engines())
+        assert checkpoints.steps() == [999_999, 1_000_000]
+        found = checkpoints.latest()
+        assert found is not None and found[1]["step"] == 1_000_000
+
+    def test_other_folders_are_left_alone(self, checkpoints: Checkpoints) -> None:
+        for name in ("step-best", "step-20-copy", "step-7", "notes"):
+            (checkpoints.folder / name).mkdir()
+        checkpoints.save(30, {}, engines())
+        assert checkpoints.steps() == [10, 20, 30]
+        assert {"step-best", "step-20-copy", "step-7", "notes"} < set(names(checkpoints.folder))
+
+    @pytest.mark.parametrize(
+        ("state", "said"),
+        [
+            ({"position": (1, 2)}, r"\['position'\] is a tuple"),
+            ({"kl": {"a": object()}}, r"\['kl'\]\['a'\] is an object"),
+            ({"counts": {1: 2}}, "has the key 1"),
+        ],
+    )
+    def test_a_state_that_json_would_change(self, checkpoints: Checkpoints, state: dict[str, Any], said: str) -> None:
+        with pytest.raises(DataError, match=said):
+            checkpoints.save(30, state, lambda folder: pytest.fail("was written"))
+        assert names(checkpoints.folder) == ["step-000010", "step-000020"]
+
+    def test_the_step_is_the_steps_own(self, checkpoints: Checkpoints) -> None:
+        checkpoints.save(30, {"step": 4}, engines())
+        found = checkpoints.latest()
+        assert found is not None and found[1] == {"step": 30}
+
+
+class TestCutOff:
+    @staticmethod
+    def fail(folder: Path) -> None:
+        engines()(folder)
+        raise OSError("no space left on device")
+
+    def test_while_writing(self, checkpoints: Checkpoints) -> None:
+        with pytest.raises(OSError, match="no space"):
+            checkpoints.save(30, {}, self.fail)
+        assert names(checkpoints.folder) == ["step-000010", "step-000020"]
+        found = checkpoints.latest()
+        assert found is not None and found[1]["step"] == 20
+
+    @pytest.mark.parametrize("call", ["fsync", "replace"])
+    def test_at_any_call_to_the_system(
+        self, checkpoints: Checkpoints, call: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After a crash anywhere there is a whole checkpoint: the new one, or the one before."""
+        real, survived = getattr(os, call), 0
+        for n in range(20):
+            calls = 0
+
+            def crash(*arguments: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls > n:  # noqa: B023
+                    raise KeyboardInterrupt
+                return real(*arguments)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(os, call, crash)
+                try:
+                    checkpoints.save(30, {"n": n}, engines())
+                    survived += 1
+                except KeyboardInterrupt:
+                    pass
+            found = checkpoints.latest()
+            assert found is not None
+            assert (found[1]["step"], found[1].get("n", n)) in ((20, n), (30, n))
+            shutil.rmtree(checkpoints.folder / "step-000030", ignore_errors=True)
+        assert 0 < survived < 20
+
+    @pytest.mark.parametrize("step", [30, 40])
+    def test_a_leftover_of_a_killed_process(self, checkpoints: Checkpoints, step: int) -> None:
+        leftover = checkpoints.folder / f".step-{step:06d}.partial"
+        leftover.mkdir()
+        (leftover / "old").write_text("of another attempt")
+        assert checkpoints.steps() == [10, 20]
+        found = checkpoints.latest()
+        assert found is not None and found[1]["step"] == 20
+        path = checkpoints.save(30, {}, engines())
+        assert find_fault(path) is None
+        assert not (path / "old").exists()
+        assert names(checkpoints.folder) == ["step-000010", "step-000020", "step-000030"]
+
+
+class TestAgain:
+    """A run that goes on from a checkpoint comes to the same steps again."""
+
+    def test_a_step_is_replaced(self, checkpoints: Checkpoints) -> None:
+        path = checkpoints.save(20, {"again": True}, engines(b"other weights"))
+        assert (path / "actor" / "model.safetensors").read_bytes() == b"other weights"
+        assert checkpoints.latest() == (path, {"again": True, "step": 20})
+        assert names(checkpoints.folder) == ["step-000010", "step-000020"]
+
+    def test_what_replaces_it_is_whole_first(self, checkpoints: Checkpoints) -> None:
+        with pytest.raises(OSError, match="no space"):
+            checkpoints.save(20, {}, TestCutOff.fail)
+        found = checkpoints.latest()
+        assert found is not None and found[1] == {"kl": 20 / 7, "step": 20}
+
+    def test_later_ones_of_the_old_run_go(self, tmp_path: Path) -> None:
+        """Else a damaged later one would count as the newest to be kept."""
+        checkpoints = Checkpoints(tmp_path, keep=1)
+        checkpoints.save(30, {}, engines())
+        (tmp_path / "step-000030" / STATE).unlink()
+        checkpoints.save(25, {}, engines())
+        assert checkpoints.steps() == [25]
+
+
+class TestDamage:
+    def test_every_byte(self, tmp_path: Path) -> None:
+        path = Checkpoints(tmp_path, keep=1).save(1, {"kl": 0.5}, engines(b"ab"))
+        assert find_fault(path) is None
+        tried = 0
+        for file in [file for file in path.rglob("*") if file.is_file()]:
+            whole = file.read_bytes()
+            for at in range(len(whole)):
+                for bit in (1, 2, 4, 8, 16, 32, 64, 128):
+                    file.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+                    fault = find_fault(path)
+                    assert fault is not None, (file.name, at, bit)
+                    assert str(path) in fault and (file.name in fault or file.name == MANIFEST)
+                    tried += 1
+            file.write_bytes(whole)
+        assert tried > 1000
+        assert find_fault(path) is None
+
+    def test_truncated_anywhere(self, tmp_path: Path) -> None:
+        path = Checkpoints(tmp_path, keep=1).save(1, {}, engines(b"abc"))
+        for file in [file for file in path.rglob("*") if file.is_file()]:
+            whole = file.read_bytes()
+            for length in range(len(whole)):
+                file.write_bytes(whole[:length])
+                assert find_fault(path) is not None, (file.name, length)
+            file.write_bytes(whole + b"\0")
+            assert find_fault(path) is not None, file.name
+            file.write_bytes(whole)
+
+    def test_missing(self, tmp_path: Path) -> None:
+        path = Checkpoints(tmp_path, keep=1).save(1, {}, engines())
+        for file in [file for file in path.rglob("*") if file.is_file()]:
+            whole = file.read_bytes()
+            file.unlink()
+            fault = find_fault(path)
+            assert fault is not None and file.name in fault
+            file.mkdir()
+            assert find_fault(path) is not None
+            file.rmdir()
+            file.write_bytes(whole)
+
+    @pytest.mark.parametrize(
+        "text", ["", "[]", "3", "{}", '{"files": 3, "digest": ""}', '{"files": ["a"], "digest": ""}']
+    )
+    def test_a_manifest_that_says_something_else(self, checkpoints: Checkpoints, text: str) -> None:
+        path = checkpoints.folder / "step-000020"
+        (path / MANIFEST).write_text(text)
+        assert MANIFEST in str(find_fault(path))
+
+    @pytest.mark.parametrize("name", ["a\0b", "pipe", "actor", "../none"])
+    def test_a_manifest_that_names_no_file(self, checkpoints: Checkpoints, name: str) -> None:
+        """Its seal is no secret, so others can write one: what it names must not raise, nor be waited for."""
+        path = checkpoints.folder / "step-000020"
+        os.mkfifo(path / "pipe")
+        files = json.loads((path / MANIFEST).read_text())["files"] | {name: "0" * 32}
+        seal = xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
+        (path / MANIFEST).write_text(json.dumps({"files": files, "digest": seal}))
+        assert str(find_fault(path)).endswith(f"is damaged: {name!r} is no file there")
+
+    def test_a_manifest_that_forgets_a_file(self, checkpoints: Checkpoints) -> None:
+        path = checkpoints.folder / "step-000020"
+        manifest = json.loads((path / MANIFEST).read_text())
+        del manifest["files"]["empty"]
+        (path / MANIFEST).write_text(json.dumps(manifest))
+        assert find_fault(path) is not None
+
+    def test_a_file_more_is_no_damage(self, checkpoints: Checkpoints) -> None:
+        path = checkpoints.folder / "step-000020"
+        (path / ".nfs0001").write_bytes(b"of the file system")
+        assert find_fault(path) is None
+
+    def test_the_one_before_is_taken(self, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+        (checkpoints.folder / "step-000020" / "actor" / "model.safetensors").write_bytes(b"weights of 21")
+        with caplog.at_level(logging.WARNING):
+            found = checkpoints.latest()
+        assert found is not None
+        assert (found[0].name, found[1]["step"]) == ("step-000010", 10)
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING
+        for part in ("step-000020", "actor/model.safetensors is not what was written", "going on from step-000010"):
+            assert part in record.getMessage()
+
+    def test_no_warning_without_damage(self, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+        checkpoints.latest()
+        assert not caplog.records
+
+    def test_all_damaged(self, checkpoints: Checkpoints) -> None:
+        (checkpoints.folder / "step-000010" / MANIFEST).unlink()
+        (checkpoints.folder / "step-000020" / "empty").write_bytes(b"?")
+        with pytest.raises(DataError) as raised:
+            checkpoints.latest()
+        for part in ("step-000010 has no manifest.json", "step-000020 is damaged: empty"):
+            assert part in str(raised.value)

@@ -1,0 +1,261 @@
+"""However a run ends, its folder says so: a full disk, a signal, reporters that are none."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl import INJECTED, Metrics, Operator, State, Terminal, Training
+from flowrl import columns as c
+from flowrl.core.graphs.after import After
+from flowrl.data.sources.prompts import PromptData
+from flowrl.errors import DataError, ParameterError, StorageError
+from flowrl.run.engine.timeline import Timeline
+from flowrl.run.training.run_folder import RunFolder
+from flowrl.run.training.signals import SIGNALS, Ended, ended_in_order
+from tests import ROOT
+from tests.run.training.interrupted import assert_same, jobs, run
+from tests.support.jobs import job_of
+from tests.support.runs import Recorder, described, lines, train
+
+
+class Full:
+    """A disk that is full for files of some names, once `on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+        self.on, self._names = False, names
+        opened, written = Path.open, Path.write_bytes
+
+        def refuse(path: Path) -> None:
+            if self.on and any(name in path.name for name in self._names):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def open_(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+            if "a" in mode or "w" in mode:
+                refuse(path)
+            return opened(path, mode, *rest, **more)
+
+        def write_bytes(path: Path, content: bytes) -> int:
+            refuse(path)
+            return written(path, content)
+
+        monkeypatch.setattr(Path, "open", open_)
+        monkeypatch.setattr(Path, "write_bytes", write_bytes)
+
+
+class Filling(Recorder):
+    """Fills the disk after the first step."""
+
+    def __init__(self, disk: Full) -> None:
+        super().__init__()
+        self.disk = disk
+
+    def step(self, step: int, metrics: Any) -> None:
+        self.disk.on = True
+
+
+def test_a_full_disk_is_named_and_told(
+    tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Full(monkeypatch, "metrics.jsonl", "trace.json")
+    with pytest.raises(
+        StorageError, match=r"metrics\.jsonl cannot be written \(No space left on device; .*free"
+    ) as caught:
+        train(job_of("grpo", tiny), prompts_file, tmp_path, [Filling(disk)])
+    assert "trace.json cannot be written" in caught.value.__notes__[0]
+    assert described(tmp_path)["status"] == "failed"
+    assert described(tmp_path)["error"].startswith("StorageError: ")
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_a_disk_that_is_full_to_the_last_byte_leaves_room_to_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder.create(str(tmp_path / "run"), "grpo", False)
+    folder.describe({"status": "running"})
+    disk = Full(monkeypatch, "run.json")
+    disk.on, given = True, []
+
+    def give_way() -> None:
+        given.append(True)
+        disk.on = False
+
+    assert folder._lock is not None
+    monkeypatch.setattr(folder._lock, "give_way", give_way)
+    folder.describe({"status": "failed"})
+    folder.close()
+    assert given and described(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_run_goes_on_once_there_is_room(
+    tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        disk = Full(patched, "state.json")
+        with pytest.raises(StorageError, match=r"checkpoints/step-000002 cannot be written \(No space left"):
+            run(jobs("grpo", tiny), prompts_file, tmp_path / "run", [Filling(disk)])
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    found = run(jobs("grpo", tiny), prompts_file, tmp_path / "run", resume=True)
+    assert_same(found, run(jobs("grpo", tiny), prompts_file, tmp_path / "whole"))
+
+
+def test_a_trace_that_cannot_be_written_is_an_error_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"trace\.json cannot be written"):
+        Timeline().save(tmp_path / "file" / "trace.json")
+
+
+# ---- signals
+
+
+@pytest.fixture
+def unhandled() -> Iterator[None]:
+    """Signals end the program, as a shell leaves them; under nohup, SIGHUP would be ignored."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("unhandled")
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_a_run_in_order(tiny: str, prompts_file: str, tmp_path: Path, number: signal.Signals) -> None:
+    class Ender(Recorder):
+        def step(self, step: int, metrics: Any) -> None:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    reporter = Ender()
+    with pytest.raises(Ended) as caught:
+        train(job_of("grpo", tiny), prompts_file, tmp_path, [reporter])
+    assert caught.value.code == 128 + number
+    assert described(tmp_path)["status"] == "interrupted"
+    assert described(tmp_path)["error"] == f"Ended: {number.name}"
+    assert reporter.count("end") == 1
+    assert (tmp_path / "trace.json").exists()
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.usefixtures("unhandled")
+def test_a_signal_while_a_run_begins_is_told_too(
+    tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that says "running" of a run that was killed."""
+    describe = RunFolder.describe
+
+    def ends(folder: RunFolder, content: Any) -> None:
+        if content["status"] == "running":
+            os.kill(os.getpid(), signal.SIGTERM)
+        describe(folder, content)
+
+    monkeypatch.setattr(RunFolder, "describe", ends)
+    (tmp_path / "run.json").write_text('{"status": "running"}')
+    with pytest.raises(Ended):
+        train(job_of("grpo", tiny), prompts_file, tmp_path, [])
+    assert described(tmp_path)["status"] == "interrupted"
+
+
+def test_a_second_signal_is_ignored_meanwhile() -> None:
+    seen = []
+    with pytest.raises(Ended), ended_in_order():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGHUP)
+            seen.append("the end")
+    assert seen == ["the end"]
+
+
+def test_what_handles_a_signal_itself_is_left_alone() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with ended_in_order():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_program_that_is_terminated_ends_with_the_code_of_shells(
+    tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        from tests.run.training.interrupted import Stopper, jobs, run
+
+        class Terminated(Stopper):
+            def node(self, name):
+                if (self.done, name) == (self.at, self.name):
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        tiny, prompts, folder = sys.argv[1:]
+        run(jobs("grpo", tiny), prompts, Path(folder), [Terminated(1, "reward")])
+    """
+    arguments = [sys.executable, "-c", textwrap.dedent(script), tiny, prompts_file, str(tmp_path)]
+    ended = subprocess.run(arguments, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr.decode()
+    assert ended.stderr == b""
+    assert described(tmp_path)["status"] == "interrupted"
+
+
+# ---- reporters
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Terminal(), r"expected a list of reporters, such as run\(\[Terminal\(\)\]\)"),
+        (lambda: "Terminal", "expected a list of reporters"),
+        (lambda: None, "expected a list of reporters"),
+        (lambda: iter([Terminal()]), "expected a list of reporters"),
+        (lambda: ["Terminal"], r"run\(\['Terminal'\]\): this reporter has no end, node, start, step, validation"),
+        (lambda: [Terminal], "is a class; expected reporters that were made"),
+        (lambda: [Terminal(), None], "this reporter has no"),
+        (lambda: (io.StringIO(),), "this reporter has no"),
+    ],
+)
+def test_what_is_no_reporter_is_refused_before_there_is_a_folder(
+    prompts_file: str, tmp_path: Path, make: Callable[[], Any], said: str
+) -> None:
+    training = Training(
+        job_of("grpo", "no such model"), PromptData(prompts_file), steps=1, prompts=2, folder=str(tmp_path / "run")
+    )
+    with pytest.raises(ParameterError, match=said):
+        training.run(make())
+    assert not (tmp_path / "run").exists()
+
+
+# ---- a state that only later cannot be saved
+
+
+class Late(Operator):
+    """Keeps a number, and later what JSON does not know."""
+
+    seen = State(lambda self: 0)
+
+    def __call__(self, token_level_scores: c.TokenLevelScores, metrics: Metrics = INJECTED) -> c.TokenLevelScores:
+        self.seen.value = self.seen.value + 1 if self.seen.value == 0 else (1, 2)  # type: ignore[assignment]
+        return token_level_scores
+
+
+def test_a_state_that_cannot_be_saved_is_refused_after_the_step_that_made_it(
+    tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    job = job_of("grpo", tiny).edit(insert={"late": After("reward", Late())})
+    with pytest.raises(DataError, match=r"the state after step 2\['late\.seen'\] is a tuple"):
+        train(job, prompts_file, tmp_path, steps=9, checkpoint_every=9)
+    assert train(job, prompts_file, tmp_path / "unsaved", steps=3).metrics

@@ -1,0 +1,183 @@
+"""A validation is any edit of the job's graph: other operators, other engines, several at once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl import After, PromptData, Validation
+from flowrl.backends import SGD, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.core.operators.roles import Role
+from flowrl.errors import BindError, FlowrlError
+from flowrl.graphs import grpo
+from flowrl.operators import Generate, MajorityAtK, PassAtK, Reward
+from flowrl.operators.rows.held_out import majority_at_k, pass_at_k
+from flowrl.run.training.held_out import held_out, with_engines
+from tests.support.jobs import job_of, weights_of
+from tests.support.kernel import exact
+from tests.support.other_policies import judged
+from tests.support.rewards import digits
+from tests.support.runs import described, lines, timeless, train
+
+pytestmark = pytest.mark.runs
+
+SAMPLED = {"repeat.n": 4, "generate.temperature": 1.0}
+
+
+def half(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    """For held-out answers only."""
+    return 0.5
+
+
+def several(data: str, **settings: Any) -> Validation:
+    estimates = {
+        "pass_at_2": After("reward", PassAtK(2, passed=0.1)),
+        "maj_at_2": After("reward", MajorityAtK(2)),
+    }
+    return Validation(PromptData(data), every=1, name="several", changes=SAMPLED, insert=estimates, batch=5, **settings)
+
+
+def test_operators_for_held_out_prompts_alone(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    greedy = Validation(PromptData(prompts_file), every=2, name="greedy")
+    job = job_of("grpo", tiny)
+    run = train(job, prompts_file, tmp_path, validation=(several(prompts_file), greedy))
+    assert not {"pass_at_2", "maj_at_2"} & set(job.graph.nodes)
+    assert [line["step"] for line in run.validations if "several/pass@2" in line] == [0, 1, 2, 3]
+    assert [line["step"] for line in run.validations if "greedy/reward/mean" in line] == [0, 2, 3]
+    assert not any("pass@2" in key for line in run.metrics for key in line)
+    groups: dict[Any, list[Any]] = defaultdict(list)
+    for record in lines(tmp_path / "predictions.jsonl"):
+        if record["validation"] == "several":
+            groups[record["step"], record["uid"]].append(record)
+    for line in (line for line in run.validations if "several/pass@2" in line):
+        found = [rows for (step, _), rows in groups.items() if step == line["step"]]
+        assert [len(rows) for rows in found] == [4] * 12
+        passed = [pass_at_k(4, sum(row["score"] > 0.1 for row in rows), 2) for rows in found]
+        voted = [
+            majority_at_k([row["response"].strip() for row in rows], [row["score"] for row in rows], 2)
+            for rows in found
+        ]
+        assert line["several/pass@2"] == pytest.approx(fmean(passed))
+        assert line["several/maj@2"] == pytest.approx(fmean(voted), abs=1e-6)
+    written = described(tmp_path)["training"]["validation"][0]
+    assert written["insert"]["pass_at_2"]["after"] == "reward"
+    assert written["insert"]["pass_at_2"]["operator"]["k"] == 2
+
+
+def test_another_operator_in_the_place_of_the_job_s(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    other = Validation(PromptData(prompts_file), every=1, name="half", replace={"reward": Reward(half)})
+    run = train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1, validation=other)
+    assert [line["half/reward/mean"] for line in run.validations] == [0.5, 0.5]
+    assert run.metrics[0]["reward/max"] <= 1.0 and run.metrics[0]["reward/mean"] != 0.5
+
+
+def of_its_own(data: str, folder: str, **settings: Any) -> Validation:
+    engine = TorchRollout(folder, device="cpu")
+    return Validation(PromptData(data), every=2, name="own", bind={"rollout": engine}, **settings)
+
+
+def test_an_engine_of_its_own_gets_the_trained_weights(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    shared = Validation(PromptData(prompts_file), every=2, name="shared")
+    both = train(
+        job_of("grpo", tiny), prompts_file, tmp_path / "a", validation=(of_its_own(prompts_file, tiny), shared)
+    )
+    plain = train(job_of("grpo", tiny), prompts_file, tmp_path / "b")
+    assert timeless(list(both.metrics)) == timeless(list(plain.metrics))
+    trained = weights_of(both.engines["actor"])
+    assert all(torch.equal(trained[name], weight) for name, weight in plain.engines["actor"].weights())
+    answers: dict[str, list[Any]] = {"own": [], "shared": []}
+    for record in lines(tmp_path / "a" / "predictions.jsonl"):
+        answers[record.pop("validation")].append(record)
+    assert len(answers["own"]) == 36 and answers["own"] == answers["shared"]
+    own, shares = both.engines["rollout_of_own"], both.engines["rollout"]
+    assert own.model is not shares.model
+    assert (own.receipt.version, own.receipt.transport) == (3, "copy")
+    assert described(tmp_path / "a")["graph"] == described(tmp_path / "b")["graph"]
+
+
+def test_a_resumed_run_validates_as_one_that_went_through(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    settings = {"validation": (of_its_own(prompts_file, tiny), several(prompts_file)), "checkpoint_every": 2}
+    through = train(job_of("grpo", tiny), prompts_file, tmp_path / "a", steps=4, **settings)
+    train(job_of("grpo", tiny), prompts_file, tmp_path / "b", steps=2, **settings)
+    again = train(job_of("grpo", tiny), prompts_file, tmp_path / "b", steps=4, resume=True, **settings)
+    assert list(again.validations) == list(through.validations)
+    predictions = [lines(tmp_path / run / "predictions.jsonl") for run in ("a", "b")]
+    assert predictions[0] == predictions[1]
+
+
+def test_where_others_answer_too_it_is_the_policy_s_answer_that_is_told(
+    tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    validation = Validation(PromptData(prompts_file), until="verdict", name="judged")
+    job = judged().bind(
+        actor=TorchTrainer(tiny, optimizer=SGD(lr=0.05), device="cpu"),
+        rollout=TorchRollout(),
+        judge=TorchRollout(tiny, device="cpu", frozen=True),
+    )
+    other = TorchRollout(tiny, device="cpu", frozen=True, dtype="bfloat16")
+    strict = validation.__class__(PromptData(prompts_file), until="verdict", name="strict", bind={"judge": other})
+    run = train(job, prompts_file, tmp_path, steps=1, validation=(validation, strict))
+    alone = Validation(PromptData(prompts_file), until="generate", name="alone")
+    train(job, prompts_file, tmp_path / "alone", steps=1, validation=alone)
+    said = [record["response"] for record in lines(tmp_path / "alone" / "predictions.jsonl")]
+    told = [record for record in lines(tmp_path / "predictions.jsonl") if record["validation"] == "judged"]
+    assert [record["response"] for record in told] == said
+    assert all("score" in record for record in told)
+    assert run.engines["judge_of_strict"] is not run.engines["judge"]
+
+
+def test_what_is_built_and_placed() -> None:
+    job = grpo(exact).edit(bind={"rollout": TorchRollout(), "actor": TorchTrainer("m"), "ref": TorchScorer("m")})
+    data = PromptData("m.jsonl")
+    plain, same = Validation(data), Validation(data, bind={"rollout": TorchRollout()})
+    assert with_engines(job, held_out(job, [plain, same])) is job
+    one, two = (Validation(data, name=name, bind={"rollout": TorchRollout("m")}) for name in ("a/b", "a b"))
+    found = held_out(job, [one, two])
+    assert [list(each.bindings) for each in found] == [["rollout_of_a_b"], ["rollout_of_a_b_"]]
+    assert [[sync.writes for sync in each.syncs] for each in found] == [[["rollout_of_a_b"]], [["rollout_of_a_b_"]]]
+    whole = with_engines(job, found)
+    assert set(whole.bindings) == {*job.bindings, "rollout_of_a_b", "rollout_of_a_b_"}
+    assert whole.check(prompts=4) == []
+    assert {name: whole[name] for name in job.nodes} == dict(job.nodes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"insert": {"x": After("judge", PassAtK(2))}}, r"names 'judge', which grpo does not have"),
+        ({"bind": {"engine": TorchRollout()}}, r"has no role 'engine' to bind"),
+        ({"bind": {"rollout": SGD(lr=0.1)}}, r"Validation\(.*bind"),
+        ({"bind": {"rollout": TorchScorer("m")}}, r"bound to TorchScorer, but generate needs a Rollout"),
+        ({"bind": {"rollout": TorchRollout("m", frozen=True)}}, r"'rollout_of_val', whose engine is frozen"),
+        ({"replace": {"generate": Generate(rollout=Role("x"))}, "changes": {}}, r"'val' leaves 'x' unbound.*bind={'x'"),
+        ({"wire": {"reward.rollout": "nobody"}}, r"nobody"),
+        ({"drop": ["repeats"]}, r"names 'repeats'.*did you mean 'repeat'"),
+        (
+            {"changes": {"repeat.n": 4, "generate.temperature": 0.0}, "insert": {"best": After("reward", PassAtK(4))}},
+            r"the validation 'val' must not be launched; 1 finding\(s\):\n  FR031 best: .*'generate.temperature': 1.0",
+        ),
+    ],
+)
+def test_an_edit_that_does_not_fit_is_refused_before_there_is_a_folder(
+    tiny: str, prompts_file: str, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FlowrlError, match=message):
+        validation = Validation(PromptData(prompts_file), **settings)
+        train(job_of("grpo", tiny, digits), prompts_file, tmp_path / "run", validation=validation)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_engine_that_nothing_syncs_in_a_validation_is_named(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    job = judged().bind(
+        actor=TorchTrainer(tiny, device="cpu"),
+        rollout=TorchRollout(),
+        judge=TorchRollout(tiny, device="cpu", frozen=True),
+    )
+    loose = Validation(PromptData(prompts_file), until="verdict", bind={"judge": TorchRollout(tiny, device="cpu")})
+    with pytest.raises(BindError, match="nothing carries weights to 'judge_of_val'"):
+        train(job, prompts_file, tmp_path / "run", validation=loose)

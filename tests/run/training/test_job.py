@@ -1,0 +1,285 @@
+"""`Job`: what cannot run is refused before a model loads; engines are built once, and closed."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, get_type_hints
+
+import pytest
+
+from flowrl import Colocate, PromptData, Training, backends
+from flowrl.backends import Backend, TorchRollout, TorchTrainer
+from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
+from flowrl.backends.torch.score.engine import TorchScorerEngine, TorchTrainerEngine
+from flowrl.errors import BindError, FlowrlError, NodeError
+from flowrl.graph import Graph
+from flowrl.graphs import grpo
+from flowrl.protocols import protocols
+from flowrl.protocols.backend import members
+from flowrl.protocols.protocols import BuildContext
+from flowrl.run.engine.build import EngineBuilder
+from flowrl.run.training.job import Job
+from tests.support.jobs import PROMPTS, job_of
+from tests.support.models import tiny_folder
+from tests.support.rewards import digits
+
+
+class Untouched:
+    """Backends whose build must never be reached."""
+
+    class Trainer(Backend):
+        serves = (protocols.Trainer,)
+
+        def build(self, context: BuildContext) -> TorchTrainerEngine:
+            raise AssertionError("the trainer was built")
+
+    class Scorer(Backend):
+        serves = (protocols.Scorer,)
+
+        def build(self, context: BuildContext) -> TorchScorerEngine:
+            raise AssertionError("the scorer was built")
+
+    class Rollout(Backend):
+        serves = (protocols.Rollout,)
+
+        def build(self, context: BuildContext) -> TorchRolloutEngine:
+            raise AssertionError("the rollout was built")
+
+
+def untouched(graph: Graph) -> Job:
+    return graph.bind(actor=Untouched.Trainer(), ref=Untouched.Scorer(), rollout=Untouched.Rollout())
+
+
+def refuse(job: Job, prompts_file: str, **settings: Any) -> str:
+    """What a training of the job is refused with; nothing is written for it."""
+    with pytest.raises(FlowrlError) as raised:
+        Training(job, PromptData(prompts_file), steps=1, prompts=4, folder="nowhere", **settings).run()
+    assert not Path("nowhere").exists()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_job_that_is_ready_would_have_been_built(prompts_file: str, tmp_path: Path) -> None:
+    job = untouched(grpo(digits))
+    with pytest.raises(AssertionError, match="was built"):
+        Training(job, PromptData(prompts_file), steps=1, prompts=4, folder=str(tmp_path)).run()
+
+
+def test_an_unbound_role_is_refused(prompts_file: str) -> None:
+    job = grpo(digits).bind(actor=Untouched.Trainer(), rollout=Untouched.Rollout())
+    expected = r"BindError: grpo leaves 'ref' unbound \(ref_log_prob needs a Scorer as 'ref'\).*job.edit\(bind="
+    assert re.match(expected, refuse(job, prompts_file))
+    with pytest.raises(BindError, match="leaves 'ref' unbound"), job.eager():
+        pass
+
+
+def test_a_lag_is_refused_until_an_executor_can_run_it(prompts_file: str) -> None:
+    job = untouched(grpo(digits).edit(lag=2))
+    assert re.match(r"\w*Error: (?s:.*)lag=0", refuse(job, prompts_file))
+
+
+def test_a_broken_rule_is_refused(prompts_file: str) -> None:
+    found = refuse(untouched(grpo(digits, n=1)), prompts_file)
+    assert found.startswith("RuleError") and "FR003" in found
+    found = refuse(untouched(grpo(digits, n=2, mini_batch=5)), prompts_file)
+    assert found.startswith("RuleError") and "mini_batch=5 does not divide the 8 rows" in found
+
+
+def test_a_backend_that_cannot_serve_is_refused_where_it_is_bound() -> None:
+    with pytest.raises(BindError, match=r"'actor' is bound to Scorer, but .* needs a Trainer.* declares no .*update"):
+        grpo(digits).bind(actor=Untouched.Scorer())
+    with pytest.raises(BindError, match=r"'actor' is bound to 'gpt2', which is no backend.* flowrl\.backends\.Backend"):
+        grpo(digits).bind(actor="gpt2")
+    with pytest.raises(BindError, match=r"'actor' is bound to Backend, but .* Backend serves no Protocol, which"):
+        grpo(digits).bind(actor=Backend())
+    with pytest.raises(BindError, match="no role 'critic' to bind"):
+        grpo(digits).bind(critic=Untouched.Scorer())
+
+
+def test_a_backend_is_bound_by_its_role() -> None:
+    with pytest.raises(
+        BindError, match=r"was given TorchTrainer without the role .* \(rollout, actor, ref\): bind\(rollout=\.\.\.\)"
+    ):
+        grpo(digits).bind(TorchTrainer("model"))
+
+
+def test_a_trainer_that_cannot_be_saved_is_refused_where_checkpoints_are_asked_for(prompts_file: str) -> None:
+    job = untouched(grpo(digits))
+    found = refuse(job, prompts_file, checkpoint_every=2)
+    assert found.startswith("BindError: checkpoint_every=2 saves and restores the role 'actor', but Trainer does not")
+    assert "declares no load_checkpoint, save_checkpoint; give its engine both" in found
+    assert found.endswith("or leave checkpoint_every out.")
+    with pytest.raises(
+        BindError, match=r"restart='role', gpus=3\) saves and restores the role 'actor'.* or drop restart="
+    ):
+        replace(job, place=Colocate(3, restart="role")).refuse_unready()
+    replace(job, place=Colocate(3)).refuse_unready()
+
+
+def test_an_engine_that_lacks_what_its_backend_says_is_refused() -> None:
+    class Hollow(Backend):
+        serves = (protocols.Scorer, protocols.Closable)
+
+        def build(self, context: BuildContext) -> Any:
+            return object()
+
+    with pytest.raises(BindError, match=r"Hollow, bound to the role 'ref', .* serves Scorer, .* has no log_probs"):
+        EngineBuilder({"ref": Hollow()}, seed=0).all()
+
+
+@pytest.mark.parametrize("name", ["TorchTrainer", "TorchScorer", "TorchCritic", "TorchRollout", "VLLM", "SGLang"])
+def test_the_engines_have_what_their_backends_say(name: str) -> None:
+    backend = getattr(backends, name)
+    engine = get_type_hints(backend.build)["return"]
+    for protocol in backend.serves:
+        assert members(protocol) <= set(dir(engine))
+
+
+# ---- engines
+
+
+def test_engines_are_built_once_and_what_they_share_first(tiny: str) -> None:
+    order: list[str] = []
+
+    class Noting(Backend):
+        name: str
+        wants: tuple[str, ...] = ()
+
+        def build(self, context: BuildContext) -> Any:
+            others = [context.engine(role) for role in self.wants]
+            order.append(self.name)
+            return (self.name, context.seed, *others)
+
+    engines = EngineBuilder({"a": Noting("a", ("c",)), "b": Noting("b"), "c": Noting("c")}, seed=4)
+    assert engines.all() == {"a": ("a", 4, ("c", 4)), "b": ("b", 4), "c": ("c", 4)}
+    assert order == ["c", "a", "b"]
+    with pytest.raises(BindError, match=r"a circle: a -> b -> a"):
+        EngineBuilder({"a": Noting("a", ("b",)), "b": Noting("b", ("a",))}, seed=0).all()
+    with pytest.raises(BindError, match=r"'a' shares the weights of 'x', which is not bound; bind x="):
+        EngineBuilder({"a": Noting("a", ("x",))}, seed=0).all()
+
+
+def test_a_job_is_edited_as_its_graph_and_keeps_its_engines(tiny: str) -> None:
+    job = job_of("grpo", tiny)
+    other = job.edit(bind={"rollout": TorchRollout(tiny)})
+    assert other.graph.bindings["actor"] == job.graph.bindings["actor"]
+    assert other.graph.bindings["rollout"] == TorchRollout(tiny)
+    assert job.graph.bindings["rollout"] == TorchRollout()
+    assert set(job.build()) == {"actor", "ref", "rollout"}
+
+
+class Closing:
+    """A live engine that has something to end."""
+
+    def __init__(self, name: str, closed: list[str]) -> None:
+        self.name, self.closed = name, closed
+
+    def close(self) -> None:
+        self.closed.append(self.name)
+        if self.name == "c":
+            raise OSError("c does not end")
+
+
+@pytest.mark.parametrize("fault", [None, "in the block", "while they are built", "while they are closed"])
+def test_engines_are_closed(fault: str | None) -> None:
+    """At the end of the block, the last one first; also where it ends by an error, or does not begin."""
+    closed: list[str] = []
+
+    class Named(Backend):
+        name: str
+
+        def build(self, context: BuildContext) -> Any:
+            if self.name == "d":
+                raise ValueError("d does not start")
+            return object() if self.name == "plain" else Closing(self.name, closed)
+
+    names = ["a", "plain", "b", *{"while they are built": "d", "while they are closed": "c"}.get(fault or "", "")]
+    engines = EngineBuilder({name: Named(name) for name in names}, seed=0)
+    try:
+        with engines.live() as live:
+            assert list(live) == names and not closed
+            if fault == "in the block":
+                raise ValueError("raised in the block")
+    except (OSError, ValueError) as error:
+        said = str(error)
+    else:
+        said = "nothing"
+    assert (
+        said
+        == {
+            None: "nothing",
+            "in the block": "raised in the block",
+            "while they are built": "d does not start",
+            "while they are closed": "c does not end",
+        }[fault]
+    )
+    assert closed == [name for name in reversed(names) if name in "abc"]
+
+
+class ClosingRolloutEngine(TorchRolloutEngine):
+    closed: ClassVar[list[str]] = []
+
+    def close(self) -> None:
+        self.closed.append(self.tokenizer.folder)
+
+
+class ClosingRollout(TorchRollout):
+    def build(self, context: BuildContext) -> ClosingRolloutEngine:
+        engine = super().build(context)
+        engine.__class__ = ClosingRolloutEngine
+        return engine  # type: ignore[return-value]
+
+
+def test_a_job_closes_its_engines(tiny: str) -> None:
+    """Whichever way it is opened."""
+    closed = ClosingRolloutEngine.closed
+    job = job_of("grpo", tiny).edit(bind={"rollout": ClosingRollout(tiny, device="cpu")})
+    with job.open(), pytest.raises(NodeError), job.open() as executor:
+        executor.step(PROMPTS, 0)  # which holds no receipt yet
+    assert closed == [tiny, tiny]
+    with job.eager():
+        assert len(closed) == 2
+    assert closed == [tiny] * 3
+
+
+def test_a_folder_that_is_missing_is_found_before_any_loads(tiny: str) -> None:
+    job = untouched(grpo(digits)).edit(bind={"ref": backends.TorchScorer("nowhere")})
+    for place in (None, Colocate(gpus=1)):
+        with pytest.raises(
+            BindError, match=r"the role 'ref': the model folder 'nowhere' does not exist; expected a local"
+        ):
+            replace(job, place=place).open().__enter__()
+
+
+def test_models_of_two_vocabularies_are_refused_before_any_loads(tmp_path: Path) -> None:
+    folders = {name: tiny_folder(tmp_path / name) for name in ("one", "two", "three")}
+    tokens = json.loads((tmp_path / "two" / "llama-0" / "tokenizer.json").read_text())
+    vocab = tokens["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (tmp_path / "two" / "llama-0" / "tokenizer.json").write_text(json.dumps(tokens))
+    for file in (tmp_path / "three" / "llama-0").glob("tokenizer*"):
+        file.unlink()
+    actor = backends.TorchTrainer(folders["one"], device="martian")
+    for other in (folders["two"], folders["one"], folders["three"]):
+        job = grpo(digits).bind(ref=backends.TorchScorer(other), actor=actor, rollout=TorchRollout())
+        if other == folders["two"]:
+            with pytest.raises(BindError, match=r"'actor' and 'ref' have models of two vocabularies: 2 ids differ"):
+                job.refuse_unready()
+        else:
+            job.refuse_unready()
+
+
+def test_an_engine_without_a_tokeniser_is_refused(tiny: str) -> None:
+    class Mute(Backend):
+        serves = (protocols.Rollout,)
+
+        def build(self, context: BuildContext) -> Any:
+            engine = TorchRollout(tiny, device="cpu").build(context)
+            engine._tokenizer = None  # type: ignore[assignment]
+            return engine
+
+    said = "Mute, bound to the role 'rollout', has built a TorchRolloutEngine whose tokenizer is None"
+    with pytest.raises(BindError, match=said):
+        EngineBuilder({"rollout": Mute()}, seed=0).all()

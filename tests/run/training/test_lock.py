@@ -1,0 +1,161 @@
+"""One run at a time writes to a folder, and whoever dies lets go of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.errors import ParameterError
+from flowrl.run.training.lock import LOCK, RESERVE, FolderLock
+from flowrl.run.training.training import lock
+from tests import ROOT
+from tests.support.jobs import job_of
+from tests.support.runs import Recorder, described, lines, train
+
+
+@contextmanager
+def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds a folder until it is ended."""
+    script = (
+        "import sys, pathlib; from flowrl.run.training.lock import FolderLock; "
+        "held = FolderLock(pathlib.Path(sys.argv[1])); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_another_process_is_named_and_its_death_frees_the_folder(tmp_path: Path) -> None:
+    with holder(tmp_path) as process:
+        with pytest.raises(ParameterError, match=rf"that has not ended, the process {process.pid} on .*, since 2"):
+            FolderLock(tmp_path)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert (tmp_path / LOCK).exists()  # it had no time to clear up
+        FolderLock(tmp_path).release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_this_process_counts_too(tmp_path: Path) -> None:
+    held = FolderLock(tmp_path)
+    with pytest.raises(ParameterError, match=rf"the process {os.getpid()} on"):
+        FolderLock(tmp_path)
+    held.release()
+    FolderLock(tmp_path).release()
+
+
+def test_another_run_keeps_its_lock_where_ours_was_removed(tmp_path: Path) -> None:
+    ours = FolderLock(tmp_path)
+    (tmp_path / LOCK).unlink()
+    theirs = FolderLock(tmp_path)
+    ours.release()
+    with pytest.raises(ParameterError, match="is being written by a run"):
+        FolderLock(tmp_path)
+    theirs.release()
+
+
+def test_a_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> None:
+    held = FolderLock(tmp_path)
+    reader, writer = os.pipe()
+    started, tell = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(writer)
+        held.release()  # does nothing: it is the parent's
+        os.write(tell, b"1")
+        os.read(reader, 1)
+        os._exit(0)
+    os.read(started, 1)
+    with pytest.raises(ParameterError):
+        FolderLock(tmp_path)
+    os.close(held._file)  # as when the parent dies
+    lock._open.clear()
+    FolderLock(tmp_path).release()
+    os.close(writer)
+    os.waitpid(child, 0)
+    for file in (reader, started, tell):
+        os.close(file)
+
+
+def test_a_holder_that_is_not_known(tmp_path: Path) -> None:
+    held = FolderLock(tmp_path)
+    for content in (b"", b"{", b"[]", b"{}", b"\xff"):
+        (tmp_path / LOCK).write_bytes(content)
+        with pytest.raises(ParameterError, match="that has not ended, a process that has just begun or ended it"):
+            FolderLock(tmp_path)
+    held.release()
+
+
+def test_room_is_kept_back_and_given(tmp_path: Path) -> None:
+    held = FolderLock(tmp_path)
+    assert (tmp_path / LOCK).stat().st_size == RESERVE
+    held.give_way()
+    assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
+    held.release()
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(*_: Any) -> None:
+        raise OSError(38, os.strerror(38))
+
+    monkeypatch.setattr(lock.fcntl, "flock", none)
+    with caplog.at_level(logging.WARNING):
+        FolderLock(tmp_path).release()
+    assert "has no locks, so nothing keeps a second run out" in caplog.text
+
+
+# ---- runs
+
+
+def test_a_second_run_is_refused_and_leaves_the_first_alone(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    job = job_of("grpo", tiny)
+
+    class Second(Recorder):
+        def step(self, step: int, metrics: Any) -> None:
+            super().step(step, metrics)
+            for resume in (False, True):
+                with pytest.raises(ParameterError, match=rf"is being written by .* the process {os.getpid()} on"):
+                    train(job, prompts_file, tmp_path, resume=resume)
+
+    assert train(job, prompts_file, tmp_path, [Second()]).folder == tmp_path
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert described(tmp_path)["status"] == "finished"
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_run_that_was_killed_before_its_first_step_leaves_the_folder_free(
+    tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run.json").write_text('{"status": "running"}')
+    (tmp_path / LOCK).write_text("of a process that is dead")
+    train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1)
+    assert described(tmp_path)["status"] == "finished"
+
+
+def test_refusals_let_go(prompts_file: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"status": "finished"}')
+    for _ in range(2):
+        with pytest.raises(ParameterError, match="already holds a run"):
+            train(job_of("grpo", "no such model"), prompts_file, tmp_path)
+    assert not (tmp_path / LOCK).exists()

@@ -1,0 +1,448 @@
+"""Resuming: a run that was cut off anywhere ends with the numbers and weights of the one that was not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flowrl import INJECTED, Colocate, Metrics, Operator, PromptData, State, TensorBoard, Training
+from flowrl import columns as c
+from flowrl.backends import SGD, TorchRollout
+from flowrl.core.graphs.after import After
+from flowrl.errors import DataError, NodeError, ParameterError
+from flowrl.operators import Repeat
+from flowrl.run.engine.steps import Steps
+from flowrl.run.engine.timeline import Timeline
+from flowrl.run.training.checkpoint import MANIFEST
+from flowrl.run.training.training import Run
+from flowrl.sync.digest import weights_digest
+from tests import ROOT
+from tests.nightly import nightly
+from tests.run.training.interrupted import (
+    STEPS,
+    TIMES,
+    Stop,
+    Stopper,
+    assert_same,
+    checkpoints,
+    cut_off,
+    jobs,
+    run,
+    settings,
+    status,
+    timeless,
+)
+from tests.support.jobs import job_of, weights_of, write_prompts
+from tests.support.rewards import digits
+
+pytestmark = pytest.mark.runs
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """The uninterrupted run of an algorithm, made once."""
+    made: dict[str, Run] = {}
+
+    def of(name: str) -> Run:
+        if name not in made:
+            made[name] = run(jobs(name, tiny), prompts_file, tmp_path_factory.mktemp("whole") / name)
+        return made[name]
+
+    return of
+
+
+Whole = Callable[[str], Run]
+
+
+class TestSameNumbers:
+    # within the first step after a checkpoint, in the step after, in one that crosses an epoch, in a validation
+    @pytest.mark.parametrize(
+        ("name", "step", "node"),
+        [
+            ("ppo", 2, "update_actor"),
+            ("ppo", 3, "sync"),
+            ("grpo", 4, "reward"),
+            ("grpo", 5, "generate"),
+            nightly("grpo", 2, "update_actor"),
+            nightly("grpo", 3, "sync"),
+            nightly("ppo", 4, "reward"),
+            nightly("ppo", 5, "generate"),
+        ],
+    )
+    def test_cut_off_in_a_step(
+        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, name: str, step: int, node: str
+    ) -> None:
+        cut_off(jobs(name, tiny), prompts_file, tmp_path / "run", step, node)
+        assert_same(run(jobs(name, tiny), prompts_file, tmp_path / "run", resume=True), whole(name))
+        assert checkpoints(tmp_path / "run") == ["step-000002", "step-000004", "step-000006"]
+
+    def test_the_numbers_would_differ_without_what_is_restored(self, whole: Whole) -> None:
+        """Every kind of state changes within the run, so that its loss would show."""
+        ppo = whole("ppo").metrics
+        for key in ("kl/coef", "actor/lr", "actor/grad_norm", "critic/vf_loss", "reward/mean"):
+            assert len({metrics[key] for metrics in ppo}) == STEPS, key
+        position = json.loads((whole("ppo").folder / "checkpoints/step-000004/state.json").read_text())
+        assert position["data"] == {"epoch": 1, "offset": 8, "rows": 12}
+        assert position["state"]["kl_shape.beta"] == ppo[4]["kl/coef"]
+
+    def test_cut_off_in_a_validation(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+        cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 3, "val")
+        assert [line["step"] for line in timeless(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+        assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
+
+    def test_cut_off_again_and_again(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+        job = jobs("ppo", tiny)
+        cut_off(job, prompts_file, tmp_path, 3)
+        for step in (2, 3, 4, 5):
+            cut_off(job, prompts_file, tmp_path, step, resume=True)
+        assert_same(run(job, prompts_file, tmp_path, resume=True), whole("ppo"))
+        updates = [span for span in Timeline.load(tmp_path / "trace.json").spans if span.name == "update_actor"]
+        assert len(updates) > STEPS  # of all starts: some steps were done more than once
+
+    def test_a_reward_that_raises_once(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+        flag = tmp_path / "asleep"
+
+        def judge(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+            if flag.exists() and extra_info["index"] == 4:
+                raise RuntimeError("asleep")
+            return digits(data_source, solution_str, ground_truth)
+
+        class Sleeper(Stopper):
+            def node(self, name: str) -> None:
+                if (self.done, name) == (self.at, self.name):
+                    flag.touch()
+
+        job = jobs("grpo", tiny, judge)
+        with pytest.raises(NodeError, match=r"reward failed in step 3.*(?s:.*)asleep"):
+            run(job, prompts_file, tmp_path / "run", [Sleeper(2, "generate")])
+        flag.unlink()
+        assert_same(run(job, prompts_file, tmp_path / "run", resume=True), whole("grpo"))
+
+    def test_killed(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+        """SIGKILL within a step, from one process; the next one goes on."""
+        script = """
+            import os, signal, sys
+            from pathlib import Path
+            import torch
+            from tests.run.training.interrupted import Stopper, jobs, run
+
+            class Killer(Stopper):
+                def node(self, name):
+                    if (self.done, name) == (self.at, self.name):
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            torch.set_num_threads(1)
+            tiny, prompts, folder = sys.argv[1:]
+            run(jobs("ppo", tiny), prompts, Path(folder), [Killer(3, "update_critic")])
+        """
+        arguments = [sys.executable, "-c", textwrap.dedent(script), tiny, prompts_file, str(tmp_path)]
+        killed = subprocess.run(arguments, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+        assert status(tmp_path) == "running"  # it had no time to say otherwise
+        assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True), whole("ppo"))
+
+    def test_into_more_steps(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+        run(jobs("grpo", tiny), prompts_file, tmp_path, steps=3)  # the last step has a checkpoint, whatever its number
+        assert checkpoints(tmp_path) == ["step-000002", "step-000003"]
+        assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
+
+    @pytest.mark.ray
+    def test_from_one_place_to_another(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+        """Started on Ray, cut off there, and ended in this process."""
+        job = jobs("ppo", tiny)
+        cut_off(replace(job, place=Colocate(gpus=1)), prompts_file, tmp_path, 3)
+        assert_same(run(job, prompts_file, tmp_path, resume=True), whole("ppo"))
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize("damage", ["flipped", nightly("short"), nightly("gone"), "manifest"])
+    def test_damaged(
+        self,
+        tiny: str,
+        prompts_file: str,
+        tmp_path: Path,
+        whole: Whole,
+        caplog: pytest.LogCaptureFixture,
+        damage: str,
+    ) -> None:
+        cut_off(jobs("ppo", tiny), prompts_file, tmp_path, 5)
+        newest = tmp_path / "checkpoints" / "step-000004"
+        victim = next(path for path in sorted((newest / "critic").iterdir()) if path.stat().st_size > 1000)
+        content = bytearray(victim.read_bytes())
+        match damage:
+            case "flipped":
+                content[len(content) // 2] ^= 1
+                victim.write_bytes(content)
+            case "short":
+                victim.write_bytes(content[:-1])
+            case "gone":
+                victim.unlink()
+            case "manifest":
+                (newest / MANIFEST).write_text("{")
+        with caplog.at_level(logging.WARNING):
+            assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True), whole("ppo"))
+        assert "step-000004" in caplog.text and "going on from step-000002, which is whole" in caplog.text
+        assert checkpoints(tmp_path) == ["step-000002", "step-000004", "step-000006"]  # and the new one is whole
+
+    def test_half_written(
+        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save = Steps.save
+
+        def save_critic_and_stop(self: Steps, folder: Path) -> None:
+            if "000002" in folder.name:
+                return save(self, folder)
+            self.runner.engines["critic"].save_checkpoint(str(folder / "critic"))
+            raise Stop
+
+        with monkeypatch.context() as patched, pytest.raises(Stop):
+            patched.setattr(Steps, "save", save_critic_and_stop)
+            run(jobs("ppo", tiny), prompts_file, tmp_path)
+        assert checkpoints(tmp_path) == ["step-000002"]
+        assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True), whole("ppo"))
+        assert checkpoints(tmp_path) == ["step-000002", "step-000004", "step-000006"]
+
+    def test_all_damaged(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+        cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 2)
+        (tmp_path / "checkpoints/step-000002/state.json").write_text("{}")
+        before = (tmp_path / "run.json").read_text()
+        with pytest.raises(DataError, match=r"no checkpoint in .* is whole: .*state.json is not what was written"):
+            run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True)
+        assert (tmp_path / "run.json").read_text() == before
+
+    @pytest.mark.parametrize(
+        ("every", "keep", "left"),
+        [(1, 2, [5, 6]), nightly(4, 1, [6]), (4, 3, [4, 6]), nightly(9, 1, [6])],
+    )
+    def test_keep(self, tiny: str, prompts_file: str, tmp_path: Path, every: int, keep: int, left: list[int]) -> None:
+        run(jobs("grpo", tiny), prompts_file, tmp_path, checkpoint_every=every, keep=keep, validation=())
+        assert checkpoints(tmp_path) == [f"step-{step:06d}" for step in left]
+
+    def test_none_are_written_unless_asked_for(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+        run(jobs("grpo", tiny), prompts_file, tmp_path, checkpoint_every=None, steps=1)
+        assert not (tmp_path / "checkpoints").exists()
+
+    def test_a_policy_can_be_loaded_from_one_by_others(
+        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
+    ) -> None:
+        """Also from the middle of a run: it is the model of a run that ends there."""
+        ended = run(jobs("grpo", tiny), prompts_file, tmp_path, steps=2).engines["actor"]
+        folders = (whole("grpo").folder / f"checkpoints/step-{step:06}/actor/huggingface" for step in (2, 6))
+        for folder, engine in zip(folders, (ended, whole("grpo").engines["actor"]), strict=True):
+            model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+            AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            assert weights_digest(model.named_parameters()) == weights_digest(engine.weights())
+
+    def test_checkpoints_change_nothing(self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole) -> None:
+        assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, checkpoint_every=None), whole("ppo"))
+
+    def test_a_state_that_no_checkpoint_could_hold_is_refused_before_a_model_loads(
+        self, prompts_file: str, tmp_path: Path
+    ) -> None:
+        class Odd(Operator):
+            """Keeps what JSON does not know."""
+
+            mean = State(lambda self: torch.zeros(()))
+
+            def __call__(self, token_level_scores: c.TokenLevelScores) -> c.TokenLevelScores:
+                return token_level_scores
+
+        job = job_of("grpo", "no such model").edit(insert={"odd": After("reward", Odd())})
+        with pytest.raises(DataError, match=r"the state odd.mean is a Tensor, which JSON does not give back"):
+            run(job, prompts_file, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+
+class TestStart:
+    def test_where_there_is_nothing_a_run_starts(
+        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
+    ) -> None:
+        assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path / "new", resume=True), whole("grpo"))
+
+    def test_a_run_that_came_to_no_checkpoint_starts_again(
+        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
+    ) -> None:
+        cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 1)
+        assert [line["step"] for line in timeless(tmp_path / "metrics.jsonl")] == [0, 1]
+        assert_same(run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True), whole("grpo"))
+
+    def test_without_a_checkpoint_only_the_same_run_starts_anew(
+        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 1, checkpoint_every=None)
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        for changed, other in (({"seed": 4}, "seed"), ({"prompts": 10}, "prompts")):
+            with pytest.raises(DataError, match=f"run with another {other} and no checkpoint .* choose another"):
+                run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True, checkpoint_every=None, **changed)
+        with pytest.raises(DataError, match="a run with another graph and no checkpoint"):
+            run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True)
+        assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        with caplog.at_level(logging.WARNING):
+            anew = run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True, checkpoint_every=None)
+        assert_same(anew, whole("grpo"))
+        assert "holds no checkpoint; the run starts anew" in caplog.text
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        with pytest.raises(DataError, match="holds a finished run and no checkpoint to go on from"):
+            run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True, checkpoint_every=None)
+        assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def test_a_finished_run_has_nothing_left_to_do_but_to_be_saved(
+        self, tiny: str, prompts_file: str, tmp_path: Path, whole: Whole
+    ) -> None:
+        run(jobs("grpo", tiny), prompts_file, tmp_path)
+        before = (tmp_path / "metrics.jsonl").read_text(), (tmp_path / "predictions.jsonl").read_text()
+
+        class Heard(Stopper):
+            def node(self, name: str) -> None:
+                raise AssertionError(name)
+
+            def end(self, summary: Any) -> None:
+                assert summary is None
+                self.done = -1
+
+        heard = Heard(0, "")
+        again = run(jobs("grpo", tiny), prompts_file, tmp_path, [heard], resume=True, save_model=True)
+        assert heard.done == -1
+        assert before == ((tmp_path / "metrics.jsonl").read_text(), (tmp_path / "predictions.jsonl").read_text())
+        assert_same(again, whole("grpo"))
+        assert (tmp_path / "actor" / "model.safetensors").exists()
+
+    def test_without_resume_a_run_is_not_touched(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+        cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 2)
+        with pytest.raises(
+            ParameterError, match=r"already holds a run; choose another folder .*checkpoint by resume=True / --resume"
+        ):
+            run(jobs("grpo", tiny), prompts_file, tmp_path)
+        with pytest.raises(ParameterError, match=r"resume=True, but no folder says which run"):
+            Training(jobs("grpo", tiny), PromptData(prompts_file), **settings(prompts_file, resume=True))
+
+    def test_resuming_does_not_run_the_first_validation_again(
+        self, tiny: str, prompts_file: str, tmp_path: Path
+    ) -> None:
+        cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 2)
+        resumed = Stopper(-1, "")
+        steps: list[int] = []
+        resumed.validation = lambda step, metrics: steps.append(step)  # type: ignore[method-assign]
+        run(jobs("grpo", tiny), prompts_file, tmp_path, [resumed], resume=True)
+        assert steps == [3, 6]
+
+
+@pytest.fixture(scope="module")
+def cut(tiny: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was cut off after two steps; nobody may write there."""
+    folder = tmp_path_factory.mktemp("cut") / "run"
+    cut_off(jobs("grpo", tiny), prompts_file, folder, 2)
+    return folder
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            ({"seed": 4}, r"another seed \(3, and here it is 4\)"),
+            ({"prompts": 10}, r"another prompts \(5, and here it is 10\)"),
+            ({"steps": 1}, r"stands after step 2, and steps=1 ends before"),
+        ],
+    )
+    def test_another_run(self, tiny: str, prompts_file: str, cut: Path, changed: dict[str, Any], message: str) -> None:
+        before = (cut / "run.json").read_text()
+        with pytest.raises(DataError, match=message):
+            run(jobs("grpo", tiny), prompts_file, cut, resume=True, **changed)
+        assert (cut / "run.json").read_text() == before  # which still tells of the run that is there
+
+    def test_another_graph(self, prompts_file: str, cut: Path) -> None:
+        nowhere = "no such model"  # so that the refusal comes before it loads
+        for job in (
+            jobs("grpo", nowhere).edit(replace={"repeat": Repeat(3)}),
+            jobs("grpo", nowhere, lambda data_source, solution_str, ground_truth, extra_info=None: 1.0),
+            jobs("ppo", nowhere),
+        ):
+            with pytest.raises(DataError, match="another graph"):
+                run(job, prompts_file, cut, resume=True)
+
+    def test_other_data(self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
+        ordered = Training(
+            jobs("grpo", tiny),
+            PromptData(prompts_file, shuffle=False),
+            folder=str(cut),
+            **settings(prompts_file, resume=True),
+        )
+        with pytest.raises(DataError, match=r"another data .*'shuffle': True.*'shuffle': False"):
+            ordered.run()
+        copy = shutil.copytree(cut, tmp_path / "copy")
+        for rows in (11, 13):
+            with pytest.raises(DataError, match="of a run with another content of the data"):
+                run(jobs("grpo", tiny), write_prompts(tmp_path / "other.jsonl", rows), copy, resume=True)
+        moved = shutil.copyfile(prompts_file, tmp_path / "moved.jsonl")  # a file may lie elsewhere, though
+        run(jobs("grpo", tiny), str(moved), copy, resume=True)
+
+    def test_another_model(self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
+        copy = shutil.copytree(cut, tmp_path / "copy")
+        job = jobs("grpo", tiny)
+        other = job.edit(bind={"actor": type(job.graph.bindings["actor"])(tiny, optimizer=SGD(lr=1.0), device="cpu")})
+        with pytest.raises(DataError, match="another model or optimiser"):
+            run(other, prompts_file, copy, resume=True)
+        assert status(copy) == "failed"
+
+    def test_another_backend_is_said(
+        self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path, whole: Whole, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """An engine with weights of its own for one that shares them: other backends, and the same numbers."""
+        copy = shutil.copytree(cut, tmp_path / "copy")
+        job = jobs("grpo", tiny).edit(bind={"rollout": TorchRollout(tiny, device="cpu")})
+        with caplog.at_level(logging.WARNING):
+            found = run(job, prompts_file, copy, resume=True)
+        assert (
+            "was made with other backends (role rollout.model: None -> " in caplog.text
+            and "; role rollout.device: None -> 'cpu'); the run goes on" in caplog.text
+        )
+        for ours, theirs in zip(found.metrics, whole("grpo").metrics, strict=True):
+            same = {k: v for k, v in theirs.items() if not k.startswith((*TIMES, "sync/"))}
+            assert {k: ours[k] for k in same} == same
+        assert all(
+            torch.equal(w, weights_of(whole("grpo").engines["actor"])[n]) for n, w in found.engines["actor"].weights()
+        )
+
+
+class Odd(Operator):
+    """Reports what has no number, and scores that a file cannot hold as such."""
+
+    def __call__(self, token_level_scores: c.TokenLevelScores, metrics: Metrics = INJECTED) -> c.TokenLevelScores:
+        metrics.mean("odd/mean", 0.0, 0.0)
+        return token_level_scores
+
+
+class TestFolder:
+    def test_numbers_that_are_null_in_the_file_come_back_as_nan(
+        self, tiny: str, prompts_file: str, tmp_path: Path
+    ) -> None:
+        job = jobs("grpo", tiny).edit(insert={"odd": After("reward", Odd())})
+        cut_off(job, prompts_file, tmp_path, 2)
+        found = run(job, prompts_file, tmp_path, resume=True, steps=4)
+        assert all(math.isnan(metrics["odd/mean"]) for metrics in found.metrics)
+        assert [line["odd/mean"] for line in timeless(tmp_path / "metrics.jsonl") if "odd/mean" in line] == [None] * 4
+
+    def test_tensorboard_shows_every_step_once(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+        event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        with pytest.raises(Stop):
+            run(jobs("grpo", tiny), prompts_file, tmp_path, [TensorBoard(), Stopper(3, "sync")])
+        found = run(jobs("grpo", tiny), prompts_file, tmp_path, [TensorBoard()], resume=True)
+        events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+        assert [event.step for event in events.Scalars("reward/mean")] == list(range(1, STEPS + 1))
+        assert [event.step for event in events.Scalars("val/reward/mean")] == [0, 3, 6]
+        assert [e.value for e in events.Scalars("kl/ref")] == [pytest.approx(m["kl/ref"]) for m in found.metrics]

@@ -1,0 +1,309 @@
+"""Resuming on other inputs than before, or on a damaged folder: refused, or repaired with a word."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from flowrl import PromptData, Training, Validation
+from flowrl.backends import TorchRollout
+from flowrl.errors import DataError, ParameterError, StorageError
+from flowrl.run.training.checkpoint import MANIFEST, STATE, Checkpoints
+from tests.nightly import nightly
+from tests.run.training.interrupted import STEPS, assert_same, cut_off, jobs, run, settings, timeless
+from tests.support.jobs import write_prompts
+from tests.support.runs import described
+
+
+@pytest.fixture(scope="module")
+def model(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that tests may change, and put back."""
+    return str(shutil.copytree(tiny, tmp_path_factory.mktemp("model") / "model"))
+
+
+@pytest.fixture(scope="module")
+def cut(model: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was cut off after four steps, with a checkpoint after each second."""
+    folder = tmp_path_factory.mktemp("cut") / "run"
+    cut_off(jobs("grpo", model), prompts_file, folder, 4)
+    return folder
+
+
+@pytest.fixture
+def copy(cut: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return shutil.copytree(cut, tmp_path / "copy")
+
+
+@pytest.fixture(scope="module")
+def whole(model: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run(jobs("grpo", model), prompts_file, tmp_path_factory.mktemp("whole") / "run")
+
+
+def with_other_weights(model: str, tmp_path: Path) -> str:
+    """A model of the same form, under another path."""
+    other = shutil.copytree(model, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    name = min(weights)
+    save_file({**weights, name: weights[name] * 1.001}, other / "model.safetensors", {"format": "pt"})
+    return str(other)
+
+
+class TestOtherInputs:
+    def test_other_data_of_as_many_rows(self, model: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
+        text = Path(prompts_file).read_text()
+        other = tmp_path / "other.jsonl"
+        other.write_text(text.replace('"ground_truth": "7"', '"ground_truth": "8"'))
+        before = (cut / "run.json").read_bytes()
+        with pytest.raises(DataError, match=r"is of a run with another content of the data"):
+            run(jobs("grpo", model), str(other), cut, resume=True)
+        assert (cut / "run.json").read_bytes() == before
+
+    def test_another_model_under_the_same_path(self, model: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
+        file = Path(model) / "model.safetensors"
+        kept = file.read_bytes()
+        file.write_bytes((Path(with_other_weights(model, tmp_path)) / "model.safetensors").read_bytes())
+        try:
+            with pytest.raises(DataError, match=r"is of a run with another starting model \(.*'ref'"):
+                run(jobs("grpo", model), prompts_file, cut, resume=True)
+        finally:
+            file.write_bytes(kept)
+
+    @pytest.mark.parametrize("role", ["actor", "ref"])
+    def test_another_model_of_one_role(
+        self, model: str, prompts_file: str, cut: Path, tmp_path: Path, role: str
+    ) -> None:
+        other = jobs("grpo", with_other_weights(model, tmp_path)).graph.bindings[role]
+        with pytest.raises(DataError, match="another starting model"):
+            run(jobs("grpo", model).edit(bind={role: other}), prompts_file, cut, resume=True)
+
+    def test_what_is_no_part_of_it(self, model: str, prompts_file: str, tmp_path: Path) -> None:
+        """Where files lie, what a model's folder holds besides, and the weights of an engine that is synced."""
+        moved = shutil.copytree(model, tmp_path / "moved")
+        (moved / "README.md").write_text("moved")
+        data = shutil.copyfile(prompts_file, tmp_path / "data.jsonl")
+        rollout = {"rollout": TorchRollout(with_other_weights(model, tmp_path))}
+        first = Training(jobs("grpo", model), PromptData(prompts_file), steps=1, prompts=5)
+        second = Training(jobs("grpo", str(moved)).edit(bind=rollout), PromptData(str(data)), steps=2, prompts=5)
+        assert first.identity() == second.identity()
+        assert all(first.identity()["starting model"].values())
+
+    def test_it_is_in_run_json(self, cut: Path, prompts_file: str) -> None:
+        identity = described(cut)["identity"]
+        assert identity["content of the data"] == PromptData(prompts_file).digests()
+        assert set(identity["starting model"]) == {"actor", "ref"}
+
+    def test_a_tokeniser_that_was_changed_is_told(
+        self, model: str, prompts_file: str, copy: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Since a template may write today's date, it does not keep a run from going on."""
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        kept = tokenizer.chat_template
+        tokenizer.chat_template = kept.replace("<|assistant|>", "!<|assistant|>")
+        files = {file: file.read_bytes() for file in Path(model).iterdir()}
+        try:
+            tokenizer.save_pretrained(model)
+            config = Path(model) / "tokenizer_config.json"  # where older models have their template
+            config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": tokenizer.chat_template}))
+            with caplog.at_level(logging.WARNING):
+                run(jobs("grpo", model), prompts_file, copy, resume=True)
+        finally:
+            for file in Path(model).iterdir():
+                file.unlink() if file not in files else file.write_bytes(files[file])
+        assert "was made with other prompts: the file, the tokeniser or its chat template has changed" in caplog.text
+        assert "was made with other prompts of the validation 'val'" in caplog.text
+
+    def test_a_validation_on_other_prompts_is_told(
+        self, model: str, prompts_file: str, copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        other = Validation(PromptData(write_prompts(tmp_path / "other.jsonl", 3)), every=3)
+        with caplog.at_level(logging.WARNING):
+            run(jobs("grpo", model), prompts_file, copy, resume=True, validation=other, steps=5)
+        assert "made with other prompts of the validation 'val'" in caplog.text
+        assert "made with other prompts:" not in caplog.text
+
+
+class TestLines:
+    """metrics.jsonl and predictions.jsonl."""
+
+    def test_a_whole_folder_is_gone_on_from_without_a_word(
+        self, model: str, prompts_file: str, copy: Path, whole: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level(logging.WARNING):
+            assert_same(run(jobs("grpo", model), prompts_file, copy, resume=True), whole)
+        assert not [record for record in caplog.records if record.name.startswith("flowrl")]
+
+    @pytest.mark.parametrize(
+        ("damage", "gone", "left"),
+        [
+            (lambda raw: b"", "the steps 1, 2, 3, 4", [5, 6]),
+            nightly(lambda raw: raw[: raw.index(b'{"step": 3')], "the steps 3, 4", [1, 2, 5, 6]),
+            (lambda raw: raw.replace(b'{"step": 2', b'{"step: 2'), "the steps 2", [1, 3, 4, 5, 6]),
+            nightly(lambda raw: raw.replace(b'{"step": 2', b'\xff{"step": 2'), "the steps 2", [1, 3, 4, 5, 6]),
+            (lambda raw: raw.replace(b'{"step": 1, "', b'{"step": 1, "extra": 1, "'), None, [1, 2, 3, 4, 5, 6]),
+        ],
+        ids=["deleted", "shortened", "broken", "bytes", "changed"],
+    )
+    def test_metrics_that_were_changed_are_told(
+        self,
+        model: str,
+        prompts_file: str,
+        copy: Path,
+        caplog: pytest.LogCaptureFixture,
+        damage: Callable[[bytes], bytes],
+        gone: str | None,
+        left: list[int],
+    ) -> None:
+        file = copy / "metrics.jsonl"
+        damaged = damage(file.read_bytes())
+        file.write_bytes(damaged)
+        if not damaged:
+            file.unlink()
+        with caplog.at_level(logging.WARNING):
+            found = run(jobs("grpo", model), prompts_file, copy, resume=True)
+        assert "metrics.jsonl is not what it was when the checkpoint after step 4 was written" in caplog.text
+        assert f"and lacks {gone}: " in caplog.text if gone else "lacks" not in caplog.text
+        assert [metrics["step"] for metrics in found.metrics] == left
+        assert [line["step"] for line in timeless(file) if "actor/lr" in line] == left
+
+    @pytest.mark.parametrize(
+        "tail",
+        [b'{"step": 5, "validation": "val", "response": "\xc3', nightly(b"\xff\xfe\n"), nightly(b"{}\n3\n[]\n")],
+    )
+    def test_predictions_that_were_torn_are_mended(
+        self, model: str, prompts_file: str, copy: Path, whole: Any, tail: bytes, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for name in ("predictions.jsonl", "metrics.jsonl"):
+            with (copy / name).open("ab") as file:
+                file.write(tail)
+        with caplog.at_level(logging.WARNING):
+            assert_same(run(jobs("grpo", model), prompts_file, copy, resume=True), whole)
+        assert "is not what it was" not in caplog.text
+
+    @pytest.mark.parametrize(
+        ("name", "error", "lacks"),
+        [
+            ("metrics.jsonl", DataError, "read"),
+            ("predictions.jsonl", DataError, "read"),
+            ("trace.json", StorageError, "written"),
+        ],
+    )
+    def test_a_folder_in_place_of_a_file(
+        self, model: str, prompts_file: str, copy: Path, name: str, error: type[Exception], lacks: str
+    ) -> None:
+        (copy / name).unlink()
+        (copy / name).mkdir()
+        with pytest.raises(error, match=rf"{name} cannot be {lacks} \(Is a directory"):
+            run(jobs("grpo", model), prompts_file, copy, resume=True, steps=5)
+        assert described(copy)["status"] == "failed"
+
+    @pytest.mark.parametrize(
+        "content",
+        [b"{", b'{"otherData": {}}', *map(nightly, (b"", b"[]", b"3", b"\xff", b"[" * 100_000))],
+    )
+    def test_a_broken_trace_begins_anew(
+        self, model: str, prompts_file: str, copy: Path, content: bytes, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (copy / "trace.json").write_bytes(content)
+        with caplog.at_level(logging.WARNING):
+            run(jobs("grpo", model), prompts_file, copy, resume=True, steps=5)
+        assert "trace.json is not the trace that a run writes" in caplog.text
+        assert json.loads((copy / "trace.json").read_text())["traceEvents"]
+
+
+class TestCheckpoints:
+    def test_strays_are_left_alone(self, model: str, prompts_file: str, copy: Path, whole: Any) -> None:
+        strays = [copy / "checkpoints" / name for name in (".step-x", ".step-best", "step-", ".step-000004.bak")]
+        for stray in strays[:2]:
+            stray.mkdir()
+            (stray / "kept").touch()
+        for stray in strays[2:]:
+            stray.touch()
+        assert_same(run(jobs("grpo", model), prompts_file, copy, resume=True), whole)
+        assert all(stray.exists() for stray in strays) and (strays[0] / "kept").exists()
+
+    def test_a_checkpoint_that_is_a_link(self, model: str, prompts_file: str, copy: Path, tmp_path: Path) -> None:
+        place = copy / "checkpoints" / "step-000004"
+        place.rename(tmp_path / "elsewhere")
+        place.symlink_to(tmp_path / "elsewhere")
+        run(jobs("grpo", model), prompts_file, copy, resume=True, keep=1)
+        assert [path.name for path in (copy / "checkpoints").iterdir()] == ["step-000006"]
+        assert (tmp_path / "elsewhere" / STATE).exists()  # what a link points to is not removed
+
+    @pytest.mark.parametrize(
+        ("changed", "said"),
+        [
+            ({"data": None}, "says no data as a training does"),
+            ({"made_with": 3}, "says no made_with"),
+            ({"bindings": []}, "says no bindings"),
+            ({"bindings": {"actor": 3}}, "says no bindings"),
+            ({"bindings": {"actor": {"$type": 3}}}, "says no bindings"),
+            ({"lines": None}, "says no lines"),
+            ({"state": "kl"}, "says no state"),
+            ({"data": {"epoch": -1, "offset": 0, "rows": 12}}, "is no position in a stream of 12 rows"),
+            ({"step": 3}, "is not of the step that the folder is named by"),
+        ],
+        ids=str,
+    )
+    def test_a_state_of_something_else(
+        self, model: str, prompts_file: str, copy: Path, changed: dict[str, Any], said: str
+    ) -> None:
+        """Sealed anew, so that its digests are right."""
+        shutil.rmtree(copy / "checkpoints" / "step-000002")
+        reseal(copy / "checkpoints" / "step-000004", changed)
+        with pytest.raises(DataError, match=said):
+            run(jobs("grpo", model), prompts_file, copy, resume=True)
+
+
+def reseal(checkpoint: Path, changed: dict[str, Any]) -> None:
+    """Write the checkpoint again, with another state."""
+    state = {**json.loads((checkpoint / STATE).read_text()), **changed}
+    kept = shutil.move(checkpoint, checkpoint.with_name("kept"))
+    written = Checkpoints(checkpoint.parent, keep=9).save(
+        int(state["step"]), {k: v for k, v in state.items() if k != "step"}, lambda draft: copy_roles(Path(kept), draft)
+    )
+    if written != checkpoint:
+        written.rename(checkpoint)
+    shutil.rmtree(kept)
+
+
+def copy_roles(source: Path, target: Path) -> None:
+    for path in source.iterdir():
+        if path.name not in (STATE, MANIFEST):
+            shutil.copytree(path, target / path.name) if path.is_dir() else shutil.copyfile(path, target / path.name)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b"null",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"status": "failed", "identity": 3}',
+        b'{"identity": {}}',
+    ],
+    ids=lambda content: str(content)[:20],
+)
+def test_a_run_json_that_is_none(prompts_file: str, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run.json").write_bytes(content)
+    for resume in (False, True):
+        training = Training(
+            jobs("grpo", "no such model"), PromptData(prompts_file), folder=str(tmp_path), resume=resume,
+            **{k: v for k, v in settings(prompts_file).items()},
+        )  # fmt: skip
+        with pytest.raises(ParameterError, match=r"run\.json is not what a run writes there"):
+            training.run()
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert training.steps == STEPS

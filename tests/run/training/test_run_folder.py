@@ -1,0 +1,136 @@
+"""The run folder: what a run writes there, and which folders it refuses."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flowrl import INJECTED, Metrics, Operator, PromptData, Training, Validation
+from flowrl import columns as c
+from flowrl.core.graphs.after import After
+from flowrl.errors import ParameterError
+from flowrl.graph import Graph
+from flowrl.run.training.run_folder import RunFolder
+from tests.support.jobs import job_of, weights_of
+from tests.support.rewards import digits
+from tests.support.runs import Recorder, described, lines, train
+
+
+def test_a_finished_run_leaves_all_that_it_was(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    job = job_of("ppo", tiny)
+    validation = Validation(PromptData(prompts_file), every=2)
+    run = train(job, prompts_file, tmp_path, seed=9, validation=validation, save_model=True)
+    assert run.folder == tmp_path
+    found = described(tmp_path)
+    assert found["status"] == "finished"
+    assert "error" not in found
+    assert found["fingerprint"] == job.graph.fingerprint()
+    assert found["training"]["seed"] == 9
+    assert found["training"]["steps"] == 3
+    assert found["graph"]["bindings"]["actor"]["model"] == tiny
+    assert set(found["graph"]["nodes"]) == set(job.graph.nodes)
+    assert found["versions"]["torch"] == torch.__version__
+    assert Graph.from_dict(found["graph"]).fingerprint() == job.graph.fingerprint()
+
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+    saved, trained = model.state_dict(), weights_of(run.engines["actor"])
+    assert all(torch.equal(saved[name], weight) for name, weight in trained.items())
+    start: Any = AutoModelForCausalLM.from_pretrained(tiny)
+    assert any(not torch.equal(start.state_dict()[name], weight) for name, weight in trained.items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "actor").eos_token == "<eos>"
+
+
+def test_predictions_say_who_was_asked_what_and_what_it_was_worth(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    run = train(job_of("grpo", tiny), prompts_file, tmp_path, validation=Validation(PromptData(prompts_file), every=3))
+    found = lines(tmp_path / "predictions.jsonl")
+    assert [record["step"] for record in found] == [0] * 12 + [3] * 12
+    for i, record in enumerate(found[:12]):
+        assert record["uid"] == f"0/{i}/0"
+        assert record["ground_truth"] == str(i)
+        assert record["prompt"][0]["content"].endswith(str(i))
+        assert record["score"] == pytest.approx(digits("", record["response"], ""))
+    mean = sum(record["score"] for record in found[:12]) / 12
+    assert run.validations[0]["val/reward/mean"] == pytest.approx(mean)
+
+
+def test_a_folder_is_used_for_one_run_only(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1)
+    before = (tmp_path / "run.json").read_text()
+    with pytest.raises(ParameterError, match=r"already holds a run; choose another folder"):
+        train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1)
+    assert (tmp_path / "run.json").read_text() == before
+
+
+def test_a_folder_whose_run_failed_before_its_first_step_is_used_again(
+    tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    validation = Validation(PromptData(prompts_file), every=1)
+    with pytest.raises(RuntimeError, match="fails at validation"):  # which leaves the lines of a validation
+        train(job_of("grpo", tiny), prompts_file, tmp_path, [Recorder("validation")], steps=1, validation=validation)
+    train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1, seed=1, validation=validation)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 1]
+    with pytest.raises(ParameterError, match="already holds a run"):
+        train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_a_model_loads(prompts_file: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ParameterError, match=r"cannot be written \(.*\); choose another by Training\(folder="):
+            train(job_of("grpo", "no such model"), prompts_file, folder)
+    (tmp_path / "run.json").write_text('{"status": "failed"}')
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ParameterError, match=r"cannot be written \(.*metrics\.jsonl.*Is a directory"):
+        train(job_of("grpo", "no such model"), prompts_file, tmp_path)
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(ParameterError, match=r"run.json is not what a run writes there"):
+        train(job_of("grpo", "no such model"), prompts_file, tmp_path, resume=True)
+
+
+def test_runs_without_a_folder_are_numbered(
+    tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    training = Training(job_of("grpo", tiny), PromptData(prompts_file), steps=1, prompts=2, save_model=False)
+    assert [training.run().folder for _ in range(2)] == [Path("runs/grpo-001"), Path("runs/grpo-002")]
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_file(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    class Odd(Operator):
+        """Reports what has no number."""
+
+        def __call__(self, token_level_scores: c.TokenLevelScores, metrics: Metrics = INJECTED) -> c.TokenLevelScores:
+            metrics.mean("odd/mean", 0.0, 0.0)
+            metrics.max("odd/max", math.inf)
+            return token_level_scores
+
+    job = job_of("grpo", tiny).edit(insert={"odd": After("reward", Odd())})
+    run = train(job, prompts_file, tmp_path, steps=1)
+    assert math.isnan(run.metrics[0]["odd/mean"])
+    (record,) = lines(tmp_path / "metrics.jsonl")
+    assert record["odd/mean"] is None
+    assert record["odd/max"] is None
+
+
+def test_rewind(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.rewind(3) == ([], [])
+    texts = ["\u2028 ends no line", "nor does \x85", 'quote " and \n', "é"]
+    folder.append("predictions.jsonl", [{"step": i, "response": text} for i, text in enumerate(texts)])
+    folder.append("metrics.jsonl", [{"step": 0, "val/x": 0.1}, {"step": 1, "timing/step": 2.0, "x": 1e-300}])
+    written = (tmp_path / "predictions.jsonl").read_text(), (tmp_path / "metrics.jsonl").read_text()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "timi')  # cut off
+    assert folder.marks().keys() == {"metrics.jsonl", "predictions.jsonl"}
+    assert folder.rewind(3) == ([{"step": 1, "timing/step": 2.0, "x": 1e-300}], [{"step": 0, "val/x": 0.1}])
+    assert written == ((tmp_path / "predictions.jsonl").read_text(), (tmp_path / "metrics.jsonl").read_text())
+    assert folder.rewind(0) == ([], [{"step": 0, "val/x": 0.1}])
+    assert len((tmp_path / "predictions.jsonl").read_text().split("\n")) == 2
+    assert folder.rewind(-1) == ([], [])
+    assert not (tmp_path / "predictions.jsonl").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "predictions.jsonl"]

@@ -1,0 +1,341 @@
+"""Runs whose inputs have sources of their own: what they are given, what is refused, and that a resumed run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl import (
+    After,
+    ByDifficulty,
+    DemoBatch,
+    DemoData,
+    PreferenceData,
+    PromptBatch,
+    PromptData,
+    Replay,
+    Training,
+    Validation,
+    algorithm,
+    graphs,
+)
+from flowrl import columns as c
+from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.ports import INJECTED
+from flowrl.data.metrics import Metrics
+from flowrl.data.text.tokenizer import ChatTokenizer
+from flowrl.errors import DataError, ParameterError
+from flowrl.graph import Graph
+from flowrl.operators import Collect, Feedback, Interact, Spread
+from flowrl.operators.rows.held_out import pass_at_k
+from flowrl.run.training.checkpoint import Checkpoints
+from flowrl.run.training.job import Job
+from flowrl.run.training.sources import Sources, by_input
+from tests.nightly import nightly
+from tests.run.training.interrupted import Stop, Stopper
+from tests.support.jobs import job_of, write_prompts
+from tests.support.models import char_tokenizer
+from tests.support.prompt_files import record, write_jsonl
+from tests.support.rewards import digits
+from tests.support.runs import lines, timeless, train
+
+pytestmark = pytest.mark.runs
+
+COUNT = 7  # of demonstrations; prompts are 12
+SEEN: list[tuple[str, list[str]]] = []
+
+
+class See(Operator):
+    """Keeps which rows there were."""
+
+    what: str
+
+    def __call__(self, uid: c.Uid, metrics: Metrics = INJECTED) -> None:
+        SEEN.append((self.what, uid.tolist()))
+        metrics.sum(f"rows/{self.what}", len(uid))
+
+
+def seen(what: str) -> list[list[str]]:
+    return [rows for name, rows in SEEN if name == what]
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    SEEN.clear()
+
+
+def demos_in(folder: Path, count: int = COUNT) -> str:
+    rows = [{"prompt": f"q{i}", "response": "12"[: 1 + i % 2] * (1 + i % 3)} for i in range(count)]
+    return write_jsonl(folder / "demos.jsonl", rows)
+
+
+def pairs_in(folder: Path, count: int = COUNT) -> str:
+    rows = [{"prompt": f"q{i}", "chosen": "12" * (1 + i % 3), "rejected": "ab"} for i in range(count)]
+    return write_jsonl(folder / "pairs.jsonl", rows)
+
+
+@algorithm
+def mixed(batch: PromptBatch, demos: DemoBatch) -> Any:
+    See("batch")(batch.uid)
+    See("demos").named("see_demos")(demos.uid)
+    return graphs.grpo_sft(batch, demos, digits, n=3, max_new_tokens=5)
+
+
+def job(tiny: str, graph: Graph | None = None) -> Job:
+    """GRPO with demonstrations on a tiny model, with See at both inputs."""
+    bound = job_of("grpo", tiny).graph.bindings
+    graph = graph or mixed()
+    return graph.bind(**{role: bound[role] for role in graph.roles()})
+
+
+def data(folder: Path, **settings: Any) -> dict[str, Any]:
+    return {"batch": PromptData(write_prompts(folder / "p.jsonl"), **settings), "demos": DemoData(demos_in(folder))}
+
+
+def run(job: Job, data: Any, folder: Path, reporters: Any = (), **settings: Any) -> Any:
+    settings = {"steps": 4, "prompts": 5, "save_model": False, "seed": 3} | settings
+    return Training(job, data, folder=str(folder), **settings).run(reporters)
+
+
+# ---- what each input is given
+
+
+def test_every_input_has_rows_of_its_own(tiny: str, tmp_path: Path) -> None:
+    run(job(tiny), data(tmp_path), tmp_path / "run")
+    for what, count in (("batch", 12), ("demos", COUNT)):
+        drawn = [uid for rows in seen(what) for uid in rows]
+        epochs = [drawn[start : start + count] for start in range(0, 20, count)]
+        for number, epoch in enumerate(epochs):  # each row once an epoch
+            assert {uid.split("/")[0] for uid in epoch} == {str(number)} and len(set(epoch)) == len(epoch)
+    orders = [[uid.split("/")[1] for rows in seen(what) for uid in rows][:7] for what in ("batch", "demos")]
+    assert orders[0] != orders[1]
+
+
+def test_an_input_more_does_not_change_the_rows_of_the_first(tiny: str, tmp_path: Path) -> None:
+    sources = data(tmp_path)
+    run(job(tiny), sources, tmp_path / "run")
+    mixed_rows = seen("batch")
+    alone = job_of("grpo", tiny)
+    look = alone.edit(insert={"see": After("batch", See("alone"))})
+    run(look, sources["batch"], tmp_path / "alone")
+    run(look, {"batch": sources["batch"]}, tmp_path / "named")
+    assert seen("alone") == mixed_rows * 2
+    with_name, without = (timeless(lines(tmp_path / name / "metrics.jsonl")) for name in ("named", "alone"))
+    assert with_name == without
+
+
+def test_rounds_draw_from_the_source_of_their_region_alone(tiny: str, tmp_path: Path) -> None:
+    gated = mixed().edit(insert={"collect": After("reward", Collect(Spread(0.1), groups=5, rounds=30))}, drop=["see"])
+    found = run(job(tiny, gated), data(tmp_path), tmp_path / "run", checkpoint_every=4)
+    offered = sum(metrics["collect/offered"] for metrics in found.metrics)
+    assert offered > 4 * 5  # there were rounds
+    assert [len(rows) for rows in seen("demos")] == [5] * 4
+    state = Checkpoints(tmp_path / "run/checkpoints", 1).latest()
+    assert state is not None
+    position = state[1]["data"]
+    assert position["batch"]["epoch"] * 12 + position["batch"]["offset"] == offered
+    assert position["demos"] == {"epoch": 2, "offset": 20 - 2 * COUNT, "rows": COUNT}
+
+
+# ---- what is refused, when the Training is made
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda d: d["batch"], "data is one source, a PromptData, and mixed has the inputs 'batch', 'demos'"),
+        (lambda d: {"batch": d["batch"]}, "data has no source for the input 'demos' of mixed"),
+        (lambda d: {**d, "demo": d["demos"]}, "data names 'demo', which is no input of mixed.*did you mean 'demos'"),
+        (lambda d: {}, "data has no source for the input 'batch'"),
+        (lambda d: {"batch": d["demos"], "demos": d["batch"]}, "'batch' of mixed wants the columns .*ground_truth"),
+        (lambda d: {**d, "demos": "demos.jsonl"}, r"expected PromptData\('demos.jsonl'\)"),
+        (lambda d: {**d, "demos": 3}, "data"),
+        (lambda d: {**d, "demos": PreferenceData("pairs.jsonl")}, "has 1 row.* a draw, and PreferenceData gives 2"),
+        (lambda d: {**d, "batch": PromptData("p.jsonl", sampler=ByDifficulty())}, "After.'reward', Feedback"),
+    ],
+)
+def test_data_that_does_not_fit(given: Callable[[Any], Any], said: str, tiny: str, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match=said) as raised:
+        Training(job(tiny), given(data(tmp_path)), steps=1, prompts=1)
+    assert "{'batch': ..., 'demos': ...}" in str(raised.value) or "source" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_feedback_on_other_rows_is_none(tiny: str, tmp_path: Path) -> None:
+    """Of the demonstrations' source nothing is told, though there is a Feedback on the prompts."""
+    told = job(tiny, mixed().edit(insert={"feedback": After("reward", Feedback())}))
+    sources = data(tmp_path, sampler=ByDifficulty())
+    Training(told, sources, steps=1, prompts=1)
+    with pytest.raises(ParameterError, match="the source of 'demos' learns"):
+        Training(told, {**sources, "demos": DemoData("demos.jsonl", sampler=Replay())}, steps=1, prompts=1)
+
+
+def test_a_missing_file_of_any_source(tiny: str, tmp_path: Path) -> None:
+    sources = {**data(tmp_path), "demos": DemoData(tmp_path / "gone.jsonl")}
+    with pytest.raises(DataError, match=r"gone.jsonl' is not a file.*correct DemoData\(path=...\)"):
+        run(job(tiny), sources, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize(
+    "cut", [(1, "generate"), (3, "imitate"), nightly((2, "update_actor")), nightly((3, "see_demos"))]
+)
+def test_a_run_that_is_cut_off_goes_on_with_the_same_rows(cut: Any, tiny: str, tmp_path: Path) -> None:
+    sources = data(tmp_path)
+    whole = run(job(tiny), sources, tmp_path / "whole", checkpoint_every=1)
+    rows = {what: seen(what) for what in ("batch", "demos")}
+    SEEN.clear()
+    with pytest.raises(Stop):
+        run(job(tiny), sources, tmp_path / "cut", [Stopper(*cut)], checkpoint_every=1)
+    kept = {what: seen(what)[: cut[0]] for what in rows}
+    SEEN.clear()
+    again = run(job(tiny), sources, tmp_path / "cut", checkpoint_every=1, resume=True)
+    assert {what: kept[what] + seen(what) for what in rows} == rows
+    assert timeless(list(again.metrics)) == timeless(list(whole.metrics))
+
+
+def test_another_source_is_another_run(tiny: str, tmp_path: Path) -> None:
+    sources = data(tmp_path)
+    with pytest.raises(Stop):
+        run(job(tiny), sources, tmp_path / "run", [Stopper(2, "generate")], checkpoint_every=1)
+    other = tmp_path / "other"
+    other.mkdir()
+    changed = {"demos": DemoData(demos_in(tmp_path), shuffle=False)}
+    with pytest.raises(DataError, match="is of a run with another data"):
+        run(job(tiny), {**sources, **changed}, tmp_path / "run", checkpoint_every=1, resume=True)
+    changed = {"demos": DemoData(demos_in(other, COUNT + 1))}
+    with pytest.raises(DataError, match="is of a run with another content of the data"):
+        run(job(tiny), {**sources, **changed}, tmp_path / "run", checkpoint_every=1, resume=True)
+
+
+# ---- samplers that learn
+
+
+def learning(tiny: str, gate: bool = False) -> Job:
+    found = job_of("grpo", tiny).edit(insert={"feedback": After("reward", Feedback())})
+    if gate:
+        found = found.edit(insert={"collect": After("feedback", Collect(Spread(0.3), groups=4, rounds=20))})
+    return found.edit(insert={"see": After("batch", See("batch"))}) if not gate else found
+
+
+@pytest.mark.parametrize(
+    ("sampler", "gate"),
+    [
+        (ByDifficulty(0.3), False),
+        (Replay(share=0.5, below=0.4), True),
+        nightly(ByDifficulty(0.3), True),
+        nightly(Replay(share=0.5, below=0.4), False),
+    ],
+    ids=repr,
+)
+def test_what_was_learned_is_in_the_checkpoint(sampler: Any, gate: bool, tiny: str, tmp_path: Path) -> None:
+    sources = PromptData(write_prompts(tmp_path / "p.jsonl"), sampler=sampler)
+    whole = run(learning(tiny, gate), sources, tmp_path / "whole", checkpoint_every=2)
+    assert [metrics["data/batch/heard"] for metrics in whole.metrics] == [0, 1, 2, 3]
+    with pytest.raises(Stop):
+        run(learning(tiny, gate), sources, tmp_path / "cut", [Stopper(3, "reward")], checkpoint_every=2)
+    again = run(learning(tiny, gate), sources, tmp_path / "cut", checkpoint_every=2, resume=True)
+    assert timeless(list(again.metrics)) == timeless(list(whole.metrics))
+    ends = [Checkpoints(tmp_path / name / "checkpoints", 1).latest() for name in ("whole", "cut")]
+    assert ends[0] is not None and ends[1] is not None
+    assert ends[0][1]["data"] == ends[1][1]["data"] and ends[0][1]["data"]["heard"] == 4
+
+
+def test_in_front_of_a_gate_it_hears_of_what_is_kept_out(tiny: str, tmp_path: Path) -> None:
+    sources = PromptData(write_prompts(tmp_path / "p.jsonl", 40), sampler=ByDifficulty())
+    found = run(learning(tiny, gate=True), sources, tmp_path / "run", checkpoint_every=1, steps=1)
+    offered = found.metrics[0]["collect/offered"]
+    state = Checkpoints(tmp_path / "run/checkpoints", 1).latest()
+    assert state is not None and offered > 4
+    known = state[1]["data"]["known"]
+    assert len(known) == offered and all(a + b > 2 for _, a, b in known.values())  # each was answered
+
+
+# ---- validation
+
+
+def test_held_out_demonstrations(tiny: str, tmp_path: Path) -> None:
+    @algorithm
+    def scored(demos: DemoBatch) -> Any:
+        from flowrl.operators import OldLogProb
+
+        return graphs.sft(demos), OldLogProb()(demos)
+
+    held = Validation(DemoData(demos_in(tmp_path)), every=2, until="old_log_prob", changes={}, batch=4)
+    found = run(job(tiny, scored()), DemoData(demos_in(tmp_path)), tmp_path / "run", validation=held)
+    assert [metrics["step"] for metrics in found.validations] == [0, 2, 4]
+
+
+def test_a_validation_on_both_inputs(tiny: str, tmp_path: Path) -> None:
+    both = {"until": ("reward", "see_demos"), "changes": {"repeat.n": 1, "generate.temperature": 0.0}}
+    sources = data(tmp_path)
+    with pytest.raises(DataError, match="12 of 'batch', 7 of 'demos'; even them"):
+        run(job(tiny), sources, tmp_path / "a", validation=Validation(sources, **both))
+    (tmp_path / "held").mkdir()
+    even = {**sources, "demos": DemoData(demos_in(tmp_path / "held", 12))}
+    found = run(job(tiny), sources, tmp_path / "b", validation=Validation(even, batch=5, **both))
+    assert found.validations[0]["val/rows/demos"] == 12
+    with pytest.raises(ParameterError, match=r"no source for the input 'demos'.*Validation"):
+        run(job(tiny), sources, tmp_path / "c", validation=Validation({"batch": sources["batch"]}, **both))
+
+
+def test_a_validation_on_prompts_alone(tiny: str, tmp_path: Path) -> None:
+    sources = data(tmp_path)
+    found = run(job(tiny), sources, tmp_path / "run", validation=Validation(sources["batch"], every=4))
+    assert len(found.validations) == 2 and "val/reward/mean" in found.validations[0]
+    assert train(job_of("grpo", tiny), write_prompts(tmp_path / "q.jsonl"), tmp_path / "plain").metrics
+
+
+@pytest.mark.parametrize(
+    ("of_data", "of_episodes", "refused"),
+    [
+        ({}, {"enable_thinking": False}, True),
+        ({"enable_thinking": False}, {}, True),
+        ({"enable_thinking": True}, {"enable_thinking": False}, True),
+        ({"enable_thinking": False}, {"enable_thinking": False}, False),
+        ({}, {"tools": []}, False),  # which a source knows nothing of
+    ],
+)
+def test_prompts_are_written_alike_by_their_source_and_by_episodes(
+    of_data: dict[str, Any], of_episodes: dict[str, Any], refused: bool
+) -> None:
+    operator = Interact(tools=[pass_at_k], chat_template_kwargs=of_episodes)
+    graph = graphs.grpo(None).edit(replace={"generate": operator}, drop=["reward"])
+    data = PromptData("a.jsonl", chat_template_kwargs=of_data)
+    held_out = Validation(data, changes={"repeat.n": 1}, until="interact")
+    calls: tuple[Callable[[], Any], ...] = (
+        lambda: by_input(graph, data, "Training"),
+        lambda: by_input(held_out.graph(graph), data, "Validation"),
+    )
+    for call in calls:
+        with pytest.raises(ParameterError, match=r"^interact writes .*expected the same") if refused else nullcontext():
+            call()
+
+
+@pytest.mark.parametrize(("own", "refused"), [({"think": True}, True), ({"think": False}, False), ({}, False)])
+def test_a_row_whose_prompt_episodes_would_write_otherwise_is_refused(
+    own: dict[str, Any], refused: bool, tmp_path: Path
+) -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = "{{ messages[-1].content }}{{ '!' if think else '' }}"
+    tokenizer.save_pretrained(tmp_path)
+    calm = {"chat_template_kwargs": {"think": False}}
+    rows = [record(0), record(1) | {"chat_template_kwargs": own}]
+    sources = {"batch": PromptData(write_jsonl(tmp_path / "rows.jsonl", rows), **calm)}
+    plain = graphs.grpo(None)
+    episodes = plain.edit(replace={"generate": Interact(tools=[pass_at_k], **calm)}, drop=["reward"])
+    loaded = ChatTokenizer(str(tmp_path))
+    Sources(sources, loaded, 0, plain, ())  # `Generate` takes the ids that each row has
+    with (
+        pytest.raises(DataError, match=r"row 1 .*\{'think': True\}, and interact .* without its think; expected")
+        if refused
+        else nullcontext()
+    ):
+        Sources(sources, loaded, 0, episodes, ())

@@ -1,0 +1,238 @@
+"""`Training`: that a seed decides everything, what a run traces, and how failures are told."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from flowrl import Operator, PromptData, Training, Validation, algorithm
+from flowrl import columns as c
+from flowrl.backends import TorchRollout
+from flowrl.errors import BindError, DataError, NodeError, ParameterError
+from flowrl.records import PromptBatch
+from tests.nightly import nightly
+from tests.support.jobs import job_of, write_prompts
+from tests.support.runs import Recorder, described, fails_at, lines, timeless, train
+
+COMMON = {
+    *("actor/pg_loss", "actor/pg_clipfrac", "actor/entropy", "actor/approx_kl", "actor/grad_norm", "reward/mean"),
+    *("kl/ref", "response_length/mean", "throughput/tokens_per_second", "timing/generate", "timing/step"),
+}
+CRITIC = {"critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "timing/update_critic"}
+
+
+# ---- one seed, one run
+
+
+@pytest.mark.parametrize("name", ["ppo", nightly("grpo")])
+def test_two_runs_with_one_seed_write_the_same_numbers(tiny: str, prompts_file: str, tmp_path: Path, name: str) -> None:
+    validation = Validation(PromptData(prompts_file), every=2)
+
+    def run(folder: str, seed: int) -> list[dict[str, Any]]:
+        train(job_of(name, tiny, mini_batch=4), prompts_file, tmp_path / folder, seed=seed, validation=validation)
+        return timeless(lines(tmp_path / folder / "metrics.jsonl"))
+
+    torch.manual_seed(1)
+    first = run("a", seed=5)
+    torch.manual_seed(2)  # a global generator has no say
+    assert run("b", seed=5) == first
+    assert run("c", seed=6) != first
+    assert (tmp_path / "a/predictions.jsonl").read_text() == (tmp_path / "b/predictions.jsonl").read_text()
+
+
+@pytest.mark.parametrize(("name", "keys"), [("ppo", COMMON | CRITIC), ("grpo", COMMON)])
+def test_metrics_have_the_names_of_the_field(
+    tiny: str, prompts_file: str, tmp_path: Path, name: str, keys: set[str]
+) -> None:
+    job = job_of(name, tiny)
+    run = train(job, prompts_file, tmp_path)
+    for step, metrics in enumerate(run.metrics, start=1):
+        assert metrics["step"] == step
+        assert keys <= metrics.keys()
+        assert all(math.isfinite(metrics[key]) for key in keys)
+        assert {f"timing/{node}" for node in job.runs.nodes if node != "batch"} <= metrics.keys()
+    assert timeless(lines(tmp_path / "metrics.jsonl")) == timeless(list(run.metrics))
+
+
+def test_the_throughput_is_response_tokens_over_the_time_of_the_step(
+    tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    metrics = train(job_of("grpo", tiny), prompts_file, tmp_path).metrics[0]
+    tokens = metrics["response_length/total"]
+    assert metrics["throughput/tokens_per_second"] == pytest.approx(tokens / metrics["timing/step"])
+    assert metrics["response_length/mean"] == pytest.approx(tokens / 16)  # 4 prompts x 4
+
+
+def test_what_is_nearly_a_training_is_told_what_it_lacks(prompts_file: str) -> None:
+    job = job_of("grpo", "no such model")
+    with pytest.raises(
+        ParameterError, match=r"bind it first: graph.bind\(rollout=\.\.\., actor=\.\.\., ref="
+    ) as raised:
+        Training(job.graph.bound({}), PromptData(prompts_file), steps=1, prompts=1)  # type: ignore[arg-type]
+    assert len(str(raised.value)) < 600
+    with pytest.raises(ParameterError, match=r"expected PromptData\('train.jsonl'\)"):
+        Training(job, "train.jsonl", steps=1, prompts=1)  # type: ignore[arg-type]
+
+
+# ---- failures
+
+
+def test_a_failure_mid_run_is_told_and_keeps_what_was_measured(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    reporter = Recorder()
+    job = job_of("grpo", tiny, fails_at(2 * 16, ValueError("the judge is asleep")))
+    with pytest.raises(NodeError, match=r"reward failed in step 3: RewardError: (?s:.*)the judge is asleep"):
+        train(job, prompts_file, tmp_path, [reporter], save_model=True)
+    found = described(tmp_path)
+    assert found["status"] == "failed"
+    assert "the judge is asleep" in found["error"]
+    assert found["error"].startswith("NodeError: reward failed in step 3")
+    assert [record["step"] for record in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert not (tmp_path / "actor").exists()
+    assert reporter.count("end") == 1
+    assert reporter.told[-1] == ("end", None)
+
+
+def test_an_interrupt_is_not_a_failure(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    class Interrupted(Recorder):
+        def step(self, step: int, metrics: Mapping[str, float]) -> None:
+            raise KeyboardInterrupt
+
+    reporter = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        train(job_of("grpo", tiny), prompts_file, tmp_path, [reporter])
+    assert described(tmp_path)["status"] == "interrupted"
+    assert len(lines(tmp_path / "metrics.jsonl")) == 1
+    assert reporter.count("end") == 1
+
+
+def test_data_that_cannot_be_read_is_told_in_the_run_folder(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "damaged.jsonl").write_text("{")
+    with pytest.raises(DataError, match=r"damaged.jsonl:1: the line is not JSON"):
+        train(job_of("grpo", tiny), str(tmp_path / "damaged.jsonl"), tmp_path / "run")
+    assert described(tmp_path / "run")["status"] == "failed"
+
+
+def test_data_that_is_missing_is_refused_before_there_is_a_folder(prompts_file: str, tmp_path: Path) -> None:
+    job, absent = job_of("grpo", "no such model"), str(tmp_path / "absent.jsonl")
+    with pytest.raises(DataError, match=r"absent.jsonl' is not a file on this machine"):
+        train(job, absent, tmp_path / "run")
+    with pytest.raises(DataError, match=r"absent.jsonl' is not a file on this machine"):
+        train(job, prompts_file, tmp_path / "run", validation=Validation(PromptData(absent)))
+    assert not (tmp_path / "run").exists()
+
+
+class Counted(NamedTuple):
+    """How many prompts there were."""
+
+    rows: int
+
+
+class Count(Operator):
+    """Counts prompts, and needs no engine for that."""
+
+    def __call__(self, prompt_mask: c.PromptMask) -> Counted:
+        return Counted(len(prompt_mask))
+
+
+class WithValues(NamedTuple):
+    """An input that no prompt file could feed."""
+
+    prompt_mask: c.PromptMask
+    values: c.Values
+
+
+def test_what_training_cannot_feed_is_refused_before_there_is_a_folder(prompts_file: str, tmp_path: Path) -> None:
+    @algorithm
+    def counting(batch: PromptBatch) -> Any:
+        return Count()(batch.prompt_mask)
+
+    @algorithm
+    def offline(batch: WithValues) -> Any:
+        return Count()(batch.prompt_mask)
+
+    with pytest.raises(BindError, match=r"no node of counting reads a rollout engine.*expected a Generate\(\)"):
+        train(counting().bind(), prompts_file, tmp_path / "a")
+    with pytest.raises(ParameterError, match=r"input 'batch' of offline wants the columns values"):
+        train(offline().bind(), prompts_file, tmp_path / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"steps": True}, "steps=True"),
+        ({"keep": True}, "keep=True"),
+        ({"prompts": 0}, "prompts=0"),
+        ({"stops": 3}, "no parameter 'stops'"),
+    ],
+)
+def test_settings_are_checked_where_they_are_written(
+    tiny: str, prompts_file: str, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ParameterError, match=message):
+        train(job_of("grpo", tiny), prompts_file, tmp_path, **settings)
+
+
+# ---- the trace
+
+
+def spans(folder: Path) -> list[dict[str, Any]]:
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return [event for event in events if event["ph"] == "X"]
+
+
+def test_the_trace_holds_every_call_and_tells_validations_apart(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    reporter = Recorder()
+    validation = Validation(PromptData(prompts_file), every=2, name="held", batch=5)
+    job = job_of("ppo", tiny)
+    run = train(job, prompts_file, tmp_path, [reporter], validation=validation)
+    found = Counter(span["name"] for span in spans(tmp_path))
+    nodes = [name for name in job.graph.nodes if name != "batch"]
+    # 3 steps, and 3 validations (0, 2, 3) of 12 prompts in batches of 5
+    held = {f"held/{name}": 9 for name in ("repeat", "generate", "reward")}
+    assert found == {**dict.fromkeys(nodes, 3), "sync": 4, **held}  # one sync before the first step
+    (_, summary) = reporter.told[-1]
+    assert [total.name for total in summary.totals] == nodes
+    for total in summary.totals:
+        assert total.seconds == pytest.approx(sum(step[f"timing/{total.name}"] for step in run.metrics))
+        assert total.calls == 3
+    assert summary.step_seconds == pytest.approx(sum(step["timing/step"] for step in run.metrics) / 3)
+    assert summary.path_seconds <= summary.step_seconds
+
+
+def test_a_run_that_fails_leaves_its_trace(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    with pytest.raises(NodeError):
+        train(job_of("grpo", tiny, fails_at(16, ValueError("no"))), prompts_file, tmp_path)
+    names = [span["name"] for span in spans(tmp_path)]
+    assert names.count("update_actor") == 1
+    assert names.count("generate") == names.count("reward") == 2  # the one that failed is there, too
+
+
+def test_swapping_an_engine_changes_nothing_else(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    job = job_of("grpo", tiny)
+    shared = train(job, prompts_file, tmp_path / "a")
+    copied = train(job.edit(bind={"rollout": TorchRollout(tiny, device="cpu")}), prompts_file, tmp_path / "b")
+    for ours, theirs in zip(timeless(list(shared.metrics)), timeless(list(copied.metrics)), strict=True):
+        assert (ours.pop("sync/by/alias"), theirs.pop("sync/by/copy")) == (1, 1)
+        assert ours.pop("sync/bytes") == 0
+        assert theirs.pop("sync/bytes") > 0
+        assert ours == theirs
+
+
+def test_prompts_may_be_fewer_than_a_step_wants(tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = write_prompts(tmp_path / "few.jsonl", 3)
+    run = train(job_of("grpo", tiny), data, tmp_path / "run", prompts=8, steps=2)
+    assert len(run.metrics) == 2
+    [said] = [record.getMessage() for record in caplog.records if record.name == "flowrl.run.training.sources"]
+    assert said.startswith("the data has 3 prompts and a step takes 8, so every step holds some of them more than once")
+    caplog.clear()
+    train(job_of("grpo", tiny), data, tmp_path / "enough", prompts=3, steps=1)
+    assert not [record for record in caplog.records if record.name == "flowrl.run.training.sources"]

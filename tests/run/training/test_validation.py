@@ -1,0 +1,195 @@
+"""`Validation`: when it runs, what it runs, and that training does not notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from flowrl import INJECTED, Metrics, Operator, PromptData, State, Validation
+from flowrl import columns as c
+from flowrl.core.graphs.after import After
+from flowrl.errors import FlowrlError, GraphError, NodeError, ParameterError
+from flowrl.graphs import grpo
+from flowrl.operators import Interact
+from flowrl.operators.rows.held_out import pass_at_k
+from flowrl.run.engine.timeline import Timeline
+from tests.support.jobs import job_of, weights_of
+from tests.support.kernel import exact
+from tests.support.runs import Recorder, described, lines, timeless, train
+
+
+class Runs(Operator):
+    """Counts how often it has run; adds nothing to the scores."""
+
+    count = State(lambda self: 0)
+
+    def __call__(self, token_level_scores: c.TokenLevelScores, metrics: Metrics = INJECTED) -> c.TokenLevelScores:
+        self.count.value += 1
+        metrics.max("runs", self.count.value)
+        return token_level_scores
+
+
+class FailsLater(Operator):
+    """Fails the second time that it is asked in a validation."""
+
+    seen: ClassVar[list[int]] = []
+    validates: bool = False
+
+    def __call__(self, token_level_scores: c.TokenLevelScores) -> c.TokenLevelScores:
+        if self.validates:
+            self.seen.append(len(token_level_scores))
+            if len(self.seen) == 2:
+                raise RuntimeError("out of luck")
+        return token_level_scores
+
+
+def test_a_validation_may_have_any_name() -> None:
+    """Metrics go by it, and boards group them at a slash."""
+    validation = Validation(PromptData("math.jsonl"), name="val/math: hard")
+    assert validation.graph(grpo(exact))["repeat"].operator.rows_factor == 1
+
+
+def test_where_a_world_gives_the_rewards_the_default_end_says_which_node_to_name() -> None:
+    played = grpo(None).edit(replace={"generate": Interact(tools=[pass_at_k])}, drop=["reward"])
+    with pytest.raises(GraphError, match=r"'val' ends at until='reward', and .*Validation\(\.\.\., until='interact'\)"):
+        Validation(PromptData("math.jsonl"), changes={}).graph(played)
+    assert Validation(PromptData("math.jsonl"), changes={}, until="interact").graph(played).sinks == ("interact",)
+
+
+def test_states_of_a_validation_are_its_own_and_new_each_time(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    job = job_of("grpo", tiny).edit(insert={"runs": After("reward", Runs())})
+    data = PromptData(prompts_file)
+    validations = (
+        Validation(data, every=1, name="a", until="runs", batch=12),
+        Validation(data, every=1, name="b", until="runs", batch=5),
+    )
+    run = train(job, prompts_file, tmp_path, validation=validations)
+    assert [metrics["runs"] for metrics in run.metrics] == [1, 2, 3]
+    found = [(key, value) for line in run.validations for key, value in line.items() if key.endswith("/runs")]
+    assert found == [("a/runs", 1), ("b/runs", 3)] * 4
+
+
+def test_an_error_of_a_validation_says_which_and_when(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    job = job_of("grpo", tiny).edit(insert={"later": After("reward", FailsLater())})
+    changes = {"repeat.n": 1, "later.validates": True}
+    validation = Validation(PromptData(prompts_file), every=2, name="held", until="later", changes=changes)
+    with pytest.raises(NodeError, match=r"^later failed in the validation 'held' after step 2: RuntimeError: out of"):
+        train(job, prompts_file, tmp_path, validation=validation)
+    assert [span.step for span in Timeline.load(tmp_path / "trace.json").spans if span.name == "held/later"] == [
+        None
+    ] * 2
+
+
+@pytest.mark.parametrize(("steps", "every", "expected"), [(5, 2, [0, 2, 4, 5]), (4, 2, [0, 2, 4]), (3, 10, [0, 3])])
+def test_validation_comes_before_the_first_step_every_so_often_and_after_the_last(
+    tiny: str, prompts_file: str, tmp_path: Path, steps: int, every: int, expected: list[int]
+) -> None:
+    reporter = Recorder()
+    validation = Validation(PromptData(prompts_file), every=every, batch=5)
+    run = train(job_of("grpo", tiny), prompts_file, tmp_path, [reporter], steps=steps, validation=validation)
+    assert [metrics["step"] for metrics in run.validations] == expected
+    assert [told[1] for told in reporter.told if told[0] == "validation"] == expected
+    assert reporter.count("step") == steps
+    assert ("node", "val") in reporter.told
+
+
+def test_validation_does_not_change_training(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    greedy = Validation(PromptData(prompts_file), every=1)
+    sampled = Validation(PromptData(prompts_file), every=1, name="sampled", changes={"repeat.n": 3})
+    without = train(job_of("ppo", tiny, mini_batch=2), prompts_file, tmp_path / "a")
+    within = train(job_of("ppo", tiny, mini_batch=2), prompts_file, tmp_path / "b", validation=(greedy, sampled))
+    assert timeless(list(within.metrics)) == timeless(list(without.metrics))
+    trained = weights_of(within.engines["actor"])
+    assert all(torch.equal(trained[name], w) for name, w in without.engines["actor"].weights())
+    assert len(within.validations) == 8
+
+
+def test_changes_choose_between_greedy_and_sampled(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    data = PromptData(prompts_file)
+    greedy = Validation(data, name="greedy", batch=5)
+    again = Validation(data, name="again", batch=12)
+    sampled = Validation(data, name="sampled", changes={"repeat.n": 3, "generate.temperature": 0.7})
+    job = job_of("grpo", tiny)
+    train(job, prompts_file, tmp_path, steps=1, validation=(greedy, again, sampled))
+    answers: dict[str, list[str]] = {"greedy": [], "again": [], "sampled": []}
+    for record in lines(tmp_path / "predictions.jsonl"):
+        if record["step"] == 0:
+            answers[record["validation"]].append(record["response"])
+    assert len(answers["greedy"]) == 12
+    assert answers["greedy"] == answers["again"]  # however it is cut into batches
+    assert len(answers["sampled"]) == 36
+    assert any(len(set(answers["sampled"][i : i + 3])) > 1 for i in range(0, 36, 3))
+    graph = sampled.graph(job.graph)
+    assert graph.sinks == ("reward",)
+    assert set(graph.nodes) == {"batch", "repeat", "generate", "reward"}
+    assert job.graph["repeat"].operator != graph["repeat"].operator  # and the original is as it was
+
+
+def test_an_untrained_policy_validates_alike_whatever_it_is_trained_with(
+    tiny: str, prompts_file: str, tmp_path: Path
+) -> None:
+    validation = Validation(PromptData(prompts_file), every=1, changes={"repeat.n": 2})
+    ppo = train(job_of("ppo", tiny), prompts_file, tmp_path / "a", steps=1, validation=validation)
+    grpo = train(job_of("grpo", tiny), prompts_file, tmp_path / "b", steps=1, validation=validation)
+    assert ppo.validations[0] == grpo.validations[0]
+    assert ppo.validations[1] != grpo.validations[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"changes": {"repeat.m": 1}}, r"set={'repeat.m': ...}\) does not name a parameter; repeat has n"),
+        ({"changes": {"sampler.n": 1}}, r"names 'sampler', which grpo does not have; it has batch, repeat"),
+        ({"changes": {"repeat": 1}}, r"set={'repeat': ...}\) does not name a parameter"),
+        ({"changes": {"repeat.n": 0}}, r"n=0"),
+        ({"until": "judge"}, r"ends at until='judge', and grpo has no node 'judge'; .*until='reward'\)"),
+    ],
+)
+def test_a_validation_that_does_not_fit_is_refused_before_there_is_a_folder(
+    tiny: str, prompts_file: str, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    validation = Validation(PromptData(prompts_file), **settings)
+    with pytest.raises(FlowrlError, match=message):
+        train(job_of("grpo", tiny), prompts_file, tmp_path / "run", validation=validation)
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_validations_of_one_name_are_refused(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    twice = (Validation(PromptData(prompts_file)), Validation(PromptData(prompts_file)))
+    with pytest.raises(ParameterError, match="two validations are named 'val'"):
+        train(job_of("grpo", tiny), prompts_file, tmp_path, validation=twice)
+
+
+# ---- a goal
+
+
+def test_a_run_ends_when_a_validation_reaches_its_goal(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    data = PromptData(prompts_file)
+    validations = (
+        Validation(data, every=2, name="low", goal=0.0),  # any reward is as much
+        Validation(data, every=5, name="rare"),
+        Validation(data, every=1, name="high", goal=7.0),  # no reward is
+    )
+    settings = {"validation": validations, "steps": 9, "checkpoint_every": 5, "save_model": True}
+    run = train(job_of("grpo", tiny), prompts_file, tmp_path, **settings)
+    assert [metrics["step"] for metrics in run.metrics] == [1, 2]
+    names = [(line["step"], key.partition("/")[0]) for line in run.validations for key in line if "reward/mean" in key]
+    assert names[3:] == [(1, "high"), (2, "low"), (2, "rare"), (2, "high")]  # the others too, where the run is over
+    assert described(tmp_path)["status"] == "finished" and (tmp_path / "actor" / "config.json").exists()
+    again = train(job_of("grpo", tiny), prompts_file, tmp_path, resume=True, **settings)
+    assert len(again.metrics) == 2  # it stays over
+    higher = {**settings, "validation": validations[1:], "steps": 4}
+    longer = train(job_of("grpo", tiny), prompts_file, tmp_path, resume=True, **higher)
+    assert [metrics["step"] for metrics in longer.metrics] == [1, 2, 3, 4]
+
+
+def test_a_goal_without_a_reward_is_refused_before_the_first_step(tiny: str, prompts_file: str, tmp_path: Path) -> None:
+    validation = Validation(PromptData(prompts_file), until="generate", goal=0.5)
+    with pytest.raises(
+        ParameterError, match=r"Validation\(goal=0.5\) is held against val/reward/mean.*until='generate'"
+    ):
+        train(job_of("grpo", tiny), prompts_file, tmp_path, validation=validation)
+    assert not (tmp_path / "metrics.jsonl").exists()

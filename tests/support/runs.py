@@ -1,0 +1,93 @@
+"""Small runs and steps for tests, what runs leave in their folder, and a reporter that keeps what it is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flowrl import PromptData, Training
+from flowrl.core.graphs.plan import Plan
+from flowrl.graph import Graph
+from flowrl.run.engine.local import local_steps
+from flowrl.run.engine.steps import Steps
+from flowrl.run.engine.timeline import Summary
+from flowrl.run.training.training import Run
+
+TIMES = ("timing/", "throughput/")
+
+
+def train(job: Any, data: str, folder: Path, reporters: Any = (), **settings: Any) -> Run:
+    """Train `job` on the prompts in the file `data`; by default 3 steps of 4 prompts, without saving the model."""
+    settings = {"steps": 3, "prompts": 4, "save_model": False} | settings
+    return Training(job, PromptData(data), folder=str(folder), **settings).run(reporters)
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    """The records of a JSONL file, which must be JSON in the strict sense."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in file.read_text().splitlines()]
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """The `run.json` of a run folder."""
+    found: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return found
+
+
+def timeless(records: list[Any]) -> list[dict[str, Any]]:
+    """Metrics without what the clock decides."""
+    return [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in records]
+
+
+def walk(graph: Graph, **engines: Any) -> Steps:
+    """The steps of a graph in this process, at seed 0."""
+    return local_steps(Plan(graph), engines, 0)
+
+
+class Recorder:
+    """A reporter that keeps what it is told, and raises when it is told `fail_at`."""
+
+    def __init__(self, fail_at: str = "") -> None:
+        self.told: list[Any] = []
+        self.fail_at = fail_at
+
+    def _tell(self, what: str, *more: Any) -> None:
+        self.told.append((what, *more))
+        if what == self.fail_at:
+            raise RuntimeError(f"the reporter fails at {what}")
+
+    def start(self, name: str, steps: int, folder: Path, done: int) -> None:
+        self._tell("start", name, steps, folder, done)
+
+    def node(self, name: str) -> None:
+        self._tell("node", name)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tell("step", step)
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tell("validation", step)
+
+    def end(self, summary: Summary | None) -> None:
+        self._tell("end", summary)
+
+    def count(self, what: str) -> int:
+        return sum(told[0] == what for told in self.told)
+
+
+def fails_at(call: int, error: BaseException) -> Any:
+    """A reward function that raises `error` after so many calls."""
+    calls = []
+
+    def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+        calls.append(None)
+        if len(calls) > call:
+            raise error
+        return 0.5
+
+    return reward

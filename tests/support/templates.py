@@ -1,0 +1,115 @@
+"""Tokenisers with the chat templates of the field, as far as turns, thinking and tools go; over bytes, with merges."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from flowrl.data.text.tokenizer import ChatTokenizer
+
+MERGES = [("t", "h"), ("th", "e"), ("a", "n"), ("an", "d"), ("Ġ", "the"), ("1", "2")]
+
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+# Both of Qwen's write replies of tools that follow each other as one turn of the user.
+_QWEN_TURNS = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' + m['content'] }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m['role'] }}\n{{ CONTENT }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN25 = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant."
+    "{% if tools %} Call <tools>{{ tools | tojson }}</tools>.{% endif %}<|im_end|>\n{% endif %}"
+    + _QWEN_TURNS.replace("CONTENT", "m['content']")
+)
+# Thinking is kept behind the last question of the user alone; where it is switched off, an empty thought stands before
+# the answer that is asked for, and before no earlier one.
+QWEN3 = (
+    "{% set ns = namespace(asked=0) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    + _QWEN_TURNS.replace(
+        "CONTENT",
+        "m['content'].split('</think>')[-1].lstrip() "
+        "if m['role'] == 'assistant' and loop.index0 < ns.asked else m['content']",
+    )
+    + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    "<think>\n\n</think>\n\n{% endif %}"
+)
+_ALTERNATE = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user, assistant, user, ...') }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}" + _ALTERNATE + "{% for m in messages %}"
+    "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] | trim }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}" + _ALTERNATE + "{% for m in messages %}"
+    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+# Merges all replies into the first question, as some templates do that know of two turns only.
+MERGING = (
+    "{% set ns = namespace(asked='') %}"
+    "{% for m in messages if m['role'] == 'user' %}{% set ns.asked = ns.asked + m['content'] %}{% endfor %}"
+    "<user>{{ ns.asked }}<end>"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<model>{{ m['content'] }}<end>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<model>{% endif %}"
+)
+# Know of no tools, and leave out what they say; the second opens no turn of the assistant.
+BARE = "{% for m in messages if m['role'] != 'tool' %}{{ m['content'] }}<end>{% endfor %}"
+DEAF = BARE.replace("{{", "<{{ m['role'] }}>{{") + "{% if add_generation_prompt %}<assistant>{% endif %}"
+# Takes one reply of a tool at a time.
+SINGLE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' and messages[loop.index0 - 1]['role'] == 'tool' %}"
+    "{{ raise_exception('one tool at a time') }}{% endif %}{% endfor %}" + LLAMA3
+)
+
+TEMPLATES = {
+    "llama3": (LLAMA3, "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"]),
+    "qwen2.5": (QWEN25, "<|im_end|>", ["<|im_start|>"]),
+    "qwen3": (QWEN3, "<|im_end|>", ["<|im_start|>"]),
+    "gemma": (GEMMA, "<end_of_turn>", ["<start_of_turn>"]),
+    "mistral": (MISTRAL, "</s>", []),
+    "merging": (MERGING, "<end>", ["<user>", "<model>"]),
+    "deaf": (DEAF, "<end>", ["<user>", "<assistant>"]),
+    "bare": (BARE, "<end>", []),
+    "single": (SINGLE, "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"]),
+}
+"""By name: the template, the token that ends a turn, and further tokens of its own."""
+
+
+@cache
+def tokenizer_of(name: str) -> ChatTokenizer:
+    """A tokeniser with one of `TEMPLATES`; its EOS is another token than the end of a turn, but with mistral."""
+    template, end, others = TEMPLATES[name]
+    eos = "</s>" if name == "mistral" else "<eos>"
+    specials = list(dict.fromkeys(["<pad>", "<bos>", eos, end, *others]))
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
+    core = Tokenizer(models.BPE({token: i for i, token in enumerate([*specials, *symbols])}, MERGES))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token=eos,
+        additional_special_tokens=specials[3:],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = template
+    folder = Path(mkdtemp(prefix="flowrl-template-"))
+    tokenizer.save_pretrained(folder)
+    return ChatTokenizer(str(folder))
