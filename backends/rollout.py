@@ -249,7 +249,7 @@ class RequestEngine(RolloutEngine):
                 f"sync was called while {len(begun)} requests are under way ({begun[0]!r} is one), whose tokens are of "
                 f"version {self._require_receipt().version}; expected none, since an answer bears one version: call "
                 f"engine.step() until they end, or engine.drop(name); or where the engine can, swap: "
-                f"engine.swap(trainer, caches='anew')."
+                f"engine.swap(trainer, caches='recompute')."
             )
 
     def _sample(self, prompts: Tensor, mask: Tensor, row_ids: Sequence[str], sampling: Sampling, key: Key) -> Sampled:
@@ -376,15 +376,15 @@ def check_prompts(
         )
     longest = int(mask.sum(1).max())
     if positions is not None and longest + sampling.max_new_tokens > positions:
-        mends = ["raise that where the model allows it"]
+        can_recover = ["raise that where the model allows it"]
         if (answers := positions - longest) > 0:
-            mends.append(f"lower max_new_tokens to {answers}")
+            can_recover.append(f"lower max_new_tokens to {answers}")
         if (room := positions - sampling.max_new_tokens) > 0:
-            mends.append(f"drop prompts of more than {room} tokens")
+            can_recover.append(f"drop prompts of more than {room} tokens")
         raise DataError(
             f"the longest prompt has {longest} tokens, and {longest} + max_new_tokens={sampling.max_new_tokens} is "
             f"more than the {positions} tokens that a sequence may have here, by the model or the engine's "
-            f"max_model_len; {', or '.join(mends)}."
+            f"max_model_len; {', or '.join(can_recover)}."
         )
 
 

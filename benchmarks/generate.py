@@ -137,7 +137,7 @@ def by_requests(engine: Any) -> Answer:
 
         def ask(i: int) -> None:
             draws = key.answer(str(i), turns[i])
-            engine.submit(Request(str(i), contexts[i], sampling, draws, keep=turns[i] + 1 < TURNS))
+            engine.submit(Request(str(i), contexts[i], sampling, draws, retain_cache=turns[i] + 1 < TURNS))
 
         for i in range(len(prompts)):
             ask(i)

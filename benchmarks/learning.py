@@ -60,7 +60,7 @@ def methods() -> dict[str, Graph]:
     group = grpo(score_and_thinking, **settings)
     halved = {**settings, "mini_batch": MINI_BATCH // 2}
     halved["overlong_buffer"] = SETTINGS["max_new_tokens"] - LONGEST
-    whole = dapo(score_and_thinking, groups=ROWS // GROUP // 2, **halved).edit(set={"collect.short": "repeat"})
+    whole = dapo(score_and_thinking, groups=ROWS // GROUP // 2, **halved).edit(set={"collect.on_underfill": "repeat"})
     all_groups = whole.edit(drop=["collect"], set={"update_actor.mini_batch": MINI_BATCH})
     return {
         "ppo": ppo(score_and_thinking, **SETTINGS),  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the file beside this one
-from alarm_world import FALSE_ALARM, HORIZON, WINDOWS, build, worth, write_data
+from alarm_environment import FALSE_ALARM, HORIZON, WINDOWS, build, worth, write_data
 
 from flowrl import INJECTED, After, Metrics, PromptData, Terminal, Training, Validation, operator
 from flowrl.backends import AdamW, TorchRollout, TorchTrainer
@@ -56,7 +56,7 @@ def alarms(
     return token_level_scores
 
 
-# GRPO whose answers are episodes that their world rewards: one edit.
+# GRPO whose answers are episodes that their environment rewards: one edit.
 graph = grpo(None, n=8, kl_coef=0.0, mini_batch=64).edit(
     replace={"generate": Interact(Watch, max_turns=WINDOWS, context=100, timeout=10.0, max_new_tokens=4)},
     drop=["reward"],

@@ -124,13 +124,13 @@ class Play(Operator):
     """One episode per row, all of them at once.
 
     Args:
-        world: a Gymnasium environment of a number of actions, by name.
+        environment: a Gymnasium environment of a number of actions, by name.
         greedy: always do what is most likely.
         rollout: who acts.
     """
 
     granularity: ClassVar[Granularity] = "row"
-    world: str = "CartPole-v1"
+    environment: str = "CartPole-v1"
     greedy: bool = False
     rollout: Reads[Actor] = Role("rollout")
 
@@ -139,25 +139,27 @@ class Play(Operator):
         return frozenset({"greedy"} if self.greedy else ())
 
     def __call__(self, seeds: SeedBatch, key: Key = INJECTED, metrics: Metrics = INJECTED) -> Episodes:
-        worlds = [gymnasium.make(self.world) for _ in seeds.row_id]
-        started = [world.reset(seed=seed)[0] for world, seed in zip(worlds, seeds.seed.tolist(), strict=True)]
-        draws = key.uniforms(seeds.row_id, worlds[0].spec.max_episode_steps)
-        now, goes_on = torch.from_numpy(np.stack(started)), torch.ones(len(worlds), dtype=torch.bool)
+        environments = [gymnasium.make(self.environment) for _ in seeds.row_id]
+        started = [
+            environment.reset(seed=seed)[0] for environment, seed in zip(environments, seeds.seed.tolist(), strict=True)
+        ]
+        draws = key.uniforms(seeds.row_id, environments[0].spec.max_episode_steps)
+        now, goes_on = torch.from_numpy(np.stack(started)), torch.ones(len(environments), dtype=torch.bool)
         cut_off, steps = torch.zeros_like(goes_on), []
         while goes_on.any():
             actions, log_probs = self.rollout.act(now, None if self.greedy else draws[:, len(steps)])
-            rewards = torch.zeros(len(worlds))
+            rewards = torch.zeros(len(environments))
             steps.append((now.clone(), actions, goes_on.clone(), log_probs * goes_on, rewards))
             for i in goes_on.nonzero().flatten().tolist():
-                seen, rewards[i], ended, cut_off[i], _ = worlds[i].step(int(actions[i]))
+                seen, rewards[i], ended, cut_off[i], _ = environments[i].step(int(actions[i]))
                 now[i], goes_on[i] = torch.from_numpy(seen), not (ended or cut_off[i])
                 cut_off[i] &= not ended
         observations, actions, mask, log_probs, rewards = (
             torch.stack(column, 1) for column in zip(*steps, strict=True)
         )
-        metrics.mean("reward/mean", rewards.sum(), len(worlds))
+        metrics.mean("reward/mean", rewards.sum(), len(environments))
         metrics.sum("episodes/steps", mask.sum())
-        version = torch.full((len(worlds),), self.rollout.receipt.version)
+        version = torch.full((len(environments),), self.rollout.receipt.version)
         return Episodes(observations, actions, mask, version, log_probs, rewards, cut_off, now)
 
 

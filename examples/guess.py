@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the file beside this one
-from guess_world import TURNS, Candidates, build, write_data
+from guess_environment import TURNS, Candidates, build, write_data
 
 from flowrl import PromptData, Terminal, Training, Validation
 from flowrl.backends import AdamW, TorchRollout, TorchTrainer

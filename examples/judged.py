@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the file beside this one
-from judged_world import TURNS, Wish, build, build_judge, write_data
+from judged_environment import TURNS, Wish, build, build_judge, write_data
 
 from flowrl import INJECTED, After, Metrics, PromptData, Terminal, Training, Validation, operator
 from flowrl.backends import AdamW, TorchRollout, TorchTrainer

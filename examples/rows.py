@@ -1,4 +1,4 @@
-"""Rows of the examples on disk: drawn by a world, the same ones for every seed of a run."""
+"""Rows of the examples on disk: drawn by an environment, the same ones for every seed of a run."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the file beside this one
-from triage_world import build, write_data
+from triage_environment import build, write_data
 
 from flowrl import PromptData, Terminal, Training, Validation
 from flowrl.backends import VLLM, AdamW, SGLang, TorchRollout, TorchScorer, TorchTrainer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowrl.auditing.audit import audit
     from flowrl.auditing.record import Audit
-    from flowrl.auditing.task import World
+    from flowrl.auditing.task import AuditTask
     from flowrl.columns import Column
     from flowrl.core.graphs.after import After
     from flowrl.core.graphs.lag import Lag
@@ -48,6 +48,7 @@ __all__ = [
     "INJECTED",
     "After",
     "Audit",
+    "AuditTask",
     "Backend",
     "ByDifficulty",
     "Colocate",
@@ -84,7 +85,6 @@ __all__ = [
     "Training",
     "Validation",
     "When",
-    "World",
     "Writes",
     "algorithm",
     "audit",
@@ -103,7 +103,7 @@ _MODULES = {
     "DemoBatch": "records",
     "PreferenceBatch": "records",
     "Audit": "auditing.record",
-    "World": "auditing.task",
+    "AuditTask": "auditing.task",
     "audit": "auditing.audit",
     "Backend": "protocols.backend",
     "Reporter": "run.training.report",

@@ -238,7 +238,7 @@ TeacherLogProbs = Annotated[
 TeacherRest = Annotated[
     Float32[Tensor, "batch response"], Column("teacher_rest", "log-prob of all tokens but a teacher's likely ones")
 ]
-TeacherStates = Annotated[
+TeacherHiddenStates = Annotated[
     Float32[Tensor, "batch response hidden"], Column("teacher_states", "last hidden state of a teacher")
 ]
 """A teacher's head makes distributions over the whole vocabulary of it; see `flowrl.protocols.heads`."""

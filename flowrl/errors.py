@@ -100,7 +100,7 @@ class RewardError(FlowrlError, RuntimeError):
 
 
 class EpisodeError(FlowrlError, RuntimeError):
-    """An episode cannot go on: its world failed, or its template writes earlier turns otherwise."""
+    """An episode cannot go on: its environment failed, or its template writes earlier turns otherwise."""
 
 
 class NodeError(FlowrlError, RuntimeError):
@@ -108,7 +108,7 @@ class NodeError(FlowrlError, RuntimeError):
 
 
 class AuditError(FlowrlError, ValueError):
-    """A graph cannot be audited: what it does, or what it is to make large, is not known in a world of tables."""
+    """A graph cannot be audited: what it does, or what it should maximize, is not known on an `AuditTask`."""
 
 
 class AsleepError(FlowrlError, RuntimeError):

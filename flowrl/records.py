@@ -85,7 +85,7 @@ class PreferenceBatch(NamedTuple):
 
 class EpisodeBatch(NamedTuple):
     """What was said in episodes: the columns of `RolloutBatch`, whose responses go from the first answer to the last,
-    what the world said in between included (off `response_mask`); and what it was worth."""
+    what the environment said in between included (off `response_mask`); and what it was worth."""
 
     prompts: c.Prompts
     responses: c.Responses

@@ -327,7 +327,7 @@ class Schedule(Spec):
         """Steps between which the number only rises or only falls: it is checked there. By default the first 10,000."""
         return _FIRST
 
-    def moments(self) -> tuple[int, ...]:
+    def sample_steps(self) -> tuple[int, ...]:
         """The steps that tell whether the number stays within bounds: the first, and those of its extremes."""
         turns = list(self.turns)
         numbers = [self._number(step) for step in turns]
@@ -427,10 +427,10 @@ def _begin(
             of = ", ".join(repr(schedule) for schedule in over_time.values())
             raise ParameterError(f"{said} That is step {step + 1}, in which {shown}, by {of}.") from None
 
-    moments = sorted({step for schedule in over_time.values() for step in schedule.moments()})
-    for step in moments:
+    sample_steps = sorted({step for schedule in over_time.values() for step in schedule.sample_steps()})
+    for step in sample_steps:
         begin(object.__new__(cls), step)
-    begin(spec, moments[0])
+    begin(spec, sample_steps[0])
     for name, schedule in over_time.items():
         object.__setattr__(spec, name, schedule)
 

@@ -17,7 +17,7 @@ from flowrl.operators import (
     Repeat,
     ReverseKL,
     Sync,
-    TeacherStates,
+    TeacherHiddenStates,
     TeacherTopK,
     UpdateActor,
 )
@@ -79,7 +79,7 @@ def distill_full(
     """
     prompts = Repeat(n)(batch)
     rollout = Generate(temperature=temperature, max_new_tokens=max_new_tokens)(prompts)
-    said = TeacherStates()(rollout)
+    said = TeacherHiddenStates()(rollout)
     update = UpdateActor(FullGKD(beta), mini_batch=mini_batch)
     return Sync()(update(rollout, **said._asdict()))
 

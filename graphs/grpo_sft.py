@@ -44,5 +44,5 @@ def grpo_sft(
     scores = Reward(reward_fn)(rollout, prompts)
     advantages = GroupAdvantage()(scores, rollout.response_mask, prompts.uid)
     updated = UpdateActor(PPOClip(clip), mini_batch=mini_batch)(rollout, old_log_probs=old, advantages=advantages)
-    imitated = UpdateActor(NLL(), off_policy=1).named("imitate")(demos)
+    imitated = UpdateActor(NLL(), prior_updates=1).named("imitate")(demos)
     return Sync()(imitated), updated

@@ -14,7 +14,7 @@ from flowrl.operators.advantages.groups import (
 from flowrl.operators.advantages.token_baseline import OptimalTokenBaseline
 from flowrl.operators.advantages.turns import TurnGAE, TurnGroupAdvantage
 from flowrl.operators.corrections import Mismatch, RolloutCorrection
-from flowrl.operators.engines.distillation import GKD, FullGKD, ReverseKL, TeacherStates, TeacherTopK
+from flowrl.operators.engines.distillation import GKD, FullGKD, ReverseKL, TeacherHiddenStates, TeacherTopK
 from flowrl.operators.engines.engines import Generate, LogitNorm, OldLogProb, RefLogProb, Repeat, Value
 from flowrl.operators.engines.interact import Interact
 from flowrl.operators.kl import AdaptiveKL, KLShape
@@ -87,7 +87,7 @@ __all__ = [
     "Spread",
     "SubtractBaseline",
     "Sync",
-    "TeacherStates",
+    "TeacherHiddenStates",
     "TeacherTopK",
     "TextModelReward",
     "TurnGAE",

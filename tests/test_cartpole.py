@@ -135,7 +135,7 @@ def test_an_action_is_what_its_own_draw_decides(example: Any) -> None:
 
 
 class Falls:
-    """A world that ends in its third step, at which its limit comes as well."""
+    """An environment that ends in its third step, at which its limit comes as well."""
 
     spec = SimpleNamespace(max_episode_steps=3)
 

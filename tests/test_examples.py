@@ -52,12 +52,12 @@ def test_think_trains_and_leaves_a_run(tmp_path: Path, tiny: str) -> None:
     assert (folder / "actor" / "config.json").is_file()
 
 
-def learned(name: str, world: str, folder: Path, *others: str) -> list[dict[str, float]]:
+def learned(name: str, environment: str, folder: Path, *others: str) -> list[dict[str, float]]:
     """The metrics of two steps of an example, with models of "imitation.py" that have hardly begun to imitate, on 100
     rows of "rows.py", and 100 held out; how well the examples learn is in docs/examples.md."""
     with pytest.MonkeyPatch.context() as environment:
         for build in ("build", *others):
-            made = load_object(f"{EXAMPLES / world}:{build}")(folder / build, steps=40, rows=16)
+            made = load_object(f"{EXAMPLES / environment}:{build}")(folder / build, steps=40, rows=16)
             environment.setenv("MODEL" if build == "build" else build.removeprefix("build_").upper(), str(made))
         environment.setenv("STEPS", "2")
         environment.chdir(folder)
@@ -70,45 +70,45 @@ def learned(name: str, world: str, folder: Path, *others: str) -> list[dict[str,
 
 
 @pytest.fixture
-def worlds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files of the worlds find each other, as they do beside the examples."""
+def environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of the environments find each other, as they do beside the examples."""
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
 
 
-@pytest.mark.usefixtures("worlds")
+@pytest.mark.usefixtures("environments")
 def test_triage_asks_for_metrics_and_answers_in_two_turns(tmp_path: Path) -> None:
-    _, trained, *_, last = learned("triage.py", "triage_world.py", tmp_path)
+    _, trained, *_, last = learned("triage.py", "triage_environment.py", tmp_path)
     assert last["val/episodes/turns"] == 2 and last["val/episodes/failed"] == 0
     assert trained["episodes/turns"] == 2 and trained["rollout/logp_diff_max"] < 1e-3
 
 
-@pytest.mark.usefixtures("worlds")
+@pytest.mark.usefixtures("environments")
 def test_guess_takes_at_most_six_turns_and_each_is_rewarded(tmp_path: Path) -> None:
-    _, trained, *_, last = learned("guess.py", "guess_world.py", tmp_path)
+    _, trained, *_, last = learned("guess.py", "guess_environment.py", tmp_path)
     assert 1 < trained["episodes/turns"] <= trained["episodes/turns_max"] == 6
     assert 0 < trained["reward/mean"] < trained["reward/max"] <= 2 and trained["rollout/logp_diff_max"] < 1e-3
     assert last["val/episodes/failed"] == 0 < last["val/episodes/out_of_turns"]
 
 
-@pytest.mark.usefixtures("worlds")
+@pytest.mark.usefixtures("environments")
 def test_what_a_guess_finds_out_adds_up_to_the_number() -> None:
-    candidates = load_object(f"{EXAMPLES / 'guess_world.py'}:Candidates")()  # from 10 to 41
+    candidates = load_object(f"{EXAMPLES / 'guess_environment.py'}:Candidates")()  # from 10 to 41
     found_out = [candidates.told(guess, 20) for guess in (25, 17, 30, 21, 20)]  # 10-24, 18-24, 18-24, 18-20, 20
     assert found_out == pytest.approx([-math.log2(left) / 5 for left in (15 / 32, 7 / 15, 1.0, 3 / 7, 1 / 3)])
     assert sum(found_out) == pytest.approx(1.0) and candidates.told(20, 20) == 0
 
 
-@pytest.mark.usefixtures("worlds")
+@pytest.mark.usefixtures("environments")
 def test_alarm_watches_up_to_six_windows(tmp_path: Path) -> None:
-    _, trained, *_, last = learned("alarm.py", "alarm_world.py", tmp_path)
+    _, trained, *_, last = learned("alarm.py", "alarm_environment.py", tmp_path)
     assert 1 < trained["episodes/turns"] <= trained["episodes/turns_max"] <= 6
     assert -1 <= trained["reward/min"] < trained["reward/max"] <= 1 and trained["rollout/logp_diff_max"] < 1e-3
     assert 0 <= last["val/alarms/in_time"] <= 1 and 0 < last["val/alarms/false"] <= 1
 
 
-@pytest.mark.usefixtures("worlds")
+@pytest.mark.usefixtures("environments")
 def test_an_alarm_is_worth_its_lead_and_costs_where_it_is_false() -> None:
-    worth, expected = (load_object(f"{EXAMPLES / 'alarm_world.py'}:{name}") for name in ("worth", "expected"))
+    worth, expected = (load_object(f"{EXAMPLES / 'alarm_environment.py'}:{name}") for name in ("worth", "expected"))
     assert [worth(7, alarm) for alarm in (6, 5, 4)] == [1 / 3, 2 / 3, 1.0]  # an incident in the seventh window
     assert [worth(7, 3), worth(None, 3), worth(7, None), worth(None, None)] == [-0.5, -0.5, -1.0, 0.0]
     streams = [(["a", "b"], 3), (["a", "b"], None)]
@@ -118,11 +118,13 @@ def test_an_alarm_is_worth_its_lead_and_costs_where_it_is_false() -> None:
     assert expected(lambda seen: 0.5, streams) == pytest.approx(by_half / 2)
 
 
-@pytest.mark.usefixtures("worlds")
+@pytest.mark.usefixtures("environments")
 def test_no_rule_of_thumb_does_as_well_as_what_alarm_learns(tmp_path: Path) -> None:
     """Whoever never alarms, always, at random, or at so many errors; on the streams of the page."""
     names = ("expected", "RULES", "write_data", "errors_of")
-    expected, rules, write_data, errors_of = (load_object(f"{EXAMPLES / 'alarm_world.py'}:{name}") for name in names)
+    expected, rules, write_data, errors_of = (
+        load_object(f"{EXAMPLES / 'alarm_environment.py'}:{name}") for name in names
+    )
     rows = map(json.loads, write_data(tmp_path)[1].read_text().splitlines())
     streams = [(row["extra_info"]["windows"], row["reward_model"]["ground_truth"]["incident"]) for row in rows]
     kept = json.loads((EXAMPLES.parent / "docs/curves/alarm.json").read_text())
@@ -137,17 +139,17 @@ def test_no_rule_of_thumb_does_as_well_as_what_alarm_learns(tmp_path: Path) -> N
     assert all(points[-1]["val/reward/mean"] > best + 0.1 for points in kept["arms"][""]["seeds"].values())
 
 
-@pytest.mark.usefixtures("worlds")
+@pytest.mark.usefixtures("environments")
 def test_judged_is_graded_by_a_model_that_does_not_know_the_truth(tmp_path: Path) -> None:
-    _, trained, *_, last = learned("judged.py", "judged_world.py", tmp_path, "build_judge")
+    _, trained, *_, last = learned("judged.py", "judged_environment.py", tmp_path, "build_judge")
     assert 0 <= trained["reward/mean"] <= 1 and "truth/mean" not in trained
     assert trained["reward/response_length/max"] <= 4  # of the judge's answers, by the node's name
     assert 0 <= last["val/truth/mean"] <= 1 and last["val/episodes/turns_max"] <= 3
 
 
-@pytest.mark.usefixtures("worlds")
+@pytest.mark.usefixtures("environments")
 def test_a_grade_is_how_much_of_the_order_was_said() -> None:
-    grade = load_object(f"{EXAMPLES / 'judged_world.py'}:grade")
+    grade = load_object(f"{EXAMPLES / 'judged_environment.py'}:grade")
 
     def graded(order: str) -> int:
         said = ("I would like a small coat.", "Which colour?", "It is red.", order)

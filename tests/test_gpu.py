@@ -195,7 +195,7 @@ def test_bfloat16_is_float32_but_for_rounding(device: str, folder: Any, kind: st
 def test_the_first_pass_of_an_update_has_the_bits_of_a_score(device: str, folder: Any, kind: str, dtype: str) -> None:
     """By which a plan takes the old log-probs from there; see `flowrl.core.graphs.fusing`."""
     engine = trainer(folder(kind), device, dtype=dtype, max_tokens=40)
-    assert TorchTrainer(folder(kind)).first_pass_apart is None
+    assert TorchTrainer(folder(kind)).why_not_fusable is None
     assert (engine._scorer.unpacked is None) == (kind != "gemma2")  # rows are packed where they are on a CPU
     batch = policy_batch()
     scored, said = engine.log_probs(batch), torch.zeros(batch.response_mask.shape)
@@ -369,7 +369,7 @@ def test_steps_are_those_of_the_cpu(device: str, folder: Any, algorithm: str) ->
         executor = walk(job_of(algorithm, folder("llama"), where, TorchRollout()))
         executor.sync()
         start = flat(executor)
-        result = executor.step(PROMPTS, 0, keep=("generate",))
+        result = executor.step(PROMPTS, 0, return_nodes=("generate",))
         found.append((result.columns["generate"]["responses"], result.metrics.compute(), flat(executor) - start))
     (tokens, expected, moved), (sampled, metrics, shift) = found
     assert torch.equal(sampled, tokens)

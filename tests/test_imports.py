@@ -258,6 +258,6 @@ def test_the_public_names_are_these() -> None:
         "DemoBatch", "DemoData", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss", "Metrics", "Operator",
         "PreferenceBatch", "PreferenceData", "PromptBatch", "PromptData", "Reads", "Replay", "Reporter", "Role",
         "RolloutBatch", "Sampler", "Source", "Spec", "Split", "State", "Step", "TensorBoard", "Terminal", "Training",
-        "Validation", "When", "World", "Writes", "algorithm", "audit", "load", "operator", "save",
+        "Validation", "When", "Environment", "Writes", "algorithm", "audit", "load", "operator", "save",
     ]  # fmt: skip
     assert all(getattr(flowrl, name) is not None or name == "INJECTED" for name in flowrl.__all__)

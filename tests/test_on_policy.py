@@ -270,7 +270,7 @@ def test_syncing_before_step_0_lets_the_graph_run_step_after_step(
     executor.sync()
     batch = batches(prompts_file, executor.runner.engines)
     for step in range(3):
-        result = executor.step(batch, step, keep=("generate",))
+        result = executor.step(batch, step, return_nodes=("generate",))
         assert set(result.columns["generate"]["policy_version"].tolist()) == {step}
         assert result.values["sync"]["receipt"].version == step + 1
         moved = result.metrics.compute()["sync/bytes"]

@@ -82,7 +82,7 @@ def _leaving(weights: Iterable[tuple[str, Tensor]], source: Trainer) -> Iterator
         yield Weight(name, tensor, tensor_digest(name, tensor))
 
 
-class Arrival:
+class IncomingWeights:
     """The weights of one version, held against what must arrive, and counted as they pass.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from flowrl.backends.hosted.arrival import Arrival, due_weights
+from flowrl.backends.hosted.arrival import IncomingWeights, due_weights
 from flowrl.backends.hosted.folder import FolderWeights
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import Ending, RequestEngine
@@ -53,7 +53,7 @@ class Answer(NamedTuple):
     cached: int
 
 
-class Asked(NamedTuple):
+class PendingRequest(NamedTuple):
     """A request that is under way.
 
     Args:
@@ -91,8 +91,8 @@ class HostedRollout(RequestEngine):
         self._arithmetic: torch.dtype | None = None
         self._scores: Scores | None = None  # of the probe, when the engine's last changed
         self._asleep = False
-        self._waiting: dict[str, Asked] = {}
-        self._begun: dict[str, Asked] = {}  # which the engine has
+        self._waiting: dict[str, PendingRequest] = {}
+        self._begun: dict[str, PendingRequest] = {}  # which the engine has
         self._responses: dict[str, Response] = {}
         self.context_tokens = 0
         """Tokens before all answers so far."""
@@ -170,7 +170,7 @@ class HostedRollout(RequestEngine):
             DataError: a `sampling` that the engine cannot do.
         """
         ending = Ending(self.tokenizer, request.sampling)
-        self._waiting[request.name] = Asked(request, ending, self._settings(request.sampling, ending), [])
+        self._waiting[request.name] = PendingRequest(request, ending, self._settings(request.sampling, ending), [])
 
     def _step(self, version: int) -> list[str]:
         """As `RequestEngine`, for as long as the engine computes at a time.
@@ -195,7 +195,7 @@ class HostedRollout(RequestEngine):
     def _take(self, name: str) -> Response | None:
         return self._responses.pop(name, None)
 
-    def _checked(self, answer: Answer, asked: Asked) -> Response:
+    def _checked(self, answer: Answer, asked: PendingRequest) -> Response:
         """The tokens of an answer, their log-probs and versions, up to where it ends."""
         if foreign := set(answer.versions) - {*map(str, asked.versions)}:
             raise SyncError(
@@ -251,7 +251,7 @@ class HostedRollout(RequestEngine):
         start = time.perf_counter()
         if not self._lives:
             self._start()
-        arrival = Arrival(source, self._adapter_of, self._due, self.arithmetic, self._spec.model)
+        arrival = IncomingWeights(source, self._adapter_of, self._due, self.arithmetic, self._spec.model)
         # Weights from another process come with the trainer's scores of the probe of the first of these engines.
         probe = source.probe if isinstance(source, ReceivedWeights) and source.probe else self.probe
         with self._at_stake():
@@ -275,7 +275,7 @@ class HostedRollout(RequestEngine):
                 ) from error
             scores = refuse_other_weights(self.name, log_probs, self.arithmetic, probe, source, self._spec.tolerance)
             shown = resolution(self.arithmetic, arithmetic(source), self._spec.tolerance)
-            scores = scores._replace(beside=caches is not None)
+            scores = scores._replace(concurrent=caches is not None)
             self._scores = refuse_old_weights(self.name, scores, self._scores, shown)
         for asked in self._begun.values():
             asked.versions.append(source.version)
@@ -386,13 +386,13 @@ class HostedRollout(RequestEngine):
             caches: what is to become of what was computed of answers that are under way; None where none is.
 
         Returns:
-            with ``"keep"``, the answers under way of which no token was drawn; some more do no harm.
+            with ``"reuse"``, the answers under way of which no token was drawn; some more do no harm.
         """
 
     @abstractmethod
-    def _take_over(self, arrival: Arrival, caches: Caches | None) -> str:
+    def _take_over(self, arrival: IncomingWeights, caches: Caches | None) -> str:
         """Take weights over under their version; the transport. Answers that begin afterwards go on from nothing that
-        was computed with others, and with ``"anew"``, neither do those that are under way.
+        was computed with others, and with ``"recompute"``, neither do those that are under way.
 
         Args:
             arrival: the weights.

@@ -10,7 +10,7 @@ from pydantic import Field
 from flowrl.backends.torch.load import Folder, FolderBackend
 from flowrl.backends.torch.lora import LoRA
 from flowrl.errors import BindError, ParameterError
-from flowrl.protocols.protocols import Caches, Closable, Requests, Rollout, Sleeper, Swaps
+from flowrl.protocols.protocols import Caches, Closable, LiveWeightUpdate, Rollout, Sleeper, StreamingRollout
 
 
 class EngineSpec(FolderBackend):
@@ -36,7 +36,7 @@ class EngineSpec(FolderBackend):
         engine_args: further arguments of the engine, by name.
     """
 
-    serves = (Rollout, Requests, Swaps, Sleeper, Closable)
+    serves = (Rollout, StreamingRollout, LiveWeightUpdate, Sleeper, Closable)
     reserved: ClassVar[Mapping[str, str]]
     """Engine arguments that are fields here."""
     fixed: ClassVar[Sequence[str]]

@@ -13,7 +13,7 @@ from flowrl.backends.rollout import Watch
 from flowrl.data.text.tokenizer import ChatTokenizer
 
 
-class Asked(NamedTuple):
+class ResponseRequest(NamedTuple):
     """An answer to begin.
 
     Args:
@@ -74,7 +74,7 @@ class Row:
         drawn: whether it has a token.
     """
 
-    asked: Asked
+    asked: ResponseRequest
     watch: Watch
     seen: int = 0
     stopped: Tokens | None = None
@@ -100,7 +100,7 @@ class Answers:
         self._streams: set[asyncio.Task[None]] = set()  # one for all answers that began together
         self._news = asyncio.Event()
 
-    async def some(self, new: Sequence[Asked], seconds: float, **alike: Any) -> dict[str, dict[str, Any]]:
+    async def some(self, new: Sequence[ResponseRequest], seconds: float, **alike: Any) -> dict[str, dict[str, Any]]:
         """Begin answers, and wait until any has ended, or for so many seconds; those that have, by name.
 
         Args:
@@ -145,7 +145,7 @@ class Answers:
         if self._ended:
             self._news.set()
 
-    async def _begin(self, new: Sequence[Asked], alike: Mapping[str, Any]) -> None:
+    async def _begin(self, new: Sequence[ResponseRequest], alike: Mapping[str, Any]) -> None:
         """Give the scheduler all of them in one message, so that it computes their contexts together."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 

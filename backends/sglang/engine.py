@@ -17,12 +17,12 @@ import torch
 from pydantic import Field
 from safetensors.torch import save
 
-from flowrl.backends.hosted.arrival import Arrival
+from flowrl.backends.hosted.arrival import IncomingWeights
 from flowrl.backends.hosted.base import Answer, HostedRollout
 from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import Ending
-from flowrl.backends.sglang.answers import Asked
+from flowrl.backends.sglang.answers import ResponseRequest
 from flowrl.backends.torch.load import loading
 from flowrl.backends.torch.lora import adapted_modules, adapter_config
 from flowrl.data.text.tokenizer import ChatTokenizer
@@ -84,11 +84,12 @@ class SGLang(EngineSpec):
             BindError: naming what it can.
         """
         super().refuse_swap(caches)
-        if caches == "keep" and not self.engine_args.get("disable_overlap_schedule"):
+        if caches == "reuse" and not self.engine_args.get("disable_overlap_schedule"):
             raise BindError(
                 "SGLang computes a step while it schedules the next, so a token of the old weights would bear the "
-                "version of the new ones where caches='keep'; set "
-                "SGLang(..., engine_args={'disable_overlap_schedule': True}), or Lag(..., spans=True, caches='anew')."
+                "version of the new ones where caches='reuse'; set "
+                "SGLang(..., engine_args={'disable_overlap_schedule': True}), or "
+                "Lag(..., spans=True, caches='recompute')."
             )
 
     def build(self, context: BuildContext) -> SGLangEngine:
@@ -128,7 +129,7 @@ class SGLangEngine(HostedRollout):
         self._longest = _longest(spec)
         self._process: EngineProcess | None = None
         self._about: dict[str, Any] = {}  # what the engine says about itself
-        self._new: dict[str, Asked] = {}  # which go to its process all at once
+        self._new: dict[str, ResponseRequest] = {}  # which go to its process all at once
         self._turn = 0.0  # seconds of the last one
         self._start_first()
 
@@ -144,7 +145,7 @@ class SGLangEngine(HostedRollout):
         return self._about["vocabulary"], self._longest
 
     def _settings(self, sampling: Sampling, ending: Ending) -> dict[str, Any]:
-        """The fields of `Asked` that are alike for all answers of one `Sampling`."""
+        """The fields of `ResponseRequest` that are alike for all answers of one `Sampling`."""
         settings = {
             "temperature": sampling.temperature,
             "max_new_tokens": sampling.max_new_tokens,
@@ -164,7 +165,7 @@ class SGLangEngine(HostedRollout):
         return request | {"sampling": settings | {"top_k": top_k, "top_p": sampling.top_p}, "support": True}
 
     def _begin(self, name: str, ids: Sequence[int], settings: dict[str, Any], seed: int) -> None:
-        self._new[name] = Asked(name, [*ids], seed, **settings)
+        self._new[name] = ResponseRequest(name, [*ids], seed, **settings)
 
     def _advance(self) -> dict[str, Answer]:
         new, self._new = [*self._new.values()], {}
@@ -180,7 +181,7 @@ class SGLangEngine(HostedRollout):
         undrawn: list[str] = self._ask("begin", caches=caches)["undrawn"] if self._spec.lora is None else []
         return undrawn
 
-    def _take_over(self, arrival: Arrival, caches: Caches | None) -> str:
+    def _take_over(self, arrival: IncomingWeights, caches: Caches | None) -> str:
         transport, version = "pipe", str(arrival.version)
         if self._spec.lora is None:
             for weights in in_buckets(arrival.to_hand_over(), BUCKET_BYTES):

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from flowrl.backends.sglang.answers import Answers, Asked
+from flowrl.backends.sglang.answers import Answers, ResponseRequest
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.protocols.protocols import Caches
 from flowrl.sync.digest import tensor_digest
@@ -51,7 +51,7 @@ class Server:
             "support": args.sampling_mask_max_tokens,
         }
 
-    def generate(self, body: bytes, new: list[Asked], seconds: float) -> dict[str, Any]:
+    def generate(self, body: bytes, new: list[ResponseRequest], seconds: float) -> dict[str, Any]:
         """Begin answers, and compute until some have ended, or for so many seconds; those that have, by name."""
         return {"answers": self._wait(self.answers.some(new, seconds, **self._alike()))}
 
@@ -82,17 +82,17 @@ class Server:
         """Weights are about to come; with `caches` under answers that are under way, which stand still until `end`.
 
         Returns:
-            with ``"keep"``, those of which no token has come.
+            with ``"reuse"``, those of which no token has come.
         """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._wait(self.answers.settled())
         if caches is not None:
-            mode: Any = "retract" if caches == "anew" else "in_place"
+            mode: Any = "retract" if caches == "recompute" else "in_place"
             self._wait(self.engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=mode)))
         self.digests = {}
         _require(self.engine.begin_weight_update())
-        return {"undrawn": self.answers.undrawn if caches == "keep" else []}
+        return {"undrawn": self.answers.undrawn if caches == "reuse" else []}
 
     def take(self, body: bytes) -> None:
         """Some weights, as safetensors."""
@@ -112,7 +112,7 @@ class Server:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         _require(self.engine.end_weight_update())
-        if caches == "keep":
+        if caches == "reuse":
             self.kept += 1
         else:
             self._forget()

@@ -91,18 +91,18 @@ def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | N
             **_LOCAL,
         )
     missing = {name for name in report["missing_keys"] if with_head or not _is_head(lm, name)}
-    mend = "write the folder again with model.save_pretrained(folder)."
+    fix = "write the folder again with model.save_pretrained(folder)."
     misshaped = {f"{name}: {tuple(found)}, not {tuple(due)}" for name, found, due in report["mismatched_keys"]}
     if problems := sorted(missing | misshaped):
         raise BindError(
             f"the folder {folder!r} lacks {len(problems)} weights of {type(lm).__name__} or has them in another shape "
-            f"({_some(problems)}), and they would be drawn at random; {mend}"
+            f"({_some(problems)}), and they would be drawn at random; {fix}"
         )
     if problems := sorted(without_use(report["unexpected_keys"], with_head)):
         raise BindError(
             f"the folder {folder!r} holds {len(problems)} weights that {type(lm).__name__} does not have by its "
             f"config.json ({_some(problems)}), and they would be left out; correct config.json (its number of layers, "
-            f"say), or {mend}"
+            f"say), or {fix}"
         )
     refuse_not_finite(lm, folder)
     return cast("PreTrainedModel", lm)

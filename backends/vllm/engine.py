@@ -22,7 +22,7 @@ import torch.distributed as dist
 from pydantic import Field
 
 from flowrl.backends.hosted import keeper
-from flowrl.backends.hosted.arrival import Arrival
+from flowrl.backends.hosted.arrival import IncomingWeights
 from flowrl.backends.hosted.base import Answer, HostedRollout, ending_on_error
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import Ending
@@ -215,24 +215,24 @@ class VLLMEngine(HostedRollout):
             while core.batch_queue:
                 self._ended |= {output.request_id: _answer(output) for output in engine.step()}
             core.resume_scheduler()
-        if caches != "keep":
+        if caches != "reuse":
             return []
         states, requests = engine.output_processor.request_states, core.scheduler.requests
         return [state.external_req_id for name, state in states.items() if requests[name].num_output_tokens == 0]
 
-    def _take_over(self, arrival: Arrival, caches: Caches | None) -> str:
+    def _take_over(self, arrival: IncomingWeights, caches: Caches | None) -> str:
         transport = self._load(arrival) if self._spec.lora is None else self._adapt(arrival, self._spec.lora)
         self._llm.update_weight_version(str(arrival.version))
-        if caches == "keep":
+        if caches == "reuse":
             self._kept += 1
-        elif not self._llm.reset_prefix_cache(reset_running_requests=caches == "anew"):
+        elif not self._llm.reset_prefix_cache(reset_running_requests=caches == "recompute"):
             raise SyncError(
                 "vLLM kept its prefix cache, which was computed with older weights; expected no request to be "
                 "under way during a sync. The next engine.sync(trainer) starts the engine anew."
             )
         return transport
 
-    def _adapt(self, arrival: Arrival, lora: LoRA) -> str:
+    def _adapt(self, arrival: IncomingWeights, lora: LoRA) -> str:
         """Replace the adapter."""
         from vllm.lora.request import LoRARequest
 
@@ -242,7 +242,7 @@ class VLLMEngine(HostedRollout):
         self._adapter = LoRARequest("policy", 1, folder)  # by its number: the folder is read no more
         return "file"
 
-    def _load(self, arrival: Arrival) -> str:
+    def _load(self, arrival: IncomingWeights) -> str:
         """Replace all weights."""
         if self._sender is None:
             from flowrl.backends.vllm.worker import forget_expert_kernels, pack_tied_heads

@@ -32,7 +32,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
         age: Annotated[float | None, typer.Option(help="How far the policy has moved since rows were sampled.")] = None,
         mismatch: Annotated[float | None, typer.Option(help="How far the sampling engine is from the trainer.")] = None,
         right_or_wrong: Annotated[bool, typer.Option("--right-or-wrong", help="Rewards are 0 and 1.")] = False,
-        seed: Annotated[int | None, typer.Option(help="Of the world's tables.")] = None,
+        seed: Annotated[int | None, typer.Option(help="Of the task's tables.")] = None,
         n: Annotated[int | None, typer.Option(help="Answers to a prompt, instead of the graph's own.")] = None,
         role: Annotated[str | None, typer.Option(help="Which of several trained policies.")] = None,
         critic: Annotated[str, typer.Option(help="The values of critics: exact, or zero.")] = "exact",
@@ -43,7 +43,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
     ) -> None:
         """Hold what a graph's update follows in expectation against the gradient of what the graph states."""
         from flowrl.auditing.audit import audit
-        from flowrl.auditing.task import World
+        from flowrl.auditing.task import AuditTask
 
         if shelf == (target is not None):
             raise ParameterError("flowrl audit takes a graph, or --shelf for all algorithms; expected one of the two.")
@@ -53,9 +53,9 @@ def add_to(app: typer.Typer, out: Console) -> None:
             return
         given: dict[str, Any] = {"tokens": tokens, "steps": steps, "prompts": prompts, "age": age, "seed": seed}
         given |= {"mismatch": mismatch, "right_or_wrong": right_or_wrong or None}
-        world = World(**{name: value for name, value in given.items() if value is not None})
+        task = AuditTask(**{name: value for name, value in given.items() if value is not None})
         graph = graph_of(load_target(target, imports), target)
-        found = audit(graph, world, n=n, role=role, critic=critic, limit=limit, samples=samples)
+        found = audit(graph, task, n=n, role=role, critic=critic, limit=limit, samples=samples)
         out.print(found, soft_wrap=False)
 
 
@@ -73,15 +73,15 @@ def row(name: str) -> str:
     """The line of one algorithm: with one prompt and three answers, all runs gone through; else its own, sampled."""
     from flowrl.app import shelf
     from flowrl.auditing.audit import audit
-    from flowrl.auditing.task import World
+    from flowrl.auditing.task import AuditTask
 
     try:
         graph = shelf.graph(name)
         try:
-            found, n = audit(graph, World(prompts=1), n=3, samples=400), 3
+            found, n = audit(graph, AuditTask(prompts=1), n=3, samples=400), 3
         except FlowrlError:
-            found, n = audit(graph, World(prompts=1), samples=400), None
-        aged = audit(graph, World(prompts=1, age=AGE), n=n, samples=400, explain=False)
+            found, n = audit(graph, AuditTask(prompts=1), samples=400), None
+        aged = audit(graph, AuditTask(prompts=1, age=AGE), n=n, samples=400, explain=False)
     except FlowrlError as error:
         return f"| `{name}` | cannot be audited: {str(error).partition(';')[0].splitlines()[0]} | | | | | |"
     cells = (_bias(found), _along(found), _kl(found), str(found.whole.scale), _variance(found), _bias(aged))

@@ -23,7 +23,7 @@ _POLICY, _WORLD = (">", "bold green"), ("|", "cyan")
 """How lines are marked, and coloured where the terminal has colours: those that were sampled, and all others."""
 
 _ENDED = {
-    "done": "ended by its world",
+    "done": "ended by its environment",
     "turns": "out of turns",
     "context": "out of context",
     "failed": "failed",
@@ -33,7 +33,7 @@ _STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
-class Seen:
+class LoggedEpisode:
     """An episode that a run wrote.
 
     Args:
@@ -78,10 +78,10 @@ def add_to(app: typer.Typer, out: Console) -> None:
         row: Annotated[str | None, typer.Option(help="Of this row, or of all rows of this group (uid).")] = None,
         best: Annotated[bool, typer.Option("--best", help="The highest scores first.")] = False,
         worst: Annotated[bool, typer.Option("--worst", help="The lowest scores first.")] = False,
-        failed: Annotated[bool, typer.Option("--failed", help="Only those whose world failed.")] = False,
+        failed: Annotated[bool, typer.Option("--failed", help="Only those whose environment failed.")] = False,
         count: Annotated[int, typer.Option(help="How many are shown.", min=1)] = 1,
     ) -> None:
-        """Show what was said in episodes: what the policy sampled (>) apart from what its world said (|)."""
+        """Show what was said in episodes: what the policy sampled (>) apart from what its environment said (|)."""
         if best and worst:
             raise ParameterError("--best and --worst are given; expected one of the two.")
         seen = of_step(read(run), run, step, of)
@@ -98,7 +98,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
             out.print("None of them failed.", markup=False)
 
 
-def read(folder: Path) -> list[Seen]:
+def read(folder: Path) -> list[LoggedEpisode]:
     """All episodes that a run wrote, as they stand in its files.
 
     Raises:
@@ -115,7 +115,7 @@ def read(folder: Path) -> list[Seen]:
             f"Training(validation=Validation(...)), and with Training(rollouts_every=10)."
         )
     seen = [
-        Seen(str(record.get("validation", TRAINING)), record["step"], record)
+        LoggedEpisode(str(record.get("validation", TRAINING)), record["step"], record)
         for found in records.values()
         for record in found
         if "episode" in record
@@ -128,7 +128,7 @@ def read(folder: Path) -> list[Seen]:
     return seen
 
 
-def of_step(seen: Sequence[Seen], folder: Path, step: int | None, of: str | None) -> list[Seen]:
+def of_step(seen: Sequence[LoggedEpisode], folder: Path, step: int | None, of: str | None) -> list[LoggedEpisode]:
     """Those of one step, by default of the newest.
 
     Raises:
@@ -148,7 +148,7 @@ def of_step(seen: Sequence[Seen], folder: Path, step: int | None, of: str | None
     return found
 
 
-def shown(one: Seen, number: str) -> Text:
+def shown(one: LoggedEpisode, number: str) -> Text:
     """An episode as lines for a terminal."""
     episode, score = one.episode, one.record.get("score")
     worth = "" if score is None else f", score {score:g}"
@@ -187,7 +187,7 @@ def _content(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
-def _about(seen: Sequence[Seen]) -> str:
+def _about(seen: Sequence[LoggedEpisode]) -> str:
     """What the episodes of a step are, in a line."""
     ended = Counter(one.episode["ended"] for one in seen)
     how = ", ".join(f"{ended[why]} {_ENDED[why]}" for why in _ENDED if ended[why])
@@ -198,7 +198,7 @@ def _about(seen: Sequence[Seen]) -> str:
     return f"{len(seen)} episodes of step {seen[0].step} ({names}){mean}, {turns:.1f} turns: {how}"
 
 
-def _offered(row: str, seen: Sequence[Seen]) -> str:
+def _offered(row: str, seen: Sequence[LoggedEpisode]) -> str:
     rows = [str(one.record.get("row_id")) for one in seen]
     return offer(row, rows, "there are") if len(rows) <= 8 else f"there are {_few(rows)}."
 
@@ -209,7 +209,7 @@ def _few(values: Sequence[Any]) -> str:
     return ", ".join(told if len(told) <= 8 else [*told[:4], "...", *told[-3:]])
 
 
-def _refuse_damaged(one: Seen, folder: Path) -> None:
+def _refuse_damaged(one: LoggedEpisode, folder: Path) -> None:
     """Refuse a record by which no episode can be shown.
 
     Raises:

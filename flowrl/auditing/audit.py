@@ -11,9 +11,9 @@ from torch import Tensor
 from flowrl.auditing.causes import Without, possible
 from flowrl.auditing.fitting import fitted
 from flowrl.auditing.gradient_error import Interval, Judged, judge, radius_of
-from flowrl.auditing.objective import Stated, stated
+from flowrl.auditing.objective import StatedObjective, stated
 from flowrl.auditing.record import Audit, Cause
-from flowrl.auditing.task import Policy, World
+from flowrl.auditing.task import AuditTask, Policy
 from flowrl.auditing.trial import Runs, Trial, Values
 from flowrl.auditing.truth import gradient
 from flowrl.core.graphs.graph import Graph, refuse_no_graph
@@ -31,7 +31,7 @@ class _Size:
 
 def audit(
     graph: Graph,
-    world: World | None = None,
+    task: AuditTask | None = None,
     *,
     n: int | None = None,
     role: str | None = None,
@@ -42,13 +42,13 @@ def audit(
 ) -> Audit:
     """What the update of `graph` follows in expectation, beside the gradient of what the graph states.
 
-    The graph's nodes and its loss are run as they are, on engines that are tables; see `World`. The policy takes no
-    step: an update of several mini-batches counts by the mean of their gradients, and ``World(age=...)`` says how far
-    the policy has moved by then.
+    The graph's nodes and its loss are run as they are, on engines that are tables; see `AuditTask`. The policy takes no
+    step: an update of several mini-batches counts by the mean of their gradients, and ``AuditTask(age=...)`` says how
+    far the policy has moved by then.
 
     Args:
         graph: bound or not; bindings are not looked at.
-        world: in which; None is the default one, on-policy.
+        task: in which; None is the default one, on-policy.
         n: answers to a prompt in place of the graph's own; fewer make it exact.
         role: which of several trained policies.
         critic: the values of each critic: ``"exact"``, ``"zero"``, or ``{(prompt, said): value}``, where `said` are the
@@ -66,21 +66,21 @@ def audit(
     for name, number in (("n", n), ("limit", limit), ("samples", samples)):
         if number is not None and (type(number) is not int or number < 1 + (name == "samples")):
             raise ParameterError(f"audit({name}={number!r}) is no count; expected at least {1 + (name == 'samples')}.")
-    fitting, world, notes = fitted(graph, World() if world is None else world, n)
+    fitting, task, notes = fitted(graph, AuditTask() if task is None else task, n)
     states = stated(fitting, role)
     size = _Size(limit, samples, critic)
-    trial = Trial(fitting, states, world, critic)
+    trial = Trial(fitting, states, task, critic)
     runs = trial.run(limit, samples)
     true = {name: gradient(part, trial.now) for name, part in trial.truth.parts(trial.now).items()}
     both = torch.stack([*true.values()]).sum(0)
-    whole = _judged(runs, runs.whole, both, world)
-    parts = {name: _judged(runs, runs.parts[name], wanted, world) for name, wanted in true.items()}
+    whole = _judged(runs, runs.whole, both, task)
+    parts = {name: _judged(runs, runs.parts[name], wanted, task) for name, wanted in true.items()}
     biased = explain and parts["loss"].biased
-    causes = _causes(fitting, states, world, size, parts["loss"].bias) if biased else ()
+    causes = _causes(fitting, states, task, size, parts["loss"].bias) if biased else ()
     return Audit(
         graph=graph.name,
         objective=str(states),
-        world=world,
+        task=task,
         exact=runs.exact,
         runs=len(runs.weight),
         rows=runs.rows,
@@ -96,17 +96,17 @@ def audit(
     )
 
 
-def _judged(runs: Runs, each: Tensor, true: Tensor, world: World) -> Judged:
-    return judge(runs.mean(each), true, 0.0 if runs.exact else radius_of(each, world.seed))
+def _judged(runs: Runs, each: Tensor, true: Tensor, task: AuditTask) -> Judged:
+    return judge(runs.mean(each), true, 0.0 if runs.exact else radius_of(each, task.seed))
 
 
-def _causes(graph: Graph, states: Stated, world: World, size: _Size, own: Interval) -> tuple[Cause, ...]:
+def _causes(graph: Graph, states: StatedObjective, task: AuditTask, size: _Size, own: Interval) -> tuple[Cause, ...]:
     """What is left of the loss's bias, `own`, without each thing that may cause it, and without several."""
 
     def left(without: Sequence[Without]) -> Interval:
-        there, then = world, graph
+        there, then = task, graph
         for one in without:
-            there, then = one.world(there), one.graph(then)
+            there, then = one.task(there), one.graph(then)
         trial = Trial(then, states, there, size.critic)
         runs = trial.run(size.limit, size.samples)
         each = runs.parts["loss"]
@@ -114,7 +114,7 @@ def _causes(graph: Graph, states: Stated, world: World, size: _Size, own: Interv
             each = each * runs.spread[..., None, None]
         return _judged(runs, each, gradient(trial.truth.parts(trial.now)["loss"], trial.now), there).bias
 
-    found = {one: left([one]) for one in possible(graph, world)}
+    found = {one: left([one]) for one in possible(graph, task)}
     helping = [one for one, bias in found.items() if bias.value < 0.9 * own.value]
     several = {tuple(some): left(some) for some in (helping, list(found)) if len(some) > 1}  # biases may cancel out
     causes = [Cause(one.name, bias) for one, bias in found.items()]
@@ -137,7 +137,7 @@ def _kl_follows(trial: Trial, runs: Runs) -> Mapping[str, Interval]:
         f"KL({ref} || {role}) token by token": lambda policy: -truth.held(policy, ref, forward=True),
     }
     each = runs.parts["kl"]
-    return {name: _judged(runs, each, gradient(of, trial.now), trial.world).cosine for name, of in wanted.items()}
+    return {name: _judged(runs, each, gradient(of, trial.now), trial.task).cosine for name, of in wanted.items()}
 
 
 def _lengthens(trial: Trial, runs: Runs, true: Tensor, loss: Judged) -> float:
@@ -152,4 +152,4 @@ def _variance(trial: Trial, runs: Runs, whole: Judged) -> float | None:
     if whole.follows_nothing:
         return None
     own = float(runs.mean((runs.whole - runs.mean(runs.whole)).square()).sum()) / whole.scale.value**2
-    return own / trial.truth.plain_variance(trial.now, runs.rows // trial.world.prompts)
+    return own / trial.truth.plain_variance(trial.now, runs.rows // trial.task.prompts)

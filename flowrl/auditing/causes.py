@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.auditing.task import World
+from flowrl.auditing.task import AuditTask
 from flowrl.core.graphs.graph import Graph
 from flowrl.edits.edit import edit
 from flowrl.operators import RolloutCorrection
@@ -30,27 +30,27 @@ class Without:
 
     Args:
         name: of what is left out.
-        world: the world without it.
+        task: the task without it.
         graph: the graph without it.
         by_spread: whether each prompt's gradient counts by the spread of its rewards.
     """
 
     name: str
-    world: Callable[[World], World] = lambda world: world
+    task: Callable[[AuditTask], AuditTask] = lambda task: task
     graph: Callable[[Graph], Graph] = lambda graph: graph
     by_spread: bool = False
 
 
-def possible(graph: Graph, world: World) -> Iterator[Without]:
-    """What may cause a bias of this graph in this world."""
-    if world.ends and world.steps > 1:
-        yield Without("length", world=lambda world: dataclasses.replace(world, even=True))
+def possible(graph: Graph, task: AuditTask) -> Iterator[Without]:
+    """What may cause a bias of this graph in this task."""
+    if task.ends and task.steps > 1:
+        yield Without("length", task=lambda task: dataclasses.replace(task, even=True))
     yield Without("group spread", by_spread=True)
-    if world.age:
-        yield Without("off-policy age", world=lambda world: dataclasses.replace(world, age=0.0))
-    if world.mismatch:
-        yield Without("engine mismatch", world=lambda world: dataclasses.replace(world, mismatch=0.0))
-    if (world.age or world.mismatch) and unclipped(graph) is not graph:
+    if task.age:
+        yield Without("off-policy age", task=lambda task: dataclasses.replace(task, age=0.0))
+    if task.mismatch:
+        yield Without("engine mismatch", task=lambda task: dataclasses.replace(task, mismatch=0.0))
+    if (task.age or task.mismatch) and unclipped(graph) is not graph:
         yield Without("clip", graph=unclipped)
 
 
@@ -58,12 +58,12 @@ def unclipped(graph: Graph) -> Graph:
     """The graph without clips and bounds; itself where it has none."""
     changed: dict[str, Any] = {}
     for node in graph.nodes.values():
-        loss = getattr(node.at_first, "loss", None)
+        loss = getattr(node.initial_operator, "loss", None)
         for name in parameters(loss) if loss is not None else ():
             if name in _WIDEST:
                 changed[f"{node.name}.loss.{name}"] = _WIDEST[name]
-        if isinstance(node.at_first, RolloutCorrection):
+        if isinstance(node.initial_operator, RolloutCorrection):
             changed[f"{node.name}.high"] = _WIDE
-            if node.at_first.low is not None:
+            if node.initial_operator.low is not None:
                 changed[f"{node.name}.low"] = 1 / _WIDE
     return edit(graph, set=changed) if changed else graph

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowrl.auditing.draws import Draws
-from flowrl.auditing.task import Policy, World
+from flowrl.auditing.task import AuditTask, Policy
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.text.tokenizer import ChatTokenizer
@@ -25,20 +25,20 @@ from flowrl.records import Receipt, Sequences, Tokens
 
 
 class _Rows:
-    """The rows of a batch in the world: which prompt and response each has, and the state of each token.
+    """The rows of a batch in the task: which prompt and response each has, and the state of each token.
 
     Args:
-        world: which.
+        task: which.
         batch: tokens, as in `flowrl.records.Tokens`.
     """
 
-    def __init__(self, world: World, batch: Any) -> None:
+    def __init__(self, task: AuditTask, batch: Any) -> None:
         prompt = batch.input_ids.shape[1] - batch.response_mask.shape[1]
         self.tokens, self.sampled = batch.input_ids[:, prompt:], batch.attention_mask[:, prompt:]
-        self.prompt = world.number_of(batch.input_ids[:, :prompt])
-        self.response = world.responses.number_of(self.tokens, self.sampled)
+        self.prompt = task.number_of(batch.input_ids[:, :prompt])
+        self.response = task.responses.number_of(self.tokens, self.sampled)
         self.state = torch.zeros_like(self.tokens)
-        self.state[self.sampled] = world.responses.states[self.response][world.responses.mask[self.response]]
+        self.state[self.sampled] = task.responses.states[self.response][task.responses.mask[self.response]]
 
     def of(self, by_state: Tensor) -> Tensor:
         """What a table ``[prompts states ...]`` holds in the state of each token."""
@@ -58,30 +58,30 @@ class TabularScorer:
     """A frozen policy that scores.
 
     Args:
-        world: which.
+        task: which.
         policy: its table.
     """
 
-    def __init__(self, world: World, policy: Policy) -> None:
-        self.world, self.policy = world, policy
+    def __init__(self, task: AuditTask, policy: Policy) -> None:
+        self.task, self.policy = task, policy
 
     def log_probs(self, batch: Sequences) -> Tensor:
         """Float32 ``[batch response]``, 0 off the mask."""
-        rows = _Rows(self.world, batch)
+        rows = _Rows(self.task, batch)
         said = rows.said(_log_softmax(rows.of(self.policy.logits), batch))
         return torch.where(batch.response_mask, said, 0.0).float()
 
     def logit_norms(self, batch: Sequences) -> Tensor:
         """Squared norms of the gradients of these log-probs in the logits: float32 ``[batch response]``, 0 off the
         mask."""
-        rows = _Rows(self.world, batch)
+        rows = _Rows(self.task, batch)
         said = _log_softmax(rows.of(self.policy.logits), batch)
         norms = 1.0 - 2.0 * rows.said(said).exp() + said.exp().square().sum(-1)
         return torch.where(batch.response_mask, norms, 0.0).float()
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class RecordedUpdate:
     """What a mini-batch came to.
 
     Args:
@@ -102,26 +102,26 @@ class TabularTrainer(TabularScorer):
     """A policy that is trained: scored as it was when rows were sampled, and updated as it is now.
 
     Args:
-        world: which.
+        task: which.
         policy: as it was.
         now: as it is.
     """
 
-    def __init__(self, world: World, policy: Policy, now: Policy) -> None:
-        super().__init__(world, policy)
+    def __init__(self, task: AuditTask, policy: Policy, now: Policy) -> None:
+        super().__init__(task, policy)
         self.now, self.version = now, 0
-        self.taken: list[Taken] = []
+        self.taken: list[RecordedUpdate] = []
 
     def update(self, batch: Any, mini_batches: Sequence[MiniBatch], objective: Any) -> Metrics:
         """The gradient of each mini-batch, at the policy as it is now; nothing moves but the version."""
         for mini_batch in mini_batches:
-            rows = _Rows(self.world, _rows_of(batch, mini_batch.rows))
+            rows = _Rows(self.task, _rows_of(batch, mini_batch.rows))
             whole = self._gradient(batch, mini_batch, rows, objective)
             parts = {name: self._gradient(batch, mini_batch, rows, part) for name, part in _parts(objective).items()}
             alone = parts.pop("loss", whole)
             others = {name: gradient - alone for name, gradient in parts.items()}
             offered = len(batch.response_mask)
-            self.taken.append(Taken(whole, {"loss": alone, **others}, rows.prompt, rows.response, offered))
+            self.taken.append(RecordedUpdate(whole, {"loss": alone, **others}, rows.prompt, rows.response, offered))
         self.version += 1
         return Metrics()
 
@@ -165,16 +165,16 @@ class TabularCritic:
     """Values from a table; it is not trained.
 
     Args:
-        world: which.
+        task: which.
         values: float64 ``[prompts states]``.
     """
 
-    def __init__(self, world: World, values: Tensor) -> None:
-        self.world, self.table, self.version = world, values, 0
+    def __init__(self, task: AuditTask, values: Tensor) -> None:
+        self.task, self.table, self.version = task, values, 0
 
     def values(self, batch: Tokens) -> Tensor:
         """Float32 ``[batch response]``, 0 off the mask."""
-        return torch.where(batch.response_mask, _Rows(self.world, batch).of(self.table), 0.0).float()
+        return torch.where(batch.response_mask, _Rows(self.task, batch).of(self.table), 0.0).float()
 
     def update(self, batch: Any, mini_batches: Sequence[MiniBatch], objective: Any) -> Metrics:
         """Nothing, but the version."""
@@ -185,7 +185,7 @@ class TabularCritic:
 class _Alphabet:
     """Text of tokens: a letter each."""
 
-    folder = "the world of an audit"
+    folder = "the task of an audit"
     ends: frozenset[int] = frozenset()
 
     def decode(self, ids: Sequence[int], stop_token_ids: Sequence[int] = ()) -> str:
@@ -197,13 +197,13 @@ class TabularRollout:
     """Samples from a table.
 
     Args:
-        world: which.
+        task: which.
         policy: what the engine holds.
         draws: decide.
     """
 
-    def __init__(self, world: World, policy: Policy, draws: Draws) -> None:
-        self.world, self.policy, self.draws = world, policy, draws
+    def __init__(self, task: AuditTask, policy: Policy, draws: Draws) -> None:
+        self.task, self.policy, self.draws = task, policy, draws
         self.receipt: Receipt | None = None
         self._by_token: dict[Sampling, tuple[Tensor, list[list[float]]]] = {}
 
@@ -224,7 +224,7 @@ class TabularRollout:
         if self.receipt is None:
             raise SyncError("the engine of this audit has no receipt; expected a Sync in the graph.")
         said, probabilities = self._distribution(sampling)
-        prompt, found = self.world.number_of(prompts), self.world.responses
+        prompt, found = self.task.number_of(prompts), self.task.responses
         drawn = torch.tensor([self.draws.one(probabilities[x]) for x in prompt.tolist()], dtype=torch.int64)
         width = int(found.mask[drawn].sum(-1).max())
         mask, log_probs = found.mask[drawn], said[prompt, drawn].float()
@@ -235,7 +235,7 @@ class TabularRollout:
     def _distribution(self, sampling: Sampling) -> tuple[Tensor, list[list[float]]]:
         """Log-probs of the tokens of each response to each prompt, and the probability of each response."""
         if sampling not in self._by_token:
-            found = self.world.responses
+            found = self.task.responses
             narrowed = _narrowed(self.policy.by_state(sampling.temperature or 1.0), sampling)
             said = torch.where(found.mask, narrowed[:, found.states, found.tokens], 0.0)
             probability = said.sum(-1).exp()

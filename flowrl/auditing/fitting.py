@@ -1,4 +1,4 @@
-"""A graph made to fit a world: rewards by table, and as many rows as the world has.
+"""A graph made to fit a task: rewards by table, and as many rows as the task has.
 
 All else stays as it is. What was changed is said, so that nobody takes the audit for one of something else.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flowrl.auditing.rewards import TableReward
-from flowrl.auditing.task import World
+from flowrl.auditing.task import AuditTask
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.edits.edit import edit
@@ -21,43 +21,45 @@ from flowrl.record_types import column_fields
 from flowrl.records import PromptBatch
 
 _ROUNDS = 1000
-"""Rounds of a `Collect`: a world has few prompts, and some have answers that are hardly ever apart."""
+"""Rounds of a `Collect`: a task has few prompts, and some have answers that are hardly ever apart."""
 
 
-def fitted(graph: Graph, world: World, n: int | None) -> tuple[Graph, World, list[str]]:
-    """The graph, the world, and what was changed, each in a sentence.
+def fitted(graph: Graph, task: AuditTask, n: int | None) -> tuple[Graph, AuditTask, list[str]]:
+    """The graph, the task, and what was changed, each in a sentence.
 
     Args:
         graph: to be audited.
-        world: to audit it in.
+        task: to audit it in.
         n: answers to a prompt in the place of the graph's own; None leaves them.
 
     Raises:
-        AuditError: the graph reads what no world has.
+        AuditError: the graph reads what no task has.
     """
     _refuse_other_data(graph)
     said: list[str] = []
     fitting = _tabled(graph.bound({}), said)
-    generates = [node.at_first for node in fitting.nodes.values() if isinstance(node.at_first, Generate)]
-    shortest = min([world.steps, *(each.max_new_tokens for each in generates)])
-    if shortest < world.steps or (world.ends and any(each.ignore_eos for each in generates)):
-        ends = world.ends and not any(each.ignore_eos for each in generates)
-        world = dataclasses.replace(world, steps=shortest, ends=ends)
+    generates = [
+        node.initial_operator for node in fitting.nodes.values() if isinstance(node.initial_operator, Generate)
+    ]
+    shortest = min([task.steps, *(each.max_new_tokens for each in generates)])
+    if shortest < task.steps or (task.ends and any(each.ignore_eos for each in generates)):
+        ends = task.ends and not any(each.ignore_eos for each in generates)
+        task = dataclasses.replace(task, steps=shortest, ends=ends)
     changed: dict[str, Any] = {}
     for node in fitting.nodes.values():
-        if isinstance(node.at_first, Repeat) and n is not None and node.at_first.n != n:
+        if isinstance(node.initial_operator, Repeat) and n is not None and node.initial_operator.n != n:
             changed[f"{node.name}.n"] = n
-            said.append(f"{node.name}.n is {n} and not {node.at_first.n}.")
-        if isinstance(node.at_first, Collect):
-            changed |= {f"{node.name}.groups": world.prompts, f"{node.name}.rounds": _ROUNDS}
-            groups = f"{world.prompts} groups and not {node.at_first.groups}"
+            said.append(f"{node.name}.n is {n} and not {node.initial_operator.n}.")
+        if isinstance(node.initial_operator, Collect):
+            changed |= {f"{node.name}.groups": task.prompts, f"{node.name}.rounds": _ROUNDS}
+            groups = f"{task.prompts} groups and not {node.initial_operator.groups}"
             said.append(f"{node.name} collects {groups}, in as many rounds as it takes.")
     if changed:
         fitting = edit(fitting, set=changed)
     if fitting.lag:
         fitting = edit(fitting, lag=0)
         said.append("It is run on-policy; an engine that lags behind is one with a mismatch.")
-    return _in_one_batch(fitting, world, said), world, said
+    return _in_one_batch(fitting, task, said), task, said
 
 
 def _refuse_other_data(graph: Graph) -> None:
@@ -88,7 +90,7 @@ def _tabled(graph: Graph, said: list[str]) -> Graph:
         outputs = list(node.operator.signature.outputs)
         if outputs != ["token_level_scores"]:
             raise AuditError(
-                f"{node.name} ({type(node.operator).__name__}) writes {', '.join(outputs)} from responses, and a world "
+                f"{node.name} ({type(node.operator).__name__}) writes {', '.join(outputs)} from responses, and a task "
                 f"of tables knows one score for each; expected token_level_scores alone."
             )
         alike = node.operator.fn if isinstance(node.operator, Reward) else node.operator
@@ -117,10 +119,10 @@ def _answers_of(graph: Graph, node: Node) -> str:
     )
 
 
-def _in_one_batch(graph: Graph, world: World, said: list[str]) -> Graph:
-    """The graph with one mini-batch where its own do not divide the rows of the world."""
+def _in_one_batch(graph: Graph, task: AuditTask, said: list[str]) -> Graph:
+    """The graph with one mini-batch where its own do not divide the rows of the task."""
     changed: dict[str, Any] = {}
-    rows = world.prompts
+    rows = task.prompts
     for node in graph.nodes.values():
         rows *= node.rows_factor
     for node in graph.nodes.values():

@@ -30,7 +30,7 @@ class KL:
 
 
 @dataclass(frozen=True)
-class Stated:
+class StatedObjective:
     """What is stated, and where.
 
     Args:
@@ -61,7 +61,7 @@ class Stated:
         return " - ".join(terms) + (f" + {self.entropy:g} · entropy" if self.entropy else "")
 
 
-def stated(graph: Graph, role: str | None) -> Stated:
+def stated(graph: Graph, role: str | None) -> StatedObjective:
     """What `graph` states for one of the roles that it trains.
 
     Args:
@@ -106,7 +106,9 @@ def stated(graph: Graph, role: str | None) -> Stated:
     generates = generator.in_step(step).operator
     temperature = generates.temperature if isinstance(generates, Generate) else 1.0
     names = tuple(update.name for update in updates)
-    return Stated(role, names, generator.name, temperature or 1.0, scores, tuple(kl), entropy, step, tuple(notes))
+    return StatedObjective(
+        role, names, generator.name, temperature or 1.0, scores, tuple(kl), entropy, step, tuple(notes)
+    )
 
 
 def _trains(use: Use) -> bool:

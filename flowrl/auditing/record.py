@@ -13,7 +13,7 @@ from rich.text import Text
 from torch import Tensor
 
 from flowrl.auditing.gradient_error import EXACT, Interval, Judged, percent
-from flowrl.auditing.task import World
+from flowrl.auditing.task import AuditTask
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Audit:
     Args:
         graph: its name.
         objective: what it states that it makes large.
-        world: in which it was audited.
+        task: in which it was audited.
         exact: whether all runs there are were summed; else `runs` were sampled, and numbers have intervals.
         runs: of the graph.
         rows: of its update, in a run.
@@ -50,12 +50,12 @@ class Audit:
         lengthens: the cosine of that bias with the gradient of the expected length: above 0 it makes answers longer.
         variance: of the update, at the scale of the true gradient, in units of the variance of plain REINFORCE from as
             many rows; None where nothing is followed.
-        notes: what was changed so that the graph fits the world, and what is not sure.
+        notes: what was changed so that the graph fits the task, and what is not sure.
     """
 
     graph: str
     objective: str
-    world: World
+    task: AuditTask
     exact: bool
     runs: int
     rows: int

@@ -6,7 +6,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from flowrl.auditing.task import World
+from flowrl.auditing.task import AuditTask
 from flowrl.columns import Prompts, ResponseMask, Responses, TokenLevelScores
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.roles import Reads, Role
@@ -23,26 +23,26 @@ class RewardTables(Protocol):
 
 
 class Tables:
-    """The tables of a world: one for each name.
+    """The tables of a task: one for each name.
 
     Args:
-        world: which.
+        task: which.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, task: AuditTask) -> None:
+        self.task = task
         self._tables: dict[str, Tensor] = {}
 
     def scores(self, table: str, prompts: Tensor, responses: Tensor, response_mask: Tensor) -> Tensor:
         """See `RewardTables`."""
         if table not in self._tables:
-            drawn = self.world.table(f"reward {table}", self.world.prompts, len(self.world.responses)).sigmoid()
-            self._tables[table] = (drawn > 0.5).double() if self.world.right_or_wrong else drawn
-        response = self.world.responses.number_of(responses, response_mask)
-        return self._tables[table][self.world.number_of(prompts), response].float()
+            drawn = self.task.table(f"reward {table}", self.task.prompts, len(self.task.responses)).sigmoid()
+            self._tables[table] = (drawn > 0.5).double() if self.task.right_or_wrong else drawn
+        response = self.task.responses.number_of(responses, response_mask)
+        return self._tables[table][self.task.number_of(prompts), response].float()
 
 
-class Answered(Protocol):
+class HasResponses(Protocol):
     """Which response to which prompt."""
 
     @property
@@ -58,14 +58,14 @@ class TableReward(Operator):
 
     Args:
         table: which; what scored alike has one table.
-        world: where the tables are.
+        task: where the tables are.
     """
 
     granularity: ClassVar[Granularity] = "row"
 
     table: str
-    world: Reads[RewardTables] = Role("world")
+    task: Reads[RewardTables] = Role("task")
 
-    def __call__(self, rollout: Answered) -> TokenLevelScores:
-        scores = self.world.scores(self.table, rollout.prompts, rollout.responses, rollout.response_mask)
+    def __call__(self, rollout: HasResponses) -> TokenLevelScores:
+        scores = self.task.scores(self.table, rollout.prompts, rollout.responses, rollout.response_mask)
         return place_scores(scores, rollout.response_mask)

@@ -1,4 +1,4 @@
-"""`World`: a language so small that every response to every prompt can be listed.
+"""`AuditTask`: a language so small that every response to every prompt can be listed.
 
 There are a few tokens and one that ends a response, a few prompts, and tables: a logit for every token in every state
 (a prompt and what was said so far), a reward for every response. So expectations over a policy are sums, and the
@@ -28,7 +28,7 @@ _NEVER = -1e4
 """The logit of what is not chosen: its probability is 0, and so is 0 times its log-prob."""
 
 
-class World(Spec):
+class AuditTask(Spec):
     """What a graph is audited in.
 
     Args:
@@ -142,23 +142,23 @@ class Responses:
     index: dict[tuple[int, ...], int]
 
     @staticmethod
-    def of(world: World) -> Responses:
-        """Those of a world."""
-        going_on = range(world.vocabulary)[world.ends :]
-        full: list[tuple[int, ...]] = list(itertools.product(going_on, repeat=world.steps))
+    def of(task: AuditTask) -> Responses:
+        """Those of a task."""
+        going_on = range(task.vocabulary)[task.ends :]
+        full: list[tuple[int, ...]] = list(itertools.product(going_on, repeat=task.steps))
         stopped = [
             (*start, END)
-            for length in (range(world.steps) if world.ends else ())
+            for length in (range(task.steps) if task.ends else ())
             for start in itertools.product(going_on, repeat=length)
         ]
         found = [*stopped, *full]
         prefixes = sorted({response[:t] for response in found for t in range(len(response))})
         states = {prefix: number for number, prefix in enumerate(prefixes)}
-        tokens, at = torch.zeros(2, len(found), world.steps, dtype=torch.int64)
-        mask = torch.zeros(len(found), world.steps, dtype=torch.bool)
-        ended = world.even and world.ends
+        tokens, at = torch.zeros(2, len(found), task.steps, dtype=torch.int64)
+        mask = torch.zeros(len(found), task.steps, dtype=torch.bool)
+        ended = task.even and task.ends
         for row, response in enumerate(found):
-            mask[row, : world.steps if ended else len(response)] = True
+            mask[row, : task.steps if ended else len(response)] = True
             at[row] = len(states) if ended else 0
             for t, token in enumerate(response):
                 tokens[row, t], at[row, t] = token, states[response[:t]]
@@ -186,7 +186,7 @@ class Policy:
 
     Args:
         logits: float64 ``[prompts, states, tokens]``.
-        responses: of the world.
+        responses: of the task.
     """
 
     logits: Tensor

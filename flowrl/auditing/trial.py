@@ -1,4 +1,4 @@
-"""`Trial`: a graph in a world, run as often as it takes to know what its update expects.
+"""`Trial`: a graph in a task, run as often as it takes to know what its update expects.
 
 The graph's own nodes are run by the same machinery as in training (`flowrl.run`); only the engines are tables.
 """
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from flowrl.auditing.draws import Draws
-from flowrl.auditing.engines import TabularCritic, TabularRollout, TabularScorer, TabularTrainer, Taken
-from flowrl.auditing.objective import Stated, without_gates
+from flowrl.auditing.engines import RecordedUpdate, TabularCritic, TabularRollout, TabularScorer, TabularTrainer
+from flowrl.auditing.objective import StatedObjective, without_gates
 from flowrl.auditing.rewards import RewardTables, Tables
-from flowrl.auditing.task import World
-from flowrl.auditing.truth import Truth
+from flowrl.auditing.task import AuditTask
+from flowrl.auditing.truth import TrueGradient
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.plan import Plan
 from flowrl.errors import AuditError, NodeError
@@ -38,7 +38,7 @@ class Runs:
         exact: whether these are all there are; else they were sampled.
         weight: float64 ``[runs]``, the probability of each; they add up to 1.
         whole: float64 ``[runs prompts states tokens]``, the gradient of each.
-        parts: the same of each part; see `Taken`.
+        parts: the same of each part; see `RecordedUpdate`.
         spread: float64 ``[runs prompts]``, the standard deviation of the rewards of a prompt's answers.
         rows: that the update was given in the first.
     """
@@ -57,51 +57,51 @@ class Runs:
 
 
 class Trial:
-    """A graph in a world.
+    """A graph in a task.
 
     Args:
-        graph: that fits the world.
+        graph: that fits the task.
         stated: what it states.
-        world: which.
+        task: which.
         critic: the table of each critic: ``"exact"``, ``"zero"``, or values by prompt and what was said so far.
 
     Raises:
         AuditError: a role that no table can stand for, or scores that are no function of the answer.
     """
 
-    def __init__(self, graph: Graph, stated: Stated, world: World, critic: Values) -> None:
-        self.graph, self.stated, self.world, self._critic = graph, stated, world, critic
-        self.draws = Draws(world.seed)
-        self.tables = Tables(world)
-        self.policy, self.now = world.policy, world.near("age", world.age)
-        self.trainer = TabularTrainer(world, self.policy, self.now)
+    def __init__(self, graph: Graph, stated: StatedObjective, task: AuditTask, critic: Values) -> None:
+        self.graph, self.stated, self.task, self._critic = graph, stated, task, critic
+        self.draws = Draws(task.seed)
+        self.tables = Tables(task)
+        self.policy, self.now = task.policy, task.near("age", task.age)
+        self.trainer = TabularTrainer(task, self.policy, self.now)
         self.engines = {role: self._engine(role) for role in graph.roles()}
         references = {one.role: self.engines[one.role].policy for one in stated.kl}
-        self.truth = Truth(stated, self._rewards(), references)
+        self.truth = TrueGradient(stated, self._rewards(), references)
         for engine in self.engines.values():
             if isinstance(engine, TabularCritic):
                 engine.table = self._values()
-        self._steps = local_steps(Plan(graph), self.engines, world.seed)
+        self._steps = local_steps(Plan(graph), self.engines, task.seed)
         self._steps.sync()
 
     @property
     def _zeros(self) -> Tensor:
         """A value for each state."""
-        return torch.zeros(self.world.prompts, self.world.responses.number, dtype=torch.float64)
+        return torch.zeros(self.task.prompts, self.task.responses.number, dtype=torch.float64)
 
     def _engine(self, role: str) -> Any:
         """A table for a role that has all that is asked of it."""
-        world, uses = self.world, self.graph.roles()[role]
+        task, uses = self.task, self.graph.roles()[role]
         if role == self.stated.role:
             found: Any = self.trainer
         elif all(use.protocol is RewardTables for use in uses):
             found = self.tables
         elif any(use.goes_through(Rollout) for use in uses):
-            found = TabularRollout(world, world.near(f"engine {role}", world.mismatch), self.draws)
+            found = TabularRollout(task, task.near(f"engine {role}", task.mismatch), self.draws)
         elif any(use.goes_through(Critic) for use in uses):
-            found = TabularCritic(world, self._zeros)
+            found = TabularCritic(task, self._zeros)
         else:
-            found = TabularScorer(world, world.near(f"scorer {role}"))
+            found = TabularScorer(task, task.near(f"scorer {role}"))
         for use in uses:
             if missing := sorted(name for name in members(use.protocol) if not hasattr(found, name)):
                 raise AuditError(
@@ -115,22 +115,22 @@ class Trial:
     def _rewards(self) -> Tensor:
         """The scores of the tokens of every response: each response is given in turn, alone and beside others."""
         part = without_gates(self.graph, [edge.node for edge in self.stated.scores])
-        steps = local_steps(Plan(part), self.engines, self.world.seed)
+        steps = local_steps(Plan(part), self.engines, self.task.seed)
         for engine in self.engines.values():
             if isinstance(engine, TabularRollout):
                 engine.sync(self.trainer)
-        responses = self.world.responses
-        known = torch.full((self.world.prompts, len(responses), self.world.steps), torch.nan, dtype=torch.float64)
+        responses = self.task.responses
+        known = torch.full((self.task.prompts, len(responses), self.task.steps), torch.nan, dtype=torch.float64)
         for start, stride in itertools.product(range(len(responses)), (0, 1)):
             self.draws.begin_with(_in_turns(start, stride))
             kept = [self.stated.generator, *(edge.node for edge in self.stated.scores)]
-            columns = steps.step(self.world.batch(), self.stated.step, keep=kept).columns
+            columns = steps.step(self.task.batch(), self.stated.step, return_nodes=kept).columns
             rows: Any = columns[self.stated.generator].columns
             number = responses.number_of(rows["responses"], rows["response_mask"]).tolist()
-            prompt = self.world.number_of(rows["prompts"]).tolist()
+            prompt = self.task.number_of(rows["prompts"]).tolist()
             scored = [cast(Tensor, columns[edge.node].columns[edge.output]).double() for edge in self.stated.scores]
             for x, y, scores in zip(prompt, number, torch.stack(scored).sum(0), strict=True):
-                self._enter(known[x, y], torch.nn.functional.pad(scores, (0, self.world.steps - len(scores))))
+                self._enter(known[x, y], torch.nn.functional.pad(scores, (0, self.task.steps - len(scores))))
         return known.nan_to_num()
 
     def _enter(self, known: Tensor, scores: Tensor) -> None:
@@ -150,11 +150,11 @@ class Trial:
             if self._critic != "zero":
                 raise AuditError(f"critic={self._critic!r} is no table of values; expected 'exact', 'zero', or values.")
             return table
-        responses = self.world.responses
+        responses = self.task.responses
         for (prompt, said), value in self._critic.items():
             found = next((y for y in responses.index if y[: len(said)] == said and len(y) > len(said)), None)
-            if found is None or not 0 <= prompt < self.world.prompts:
-                raise AuditError(f"critic={{({prompt}, {said}): ...}} names no state of this world.")
+            if found is None or not 0 <= prompt < self.task.prompts:
+                raise AuditError(f"critic={{({prompt}, {said}): ...}} names no state of this task.")
             table[prompt, responses.states[responses.index[found], len(said)]] = value
         return table
 
@@ -164,9 +164,9 @@ class Trial:
         """All runs there are, if they are at most `limit`; else as many as `samples`.
 
         Raises:
-            AuditError: a node fails on the rows of this world.
+            AuditError: a node fails on the rows of this task.
         """
-        taken: list[Sequence[Taken]] = []
+        taken: list[Sequence[RecordedUpdate]] = []
         weight: list[float] = []
         script: list[int] | None = [] if Plan(self.graph).collector is None else None
         while script is not None:
@@ -178,22 +178,22 @@ class Trial:
         taken = [self._one(number, None) for number in range(samples)]
         return self._runs(exact, [1 / samples] * samples, taken)
 
-    def _one(self, number: int, script: Sequence[int] | None) -> Sequence[Taken]:
+    def _one(self, number: int, script: Sequence[int] | None) -> Sequence[RecordedUpdate]:
         """The mini-batches of one run."""
         self.trainer.taken = []
-        self._steps.state, self._steps.timeline, self._steps.seed = {}, Timeline(), self.world.seed + number
+        self._steps.state, self._steps.timeline, self._steps.seed = {}, Timeline(), self.task.seed + number
         self.draws.begin(script)
         draw = itertools.count(1)
         try:
             steps = range(self.stated.step, self.stated.step + 1)
             [_] = self._steps.run(
-                lambda _: self.world.batch(), steps, more=lambda rows: self.world.batch(rows, next(draw))
+                lambda _: self.task.batch(), steps, more=lambda rows: self.task.batch(rows, next(draw))
             )
         except NodeError as error:
-            raise AuditError(f"{self.graph.name} cannot be run on the rows of this world: {error}") from error
+            raise AuditError(f"{self.graph.name} cannot be run on the rows of this task: {error}") from error
         return self.trainer.taken
 
-    def _runs(self, exact: bool, weight: Sequence[float], taken: Sequence[Sequence[Taken]]) -> Runs:
+    def _runs(self, exact: bool, weight: Sequence[float], taken: Sequence[Sequence[RecordedUpdate]]) -> Runs:
         rewards = self.truth.rewards.sum(-1)
         spread = torch.stack([_spread(run, rewards) for run in taken])
         whole = torch.stack([torch.stack([one.whole for one in run]).mean(0) for run in taken])
@@ -208,7 +208,7 @@ def _in_turns(start: int, stride: int) -> Callable[[int], int]:
     return lambda possible: next(turns) % possible
 
 
-def _spread(taken: Sequence[Taken], rewards: Tensor) -> Tensor:
+def _spread(taken: Sequence[RecordedUpdate], rewards: Tensor) -> Tensor:
     """The standard deviation of the rewards of each prompt's answers in a run, ``[prompts]``; of all rows, if it has
     one."""
     prompt, response = (torch.cat([getattr(one, name) for one in taken]) for name in ("prompt", "response"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrl.auditing.objective import Stated
+from flowrl.auditing.objective import StatedObjective
 from flowrl.auditing.task import Policy, Responses
 
 
@@ -22,8 +22,8 @@ def gradient(of: Callable[[Policy], Tensor], policy: Policy) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Truth:
-    """What is stated, over the responses of a world.
+class TrueGradient:
+    """What is stated, over the responses of a task.
 
     Args:
         stated: what.
@@ -31,7 +31,7 @@ class Truth:
         references: policies by role, of all KL terms.
     """
 
-    stated: Stated
+    stated: StatedObjective
     rewards: Tensor
     references: Mapping[str, Policy]
 

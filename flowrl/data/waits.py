@@ -21,8 +21,8 @@ class Waits(list[Wait]):
     """What an operator waited for; one that tells it takes ``waits: Waits = INJECTED``, and is handed an empty one."""
 
 
-class Stretches:
-    """When at least one of several things went on, such as waiting for a world; what overlaps is one stretch.
+class WaitRecorder:
+    """When at least one of several things went on, such as waiting for an environment; what overlaps is one stretch.
 
     Args:
         name: of what goes on.

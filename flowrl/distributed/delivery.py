@@ -15,7 +15,7 @@ from flowrl.run.placement.place import ProcessSpec
 from flowrl.sync.buckets import BUCKET_BYTES
 from flowrl.sync.route import choose
 from flowrl.sync.stream import Ticket
-from flowrl.sync.wanted import Wanted
+from flowrl.sync.wanted import WeightSelection
 
 _PATIENT = 0.8  # of the deadline: a side that waits for the other gives up before the driver gives up on it
 
@@ -89,11 +89,11 @@ class Delivery:
         self._ticket = Ticket(self.transport, address, self._store.port, self._by, seconds)
         return {self._role: self._ticket}
 
-    def _ask(self) -> Wanted:
+    def _ask(self) -> WeightSelection:
         """What the first rank of the engine wants, for all of its ranks."""
         what = f"{self._what}, asking {self._engine} what it wants,"
         first = self._receivers[:1]
-        wanted: Wanted = self._hosts.ask(first, what, "wanted", self._engine, swapping=self._swapping)[0]
+        wanted: WeightSelection = self._hosts.ask(first, what, "wanted", self._engine, swapping=self._swapping)[0]
         return wanted
 
     def start(self) -> dict[Any, ProcessSpec]:

@@ -39,11 +39,11 @@ from flowrl.distributed.hosts.hosts import Hosts
 from flowrl.distributed.hosts.reports import joined, refuse_unequal
 from flowrl.distributed.hosts.running import Running, swaps
 from flowrl.distributed.hosts.shards import shard
-from flowrl.distributed.hosts.wire import Array, Piece, pack, widths
+from flowrl.distributed.hosts.wire import Array, ColumnPart, pack, widths
 from flowrl.distributed.hosts.worker_logs import relay_warnings
 from flowrl.errors import DataError, EngineError, NodeError, SwapError
 from flowrl.run.engine.local import load_of, pairs
-from flowrl.run.engine.runner import Done, Lengths, Task
+from flowrl.run.engine.runner import Lengths, Task, TaskResult
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.engine.weights import TrainedWeights
@@ -138,16 +138,16 @@ class RayRunner:
         """The slots of all roles of a node; those without one run beside everything."""
         return slots_of(node, self.hosts.processes)
 
-    def put(self, node: Node, columns: Mapping[str, Any]) -> Mapping[str, list[Piece]]:
+    def put(self, node: Node, columns: Mapping[str, Any]) -> Mapping[str, list[ColumnPart]]:
         """Put columns into the object store, each as one piece."""
         sizes: dict[str, int] = {}
         for name, column in columns.items():
             sizes |= dict(zip(column_type(node, name).axes, column.shape, strict=True))
-        held: dict[str, list[Piece]] = {}
+        held: dict[str, list[ColumnPart]] = {}
         for name, column in columns.items():
             packed = pack(column)
             with naming(f"the column {name} of the input {node.name}"):
-                held[name] = [Piece(np.arange(len(column)), ray.put(packed), *widths(sizes), packed.nbytes)]
+                held[name] = [ColumnPart(np.arange(len(column)), ray.put(packed), *widths(sizes), packed.nbytes)]
             self.traffic.input += packed.nbytes
         return held
 
@@ -168,8 +168,8 @@ class RayRunner:
         hosts: list[ProcessSpec | None] = [*processes_of(task.node, self.hosts.processes)] or [None]
         delivery = self._delivery(task)
         sources = delivery.prepare() if delivery else {}
-        beside = delivery.stay_awake if delivery else []
-        self.hosts.take_turns([host for host in hosts if host is not None], str(task), beside)
+        keep_awake = delivery.stay_awake if delivery else []
+        self.hosts.take_turns([host for host in hosts if host is not None], str(task), keep_awake)
         running = Running(task, {}, {}, time.monotonic(), delivery)
         operator, moment = task.node.operator, (task.round, task.now, task.ahead, dict(task.node.inputs))
         for rank, (host, rows) in enumerate(zip(hosts, self._rows(task, len(hosts)), strict=True)):
@@ -183,7 +183,7 @@ class RayRunner:
         if delivery:
             running.hosts |= delivery.start()
         for ref, host in running.hosts.items():
-            self.hosts.vigil.owe(ref, host, str(task), task.node.name)
+            self.hosts.vigil.add(ref, host, str(task), task.node.name)
         self._running |= dict.fromkeys(running.hosts, running)
 
     def _give_up(self) -> None:
@@ -194,7 +194,7 @@ class RayRunner:
         self.hosts.vigil.forget(self._running)
         self._running = {}
 
-    def wait(self) -> Sequence[Done]:
+    def wait(self) -> Sequence[TaskResult]:
         """The instances of which all hosts have answered next.
 
         Raises:
@@ -208,7 +208,7 @@ class RayRunner:
             self._give_up()
             raise
 
-    def fetch(self, node: Node, output: str, held: list[Piece]) -> Any:
+    def fetch(self, node: Node, output: str, held: list[ColumnPart]) -> Any:
         """A column in the driver; counted as its traffic."""
         return self._fetch(held, column_type(node, output), f"{node.name}, whose outputs are fetched,")
 
@@ -223,10 +223,10 @@ class RayRunner:
         return {**outputs, **self.put(node, columns)}
 
     def join(
-        self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, list[Piece]]]
-    ) -> dict[str, list[Piece]]:
+        self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, list[ColumnPart]]]
+    ) -> dict[str, list[ColumnPart]]:
         """The pieces of all rounds; whoever reads them makes them equally wide."""
-        joined: dict[str, list[Piece]] = {}
+        joined: dict[str, list[ColumnPart]] = {}
         for output in makers:
             joined[output] = []
             for part in parts:
@@ -247,7 +247,7 @@ class RayRunner:
         columns = [place for place, wanted in fields if isinstance(wanted, ColumnType) and wanted.on_batch]
         columns = [place for place in columns if place in task.inputs]
         # Rows that a node makes anew are in its own order, which parts of them would not be.
-        if ranks == 1 or not columns or operator.makes("batch"):
+        if ranks == 1 or not columns or operator.creates_axis("batch"):
             return [None] * ranks
         if operator.granularity == "batch":
             return rows_of_ranks(task, ranks)
@@ -289,11 +289,11 @@ class RayRunner:
         self.timeline.add("fetch", place, report.started, report.fetched, kind="transfer")
         self.traffic.hosts += report.received
 
-    def _done(self, running: Running) -> Done:
+    def _done(self, running: Running) -> TaskResult:
         """What all ranks of an instance left."""
         task, reports = running.task, running.all
         if task.node.is_sync:
-            self.hosts.forgetful.difference_update(running.hosts.values())
+            self.hosts.unsynced_hosts.difference_update(running.hosts.values())
         if running.delivery:
             running.delivery.finish()
         refuse_unequal(reports, task.node)
@@ -301,7 +301,7 @@ class RayRunner:
         whole = all(rows is None for rows in running.rows.values())
         parts = reports[:1] if whole else reports
         columns = {name: [report.columns[name] for report in parts] for name in reports[0].columns}
-        return Done(
+        return TaskResult(
             task,
             {**columns, **reports[0].values},
             of_ranks([report.metrics for report in reports], whole),
@@ -310,7 +310,7 @@ class RayRunner:
             max(report.ended for report in reports) - min(report.started for report in reports),
         )
 
-    def _fetch(self, pieces: list[Piece], wanted: ColumnType, what: str) -> Any:
+    def _fetch(self, pieces: list[ColumnPart], wanted: ColumnType, what: str) -> Any:
         with naming(what):
             try:
                 column, nbytes = join_pieces(pieces, wanted, seconds=self.hosts.place.deadline)
@@ -369,11 +369,11 @@ class RayRunner:
             raise died(dead[0], what, self.hosts.place, first) from error
         return error
 
-    def mends(self, error: NodeError) -> bool:
+    def can_recover(self, error: NodeError) -> bool:
         """A process that died is started anew; an engine that ended itself starts anew with its next sync."""
         return isinstance(error, HostDiedError) or any(isinstance(one, EngineError) for one in chain(error))
 
-    def mend(self, error: NodeError) -> None:
+    def fix(self, error: NodeError) -> None:
         """Start the processes of the lost role anew."""
         self._give_up()  # a column that was lost on its way to the driver may have been noticed as others ran
         if isinstance(error, HostDiedError):
@@ -384,7 +384,7 @@ class RayRunner:
     @property
     def needs_sync(self) -> bool:
         """Whether an engine has lost its weights in its sleep."""
-        return bool(self.hosts.forgetful)
+        return bool(self.hosts.unsynced_hosts)
 
     def version(self, role: str) -> int:
         """The version of a trained role's weights."""

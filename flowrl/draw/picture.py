@@ -169,7 +169,7 @@ def _arrows(graph: Graph) -> Iterator[Arrow]:
         if not nx.has_path(graph.network, edge.before, edge.after):
             yield Arrow(edge.before, edge.after, f"reads {edge.role} first", "state")
     for node in graph.nodes.values():
-        if isinstance(gate := node.at_first, Gate) and gate.rounds_at_most > 1:
+        if isinstance(gate := node.initial_operator, Gate) and gate.rounds_at_most > 1:
             for source in (name for name in graph.inputs if name in graph.ancestors(node.name)):
                 yield Arrow(node.name, source, f"again, at most {gate.rounds_at_most} rounds", "back")
     for sync, generate in graph.back_edges:

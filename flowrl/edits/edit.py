@@ -38,7 +38,7 @@ from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.core.operators.when import When
-from flowrl.edits.gating import anchor_of, led_through, widened
+from flowrl.edits.gating import anchor_of, expose_columns, insert_gate
 from flowrl.edits.rewiring import Rewiring
 from flowrl.errors import GraphError, offer
 from flowrl.rules.check import refuse_no_rules
@@ -93,7 +93,7 @@ def edit(
         PortError: the changed graph connects what does not fit.
         BindError: a backend for a role that the changed graph does not have, or that cannot serve it.
     """
-    drop, before = _names(drop), widened(graph)
+    drop, before = _names(drop), expose_columns(graph)
     replace, insert, set, when = replace or {}, insert or {}, set or {}, when or {}
     wire, rename, bind, allow = wire or {}, rename or {}, bind or {}, allow or {}
     _refuse_unmapped(
@@ -122,7 +122,7 @@ def edit(
     for at, gate in gates.items():
         moved = [other for other in anchors if other in gates or change.rewrites.get(other)]
         anchor = anchor_of(at, anchors[at], anchors, moved, change.new_names[anchors[at]])
-        changed = led_through(changed, at, gate, anchor, _wires_of(at, gate, changed, wire, change.new_names))
+        changed = insert_gate(changed, at, gate, anchor, _wires_of(at, gate, changed, wire, change.new_names))
     kept = {role: backend for role, backend in graph.bindings.items() if role in changed.roles()}
     changed = changed.bound({**kept, **bind})
     if lag is not None and (said := changed_by(changed, lag if isinstance(lag, Lag) else Lag(lag))):

@@ -1,7 +1,7 @@
 """How an edit puts gates in, and what passes those that are there.
 
-A gate stands on one row axis, between what comes before it (its anchor, what its `keep` reads, and what these depend
-on) and all the rest. Every edge across is led through it. `Graph.build` leaves out what is read no more.
+A gate stands on one row axis, between what comes before it (its anchor, what its `predicate` reads, and what these
+depend on) and all the rest. Every edge across is led through it. `Graph.build` leaves out what is read no more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flowrl.errors import GraphError
 GraphT = TypeVar("GraphT", bound=Graph)
 
 
-def widened(graph: GraphT) -> GraphT:
+def expose_columns(graph: GraphT) -> GraphT:
     """A graph with gates through which all passes that could: so a reader that an edit puts behind one finds what it
     wants."""
     gates, nodes = gates_of(graph), dict(graph.nodes)
@@ -54,7 +54,7 @@ def _rows_axis(graph: Graph, gate: Node) -> str:
     return next(found[0] for found in axes if found)
 
 
-def led_through(graph: GraphT, name: str, gate: Gate, anchor: str, by_hand: Mapping[PortField, Edge]) -> GraphT:
+def insert_gate(graph: GraphT, name: str, gate: Gate, anchor: str, by_hand: Mapping[PortField, Edge]) -> GraphT:
     """A graph with a gate behind `anchor`.
 
     Args:
@@ -62,10 +62,10 @@ def led_through(graph: GraphT, name: str, gate: Gate, anchor: str, by_hand: Mapp
         name: of the gate.
         gate: which.
         anchor: the node that it stands behind.
-        by_hand: what ports of its `keep` read.
+        by_hand: what ports of its `predicate` read.
 
     Raises:
-        GraphError: it is not clear what `keep` reads, the anchor writes no rows, or nothing behind it reads any.
+        GraphError: it is not clear what `predicate` reads, the anchor writes no rows, or nothing behind it reads any.
     """
     rows = next((graph.types[Edge(anchor, o)].axes[:1] for o in graph[anchor].operator.signature.outputs), ())
     if not rows:

@@ -15,7 +15,7 @@ from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.operator_validation import refuse_misdeclared
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
-from flowrl.edits.suggest import reader
+from flowrl.edits.suggest import suggest_reader
 from flowrl.edits.wiring import End, same, wire_by_type
 from flowrl.errors import GraphError, offer
 from flowrl.record_types import FieldType, ValueType, accepts
@@ -292,7 +292,7 @@ class Rewiring:
         theirs = self.graph[anchor].operator.signature.outputs
         output = next((new for new, t in outputs.items() if any(same(t, old) for old in theirs.values())), None)
         unread = output or next(iter(outputs))
-        wire = f"wire={{'{reader(outputs[unread], self.operators, name)}': '{name}.{unread}'}}"
+        wire = f"wire={{'{suggest_reader(outputs[unread], self.operators, name)}': '{name}.{unread}'}}"
         if output is not None:
             operator = type(self.operators[name]).__name__
             raise GraphError(
@@ -315,7 +315,7 @@ class Rewiring:
                 raise GraphError(
                     f"edit({verb}=...) names {name!r}, which nothing reads in the graph that is left, so it would fall "
                     f"away; the sinks are {', '.join(sinks)}: leave {verb}= out, or wire a reader to it: "
-                    f"wire={{'{reader(type, self.operators, name)}': '{name}.{output}'}}."
+                    f"wire={{'{suggest_reader(type, self.operators, name)}': '{name}.{output}'}}."
                 )
 
 

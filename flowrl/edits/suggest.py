@@ -14,7 +14,7 @@ from flowrl.errors import ParameterError
 from flowrl.record_types import FieldType, accepts
 
 
-def insertion(end: str, wanted: FieldType, pools: Sequence[Available]) -> str | None:
+def suggest_insert(end: str, wanted: FieldType, pools: Sequence[Available]) -> str | None:
     """The edit by which an operator that is installed writes what `end` wants; None where none does, or several do."""
     makers = [
         (operator, output)
@@ -33,7 +33,7 @@ def insertion(end: str, wanted: FieldType, pools: Sequence[Available]) -> str | 
     return f"insert={{{made}}}, wire={{{end!r}: '{operator.name}.{output}'}}"
 
 
-def reader(written: FieldType, operators: Mapping[str, Operator], but: str) -> str:
+def suggest_reader(written: FieldType, operators: Mapping[str, Operator], but: str) -> str:
     """The first port, ``node.field``, that takes what is written, in a node that is not called `but`."""
     ends = (
         f"{name}.{field}"

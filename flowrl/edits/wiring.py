@@ -10,7 +10,7 @@ from flowrl.core.graphs.inference import Available, Bound, candidates, fits
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
-from flowrl.edits.suggest import insertion
+from flowrl.edits.suggest import suggest_insert
 from flowrl.errors import GraphError
 from flowrl.record_types import FieldType, accepts
 
@@ -158,8 +158,8 @@ def _refuse_choice(unit: Sequence[End], offers: Sequence[Mapping[End, Edge]], po
         )
     found = [str(way[end]) for way in offers]
     if found:
-        said, mend = f"several nodes write one: {', '.join(found)}; say which", f"wire={{'{end}': '{found[0]}'}}"
+        said, fix = f"several nodes write one: {', '.join(found)}; say which", f"wire={{'{end}': '{found[0]}'}}"
     else:
         said = "no node that it could read writes one; insert one that does, and wire it"
-        mend = insertion(str(end), end.wanted, pools) or f"wire={{'{end}': 'node.column'}}"
-    raise GraphError(f"{end} wants {end.wanted}, and {said}: {mend}.")
+        fix = suggest_insert(str(end), end.wanted, pools) or f"wire={{'{end}': 'node.column'}}"
+    raise GraphError(f"{end} wants {end.wanted}, and {said}: {fix}.")

@@ -14,11 +14,11 @@ from typing import Any
 from flowrl.errors import FlowrlError
 
 _OWN = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
-"""Where frames are not the world's."""
+"""Where frames are not the environment's."""
 
 
 async def called(function: Callable[[], Any], blocks: bool) -> Any:
-    """What a function of the world returns; one that blocks runs in a thread of its own.
+    """What a function of the environment returns; one that blocks runs in a thread of its own.
 
     A thread cannot be ended: one whose time is over is left behind, and ends with the program.
     """
@@ -41,7 +41,7 @@ async def called(function: Callable[[], Any], blocks: bool) -> Any:
         else:
             tell(done.set_result, result)
 
-    threading.Thread(target=run, daemon=True, name="flowrl-world").start()
+    threading.Thread(target=run, daemon=True, name="flowrl-environment").start()
     return await done
 
 
@@ -53,7 +53,7 @@ def _as_error(error: BaseException) -> RuntimeError:
 
 
 def told(error: BaseException) -> str:
-    """What an error says, and where in the world's own code it was raised, as far as that is known."""
+    """What an error says, and where in the environment's own code it was raised, as far as that is known."""
     if isinstance(error, FlowrlError):
         return str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OWN)]

@@ -1,4 +1,4 @@
-"""`Chat`: an episode's side of the conversation, and `Desk`, where all episodes of a batch ask for answers together."""
+"""`Chat`, an episode's side of the conversation, and `RequestBroker`, which batches the requests of all episodes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Check, Message, Transcript
-from flowrl.data.waits import Stretches
+from flowrl.data.waits import WaitRecorder
 from flowrl.episodes.environment import Answer, Row, ToolCall, short
-from flowrl.episodes.tools import Misfit, Toolbox, said, template_arguments
+from flowrl.episodes.tools import InvalidToolCall, Toolbox, said, template_arguments
 from flowrl.errors import EpisodeError, type_of
-from flowrl.protocols.protocols import Request, Requests, Response, Sampling
+from flowrl.protocols.protocols import Request, Response, Sampling, StreamingRollout
 
 
 class EpisodeOver(Exception):
@@ -37,7 +37,7 @@ class Limits:
     Args:
         turns: answers.
         context: tokens, from the first of the prompt to the last of the last answer.
-        seconds: that the world may take between two answers, before the first and after the last.
+        seconds: that the environment may take between two answers, before the first and after the last.
     """
 
     turns: int
@@ -45,7 +45,7 @@ class Limits:
     seconds: float
 
 
-class Desk:
+class RequestBroker:
     """Stands between episodes, which are coroutines of one event loop, and an engine, which computes in that thread.
 
     Between two steps of the engine every coroutine goes on that can: it takes its answer, and what it asks for next is
@@ -58,10 +58,10 @@ class Desk:
         key: where their random numbers come from.
     """
 
-    def __init__(self, engine: Requests, tokenizer: ChatTokenizer, sampling: Sampling, key: Key) -> None:
+    def __init__(self, engine: StreamingRollout, tokenizer: ChatTokenizer, sampling: Sampling, key: Key) -> None:
         self.tokenizer, self.sampling, self.key = tokenizer, sampling, key
-        self.worlds = Stretches("some wait for their worlds")
-        self.idle = Stretches("all wait for their worlds")
+        self.environments = WaitRecorder("some wait for their environments")
+        self.idle = WaitRecorder("all wait for their environments")
         """When there was nothing to compute."""
         self._engine = engine
         self._new: list[Request] = []
@@ -74,19 +74,19 @@ class Desk:
         self._asked[request.name] = asked
         self._new.append(request)
         self._more.set()
-        self.worlds.end()
+        self.environments.end()
         try:
             return await asked
         finally:
-            self.worlds.begin()
+            self.environments.begin()
 
     def enter(self) -> None:
-        """An episode begins, with its world."""
-        self.worlds.begin()
+        """An episode begins, with its environment."""
+        self.environments.begin()
 
     def leave(self, name: str) -> None:
         """An episode that has entered is over: nothing of this name goes on."""
-        self.worlds.end()
+        self.environments.end()
         self._asked.pop(name, None)
         self._new = [request for request in self._new if request.name != name]
         self._engine.drop(name)
@@ -99,7 +99,7 @@ class Desk:
                 self.idle.begin()
                 try:
                     await self._more.wait()
-                finally:  # the last reply of a world is waited for, too, and nothing asked behind it
+                finally:  # the last reply of an environment is waited for, too, and nothing asked behind it
                     self.idle.end()
             new, self._new = self._new, []
             for request in new:
@@ -124,7 +124,7 @@ class Chat:
 
     def __init__(
         self,
-        desk: Desk,
+        desk: RequestBroker,
         row: Row,
         limits: Limits,
         check: Check,
@@ -142,7 +142,7 @@ class Chat:
         self.versions: list[list[int]] = []
         """By answer, of the weights that sampled each of its tokens."""
         self.rewarded = False
-        """Whether the world gave any reward."""
+        """Whether the environment gave any reward."""
         self.cuts: list[bool] = []
         """By answer, whether its length ended it."""
         self.tool_calls = 0
@@ -179,7 +179,7 @@ class Chat:
         desk = self._desk
         sampling = replace(desk.sampling, max_new_tokens=min(desk.sampling.max_new_tokens, room))
         key = desk.key.answer(self._row.row_id, turn)
-        request = Request(self._row.row_id, list(transcript.ids), sampling, key, keep=True)
+        request = Request(self._row.row_id, list(transcript.ids), sampling, key, retain_cache=True)
         self._clock.reschedule(None)  # the policy takes the time that it takes
         response = await desk.ask(request)
         self._clock.reschedule(asyncio.get_running_loop().time() + self.limits.seconds)
@@ -214,7 +214,7 @@ class Chat:
         """The calls of tools in an answer.
 
         Raises:
-            Misfit: something looks like one, and is none.
+            InvalidToolCall: something looks like one, and is none.
         """
         return () if self._toolbox is None else self._toolbox.calls(answer.text)
 
@@ -222,7 +222,7 @@ class Chat:
         """Make a call, and give what the policy is to read.
 
         Raises:
-            Misfit: there is no such tool, or it takes other arguments.
+            InvalidToolCall: there is no such tool, or it takes other arguments.
             EpisodeError: what it returned is no text.
         """
         if self._toolbox is None:
@@ -246,14 +246,14 @@ class Chat:
     async def _replies(self, answer: Answer) -> list[Message]:
         try:
             calls = self.calls(answer)
-        except Misfit as misfit:
+        except InvalidToolCall as misfit:
             self.tool_errors += 1
             return [{"role": "tool", "content": f"error: {misfit}"}]
         replies: list[Message] = []
         for call in calls:
             try:
                 content = await self.tool(call)
-            except Misfit as misfit:
+            except InvalidToolCall as misfit:
                 self.tool_errors += 1
                 content = f"error: {misfit}"
             replies.append({"role": "tool", "name": call.name, "content": content})

@@ -1,4 +1,4 @@
-"""`Environment`: the world of an episode, as a class; what it is given, and what it says."""
+"""`Environment`: the environment of an episode, as a class; what it is given, and what it says."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Row(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """For what a world draws itself, below 2**31: ``extra_info["seed"]`` where the data has one, else one by the
-        group, so that all episodes of a group, and every try, begin in the same world."""
+        """For what an environment draws itself, below 2**31: ``extra_info["seed"]`` where the data has one, else one by
+        the group, so that all episodes of a group, and every try, begin in the same environment."""
         given = self.extra_info.get("seed")
         return xxhash.xxh3_64_intdigest(self.uid.encode()) >> 33 if given is None else int(given)
 
@@ -67,7 +67,7 @@ class Answer(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the world says.
+    """What the environment says.
 
     Args:
         messages: what the policy sees next; a text is a message of the user. None are needed where the episode is done.
@@ -81,10 +81,10 @@ class Reply(NamedTuple):
 
 
 class Environment:
-    """Base of worlds; each episode has one instance, which nobody else sees.
+    """Base of environments; each episode has one instance, which nobody else sees.
 
     The methods may be coroutines or plain functions; plain ones run in threads, so that one that waits holds up no
-    other episode. An error that they raise is a fault of the world, and never a reward.
+    other episode. An error that they raise is a fault of the environment, and never a reward.
     """
 
     async def reset(self, row: Row) -> Reply:
@@ -92,7 +92,7 @@ class Environment:
         return Reply(row.messages)
 
     async def step(self, answer: Answer) -> Reply:
-        """What the world says to an answer."""
+        """What the environment says to an answer."""
         raise NotImplementedError(f"{type(self).__name__} does not say what it replies: define step(self, answer).")
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`Gym`: environments of Gymnasium as worlds."""
+"""`Gym`: environments of Gymnasium as environments."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from typing import Any
 
 from flowrl.episodes.environment import Answer, Reply, Row
-from flowrl.episodes.text_env import InWords, package
-from flowrl.episodes.tools import Misfit
+from flowrl.episodes.text_env import TextEnvironment, package
+from flowrl.episodes.tools import InvalidToolCall
 from flowrl.errors import EpisodeError
 
 
-class Gym(InWords):
+class Gym(TextEnvironment):
     """An environment of Gymnasium; a subclass makes it, and puts what it observes in words::
 
         class Lake(Gym):
@@ -35,7 +35,7 @@ class Gym(InWords):
         """What is seen after the action that the answer is, and its reward."""
         try:
             action = self.act(answer.text)
-        except Misfit as misfit:
+        except InvalidToolCall as misfit:
             return self.misfits(misfit)
         seen, reward, ended, cut_off, _ = self.env.step(action)
         return Reply(self.tell(seen), float(reward), bool(ended or cut_off))
@@ -48,12 +48,12 @@ class Gym(InWords):
             first, last = int(space.start), int(space.start + space.n) - 1
             numbers = re.findall(r"-?\d+", text)
             if len(numbers) != 1 or not first <= int(numbers[0]) <= last:
-                raise Misfit(f"expected one number from {first} to {last}, and this is {text[:200]!r}")
+                raise InvalidToolCall(f"expected one number from {first} to {last}, and this is {text[:200]!r}")
             return int(numbers[0])
         if not isinstance(space, spaces.Text):
             raise EpisodeError(f"its actions are {space}; define act(self, text) in {type(self).__name__}.")
         if not space.contains(text):
-            raise Misfit(f"expected {space}, and this is {text[:200]!r}")
+            raise InvalidToolCall(f"expected {space}, and this is {text[:200]!r}")
         return text
 
     def close(self) -> None:  # type: ignore[override]

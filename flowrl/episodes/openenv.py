@@ -1,4 +1,4 @@
-"""`OpenEnv`: environments of OpenEnv as worlds, by its clients or in this process."""
+"""`OpenEnv`: environments of OpenEnv as environments, by its clients or in this process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from flowrl.episodes.calls import called
 from flowrl.episodes.environment import Answer, Reply, Row
-from flowrl.episodes.text_env import InWords
-from flowrl.episodes.tools import Misfit
+from flowrl.episodes.text_env import TextEnvironment
+from flowrl.episodes.tools import InvalidToolCall
 
 
-class OpenEnv(InWords):
+class OpenEnv(TextEnvironment):
     """An environment of OpenEnv; a subclass makes it, and puts its actions and observations in words::
 
         class Echo(OpenEnv):
@@ -41,7 +41,7 @@ class OpenEnv(InWords):
         """What is seen after the action that the answer is, and its reward."""
         try:
             action = self.act(answer.text)
-        except Misfit as misfit:
+        except InvalidToolCall as misfit:
             return self.misfits(misfit)
         result = await self._ask(self.env.step, action)
         seen = getattr(result, "observation", result)

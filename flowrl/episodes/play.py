@@ -1,4 +1,4 @@
-"""`play`: all episodes of a batch at once, each tried again where its world fails."""
+"""`play`: all episodes of a batch at once, each tried again where its environment fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from flowrl.data.text.transcript import Check
 from flowrl.episodes.calls import called, told
-from flowrl.episodes.chat import Chat, Desk, EpisodeOver, Limits
+from flowrl.episodes.chat import Chat, EpisodeOver, Limits, RequestBroker
 from flowrl.episodes.environment import Environment, Row, checked
 from flowrl.episodes.processes import Apart
 from flowrl.episodes.tools import Toolbox
@@ -20,17 +20,17 @@ from flowrl.workers.fork_server import ForkServer
 Agent = Callable[[Chat, Row], Awaitable[float | None]]
 """A coroutine that plays an episode; what it returns is added to the reward of the last answer."""
 
-World = type[Environment] | Agent
+EnvironmentOrAgent = type[Environment] | Agent
 
 Ended = Literal["done", "turns", "context", "failed"]
 
 
-class Played(NamedTuple):
+class EpisodeResult(NamedTuple):
     """An episode that is over.
 
     Args:
         chat: with its tokens, rewards and counts.
-        ended: by its world, by its limits, or by a fault of its world.
+        ended: by its environment, by its limits, or by a fault of its environment.
         tries: how often it was begun.
         fault: of the last try, where that failed.
     """
@@ -42,22 +42,22 @@ class Played(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stage:
+class EpisodeSetup:
     """How episodes are played.
 
     Args:
-        world: an environment, whose instances each play one, or an agent; None ends an episode with the first answer
-            that calls no tool.
+        environment: an environment, whose instances each play one, or an agent; None ends an episode with the first
+            answer that calls no tool.
         limits: how long one may get.
         check: see `flowrl.data.text.transcript`.
         toolbox: what the policy may call.
-        tries: how often one is begun whose world fails.
+        tries: how often one is begun whose environment fails.
         concurrency: how many are under way at a time; None is all.
         template_kwargs: arguments of the chat template.
         server: forks the processes of environments; None plays them in this process.
     """
 
-    world: World | None
+    environment: EnvironmentOrAgent | None
     limits: Limits
     check: Check
     toolbox: Toolbox | None
@@ -67,7 +67,7 @@ class Stage:
     server: ForkServer | None = None
 
 
-def play(desk: Desk, rows: Sequence[Row], stage: Stage) -> list[Played]:
+def play(desk: RequestBroker, rows: Sequence[Row], stage: EpisodeSetup) -> list[EpisodeResult]:
     """Play an episode from each row; what failed in all tries is there with its fault.
 
     Raises:
@@ -76,10 +76,10 @@ def play(desk: Desk, rows: Sequence[Row], stage: Stage) -> list[Played]:
     return asyncio.run(_play(desk, rows, stage))
 
 
-async def _play(desk: Desk, rows: Sequence[Row], stage: Stage) -> list[Played]:
+async def _play(desk: RequestBroker, rows: Sequence[Row], stage: EpisodeSetup) -> list[EpisodeResult]:
     places = asyncio.Semaphore(stage.concurrency or max(1, len(rows)))
 
-    async def placed(row: Row) -> Played:
+    async def placed(row: Row) -> EpisodeResult:
         async with places:
             return await _tried(desk, row, stage)
 
@@ -98,8 +98,8 @@ async def _play(desk: Desk, rows: Sequence[Row], stage: Stage) -> list[Played]:
         await asyncio.gather(server, *episodes, return_exceptions=True)
 
 
-async def _tried(desk: Desk, row: Row, stage: Stage) -> Played:
-    """One episode, begun again where its world fails: from the same row, by the same random numbers."""
+async def _tried(desk: RequestBroker, row: Row, stage: EpisodeSetup) -> EpisodeResult:
+    """One episode, begun again where its environment fails: from the same row, by the same random numbers."""
     for attempt in range(stage.tries):
         played = await _once(desk, row._replace(attempt=attempt), stage)
         if played.fault is None:
@@ -107,7 +107,7 @@ async def _tried(desk: Desk, row: Row, stage: Stage) -> Played:
     return played
 
 
-async def _once(desk: Desk, row: Row, stage: Stage) -> Played:
+async def _once(desk: RequestBroker, row: Row, stage: EpisodeSetup) -> EpisodeResult:
     fault: EpisodeError | None = None
     ended: Ended = "failed"
     clock = asyncio.timeout(stage.limits.seconds)
@@ -120,21 +120,24 @@ async def _once(desk: Desk, row: Row, stage: Stage) -> Played:
         if task is None or task.cancelling():  # by `_play`, since all is over
             raise
         fault = _fault(row, chat, told(error), error)
-    except (Exception, SystemExit) as error:  # whatever users' worlds raise; errors of the engine do not come this way
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # whatever users' environments raise; errors of the engine do not come this way
         late = (
-            f"its world took more than {stage.limits.seconds:g} s; expected a reply within that time: mend what takes "
-            f"so long, or allow more: Interact(timeout=...)"
+            f"its environment took more than {stage.limits.seconds:g} s; expected a reply within that time: fix what "
+            f"takes so long, or allow more: Interact(timeout=...)"
         )
         fault = _fault(row, chat, late if clock.expired() else told(error), error)
     finally:
         desk.leave(row.row_id)
-    return Played(chat, "failed" if fault else ended, row.attempt + 1, fault)
+    return EpisodeResult(chat, "failed" if fault else ended, row.attempt + 1, fault)
 
 
-async def _episode(chat: Chat, row: Row, stage: Stage) -> Ended:
-    world = stage.world
-    if isinstance(world, type):
-        environment = world() if stage.server is None else Apart(stage.server, world)
+async def _episode(chat: Chat, row: Row, stage: EpisodeSetup) -> Ended:
+    source = stage.environment
+    if isinstance(source, type):
+        environment = source() if stage.server is None else Apart(stage.server, source)
         try:
             ended = await _until_over(_by_environment(chat, row, environment))
         except BaseException as error:
@@ -145,7 +148,7 @@ async def _episode(chat: Chat, row: Row, stage: Stage) -> Ended:
             raise
         await _closed(chat, environment)
         return ended
-    return await _until_over(chat.answer_by_tools() if world is None else _by_agent(chat, row, world))
+    return await _until_over(chat.answer_by_tools() if source is None else _by_agent(chat, row, source))
 
 
 async def _until_over(played: Awaitable[object]) -> Ended:

@@ -1,7 +1,7 @@
 """Environments and tools in processes of their own, which are killed when their time is over; a thread cannot be.
 
 Each episode's environment lives in one process, and each call of a tool has one. They are forked from a `ForkServer`
-that has imported the world and lives as long as the program. Nothing that they start outlives them: see
+that has imported the environment and lives as long as the program. Nothing that they start outlives them: see
 `flowrl.workers.supervisor`.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 from flowrl.core.operators import references
 from flowrl.episodes.calls import told
 from flowrl.episodes.environment import Answer, Environment, Reply, Row, checked, short
-from flowrl.episodes.tools import Misfit, Tool
+from flowrl.episodes.tools import InvalidToolCall, Tool
 from flowrl.errors import EpisodeError, ParameterError
 from flowrl.workers.fork_server import ForkServer, NotReadyError, imports
 from flowrl.workers.fork_server_process import detach_stdin
@@ -38,7 +38,7 @@ _SIZE = 8
 _servers: dict[tuple[str, ...], ForkServer] = {}
 
 
-def world_server(names: tuple[str, ...]) -> ForkServer:
+def environment_server(names: tuple[str, ...]) -> ForkServer:
     """The server whose workers have imported these environments and tools; started where there is none.
 
     Args:
@@ -67,8 +67,8 @@ def world_server(names: tuple[str, ...]) -> ForkServer:
 
 
 @atexit.register
-def close_world_servers() -> None:
-    """Terminate all processes of worlds; later episodes start new ones."""
+def close_environment_servers() -> None:
+    """Terminate all processes of environments; later episodes start new ones."""
     while _servers:
         _servers.popitem()[1].close()
 
@@ -116,7 +116,7 @@ class Process:
             except OSError as error:
                 ours.close()
                 raise EpisodeError(
-                    f"the process that the world's processes are forked from is gone ({error}); it may have been "
+                    f"the process that the environment's processes are forked from is gone ({error}); it may have been "
                     f"killed for its memory."
                 ) from error
         self._socket: socket.socket | None = ours
@@ -128,13 +128,15 @@ class Process:
         """What it answers. Whoever gives up waiting has ended it.
 
         Raises:
-            Misfit: of a tool.
+            InvalidToolCall: of a tool.
             EpisodeError: what it did raised; it has ended; or what is sent cannot be.
         """
         try:
             message = pickle.dumps((what, given))
         except Exception as error:  # whatever users' objects raise
-            raise EpisodeError(f"{short(given)} cannot be sent to the world's process ({told(error)}).") from error
+            raise EpisodeError(
+                f"{short(given)} cannot be sent to the environment's process ({told(error)})."
+            ) from error
         try:
             how, value = pickle.loads(await self._exchange(message))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
@@ -147,7 +149,7 @@ class Process:
             self.end()
             raise
         if how == "misfit":
-            raise Misfit(value)
+            raise InvalidToolCall(value)
         if how == "raised":
             raise EpisodeError(value)
         return value
@@ -172,12 +174,12 @@ class Process:
 class Apart(Environment):
     """An environment in a process of its own."""
 
-    def __init__(self, server: ForkServer, world: type[Environment]) -> None:
-        self._process, self._world = Process(server), reference_of(world)
+    def __init__(self, server: ForkServer, environment: type[Environment]) -> None:
+        self._process, self._environment = Process(server), reference_of(environment)
 
     async def reset(self, row: Row) -> Reply:
         """That of the environment, which is made then."""
-        return checked(await self._process.ask("make", self._world, row))
+        return checked(await self._process.ask("make", self._environment, row))
 
     async def step(self, answer: Answer) -> Reply:
         """That of the environment."""
@@ -196,7 +198,7 @@ async def call_tool(server: ForkServer, tool: Tool, arguments: Mapping[str, Any]
     """What a tool returns, called in a process of its own.
 
     Raises:
-        Misfit: it takes other arguments.
+        InvalidToolCall: it takes other arguments.
         EpisodeError: it raised, or its process ended.
     """
     process = Process(server)
@@ -228,7 +230,7 @@ def serve(channel: socket.socket) -> None:
         what, given = pickle.loads(stream.read(int.from_bytes(size, "big")))
         how, value = does.answer(what, given)
         if os.getpid() != owner:
-            os._exit(0)  # the world has forked it, and it came here, too
+            os._exit(0)  # the environment has forked it, and it came here, too
         try:
             message = pickle.dumps((how, value))
         except Exception as error:
@@ -238,7 +240,7 @@ def serve(channel: socket.socket) -> None:
 
 
 class _Does:
-    """What a process of the world does."""
+    """What a process of the environment does."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()  # one, since what an environment opens belongs to its loop
@@ -248,17 +250,17 @@ class _Does:
         """How it went, and what came of it."""
         try:
             return "is", getattr(self, f"_{what}")(*given)
-        except Misfit as misfit:
+        except InvalidToolCall as misfit:
             return "misfit", str(misfit)
         except BaseException as error:  # SystemExit, too: it is the fault of this call
             return "raised", told(error)
 
-    def _make(self, world: str, row: Row) -> Reply:
+    def _make(self, environment: str, row: Row) -> Reply:
         seed = f"{row.row_id}/{row.attempt}"  # else all would draw the same, since they come of one process
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(zlib.crc32(seed.encode()))
-        self._environment = references.resolve(world)()
+        self._environment = references.resolve(environment)()
         return checked(self._finished(self._environment.reset(row)))
 
     def _step(self, answer: Answer) -> Reply:

@@ -36,7 +36,7 @@ def rehearse(
         tokenizer: with the template.
         check: how it is held against what is there; ``"off"`` tries nothing.
         toolbox: the tools that the policy may call.
-        replies: whether there is a world, which replies to answers.
+        replies: whether there is an environment, which replies to answers.
         template_kwargs: arguments of the template.
 
     Raises:
@@ -85,7 +85,7 @@ def _played(
             raise EpisodeError(
                 f"the chat template in {tokenizer.folder!r} leaves out what the reply {reply[0]!r} says, so the policy "
                 f"would never read it: it writes {written!r}; expected a template that knows the role "
-                f"{reply[0]['role']!r}: let the world reply in another one, such as user, or mend the template."
+                f"{reply[0]['role']!r}: let the environment reply in another one, such as user, or mend the template."
             )
 
 

@@ -1,4 +1,4 @@
-"""`InWords`: worlds of other makers, whose observations and actions a subclass puts in words."""
+"""`TextEnvironment`: environments of other makers, whose observations and actions a subclass puts in words."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from flowrl.data.text.transcript import Message
 from flowrl.episodes.environment import Environment, Reply, Row
-from flowrl.episodes.tools import Misfit
+from flowrl.episodes.tools import InvalidToolCall
 from flowrl.errors import DefinitionError, EpisodeError, type_of
 
 
-class InWords(Environment):
-    """Base of worlds that `make` makes, one an episode, and whose observations and actions are put in words.
+class TextEnvironment(Environment):
+    """Base of environments that `make` makes, one an episode, and whose observations and actions are put in words.
 
-    An answer that is no action is the policy's fault: it is told so, nothing moves in the world, and that counts as a
-    turn.
+    An answer that is no action is the policy's fault: it is told so, nothing moves in the environment, and that counts
+    as a turn.
     """
 
     misfit: float | None = None
@@ -40,7 +40,7 @@ class InWords(Environment):
         """The action that an answer is; by default its text.
 
         Raises:
-            Misfit: it is none; the message is what the policy is told.
+            InvalidToolCall: it is none; the message is what the policy is told.
         """
         return text
 
@@ -51,7 +51,7 @@ class InWords(Environment):
             return [*row.messages, {"role": "user", "content": told}]
         return [*before, {**last, "content": f"{last['content']}\n\n{told}".strip()}]
 
-    def misfits(self, misfit: Misfit) -> Reply:
+    def misfits(self, misfit: InvalidToolCall) -> Reply:
         """What is said to an answer that is no action."""
         return Reply(f"error: {misfit}", reward=self.misfit)
 

@@ -18,7 +18,7 @@ from flowrl.episodes.environment import ToolCall
 from flowrl.errors import DefinitionError, EpisodeError, offer
 
 Parser = Callable[[str], Sequence[ToolCall]]
-"""The calls in a text; it raises `Misfit` for what looks like one and cannot be read."""
+"""The calls in a text; it raises `InvalidToolCall` for what looks like one and cannot be read."""
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -27,7 +27,7 @@ def hermes(text: str) -> list[ToolCall]:
     """Calls as Hermes and Qwen write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number.
 
     Raises:
-        Misfit: what stands there is no call.
+        InvalidToolCall: what stands there is no call.
     """
     return [_call(written) for written in _HERMES.findall(text)]
 
@@ -36,7 +36,7 @@ def whole_json(text: str) -> list[ToolCall]:
     """A call as the whole of an answer: ``{"name": ..., "arguments": {...}}``; other texts hold none.
 
     Raises:
-        Misfit: an object with a name that is no call.
+        InvalidToolCall: an object with a name that is no call.
     """
     try:
         written = json.loads(text)
@@ -55,14 +55,14 @@ def _call(text: str) -> ToolCall:
     except (ValueError, RecursionError):
         call = None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise Misfit(f'{text.strip()[:200]!r} is no call; expected {{"name": "...", "arguments": {{...}}}}')
+        raise InvalidToolCall(f'{text.strip()[:200]!r} is no call; expected {{"name": "...", "arguments": {{...}}}}')
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
-        raise Misfit(f"the arguments of {call['name']!r} are {arguments!r}; expected an object")
+        raise InvalidToolCall(f"the arguments of {call['name']!r} are {arguments!r}; expected an object")
     return ToolCall(call["name"], arguments)
 
 
-class Misfit(ValueError):
+class InvalidToolCall(ValueError):
     """A call that no tool takes: the policy's fault, which it is told of."""
 
 
@@ -126,14 +126,14 @@ class Tool:
         return {"type": "function", "function": described}
 
     def bound(self, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-        """The call with these arguments, which raises `Misfit` where they are not what the function takes."""
+        """The call with these arguments, which raises `InvalidToolCall` where they are not what the function takes."""
 
         def call() -> Any:
             try:
                 return self._validated(**arguments)
             except ValidationError as error:
                 faults = (f"{'.'.join(map(str, f['loc'])) or 'arguments'}: {f['msg']}" for f in error.errors())
-                raise Misfit(f"{self.name} does not take these arguments ({'; '.join(faults)})") from error
+                raise InvalidToolCall(f"{self.name} does not take these arguments ({'; '.join(faults)})") from error
             except _Raised as raised:
                 raise cast(Exception, raised.__cause__) from None
 
@@ -192,7 +192,7 @@ class Toolbox:
         """The calls in what the policy wrote.
 
         Raises:
-            Misfit: something looks like a call, and is none.
+            InvalidToolCall: something looks like a call, and is none.
         """
         return self._parse(text)
 
@@ -200,17 +200,17 @@ class Toolbox:
         """The tool that is called.
 
         Raises:
-            Misfit: there is none of that name.
+            InvalidToolCall: there is none of that name.
         """
         if call.name not in self._tools:
-            raise Misfit(f"there is no tool {call.name!r}; {offer(call.name, self._tools, 'there are')}")
+            raise InvalidToolCall(f"there is no tool {call.name!r}; {offer(call.name, self._tools, 'there are')}")
         return self._tools[call.name]
 
     async def run(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
         """What a tool returns.
 
         Raises:
-            Misfit: it takes other arguments.
+            InvalidToolCall: it takes other arguments.
         """
         if tool.blocks and self._elsewhere is not None:
             return await self._elsewhere(tool, arguments)

@@ -1,4 +1,4 @@
-"""Environments of verifiers (0.4) as worlds: their tasks, what they say and their rewards, and the policy's answers."""
+"""Environments of the verifiers library (0.4): their tasks, messages and rewards; the policy's tokens stay exact."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Backend(Spec):
         return None
 
     @property
-    def first_pass_apart(self) -> str | None:
+    def why_not_fusable(self) -> str | None:
         """Why the log-probs of a trainer's first pass in `update` may not have the bits of those that it gives of the
         same rows as a scorer, on each rank; None where they have. Then a plan may take them from there (see
         `flowrl.core.graphs.fusing`): `update` calls its objective with all rows that have a token to be trained on,
@@ -163,7 +163,7 @@ def refuse_unsynced(role: str, backend: Backend, synced_by: str | None) -> None:
         )
 
 
-def refuse_uncheckpointed(roles: Iterable[str], bindings: Mapping[str, Backend], asker: str, mend: str) -> None:
+def refuse_uncheckpointed(roles: Iterable[str], bindings: Mapping[str, Backend], asker: str, fix: str) -> None:
     """Refuse trained roles whose engines cannot be saved where that is asked for, before anything is loaded.
 
     Args:
@@ -181,7 +181,7 @@ def refuse_uncheckpointed(roles: Iterable[str], bindings: Mapping[str, Backend],
             raise BindError(
                 f"{asker} saves and restores the role {role!r}, but {name} does not serve Checkpointed: its engine "
                 f"declares no {', '.join(sorted(members(Checkpointed)))}; give its engine both and list Checkpointed "
-                f"in {name}.serves, bind {role}= to a backend that has them, or {mend}."
+                f"in {name}.serves, bind {role}= to a backend that has them, or {fix}."
             )
 
 

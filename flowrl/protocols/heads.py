@@ -38,7 +38,7 @@ class Head(Protocol):
         ...
 
 
-class LastStates(NamedTuple):
+class HiddenStates(NamedTuple):
     """What a model says of the tokens of a response, of which `head` makes distributions.
 
     Args:
@@ -51,9 +51,9 @@ class LastStates(NamedTuple):
 
 
 @runtime_checkable
-class StateScorer(Scorer, Protocol):
+class HiddenStateScorer(Scorer, Protocol):
     """A frozen scorer that says all that could have stood in a token's place."""
 
-    def last_states(self, batch: Sequences) -> LastStates:
+    def last_states(self, batch: Sequences) -> HiddenStates:
         """The last hidden states that the response tokens are predicted from, and the head."""
         ...

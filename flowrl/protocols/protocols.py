@@ -19,7 +19,7 @@ from flowrl.records import Receipt, Sequences, Tokens
 if TYPE_CHECKING:
     from flowrl.data.text.tokenizer import ChatTokenizer
 
-Caches = Literal["keep", "anew"]
+Caches = Literal["reuse", "recompute"]
 """What becomes of what was computed with older weights, of answers that are under way as weights change: it is kept, or
 computed anew."""
 
@@ -27,7 +27,7 @@ Batch = TypeVar("Batch", bound=NamedTuple)
 Batch_contra = TypeVar("Batch_contra", bound=NamedTuple, contravariant=True)
 
 
-class Whole(NamedTuple):
+class WholeMiniBatch(NamedTuple):
     """A whole mini-batch, for an objective that has to see it at once.
 
     Args:
@@ -55,7 +55,7 @@ class MiniBatch(NamedTuple):
 
     rows: Tensor
     weights: Tensor
-    whole: Whole | None = None
+    whole: WholeMiniBatch | None = None
 
 
 class OfDistribution(NamedTuple):
@@ -135,22 +135,22 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One answer that is asked for: what `Requests` take.
+    """One answer that is asked for: what `StreamingRollout` take.
 
     Args:
         name: by which it is taken. No two that are under way share one; an episode gives its own to each of its turns.
         ids: all that stands before the answer: the prompt, and in later turns what was sampled and what came between.
         sampling: how tokens are drawn, and where the answer ends.
         key: where its random numbers come from, and nothing else's: ``key.answer(row_id, turn)``.
-        keep: hold on to what was computed, since a further request of this name may go on from these tokens and the
-            answer to them. It is a wish: an engine may forget it, and then computes it anew.
+        retain_cache: keep the KV of this request and its response, since a later request of this name may continue
+            from them. A hint: the engine may evict it and recompute.
     """
 
     name: str
     ids: Sequence[int]
     sampling: Sampling
     key: Key
-    keep: bool = False
+    retain_cache: bool = False
 
 
 class Response(NamedTuple):
@@ -180,7 +180,7 @@ class Scorer(Protocol):
 
 
 @runtime_checkable
-class Coarse(Protocol):
+class HasComputeDtype(Protocol):
     """A scorer, or an engine that generates, which says what it computes in; of others float32 is expected."""
 
     @property
@@ -268,7 +268,7 @@ class Rollout(Synced, Protocol):
 
 
 @runtime_checkable
-class Requests(Protocol):
+class StreamingRollout(Protocol):
     """An engine that is asked for answers one by one. They are computed together; new ones may come between any two
     steps, and each leaves when it ends, so that who waits for something else holds nobody up.
 
@@ -316,7 +316,7 @@ class Requests(Protocol):
 
 
 @runtime_checkable
-class Counts(Protocol):
+class CacheStats(Protocol):
     """An engine that counts the tokens before its answers, from when it was built."""
 
     @property
@@ -331,7 +331,7 @@ class Counts(Protocol):
 
 
 @runtime_checkable
-class Swaps(Synced, Protocol):
+class LiveWeightUpdate(Synced, Protocol):
     """An engine whose weights may change under answers that are under way, between two tokens. All but `swap` is called
     by one thread, and `swap` by any."""
 
@@ -343,9 +343,9 @@ class Swaps(Synced, Protocol):
 
         Args:
             source: the trainer.
-            caches: ``"anew"``: what was computed of answers that are under way is computed anew, before their next
-                token, so that each token is drawn by one version alone. ``"keep"``: they go on from the keys and values
-                of the older weights.
+            caches: ``"recompute"``: the engine recomputes the KV of the responses in flight before their next token, so
+                that one version alone samples each token. ``"reuse"``: they continue from the keys and values of the
+                older weights.
 
         Raises:
             SyncError: what was received is not what was sent; then the answers that are under way fail with it.
@@ -369,7 +369,7 @@ class Adapted(Protocol):
 
 
 @runtime_checkable
-class Shipped(Protocol):
+class RemoteWeights(Protocol):
     """What stands in for a trainer where its weights come from another process."""
 
     @property

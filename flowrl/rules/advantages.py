@@ -67,7 +67,7 @@ def _weighed_behind_the_scale(graph: Graph, prompts: int | None) -> Findings:
 )
 def _of_rows_that_stay(graph: Graph, prompts: int | None) -> Findings:
     nodes = _on_the_way(graph)
-    for gate in (node for node in nodes if isinstance(node.at_first, Gate)):
+    for gate in (node for node in nodes if isinstance(node.initial_operator, Gate)):
         for n in nodes:
             over_batch = n.operator.granularity == "batch" and n.effects & {"scaled", "group baseline"}
             if over_batch and writes(n, "advantage") and n.name in graph.ancestors(gate.name):

@@ -84,7 +84,7 @@ def allowances(graph: Graph, prompts: int | None = None) -> list[Allowance]:
     """
     found = _found(graph, prompts)
     covered = {id: tuple(finding for finding in found if finding.rule == id) for id in graph.allow}
-    judged = [id for id in graph.allow if covered[id] or prompts is not None or id not in row_rules.ASK_FOR_PROMPTS]
+    judged = [id for id in graph.allow if covered[id] or prompts is not None or id not in rows.ASK_FOR_PROMPTS]
     return [Allowance(id, graph.allow[id], covered[id]) for id in judged]
 
 

@@ -1,4 +1,4 @@
-"""`WorldSource`: what can be told of a world from how it is written, as far as that is certain."""
+"""`EnvironmentSource`: what can be told of an environment from how it is written, as far as that is certain."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _CHANGES = frozenset({"append", "appendleft", "extend", "insert", "add", "update
 _MUTABLE = frozenset({"list", "dict", "set", "deque", "defaultdict", "Counter", "OrderedDict"})
 
 
-class WorldSource:
-    """A world as it is written.
+class EnvironmentSource:
+    """An environment as it is written.
 
     Args:
         parts: the class with those that it derives from, or the agent; empty where its source cannot be read.
@@ -38,16 +38,18 @@ class WorldSource:
         self.parts, self._whole, self._tools, self._apart = parts, whole, tools, apart
 
     @classmethod
-    def of(cls, world: Any, tools: Sequence[Callable[..., Any]], apart: bool = False) -> WorldSource:
+    def of(cls, environment: Any, tools: Sequence[Callable[..., Any]], apart: bool = False) -> EnvironmentSource:
         """Of an environment class, an agent, a reference to one, or None, which pays nothing."""
         made = [one for one in map(written, tools) if one is not None]
-        if isinstance(world, type):
-            own = [base for base in world.__mro__ if base is not object and not base.__module__.startswith("flowrl.")]
+        if isinstance(environment, type):
+            own = [
+                base for base in environment.__mro__ if base is not object and not base.__module__.startswith("flowrl.")
+            ]
             found = [written(base) for base in own]
         else:
-            found = [] if world is None else [written(world)]
+            found = [] if environment is None else [written(environment)]
         parts = [one for one in found if one is not None]
-        others = isinstance(world, str) and any(_derives_from_others(part) for part in parts)
+        others = isinstance(environment, str) and any(_derives_from_others(part) for part in parts)
         return cls(parts, len(parts) == len(found) and not others, made, apart)
 
     @property
@@ -98,21 +100,21 @@ class WorldSource:
         return bool(said) and part is not None and all(_is_unpaid(part, value) for value in said)
 
 
-def blocks(world: WorldSource) -> Iterator[tuple[str, str, str]]:
-    """The coroutines of a world that hold up their thread, by what call, and where."""
-    for part, function in world.functions:
+def blocks(environment: EnvironmentSource) -> Iterator[tuple[str, str, str]]:
+    """The coroutines of an environment that hold up their thread, by what call, and where."""
+    for part, function in environment.functions:
         if isinstance(function, ast.AsyncFunctionDef):
             calls = part.called(function)
             yield from ((function.name, name, part.at(call)) for name, call in calls if name in _BLOCKING)
 
 
-def changed_by_all(world: WorldSource) -> Iterator[tuple[str, str]]:
+def changed_by_all(environment: EnvironmentSource) -> Iterator[tuple[str, str]]:
     """The attributes of classes that methods change in place and never make anew, and where."""
-    nodes = [(part, node) for part in world.together for f in part.functions for node in ast.walk(f)]
+    nodes = [(part, node) for part in environment.together for f in part.functions for node in ast.walk(f)]
     added = {id(node.target) for _, node in nodes if isinstance(node, ast.AugAssign)}
     stored = [n for _, n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
     anew = {node.attr for node in stored if id(node) not in added and dotted(node.value) == ["self"]}
-    for part in world.together:
+    for part in environment.together:
         for name in dict.fromkeys(_mutable_attributes(part.tree)):
             changes = [
                 by.at(node) for by, node in nodes if isinstance(node, ast.stmt | ast.expr) and _changes(node, name)
@@ -121,9 +123,9 @@ def changed_by_all(world: WorldSource) -> Iterator[tuple[str, str]]:
                 yield f"{part.tree.name}.{name}", changes[0]
 
 
-def played_by_all(world: WorldSource) -> Iterator[tuple[str, str]]:
-    """The objects from outside that a function of a world both resets and steps, and where."""
-    for part, function in world.functions:
+def played_by_all(environment: EnvironmentSource) -> Iterator[tuple[str, str]]:
+    """The objects from outside that a function of an environment both resets and steps, and where."""
+    for part, function in environment.functions:
         calls = [(dotted(node.func), node) for node in inside(function) if isinstance(node, ast.Call)]
         methods = {(said[0], said[1]): node for said, node in calls if len(said) == 2}
         made = {name for node in ast.walk(part.module) for name in _made(node)} - bound(function)

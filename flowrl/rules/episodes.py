@@ -9,7 +9,7 @@ from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import generates, line, origin
 from flowrl.core.operators.symbols import Edge
 from flowrl.protocols.protocols import Critic, Trainer
-from flowrl.rules.environment_source import WorldSource, blocks, changed_by_all, played_by_all
+from flowrl.rules.environment_source import EnvironmentSource, blocks, changed_by_all, played_by_all
 from flowrl.rules.rule import Findings, rule, writers
 from flowrl.spec import parameters
 
@@ -18,57 +18,57 @@ _BY_TOOLS = frozenset({"answer_by_tools", "calls", "tool"})
 
 
 class _Episodes(NamedTuple):
-    """A node that plays episodes: its parameters, and what is written of its world."""
+    """A node that plays episodes: its parameters, and what is written of its environment."""
 
     node: Node
     given: Mapping[str, Any]
-    world: WorldSource
+    environment: EnvironmentSource
 
 
 def _episodes(graph: Graph) -> Iterator[_Episodes]:
     for node in graph.nodes.values():
-        given = parameters(node.at_first) if generates(node) else {}
-        if {"world", "tools", "max_turns", "context"} <= given.keys():
+        given = parameters(node.initial_operator) if generates(node) else {}
+        if {"environment", "tools", "max_turns", "context"} <= given.keys():
             apart = bool(given.get("processes"))
-            yield _Episodes(node, given, WorldSource.of(given["world"], given["tools"], apart))
+            yield _Episodes(node, given, EnvironmentSource.of(given["environment"], given["tools"], apart))
 
 
 @rule(
     "FR033",
-    "What a world pays reaches an update: a reward function in its place makes it unheard.",
+    "What an environment pays reaches an update: a reward function in its place makes it unheard.",
     "verl-project/verl#2540",
 )
 def _paid_is_heard(graph: Graph, prompts: int | None) -> Findings:
     for one, others, readers in _scored(graph):
-        if others and one.world.pays:
+        if others and one.environment.pays:
             wire = dict.fromkeys(readers, f"{one.node.name}.token_level_scores")
             yield (
                 one.node.name,
-                f"its world gives rewards, and no update reads them, but those of {', '.join(others)} alone; expected "
-                f"one of the two: take rewards out of the world, or let these count: edit(drop={[*others]!r}, "
-                f"wire={wire!r}).",
+                f"its environment gives rewards, and no update reads them, but those of {', '.join(others)} alone; "
+                f"expected one of the two: take rewards out of the environment, or let these count: "
+                f"edit(drop={[*others]!r}, wire={wire!r}).",
             )
 
 
 @rule("FR034", "Somebody pays for an episode: where nobody does, every reward is 0.", "huggingface/trl#6427")
 def _somebody_pays(graph: Graph, prompts: int | None) -> Findings:
     for one, others, _ in _scored(graph):
-        if not others and one.world.never_pays:
+        if not others and one.environment.never_pays:
             yield (
                 one.node.name,
-                "its world gives no reward, and no other node does, so every reward is 0; expected some from the "
-                "world, Reply(..., reward=1.0) or what an agent returns, or a reward function behind it: Reward(fn).",
+                "its environment gives no reward, and no other node does, so every reward is 0; expected some from the "
+                "environment, Reply(..., reward=1.0) or what an agent returns, or a reward function: Reward(fn).",
             )
 
 
 @rule(
     "FR035",
-    "Each episode has a world of its own: what all share, each finds as another left it.",
+    "Each episode has an environment of its own: what all share, each finds as another left it.",
     "PrimeIntellect-ai/verifiers#1067",
 )
-def _own_world(graph: Graph, prompts: int | None) -> Findings:
+def _own_environment(graph: Graph, prompts: int | None) -> Findings:
     for one in _episodes(graph):
-        for name, where in changed_by_all(one.world):
+        for name, where in changed_by_all(one.environment):
             attribute = name.rpartition(".")[2]
             yield (
                 one.node.name,
@@ -76,7 +76,7 @@ def _own_world(graph: Graph, prompts: int | None) -> Findings:
                 f"one for each: self.{attribute} = ... in reset(self, row), or, where sharing is meant, an annotation "
                 f"that says so: {attribute}: ClassVar[...].",
             )
-        for name, where in played_by_all(one.world):
+        for name, where in played_by_all(one.environment):
             yield (
                 one.node.name,
                 f"{name} is reset and stepped, and it is one environment for all episodes, which go on at once "
@@ -91,7 +91,7 @@ def _own_world(graph: Graph, prompts: int | None) -> Findings:
 )
 def _nobody_blocks(graph: Graph, prompts: int | None) -> Findings:
     for one in _episodes(graph):
-        for function, name, where in blocks(one.world):
+        for function, name, where in blocks(one.environment):
             yield (
                 one.node.name,
                 f"{function} is async and calls {name} ({where}), which holds up all episodes; expected "
@@ -102,7 +102,7 @@ def _nobody_blocks(graph: Graph, prompts: int | None) -> Findings:
 @rule("FR037", "Tools that the policy is told of are called for it.", "awslabs/agentcore-rl-toolkit#97")
 def _tools_are_called(graph: Graph, prompts: int | None) -> Findings:
     for one in _episodes(graph):
-        name, used = one.node.name, one.world.used_of_chat
+        name, used = one.node.name, one.environment.used_of_chat
         if not one.given["tools"]:
             continue
         if one.given["max_turns"] == 1:
@@ -155,7 +155,7 @@ def _placed_on_the_mask(graph: Graph, prompts: int | None) -> Findings:
                 yield (
                     node.name,
                     f"it writes {output} on tokens, and reads no mask that says which of these were sampled: what "
-                    f"stands on another is lost, such as one that a world said; expected `response_mask: "
+                    f"stands on another is lost, such as one that an environment said; expected `response_mask: "
                     f"ResponseMask` among its ports, and the score on the last token there.",
                 )
 

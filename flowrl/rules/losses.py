@@ -8,7 +8,7 @@ from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import own_line, rows_of_step, rows_per_prompt, trained_on
 from flowrl.core.operators.loss import Loss
-from flowrl.core.operators.operator_validation import moments
+from flowrl.core.operators.operator_validation import sample_steps
 from flowrl.protocols.protocols import Synced, Trainer
 from flowrl.rules.rule import Findings, of_kind, read_through, rule, writers, writes
 from flowrl.spec import parameters
@@ -54,7 +54,7 @@ def _held_once(graph: Graph, prompts: int | None) -> Findings:
 )
 def _once_a_row(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
-        aggregation = parameters(node.at_first).get("aggregation", _BY_ROW)
+        aggregation = parameters(node.initial_operator).get("aggregation", _BY_ROW)
         if loss.unit in ("row", "group") and aggregation != _BY_ROW:
             yield (
                 node.name,
@@ -71,12 +71,12 @@ def _one_advantage_a_row(graph: Graph, prompts: int | None) -> Findings:
             for n in own_line(graph, node.name):
                 by_values = of_kind(graph, n, "value") and writes(n, "advantage")
                 if by_values or "weighs tokens" in n.effects:
-                    mend = "as by GroupAdvantage()" if by_values else f"edit(set={{'{n.name}.level': 'geometric'}})"
+                    fix = "as by GroupAdvantage()" if by_values else f"edit(set={{'{n.name}.level': 'geometric'}})"
                     yield (
                         node.name,
                         f"{type(loss).__name__} takes the mean of a row's advantages, and {n.name} gives each token "
                         f"its own, by {'values' if by_values else 'weights'}, which that undoes; expected one a row, "
-                        f"{mend}, or a loss of tokens: UpdateActor(PPOClip()).",
+                        f"{fix}, or a loss of tokens: UpdateActor(PPOClip()).",
                     )
 
 
@@ -90,12 +90,12 @@ def _one_step_without_a_ratio(graph: Graph, prompts: int | None) -> Findings:
         kinds = _kinds(loss)
         if "advantage" not in kinds or any(kind.startswith("log-prob") for kind in kinds):
             continue
-        epochs = max(int(parameters(now).get("ppo_epochs", 1)) for now in moments(node.operator))
+        epochs = max(int(parameters(now).get("ppo_epochs", 1)) for now in sample_steps(node.operator))
         size, rows = node.row_divisors.get("mini_batch"), rows_of_step(graph, node.name, prompts)
         again = [
             *([f"ppo_epochs={epochs}"] if epochs > 1 else []),
             *([f"mini_batch={size}, which is less than its {rows} rows"] if size and rows and rows > size else []),
-            *([f"off_policy={node.behind}"] if node.behind else []),
+            *([f"off_policy={node.prior_updates}"] if node.prior_updates else []),
         ]
         if again:
             yield (
@@ -121,7 +121,7 @@ def _groups_of_several(graph: Graph, prompts: int | None) -> Findings:
 def _whole_groups(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
         line, group = own_line(graph, node.name), rows_per_prompt(graph, node.name)
-        if loss.unit != "group" or any(isinstance(n.at_first, Gate) for n in line):
+        if loss.unit != "group" or any(isinstance(n.initial_operator, Gate) for n in line):
             continue  # behind a gate, groups are of any size
         for field, size in node.row_divisors.items():
             if size % group:
@@ -143,7 +143,7 @@ def _chosen_before_imitated(graph: Graph, prompts: int | None) -> Findings:
         roles = {role for writer, role in writers(graph, Trainer) if writer.name == node.name}
         engines = read_through(trained_on(graph, node.name), Synced)
         own = any(engines & set(n.writes) and roles & set(n.reads) for n in graph.nodes.values() if n.is_sync)
-        chosen = any(isinstance(n.at_first, Gate) for n in own_line(graph, node.name))
+        chosen = any(isinstance(n.initial_operator, Gate) for n in own_line(graph, node.name))
         if own and not chosen and _kinds(loss) <= {"mask"}:
             yield (
                 node.name,
@@ -159,7 +159,7 @@ _BY_ROW = "seq-mean-token-mean"
 def _losses(graph: Graph) -> Iterator[tuple[Node, Loss]]:
     """The updates of policies that have a loss, with it."""
     for node, _ in writers(graph, Trainer):
-        yield from ((node, value) for value in parameters(node.at_first).values() if isinstance(value, Loss))
+        yield from ((node, value) for value in parameters(node.initial_operator).values() if isinstance(value, Loss))
 
 
 def _kinds(loss: Loss) -> set[str]:

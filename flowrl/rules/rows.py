@@ -76,7 +76,7 @@ def _answers_differ(graph: Graph, prompts: int | None) -> Findings:
 )
 def _more_than_a_set(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values():
-        k = parameters(node.at_first).get("k")
+        k = parameters(node.initial_operator).get("k")
         if "group baseline" in node.effects and isinstance(k, int) and rows_per_prompt(graph, node.name) == k > 1:
             yield (
                 node.name,

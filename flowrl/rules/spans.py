@@ -17,15 +17,15 @@ from flowrl.spec import parameters
 def _tokens_have_versions(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values() if swaps(graph) else ():
         read = {getattr(graph.types[edge].type, "name", None) for edge in node.inputs.values()}
-        if isinstance(node.at_first, Gate) or "token_version" in read:
+        if isinstance(node.initial_operator, Gate) or "token_version" in read:
             continue
         for field, written in row_versions(graph, node).items():
             if not graph[written.node].is_input:
-                mend = f"it to read token_version, too, or edit(lag={graph.lag})"
+                fix = f"it to read token_version, too, or edit(lag={graph.lag})"
                 if SPANS in parameters(node.operator):
-                    mend = f"edit(set={{'{node.name}.{SPANS}': True}})"
+                    fix = f"edit(set={{'{node.name}.{SPANS}': True}})"
                 yield (
                     node.name,
                     f"its {field} is one version a row, and {', '.join(swaps(graph))} changes weights under answers "
-                    f"that are under way, so each token has its own; expected {mend}.",
+                    f"that are under way, so each token has its own; expected {fix}.",
                 )

@@ -79,9 +79,9 @@ def _one_writer(graph: Graph, prompts: int | None) -> Findings:
         first, *others = in_order(graph, role) or [""]
         for before, other in enumerate(others, start=1):
             operator = graph[other].operator
-            if graph[other].behind >= before:
+            if graph[other].prior_updates >= before:
                 continue
-            off = "off_policy" in parameters(operator)
+            off = "prior_updates" in parameters(operator)
             says = f", or let it say so: {type(operator).__name__}(off_policy={before})" if off else ""
             yield (
                 other,
@@ -115,7 +115,11 @@ def _reference_is_frozen(graph: Graph, prompts: int | None) -> Findings:
 def _rounds_need_no_training(graph: Graph, prompts: int | None) -> Findings:
     if graph.lag < 2:
         return  # by a lag of 1, a sync waits for rounds that need no later training than the one before it
-    collecting = [n for n in graph.nodes.values() if isinstance(n.at_first, Gate) and n.at_first.rounds_at_most > 1]
+    collecting = [
+        n
+        for n in graph.nodes.values()
+        if isinstance(n.initial_operator, Gate) and n.initial_operator.rounds_at_most > 1
+    ]
     for gate, node in product(collecting, graph.nodes.values()):
         for role in (role for role in graph.trained if role in node.reads):
             if node.name in graph.ancestors(gate.name):

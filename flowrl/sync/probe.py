@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowrl.data.text.tokenizer import ChatTokenizer, assemble
 from flowrl.errors import DataError, SyncError
-from flowrl.protocols.protocols import Coarse, Sampling, Scorer
+from flowrl.protocols.protocols import HasComputeDtype, Sampling, Scorer
 
 QUESTIONS = (
     "What is the capital of France, and what is it known for?",
@@ -109,17 +109,17 @@ class Scores(NamedTuple):
     Args:
         engine: the engine's, after a sync.
         trainer: those of the trainer whose weights it took over.
-        beside: whether the engine computed other answers with them, so that its scores may differ by rounding.
+        concurrent: whether the engine computed other answers with them, so that its scores may differ by rounding.
     """
 
     engine: tuple[float, ...]
     trainer: tuple[float, ...]
-    beside: bool = False
+    concurrent: bool = False
 
 
 def arithmetic(scorer: object) -> torch.dtype:
     """What a trainer computes in, float32 unless it says."""
-    return scorer.arithmetic if isinstance(scorer, Coarse) else torch.float32
+    return scorer.arithmetic if isinstance(scorer, HasComputeDtype) else torch.float32
 
 
 def default_tolerance(engine: torch.dtype, trainer: torch.dtype) -> float:
@@ -203,11 +203,11 @@ def refuse_old_weights(engine: str, scores: Scores, before: Scores | None, resol
         float((torch.tensor(now, dtype=torch.float64) - torch.tensor(then, dtype=torch.float64)).abs().mean())
         for now, then in ((scores.engine, before.engine), (scores.trainer, before.trainer))
     )
-    beside = scores.beside or before.beside
-    if followed > (moved * COMPANY if beside else 0.0):
+    concurrent = scores.concurrent or before.concurrent
+    if followed > (moved * COMPANY if concurrent else 0.0):
         return scores
     if moved > resolution:
-        how = f"as it did before, within {followed:.3g}" if beside else "exactly as it did before, bit by bit"
+        how = f"as it did before, within {followed:.3g}" if concurrent else "exactly as it did before, bit by bit"
         raise SyncError(
             f"after the sync {engine} scores {len(scores.engine)} tokens {how}, and the trainer has "
             f"moved by {moved:.3g} nats a token on average since the scores of {engine} last changed; expected "

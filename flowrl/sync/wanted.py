@@ -1,4 +1,4 @@
-"""`Wanted`: which of a trainer's tensors an engine wants, and in which dtypes they travel."""
+"""`WeightSelection`: which of a trainer's tensors an engine wants, and in which dtypes they travel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ without need costs bytes alone."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WeightSelection:
     """What an engine asks of a trainer in another process.
 
     Args:

@@ -178,7 +178,7 @@ class TurnGAE(Operator):
 class TurnGroupAdvantage(GroupBaseline, Operator):
     """Group-relative advantages of turns by what was still paid from each on; see `turn_group_advantage`.
 
-    It stands in the place of `GroupAdvantage` behind an `Interact` whose world rewards turns.
+    It stands in the place of `GroupAdvantage` behind an `Interact` whose environment rewards turns.
 
     Args:
         gamma: discount of a turn.

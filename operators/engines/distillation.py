@@ -19,7 +19,7 @@ from flowrl.core.operators.roles import Reads, Role
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
 from flowrl.operators.advantages.per_token import select
-from flowrl.protocols.heads import Head, StateScorer
+from flowrl.protocols.heads import Head, HiddenStateScorer
 from flowrl.protocols.scorers import LogitScorer
 from flowrl.records import Sequences
 
@@ -57,11 +57,11 @@ class TeacherTopK(Operator):
 class TeacherSaid(NamedTuple):
     """All that a teacher could have said in the place of each token, once its head makes distributions of it."""
 
-    teacher_states: c.TeacherStates
+    teacher_states: c.TeacherHiddenStates
     teacher_head: Head
 
 
-class TeacherStates(Operator):
+class TeacherHiddenStates(Operator):
     """All that a teacher would have said in the place of each sampled token, as it can travel: its last states.
 
     They are float32 ``[batch response hidden]``, 0 off the mask; its head goes beside, by name, and whoever trains
@@ -76,7 +76,7 @@ class TeacherStates(Operator):
     """
 
     granularity: ClassVar[Granularity] = "row"
-    teacher: Reads[StateScorer] = Role("teacher")
+    teacher: Reads[HiddenStateScorer] = Role("teacher")
 
     def __call__(self, rollout: Sequences) -> TeacherSaid:
         return TeacherSaid(*self.teacher.last_states(rollout))
@@ -161,8 +161,8 @@ class GKD(Loss):
 class FullGKD(Loss):
     """The divergence from a teacher over the whole vocabulary (GKD: Agarwal et al. 2023, arXiv:2306.13649, eq. 1).
 
-    Of some tokens at a time, the teacher's head makes its distributions from the states that `TeacherStates` gives, in
-    the arithmetic of the teacher and at each row's temperature. See `divergence`.
+    Of some tokens at a time, the teacher's head makes its distributions from the states that `TeacherHiddenStates`
+    gives, in the arithmetic of the teacher and at each row's temperature. See `divergence`.
 
     Args:
         beta: 0 is KL(teacher || student), 1 is KL(student || teacher), between them Jensen-Shannon.
@@ -176,7 +176,7 @@ class FullGKD(Loss):
     def __call__(
         self,
         distributions: c.Distributions,
-        teacher_states: c.TeacherStates,
+        teacher_states: c.TeacherHiddenStates,
         teacher_head: Head,
         temperature: c.Temperature,
     ) -> Tensor:

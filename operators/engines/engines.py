@@ -20,7 +20,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.data.text.tokenizer import assemble
 from flowrl.errors import SyncError
 from flowrl.operators.engines.model_inputs import AsksModel
-from flowrl.protocols.protocols import Counts, Critic, Rollout, Sampling, Scorer
+from flowrl.protocols.protocols import CacheStats, Critic, Rollout, Sampling, Scorer
 from flowrl.protocols.scorers import NormScorer
 from flowrl.records import PromptBatch, RolloutBatch, Sequences, Tokens
 from flowrl.spec import Spec
@@ -36,7 +36,7 @@ class Repeat(Operator):
     """
 
     granularity: ClassVar[Granularity] = "row"
-    fresh: ClassVar[tuple[str, ...]] = ("batch",)
+    new_axes: ClassVar[tuple[str, ...]] = ("batch",)
     n: int = Field(default=1, ge=1)
 
     @property
@@ -166,7 +166,7 @@ class Generate(Sampler, Operator):
 def contexts_told(engine: Rollout, metrics: Metrics) -> Iterator[None]:
     """Report how many tokens stood before the answers that are given within, and which share of them the engine had
     already; nothing of an engine that does not count them."""
-    if not isinstance(engine, Counts):
+    if not isinstance(engine, CacheStats):
         yield
         return
     context, cached = engine.context_tokens, engine.cached_tokens

@@ -24,16 +24,16 @@ from flowrl.data.proto.column_math import objects
 from flowrl.data.text.tokenizer import ChatTokenizer, assemble
 from flowrl.data.text.transcript import Check, Message
 from flowrl.data.waits import Waits
-from flowrl.episodes.chat import Desk, Limits
+from flowrl.episodes.chat import Limits, RequestBroker
 from flowrl.episodes.environment import Environment, Row
-from flowrl.episodes.play import Played, Stage, World, play
-from flowrl.episodes.processes import call_tool, reference_of, world_server
+from flowrl.episodes.play import EnvironmentOrAgent, EpisodeResult, EpisodeSetup, play
+from flowrl.episodes.processes import call_tool, environment_server, reference_of
 from flowrl.episodes.rehearsal import rehearse
-from flowrl.episodes.summary import account
+from flowrl.episodes.summary import summarize
 from flowrl.episodes.tools import Toolbox
 from flowrl.errors import DataError, ParameterError
 from flowrl.operators.engines.engines import Sampler, contexts_told, oldest_version
-from flowrl.protocols.protocols import Requests, Rollout
+from flowrl.protocols.protocols import Rollout, StreamingRollout
 from flowrl.records import EpisodeBatch
 from flowrl.spec import Spec
 
@@ -55,14 +55,14 @@ class Conversable(Protocol):
     def raw_prompt(self) -> c.RawPrompt: ...
 
 
-class TakesRequests(Rollout, Requests, Protocol):
+class TakesRequests(Rollout, StreamingRollout, Protocol):
     """A rollout engine that takes requests one by one."""
 
 
 class Episodes(Spec):
     """What is played, and how long it may get; see `Interact`, where these parameters come first."""
 
-    world: Callable[..., Any] | str | None = None
+    environment: Callable[..., Any] | str | None = None
     max_turns: int = Field(default=8, ge=1)
     context: int = Field(default=4096, ge=2)
     timeout: float = Field(default=60.0, gt=0)
@@ -77,27 +77,27 @@ class Episodes(Spec):
 
 
 class Interact(Sampler, Episodes, Operator):
-    """One episode per row: the policy answers, a world replies, the policy goes on.
+    """One episode per row: the policy answers, an environment replies, the policy goes on.
 
     It stands in the place of `Generate`, and writes what that writes, with rewards. All episodes of a batch go on at
-    once: while one waits for its world, the others are computed. What was sampled is never tokenised again, and the
-    mask is True on sampled tokens alone; see `flowrl.data.text.transcript`.
+    once: while one waits for its environment, the others are computed. What was sampled is never tokenised again, and
+    the mask is True on sampled tokens alone; see `flowrl.data.text.transcript`.
 
     Args:
-        world: an `Environment` class, or an agent (``async def agent(chat, row)``, which returns the score), or where
-            to find one: ``"triage.py:Triage"``. None is no world but tools: an episode ends with the first answer that
-            calls none.
+        environment: an `Environment` class, or an agent (``async def agent(chat, row)``, which returns the score), or
+            where to find one: ``"triage.py:Triage"``. None is no environment but tools: an episode ends with the first
+            answer that calls none.
         max_turns: answers in an episode.
         context: tokens in an episode, prompt included.
-        timeout: seconds that the world may take between two answers.
+        timeout: seconds that the environment may take between two answers.
         tools: typed functions that the policy may call; see `flowrl.episodes.tools`. The chat template tells the policy
             of them where it reads ``tools``; otherwise the prompt has to.
         parser: how calls are written: ``"hermes"``, ``"json"``, or a function from text to calls.
         check: how the chat template is held against what is there, when a reply follows: ``"strict"``, ``"loose"``
             (without white space) or ``"off"``.
-        failed: what becomes of an episode whose world fails in every try: ``"error"``, or ``"leave"``: its row is
+        failed: what becomes of an episode whose environment fails in every try: ``"error"``, or ``"leave"``: its row is
             masked, has no reward, and is counted.
-        tries: how often an episode is begun whose world fails, each time by the same random numbers.
+        tries: how often an episode is begun whose environment fails, each time by the same random numbers.
         concurrency: how many episodes are under way at a time; None is all.
         chat_template_kwargs: arguments of the chat template, the same as those of the data, such as
             ``{"enable_thinking": False}``; a row with others of its own is refused when the data is read.
@@ -114,33 +114,35 @@ class Interact(Sampler, Episodes, Operator):
         is of; `conversation`, the messages; `episode`, its account (see `flowrl.episodes.summary`).
 
     Raises:
-        EpisodeError: the world fails, and `failed` is ``"error"``.
+        EpisodeError: the environment fails, and `failed` is ``"error"``.
         DataError: a prompt leaves no room for an answer.
         SyncError: the engine holds no valid receipt for its weights.
     """
 
-    references: ClassVar[frozenset[str]] = frozenset({"world"})
+    references: ClassVar[frozenset[str]] = frozenset({"environment"})
     granularity: ClassVar[Granularity] = "row"
     rollout: Reads[TakesRequests] = Role("rollout")
 
     def __post_init__(self) -> None:
-        if isinstance(self.world, str):
-            references.check(self.world, classes=True)
-        if self.world is None and not self.tools:
-            raise ParameterError("there is no world and no tool, so every episode is one answer: write Generate(...).")
-        self._toolbox  # noqa: B018 (refuses tools that are none)
-        if self.processes and not isinstance(self.world, str) and not self._apart(self.world):
+        if isinstance(self.environment, str):
+            references.check(self.environment, classes=True)
+        if self.environment is None and not self.tools:
             raise ParameterError(
-                "processes=True, and nothing would run in one: the world is no Environment class, and no tool is "
+                "there is no environment and no tool, so every episode is one answer: write Generate(...)."
+            )
+        self._toolbox  # noqa: B018 (refuses tools that are none)
+        if self.processes and not isinstance(self.environment, str) and not self._apart(self.environment):
+            raise ParameterError(
+                "processes=True, and nothing would run in one: the environment is no Environment class, and no tool is "
                 "plain; an agent and coroutines stay in this process. Leave processes out."
             )
 
-    @field_validator("world", mode="before")
+    @field_validator("environment", mode="before")
     @classmethod
-    def _refuse_no_world(cls, world: Any) -> Any:
-        if world is not None and not isinstance(world, str):
-            refuse_no_world(world)
-        return world
+    def _refuse_no_environment(cls, environment: Any) -> Any:
+        if environment is not None and not isinstance(environment, str):
+            refuse_no_environment(environment)
+        return environment
 
     @field_validator("tools", mode="before")
     @classmethod
@@ -153,30 +155,34 @@ class Interact(Sampler, Episodes, Operator):
     def _toolbox(self) -> Toolbox | None:
         return Toolbox(self.tools, self.parser) if self.tools else None
 
-    def _apart(self, world: Any) -> tuple[str, ...]:
+    def _apart(self, environment: Any) -> tuple[str, ...]:
         """Where processes of their own find the environment and the plain tools."""
         plain = (tool for tool in self.tools if not inspect.iscoroutinefunction(tool))
-        return tuple(reference_of(thing) for thing in (world, *plain) if thing is not world or isinstance(world, type))
+        return tuple(
+            reference_of(thing)
+            for thing in (environment, *plain)
+            if thing is not environment or isinstance(environment, type)
+        )
 
     def rehearse(self, tokenizer_of: Callable[[str], ChatTokenizer | None]) -> None:
         """Try the chat template of the model that answers; see `flowrl.episodes.rehearsal`."""
         if (tokenizer := tokenizer_of(cast(RoleRef, self.rollout).name)) is not None:
-            rehearse(tokenizer, self.check, self._toolbox, self.world is not None, self.chat_template_kwargs)
+            rehearse(tokenizer, self.check, self._toolbox, self.environment is not None, self.chat_template_kwargs)
 
     def __call__(
         self, prompts: Conversable, key: Key = INJECTED, metrics: Metrics = INJECTED, waits: Waits = INJECTED
     ) -> EpisodeBatch:
         engine = self.rollout
-        world = references.resolve(self.world) if isinstance(self.world, str) else self.world
-        if world is not None:
-            refuse_no_world(world)
-        server = world_server(self._apart(world)) if self.processes else None
+        environment = references.resolve(self.environment) if isinstance(self.environment, str) else self.environment
+        if environment is not None:
+            refuse_no_environment(environment)
+        server = environment_server(self._apart(environment)) if self.processes else None
         toolbox = self._toolbox
         if server is not None and toolbox is not None:
             toolbox = Toolbox(self.tools, self.parser, partial(call_tool, server))
         limits = Limits(self.max_turns, self.context, self.timeout)
-        stage = Stage(
-            cast("World | None", world),
+        stage = EpisodeSetup(
+            cast("EnvironmentOrAgent | None", environment),
             limits,
             self.check,
             toolbox,
@@ -187,17 +193,17 @@ class Interact(Sampler, Episodes, Operator):
         )
         columns = (prompts.row_id, prompts.uid, prompts.raw_prompt, prompts.ground_truth, prompts.extra_info)
         rows = [Row(*values) for values in zip(*columns, prompts.data_source, strict=True)]
-        desk, start = Desk(engine, engine.tokenizer, self.sampling, key), time.perf_counter()
+        desk, start = RequestBroker(engine, engine.tokenizer, self.sampling, key), time.perf_counter()
         with contexts_told(engine, metrics):
             played = play(desk, rows, stage)
         for one in played:
             if one.fault is not None and self.failed == "error":
                 raise one.fault
-        waits += [*desk.worlds.told(), *desk.idle.told()]
+        waits += [*desk.environments.told(), *desk.idle.told()]
         report(played, desk.idle.seconds, time.perf_counter() - start, metrics)
         return self._columns(rows, played)
 
-    def _columns(self, rows: Sequence[Row], played: Sequence[Played]) -> EpisodeBatch:
+    def _columns(self, rows: Sequence[Row], played: Sequence[EpisodeResult]) -> EpisodeBatch:
         tokenizer, receipt = self.rollout.tokenizer, self.rollout.receipt
         assert receipt is not None  # the engine answers to nobody without one
         told = [_Told.of(row, one, tokenizer.eos_id) for row, one in zip(rows, played, strict=True)]
@@ -232,7 +238,7 @@ class Interact(Sampler, Episodes, Operator):
             turns=torch.tensor([len(one.rewards) for one in told], dtype=torch.int64),
             turn_ids=torch.where(sampled, ends.cumsum(1) - ends.long(), -1),
             conversation=objects(one.conversation for one in told),
-            episode=objects(map(account, played)),
+            episode=objects(map(summarize, played)),
         )
 
 
@@ -249,7 +255,7 @@ class _Told(NamedTuple):
     conversation: Sequence[Message] = ()
 
     @classmethod
-    def of(cls, row: Row, played: Played, filler: int) -> Self:
+    def of(cls, row: Row, played: EpisodeResult, filler: int) -> Self:
         transcript = played.chat.transcript
         if transcript is None:
             return cls([filler])
@@ -289,12 +295,13 @@ def _refuse_other_call(function: Callable[..., Any], name: str, given: Sequence[
         ) from None
 
 
-def report(played: Sequence[Played], waited: float, seconds: float, metrics: Metrics) -> None:
+def report(played: Sequence[EpisodeResult], waited: float, seconds: float, metrics: Metrics) -> None:
     """Report how episodes went.
 
     Args:
         played: all of a batch.
-        waited, seconds: how long nothing was computed, as all of them waited for their worlds; and how long it took.
+        waited, seconds: how long nothing was computed, as all of them waited for their environments; and how long it
+            took.
         metrics: where to.
     """
     whole = [one for one in played if one.fault is None and one.chat.rewards]
@@ -325,33 +332,33 @@ def report(played: Sequence[Played], waited: float, seconds: float, metrics: Met
     metrics.max("timing/waiting", waited)
 
 
-def refuse_no_world(world: Any) -> None:
+def refuse_no_environment(environment: Any) -> None:
     """Refuse what is neither an `Environment` class nor an agent.
 
     Raises:
         ParameterError: naming it.
     """
-    if isinstance(world, type) and issubclass(world, Environment):
-        name = world.__name__
-        if world.step is Environment.step:
+    if isinstance(environment, type) and issubclass(environment, Environment):
+        name = environment.__name__
+        if environment.step is Environment.step:
             raise ParameterError(f"{name} does not say what it replies; define step(self, answer) -> Reply in it.")
         try:
-            inspect.signature(world).bind()
+            inspect.signature(environment).bind()
         except TypeError as error:
             raise ParameterError(
                 f"{name}() cannot be made without arguments ({error}), and each episode makes one so; give them "
                 f"defaults, or read what it needs of the row in reset(self, row)."
             ) from None
         for method, given in (("reset", ["row"]), ("step", ["answer"]), ("close", [])):
-            _refuse_other_call(getattr(world, method), f"{name}.{method}", ["self", *given])
+            _refuse_other_call(getattr(environment, method), f"{name}.{method}", ["self", *given])
         return
-    if inspect.iscoroutinefunction(world):
-        _refuse_other_call(world, world.__name__, ["chat", "row"])
+    if inspect.iscoroutinefunction(environment):
+        _refuse_other_call(environment, environment.__name__, ["chat", "row"])
         return
-    if isinstance(world, Environment):
-        name = type(world).__name__
+    if isinstance(environment, Environment):
+        name = type(environment).__name__
         raise ParameterError(f"it is an object, and each episode makes its own; give its class: Interact({name}).")
     raise ParameterError(
-        f"the world is {world!r}; expected a class that derives from Environment, or an agent: async def "
+        f"the environment is {environment!r}; expected a class that derives from Environment, or an agent: async def "
         f"agent(chat, row)."
     )

@@ -21,7 +21,7 @@ class AsksModel(Spec):
             Protocol. What the operator itself wants of the rows is among them. None is tokens.
     """
 
-    whole: ClassVar[frozenset[str]]
+    replicated: ClassVar[frozenset[str]]
     _signature: ClassVar[Signature]
     reads: type | None = dataclasses.field(default=None, kw_only=True)  # a type checker does not know pydantic's
 
@@ -33,7 +33,7 @@ class AsksModel(Spec):
             if not columns:
                 raise ValueError("expected a record of columns, such as a NamedTuple; see flowrl.records")
             own = {place.name: typed for place, typed in cls._signature.ports["rollout"].fields.items()}
-            if missing := sorted(name for name in cls.whole if columns.get(name) != own[name]):
+            if missing := sorted(name for name in cls.replicated if columns.get(name) != own[name]):
                 raise ValueError(f"{cls.__name__} itself reads {', '.join(missing)}, which {reads.__name__} lacks")
         return reads
 

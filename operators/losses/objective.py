@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.core.operators.loss import Loss, Said
+from flowrl.core.operators.loss import Loss, ModelQuantity
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, ParameterError, type_of
@@ -26,7 +26,7 @@ from flowrl.operators.updates.mini_batches import record
 from flowrl.protocols.protocols import OfDistribution
 from flowrl.spec import Spec
 
-_REPORTED: dict[Said, str] = {
+_REPORTED: dict[ModelQuantity, str] = {
     "log-probs": "actor/pg_loss",
     "distributions": "actor/divergence",
     "values": "critic/vf_loss",

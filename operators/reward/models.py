@@ -39,7 +39,7 @@ class ModelReward(Operator):
         return placed(self.name, self.log, self.reward_model.rewards(rollout), rollout.response_mask, metrics)
 
 
-class Asked(Protocol):
+class HasMessages(Protocol):
     """What a response answers."""
 
     @property
@@ -63,7 +63,7 @@ class TextModelReward(Operator):
     log: str = "reward"
     reward_model: Reads[TextRewardScorer] = Role("reward_model")
 
-    def __call__(self, rollout: Scorable, prompts: Asked, metrics: Metrics = INJECTED) -> TokenLevelScores:
+    def __call__(self, rollout: Scorable, prompts: HasMessages, metrics: Metrics = INJECTED) -> TokenLevelScores:
         conversations = [
             [*messages, {"role": "assistant", "content": text}]
             for messages, text in zip(prompts.raw_prompt, rollout.response_text, strict=True)

@@ -95,7 +95,7 @@ class Reward(Operator):
 
     Args:
         fn: a function, or where to find one: ``"package.module:name"`` or ``"path/to/file.py:name"``. None keeps the
-            place for what an edit puts there, or drops, as where a world gives the rewards; it cannot be run.
+            place for what an edit puts there, or drops, as where an environment gives the rewards; it cannot be run.
         timeout: seconds allowed for one call.
         on_error: ``"raise"``, or the score of a row whose call raised, hung, died or returned no finite number; such
             rows are counted in ``<log>/errors``, and the first is logged.
@@ -181,7 +181,7 @@ class Reward(Operator):
         if self.fn is None:
             raise ParameterError(
                 f"there is no function to score by; expected one, edit(set={{'{self.name}.fn': score}}), or, where a "
-                f"world gives the rewards, no such node: edit(drop=[{self.name!r}])."
+                f"environment gives the rewards, no such node: edit(drop=[{self.name!r}])."
             )
         return self.fn
 

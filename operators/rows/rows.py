@@ -120,10 +120,10 @@ class Filter(Gate):
     a validation runs without it, on all rows.
 
     Args:
-        keep: an operator that writes one bool a row, such as `Spread` or one of your own.
+        predicate: an operator that writes one bool a row, such as `Spread` or one of your own.
 
     Reads:
-        what `keep` reads, and all that passes.
+        what `predicate` reads, and all that passes.
 
     Returns:
         what passes. Metrics: ``<node>/offered`` and ``<node>/kept`` in rows; ``reward/kept_mean`` where scores pass.
@@ -133,7 +133,7 @@ class Filter(Gate):
     """
 
     def passed(self, rows: Any, metrics: Metrics, round: Round, **given: Any) -> Any:
-        """The rows that `keep` keeps."""
+        """The rows that `predicate` keeps."""
         kept = self.kept(metrics, given)
         if not kept.any():
             refuse_none(self, len(kept), "rows")
@@ -148,36 +148,36 @@ class Collect(Gate):
     """Lets groups through, and refills: all that it depends on runs again, on further prompts, for what is missing.
 
     ``edit(insert={"collect": After("reward", Collect(Spread(), groups=32))})`` turns GRPO into dynamic sampling (Yu et
-    al. 2025, arXiv:2503.14476). A group is the rows of one `uid`; it passes if `keep` keeps all of them. Groups are
-    taken in the order in which they were drawn, so none is preferred because its answers are short. The first round is
-    on the prompts of the step, each later one on as many as are missing; what these draw counts for where the data
+    al. 2025, arXiv:2503.14476). A group is the rows of one `uid`; it passes if `predicate` keeps all of them. Groups
+    are taken in the order in which they were drawn, so none is preferred because its answers are short. The first round
+    is on the prompts of the step, each later one on as many as are missing; what these draw counts for where the data
     stands, in checkpoints too.
 
     Args:
-        keep: an operator that writes one bool a row, such as `Spread` or one of your own.
+        predicate: an operator that writes one bool a row, such as `Spread` or one of your own.
         groups: how many are wanted in every step.
         rounds: how often it may run in a step.
-        short: what to do where the rounds are over and groups are missing: ``"error"``; ``"train"`` on those that there
-            are; or ``"repeat"`` these, in their order, under ids of their own.
+        on_underfill: what to do if groups are missing after the last round: ``"error"``; ``"train"`` on the groups
+            that passed; or ``"repeat"`` them, in order, under new ids.
 
     Reads:
-        what `keep` reads; `uid`; and all that passes.
+        what `predicate` reads; `uid`; and all that passes.
 
     Returns:
         what passes. Metrics, in groups: ``<node>/offered``, ``<node>/kept``, ``<node>/surplus`` (passed, and not needed
         any more), ``<node>/repeated``; ``<node>/rounds``; and ``reward/kept_mean`` where scores pass.
 
     Raises:
-        NodeError: groups are missing after all rounds, and `short` is ``"error"``; or there is none at all.
+        NodeError: groups are missing after all rounds, and `on_underfill` is ``"error"``; or there is none at all.
     """
 
     groups: int = Field(ge=1)
     rounds: int = Field(default=8, ge=1)
-    short: Literal["error", "train", "repeat"] = "error"
+    on_underfill: Literal["error", "train", "repeat"] = "error"
 
     @cached_property
     def reads(self) -> Mapping[str, Port]:
-        """The ports by which it decides: those of `keep`, and `uid`."""
+        """The ports by which it decides: those of `predicate`, and `uid`."""
         own = super().reads
         uid = lookup("uid")
         assert uid is not None
@@ -189,9 +189,9 @@ class Collect(Gate):
         return {"collected": ValueType(Collected)}
 
     @property
-    def fills(self) -> int | None:
+    def target_groups(self) -> int | None:
         """`groups`; 1 where it may be fewer."""
-        return 1 if self.short == "train" else self.groups
+        return 1 if self.on_underfill == "train" else self.groups
 
     @property
     def rounds_at_most(self) -> int:
@@ -214,7 +214,7 @@ class Collect(Gate):
         metrics.sum(f"{self.name}/rounds", 1)
         report_scores(picked, metrics)
         out = self.record(**picked, collected=Collected(sizes))
-        if round.wanted is None and self.when_short(sizes) == "repeat":  # by hand: nobody runs it again
+        if round.wanted is None and self.underfill_action(sizes) == "repeat":  # by hand: nobody runs it again
             return self._filled(out, sizes, metrics)
         return out
 
@@ -222,7 +222,7 @@ class Collect(Gate):
         """How many groups are missing of those that are wanted."""
         return self.groups - len(sizes)
 
-    def when_short(self, sizes: Sequence[int]) -> str:
+    def underfill_action(self, sizes: Sequence[int]) -> str:
         """What to do about groups that are missing once the rounds are over: ``""``, ``"train"`` or ``"repeat"``.
 
         Raises:
@@ -232,13 +232,13 @@ class Collect(Gate):
             return ""
         if not sizes:
             refuse_none(self, self.groups, "groups that are wanted")
-        if self.short == "error":
+        if self.on_underfill == "error":
             raise DataError(
                 f"{self.name} has {len(sizes)} of {self.groups} groups after all its rounds ({self.rounds}); expected "
-                f"enough that {self.keep!r} keeps: allow more rounds (rounds=), draw more prompts a step, or say what "
-                f"to do then: short='train' or short='repeat'."
+                f"enough that {self.predicate!r} keeps: allow more rounds (rounds=), draw more prompts a step, or say "
+                f"what to do then: on_underfill='train' or on_underfill='repeat'."
             )
-        return self.short
+        return self.on_underfill
 
     def _filled(self, rows: Any, sizes: Sequence[int], metrics: Metrics) -> Any:
         """All groups, and these again, in their order, until there are enough."""

@@ -15,7 +15,7 @@ from flowrl.data.balance import Share, split_rows
 from flowrl.data.keys import Key
 from flowrl.data.proto.column_math import rows_of_groups
 from flowrl.errors import DataError
-from flowrl.protocols.protocols import MiniBatch, Whole
+from flowrl.protocols.protocols import MiniBatch, WholeMiniBatch
 
 
 def draw_rows(
@@ -103,7 +103,11 @@ def rank_parts(
         weights = weigh(response_mask[index])
         own = torch.arange(len(index)) if share is None else split_rows(tokens[index].cpu(), share.ranks)[share.rank]
         mine = index if share is None else torch.searchsorted(rows, index[own])
-        seen = None if whole is None else Whole(record({n: _at(x, index) for n, x in whole.items()}), weights, own)
+        seen = (
+            None
+            if whole is None
+            else WholeMiniBatch(record({n: _at(x, index) for n, x in whole.items()}), weights, own)
+        )
         parts.append(MiniBatch(mine, weights[own], seen))
     return parts
 

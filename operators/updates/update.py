@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowrl import columns as c
 from flowrl.core.graphs.lag import SPANS
-from flowrl.core.operators.loss import Loss, Said
+from flowrl.core.operators.loss import Loss, ModelQuantity
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED, Ahead, FromParameters, PortField, Signature
 from flowrl.core.operators.roles import Reads, Role, Writes
@@ -27,7 +27,7 @@ from flowrl.operators.losses.objective import ROW, Aggregation, FirstPass, KLLos
 from flowrl.operators.losses.policy_losses import PPOClip
 from flowrl.operators.losses.value_losses import ValueClip
 from flowrl.operators.updates.mini_batches import draw_rows, own_rows, rank_parts, rank_rows, record
-from flowrl.protocols.protocols import Caches, Critic, Shipped, Swaps, Synced, Trainer
+from flowrl.protocols.protocols import Caches, Critic, LiveWeightUpdate, RemoteWeights, Synced, Trainer
 from flowrl.records import CriticUpdated, Receipt, Tokens, Updated, VersionedSequences
 from flowrl.spec import parameters
 
@@ -40,8 +40,8 @@ class _Update:
     mini_batch: int | None
     aggregation: Aggregation
     norm: float | None
-    trains: ClassVar[frozenset[Said]]
-    whole: ClassVar[frozenset[str]]
+    trains: ClassVar[frozenset[ModelQuantity]]
+    replicated: ClassVar[frozenset[str]]
 
     def __post_init__(self) -> None:
         check_norm(self.aggregation, self.norm)
@@ -58,10 +58,10 @@ class _Update:
         return {} if self.mini_batch is None else {"mini_batch": self.mini_batch}
 
     @property
-    def given_whole(self) -> frozenset[str]:
-        """`whole`, and all columns of a loss over more than a row."""
+    def replicated_columns(self) -> frozenset[str]:
+        """`replicated`, and all columns of a loss over more than a row."""
         seen = {"ref_log_prob", *self.loss.signature.ports} if self._beyond_rows else set()
-        return self.whole | seen
+        return self.replicated | seen
 
     def shares(self, tokens: Tensor, ranks: int, key: Key) -> Sequence[Tensor] | None:
         """The rows of each rank's parts in the mini-batches; all of them where these depend on groups."""
@@ -81,7 +81,7 @@ class _Update:
 
     def _of_rank(self, name: str, column: Any, share: Share | None) -> Any:
         """The rows of this rank, of a column that it may be given whole."""
-        return own_rows(column, share) if name in self.given_whole else column
+        return own_rows(column, share) if name in self.replicated_columns else column
 
     def _train(
         self,
@@ -131,7 +131,7 @@ class UpdateActor(_Update, AsksModel, Operator):
         entropy: the weight of the entropy bonus.
         spans: whether weights changed under the answers: then it reads which version sampled each token. See
             `flowrl.core.graphs.lag.Lag`, which sets it.
-        off_policy: by how many updates the weights may be ahead of the rows: 1 for a second update of one role in a
+        prior_updates: by how many updates the weights may be ahead of the rows: 1 for a second update of one role in a
             step, which runs after the first.
         reads: what the policy is given of the rows; see `AsksModel`.
         actor: the trainer.
@@ -145,8 +145,8 @@ class UpdateActor(_Update, AsksModel, Operator):
     """
 
     granularity: ClassVar[Granularity] = "batch"
-    whole: ClassVar[frozenset[str]] = frozenset({"response_mask", "policy_version"})  # all weigh, and all refuse
-    trains: ClassVar[frozenset[Said]] = frozenset({"log-probs", "distributions"})
+    replicated: ClassVar[frozenset[str]] = frozenset({"response_mask", "policy_version"})  # all weigh, and all refuse
+    trains: ClassVar[frozenset[ModelQuantity]] = frozenset({"log-probs", "distributions"})
     loss: Loss = PPOClip()
     ppo_epochs: int = Field(default=1, ge=1)
     mini_batch: int | None = Field(default=None, ge=1)
@@ -154,7 +154,7 @@ class UpdateActor(_Update, AsksModel, Operator):
     norm: float | None = None
     kl: KLLoss | None = None
     entropy: float = Field(default=0.0, ge=0)
-    off_policy: int = Field(default=0, ge=0)
+    prior_updates: int = Field(default=0, ge=0)
     spans: bool = False
     actor: Writes[Trainer] = Role("actor")
 
@@ -167,14 +167,9 @@ class UpdateActor(_Update, AsksModel, Operator):
             )
 
     @property
-    def given_whole(self) -> frozenset[str]:
+    def replicated_columns(self) -> frozenset[str]:
         """Also the versions of tokens, by which all refuse."""
-        return super().given_whole | {"token_version"}
-
-    @property
-    def behind(self) -> int:
-        """`off_policy`."""
-        return self.off_policy
+        return super().replicated_columns | {"token_version"}
 
     @property
     def effects(self) -> frozenset[str]:
@@ -221,8 +216,8 @@ class UpdateActor(_Update, AsksModel, Operator):
             return f"goes over the rows several times (ppo_epochs={self.ppo_epochs!r})"
         if self.mini_batch is not None:
             return f"changes weights between its rows (mini_batch={self.mini_batch!r})"
-        if self.off_policy != 0:
-            return f"comes after another update (off_policy={self.off_policy!r})"
+        if self.prior_updates != 0:
+            return f"comes after another update (off_policy={self.prior_updates!r})"
         if "log-probs" not in self.loss.said:
             return f"has no log-probs in its pass, but {' and '.join(self.loss.said)} ({type(self.loss).__name__})"
         if self._beyond_rows:
@@ -248,7 +243,7 @@ class UpdateActor(_Update, AsksModel, Operator):
         sampled_by = rollout.policy_version if of_tokens is None else of_tokens
         age = self.actor.version - sampled_by
         sampled = sampled_by >= 0  # and not from a file
-        window = self.off_policy + ahead
+        window = self.prior_updates + ahead
         stale = (sampled & ((age < 0) | (age > window))).nonzero()
         if len(stale):
             place, version = stale[0].tolist(), self.actor.version
@@ -277,7 +272,7 @@ class ScoringUpdate(UpdateActor):
     (`flowrl.core.graphs.fusing`), where it is the same, bit for bit.
 
     Args:
-        loss, ppo_epochs, mini_batch, aggregation, norm, kl, entropy, spans, off_policy, reads, actor: of the
+        loss, ppo_epochs, mini_batch, aggregation, norm, kl, entropy, spans, prior_updates, reads, actor: of the
             `UpdateActor` in whose place it is.
         scorer: the name of the `OldLogProb`.
     """
@@ -339,8 +334,8 @@ class UpdateCritic(_Update, AsksModel, Operator):
     """
 
     granularity: ClassVar[Granularity] = "batch"
-    whole: ClassVar[frozenset[str]] = frozenset({"response_mask"})
-    trains: ClassVar[frozenset[Said]] = frozenset({"values"})
+    replicated: ClassVar[frozenset[str]] = frozenset({"response_mask"})
+    trains: ClassVar[frozenset[ModelQuantity]] = frozenset({"values"})
     loss: Loss = ValueClip()
     ppo_epochs: int = Field(default=1, ge=1)
     mini_batch: int | None = Field(default=None, ge=1)
@@ -375,7 +370,7 @@ class Sync(Operator):
 
     Args:
         caches: where generation runs ahead, the weights change under answers that are under way, and this is what
-            becomes of what was computed of these: ``"anew"`` or ``"keep"``; None waits until none is. See
+            becomes of what was computed of these: ``"recompute"`` or ``"reuse"``; None waits until none is. See
             `flowrl.core.graphs.lag.Lag`, which sets it.
 
     Raises:
@@ -396,7 +391,7 @@ class Sync(Operator):
         if self.caches is None:
             receipt = self.rollout.sync(self.actor)
         else:
-            receipt = cast(Swaps, self.rollout).swap(self.actor, self.caches)
+            receipt = cast(LiveWeightUpdate, self.rollout).swap(self.actor, self.caches)
         if not receipt.version == self.rollout_version() == self.actor.version == updated.version:
             raise SyncError(
                 f"the update says version {updated.version}, the actor is at {self.actor.version}, the receipt is for "
@@ -404,7 +399,7 @@ class Sync(Operator):
                 f"after each update, and let the engine refuse what it did not receive."
             )
         # Between processes the way from one to the other counts, and not the engine's own from there.
-        transport = self.actor.transport if isinstance(self.actor, Shipped) else receipt.transport
+        transport = self.actor.transport if isinstance(self.actor, RemoteWeights) else receipt.transport
         metrics.max(f"sync/by/{transport.replace(' ', '_')}", 1)
         metrics.sum("sync/bytes", receipt.bytes)
         metrics.max("sync/version", receipt.version)

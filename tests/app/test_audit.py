@@ -8,7 +8,7 @@ import pytest
 
 import flowrl.app.shelf
 import flowrl.graphs
-from flowrl import World, audit
+from flowrl import AuditTask, audit
 from flowrl.app.audit import row, table
 from flowrl.graphs import grpo
 from tests import ROOT
@@ -70,7 +70,7 @@ def _after(mark: str) -> str:
 
 
 def test_what_the_page_prints_is_printed_by_the_code() -> None:
-    printed = str(audit(grpo(unread, kl_coef=0.0), World(prompts=1), n=2))
+    printed = str(audit(grpo(unread, kl_coef=0.0), AuditTask(prompts=1), n=2))
     assert _after("printed").startswith(f"```text\n{printed}\n```")
 
 

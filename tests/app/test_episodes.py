@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from flowrl import PromptData, Validation
-from flowrl.app.episodes import Seen, printable, shown
+from flowrl.app.episodes import LoggedEpisode, printable, shown
 from flowrl.episodes import Answer, Environment, Reply
 from flowrl.operators import Interact
 from tests import ROOT
@@ -54,11 +54,11 @@ def written(folder: Path, files: Mapping[str, list[Any]]) -> Path:
     return folder
 
 
-def test_the_sampled_and_the_world_are_told_apart(command: Command, folder: Path) -> None:
+def test_the_sampled_and_the_environment_are_told_apart(command: Command, folder: Path) -> None:
     answer = command("episodes", folder, "--row=b")
     assert answer.code == 0
     assert answer.out.splitlines() == [
-        "3 episodes of step 4 (val), mean score 0.417, 1.0 turns: 1 ended by its world, 1 out of turns, 1 failed",
+        "3 episodes of step 4 (val), mean score 0.417, 1.0 turns: 1 ended by its environment, 1 out of turns, 1 failed",
         "",
         "1 of 1: val, step 4, row b, score 0.25",
         "user",
@@ -68,7 +68,7 @@ def test_the_sampled_and_the_world_are_told_apart(command: Command, folder: Path
         "> it is b",
         "tool add",
         "| 3",
-        "ended by its world after 1 turns, in try 2, 2 tool calls, 1 of which no tool takes",
+        "ended by its environment after 1 turns, in try 2, 2 tool calls, 1 of which no tool takes",
     ]
 
 
@@ -92,7 +92,7 @@ def test_which_are_shown(command: Command, folder: Path, options: tuple[str, ...
 
 
 def test_colours_are_for_terminals() -> None:
-    told = shown(Seen("val", 4, record("b", 0.5, "failed")), "1 of 1")
+    told = shown(LoggedEpisode("val", 4, record("b", 0.5, "failed")), "1 of 1")
     with (terminal := Console(force_terminal=True, color_system="standard")).capture() as coloured:
         terminal.print(told)
     assert "\x1b[1;32m> it is b" in coloured.get() and "\x1b[36m| ask" in coloured.get()

@@ -1,4 +1,4 @@
-"""Everything there is in a world, listed anew: responses by recursion, gradients of log-probs by their formula."""
+"""Everything there is in a task, listed anew: responses by recursion, gradients of log-probs by their formula."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from flowrl import Graph, Operator
 from flowrl.auditing.rewards import Tables
-from flowrl.auditing.task import END, World
+from flowrl.auditing.task import END, AuditTask
 from flowrl.graphs import rloo
 
 Array = np.ndarray
-ONE = World(prompts=1)
-"""The smallest world: three tokens at most, one prompt."""
+ONE = AuditTask(prompts=1)
+"""The smallest task: three tokens at most, one prompt."""
 
 
 def unread(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
@@ -28,16 +28,16 @@ def with_advantage(operator: Operator, **settings: object) -> Graph:
 
 
 class Listed:
-    """The responses of a world to one prompt, with what a policy says of them.
+    """The responses of a task to one prompt, with what a policy says of them.
 
     Args:
-        world: which.
+        task: which.
         logits: float64 ``[states tokens]``, of this prompt.
         rewards: of each response, by its tokens.
     """
 
-    def __init__(self, world: World, logits: Tensor, rewards: Callable[[tuple[int, ...]], float]) -> None:
-        self.world = world
+    def __init__(self, task: AuditTask, logits: Tensor, rewards: Callable[[tuple[int, ...]], float]) -> None:
+        self.task = task
         weights = np.exp(logits.numpy() - logits.numpy().max(-1, keepdims=True))
         self.policy = weights / weights.sum(-1, keepdims=True)
         self.responses = list(self._grown(()))
@@ -45,16 +45,16 @@ class Listed:
         self.probability = [float(np.exp(sum(self.said(response)))) for response in self.responses]
 
     def _grown(self, start: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        for token in range(self.world.vocabulary):
+        for token in range(self.task.vocabulary):
             grown = (*start, token)
-            if len(grown) == self.world.steps or (self.world.ends and token == END):
+            if len(grown) == self.task.steps or (self.task.ends and token == END):
                 yield grown
             else:
                 yield from self._grown(grown)
 
     def state(self, said: tuple[int, ...]) -> int:
-        """The number of a state, which the world's own table says."""
-        found = self.world.responses
+        """The number of a state, which the task's own table says."""
+        found = self.task.responses
         row = next(
             y for response, y in found.index.items() if response[: len(said)] == said and len(response) > len(said)
         )
@@ -69,7 +69,7 @@ class Listed:
         found = []
         for t, token in enumerate(response):
             pull, state = np.zeros_like(self.policy), self.state(response[:t])
-            pull[state] = np.eye(self.world.vocabulary)[token] - self.policy[state]
+            pull[state] = np.eye(self.task.vocabulary)[token] - self.policy[state]
             found.append(pull)
         return found
 
@@ -88,16 +88,16 @@ class Listed:
         return self.of(by_response.__getitem__)
 
 
-def rewards_of(world: World, prompt: int, table: str = "0") -> Callable[[tuple[int, ...]], float]:
+def rewards_of(task: AuditTask, prompt: int, table: str = "0") -> Callable[[tuple[int, ...]], float]:
     """The rewards that `Tables` has for a prompt."""
     import torch
 
-    tables, found = Tables(world), world.responses
-    prompts = torch.full((len(found), 1), world.vocabulary + prompt)
+    tables, found = Tables(task), task.responses
+    prompts = torch.full((len(found), 1), task.vocabulary + prompt)
     scores = tables.scores(table, prompts, found.tokens, found.mask).tolist()
     return lambda response: scores[found.index[response]]
 
 
-def listed(world: World, prompt: int = 0) -> Listed:
+def listed(task: AuditTask, prompt: int = 0) -> Listed:
     """What the policy of an audit says to a prompt."""
-    return Listed(world, world.policy.logits[prompt], rewards_of(world, prompt))
+    return Listed(task, task.policy.logits[prompt], rewards_of(task, prompt))

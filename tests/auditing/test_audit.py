@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl import After, World, audit
+from flowrl import After, AuditTask, audit
 from flowrl.auditing.gradient_error import EXACT
 from flowrl.errors import AuditError, ParameterError
 from flowrl.graphs import dr_grpo, grpo, opo, ppo, reinforce_plus_plus, remax, rloo
@@ -26,7 +26,7 @@ from tests.auditing.listed import ONE, Listed, listed, unread, with_advantage
 
 pytestmark = pytest.mark.runs
 
-TWO = World(prompts=2)
+TWO = AuditTask(prompts=2)
 
 
 def cause(found: object, name: str) -> float:
@@ -43,19 +43,19 @@ def no_length(**settings: object) -> object:
 
 
 @pytest.mark.parametrize(
-    ("graph", "world", "n"),
+    ("graph", "task", "n"),
     [
         (rloo(unread), ONE, 3),
-        (rloo(unread, kl_coef=0.0), World(prompts=1, tokens=2, steps=2, seed=5), 2),
+        (rloo(unread, kl_coef=0.0), AuditTask(prompts=1, tokens=2, steps=2, seed=5), 2),
         (with_advantage(ReturnToGo()), TWO, 1),
-        (with_advantage(ReturnToGo()).edit(set={"update_actor.loss": Reinforce()}), World(prompts=1, seed=3), 2),
+        (with_advantage(ReturnToGo()).edit(set={"update_actor.loss": Reinforce()}), AuditTask(prompts=1, seed=3), 2),
         (remax(unread), TWO, 1),
         (rloo(unread, temperature=0.5), ONE, 2),
     ],
-    ids=["rloo", "rloo in another world", "reinforce", "reinforce without a ratio", "remax", "at a temperature"],
+    ids=["rloo", "rloo in another task", "reinforce", "reinforce without a ratio", "remax", "at a temperature"],
 )
-def test_reinforce_and_rloo_follow_just_what_they_state(graph: object, world: World, n: int) -> None:
-    found = audit(graph, world, n=n)  # type: ignore[arg-type]
+def test_reinforce_and_rloo_follow_just_what_they_state(graph: object, task: AuditTask, n: int) -> None:
+    found = audit(graph, task, n=n)  # type: ignore[arg-type]
     assert found.exact
     assert found.whole.error.high < EXACT
     assert not found.biased
@@ -108,7 +108,7 @@ def test_grpos_division_by_the_length_is_a_bias_along_the_length() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_two_causes_are_also_left_out_together_where_they_cancel_out_too(seed: int) -> None:
-    found = audit(grpo(unread, kl_coef=0.0), World(prompts=1, seed=seed), n=2)
+    found = audit(grpo(unread, kl_coef=0.0), AuditTask(prompts=1, seed=seed), n=2)
     assert min(cause(found, "length"), cause(found, "group spread")) > 0.01
     assert (cause(found, "length") < found.whole.bias.value) is (seed == 0)
     assert cause(found, "length and group spread") < EXACT
@@ -117,8 +117,8 @@ def test_two_causes_are_also_left_out_together_where_they_cancel_out_too(seed: i
 def test_token_mean_and_sequence_mean_differ_where_lengths_do() -> None:
     by_token = grpo(unread, kl_coef=0.0)
     by_row = by_token.edit(set={"update_actor.aggregation": "seq-mean-token-mean"})
-    for world, equal in ((ONE, False), (World(prompts=1, ends=False, tokens=2, steps=2), True)):
-        found = [audit(graph, world, n=2, explain=False).expected for graph in (by_token, by_row)]
+    for task, equal in ((ONE, False), (AuditTask(prompts=1, ends=False, tokens=2, steps=2), True)):
+        found = [audit(graph, task, n=2, explain=False).expected for graph in (by_token, by_row)]
         assert torch.allclose(*found, atol=1e-6) is equal
 
 
@@ -129,13 +129,13 @@ def test_opos_baseline_is_biased_unless_it_leaves_the_own_answer_out() -> None:
 
 
 def test_truncation_trades_bias_for_variance() -> None:
-    world = World(prompts=1, mismatch=0.7)
+    task = AuditTask(prompts=1, mismatch=0.7)
     plain = rloo(unread, kl_coef=0.0)
-    assert audit(plain, world, n=2, explain=False).biased  # the engine samples from another policy
+    assert audit(plain, task, n=2, explain=False).biased  # the engine samples from another policy
 
     def corrected(high: float) -> object:
         correction = RolloutCorrection("sequence", "truncate", high=high)
-        return audit(plain.edit(insert={"correction": After("rloo_advantage", correction)}), world, n=2)
+        return audit(plain.edit(insert={"correction": After("rloo_advantage", correction)}), task, n=2)
 
     free, bound = corrected(1e6), corrected(1.0)
     assert not free.biased  # type: ignore[attr-defined]
@@ -146,10 +146,10 @@ def test_truncation_trades_bias_for_variance() -> None:
 
 
 def test_what_is_lost_with_age_comes_back_without_it() -> None:
-    found = audit(rloo(unread, kl_coef=0.0), World(prompts=1, age=0.5), n=2)
+    found = audit(rloo(unread, kl_coef=0.0), AuditTask(prompts=1, age=0.5), n=2)
     assert found.biased
     assert cause(found, "off-policy age") < EXACT
-    in_a_step = World(prompts=1, tokens=2, steps=1, age=0.5)  # one token: the ratio is that of the whole answer
+    in_a_step = AuditTask(prompts=1, tokens=2, steps=1, age=0.5)  # one token: the ratio is that of the whole answer
     wide = rloo(unread, kl_coef=0.0, clip=0.999)
     narrow = audit(rloo(unread, kl_coef=0.0, clip=0.05), in_a_step, n=2)
     assert cause(narrow, "clip") < EXACT < narrow.whole.bias.value
@@ -253,5 +253,5 @@ def test_numbers_that_are_no_counts_are_refused(given: dict[str, int]) -> None:
 
 
 def test_group_advantages_of_one_row_say_why_they_cannot_be_run() -> None:
-    with pytest.raises(AuditError, match=r"cannot be run on the rows of this world: .*single row"):
+    with pytest.raises(AuditError, match=r"cannot be run on the rows of this task: .*single row"):
         audit(with_advantage(GroupAdvantage()), ONE, n=1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl import Graph, Loss, Operator, World, audit, operator
+from flowrl import AuditTask, Graph, Loss, Operator, audit, operator
 from flowrl.columns import (
     Advantages,
     LogProbs,
@@ -159,7 +159,7 @@ def advantages(name: Operator, wrong: bool) -> Graph:
 
 OPERATORS = (signed, leaked, unmasked, stale, shifted, backwards, shuffled, kept_positive, with_kl)
 LOSSES = (Undetached, Padded, OfProbabilities)
-TWO_LONG = World(prompts=1, tokens=2, steps=2)
+TWO_LONG = AuditTask(prompts=1, tokens=2, steps=2)
 
 
 @pytest.mark.parametrize("made", nightly_except([leaked, shifted, with_kl], OPERATORS), ids=lambda made: made.__name__)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl import Key, World
+from flowrl import AuditTask, Key
 from flowrl.auditing.draws import Draws
 from flowrl.auditing.engines import TabularRollout, TabularScorer, TabularTrainer
 from flowrl.data.text.tokenizer import assemble
@@ -14,7 +14,7 @@ from flowrl.errors import AuditError, SyncError
 from flowrl.protocols.protocols import Rollout, Sampled, Sampling, Scorer, Trainer
 from flowrl.records import RolloutBatch
 
-WORLD = World(prompts=1, tokens=2, steps=2)
+WORLD = AuditTask(prompts=1, tokens=2, steps=2)
 
 
 def engines() -> tuple[TabularTrainer, TabularRollout, Draws]:

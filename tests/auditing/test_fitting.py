@@ -1,4 +1,4 @@
-"""Graphs made to fit a world, what they state, and those that cannot be audited."""
+"""Graphs made to fit a task, what they state, and those that cannot be audited."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl import After, Graph, Operator, Reads, Role, State, When, World, algorithm, audit, operator
+from flowrl import After, AuditTask, Graph, Operator, Reads, Role, State, When, algorithm, audit, operator
 from flowrl.auditing.fitting import fitted
 from flowrl.auditing.objective import stated
 from flowrl.auditing.rewards import TableReward
@@ -54,21 +54,21 @@ def _other(data_source: str, solution_str: str, ground_truth: str, extra_info: o
     raise AssertionError
 
 
-def test_sizes_are_the_worlds_and_it_is_said() -> None:
+def test_sizes_are_the_tasks_and_it_is_said() -> None:
     graph = grpo(unread, mini_batch=32, max_new_tokens=2).edit(
         insert={"collect": After("reward", Collect(Spread(), groups=8))}, lag=1
     )
-    fitting, world, notes = fitted(graph, World(), 2)
-    assert world.steps == 2
+    fitting, task, notes = fitted(graph, AuditTask(), 2)
+    assert task.steps == 2
     assert fitting.lag == 0
     assert [fitting["repeat"].operator.n, fitting["collect"].operator.groups] == [2, 2]  # type: ignore[attr-defined]
     assert fitting["update_actor"].operator.mini_batch is None  # type: ignore[attr-defined]
     assert len(notes) == 4
     assert "update_actor sees its 4 rows at once, since mini_batch=32 does not divide them." in notes
-    kept, _, _ = fitted(grpo(unread, n=2, mini_batch=2), World(), None)
+    kept, _, _ = fitted(grpo(unread, n=2, mini_batch=2), AuditTask(), None)
     assert kept["update_actor"].operator.mini_batch == 2  # type: ignore[attr-defined]
-    _, world, _ = fitted(grpo(unread).edit(set={"generate.ignore_eos": True}), World(), None)
-    assert not world.ends
+    _, task, _ = fitted(grpo(unread).edit(set={"generate.ignore_eos": True}), AuditTask(), None)
+    assert not task.ends
 
 
 def test_the_last_scores_on_the_way_are_what_is_stated() -> None:

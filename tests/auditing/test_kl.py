@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from flowrl import After, Graph, World, audit
+from flowrl import After, AuditTask, Graph, audit
 from flowrl.auditing.gradient_error import EXACT
 from flowrl.auditing.record import Audit
 from flowrl.graphs import grpo, rloo
@@ -16,7 +16,7 @@ from tests.auditing.listed import ONE, Array, Listed, listed, unread
 
 Estimator = Literal["k1", "k2", "k3", "abs"]
 COEF = 0.3
-STEP = World(prompts=1, tokens=2, steps=1)
+STEP = AuditTask(prompts=1, tokens=2, steps=1)
 
 
 def in_loss(estimator: Estimator, aggregation: str = "seq-mean-token-sum") -> Graph:
@@ -25,25 +25,25 @@ def in_loss(estimator: Estimator, aggregation: str = "seq-mean-token-sum") -> Gr
     return grpo(unread).edit(set={**changed, "update_actor.kl": KLLoss(estimator, COEF)})
 
 
-def audited(graph: Graph, world: World = ONE) -> Audit:
-    return audit(graph, world, n=2, explain=False)
+def audited(graph: Graph, task: AuditTask = ONE) -> Audit:
+    return audit(graph, task, n=2, explain=False)
 
 
 def of_kl(found: Audit) -> Array:
     """The expected gradient of the KL term alone: of all, less that of the loss, whose scale is known (1 - 1/2)."""
-    one = listed(found.world)
+    one = listed(found.task)
     return found.expected[0].numpy() - 0.5 * one.reward()
 
 
-def pair(world: World) -> tuple[Listed, Listed]:
+def pair(task: AuditTask) -> tuple[Listed, Listed]:
     """The policy and the reference."""
-    ref = Listed(world, world.near("scorer ref").logits[0], lambda response: 0.0)
-    return listed(world), ref
+    ref = Listed(task, task.near("scorer ref").logits[0], lambda response: 0.0)
+    return listed(task), ref
 
 
-def by_token(world: World, estimate: dict[str, float]) -> Array:
+def by_token(task: AuditTask, estimate: dict[str, float]) -> Array:
     """``-E[sum_t f(d_t) grad log pi(a_t)]`` with ``f(d) = d`` and ``f(d) = 1 - exp(-d)`` weighed by `estimate`."""
-    policy, ref = pair(world)
+    policy, ref = pair(task)
     total = np.zeros_like(policy.policy)
     for response, p in zip(policy.responses, policy.probability, strict=True):
         apart = np.subtract(policy.said(response), ref.said(response))
@@ -67,16 +67,16 @@ def test_k1_in_the_loss_follows_nothing() -> None:
         ("k3", "KL(ref || actor) token by token", {"reverse": 0.0, "forward": 1.0}),
     ],
 )
-@pytest.mark.parametrize("world", [ONE, STEP], ids=["several tokens", "one token"])
+@pytest.mark.parametrize("task", [ONE, STEP], ids=["several tokens", "one token"])
 def test_k2_and_k3_follow_divergences_token_by_token(
-    estimator: Estimator, name: str, weights: dict[str, float], world: World
+    estimator: Estimator, name: str, weights: dict[str, float], task: AuditTask
 ) -> None:
-    found = audited(in_loss(estimator), world)
-    np.testing.assert_allclose(of_kl(found), by_token(world, weights), atol=1e-6)
+    found = audited(in_loss(estimator), task)
+    np.testing.assert_allclose(of_kl(found), by_token(task, weights), atol=1e-6)
     assert found.kl_follows[name].value == pytest.approx(1.0, abs=EXACT)
-    assert f"KL in the loss follows {name}" in str(found).replace("\n  ", " ") or world is STEP
+    assert f"KL in the loss follows {name}" in str(found).replace("\n  ", " ") or task is STEP
     whole = found.kl_follows["KL(actor || ref)"].value  # of whole responses, which is more than token by token
-    assert (whole > 1 - EXACT) is (estimator == "k2" and world is STEP)
+    assert (whole > 1 - EXACT) is (estimator == "k2" and task is STEP)
 
 
 def test_k1_in_the_loss_divided_by_the_length_is_a_length_bonus() -> None:
@@ -91,7 +91,7 @@ def test_k1_in_the_loss_divided_by_the_length_is_a_length_bonus() -> None:
 @pytest.mark.parametrize(("estimator", "biased"), [("k1", False), ("k2", True), ("k3", True)])
 def test_only_k1_belongs_into_the_reward(estimator: Estimator, biased: bool) -> None:
     graph = rloo(unread, kl_coef=COEF).edit(set={"kl_shape.estimator": estimator})
-    assert audited(graph, World(prompts=1, tokens=2, steps=2)).biased is biased
+    assert audited(graph, AuditTask(prompts=1, tokens=2, steps=2)).biased is biased
 
 
 def test_k3_in_the_reward_follows_the_difference_of_both_divergences() -> None:

@@ -1,4 +1,4 @@
-"""Worlds: all responses there are, and what policies say of them."""
+"""AuditTasks: all responses there are, and what policies say of them."""
 
 from __future__ import annotations
 
@@ -6,62 +6,62 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl import World
+from flowrl import AuditTask
 from flowrl.auditing.draws import Draws
 from flowrl.errors import ParameterError
 from tests.auditing.listed import listed
 
 
 @pytest.mark.parametrize(
-    ("world", "number"),
+    ("task", "number"),
     [
-        (World(), 4),
-        (World(tokens=2, steps=2), 7),
-        (World(tokens=2, steps=2, ends=False), 4),
-        (World(tokens=1, steps=1), 2),
-        (World(even=True), 4),
+        (AuditTask(), 4),
+        (AuditTask(tokens=2, steps=2), 7),
+        (AuditTask(tokens=2, steps=2, ends=False), 4),
+        (AuditTask(tokens=1, steps=1), 2),
+        (AuditTask(even=True), 4),
     ],
 )
-def test_all_responses_are_there_once_and_their_probabilities_add_up(world: World, number: int) -> None:
-    found = world.responses
+def test_all_responses_are_there_once_and_their_probabilities_add_up(task: AuditTask, number: int) -> None:
+    found = task.responses
     assert len(found) == len(found.index) == number
     assert torch.equal(found.number_of(found.tokens, found.mask), torch.arange(number))
     for temperature in (0.5, 1.0):
-        total = world.policy.by_response(temperature).exp().sum(-1)
+        total = task.policy.by_response(temperature).exp().sum(-1)
         assert torch.allclose(total, torch.ones_like(total))
 
 
 def test_a_policy_says_what_is_listed_anew() -> None:
-    world = World(tokens=2, steps=3, prompts=2, seed=4)
+    task = AuditTask(tokens=2, steps=3, prompts=2, seed=4)
     for prompt in range(2):
-        one = listed(world, prompt)
-        assert set(one.responses) == world.responses.index.keys()
+        one = listed(task, prompt)
+        assert set(one.responses) == task.responses.index.keys()
         for response in one.responses:
-            said = world.policy.by_token()[prompt, world.responses.index[response]].numpy()
+            said = task.policy.by_token()[prompt, task.responses.index[response]].numpy()
             np.testing.assert_allclose(said[: len(response)], one.said(response))
             np.testing.assert_array_equal(said[len(response) :], 0.0)
 
 
-def test_an_even_world_is_the_same_but_for_lengths() -> None:
-    world, even = World(seed=2), World(seed=2, even=True)
-    assert torch.allclose(world.policy.by_response(), even.policy.by_response())
-    assert torch.allclose(world.near("ref").by_response(0.7), even.near("ref").by_response(0.7))
+def test_an_even_task_is_the_same_but_for_lengths() -> None:
+    task, even = AuditTask(seed=2), AuditTask(seed=2, even=True)
+    assert torch.allclose(task.policy.by_response(), even.policy.by_response())
+    assert torch.allclose(task.near("ref").by_response(0.7), even.near("ref").by_response(0.7))
     assert even.responses.mask.all()
-    assert not world.responses.mask.all()
+    assert not task.responses.mask.all()
 
 
 def test_prompts_are_drawn_in_turns_under_ids_of_their_own() -> None:
-    world = World(prompts=2)
-    first, again = world.batch(), world.batch(3, draw=1)
-    assert world.number_of(first.columns["prompts"]).tolist() == [0, 1]  # type: ignore[arg-type]
-    assert world.number_of(again.columns["prompts"]).tolist() == [0, 1, 0]  # type: ignore[arg-type]
+    task = AuditTask(prompts=2)
+    first, again = task.batch(), task.batch(3, draw=1)
+    assert task.number_of(first.columns["prompts"]).tolist() == [0, 1]  # type: ignore[arg-type]
+    assert task.number_of(again.columns["prompts"]).tolist() == [0, 1, 0]  # type: ignore[arg-type]
     assert len({*first.columns["uid"], *again.columns["uid"]}) == 5
 
 
 @pytest.mark.parametrize("given", [{"tokens": 0}, {"steps": 9}, {"age": -1.0}, {"seed": -1}])
-def test_worlds_that_are_none_are_refused(given: dict[str, float]) -> None:
+def test_tasks_that_are_none_are_refused(given: dict[str, float]) -> None:
     with pytest.raises(ParameterError):
-        World(**given)  # type: ignore[arg-type]
+        AuditTask(**given)  # type: ignore[arg-type]
 
 
 def test_scripts_go_through_all_runs_also_where_one_draws_more_than_another() -> None:

@@ -8,26 +8,26 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl import World
-from flowrl.auditing.objective import KL, Stated
+from flowrl import AuditTask
+from flowrl.auditing.objective import KL, StatedObjective
 from flowrl.auditing.task import Policy
-from flowrl.auditing.truth import Truth, gradient
+from flowrl.auditing.truth import TrueGradient, gradient
 from flowrl.core.operators.symbols import Edge
 from tests.auditing.listed import Listed, listed
 
-WORLD = World(prompts=1, tokens=2, steps=2, seed=3)
+WORLD = AuditTask(prompts=1, tokens=2, steps=2, seed=3)
 REF = WORLD.near("ref")
 
 
-def truth(temperature: float = 1.0) -> Truth:
+def truth(temperature: float = 1.0) -> TrueGradient:
     one = listed(WORLD)
     rewards = torch.zeros(1, len(one.responses), WORLD.steps, dtype=torch.float64)
     for response, paid in zip(one.responses, one.rewards, strict=True):
         rewards[0, WORLD.responses.index[response], len(response) - 1] = paid
-    said = Stated(
+    said = StatedObjective(
         "actor", ("update",), "generate", temperature, (Edge("reward", "scores"),), (KL(0.3, "ref", False),), 0.2, 0, ()
     )
-    return Truth(said, rewards, {"ref": REF})
+    return TrueGradient(said, rewards, {"ref": REF})
 
 
 def numbers() -> dict[str, Callable[[Listed, Listed], float]]:
@@ -74,11 +74,11 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
 @pytest.mark.parametrize("forward", [True, False])
 def test_divergences_token_by_token_hold_the_states(forward: bool) -> None:
     """Only the last step of what may be said moves with what is said there: with one token both are KL."""
-    world = World(prompts=1, tokens=2, steps=1)
-    own = Truth(truth().stated, torch.zeros(1, 3, 1, dtype=torch.float64), {"ref": world.near("ref")})
-    p, q = (one.by_state().exp()[0, 0].numpy() for one in (world.policy, world.near("ref")))
+    task = AuditTask(prompts=1, tokens=2, steps=1)
+    own = TrueGradient(truth().stated, torch.zeros(1, 3, 1, dtype=torch.float64), {"ref": task.near("ref")})
+    p, q = (one.by_state().exp()[0, 0].numpy() for one in (task.policy, task.near("ref")))
     wanted = (q * np.log(q / p)).sum() if forward else (p * np.log(p / q)).sum()
-    assert float(own.held(world.policy, "ref", forward)) == pytest.approx(float(wanted))
+    assert float(own.held(task.policy, "ref", forward)) == pytest.approx(float(wanted))
 
 
 def test_values_are_what_is_still_paid() -> None:

@@ -30,7 +30,9 @@ def test_every_method_has_the_same_budget(learning: ModuleType) -> None:
     for name, graph in graphs.items():
         prompts = learning.ROWS // graph["repeat"].rows_factor
         assert not graph.check(prompts=prompts), name
-        trained = [node.operator.fills for node in graph.nodes.values() if isinstance(node.operator, Gate)] or [prompts]
+        trained = [node.operator.target_groups for node in graph.nodes.values() if isinstance(node.operator, Gate)] or [
+            prompts
+        ]
         rows = trained[-1] * graph["repeat"].rows_factor
         assert rows // graph["update_actor"].operator.mini_batch == learning.ROWS // learning.MINI_BATCH, name
         assert graph["update_actor"].operator.ppo_epochs == 1, name

@@ -1,11 +1,11 @@
-"""`Stretches`: what overlaps is one stretch, and short ones are not told."""
+"""`WaitRecorder`: what overlaps is one stretch, and short ones are not told."""
 
 from __future__ import annotations
 
 import pytest
 
 from flowrl.data import waits
-from flowrl.data.waits import Stretches, Wait
+from flowrl.data.waits import Wait, WaitRecorder
 
 
 class Clock:
@@ -24,9 +24,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def told(clock: Clock, *changes: tuple[float, int]) -> Stretches:
+def told(clock: Clock, *changes: tuple[float, int]) -> WaitRecorder:
     """Stretches of what begins (1) and ends (-1) at these times."""
-    stretches = Stretches("worlds")
+    stretches = WaitRecorder("environments")
     for clock.now, change in changes:
         (stretches.begin if change == 1 else stretches.end)()
     return stretches
@@ -34,11 +34,11 @@ def told(clock: Clock, *changes: tuple[float, int]) -> Stretches:
 
 def test_what_overlaps_is_one(clock: Clock) -> None:
     found = told(clock, (1.0, 1), (2.0, 1), (3.0, -1), (4.0, -1), (6.0, 1), (7.0, -1), (8.0, 1))
-    assert found.told() == [Wait("worlds", 1.0, 4.0), Wait("worlds", 6.0, 7.0)]  # the last one is not over
+    assert found.told() == [Wait("environments", 1.0, 4.0), Wait("environments", 6.0, 7.0)]  # the last one is not over
     assert found.seconds == 4.0
 
 
 def test_short_ones_are_not_told_and_short_gaps_close(clock: Clock) -> None:
     found = told(clock, (1.0, 1), (1.0005, -1), (2.0, 1), (3.0, -1), (3.0005, 1), (4.0, -1))
-    assert found.told() == [Wait("worlds", 2.0, 4.0)]
+    assert found.told() == [Wait("environments", 2.0, 4.0)]
     assert found.seconds == pytest.approx(2.0)

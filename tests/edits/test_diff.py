@@ -173,16 +173,18 @@ def test_another_class_of_one_name_is_a_change() -> None:
 
 def test_one_file_under_two_names_differs_by_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a function of one name whose source has changed, by that."""
-    file = tmp_path / "a_world.py"
+    file = tmp_path / "a_environment.py"
     file.write_text(
-        "from flowrl.episodes import Environment, Reply\n\n\nclass World(Environment):\n"
+        "from flowrl.episodes import Environment, Reply\n\n\nclass Environment(Environment):\n"
         "    async def step(self, answer):\n        return Reply(done=True)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    by_name, by_path = (load_object(f"{where}:World") for where in ("a_world", "a_world.py"))
-    one, other = (PPO.edit(replace={"generate": Interact(world)}) for world in (by_name, by_path))
-    assert str(one.diff(other)).splitlines()[1:] == ["~ interact.world: a_world:World -> a_world.py:World"]
+    by_name, by_path = (load_object(f"{where}:Environment") for where in ("a_environment", "a_environment.py"))
+    one, other = (PPO.edit(replace={"generate": Interact(environment)}) for environment in (by_name, by_path))
+    assert str(one.diff(other)).splitlines()[1:] == [
+        "~ interact.environment: a_environment:Environment -> a_environment.py:Environment"
+    ]
     first, second = (scored(fn=made(number)) for number in (1.0, 2.0))
     assert "(with another source)" in str(first.diff(second))
 

@@ -404,7 +404,7 @@ def test_names_of_graphs(name: str) -> None:
 
 def test_rows_stay_apart_through_edits() -> None:
     class Keep(Operator):
-        fresh: ClassVar[tuple[str, ...]] = ("batch",)
+        new_axes: ClassVar[tuple[str, ...]] = ("batch",)
 
         def __call__(self, values: c.Values) -> c.Values:
             return values

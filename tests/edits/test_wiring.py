@@ -94,9 +94,9 @@ def test_the_error_about_a_column_that_is_not_there_has_the_edit_that_brings_it(
     edit: dict[str, object] = {"set": {"update_actor.kl": KLLoss("k3", 0.1)}}
     with pytest.raises(GraphError) as error:
         without.edit(**edit)  # type: ignore[arg-type]
-    mend = str(error.value).partition("and wire it: ")[2].removesuffix(".")
-    mended = eval(f"dict({mend})", {"After": After, "RefLogProb": RefLogProb})
-    graph = without.edit(**edit, **mended)  # type: ignore[arg-type]
+    fix = str(error.value).partition("and wire it: ")[2].removesuffix(".")
+    fixed = eval(f"dict({fix})", {"After": After, "RefLogProb": RefLogProb})
+    graph = without.edit(**edit, **fixed)  # type: ignore[arg-type]
     assert wires(graph, "update_actor")["ref_log_prob"] == "ref_log_prob.ref_log_prob"
     assert graph.check(prompts=8) == []
 

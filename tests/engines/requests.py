@@ -17,7 +17,7 @@ from flowrl.data.metrics import Metrics
 from flowrl.episodes import Answer, Chat, Environment, Reply, Row, ToolCall
 from flowrl.errors import SyncError
 from flowrl.operators import Interact
-from flowrl.protocols.protocols import Request, Requests, Response, Sampled, Sampling
+from flowrl.protocols.protocols import Request, Response, Sampled, Sampling, StreamingRollout
 from tests.engines.answers import GREEDY, KEY, logits_of, names, ragged, refuse_other_log_probs, rows
 from tests.engines.sources import Altered
 from tests.operators.engines.test_interact import prompts_of
@@ -92,7 +92,7 @@ def refuse_stale_turns(engine: Any, held: Any, other: Any, own_draws: bool = Tru
         assert set(response.versions) == {engine.receipt.version}
         return response, engine.cached_tokens - before
 
-    one = Request("a", tokens(LONG, 1), FREE, KEY.answer("a"), keep=True)
+    one = Request("a", tokens(LONG, 1), FREE, KEY.answer("a"), retain_cache=True)
     first, _ = asked(one, held)
     two = replace(one, ids=[*one.ids, *first.ids, *tokens(3, 2)], key=KEY.answer("a", 1))
     second, known = asked(two, held)
@@ -140,7 +140,7 @@ class RequestTests:
         self, engine: Any, trainer: TorchTrainerEngine
     ) -> None:
         """Each with a sampling of its own."""
-        assert isinstance(engine, Requests)
+        assert isinstance(engine, StreamingRollout)
         context = {str(i): tokens(LONG if i == 0 else 3 + 2 * i, i) for i in range(len(SAMPLINGS))}
         turn, waiting, left = dict.fromkeys(context, 0), list(context), len(context)
         asked: list[tuple[Request, Response]] = []
@@ -148,7 +148,7 @@ class RequestTests:
 
         def ask(name: str) -> None:
             key = KEY.answer(name, turn[name])
-            under_way[name] = Request(name, context[name], SAMPLINGS[int(name)], key, keep=turn[name] < 2)
+            under_way[name] = Request(name, context[name], SAMPLINGS[int(name)], key, retain_cache=turn[name] < 2)
             engine.submit(under_way[name])
 
         while left:
@@ -225,7 +225,7 @@ class RequestTests:
 
     @pytest.mark.parametrize(
         "settings",
-        [{"world": Counts}, {"world": doubter}, {"tools": [letters], "parser": calling}],
+        [{"environment": Counts}, {"environment": doubter}, {"tools": [letters], "parser": calling}],
         ids=["environment", "agent", "tools"],
     )
     def test_episodes_are_exact(

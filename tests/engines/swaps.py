@@ -51,7 +51,7 @@ def refuse_others(
     models: Mapping[int, Any], prompt: Sequence[int], response: Response, caches: str, temperature: float = 1.0
 ) -> None:
     """Log-probs must be those of the versions that the response says, to where each ends."""
-    logits = (over_older if caches == "keep" else each_alone)(models, prompt, response) / temperature
+    logits = (over_older if caches == "reuse" else each_alone)(models, prompt, response) / temperature
     expected = logits.log_softmax(-1).gather(1, torch.tensor(response.ids)[:, None])[:, 0]
     assert response.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
     assert response.versions == sorted(response.versions)
@@ -86,7 +86,7 @@ def refuse_tokens_of_other_versions(engine: Any, trainer: TorchTrainerEngine, ot
     # An engine in a process of its own does not wait for the swaps, so answers are long. The first one goes on later.
     samplings = [replace(FREE, max_new_tokens=110 if i else 60) for i in range(MANY)]
     requests = {
-        str(i): Request(str(i), tokens(LONG, i), sampling, KEY.answer(str(i)), keep=i == 0)
+        str(i): Request(str(i), tokens(LONG, i), sampling, KEY.answer(str(i)), retain_cache=i == 0)
         for i, sampling in enumerate(samplings)
     }
     for request in (clock(1), *requests.values()):
@@ -98,17 +98,17 @@ def refuse_tokens_of_other_versions(engine: Any, trainer: TorchTrainerEngine, ot
         assert receipt.version == version == engine.receipt.version
     by_the_clock(engine, taken)
     request, response, _ = bystander(engine, tokens(LONG, 1), taken)
-    refuse_others(models, request.ids, response, "anew")
+    refuse_others(models, request.ids, response, "recompute")
     while len(taken) < MANY:
         taken |= finished(engine, 1)
     for name, asked in requests.items():
         refuse_others(models, asked.ids, taken[name], caches)
     assert sum(set(response.versions) == {0, 5, 7} for response in taken.values()) > 2
     turn = replace(requests["0"], ids=[*requests["0"].ids, *taken["0"].ids, 9, 9], sampling=FREE)
-    refuse_others(models, turn.ids, alone(engine, turn), "anew")
+    refuse_others(models, turn.ids, alone(engine, turn), "recompute")
     request, response, known = bystander(engine, tokens(LONG, 2), taken)
-    assert known == 0 or caches == "anew", "computed with older weights"
-    refuse_others(models, request.ids, response, "anew")
+    assert known == 0 or caches == "recompute", "computed with older weights"
+    refuse_others(models, request.ids, response, "recompute")
     assert bystander(engine, request.ids, taken)[2] >= 128, "nothing is found in the cache, so nothing stale could be"
 
 
@@ -117,7 +117,7 @@ class SwapTests:
 
     own_draws: ClassVar[bool] = True
 
-    @pytest.fixture(params=["anew", "keep"])
+    @pytest.fixture(params=["recompute", "reuse"])
     def caches(self, request: pytest.FixtureRequest) -> Any:
         return request.param
 
@@ -179,7 +179,7 @@ class SwapTests:
         engine.submit(Request("a", tokens(LONG, 1), replace(FREE, max_new_tokens=100), KEY.answer("a")))
         engine.step()
         with pytest.raises(SyncError, match=f"{engine.name} .* score the same 64 tokens differently"):
-            engine.swap(Crooked(other, trainer.weights(), version=5), "anew")
+            engine.swap(Crooked(other, trainer.weights(), version=5), "recompute")
         assert engine.receipt is None
         with pytest.raises(SwapError, match=f"the weights of {engine.name} were to change under .* differently"):
             engine.step()

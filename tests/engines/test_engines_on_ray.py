@@ -75,7 +75,7 @@ def refuse_other_answers(executor: Any, folder: str, scratch: Path, ranks: int) 
     """Train a step, which is returned; then hold greedy answers against those of torch with the actor's weights."""
     batch = proto(prompt_batch(PROMPTS))
     executor.sync()
-    step = executor.step(batch, 0, keep=("generate",))
+    step = executor.step(batch, 0, return_nodes=("generate",))
     assert {int(version) for version in step.columns["generate"]["policy_version"]} == {0}
     executor.save_pretrained("actor", str(scratch))
     receipt = step.values["sync"]["receipt"]
@@ -86,7 +86,7 @@ def refuse_other_answers(executor: Any, folder: str, scratch: Path, ranks: int) 
 
     greedy = executor.plan.graph.subgraph("generate").edit(set={"generate.temperature": 0.0}, name="greedy")
     fork = executor.fork(Plan(greedy), 0)
-    answers = fork.step(batch, 1, keep=("generate",)).columns["generate"]
+    answers = fork.step(batch, 1, return_nodes=("generate",)).columns["generate"]
     assert torch.equal(answers["prompts"], batch["prompts"].repeat_interleave(2, 0))  # all rows, in their order
     assert {int(version) for version in answers["policy_version"]} == {1}
     mask = batch["prompt_mask"].repeat_interleave(2, 0)
@@ -95,7 +95,7 @@ def refuse_other_answers(executor: Any, folder: str, scratch: Path, ranks: int) 
     pairs = zip(answers["responses"], answers["response_mask"], strict=True)
     assert [ids[counts].tolist() for ids, counts in pairs] == expected
     single = executor.fork(Plan(greedy.edit(set={"repeat.n": 1})), 0)  # so that there are fewer rows than ranks
-    alone = single.step(proto(prompt_batch(PROMPTS[:1])), 1, keep=("generate",)).columns["generate"]
+    alone = single.step(proto(prompt_batch(PROMPTS[:1])), 1, return_nodes=("generate",)).columns["generate"]
     assert alone["responses"].tolist() == expected[:1]
     at_work = {span.place for span in executor.timeline.spans if span.name == "generate"}
     assert at_work == {f"rollout rank {rank}" for rank in range(ranks)}
@@ -164,7 +164,7 @@ def test_two_of_vllm(folder: str, tmp_path: Path, vllm_slot: VLLMSlot) -> None:
     vllm_slot.free()
     with job_with(folder, one).open() as executor:
         executor.sync()
-        here = executor.step(proto(prompt_batch(PROMPTS)), 0, keep=("generate",))
+        here = executor.step(proto(prompt_batch(PROMPTS)), 0, return_nodes=("generate",))
     for column in ("responses", "response_mask"):
         assert torch.equal(here.columns["generate"][column], there.columns["generate"][column])
     assert here.metrics["reward/mean"].compute() == there.metrics["reward/mean"].compute()

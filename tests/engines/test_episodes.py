@@ -40,13 +40,13 @@ def test_ten_thousand_episodes_lose_no_group() -> None:
 def test_episodes_of_triage_have_no_token_off(episodes: int, model_of: dict[str, int], tmp_path: Path) -> None:
     """15,360 is as many as examples/triage.py plays while it trains; from its model before, which varies most."""
     example = str(ROOT / "examples" / "triage.py")
-    triage, build, incident, world = (
+    triage, build, incident, environment = (
         load_object(f"{example}:{name}") for name in ("Triage", "build", "write_data", "graph")
     )
     model, (train, _) = build(tmp_path / "model", **model_of), incident(tmp_path / "data")
     rows = [json.loads(line) for line in train.read_text().splitlines()]
     engine = Recorded(TorchRollout(str(model), frozen=True, device="cpu").build(EngineBuilder({}, seed=0)))
-    operator = world["interact"].operator
+    operator = environment["interact"].operator
     interact = Interact(
         triage,
         rollout=engine,
@@ -93,7 +93,7 @@ class Longer(Environment):
 
 
 def training(home: Path, model: str, data: str, **settings: Any) -> Training:
-    operator = Interact(f"{home}/world.py:Longer", max_turns=3, context=150, max_new_tokens=8)
+    operator = Interact(f"{home}/environment.py:Longer", max_turns=3, context=150, max_new_tokens=8)
     job = job_of("grpo", model, n=2).edit(replace={"generate": operator}, drop=["reward"])
     return Training(job, PromptData(data), steps=3, prompts=4, checkpoint_every=1, save_model=False, **settings)
 
@@ -102,7 +102,7 @@ def training(home: Path, model: str, data: str, **settings: Any) -> Training:
 def test_killed_in_the_middle_of_a_batch_and_resumed_the_rows_are_the_same(
     tiny: str, prompts_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "world.py").write_text(WORLD)
+    (tmp_path / "environment.py").write_text(WORLD)
     monkeypatch.setenv("TOLD", str(tmp_path / "whole.txt"))
     whole = training(tmp_path, tiny, prompts_file, folder=str(tmp_path / "whole")).run()
     told = (tmp_path / "whole.txt").read_text().splitlines()

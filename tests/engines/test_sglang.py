@@ -137,7 +137,7 @@ class TestSync(SyncTests):
         self, engine: SGLangEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine
     ) -> None:
         """By default SGLang is a step ahead of what it says, and all the same each token is of its version."""
-        refuse_tokens_of_other_versions(engine, trainer, other, "anew")
+        refuse_tokens_of_other_versions(engine, trainer, other, "recompute")
 
     def test_in_many_buckets(
         self, engine: SGLangEngine, other: TorchTrainerEngine, folder: str, monkeypatch: pytest.MonkeyPatch

@@ -83,7 +83,7 @@ class TestRequests(RequestTests):
         request = Request("0", tokens(4, 1), FREE, KEY)
         refuse_other_response(engine, other.model, request, alone(engine, request))
 
-    def test_a_world_that_fails_fails_alone(self, engine: SGLangEngine, trainer: TorchTrainerEngine) -> None:
+    def test_a_environment_that_fails_fails_alone(self, engine: SGLangEngine, trainer: TorchTrainerEngine) -> None:
         metrics = Metrics()
         interact = Interact(Flaky, max_turns=4, context=200, max_new_tokens=8, failed="leave", rollout=engine)
         batch = interact(prompts_of(engine.tokenizer, 9), key=KEY, metrics=metrics)
@@ -92,8 +92,8 @@ class TestRequests(RequestTests):
         assert batch.response_mask.any(1).tolist() == [False, True, True] * 3
         assert (batch.rollout_log_probs - trainer.log_probs(batch)).abs().max() < 1e-4
 
-    def test_one_long_answer_holds_no_world_up(self, engine: SGLangEngine) -> None:
-        """A step is short although nothing ends: who waits for a world that replies goes on."""
+    def test_one_long_answer_holds_no_environment_up(self, engine: SGLangEngine) -> None:
+        """A step is short although nothing ends: who waits for an environment that replies goes on."""
         engine.submit(Request("long", tokens(4, 1), replace(FREE, max_new_tokens=240), KEY))
         steps = 1
         while not engine.step():
@@ -112,8 +112,8 @@ class TestRequests(RequestTests):
                     os.kill(group, signal.SIGKILL)
                 return await super().step(answer)
 
-        def batch_of(world: Any) -> Any:
-            interact = Interact(world, max_turns=4, context=200, max_new_tokens=8, rollout=engine)
+        def batch_of(environment: Any) -> Any:
+            interact = Interact(environment, max_turns=4, context=200, max_new_tokens=8, rollout=engine)
             return interact(prompts_of(engine.tokenizer, 12), key=KEY, metrics=Metrics())
 
         with pytest.raises(EngineError, match=r"the process of SGLang was killed by SIGKILL (during|before) generate"):

@@ -116,7 +116,7 @@ def test_the_example_trains_by_one(model: Path, tmp_path: Path) -> None:
 def test_episodes_are_played_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """How well triage learns on each of them is in docs/engine-notes.md."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
-    model = load_object(f"{ROOT / 'examples' / 'triage_world.py'}:build")(tmp_path / "model", steps=40, rows=32)
+    model = load_object(f"{ROOT / 'examples' / 'triage_environment.py'}:build")(tmp_path / "model", steps=40, rows=32)
     trained = by_vllm("triage.py", model, tmp_path)
     assert trained["episodes/turns"] == 2 and trained["episodes/failed"] == 0
     assert trained["rollout/logp_diff_max"] < 1e-4 and not trained["rollout/ratio_outside"]

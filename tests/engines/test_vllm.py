@@ -230,10 +230,10 @@ def test_an_update_under_answers_that_is_not_delivered_is_refused(engine: VLLMEn
         engine.submit(Request(f"{i}", tokens(20 + i, i), replace(FREE, max_new_tokens=100), KEY.answer(f"{i}")))
     engine.step()
     nudge(trainer)
-    engine.swap(Altered(trainer, version=1), "keep")
+    engine.swap(Altered(trainer, version=1), "reuse")
     nudge(trainer)
     with delivering_nothing(engine), pytest.raises(SyncError, match="vLLM scores 64 tokens as it did before"):
-        engine.swap(Altered(trainer, version=2), "keep")
+        engine.swap(Altered(trainer, version=2), "reuse")
     assert engine.receipt is None
 
 
@@ -258,7 +258,7 @@ def test_tied_weights_arrive_in_both_places_and_the_deeper_sleep_drops_them(vllm
 
 
 @needs_vllm
-@pytest.mark.parametrize("caches", ["anew", "keep"])
+@pytest.mark.parametrize("caches", ["recompute", "reuse"])
 def test_a_step_that_is_under_way_ends_before_weights_change(
     ahead: VLLMEngine, vllm_slot: VLLMSlot, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
 ) -> None:

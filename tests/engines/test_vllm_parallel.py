@@ -144,7 +144,7 @@ def test_turns_are_computed_with_the_weights_that_came_last(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("caches", ["anew", "keep"])
+@pytest.mark.parametrize("caches", ["recompute", "reuse"])
 def test_weights_change_between_two_tokens(
     engine: VLLMEngine, trainer: TorchTrainerEngine, other: TorchTrainerEngine, caches: Any
 ) -> None:

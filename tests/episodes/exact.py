@@ -108,7 +108,7 @@ def worth(response: Response) -> float:
 
 
 def wandering(seed: int, failing: float = 0.0, tries: int = 1) -> type[Environment]:
-    """Worlds of 1 to 5 turns, which dawdle; some fail in a turn of theirs, in the first tries or in all."""
+    """Environments of 1 to 5 turns, which dawdle; some fail in a turn of theirs, in the first tries or in all."""
 
     class Wanders(Environment):
         async def reset(self, row: Row) -> Reply:
@@ -204,7 +204,7 @@ def assert_exact(
 
 
 def played(
-    name: str, tokenizer: ChatTokenizer, world: Any, rows: int, seed: int = 0, group: int = 2, **settings: Any
+    name: str, tokenizer: ChatTokenizer, environment: Any, rows: int, seed: int = 0, group: int = 2, **settings: Any
 ) -> tuple[EpisodeBatch, Recorded, dict[str, float]]:
     """Episodes of some rows against `Drawing`, checked; the batch, the engine, and the metrics."""
     engine, metrics = Recorded(Drawing(tokenizer, seed)), Metrics()
@@ -213,7 +213,7 @@ def played(
     prompts = prompts_of(tokenizer, rows)
     prompts = prompts._replace(uid=prompts.uid.copy())
     prompts.uid[:] = [str(i // group) for i in range(rows)]
-    batch = Interact(world, rollout=engine, **settings)(prompts, key=KEY, metrics=metrics)
+    batch = Interact(environment, rollout=engine, **settings)(prompts, key=KEY, metrics=metrics)
     assert_exact(batch, list(prompts.row_id), engine, HEADS[name], bool(tools))
     return batch, engine, metrics.compute()
 
@@ -221,9 +221,9 @@ def played(
 def failures(rows: int, group: int = 8) -> None:
     """Episodes of which one in twenty fails in both tries: all are counted, and each group's baseline is over those
     that are left, by hand."""
-    world = wandering(5, failing=0.05, tries=2)
+    environment = wandering(5, failing=0.05, tries=2)
     batch, _, metrics = played(
-        "mistral", tokenizer_of("mistral"), world, rows, group=group, failed="leave", check="off"
+        "mistral", tokenizer_of("mistral"), environment, rows, group=group, failed="leave", check="off"
     )
     left = ~batch.response_mask.any(1)
     assert metrics["episodes/failed"] == int(left.sum()) and metrics["episodes/tried_again"] == int(left.sum())

@@ -7,9 +7,9 @@ from typing import Any
 
 from flowrl.data.keys import Key
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.episodes.chat import Desk, Limits
+from flowrl.episodes.chat import Limits, RequestBroker
 from flowrl.episodes.environment import Answer, Environment, Reply, Row
-from flowrl.episodes.play import Played, Stage, play
+from flowrl.episodes.play import EpisodeResult, EpisodeSetup, play
 from flowrl.episodes.tools import Toolbox
 from flowrl.protocols.protocols import Request, Response, Sampling
 from flowrl.workers.fork_server import ForkServer
@@ -87,7 +87,7 @@ def row(number: int, content: str = "go") -> Row:
 
 
 def played(
-    world: Any,
+    environment: Any,
     script: Script,
     count: int = 1,
     turns: int = 4,
@@ -99,10 +99,12 @@ def played(
     rows: Any = None,
     toolbox: Toolbox | None = None,
     server: ForkServer | None = None,
-) -> tuple[list[Played], Scripted]:
+) -> tuple[list[EpisodeResult], Scripted]:
     """Episodes of some rows, and the policy that was asked."""
     engine = Scripted(script, tokenizer_of(NAME))
-    desk = Desk(engine, tokenizer_of(NAME), SAMPLING, KEY)
+    desk = RequestBroker(engine, tokenizer_of(NAME), SAMPLING, KEY)
     toolbox = Toolbox(tools, "hermes") if tools else toolbox
-    stage = Stage(world, Limits(turns, context, seconds), "strict", toolbox, tries, concurrency, server=server)
+    stage = EpisodeSetup(
+        environment, Limits(turns, context, seconds), "strict", toolbox, tries, concurrency, server=server
+    )
     return play(desk, rows or [row(i) for i in range(count)], stage), engine

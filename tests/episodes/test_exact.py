@@ -1,4 +1,4 @@
-"""Episodes of random worlds by the templates of the field: no token, mask, log-prob or reward is off, none is lost."""
+"""Episodes of random environments in the templates of the field: tokens, masks, log-probs and rewards are exact."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.support.templates import tokenizer_of
 def test_no_token_is_off_and_company_changes_nothing(
     name: str, seed: int, rows: int, failing: float, turns: int, room: int
 ) -> None:
-    world = wandering(seed, failing)
+    environment = wandering(seed, failing)
     context = room + (320 if name == "qwen2.5" else 60)  # the longest prompt
     several = {"max_turns": turns, "context": context, "failed": "leave"}
-    whole, _, metrics = played(name, tokenizer_of(name), world, rows, seed, **several)
-    alone, _, same = played(name, tokenizer_of(name), world, rows, seed + 1, concurrency=1, **several)
+    whole, _, metrics = played(name, tokenizer_of(name), environment, rows, seed, **several)
+    alone, _, same = played(name, tokenizer_of(name), environment, rows, seed + 1, concurrency=1, **several)
     for field in whole._fields:
         a, b = getattr(whole, field), getattr(alone, field)
         if isinstance(a, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Worlds that fail: each is named, tried again, closed, and takes nothing from the others."""
+"""Environments that fail: each is named, tried again, closed, and takes nothing from the others."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class TestFaults:
         assert set(threading.enumerate()) == before
 
     @pytest.mark.usefixtures("interrupts")
-    def test_an_interrupt_ends_all_and_closes_every_world(self) -> None:
+    def test_an_interrupt_ends_all_and_closes_every_environment(self) -> None:
         opened: list[Any] = []
         closed: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Gymnasium's environments as worlds, played by a policy that follows a script."""
+"""Gymnasium's environments as environments, played by a policy that follows a script."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_text_is_an_action_where_it_is_of_its_space(said: str) -> None:
     assert misfit == bool(said) and one.ended == "turns"
 
 
-def test_an_environment_that_raises_is_tried_again_in_the_same_world() -> None:
+def test_an_environment_that_raises_is_tried_again_in_the_same_environment() -> None:
     class Fails(Gym):
         def make(self) -> Any:
             return Echo(fails_after=1)
@@ -106,20 +106,20 @@ class Untold(Lake):
 
 
 @pytest.mark.parametrize(
-    ("world", "says"),
+    ("environment", "says"),
     [
         (Boxed, r"its actions are Box.*; define act\(self, text\) in Boxed"),
         (Untold, r"Untold observes .*, which the policy cannot read; define in it tell"),
         (Gym, r"Gym does not make its environment; define make\(self\)"),
     ],
 )
-def test_what_is_left_open_is_an_error(world: Any, says: str) -> None:
-    [one], _ = played(world, lambda name, turn: "1")
+def test_what_is_left_open_is_an_error(environment: Any, says: str) -> None:
+    [one], _ = played(environment, lambda name, turn: "1")
     with pytest.raises(Exception, match=says):
         raise one.fault or AssertionError
 
 
-def test_a_world_that_is_cut_off_has_ended() -> None:
+def test_a_environment_that_is_cut_off_has_ended() -> None:
     class Brief(Lake):
         def make(self) -> Any:
             return gymnasium.make("FrozenLake-v1", is_slippery=False, max_episode_steps=2)

@@ -1,4 +1,4 @@
-"""OpenEnv's environments as worlds, played by a policy that follows a script; its own classes where they are there."""
+"""OpenEnv environments, played by a scripted policy; with OpenEnv's own classes where it is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from flowrl import Graph
 from flowrl.episodes.environment import Row
 from flowrl.episodes.openenv import OpenEnv
-from flowrl.episodes.tools import Misfit
+from flowrl.episodes.tools import InvalidToolCall
 from flowrl.graphs import grpo
 from flowrl.operators import Interact
 from tests.episodes.scripted import played, row
@@ -48,7 +48,7 @@ class Blocking(Countdown):
     pays = True
 
     def step(self, action: int) -> Any:
-        assert threading.current_thread().name == "flowrl-world"
+        assert threading.current_thread().name == "flowrl-environment"
         seen = super().step(action)
         return seen if self.pays else SimpleNamespace(left=seen.left, reward=None, done=seen.done)
 
@@ -80,7 +80,7 @@ class Counting(OpenEnv):
 
     def act(self, text: str) -> int:
         if text not in ("1", "2"):
-            raise Misfit("take 1 or 2")
+            raise InvalidToolCall("take 1 or 2")
         return int(text)
 
     def tell(self, seen: Any) -> str:
@@ -96,30 +96,30 @@ def seeded(seed: int) -> list[Row]:
     return [row(0)._replace(extra_info={"seed": seed})]
 
 
-@pytest.mark.parametrize("world", [Counting, CountingByClient])
-def test_an_environment_of_openenv_is_played(world: Any) -> None:
-    [one], _ = played(world, lambda name, turn: ["1", "none", "2"][turn], rows=seeded(7))
+@pytest.mark.parametrize("environment", [Counting, CountingByClient])
+def test_an_environment_of_openenv_is_played(environment: Any) -> None:
+    [one], _ = played(environment, lambda name, turn: ["1", "none", "2"][turn], rows=seeded(7))
     assert (one.ended, one.fault, one.chat.rewards) == ("done", None, [0.0, -0.5, 1.0])
     said = [message["content"] for message in one.chat.messages]
     assert said == ["go\n\n3 left", "1", "2 left", "none", "error: take 1 or 2", "2"]
 
 
-def test_a_world_without_rewards_leaves_them_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_environment_without_rewards_leaves_them_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Blocking, "pays", False)
     [one], _ = played(Counting, lambda name, turn: "1", rows=seeded(0))
     assert one.ended == "done" and not one.chat.rewarded
 
 
-@pytest.mark.parametrize("world", [Counting, CountingByClient])
-def test_each_episode_has_an_environment_which_is_closed(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("environment", [Counting, CountingByClient])
+def test_each_episode_has_an_environment_which_is_closed(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    make = world.make
-    monkeypatch.setattr(world, "make", lambda self: made.append(make(self)) or made[-1])
-    played(world, lambda name, turn: "1", count=3, turns=9)
+    make = environment.make
+    monkeypatch.setattr(environment, "make", lambda self: made.append(make(self)) or made[-1])
+    played(environment, lambda name, turn: "1", count=3, turns=9)
     assert len(made) == 3 and all(getattr(one, "inner", one).closed for one in made)
 
 
-def test_such_a_world_is_written_with_its_graph() -> None:
+def test_such_a_environment_is_written_with_its_graph() -> None:
     graph = grpo(exact, n=2).edit(replace={"generate": Interact(Counting, max_turns=3, context=99)}, drop=["reward"])
     assert Graph.from_dict(graph.to_dict()).fingerprint() == graph.fingerprint()
 

@@ -32,9 +32,9 @@ async def agent(chat: Chat, row: Row) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize("world", [Three, Plain, agent])
-def test_turns_and_their_rewards(world: Any) -> None:
-    episodes, engine = played(world, say, count=5)
+@pytest.mark.parametrize("environment", [Three, Plain, agent])
+def test_turns_and_their_rewards(environment: Any) -> None:
+    episodes, engine = played(environment, say, count=5)
     tokenizer = tokenizer_of(NAME)
     for i, one in enumerate(episodes):
         assert (one.ended, one.tries, one.fault) == ("done", 1, None)
@@ -58,7 +58,7 @@ def test_a_turn_draws_by_its_row_and_number() -> None:
 def test_each_request_goes_on_from_what_was_there() -> None:
     _, engine = played(Three, say)
     first, second, third = engine.requests
-    assert all(request.keep for request in engine.requests)
+    assert all(request.retain_cache for request in engine.requests)
     assert second.ids[: len(first.ids)] == first.ids
     assert third.ids[: len(second.ids)] == second.ids
 
@@ -84,7 +84,7 @@ def test_one_that_waits_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_world_that_hangs_is_ended(plain: bool) -> None:
+def test_a_environment_that_hangs_is_ended(plain: bool) -> None:
     freed = threading.Event()
 
     class Hangs(Environment):
@@ -111,7 +111,7 @@ def test_a_world_that_hangs_is_ended(plain: bool) -> None:
     assert [one.ended for one in episodes] == ["done", "failed", "done"]
     assert episodes[1].tries == 2
     assert str(episodes[1].fault) == (
-        "the episode of row 'row-1' failed after 1 answers, in try 2: its world took more than 0.3 s; expected a "
+        "the episode of row 'row-1' failed after 1 answers, in try 2: its environment took more than 0.3 s; expected a "
         "reply within that time: mend what takes so long, or allow more: Interact(timeout=...)"
     )
 
@@ -226,7 +226,7 @@ class TestTools:
         assert reply.startswith("error: ") and told in reply
         assert (one.ended, one.chat.tool_errors) == ("done", 1)
 
-    def test_a_tool_that_raises_is_a_fault_of_the_world(self) -> None:
+    def test_a_tool_that_raises_is_a_fault_of_the_environment(self) -> None:
         def broken(a: int) -> int:
             raise ValueError(f"no {a}")
 

@@ -14,8 +14,8 @@ import pytest
 
 from flowrl.core.operators import references
 from flowrl.episodes import Environment, Toolbox
-from flowrl.episodes.play import Played
-from flowrl.episodes.processes import Process, call_tool, close_world_servers, reference_of, world_server
+from flowrl.episodes.play import EpisodeResult
+from flowrl.episodes.processes import Process, call_tool, close_environment_servers, environment_server, reference_of
 from flowrl.errors import EpisodeError, ParameterError
 from flowrl.operators import Interact
 from flowrl.workers.fork_server import ForkServer
@@ -133,26 +133,31 @@ def picky(a: int) -> int:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("user") / "worlds.py"
+    path = tmp_path_factory.mktemp("user") / "environments.py"
     path.write_text(WORLDS)
     yield path
-    close_world_servers()
+    close_environment_servers()
 
 
-def apart(file: Path, name: str, count: int = 1, seconds: float = 60.0, tries: int = 1) -> list[Played]:
-    """Episodes of a world of the file, in processes."""
+def apart(file: Path, name: str, count: int = 1, seconds: float = 60.0, tries: int = 1) -> list[EpisodeResult]:
+    """Episodes of an environment of the file, in processes."""
     for noted in file.parent.glob("*[!y]"):
         if noted.is_file():
             noted.unlink()
-    world = references.resolve(f"{file}:{name}")
+    environment = references.resolve(f"{file}:{name}")
     return played(
-        world, lambda name, turn: f"says {turn}", count=count, seconds=seconds, tries=tries, server=server_for(file)
+        environment,
+        lambda name, turn: f"says {turn}",
+        count=count,
+        seconds=seconds,
+        tries=tries,
+        server=server_for(file),
     )[0]
 
 
 def server_for(file: Path) -> ForkServer:
     """One for all that is in the file."""
-    return world_server((f"{file}:Counts",))
+    return environment_server((f"{file}:Counts",))
 
 
 def noted(file: Path, name: str) -> list[str]:
@@ -180,7 +185,7 @@ def test_one_that_hangs_is_killed_with_all_that_it_started_and_tried_again(file:
 @pytest.mark.parametrize(
     ("name", "seconds", "said"),
     [
-        ("Blocks", 1.0, "its world took more than 1 s"),
+        ("Blocks", 1.0, "its environment took more than 1 s"),
         ("Crashes", 60.0, "the process that it lives in has ended: it crashed, was killed, or left"),
         ("Leaves", 60.0, "SystemExit: 3 (at "),
         ("Raises", 60.0, "KeyError: 'planted' (at "),
@@ -213,7 +218,7 @@ def test_random_numbers_go_by_row_and_try(file: Path) -> None:
 
 
 class TestTools:
-    def called(self, file: Path, name: str, arguments: str, **settings: Any) -> Played:
+    def called(self, file: Path, name: str, arguments: str, **settings: Any) -> EpisodeResult:
         tool = references.resolve(f"{file}:{name}")
         call = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
         box = Toolbox([tool], "hermes", partial(call_tool, server_for(file)))
@@ -242,7 +247,7 @@ class TestServer:
     def test_what_cannot_be_imported_is_said(self, tmp_path: Path) -> None:
         (tmp_path / "broken.py").write_text("import os\nraise OSError('planted')\n")
         with pytest.raises(EpisodeError, match=r"could not be started .*broken\.py:2 raises OSError.*processes=False"):
-            world_server((f"{tmp_path}/broken.py:World",))
+            environment_server((f"{tmp_path}/broken.py:Environment",))
 
     def test_after_one_has_ended_another_is_started(self, file: Path) -> None:
         server = server_for(file)

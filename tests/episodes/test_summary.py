@@ -1,4 +1,4 @@
-"""`account`: who said what, what it was worth and how it ended, as JSON-able data."""
+"""`summarize`: who said what, what it was worth and how it ended, as JSON-able data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from flowrl.episodes.chat import Chat
 from flowrl.episodes.environment import Answer, Environment, Reply, Row
-from flowrl.episodes.summary import account
+from flowrl.episodes.summary import summarize
 from tests.episodes.scripted import played
 
 
@@ -31,9 +31,9 @@ class Breaks(Counts):
         return await super().step(answer)
 
 
-def of(world: Any, **settings: Any) -> dict[str, Any]:
-    (episode,), _ = played(world, lambda name, turn: f"says {turn}", **settings)
-    found: dict[str, Any] = json.loads(json.dumps(account(episode)))
+def of(environment: Any, **settings: Any) -> dict[str, Any]:
+    (episode,), _ = played(environment, lambda name, turn: f"says {turn}", **settings)
+    found: dict[str, Any] = json.loads(json.dumps(summarize(episode)))
     return found
 
 

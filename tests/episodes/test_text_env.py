@@ -1,4 +1,4 @@
-"""What worlds of other makers share: what is seen in words, and the seed of a row."""
+"""What environments of other makers share: what is seen in words, and the seed of a row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.episodes.text_env import InWords, package
+from flowrl.episodes.text_env import TextEnvironment, package
 from flowrl.errors import DefinitionError, EpisodeError
 from tests.episodes.scripted import row
 
@@ -19,8 +19,8 @@ def test_a_row_has_the_seed_of_its_group_or_of_the_data() -> None:
 
 
 def test_what_is_no_text_has_to_be_told() -> None:
-    with pytest.raises(EpisodeError, match=r"InWords observes .*int.*define in it tell\(self, seen\)"):
-        InWords().tell(3)
+    with pytest.raises(EpisodeError, match=r"TextEnvironment observes .*int.*define in it tell\(self, seen\)"):
+        TextEnvironment().tell(3)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_what_is_no_text_has_to_be_told() -> None:
     ],
 )
 def test_what_is_seen_at_first_stands_behind_the_prompt(messages: Any, expected: Any) -> None:
-    assert InWords().opening(row(0)._replace(messages=messages), "seen") == expected
+    assert TextEnvironment().opening(row(0)._replace(messages=messages), "seen") == expected
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra() -> None:

@@ -1,4 +1,4 @@
-"""Environments of verifiers as worlds, played by a policy that follows a script."""
+"""Environments of verifiers as environments, played by a policy that follows a script."""
 
 from __future__ import annotations
 

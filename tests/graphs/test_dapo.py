@@ -18,7 +18,7 @@ def test_it_is_grpo_but_for_what_the_paper_changes() -> None:
     dapo = graphs.dapo(exact, n=8, max_new_tokens=100)
     lines = str(graphs.grpo(exact, n=8, max_new_tokens=100, kl_coef=0.0).diff(dapo)).splitlines()[1:]
     assert [line for line in lines if " <- " not in line or line[0] != "~"] == [
-        "+ collect: Collect(keep=Spread(least=0.0), groups=32)  <- reward, generate, repeat",
+        "+ collect: Collect(predicate=Spread(least=0.0), groups=32)  <- reward, generate, repeat",
         "+ overlong_penalty: OverlongPenalty(most=100, buffer=20)  <- collect",
         "+ mask_overlong: MaskOverlong(most=99)  <- collect",
         "~ update_actor.loss.clip_high: None -> 0.28",
@@ -30,7 +30,7 @@ def test_settings_go_where_they_belong() -> None:
     graph = graphs.dapo(
         exact, groups=4, n=3, max_new_tokens=50, overlong_buffer=7, clip=0.1, clip_high=0.3, kl_coef=0.5, mini_batch=6
     )
-    assert graph["collect"].operator.keep == Spread() and graph["collect"].operator.groups == 4
+    assert graph["collect"].operator.predicate == Spread() and graph["collect"].operator.groups == 4
     assert graph["overlong_penalty"].operator == OverlongPenalty(50, 7)
     assert graph["mask_overlong"].operator == MaskOverlong(49)
     update = graph["update_actor"].operator
@@ -56,7 +56,7 @@ def test_a_step_trains_on_what_was_not_cut_off(tiny: str) -> None:
     job = job_of("dapo", tiny, nearly, n=5, groups=1, max_new_tokens=20, overlong_buffer=10)
     steps = walk(job.graph, **job.build(0))
     steps.sync()
-    result = steps.step(PROMPTS, 0, keep=["collect", "overlong_penalty", "mask_overlong"])
+    result = steps.step(PROMPTS, 0, return_nodes=["collect", "overlong_penalty", "mask_overlong"])
     raw, shaped = (result.columns[name]["token_level_scores"] for name in ("collect", "overlong_penalty"))
     mask, trained = (result.columns[name]["response_mask"] for name in ("collect", "mask_overlong"))
     lengths, found = mask.sum(1), result.metrics.compute()

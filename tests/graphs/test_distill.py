@@ -61,7 +61,7 @@ def test_a_token_s_advantage_is_what_the_teacher_makes_of_it(tiny: str, teacher:
     engines = job.build(0)
     steps = walk(job.graph, **engines)
     steps.sync()
-    kept = steps.step(PROMPTS, 0, keep=list(job.graph.nodes)).columns
+    kept = steps.step(PROMPTS, 0, return_nodes=list(job.graph.nodes)).columns
     mask = kept["generate"].columns["response_mask"]
     old, marks = kept["old_log_prob"].columns["old_log_probs"], kept["teacher_log_prob"].columns["ref_log_prob"]
     expected = torch.where(mask, marks.double() - old.double(), 0.0)

@@ -24,16 +24,16 @@ def test_a_filter_that_leaves_nothing_out_is_refused() -> None:
 
 def test_raft_imitates_the_best_answer() -> None:
     graph = graphs.raft(exact, best=2, n=4, temperature=0.7)
-    assert graph["filter"].operator.keep == Ranked(2) and graph["update_actor"].operator.loss == NLL()
+    assert graph["filter"].operator.predicate == Ranked(2) and graph["update_actor"].operator.loss == NLL()
     assert "group_advantage" not in graph.nodes and set(graph.roles()) == {"rollout", "actor"}
     assert graph["generate"].operator.temperature == 0.7
 
 
 def test_pf_ppo_is_ppo_on_both_ends_of_each_group() -> None:
     graph = graphs.pf_ppo(exact, n=6, best=2, worst=1, lam=0.9)
-    assert graph["filter"].operator.keep == Ranked(2, 1)
+    assert graph["filter"].operator.predicate == Ranked(2, 1)
     added = [line for line in str(graphs.ppo(exact, n=6, lam=0.9).diff(graph)).splitlines()[1:] if line[0] != "~"]
-    assert added == ["+ filter: Filter(keep=Ranked(best=2, worst=1))  <- reward, generate, repeat"]
+    assert added == ["+ filter: Filter(predicate=Ranked(best=2, worst=1))  <- reward, generate, repeat"]
 
 
 @pytest.mark.parametrize(("name", "kept"), [("raft", 1), ("pf_ppo", 2)])
@@ -41,7 +41,7 @@ def test_so_many_rows_of_each_prompt_go_on(name: str, kept: int, tiny: str) -> N
     job = job_of(name, tiny, digits, n=4)
     steps = walk(job.graph, **job.build(0))
     steps.sync()
-    result = steps.step(PROMPTS, 0, keep=["reward", "filter"])
+    result = steps.step(PROMPTS, 0, return_nodes=["reward", "filter"])
     all_scores = result.columns["reward"]["token_level_scores"].sum(1).view(3, 4)
     passed = result.columns["filter"]["response_mask"]
     assert len(passed) == 3 * kept

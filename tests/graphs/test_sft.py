@@ -81,7 +81,7 @@ def test_grpo_beside_sft_updates_twice_and_syncs_last(tiny: str, tmp_path: Path)
     graph = grpo_sft(digits, n=3, max_new_tokens=5)
     order = [node.name for node in Plan(graph).order]
     assert order.index("update_actor") < order.index("imitate") < order.index("sync")
-    assert graph["imitate"].operator == UpdateActor(NLL(), off_policy=1).named("imitate")
+    assert graph["imitate"].operator == UpdateActor(NLL(), prior_updates=1).named("imitate")
     job = bound(graph, tiny)
     engines = job.build(0)
     steps, before = walk(job.graph, **engines), weights_of(engines["actor"])
@@ -99,8 +99,8 @@ def test_grpo_beside_sft_updates_twice_and_syncs_last(tiny: str, tmp_path: Path)
 def test_a_second_update_that_does_not_say_so_is_refused(tiny: str) -> None:
     graph = grpo_sft(exact)
     assert graph.check(prompts=8) == []
-    with pytest.raises(RuleError, match="off_policy=1"):
-        bound(graph.edit(set={"imitate.off_policy": 0}), tiny).refuse_unready()
+    with pytest.raises(RuleError, match="prior_updates=1"):
+        bound(graph.edit(set={"imitate.prior_updates": 0}), tiny).refuse_unready()
 
 
 def test_rows_that_a_policy_has_sampled_must_still_be_its_own(tiny: str, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_rows_that_a_policy_has_sampled_must_still_be_its_own(tiny: str, tmp_pat
     mixed = torch.tensor([-1, 1, 0, -1])
     with pytest.raises(StalePolicyError, match=r"1 of 4 rows .*row 2 carries policy_version 0, the actor is at 1"):
         UpdateActor(NLL(), actor=actor)(batch._replace(policy_version=mixed), key=KEY)
-    UpdateActor(NLL(), off_policy=1, actor=actor)(batch._replace(policy_version=mixed), key=KEY)
+    UpdateActor(NLL(), prior_updates=1, actor=actor)(batch._replace(policy_version=mixed), key=KEY)
 
 
 @pytest.mark.parametrize("changed", [{"beta": 0.3}, {"label_smoothing": 0.2}])

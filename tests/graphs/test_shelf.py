@@ -87,7 +87,7 @@ def test_remax_takes_the_greedy_answer_s_score_from_what_is_still_to_come(tiny: 
     job = job_of("remax", tiny, digits, n=2, kl_coef=0.1)
     steps = walk(job.graph, **job.build(0))
     steps.sync()
-    kept = steps.step(PROMPTS, 0, keep=list(job.graph.nodes)).columns
+    kept = steps.step(PROMPTS, 0, return_nodes=list(job.graph.nodes)).columns
     rewards, mask = kept["kl_shape"].columns["token_level_rewards"].double(), kept["generate"].columns["response_mask"]
     found = kept["subtract_baseline"].columns["advantages"]
     texts = kept["greedy"].columns["response_text"]

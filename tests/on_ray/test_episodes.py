@@ -37,7 +37,7 @@ class Longer(Environment):
 
 
 def settled(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """`numbers`, without how long worlds were waited for."""
+    """`numbers`, without how long environments were waited for."""
     return [{key: value for key, value in one.items() if key != "episodes/waiting"} for one in numbers(records)]
 
 
@@ -77,15 +77,15 @@ def test_episodes_are_those_of_one_process(
     )
     assert here == there and len(here) == 8
     for folder, count in (("local", 1), ("ray", ranks)):
-        assert lane_of_worlds(Timeline.load(tmp_path / folder / "trace.json")) == count
+        assert lane_of_environments(Timeline.load(tmp_path / folder / "trace.json")) == count
 
 
-def lane_of_worlds(trace: Timeline) -> int:
-    """At how many places a trace shows that worlds were waited for, which is beside each rank of the node."""
-    worlds = [span for span in trace.spans if span.kind == "world"]
+def lane_of_environments(trace: Timeline) -> int:
+    """At how many places a trace shows that environments were waited for, which is beside each rank of the node."""
+    environments = [span for span in trace.spans if span.kind == "environment"]
     places = {span.place for span in trace.spans if span.name == "interact"}
-    assert {span.place for span in worlds} == {f"{place}: worlds" for place in places}
-    assert {span.step for span in worlds} == {0, 1}
-    assert "interact: some wait for their worlds" in {span.name for span in worlds}
-    assert idle(trace.spans).keys().isdisjoint(span.place for span in worlds)
+    assert {span.place for span in environments} == {f"{place}: environments" for place in places}
+    assert {span.step for span in environments} == {0, 1}
+    assert "interact: some wait for their environments" in {span.name for span in environments}
+    assert idle(trace.spans).keys().isdisjoint(span.place for span in environments)
     return len(places)

@@ -133,7 +133,7 @@ def test_nothing_from_before_a_failover_returns(tiny: str, tmp_path: Path, monke
     job = job.edit(bind={"rollout": Counting(desk=str(desk.folder), folder=tiny)})
     with leaves_nothing() as processes, job.open(seed=5) as executor:
         runner, ids = executor.runner, process_ids(executor)
-        mend, secure, launch = runner.mend, runner.secure, runner.launch
+        recover, secure, launch = runner.recover, runner.secure, runner.launch
         [engine], [ref] = map(runner.hosts.ranks, ("rollout", "ref"))
 
         def lose(host: Any) -> None:
@@ -156,7 +156,7 @@ def test_nothing_from_before_a_failover_returns(tiny: str, tmp_path: Path, monke
             return secure(node, outputs)
 
         def mended(error: Any) -> None:
-            mend(error)
+            recover(error)
             desk.release(held[-1])
 
         executor.sync()

@@ -19,7 +19,7 @@ from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.carriers import GlooCarrier
 from flowrl.sync.group import TransferGroup
 from flowrl.sync.probe import Probe
-from flowrl.sync.wanted import Wanted
+from flowrl.sync.wanted import WeightSelection
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.on_ray.toys import Desk, ToyTrainer, ToyTrainerEngine, kill_blocked, toy_job
 from tests.support.jobs import prompt_batch, proto
@@ -47,7 +47,7 @@ def test_a_stream_has_the_bits_of_the_object_store(tiny: str, tmp_path: Path, mo
     with leaves_nothing() as processes, GRAPH.bind(**bindings, place=Split(2, 1)).open(seed=3) as executor:
         processes += process_ids(executor).values()
         assert len({seat.node for seat in executor.runner.hosts.seats.values()}) == 3
-        wanted = Wanted("weights", None, Probe([[9, 20], [12]], [[33, 41, 7], [8, 30, 31]]))
+        wanted = WeightSelection("weights", None, Probe([[9, 20], [12]], [[33, 41, 7], [8, 30, 31]]))
         exported = executor.runner.hosts.ask_role("actor", "test", "export", "actor", wanted, 20_000)[0]
         scored = wanted.probe.score(TorchScorer(tiny, device="cpu").build(EngineBuilder({}, seed=0)))
         assert exported.origin.scores == pytest.approx(scored, abs=1e-5)

@@ -184,14 +184,14 @@ def test_two_fsdp_ranks_agree_with_one_process(
     with fsdp_job(algorithm, tiny, 1, optimizer, None, fate).open(seed=1) as executor:
         executor.sync()
         keep = tuple(executor.plan.graph.nodes)
-        local = executor.step(batch, 0, keep=keep)
+        local = executor.step(batch, 0, return_nodes=keep)
         executor.save_pretrained("actor", str(tmp_path / "local"))
     with leaves_nothing() as processes:
         with fsdp_job(algorithm, tiny, 2, optimizer, replace(place, restart="role"), fate).open(seed=1) as executor:
             before = process_ids(executor)
             processes += before.values()
             executor.sync()
-            remote = executor.step(batch, 0, keep=keep)
+            remote = executor.step(batch, 0, return_nodes=keep)
             executor.save_pretrained("actor", str(tmp_path / "ray"))
             receipt = remote.values["sync"]["receipt"]
             actors = [plan for plan in executor.runner.hosts.processes if "actor" in plan.roles]

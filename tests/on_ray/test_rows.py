@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 class Longer(Operator):
     """Of two answers to a prompt, the longer."""
 
-    fresh: ClassVar[tuple[str, ...]] = ("response",)
+    new_axes: ClassVar[tuple[str, ...]] = ("response",)
 
     def __call__(self, first: RolloutBatch, second: Widths[RolloutBatch, "second"]) -> RolloutBatch:
         one, other = (DataProto(batch._asdict()) for batch in (first, second))
@@ -54,7 +54,7 @@ class Longer(Operator):
 class Demos(Operator):
     """Two rows that are wider than any answer."""
 
-    fresh: ClassVar[tuple[str, ...]] = ("batch", "prompt")
+    new_axes: ClassVar[tuple[str, ...]] = ("batch", "prompt")
 
     def __call__(self, prompts: c.Prompts) -> RolloutBatch:
         return rollout_batch(prompt_batch([[7, 8, 9], [7]]), [[8] * 9, [30] * 4])
@@ -112,7 +112,7 @@ def test_what_passes_a_filter_is_the_same_and_shared_out_unevenly(tiny: str, tmp
 
 def collected(executor: Any, stream: Any, steps: int, keep: tuple[str, ...]) -> list[Any]:
     executor.sync()
-    return list(executor.run(lambda step: stream.next(3), range(steps), keep=keep, more=stream.next))
+    return list(executor.run(lambda step: stream.next(3), range(steps), return_nodes=keep, more=stream.next))
 
 
 def test_groups_are_collected_in_the_same_rounds_from_the_same_prompts(tiny: str, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_groups_are_collected_in_the_same_rounds_from_the_same_prompts(tiny: str
 
         killers: list[Any] = []
         executor.sync()
-        results = list(executor.run(lambda step: streams[2].next(3), range(2), keep=keep, more=more))
+        results = list(executor.run(lambda step: streams[2].next(3), range(2), return_nodes=keep, more=more))
         killers[0].join()
         processes += process_ids(executor).values()
     refuse_difference(local, results)

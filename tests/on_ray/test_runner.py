@@ -50,7 +50,7 @@ def graph_of(algorithm: str) -> Any:
 
 def run(executor: Any, rows: int, steps: int, keep: tuple[str, ...] = ()) -> list[Any]:
     executor.sync()
-    return [executor.step(proto(prompt_batch(PROMPTS[:rows])), step, keep=keep) for step in range(steps)]
+    return [executor.step(proto(prompt_batch(PROMPTS[:rows])), step, return_nodes=keep) for step in range(steps)]
 
 
 def same(a: DataProto, b: DataProto) -> None:
@@ -123,7 +123,7 @@ def test_traffic_is_what_nodes_read(tiny: str, tmp_path: Path, caplog: pytest.Lo
         keep = tuple(graph.nodes)
         executor.sync()
         executor.runner.traffic = Traffic()
-        result = executor.step(proto(prompt_batch(PROMPTS[:4])), 0, keep=keep)
+        result = executor.step(proto(prompt_batch(PROMPTS[:4])), 0, return_nodes=keep)
         fetched, driver = executor.runner.traffic.hosts, executor.runner.traffic.driver
         made = {
             (node, name): pack(column).nbytes

@@ -109,7 +109,7 @@ def of_several_versions(step: int, result: StepResult, node: str, folder: Path) 
 
 
 def test_each_token_of_an_episode_is_of_the_version_that_it_bears(tiny: str, data: str, tmp_path: Path) -> None:
-    """Over three turns, between which worlds answer; whether weights change under one is up to the clock."""
+    """Over three turns, between which environments answer; whether weights change under one is up to the clock."""
     correction = After("group_advantage", RolloutCorrection("token", "truncate", high=2.0))
     episodes = Interact(Longer, max_turns=3, context=250, max_new_tokens=40)
     job = job_of("grpo", tiny, optimizer=AdamW(lr=2e-4), n=2).edit(
@@ -124,7 +124,7 @@ def test_each_token_of_an_episode_is_of_the_version_that_it_bears(tiny: str, dat
         processes += process_ids(executor).values()
         executor.sync()
         executor.save_pretrained("actor", tmp_path / "0")
-        found = executor.run(lambda step: stream.next(PROMPTS), range(steps), lag=LAG, keep=["interact"])
+        found = executor.run(lambda step: stream.next(PROMPTS), range(steps), lag=LAG, return_nodes=["interact"])
         for step, result in enumerate(found):
             executor.save_pretrained("actor", tmp_path / str(step + 1))
             of_several_versions(step, result, "interact", tmp_path)

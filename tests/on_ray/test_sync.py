@@ -30,7 +30,7 @@ from flowrl.records import Receipt
 from flowrl.run.training.job import Job
 from flowrl.sync.digest import weights_digest
 from flowrl.sync.received import Origin
-from flowrl.sync.wanted import Wanted
+from flowrl.sync.wanted import WeightSelection
 from tests.on_ray.leftovers import leaves_nothing, process_ids
 from tests.support.jobs import job_of, prompt_batch, proto
 from tests.support.rewards import digits
@@ -82,12 +82,12 @@ def damaged(sent: Export, what: str) -> Export:
 
 def refuse_other_exports(executor: Any, held: dict[str, Any]) -> None:
     """What is exported fills buckets, and is rounded before if the engine is coarser."""
-    sent = executor.runner.hosts.ask_role("actor", "test", "export", "actor", Wanted(), BUCKET)[0]
+    sent = executor.runner.hosts.ask_role("actor", "test", "export", "actor", WeightSelection(), BUCKET)[0]
     sizes = [[raw.nbytes for *_, raw in ray.get(bucket)] for bucket in sent.buckets]
     assert len(sizes) > 5
     assert all(sum(bucket) <= BUCKET or len(bucket) == 1 for bucket in sizes)
 
-    arguments = ("actor", Wanted(rounds_to=torch.bfloat16), BUCKET)
+    arguments = ("actor", WeightSelection(rounds_to=torch.bfloat16), BUCKET)
     rounded = executor.runner.hosts.ask_role("actor", "test", "export", *arguments)[0]
     halved = {name: tensor.bfloat16() if tensor.ndim > 1 else tensor for name, tensor in held.items()}
     assert (rounded.nbytes, rounded.digest) == (

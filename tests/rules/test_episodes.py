@@ -1,4 +1,4 @@
-"""Rules about episodes: each fires on a world that breaks it, and on none of its neighbours."""
+"""Rules about episodes: each fires on an environment that breaks it, and on none of its neighbours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flowrl.episodes import Answer, Chat, Environment, Reply, Row
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import Interact, OverlongPenalty
-from flowrl.rules.environment_source import WorldSource, blocks, changed_by_all
+from flowrl.rules.environment_source import EnvironmentSource, blocks, changed_by_all
 from tests.rules.findings import found, mended, the_message
 from tests.support.kernel import exact
 
@@ -77,25 +77,27 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def played(world: Any, pays: bool = True, base: Any = grpo, **settings: Any) -> Graph:
-    """A graph of episodes, rewarded by their world or by a function."""
+def played(environment: Any, pays: bool = True, base: Any = grpo, **settings: Any) -> Graph:
+    """A graph of episodes, rewarded by their environment or by a function."""
     settings = {"max_turns": 3, "context": 300, "max_new_tokens": 16, **settings}
-    edited: Graph = base(exact).edit(replace={"generate": Interact(world, **settings)}, drop=["reward"] if pays else [])
+    edited: Graph = base(exact).edit(
+        replace={"generate": Interact(environment, **settings)}, drop=["reward"] if pays else []
+    )
     return edited
 
 
 class TestPaidIsHeard:  # FR033
-    @pytest.mark.parametrize("world", [Pays, PaysAtOnce, scores, rewards])
+    @pytest.mark.parametrize("environment", [Pays, PaysAtOnce, scores, rewards])
     @pytest.mark.parametrize("base", [grpo, ppo])
-    def test_a_reward_function_in_the_place_of_a_world_that_pays(self, world: Any, base: Any) -> None:
-        graph = played(world, pays=False, base=base)
+    def test_a_reward_function_in_the_place_of_a_environment_that_pays(self, environment: Any, base: Any) -> None:
+        graph = played(environment, pays=False, base=base)
         assert found(graph) == [("FR033", "interact")]
         assert "those of reward alone" in the_message(graph, "FR033")
-        assert found(mended(graph)) == found(played(world, base=base)) == []
+        assert found(mended(graph)) == found(played(environment, base=base)) == []
 
-    @pytest.mark.parametrize("world", [Silent, asks, hands_on])
-    def test_a_world_that_does_not_plainly_pay(self, world: Any) -> None:
-        assert found(played(world, pays=False)) == []
+    @pytest.mark.parametrize("environment", [Silent, asks, hands_on])
+    def test_a_environment_that_does_not_plainly_pay(self, environment: Any) -> None:
+        assert found(played(environment, pays=False)) == []
 
     def test_both_may_count(self) -> None:
         graph = played(Pays).edit(insert={"overlong": After("interact", OverlongPenalty(most=40, buffer=8))})
@@ -103,12 +105,12 @@ class TestPaidIsHeard:  # FR033
 
 
 class TestSomebodyPays:  # FR034
-    @pytest.mark.parametrize("world", [Silent, asks])
-    def test_nobody(self, world: Any) -> None:
-        graph = played(world)
+    @pytest.mark.parametrize("environment", [Silent, asks])
+    def test_nobody(self, environment: Any) -> None:
+        graph = played(environment)
         assert found(graph) == [("FR034", "interact")]
         assert "Reply(..., reward=1.0)" in the_message(graph, "FR034") and "Reward(fn)" in the_message(graph, "FR034")
-        assert found(played(world, pays=False)) == []
+        assert found(played(environment, pays=False)) == []
 
     def test_tools_alone_pay_nothing(self) -> None:
         assert found(played(None, tools=[add])) == [("FR034", "interact")]
@@ -122,8 +124,8 @@ class TestSomebodyPays:  # FR034
             async def step(self, answer: Answer) -> Reply:
                 return Reply(**{"done": True})
 
-        for world in (hands_on, Inherits, Maker):
-            assert found(played(world)) == []
+        for environment in (hands_on, Inherits, Maker):
+            assert found(played(environment)) == []
 
 
 class TestOwnWorld:  # FR035
@@ -181,11 +183,11 @@ class TestOwnWorld:  # FR035
                 time.sleep(0.0)
                 return Reply(reward=1.0)
 
-        together, apart = (WorldSource.of(Adds, (), apart=apart) for apart in (False, True))
+        together, apart = (EnvironmentSource.of(Adds, (), apart=apart) for apart in (False, True))
         assert list(changed_by_all(together)) and list(blocks(together)) and together.pays
         assert not list(changed_by_all(apart)) and not list(blocks(apart)) and apart.pays
 
-    def test_a_graph_whose_worlds_are_apart(self) -> None:
+    def test_a_graph_whose_environments_are_apart(self) -> None:
         """By what it is made of; that these do go on apart is in tests/episodes/test_processes.py."""
         for apart, rules in ((False, ["FR035", "FR035", "FR036", "FR036"]), (True, ["FR036"])):
             graph = played(AddsToAll, tools=[walks_a_maze, waits_here], processes=apart)
@@ -305,8 +307,8 @@ class TestToolsAreCalled:  # FR037
         graph = played(scores, tools=[add])
         assert found(graph) == [("FR037", "interact")] and found(mended(graph)) == []
         assert "chat.answer_by_tools()" in the_message(graph, "FR037")
-        for world in (Pays, hands_on, helped_by_tools):
-            assert found(played(world, tools=[add])) == []
+        for environment in (Pays, hands_on, helped_by_tools):
+            assert found(played(environment, tools=[add])) == []
 
 
 async def helped_by_tools(chat: Chat, row: Row) -> float:
@@ -357,10 +359,10 @@ class TestPlacedOnTheMask:  # FR039
 
 
 class TestReferences:
-    """A world that a graph names by its file is read, and never run."""
+    """An environment that a graph names by its file is read, and never run."""
 
-    def test_worlds_of_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "worlds.py").write_text(
+    def test_environments_of_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "environments.py").write_text(
             "import time\nfrom flowrl.episodes import Environment, Reply\nfrom others import Other\n"
             "class Sleeps(Environment):\n    async def step(self, answer):\n"
             "        time.sleep(1)\n        return Reply()\n"
@@ -368,9 +370,9 @@ class TestReferences:
             "async def agent(chat, row):\n    return 1.0\n"
         )
         monkeypatch.chdir(tmp_path)
-        assert found(played("worlds.py:Sleeps")) == [("FR034", "interact"), ("FR036", "interact")]
-        assert found(played("worlds.py:Derived")) == found(played("worlds.py:agent")) == []
-        assert found(played("worlds.py:agent", pays=False)) == [("FR033", "interact")]
+        assert found(played("environments.py:Sleeps")) == [("FR034", "interact"), ("FR036", "interact")]
+        assert found(played("environments.py:Derived")) == found(played("environments.py:agent")) == []
+        assert found(played("environments.py:agent", pays=False)) == [("FR033", "interact")]
 
     def test_where_there_is_no_source_nothing_is_found(self) -> None:
         made: dict[str, Any] = {}

@@ -127,7 +127,7 @@ class TestOneStepWithoutARatio:  # FR020
             ({"update_actor.ppo_epochs": 2}, "with ppo_epochs=2 it"),
             ({"update_actor.mini_batch": 4}, "with mini_batch=4, which is less than its 8 rows it"),
             ({"update_actor.ppo_epochs": 3, "update_actor.mini_batch": 4}, "ppo_epochs=3 and mini_batch=4,"),
-            ({"update_actor.off_policy": 1}, "with off_policy=1 it"),
+            ({"update_actor.prior_updates": 1}, "with prior_updates=1 it"),
         ],
     )
     def test_several_steps(self, several: dict[str, Any], said: str) -> None:
@@ -148,8 +148,8 @@ class TestOneStepWithoutARatio:  # FR020
         assert found(collected.edit(set={"update_actor.mini_batch": 32})) == []
 
     def test_what_needs_no_ratio(self) -> None:
-        off_policy = {"update_actor.loss": DRO(), "update_actor.aggregation": "seq-mean-token-mean"}
-        graph = grpo(exact).edit(set={**off_policy, "update_actor.kl": None, "update_actor.ppo_epochs": 4})
+        no_ratio = {"update_actor.loss": DRO(), "update_actor.aggregation": "seq-mean-token-mean"}
+        graph = grpo(exact).edit(set={**no_ratio, "update_actor.kl": None, "update_actor.ppo_epochs": 4})
         assert found(graph) == []  # off-policy by construction
         assert found(gpg(exact, ppo_epochs=2, mini_batch=4)) == []
 

@@ -104,16 +104,16 @@ def league(batch: PromptBatch, *, crossed: bool = False, old_of: str = "actor_b"
 
 
 @algorithm
-def twice(batch: PromptBatch, *, off_policy: int = 1, sync_first: bool = False, third: int | None = None) -> Any:
+def twice(batch: PromptBatch, *, prior_updates: int = 1, sync_first: bool = False, third: int | None = None) -> Any:
     """Two updates of one role in a step: towards the group's baseline, then towards the bare reward."""
     prompts = Repeat(2)(batch)
     rollout = Generate(max_new_tokens=6)(prompts)
     old, scores = OldLogProb()(rollout), Reward(digits)(rollout, prompts)
     advantages = GroupAdvantage()(scores, rollout.response_mask, prompts.uid)
     returns = ReturnToGo()(scores, rollout.response_mask)
-    again = UpdateActor(off_policy=off_policy).named("again")(rollout, old_log_probs=old, advantages=returns)
+    again = UpdateActor(prior_updates=prior_updates).named("again")(rollout, old_log_probs=old, advantages=returns)
     first = UpdateActor()(rollout, old_log_probs=old, advantages=advantages)
     if third is None:
         return Sync()(first if sync_first else again), first, again
-    last = UpdateActor(off_policy=third).named("last")(rollout, old_log_probs=old, advantages=returns)
+    last = UpdateActor(prior_updates=third).named("last")(rollout, old_log_probs=old, advantages=returns)
     return Sync()(last), first, again

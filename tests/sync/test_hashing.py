@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowrl.backends import TorchRollout, TorchTrainer
-from flowrl.backends.hosted.arrival import Arrival
+from flowrl.backends.hosted.arrival import IncomingWeights
 from flowrl.backends.hosted.base import HostedRollout
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.data.text.tokenizer import ChatTokenizer
@@ -102,7 +102,7 @@ class Hosted(HostedRollout):
     def _halt(self, caches: Caches | None) -> tuple[str, ...]:
         return ()
 
-    def _take_over(self, arrival: Arrival, caches: Caches | None) -> str:
+    def _take_over(self, arrival: IncomingWeights, caches: Caches | None) -> str:
         if not self._worker:
             self.held = {name: tensor.clone() for name, tensor in arrival.weights()}
             return "copy"

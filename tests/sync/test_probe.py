@@ -163,12 +163,12 @@ class TestOldWeights:
     @pytest.mark.parametrize("first", [True, False])
     def test_beside_other_answers_rounding_is_no_move(self, first: bool) -> None:
         """Whether the engine computed them with these scores or with those before."""
-        before = scores(0, 0)._replace(beside=first)
-        now = scores(0.0029, 0.03)._replace(beside=not first)
+        before = scores(0, 0)._replace(concurrent=first)
+        now = scores(0.0029, 0.03)._replace(concurrent=not first)
         with pytest.raises(SyncError, match=r"X scores 8 tokens as it did before, within 0\.0029, and the trainer has"):
             refuse_old_weights("X", now, before, 0.02)
         assert refuse_old_weights("X", now, before, 0.04) == before
-        followed = scores(0.0031, 0.03)._replace(beside=not first)
+        followed = scores(0.0031, 0.03)._replace(concurrent=not first)
         assert refuse_old_weights("X", followed, before, 0.02) == followed
 
     @pytest.mark.parametrize("sign", [1, -1])

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowrl.errors import SyncError
-from flowrl.protocols.protocols import Adapted, Shipped, Trainer
+from flowrl.protocols.protocols import Adapted, RemoteWeights, Trainer
 from flowrl.records import Receipt
 from flowrl.sync import ipc, stream
 from flowrl.sync.carriers import GlooCarrier
@@ -118,7 +118,7 @@ def test_a_source_stands_in_for_a_trainer(meeting: Callable[..., Ticket]) -> Non
             sender = pool.submit(send, ticket, origin, weights_of(), BUCKET)
             with ticket.open(0) as source:
                 assert isinstance(source, Adapted) == (adapter_of is not None)
-                assert isinstance(source, Shipped) and source.transport == "gloo"
+                assert isinstance(source, RemoteWeights) and source.transport == "gloo"
                 assert source.probe == probe and arithmetic(source) == torch.bfloat16
                 assert source.log_probs(probe.batch()).tolist() == [list(scores[:3]), list(scores[3:])]
                 assert source.version == 3

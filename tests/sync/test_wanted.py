@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowrl.sync.wanted import Wanted, misfit, rounded
+from flowrl.sync.wanted import WeightSelection, misfit, rounded
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ def test_what_is_not_float32_goes_as_it_is(dtype: torch.dtype) -> None:
 
 
 def test_an_adapter_goes_as_it_is() -> None:
-    assert Wanted("weights", torch.bfloat16).dtype == torch.bfloat16
-    assert Wanted("adapter_weights", torch.bfloat16).dtype is None
-    assert Wanted().dtype is None
+    assert WeightSelection("weights", torch.bfloat16).dtype == torch.bfloat16
+    assert WeightSelection("adapter_weights", torch.bfloat16).dtype is None
+    assert WeightSelection().dtype is None
 
 
 @pytest.mark.parametrize(

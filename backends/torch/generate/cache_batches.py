@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # they take seconds to import
 
 
 @dataclass
-class Cohort:
+class CacheBatch:
     """Rows that joined together: their cache, what of its columns is no padding (bool ``[row column]``), and the
     position of the next token (int64 ``[row 1]``)."""
 
@@ -31,7 +31,7 @@ class Cohort:
     position: Tensor
 
 
-class Cohorts:
+class CacheBatches:
     """The memory of a decoder; see `flowrl.backends.torch.generate.decoder.Memory`.
 
     Args:
@@ -44,7 +44,7 @@ class Cohorts:
         self._model = model
         self._known = set(inspect.signature(model.forward).parameters)
         self._cache = "cache_params" if "cache_params" in self._known else "past_key_values"
-        self._cohorts: list[Cohort] = []
+        self._cohorts: list[CacheBatch] = []
         self.computed = 0
 
     def decoding(self) -> AbstractContextManager[None]:
@@ -71,7 +71,7 @@ class Cohorts:
         chosen = torch.tensor(copies, device=device)
         cache.reorder_cache(cast(LongTensor, chosen))
         attended = attended[chosen]
-        self._cohorts.append(Cohort(cache, attended, attended.sum(1, keepdim=True)))
+        self._cohorts.append(CacheBatch(cache, attended, attended.sum(1, keepdim=True)))
         return logits[chosen]
 
     def extend(self, tokens: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Cohorts:
         self._cohorts = [cohort for cohort in self._cohorts if len(cohort.attended)]
         return order
 
-    def keep(self, row: int, ids: list[int]) -> None:
+    def retain(self, row: int, ids: list[int]) -> None:
         """Nothing: a row cannot leave its cohort with its cache."""
 
     def seal(self) -> None:

@@ -26,7 +26,7 @@ PATIENCE = 8
 
 
 class Context(NamedTuple):
-    """The tokens of a row that joins, and what `Memory.keep` gave when a row of the same request left."""
+    """The tokens of a row that joins, and what `Memory.retain` gave when a row of the same request left."""
 
     ids: list[int]
     kept: Any = None
@@ -59,7 +59,7 @@ class Memory(Protocol):
         """Let rows go. Which row each is that stays, in their new order."""
         ...
 
-    def keep(self, row: int, ids: list[int]) -> Any:
+    def retain(self, row: int, ids: list[int]) -> Any:
         """What was computed of a row whose tokens are `ids`, or None, to be given back in a `Context`."""
         ...
 
@@ -346,8 +346,8 @@ class Decoder:
             names.append(row.request.name)
             versions, how = row.versions(len(ids)), "stop" if stop else "length"
             self._responses[row.request.name] = Response(ids, log_probs, versions, cast("Any", how))
-            if row.request.keep:
-                self._kept[row.request.name] = self._memory.keep(i, [*row.request.ids, *ids])
+            if row.request.retain_cache:
+                self._kept[row.request.name] = self._memory.retain(i, [*row.request.ids, *ids])
                 if len(self._kept) > self._max_rows:
                     del self._kept[next(iter(self._kept))]
         self._leave(over)

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
-class Begin:
+class Prefill:
     """A pass over whole contexts ``[row column]``, padded on the right: each attends to what stands before it.
 
     Args:
@@ -42,7 +42,7 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Further:
+class Extend:
     """A pass over further tokens ``[row column]`` of rows that have a past; padding repeats the last one, at its place.
 
     Args:
@@ -67,7 +67,7 @@ class Further:
         return out.transpose(1, 2)
 
 
-class Next:
+class Decode:
     """A pass over one further token of every row, which are the first slots.
 
     Args:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flowrl.backends.hosted.arrival import weights_for
 from flowrl.backends.rollout import RequestEngine
 from flowrl.backends.torch.device import device_of
-from flowrl.backends.torch.generate.cache_batches import Cohorts
+from flowrl.backends.torch.generate.cache_batches import CacheBatches
 from flowrl.backends.torch.generate.decoder import Decoder, Memory
 from flowrl.backends.torch.load import Folder, FolderBackend, load_causal_lm
 from flowrl.backends.torch.lora import Adapter, LoRA, require_peft
@@ -36,14 +36,14 @@ from flowrl.errors import BindError, SyncError, type_of
 from flowrl.protocols.protocols import (
     BuildContext,
     Caches,
+    LiveWeightUpdate,
     Request,
-    Requests,
     Response,
     Rollout,
     Sampled,
     Sampling,
     Sleeper,
-    Swaps,
+    StreamingRollout,
     Trainer,
 )
 from flowrl.records import Receipt
@@ -74,7 +74,7 @@ class TorchRollout(FolderBackend):
         frozen: answer with the weights of the folder, which nothing syncs: a judge, or an opponent that stays as it is.
     """
 
-    serves = (Rollout, Requests, Swaps, Sleeper)
+    serves = (Rollout, StreamingRollout, LiveWeightUpdate, Sleeper)
     collective: ClassVar[bool] = False
 
     model: Folder | None = None
@@ -205,7 +205,7 @@ class TorchRolloutEngine(RequestEngine, Resident):
 
         with evaluating(model), torch.no_grad():
             probe, bound = probe_inputs(model, model.device, rows=2), tolerance(model.dtype)
-            cohorts = Cohorts(model)
+            cohorts = CacheBatches(model)
             refuse_other_cache(probe, model, cohorts.step, cohorts.new_cache(), self.tokenizer.folder, bound)
             return Slots(model) if suits(model, probe, bound) else cohorts
 
@@ -246,9 +246,9 @@ class TorchRolloutEngine(RequestEngine, Resident):
         return self._take_over(source)
 
     def _swap(self, source: Trainer, caches: Caches) -> Receipt:
-        """As `_sync`, under requests that are under way: with ``caches="anew"`` they join again with the next step, and
-        their contexts are computed in one forward pass; with ``"keep"`` they go on where they are."""
-        if caches == "anew":
+        """As `_sync`, with requests in flight: with ``caches="recompute"`` they join again with the next step and
+        prefill in one forward pass; with ``"reuse"`` they continue where they are."""
+        if caches == "recompute":
             self._decoder.forget()
         else:
             self._decoder.seal()

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flowrl.backends.torch.generate.decoder import Context, common, distinct
-from flowrl.backends.torch.generate.passes import Begin, Further, Next
+from flowrl.backends.torch.generate.passes import Decode, Extend, Prefill
 from flowrl.backends.torch.probes import Inputs, apart, known
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ HARMLESS = {"position_ids", "cache_position", "position_embeddings", "use_cache"
 """What layers hand to attention that it need not heed; of anything else we know too little to attend ourselves."""
 
 
-class Kept(NamedTuple):
+class RetainedSlot(NamedTuple):
     """What was computed of a row: its tokens, and their keys and values ``[layer kv_head token head_dim]``."""
 
     ids: list[int]
@@ -102,7 +102,7 @@ class Slots:
         """Forget all rows, and give their memory back."""
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
-        self._pass: Begin | Further | Next | None = None
+        self._pass: Prefill | Extend | Decode | None = None
         self._contexts: list[list[int]] = []  # what each row joined with; nothing where it is sealed
         self._lengths = np.zeros(0, dtype=np.int64)  # tokens whose KV is there
         self._positions = torch.zeros(0, dtype=torch.int64, device=self._model.device)  # the same, on the device
@@ -153,7 +153,7 @@ class Slots:
             config._attn_implementation = before
             del ALL_ATTENTION_FUNCTIONS[self._name]
 
-    def _forward(self, kind: Begin | Further | Next, ids: Tensor, positions: Tensor) -> Tensor:
+    def _forward(self, kind: Prefill | Extend | Decode, ids: Tensor, positions: Tensor) -> Tensor:
         """Logits ``[row vocab]`` after the last column of tokens ``[row column]`` at these positions."""
         self._pass = kind
         inputs = {
@@ -200,7 +200,7 @@ class Slots:
         low, top = int(self._lengths.min()), int(self._lengths.max()) + 1
         self._reserve(len(tokens), top)
         positions = self._positions
-        logits = self._forward(Next(positions, low, top), tokens[:, None], positions[:, None])
+        logits = self._forward(Decode(positions, low, top), tokens[:, None], positions[:, None])
         self._lengths += 1
         self._positions = positions + 1
         return logits
@@ -220,14 +220,14 @@ class Slots:
         self._set_lengths(self._lengths[order])
         return order
 
-    def keep(self, row: int, ids: list[int]) -> Kept | None:
+    def retain(self, row: int, ids: list[int]) -> RetainedSlot | None:
         """What was computed of a row whose tokens are `ids`, for when it comes again; None of one that was sealed."""
         if not self._contexts[row]:
             return None
         assert self._keys is not None and self._values is not None
         length = int(self._lengths[row])
         keys, values = (buffer[:, row, :, :length].clone() for buffer in (self._keys, self._values))
-        return Kept(ids[:length], keys, values)
+        return RetainedSlot(ids[:length], keys, values)
 
     def seal(self) -> None:
         """Rows that are there are of older weights now: none that joins begins as they do."""
@@ -235,7 +235,7 @@ class Slots:
 
     def _recall(self, slot: int, context: Context, there: Sequence[tuple[list[int], int]]) -> int:
         """Fill a slot with what is known of a context, from its own row or from one that is there; how many tokens."""
-        ids, kept = context.ids, cast("Kept | None", context.kept)
+        ids, kept = context.ids, cast("RetainedSlot | None", context.kept)
         if kept is not None and (length := min(common([ids, kept.ids]), len(ids) - 1)):
             if self._keys is None or self._values is None:
                 self._keys, self._values = (self._buffer(x.shape[1], x.shape[3], x.dtype) for x in kept[1:])
@@ -278,10 +278,10 @@ class Slots:
         ids, places = torch.tensor(tokens, device=device), positions.to(device)
         if not any(seen):
             last = None if int(length.min()) == columns else (length - 1).to(device)
-            return self._forward(Begin(slots, last), ids, places)
+            return self._forward(Prefill(slots, last), ids, places)
         top = int(length.max())
         mask = torch.arange(top, device=device) <= places[:, None, :, None]
-        return self._forward(Further(slots, places, top, mask), ids, places)
+        return self._forward(Extend(slots, places, top, mask), ids, places)
 
     # Buffers
 
@@ -366,7 +366,7 @@ def _tried(slots: Slots, one: list[int], two: list[int]) -> tuple[Tensor, list[l
 
     join(Context(one[:5]), Context(two[:3]), Context(one[:5]))
     extend(7, 6, 5)
-    again, kept = [*rows[1], *one[:4]], slots.keep(1, rows[1])
+    again, kept = [*rows[1], *one[:4]], slots.retain(1, rows[1])
     rows[:] = [rows[i] for i in slots.leave([0, 1])]
     join(Context(again, kept), Context(two))
     extend(1, 2, 3)

@@ -20,7 +20,7 @@ from flowrl.backends.torch.score.tiles import Entropy
 from flowrl.backends.torch.train.learner import Learner
 from flowrl.data.metrics import Metrics
 from flowrl.errors import AsleepError, BindError, ParameterError
-from flowrl.protocols.heads import Head, LastStates
+from flowrl.protocols.heads import Head, HiddenStates
 from flowrl.protocols.protocols import MiniBatch, Objective
 from flowrl.protocols.scorers import Top
 from flowrl.records import Sequences
@@ -50,7 +50,7 @@ class Residence:
         offload: bool = False,
     ) -> None:
         self._device, self._modules, self._optimizer = device, modules, optimizer
-        self.beside: Sequence[nn.Module] = ()
+        self.extra_modules: Sequence[nn.Module] = ()
         """Others that move with them."""
         self._moves = not offload and device.type != "cpu"
         self.asleep = False
@@ -81,7 +81,7 @@ class Residence:
             )
 
     def _move(self, device: torch.device) -> None:
-        for module in (*self._modules, *self.beside):
+        for module in (*self._modules, *self.extra_modules):
             module.to(device)
         if self._optimizer is not None:
             for state in self._optimizer.state.values():
@@ -233,7 +233,7 @@ class TorchScorerEngine(Resident):
             raise ParameterError(
                 f"k={k} is the whole vocabulary of {self._scorer.vocabulary} tokens, and [batch, response, vocabulary] "
                 f"is never held; expected the most likely ones, such as k={max(1, self._scorer.vocabulary // 4)}, or "
-                f"TeacherStates and FullGKD for all."
+                f"TeacherHiddenStates and FullGKD for all."
             )
         out = Top(_blank(batch, k).long(), _blank(batch, k), _blank(batch))
         self._score("top_log_probs", batch, out, lambda micro: self._scorer.top(micro, self._chunk, k))
@@ -246,7 +246,7 @@ class FrozenEngine(TorchScorerEngine):
     _head: tuple[int, FolderHead] | None = None
 
     @torch.no_grad()
-    def last_states(self, batch: Sequences) -> LastStates:
+    def last_states(self, batch: Sequences) -> HiddenStates:
         """The last hidden states, float32 ``[batch response hidden]``, and the head that makes logits of them.
 
         Ranks and errors as in `log_probs`.
@@ -260,7 +260,7 @@ class FrozenEngine(TorchScorerEngine):
         width, head = self._head
         out = _blank(batch, width)
         self._score("last_states", batch, [out], lambda micro: [self._scorer.last_states(micro)])
-        return LastStates(out, head)
+        return HiddenStates(out, head)
 
     def _find_head(self) -> tuple[int, FolderHead]:
         after, found = self._scorer.after_head, self._scorer.head()
@@ -326,7 +326,7 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
         """`batch` with the heads of other models open: they are on this engine's device while it is awake."""
         heads = {name: x for name, x in batch._asdict().items() if not isinstance(x, Tensor) and isinstance(x, Head)}
         self._heads = {head: self._heads.get(head) or head.opened(self._scorer.device) for head in heads.values()}
-        self.residence.beside = [head for head in self._heads.values() if isinstance(head, nn.Module)]
+        self.residence.extra_modules = [head for head in self._heads.values() if isinstance(head, nn.Module)]
         return batch._replace(**{name: self._heads[head] for name, head in heads.items()})
 
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:

@@ -122,13 +122,13 @@ def _head(folder: str, classifier: Any, head: str, seed: int) -> nn.Linear:
         found = {name: stored[f"score.{name}"] for name in ("weight", "bias") if f"score.{name}" in stored}
         if bool(found) != (head == "stored"):
             said = "has a head (score.weight)" if found else "has no head (score.weight in safetensors)"
-            mend = (
+            fix = (
                 "leave head='random' out"
                 if found
                 else "it would be drawn at random: name a trained reward model, or bind TorchRewardModel(folder, "
                 "head='random') to try things out"
             )
-            raise BindError(f"the folder {folder!r} {said}; {mend}.")
+            raise BindError(f"the folder {folder!r} {said}; {fix}.")
         state = {name: tensor[:].float() for name, tensor in found.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

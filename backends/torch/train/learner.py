@@ -24,7 +24,7 @@ from flowrl.backends.torch.score.rows import Budget, Rows, SequenceInputs, micro
 from flowrl.backends.torch.train.mesh import Mesh
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
-from flowrl.protocols.protocols import BuildContext, MiniBatch, Objective, Whole
+from flowrl.protocols.protocols import BuildContext, MiniBatch, Objective, WholeMiniBatch
 from flowrl.spec import Schedule, Spec
 
 Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
@@ -193,7 +193,7 @@ class TrainedSpec(FolderBackend):
     @field_validator("schedule")
     @classmethod
     def _refuse_backwards(cls, schedule: Schedule) -> Schedule:
-        if backwards := [step for step in schedule.moments() if schedule.at(step) < 0]:
+        if backwards := [step for step in schedule.sample_steps() if schedule.at(step) < 0]:
             factor = f"{schedule!r} is {schedule.at(backwards[0]):g} after {backwards[0]} optimiser steps"
             raise ValueError(f"{factor}, which would train backwards; expected at least 0")
         return schedule
@@ -290,7 +290,7 @@ class Learner:
         self,
         part: Rows,
         turns: Sequence[Tensor | None],
-        whole: Whole,
+        whole: WholeMiniBatch,
         objective: Objective[Rows],
         forward: Forward,
         metrics: Metrics,
@@ -398,14 +398,14 @@ class Learner:
 
     def save_checkpoint(self, folder: str) -> None:
         """Write what `state_dict` holds, for any number of ranks to go on from; see `checkpoint.save`."""
-        from flowrl.backends.torch import checkpoint  # here, since torch's checkpoints take half a second to import
+        from flowrl.backends.torch.train import checkpoint  # here, since torch's checkpoints take half a second to import
 
         extra = self._progress(torch.tensor([self._steps, self.version]))
         checkpoint.save(folder, self._mesh, self._names, self.optimizer, extra)
 
     def load_checkpoint(self, folder: str) -> None:
         """Go on from a checkpoint; see `checkpoint.load`."""
-        from flowrl.backends.torch import checkpoint  # as above
+        from flowrl.backends.torch.train import checkpoint  # as above
 
         progress = torch.zeros(2, dtype=torch.int64)
         extra = self._progress(progress)

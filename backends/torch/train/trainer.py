@@ -22,7 +22,7 @@ from flowrl.backends.torch.score.model import Dtype, TorchModel
 from flowrl.backends.torch.train.learner import Learner, TrainedSpec
 from flowrl.errors import BindError, type_of
 from flowrl.protocols.backend import Backend
-from flowrl.protocols.heads import StateScorer
+from flowrl.protocols.heads import HiddenStateScorer
 from flowrl.protocols.protocols import BuildContext, Checkpointed, Sleeper, Trainer
 from flowrl.protocols.scorers import LogitScorer, NormScorer
 from flowrl.spec import non_default, parameters
@@ -46,7 +46,7 @@ class TorchScorer(FolderBackend):
         offload: keep weights in CPU memory; a layer comes to the device to compute.
     """
 
-    serves = (LogitScorer, StateScorer, NormScorer, Sleeper)
+    serves = (LogitScorer, HiddenStateScorer, NormScorer, Sleeper)
 
     model: Folder | None = None
     dtype: Dtype = "float32"
@@ -116,11 +116,11 @@ class TorchTrainer(TrainedSpec):
     lora: LoRA | None = None
 
     @property
-    def first_pass_apart(self) -> str | None:
+    def why_not_fusable(self) -> str | None:
         """None, since micro-batches depend on the rows alone, and so do their log-probs: not on whether there is a
         gradient. Not said of weights that are offloaded, nor of a class derived from this."""
         if type(self) is not TorchTrainer:
-            return super().first_pass_apart
+            return super().why_not_fusable
         return (
             "nobody has compared both where weights are gathered for each pass (offload=True)" if self.offload else None
         )

@@ -87,7 +87,7 @@ def scorers(graph: Graph) -> dict[str, str]:
     return {operator.scorer: name for name, operator in operators if isinstance(operator, Scores)}
 
 
-def told(graph: Graph, optimize: bool, prompts: int | None = None) -> list[str]:
+def describe(graph: Graph, optimize: bool, prompts: int | None = None) -> list[str]:
     """For people: what is fused, what is not and why, and what that saves.
 
     Args:
@@ -154,7 +154,7 @@ def _unlike(backend: Backend | None, role: str, update: Node) -> str | None:
         return f"{role!r} is not bound, so nobody knows whether both have the same bits"
     if backend.ranks > 1 and not any(port.field == "attention_mask" for port in update.inputs):
         return f"the {backend.ranks} ranks of {role!r} are each given all rows, since nobody knows how long these are"
-    return backend.first_pass_apart
+    return backend.why_not_fusable
 
 
 def _rewritten(graph: GraphT, scorer: Node, update: Node) -> GraphT:

@@ -1,8 +1,7 @@
 """Gates: operators that let some rows through, and all columns of these rows with them.
 
-A gate has the ports of its `keep`, which decides by them, and one called ``rows`` with every column that passes. Which
-these are nobody writes down: a call or an edit leads each column through that is read behind the gate, and a graph has
-no others.
+A gate has the ports of its `predicate`, and one called ``rows`` with every column that passes. Users do not list these:
+a call or an edit leads each column through that a node downstream reads, and a graph has no others.
 """
 
 from __future__ import annotations
@@ -61,42 +60,42 @@ class Gate(_Called, Operator):
     before it by what does not come before it is led through.
 
     Args:
-        keep: an operator that writes one bool a row, from columns; it asks no engine and keeps no state.
+        predicate: an operator that writes one bool a row, from columns; it asks no engine and keeps no state.
         columns: by output, which column passes; the call and the edit fill it in.
     """
 
     _signature: ClassVar[Signature] = Signature({}, {}, {})
-    fresh: ClassVar[tuple[str, ...]] = ("batch",)
-    keep: Operator
+    new_axes: ClassVar[tuple[str, ...]] = ("batch",)
+    predicate: Operator
     columns: Mapping[str, str] = Field(default_factory=dict, repr=False, kw_only=True)
 
-    @field_validator("keep", mode="after")
+    @field_validator("predicate", mode="after")
     @classmethod
-    def _refuse_no_keep(cls, keep: Operator) -> Operator:
-        outputs = list(keep.signature.outputs.values())
+    def _refuse_no_predicate(cls, predicate: Operator) -> Operator:
+        outputs = list(predicate.signature.outputs.values())
         one = outputs[0] if len(outputs) == 1 else None
         if not isinstance(one, ColumnType) or (one.dtype, one.axes) != ("bool", ("batch",)):
-            written = ", ".join(f"{name}: {type}" for name, type in keep.signature.outputs.items())
+            written = ", ".join(f"{name}: {type}" for name, type in predicate.signature.outputs.items())
             raise ValueError(
-                f"{keep.name} writes {written}; expected one bool a row, as by `def __call__(self, ...) -> Kept`"
+                f"{predicate.name} writes {written}; expected one bool a row, as by `def __call__(self, ...) -> Kept`"
             )
-        if keep.role_uses or keep.states:
+        if predicate.role_uses or predicate.states:
             raise ValueError(
-                f"{keep.name} {'asks an engine' if keep.role_uses else 'keeps state'}, which belongs into a node of "
-                f"its own: let that node write a column, and keep by the column"
+                f"{predicate.name} {'asks an engine' if predicate.role_uses else 'keeps state'}, which belongs into a "
+                f"node of its own: let that node write a column, and keep by the column"
             )
-        if keep._when != ALWAYS:
+        if predicate._when != ALWAYS:
             raise ValueError(
-                f"{keep.name} is to run in some steps only, and it is the gate that runs; say it of the gate"
+                f"{predicate.name} is to run in some steps only, and it is the gate that runs; say it of the gate"
             )
-        if taken := {ROWS, "metrics", "round"} & keep.signature.ports.keys():
-            raise ValueError(f"{keep.name} has a port {taken.pop()!r}, as every gate has; give it another name")
-        return keep
+        if taken := {ROWS, "metrics", "round"} & predicate.signature.ports.keys():
+            raise ValueError(f"{predicate.name} has a port {taken.pop()!r}, as every gate has; give it another name")
+        return predicate
 
     @cached_property
     def signature(self) -> Signature:
-        """The ports of `keep`, and what passes; each column that passes is as wide as it is."""
-        own = self.keep.signature
+        """The ports of `predicate`, and what passes; each column that passes is as wide as it is."""
+        own = self.predicate.signature
         types = {
             name: dataclasses.replace(_type(column), own=Own(name, rows=False)) for name, column in self.columns.items()
         }
@@ -115,8 +114,8 @@ class Gate(_Called, Operator):
 
     @cached_property
     def reads(self) -> Mapping[str, Port]:
-        """The ports by which it decides: those of `keep`."""
-        return self.keep.signature.ports
+        """The ports by which it decides: those of `predicate`."""
+        return self.predicate.signature.ports
 
     @property
     def values(self) -> Mapping[str, ValueType]:
@@ -125,11 +124,11 @@ class Gate(_Called, Operator):
 
     @property
     def effects(self) -> frozenset[str]:
-        """Those of `keep`."""
-        return self.keep.effects
+        """Those of `predicate`."""
+        return self.predicate.effects
 
     @property
-    def fills(self) -> int | None:
+    def target_groups(self) -> int | None:
         """The rows that come out are those of a multiple of so many prompts; None where nobody knows beforehand."""
         return None
 
@@ -146,7 +145,7 @@ class Gate(_Called, Operator):
         """
         return 0
 
-    def when_short(self, sizes: Sequence[int]) -> str:
+    def underfill_action(self, sizes: Sequence[int]) -> str:
         """What to do where all rounds are over: ``"repeat"`` runs it once more, on what was collected.
 
         Raises:
@@ -155,7 +154,7 @@ class Gate(_Called, Operator):
         return ""
 
     def wants(self) -> Mapping[str, bool]:
-        return self.keep.wants()
+        return self.predicate.wants()
 
     def passing(self, columns: Mapping[str, str]) -> Self:
         """The same gate, with these columns by output."""
@@ -167,30 +166,30 @@ class Gate(_Called, Operator):
         Args:
             rows: a record of the columns.
             metrics, round: injected.
-            given: by port of `reads`, its column or record; and what is injected into `keep`.
+            given: by port of `reads`, its column or record; and what is injected into `predicate`.
         """
         raise NotImplementedError(f"{type(self).__name__} is a gate that does not say what passes.")
 
     def kept(self, metrics: Metrics, given: Mapping[str, Any]) -> Tensor:
-        """What `keep` says: bool ``[batch]``, on the CPU.
+        """What `predicate` says: bool ``[batch]``, on the CPU.
 
         Args:
             metrics: of the gate.
-            given: by port of `keep`, its column or record; and what is injected into it.
+            given: by port of `predicate`, its column or record; and what is injected into it.
         """
         inputs: dict[PortField, Any] = {}
-        for port in self.keep.signature.ports.values():
+        for port in self.predicate.signature.ports.values():
             value = given[port.name]
             for place in port.fields if value is not None else ():
                 inputs[place] = value if port.record is None else getattr(value, place.name)
         injected = {
-            name: metrics if cls is Metrics else given[name] for name, cls in self.keep.signature.injected.items()
+            name: metrics if cls is Metrics else given[name] for name, cls in self.predicate.signature.injected.items()
         }
 
         def supply(cls: type) -> Any:
-            return next(value for name, value in injected.items() if self.keep.signature.injected[name] is cls)
+            return next(value for name, value in injected.items() if self.predicate.signature.injected[name] is cls)
 
-        kept: Tensor = Call(self.keep, self._no_engine).run(inputs, injected, {}, supply)[0]
+        kept: Tensor = Call(self.predicate, self._no_engine).run(inputs, injected, {}, supply)[0]
         return kept.cpu()
 
     # ---- called on records
@@ -238,9 +237,9 @@ class Gate(_Called, Operator):
         return value._typed.type
 
     def _reads(self, given: Mapping[str, tuple[ColumnType, Any]]) -> dict[PortField, str]:
-        """For each field of the ports of `keep`, what it reads of what is given."""
+        """For each field of the ports of `predicate`, what it reads of what is given."""
         found: dict[PortField, str] = {}
-        wants = self.keep.in_step(0).wants()
+        wants = self.predicate.in_step(0).wants()
         for port in self.reads.values():
             if wants.get(port.name) is False or (port.optional and not wants.get(port.name)):
                 continue
@@ -278,8 +277,8 @@ def refuse_none(gate: Gate, offered: int, unit: str) -> None:
         DataError: naming what decided.
     """
     raise DataError(
-        f"{gate.name} lets none of {offered} {unit} through, so nothing is left to train on; expected {gate.keep!r} to "
-        f"keep some: ask for less, or draw more prompts a step."
+        f"{gate.name} lets none of {offered} {unit} through, so nothing is left to train on; expected "
+        f"{gate.predicate!r} to keep some: ask for less, or draw more prompts a step."
     )
 
 

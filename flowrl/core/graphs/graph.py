@@ -15,7 +15,7 @@ import networkx as nx
 from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.graphs.inference import infer
 from flowrl.core.operators.operator import Operator
-from flowrl.core.operators.operator_validation import moments, refuse_misdeclared
+from flowrl.core.operators.operator_validation import refuse_misdeclared, sample_steps
 from flowrl.core.operators.ports import PortField, Signature
 from flowrl.core.operators.roles import RoleRef
 from flowrl.core.operators.symbols import Edge, EdgeType
@@ -104,27 +104,27 @@ class Node:
     @cached_property
     def effects(self) -> frozenset[str]:
         """What its operator does, in any step, that rules look for."""
-        return frozenset().union(*(said.effects for said in moments(self.operator)))
+        return frozenset().union(*(said.effects for said in sample_steps(self.operator)))
 
     @cached_property
-    def at_first(self) -> Operator:
+    def initial_operator(self) -> Operator:
         """Its operator with plain numbers: what it says of itself by them is the same in all steps."""
-        return moments(self.operator)[0]
+        return sample_steps(self.operator)[0]
 
     @property
     def rows_factor(self) -> int:
         """How many rows go out for every row that comes in."""
-        return self.at_first.rows_factor
+        return self.initial_operator.rows_factor
 
     @property
     def row_divisors(self) -> Mapping[str, int]:
         """Parameters of its operator that must divide the number of rows."""
-        return self.at_first.row_divisors
+        return self.initial_operator.row_divisors
 
     @property
-    def behind(self) -> int:
-        """How many updates its weights may be ahead of its rows; see `Operator.behind`."""
-        return self.at_first.behind
+    def prior_updates(self) -> int:
+        """How many updates its weights may be ahead of its rows; see `Operator.prior_updates`."""
+        return self.initial_operator.prior_updates
 
     @property
     def reads(self) -> list[str]:
@@ -184,7 +184,7 @@ def _in_order(data: nx.DiGraph[str]) -> list[str]:
         ) from None
 
 
-def settled(nodes: Mapping[str, Node], sinks: Sequence[str]) -> Mapping[str, Node]:
+def prune_gates(nodes: Mapping[str, Node], sinks: Sequence[str]) -> Mapping[str, Node]:
     """The nodes that the sinks reach, with gates that let through just what is read behind them: each column under its
     own name where one of that name passes, else under those of its source and of itself. Without gates, all nodes."""
     if not any(isinstance(node.operator, Gate) for node in nodes.values()):
@@ -274,7 +274,7 @@ class Graph:
                 f"{name!r} is no name of a graph; expected letters, digits, spaces and any of _.+- (it names pictures "
                 f"and folders), such as 'grpo'."
             )
-        nodes = settled(nodes, sinks)
+        nodes = prune_gates(nodes, sinks)
         data: nx.DiGraph[str] = nx.DiGraph()
         for position, node in enumerate(nodes.values()):
             data.add_node(node.name, position=position)

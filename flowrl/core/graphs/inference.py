@@ -66,7 +66,7 @@ def infer(
         if isinstance(type, ValueType):
             outputs[output] = EdgeType(type)
             continue
-        made = (axis not in binding or operator.makes(axis) for axis in type.here)
+        made = (axis not in binding or operator.creates_axis(axis) for axis in type.here)
         axes = zip(type.here, type.axes, made, strict=True)
         identities = (f"{axis}@{name}" if new else binding[here].identity for here, axis, new in axes)
         outputs[output] = EdgeType(type, tuple(identities))
@@ -79,19 +79,19 @@ def _refuse_recut(name: str, operator: Operator, binding: Binding) -> None:
     It would fail as soon as another one is the widest, which may be in the first step or in the seventh.
     """
     for output, type in operator.signature.outputs.items():
-        if not isinstance(type, ColumnType) or not (operator.makes("batch") or type.kind == "tokens"):
+        if not isinstance(type, ColumnType) or not (operator.creates_axis("batch") or type.kind == "tokens"):
             continue
         if type.own is not None:  # it is as wide as the column that it is made of
             continue
         for axis in type.axes[1:]:
             met = {b.identity: b for here, b in binding.items() if here.rpartition(".")[2] == axis}
-            if axis in binding and len(met) > 1 and not operator.makes(axis):
+            if axis in binding and len(met) > 1 and not operator.creates_axis(axis):
                 found = " and ".join(f"{bound.field} ({bound.edge})" for bound in met.values())
-                said = (*operator.fresh, axis)
+                said = (*operator.new_axes, axis)
                 raise PortError(
                     f"{name}.{output} would be as wide as {name}.{binding[axis].field}, but {name} joins {axis} axes "
                     f"of several widths, those of {found}; let {operator.__class__.__name__} say that it makes the "
-                    f"axis anew: fresh: ClassVar = {said}."
+                    f"axis anew: new_axes: ClassVar = {said}."
                 )
 
 

@@ -30,8 +30,8 @@ class Lag(Spec):
         spans: a sync does not wait for answers of later steps that are under way: they go on with the new weights from
             one token to the next, and every token bears the version that sampled it (`token_version`).
         caches: what then becomes of the keys and values that were computed of such answers with the old weights.
-            ``"anew"`` computes them anew, so that each token is drawn by one version of the policy, as its version
-            says. ``"keep"`` saves that, and draws by new weights over old keys and values, which is the policy of no
+            ``"recompute"`` computes them anew, so that each token is drawn by one version of the policy, as its version
+            says. ``"reuse"`` saves that, and draws by new weights over old keys and values, which is the policy of no
             version.
 
     Raises:
@@ -42,13 +42,13 @@ class Lag(Spec):
 
     versions: int = Field(ge=0, strict=True)
     spans: bool = False
-    caches: Caches = "anew"
+    caches: Caches = "recompute"
 
     def __post_init__(self) -> None:
         if self.spans and not self.versions:
             raise ParameterError("Lag(0, spans=True) has nothing under way as weights change; expected Lag(1, ...).")
-        if self.caches == "keep" and not self.spans:
-            raise ParameterError("caches='keep' is of answers under which weights change; expected spans=True, too.")
+        if self.caches == "reuse" and not self.spans:
+            raise ParameterError("caches='reuse' is of answers under which weights change; expected spans=True, too.")
 
 
 def swaps(graph: Graph) -> list[str]:

@@ -75,7 +75,7 @@ def rows_per_prompt(graph: Graph, name: str) -> int:
 
 def origin(graph: Graph, edge: Edge) -> Edge:
     """Where a column was written: through gates, it only passes."""
-    while isinstance(graph[edge.node].at_first, Gate):
+    while isinstance(graph[edge.node].initial_operator, Gate):
         passed = graph[edge.node].inputs.get(PortField(ROWS, edge.output))
         if passed is None:
             break  # the gate itself writes it
@@ -85,7 +85,7 @@ def origin(graph: Graph, edge: Edge) -> Edge:
 
 def last_gate(graph: Graph, name: str) -> Gate | None:
     """The gate through which the rows of a node came last; None where all come that were drawn."""
-    line = [graph[other].at_first for other in graph.nodes if other in graph.ancestors(name)]
+    line = [graph[other].initial_operator for other in graph.nodes if other in graph.ancestors(name)]
     return next((operator for operator in reversed(line) if isinstance(operator, Gate)), None)
 
 
@@ -98,7 +98,7 @@ def rows_of_step(graph: Graph, name: str, prompts: int | None) -> int | None:
         prompts: how many are drawn in a step, where known; a gate that fills up says itself how many there are.
     """
     gate = last_gate(graph, name)
-    filled = prompts if gate is None else gate.fills
+    filled = prompts if gate is None else gate.target_groups
     return None if filled is None else filled * rows_per_prompt(graph, name)
 
 

@@ -18,7 +18,7 @@ import networkx as nx
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lag import swaps
-from flowrl.core.graphs.twins import mend, twins
+from flowrl.core.graphs.twins import fix, twins
 from flowrl.errors import GraphError
 
 
@@ -37,19 +37,19 @@ def gates_of(graph: Graph) -> list[str]:
 
 
 def _gate(graph: Graph, name: str) -> Gate:
-    return cast(Gate, graph[name].at_first)
+    return cast(Gate, graph[name].initial_operator)
 
 
 def in_order(graph: Graph, role: str) -> list[str]:
     """The writers of a role in the order in which they run: one whose rows may be further `behind` comes later."""
     names = [use.node for use in graph.roles()[role] if use.mode == "writes"]
-    return sorted(names, key=lambda name: graph[name].behind)
+    return sorted(names, key=lambda name: graph[name].prior_updates)
 
 
 def later_writers(graph: Graph, name: str, role: str) -> list[str]:
     """The writers of a role that say that they run after the one called `name`."""
-    behind = graph[name].behind
-    return [other for other in in_order(graph, role) if graph[other].behind > behind]
+    behind = graph[name].prior_updates
+    return [other for other in in_order(graph, role) if graph[other].prior_updates > behind]
 
 
 def state_edges(graph: Graph) -> list[StateEdge]:
@@ -210,7 +210,7 @@ class Plan:
         lines = []
         for twin in twins(self.order):
             if twin.apart is None:
-                lines.append(f"{twin.second} computes what {twin.first} does; once is enough: {mend(self.graph, twin)}")
+                lines.append(f"{twin.second} computes what {twin.first} does; once is enough: {fix(self.graph, twin)}")
             else:
                 lines.append(f"{twin.second} reads what {twin.first} does, and is another: {twin.apart}")
         return lines

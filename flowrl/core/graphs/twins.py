@@ -64,7 +64,7 @@ def _apart(operator: Operator) -> str | None:
     return "each keeps a state of its own" if operator.states else None
 
 
-def mend(graph: Graph, twin: Twin) -> str:
+def fix(graph: Graph, twin: Twin) -> str:
     """The edit after which a graph computes twins once: who reads the second reads the first. A sink is returned, so
     it is dropped by name."""
     wire = {

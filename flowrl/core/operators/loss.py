@@ -31,9 +31,9 @@ from flowrl.spec import Spec, defining_frame, where_defined
 
 Unit = Literal["token", "row", "group", "batch"]
 
-Said = Literal["log-probs", "values", "entropies", "distributions"]
+ModelQuantity = Literal["log-probs", "values", "entropies", "distributions"]
 
-_SAID: dict[str, Said] = {
+_SAID: dict[str, ModelQuantity] = {
     "log-prob of the policy that is trained": "log-probs",
     "value of the critic that is trained": "values",
     "entropy of the policy that is trained": "entropies",
@@ -69,7 +69,7 @@ class Loss(Spec):
     """
 
     unit: ClassVar[Unit] = "token"
-    said: ClassVar[Mapping[Said, str]] = {}
+    said: ClassVar[Mapping[ModelQuantity, str]] = {}
     """What it reads of the model that is trained, and the parameter that takes it."""
     _signature: ClassVar[Signature]
 
@@ -115,9 +115,9 @@ class Loss(Spec):
         return self(**{name: columns[name] for name in names}, **injected)
 
 
-def _what_is_said(reads: Signature, where: str) -> dict[Said, str]:
+def _what_is_said(reads: Signature, where: str) -> dict[ModelQuantity, str]:
     """The parameters that take what the model says; refuses those that take no column."""
-    said: dict[Said, str] = {}
+    said: dict[ModelQuantity, str] = {}
     for name, port in reads.ports.items():
         with located(f"{where}.__call__({name})"):
             kind = _kind(_field(port))

@@ -58,15 +58,19 @@ Granularity = Literal["row", "group", "batch"]
 T = TypeVar("T")
 
 
+_PARAMETRIC = frozenset({"prior_updates"})
+"""What a subclass may declare as a parameter, although every operator has it."""
+
+
 class Operator(Spec):
     """Base class of all operators; see the module's docstring, and DESIGN in the docs.
 
     Class attributes:
         granularity: ``"row"`` (each row alone), ``"group"`` (all rows of one `uid`) or ``"batch"`` (all rows): what an
             executor may split.
-        fresh: axes of what it reads that it makes anew for what it writes. ``("batch",)``: the rows that go out are not
-            those that come in (`Repeat`, `Filter`); ``("response",)``: responses are cut or joined to other widths. A
-            sequence is a prompt and its response, so it is made anew with either.
+        new_axes: axes that have another length or other entries in its outputs than in its inputs. ``("batch",)``: the
+            output rows are not the input rows (`Repeat`, `Filter`); ``("response",)``: responses are cut or joined to
+            other widths. A sequence is a prompt and its response, so it changes with either.
 
     Raises:
         DefinitionError: where a subclass is defined, with file and line: a port without annotation, an unknown column,
@@ -74,7 +78,7 @@ class Operator(Spec):
     """
 
     granularity: ClassVar[Granularity] = "batch"
-    fresh: ClassVar[tuple[str, ...]] = ()
+    new_axes: ClassVar[tuple[str, ...]] = ()
     role_uses: ClassVar[dict[str, RoleUse]] = {}
     states: ClassVar[Mapping[str, State[Any]]] = {}
     _signature: ClassVar[Signature]
@@ -161,9 +165,9 @@ class Operator(Spec):
         """How many rows go out for every row that comes in."""
         return 1
 
-    def makes(self, axis: str) -> bool:
+    def creates_axis(self, axis: str) -> bool:
         """Whether it makes an axis anew that it also reads."""
-        return axis in self.fresh or (axis == "sequence" and not {"prompt", "response"}.isdisjoint(self.fresh))
+        return axis in self.new_axes or (axis == "sequence" and not {"prompt", "response"}.isdisjoint(self.new_axes))
 
     @property
     def row_divisors(self) -> Mapping[str, int]:
@@ -171,18 +175,18 @@ class Operator(Spec):
         return {}
 
     @property
-    def behind(self) -> int:
+    def prior_updates(self) -> int:
         """How many updates the weights that it writes may be ahead of those that sampled its rows: 1 for a second
         update in a step. It runs after writers of the role that allow less."""
         return 0
 
-    whole: ClassVar[frozenset[str]] = frozenset()
+    replicated: ClassVar[frozenset[str]] = frozenset()
     """Columns of which every rank is given all rows, even where `shares` deals the rows out."""
 
     @property
-    def given_whole(self) -> frozenset[str]:
-        """`whole`, and what comes to it by the parameters."""
-        return self.whole
+    def replicated_columns(self) -> frozenset[str]:
+        """`replicated`, and what the parameters add to it."""
+        return self.replicated
 
     def shares(self, tokens: Tensor, ranks: int, key: Key) -> Sequence[Tensor] | None:
         """Which rows each rank is given by an operator over the whole batch; None gives all rows to every rank.
@@ -358,7 +362,8 @@ def _parameters(signature: Signature) -> inspect.Signature:
 
 def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: str) -> None:
     """Refuse what a class says of itself, where it is not what can be said, or has a name that is taken."""
-    if taken := next((name for name in (*fields, *cls.states) if hasattr(Operator, name)), None):
+    names = [name for name in (*fields, *cls.states) if name not in _PARAMETRIC]
+    if taken := next((name for name in names if hasattr(Operator, name)), None):
         raise DefinitionError(
             f"{where}.{taken} is a parameter or state, and every operator has something of that name; give it another, "
             f"or write `{taken}: ClassVar[...] = ...` to declare that."
@@ -373,8 +378,10 @@ def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: s
             f"{where}.granularity is {cls.granularity!r}; expected one of "
             f"{', '.join(map(repr, typing.get_args(Granularity)))}: what an executor may split the rows by."
         )
-    if not isinstance(cls.fresh, tuple) or not all(isinstance(axis, str) for axis in cls.fresh):
-        raise DefinitionError(f"{where}.fresh is {cls.fresh!r}; expected axes that it makes anew, such as ('batch',).")
+    if not isinstance(cls.new_axes, tuple) or not all(isinstance(axis, str) for axis in cls.new_axes):
+        raise DefinitionError(
+            f"{where}.new_axes is {cls.new_axes!r}; expected axes that it makes anew, such as ('batch',)."
+        )
     ports = cls._signature.ports if hasattr(cls, "_signature") else {}
     if both := next((name for name in ports if name in fields or name in cls.states), None):
         raise DefinitionError(
@@ -389,15 +396,15 @@ def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: s
         )
     outputs = cls._signature.outputs.values() if ports else ()
     axes = {axis for written in outputs if isinstance(written, ColumnType) for axis in written.axes}
-    if ports and (unwritten := [axis for axis in cls.fresh if axis not in axes]):
+    if ports and (unwritten := [axis for axis in cls.new_axes if axis not in axes]):
         raise DefinitionError(
-            f"{where}.fresh names {unwritten[0]!r}, which is no axis of what it writes; expected some of "
+            f"{where}.new_axes names {unwritten[0]!r}, which is no axis of what it writes; expected some of "
             f"{', '.join(sorted(axes)) or 'none'}."
         )
     columns = {place.name for port in ports.values() for place in port.fields}
-    if not isinstance(cls.whole, frozenset) or (ports and not cls.whole <= columns):
+    if not isinstance(cls.replicated, frozenset) or (ports and not cls.replicated <= columns):
         raise DefinitionError(
-            f"{where}.whole is {cls.whole!r}; expected a frozenset of columns that it reads, some of "
+            f"{where}.replicated is {cls.replicated!r}; expected a frozenset of columns that it reads, some of "
             f"{', '.join(sorted(columns))}."
         )
 

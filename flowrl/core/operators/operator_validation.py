@@ -10,15 +10,17 @@ from flowrl.errors import GraphError
 from flowrl.spec import schedules
 
 
-def moments(operator: Operator) -> list[Operator]:
+def sample_steps(operator: Operator) -> list[Operator]:
     """The operator as it is at the moments that tell of its numbers over time; of one without these, itself."""
     over_time = schedules(operator).values()
-    return [operator.in_step(step) for step in sorted({step for one in over_time for step in one.moments()} or {0})]
+    return [
+        operator.in_step(step) for step in sorted({step for one in over_time for step in one.sample_steps()} or {0})
+    ]
 
 
 def refuse_misdeclared(name: str, operator: Operator) -> None:
     """Raise a `GraphError` for what an operator says of itself and rules could not read, or that changes over time."""
-    first, *others = moments(operator)
+    first, *others = sample_steps(operator)
     _refuse_misdeclared(name, first)
     for said in others:
         _refuse_misdeclared(name, said)
@@ -46,7 +48,12 @@ def _refuse_misdeclared(name: str, said: Operator) -> None:
         ("effects", effects, are_texts, "a set of texts, such as frozenset({'kl'})"),
         ("rows_factor", said.rows_factor, _is_count(said.rows_factor), "a count: 1, 2, ..."),
         ("row_divisors", divisors, are_counts, "counts by parameter"),
-        ("behind", said.behind, _is_count(said.behind) or said.behind == 0, "a count: 0, 1, 2, ..."),
+        (
+            "prior_updates",
+            said.prior_updates,
+            _is_count(said.prior_updates) or said.prior_updates == 0,
+            "a count: 0, 1, 2, ...",
+        ),
         ("wants()", wants, are_ports, f"True or False by optional port, of which it has {optional or 'none'}"),
     ):
         if not holds:

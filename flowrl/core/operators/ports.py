@@ -284,7 +284,7 @@ def _outputs(returned: Any, localns: Mapping[str, Any]) -> tuple[Mapping[str, Fi
     if columns.apart(returned)[1] is not None:
         raise DefinitionError(
             "what is returned has axes of its own; expected them on the ports. Axes that the operator makes itself are "
-            "named by the class: `fresh: ClassVar = ('batch', 'response')`."
+            "named by the class: `new_axes: ClassVar = ('batch', 'response')`."
         )
     if returned is type(None):
         return {}, None

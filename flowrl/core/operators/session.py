@@ -324,7 +324,7 @@ class _Layout:
         for port in sorted(signature.ports.values(), key=lambda port: port.optional):
             for place, wanted in port.fields.items():
                 for dimension, axis in enumerate(wanted.here if isinstance(wanted, ColumnType) else ()):
-                    if not operator.makes(axis):
+                    if not operator.creates_axis(axis):
                         self.axes.setdefault(axis, (place, dimension))
 
 
@@ -401,10 +401,10 @@ class Check:
             self._refuse(node, verb, f"of the shape {tuple(shape)}; expected {len(self._axes)} axes: {axes}.")
         for axis, size in zip(self._axes, shape, strict=True):
             if sizes.setdefault(axis, size) != size:
-                mend = f", or that {node} makes it anew: fresh: ClassVar = ({axis!r},)" if verb == "declares" else ""
+                fix = f", or that {node} makes it anew: new_axes: ClassVar = ({axis!r},)" if verb == "declares" else ""
                 raise PortError(
                     f"{node}.{self._name} has the shape {tuple(shape)}, so its {axis} axis is {size} long, but other "
-                    f"columns of this call have {sizes[axis]}; expected one length for all{mend}."
+                    f"columns of this call have {sizes[axis]}; expected one length for all{fix}."
                 )
 
     def _refuse(self, node: str, verb: str, found: str) -> None:

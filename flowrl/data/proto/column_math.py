@@ -76,8 +76,8 @@ def check_column(name: str, column: Any) -> Tensor | Objects:
     known = lookup(name)
     if known is not None and (known.dtype != dtype or len(known.axes) != checked.ndim):
         castable = "object" not in (dtype, known.dtype) and len(known.axes) == checked.ndim
-        mend = f"use .to(torch.{known.dtype})" if castable else "give it that form, or another name"
-        raise DataError(f"column {name!r} is {dtype} {list(checked.shape)}, but it is defined as {known}; {mend}.")
+        fix = f"use .to(torch.{known.dtype})" if castable else "give it that form, or another name"
+        raise DataError(f"column {name!r} is {dtype} {list(checked.shape)}, but it is defined as {known}; {fix}.")
     return checked
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class Demonstration:
     """A prompt that was read, and its responses by name: text, and ids once they are tokenised."""
 
     prompt: Row
@@ -59,7 +59,7 @@ class Answered:
         """Of the prompt, and of each response."""
         return {**self.prompt.tokens, **{name: len(ids) for name, ids in self.ids.items()}}
 
-    def tokenised(self, where: str, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Answered:
+    def tokenised(self, where: str, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Demonstration:
         """With the ids of all parts.
 
         Raises:
@@ -99,7 +99,7 @@ class _Responses(FileSource):
         response = ("max_response_length", self.max_response_length)
         return {"prompt": ("max_prompt_length", self.max_prompt_length), **dict.fromkeys(self.parts, response)}
 
-    def _checked(self, index: int, where: str, record: Any) -> Answered:
+    def _checked(self, index: int, where: str, record: Any) -> Demonstration:
         """A record of the format, still without ids.
 
         Raises:
@@ -125,7 +125,7 @@ class _Responses(FileSource):
                 f"a prompt that ends before the response."
             )
         row = Row(index, [], "", None, {}, messages, template_arguments(where, record))
-        return Answered(row, {name: _text(where, name, record[name]) for name in self.parts}, {})
+        return Demonstration(row, {name: _text(where, name, record[name]) for name in self.parts}, {})
 
     def _apart(self, where: str, record: dict[str, Any]) -> dict[str, Any]:
         """The record with its prompt and responses apart."""
@@ -171,7 +171,7 @@ class PreferenceData(_Responses):
     columns: ClassVar[Sequence[str]] = ("prompt", "chosen", "rejected", "chat_template_kwargs")
     parts: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
 
-    def _checked(self, index: int, where: str, record: Any) -> Answered:
+    def _checked(self, index: int, where: str, record: Any) -> Demonstration:
         row = super()._checked(index, where, record)
         if row.texts["chosen"] == row.texts["rejected"]:
             raise DataError(
@@ -181,7 +181,7 @@ class PreferenceData(_Responses):
         return row
 
 
-class AnswerStream(RowStream[Answered]):
+class AnswerStream(RowStream[Demonstration]):
     """Prompts with responses, and the position up to which they were drawn.
 
     ``uid`` is ``"{epoch}/{index}/{draw}"``, as that of prompts; so is ``row_id``, with ``#0`` and ``#1`` behind it
@@ -189,7 +189,7 @@ class AnswerStream(RowStream[Answered]):
     """
 
     def __init__(
-        self, rows: Sequence[Answered], dropped: int, order: Order, tokenizer: ChatTokenizer, record: type
+        self, rows: Sequence[Demonstration], dropped: int, order: Order, tokenizer: ChatTokenizer, record: type
     ) -> None:
         super().__init__(rows, dropped, order)
         self._tokenizer, self._record = tokenizer, record
@@ -204,7 +204,7 @@ class AnswerStream(RowStream[Answered]):
                 hasher.update(array("q", ids))
         return hasher.hexdigest()
 
-    def _batch(self, drawn: Sequence[tuple[Drawn, Answered]]) -> DataProto:
+    def _batch(self, drawn: Sequence[tuple[Drawn, Demonstration]]) -> DataProto:
         rows = [(one, row, name) for one, row in drawn for name in row.texts]
         prompts, prompt_mask = self._tokenizer.pad_left([row.prompt.ids for _, row, _ in rows])
         responses, mask = _pad_right([row.ids[name] for _, row, name in rows], self._tokenizer.pad_id)

@@ -203,11 +203,11 @@ class FileSource(Source):
                 f"{whose}(..., {setting}=...){drop}."
             )
         longest = max(alike, key=lambda length: (length.unit == "characters", length.number))
-        mend = f"set {setting}={longest.number}" if longest.unit == "tokens" else "shorten them"
+        fix = f"set {setting}={longest.number}" if longest.unit == "tokens" else "shorten them"
         raise DataError(
             f"{where}: the {part} has {length}, but {setting} is {limit} "
             f"({len(alike)} of {rest + len(long)} {part}s are longer, the longest has {longest.number} "
-            f"{longest.unit}); {mend}{drop}."
+            f"{longest.unit}); {fix}{drop}."
         )
 
 

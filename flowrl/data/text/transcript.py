@@ -25,7 +25,7 @@ T = TypeVar("T")
 _MARK = "flowrl-marks-an-answer"  # no white space, which templates trim
 
 
-class Answered(NamedTuple):
+class SampledSpan(NamedTuple):
     """What the policy sampled in a turn.
 
     Args:
@@ -71,10 +71,10 @@ class Transcript:
         """All tokens so far."""
         self.prompt_length = len(self.ids)
         """How many of them stand before the first answer."""
-        self.answers: list[Answered] = []
+        self.answers: list[SampledSpan] = []
         self._shown = "" if check == "off" else tokenizer.conversation_text(messages, template_kwargs, go_on=True)
 
-    def answer(self, ids: Sequence[int], log_probs: Sequence[float]) -> Answered:
+    def answer(self, ids: Sequence[int], log_probs: Sequence[float]) -> SampledSpan:
         """Put in what was sampled.
 
         Args:
@@ -91,14 +91,14 @@ class Transcript:
         if len(ids) != len(log_probs):
             raise ValueError(f"an answer of {len(ids)} tokens has {len(log_probs)} log-probs; expected one for each.")
         text = self._tokenizer.decode(ids)
-        answered = Answered(len(self.ids), list(ids), list(log_probs), text, len(self.messages))
+        answered = SampledSpan(len(self.ids), list(ids), list(log_probs), text, len(self.messages))
         self.ids.extend(answered.ids)
         self.answers.append(answered)
         self.messages.append({"role": "assistant", "content": self._tokenizer.shown(self._unended(ids))})
         return answered
 
     def reply(self, messages: Sequence[Message]) -> list[int]:
-        """Put in what the world says to the last answer, and let the assistant go on; the tokens of the delta.
+        """Put in what the environment says to the last answer, and let the assistant go on; the tokens of the delta.
 
         Args:
             messages: at least one, of other roles than the assistant's.
@@ -146,7 +146,7 @@ class Transcript:
         """By token behind the prompt, its log-prob; 0 where the policy did not sample it."""
         return self._behind_prompt(0.0, lambda answered: answered.log_probs)
 
-    def _behind_prompt(self, other: T, of: Callable[[Answered], Sequence[T]]) -> list[T]:
+    def _behind_prompt(self, other: T, of: Callable[[SampledSpan], Sequence[T]]) -> list[T]:
         """By token behind the prompt: what `of` says of an answer's tokens, and `other` of those in between."""
         found = [other] * (len(self.ids) - self.prompt_length)
         for answered in self.answers:

@@ -97,7 +97,7 @@ def _signals_kept(before: Any) -> Iterator[None]:
     handler: Any = before if callable(before) else signal.getsignal(signal.SIGTERM)
     raised: list[SystemExit] = []
 
-    def keep(number: int, frame: Any) -> None:
+    def hold(number: int, frame: Any) -> None:
         try:
             handler(number, frame)
         except SystemExit as error:
@@ -105,13 +105,13 @@ def _signals_kept(before: Any) -> Iterator[None]:
             raise
 
     if callable(handler):
-        signal.signal(signal.SIGTERM, keep)
+        signal.signal(signal.SIGTERM, hold)
     try:
         yield
     except SystemExit as error:
         raise (raised or [error])[-1] from None
     finally:
-        if signal.getsignal(signal.SIGTERM) is keep:
+        if signal.getsignal(signal.SIGTERM) is hold:
             signal.signal(signal.SIGTERM, before)
 
 

@@ -141,12 +141,12 @@ def naming(what: str) -> Iterator[None]:
 def _said(error: RayError) -> str:
     """What an error of Ray's says in short, and what mends it."""
     if isinstance(error, ObjectStoreFullError):
-        mend = "give Ray's object store more memory (ray start --object-store-memory, or a larger /dev/shm)"
+        fix = "give Ray's object store more memory (ray start --object-store-memory, or a larger /dev/shm)"
     elif isinstance(error, OutOfDiskError):
-        mend = "the disk that Ray spills to is full: make room under its --temp-dir (/tmp/ray)"
+        fix = "the disk that Ray spills to is full: make room under its --temp-dir (/tmp/ray)"
     else:
-        mend = "look into Ray's logs, in session_latest/logs under its --temp-dir (/tmp/ray)"
-    return f"{type(error).__name__}: {_first_line(error)}; {mend}."
+        fix = "look into Ray's logs, in session_latest/logs under its --temp-dir (/tmp/ray)"
+    return f"{type(error).__name__}: {_first_line(error)}; {fix}."
 
 
 def _first_line(error: BaseException) -> str:
@@ -155,10 +155,10 @@ def _first_line(error: BaseException) -> str:
 
 def died(host: ProcessSpec | None, what: str, place: RayPlace, reason: str) -> HostDiedError:
     """The error of a process that is gone."""
-    mend = "" if place.restart == "role" else f", or let it be rebuilt: {type(place).__name__}(restart='role')"
+    fix = "" if place.restart == "role" else f", or let it be rebuilt: {type(place).__name__}(restart='role')"
     return HostDiedError(
         f"{what} lost {named(host)}, whose process died ({reason}); look for the kernel's out-of-memory killer or "
-        f"Ray's (RAY_memory_usage_threshold){mend}.",
+        f"Ray's (RAY_memory_usage_threshold){fix}.",
         host,
     )
 

@@ -1,4 +1,4 @@
-"""`Vigil`: who owes the driver an answer, and what is said and done about one who is silent."""
+"""`PendingCalls`: who owes the driver an answer, and what is said and done about one who is silent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SOON = 0.1
 
 
 @dataclass
-class Owed:
+class PendingCall:
     """An answer that is waited for.
 
     Args:
@@ -47,7 +47,7 @@ class Owed:
     ping: Any = None
 
 
-class Vigil:
+class PendingCalls:
     """All answers that the driver waits for.
 
     An answer that is late for its kind is spoken of in the log while it is waited for. Whoever is silent is asked
@@ -66,20 +66,20 @@ class Vigil:
         hosts: Callable[[], Iterable[ProcessSpec | None]],
     ) -> None:
         self._place, self._actor_of, self._hosts = place, actor_of, hosts
-        self._owed: dict[Any, Owed] = {}
+        self._owed: dict[Any, PendingCall] = {}
         self._longest: dict[str, float] = {}
 
-    def owe(self, ref: Any, host: ProcessSpec | None, what: str, kind: str, seconds: float | None = None) -> None:
+    def add(self, ref: Any, host: ProcessSpec | None, what: str, kind: str, seconds: float | None = None) -> None:
         """From now on, a host owes an answer.
 
         Args:
             ref: of the answer.
-            host, what, kind: see `Owed`.
+            host, what, kind: see `PendingCall`.
             seconds: that it has; the place's deadline if None.
         """
         limit = self._place.deadline if seconds is None else seconds
         late = max(_SOON * limit, 2 * self._longest.get(kind, 0.0))
-        self._owed[ref] = Owed(host, what, kind, time.monotonic(), limit, late)
+        self._owed[ref] = PendingCall(host, what, kind, time.monotonic(), limit, late)
 
     def forget(self, refs: Iterable[Any]) -> None:
         """These are not waited for any more."""
@@ -115,7 +115,7 @@ class Vigil:
         owed = self._owed[ref]
         return owed.since + owed.seconds - time.monotonic()
 
-    def _refuse_gone(self, owed: Owed) -> None:
+    def _refuse_gone(self, owed: PendingCall) -> None:
         """Ask who owes it whether it is there; whoever is busy answers later.
 
         Raises:
@@ -132,7 +132,7 @@ class Vigil:
     def _tell(self, waiting: Iterable[Any]) -> None:
         """Speak of those that are late, each again after twice the time."""
         now = time.monotonic()
-        late: dict[str, list[Owed]] = {}
+        late: dict[str, list[PendingCall]] = {}
         for owed in (self._owed[ref] for ref in waiting):
             if now - owed.since >= owed.told:
                 owed.told = 2 * (now - owed.since)
@@ -140,7 +140,7 @@ class Vigil:
         for what, silent in late.items():
             logger.warning("%s", self._said(what, silent, now))
 
-    def _said(self, what: str, silent: Sequence[Owed], now: float) -> str:
+    def _said(self, what: str, silent: Sequence[PendingCall], now: float) -> str:
         """Who is waited for and since when, and what the others do meanwhile."""
         others = [owed for owed in self._owed.values() if owed.what != what]
         at_work = {owed.host for owed in self._owed.values()}

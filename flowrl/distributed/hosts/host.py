@@ -30,7 +30,7 @@ from flowrl.data.waits import Waits
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults.faults import Failure, named
 from flowrl.distributed.hosts.rendezvous import LOOPBACK, c10d, stay_on_loopback, store_at
-from flowrl.distributed.hosts.wire import Array, Piece, join, pack, unpack, widths
+from flowrl.distributed.hosts.wire import Array, ColumnPart, join, pack, unpack, widths
 from flowrl.distributed.hosts.worker_logs import Warned, collect_warnings
 from flowrl.errors import SyncError
 from flowrl.protocols.backend import Backend
@@ -45,7 +45,7 @@ from flowrl.sync.probe import arithmetic
 from flowrl.sync.received import Origin
 from flowrl.sync.route import Seat
 from flowrl.sync.stream import Ticket, send
-from flowrl.sync.wanted import Wanted, rounded
+from flowrl.sync.wanted import WeightSelection, rounded
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Report:
         started, fetched, ended: Unix seconds: of the call, when its columns were there, and when it was done.
     """
 
-    columns: Mapping[str, Piece]
+    columns: Mapping[str, ColumnPart]
     values: Mapping[str, Any]
     metrics: Metrics
     state: Mapping[str, Any]
@@ -217,13 +217,13 @@ class Host:
             if isinstance(engine, Sleeper):
                 engine.wake()
 
-    def wanted(self, role: str) -> Wanted:
+    def wanted(self, role: str) -> WeightSelection:
         """What an engine that generates wants of its trainer."""
         assert self._built is not None
         engine, backend = self.engines[role], self._built.bindings[role]
-        return Wanted(backend.receives, arithmetic(engine), engine.probe if backend.probes else None)
+        return WeightSelection(backend.receives, arithmetic(engine), engine.probe if backend.probes else None)
 
-    def export(self, role: str, wanted: Wanted, bucket_bytes: int) -> Export | None:
+    def export(self, role: str, wanted: WeightSelection, bucket_bytes: int) -> Export | None:
         """Put a trainer's weights into the object store. Gathering them is collective: every rank must be called, and
         rank 0 answers.
 
@@ -239,7 +239,7 @@ class Host:
         with self._leaving(role, wanted) as (origin, tensors):
             return Export.of(origin, tensors, bucket_bytes) if self.plan.rank == 0 else None
 
-    def send(self, role: str, wanted: Wanted, bucket_bytes: int, ticket: Ticket, what: str) -> Sent | Failure:
+    def send(self, role: str, wanted: WeightSelection, bucket_bytes: int, ticket: Ticket, what: str) -> Sent | Failure:
         """Carry a trainer's weights to the hosts that hold the same ticket; otherwise as `export`.
 
         Args:
@@ -260,7 +260,7 @@ class Host:
         return Sent(nbytes, started, time.time())
 
     @contextmanager
-    def _leaving(self, role: str, wanted: Wanted) -> Iterator[tuple[Origin, Iterator[tuple[str, Tensor]]]]:
+    def _leaving(self, role: str, wanted: WeightSelection) -> Iterator[tuple[Origin, Iterator[tuple[str, Tensor]]]]:
         """A trainer's weights, and what is known of them. Gathering them is collective, so they are gone through to
         their end whatever happens in the block."""
         engine = self.engines[role]
@@ -355,14 +355,14 @@ class Host:
             if not isinstance(wanted, ColumnType):
                 inputs[end] = source
                 continue
-            rows = task.rows if wanted.on_batch and end.name not in task.operator.given_whole else None
+            rows = task.rows if wanted.on_batch and end.name not in task.operator.replicated_columns else None
             inputs[end], nbytes = join_pieces(source, wanted, rows, read[wanted.own])
             received += nbytes
         return received, read
 
 
 def join_pieces(
-    pieces: list[Piece],
+    pieces: list[ColumnPart],
     wanted: ColumnType,
     rows: Array | None = None,
     least: tuple[int, int] = (0, 0),
@@ -388,7 +388,9 @@ def join_pieces(
     return join(parts, wanted.axes, wanted.pad, everything, least), nbytes
 
 
-def _put(columns: Mapping[str, Any], task: HostTask, read: Mapping[Own | None, tuple[int, int]]) -> dict[str, Piece]:
+def _put(
+    columns: Mapping[str, Any], task: HostTask, read: Mapping[Own | None, tuple[int, int]]
+) -> dict[str, ColumnPart]:
     """Put what an instance wrote into the object store, with the widths by which its pieces meet those of others."""
     sizes: dict[Own | None, dict[str, int]] = {}
     types = {name: wanted for name, wanted in task.operator.signature.outputs.items() if isinstance(wanted, ColumnType)}
@@ -397,6 +399,8 @@ def _put(columns: Mapping[str, Any], task: HostTask, read: Mapping[Own | None, t
     pieces = {}
     for name, column in columns.items():
         packed, own = pack(column), types[name].own
-        rows = task.rows if task.rows is not None and not task.operator.makes("batch") else np.arange(len(column))
-        pieces[name] = Piece(rows, ray.put(packed), *widths(sizes[own], read.get(own, (0, 0))), packed.nbytes)
+        rows = (
+            task.rows if task.rows is not None and not task.operator.creates_axis("batch") else np.arange(len(column))
+        )
+        pieces[name] = ColumnPart(rows, ray.put(packed), *widths(sizes[own], read.get(own, (0, 0))), packed.nbytes)
     return pieces

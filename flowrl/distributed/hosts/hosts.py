@@ -14,7 +14,7 @@ from flowrl.distributed.cluster.ray_place import RayPlace
 from flowrl.distributed.cluster.slots import Slots
 from flowrl.distributed.faults import ray_processes as watch
 from flowrl.distributed.faults.faults import GONE, HostDiedError, answer, died, naming
-from flowrl.distributed.faults.pending_calls import GRACE_SECONDS, Vigil
+from flowrl.distributed.faults.pending_calls import GRACE_SECONDS, PendingCalls
 from flowrl.distributed.hosts.host import Host
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.protocols.protocols import Closable
@@ -54,11 +54,13 @@ class Hosts:
         self._swapping = swapping
         self.timeline = Timeline()  # of whoever steps now
         self._awake: set[ProcessSpec] = set()
-        self.forgetful: set[ProcessSpec] = set()  # whose engines have lost their weights in their sleep, until a sync
+        self.unsynced_hosts: set[ProcessSpec] = (
+            set()
+        )  # whose engines have lost their weights in their sleep, until a sync
         self._slots = Slots(place, processes)
         self.actors: dict[ProcessSpec, Any] = {}
         self.seats: dict[ProcessSpec, Seat] = {}
-        self.vigil = Vigil(place, self.actor, lambda: [*self.actors, None])
+        self.vigil = PendingCalls(place, self.actor, lambda: [*self.actors, None])
         self.start_general()
 
     # ---- processes
@@ -149,7 +151,7 @@ class Hosts:
     ) -> list[Any]:
         """The answers of these hosts to calls of a method, by their references; see `ask`."""
         for ref, plan in asked.items():
-            self.vigil.owe(ref, plan, what, method, patience)
+            self.vigil.add(ref, plan, what, method, patience)
         answers: dict[Any, Any] = {}
         try:
             while waiting := [ref for ref in asked if ref not in answers]:
@@ -225,7 +227,7 @@ class Hosts:
             if (actor := self.actors.pop(plan, None)) is not None:
                 ray.kill(actor)
             self._awake.discard(plan)
-            self.forgetful.discard(plan)  # a new one is synced before it does anything
+            self.unsynced_hosts.discard(plan)  # a new one is synced before it does anything
 
     def close(self) -> None:
         """End all processes, and the reservation with them; engines that have a `close` get some seconds for it."""
@@ -252,13 +254,13 @@ class Hosts:
         coming = list(plans)
         return [awake for awake in self.processes if awake in self._awake and any(awake.meets(plan) for plan in coming)]
 
-    def take_turns(self, plans: Sequence[ProcessSpec], what: str, beside: Sequence[ProcessSpec] = ()) -> None:
+    def take_turns(self, plans: Sequence[ProcessSpec], what: str, keep_awake: Sequence[ProcessSpec] = ()) -> None:
         """Wake these hosts, on all of their slots, after putting to sleep whoever is awake on one of these, but for
-        those `beside` them; they are idle."""
+        those `keep_awake` them; they are idle."""
         if not self._crowded(plans):
             return
         coming = [plan for plan in plans if plan not in self._awake]
-        self._sleep([plan for plan in self._in_the_way_of(coming) if plan not in beside], what)
+        self._sleep([plan for plan in self._in_the_way_of(coming) if plan not in keep_awake], what)
         if coming:
             self._awake.update(coming)  # before it is known, since one that fails in it may hold memory all the same
             with self.timeline.span("wake", "driver", "wait"):
@@ -267,12 +269,12 @@ class Hosts:
     def _sleep(self, plans: list[ProcessSpec], what: str) -> None:
         if not plans:
             return
-        self.forgetful |= {plan for plan in plans if self._forgets(plan)}
+        self.unsynced_hosts |= {plan for plan in plans if self._loses_weights(plan)}
         with self.timeline.span("sleep", "driver", "wait"):
             self.ask(plans, f"{what}, putting to sleep,", "sleep")
         self._awake.difference_update(plans)
 
-    def _forgets(self, plan: ProcessSpec) -> bool:
+    def _loses_weights(self, plan: ProcessSpec) -> bool:
         return any(self.bindings[role].loses_weights_asleep for role in plan.roles)
 
     def clear(self, plans: Sequence[ProcessSpec], what: str) -> None:

@@ -133,7 +133,7 @@ def widths(sizes: Mapping[str, int], read: tuple[int, int] = (0, 0)) -> tuple[in
 
 
 @dataclass(frozen=True)
-class Piece:
+class ColumnPart:
     """Some rows of a column, as one host wrote them.
 
     Args:

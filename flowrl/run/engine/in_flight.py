@@ -1,10 +1,11 @@
-"""`Flight`: the steps that are under way: which instances are ready, and what those that are done left.
+"""`InFlightSteps`: the steps that are under way: which instances are ready, and what those that are done left.
 
 Where a gate collects, a region of a step runs in rounds (`Region`): each is on prompts of its own, and what the gate
 took in all of them is what it leaves.
 
 With a lag, a step that is under way holds what older weights have sampled, which no later ones could sample again. So
-that is kept (`Opened`) where the step is begun anew, or goes into a checkpoint; all else is computed again from it.
+that is kept (`StepSnapshot`) where the step is begun anew, or goes into a checkpoint; all else is computed again from
+it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from flowrl.data.rounds import ONLY, Collected, Round
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.engine.nodes import NodeInfo, Region, ahead_of, joined_lengths, lengths_of
 from flowrl.run.engine.result import StepResult, merge_metrics
-from flowrl.run.engine.runner import Done, Held, Lengths, Runner, Task
-from flowrl.run.engine.step_snapshot import Left, Opened
+from flowrl.run.engine.runner import Held, Lengths, Runner, Task, TaskResult
+from flowrl.run.engine.step_snapshot import NodeOutputs, StepSnapshot
 
 Batches = DataProto | Mapping[str, DataProto]
 """The batch of each input, by its name; or one that has the columns of all."""
@@ -64,12 +65,12 @@ class _Step:
     metrics: dict[str, Metrics] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     over: set[str] = field(default_factory=set)
-    rounds: list[Done] = field(default_factory=list)
-    left: dict[str, Left] = field(default_factory=dict)
+    rounds: list[TaskResult] = field(default_factory=list)
+    left: dict[str, NodeOutputs] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     filled: int | None = None
 
-    def report(self, done: Done) -> None:
+    def report(self, done: TaskResult) -> None:
         """Enter what an instance reported, and how long it took."""
         name = done.task.node.name
         merged = Metrics(self.metrics.get(name))
@@ -78,7 +79,7 @@ class _Step:
         self.seconds[name] = self.seconds.get(name, 0.0) + done.seconds
 
 
-class Flight:
+class InFlightSteps:
     """Steps under way: their instances run in the schedule's order, as far as what they wait for allows.
 
     Args:
@@ -130,14 +131,14 @@ class Flight:
     def __contains__(self, step: object) -> bool:
         return step in self._steps
 
-    def open(self, step: int, opened: Opened) -> None:
+    def open(self, step: int, opened: StepSnapshot) -> None:
         """Take up a step."""
         left, metrics, seconds, state = map(dict, (opened.left, opened.metrics, opened.seconds, opened.state))
         self._steps[step] = _Step(opened.batches, left=left, metrics=metrics, seconds=seconds, state=state)
         self._begin(step)
 
     @property
-    def opened(self) -> Mapping[int, Opened]:
+    def opened(self) -> Mapping[int, StepSnapshot]:
         """What the steps that are open could begin anew with. Not with what weights may have sampled that would be
         gone then."""
         first = min(self._swapped, default=None)
@@ -229,14 +230,14 @@ class Flight:
                 self._free(step, self.infos[name])
         one.over |= settled
 
-    def _kept(self, one: _Step, left: Mapping[str, Left]) -> Opened:
+    def _kept(self, one: _Step, left: Mapping[str, NodeOutputs]) -> StepSnapshot:
         settled = self._settled(left)
         metrics = {name: metrics for name, metrics in one.metrics.items() if name in settled}
         seconds = {name: s for name, s in one.seconds.items() if name in settled}
         state = {cell: value for cell, value in one.state.items() if cell.rpartition(".")[0] in settled}
-        return Opened(one.batches, dict(left), metrics, seconds, state)
+        return StepSnapshot(one.batches, dict(left), metrics, seconds, state)
 
-    def _settled(self, left: Mapping[str, Left]) -> set[str]:
+    def _settled(self, left: Mapping[str, NodeOutputs]) -> set[str]:
         """The nodes of a step that need not run again, for what is kept of it; without inputs."""
         inside = self._region.nodes if self._region.collector in left else ()
         return {*left, *(name for name in inside if not self.infos[name].is_input)}
@@ -294,7 +295,7 @@ class Flight:
         for done in self._runner.wait():
             self._accept(done)
 
-    def _accept(self, done: Done) -> None:
+    def _accept(self, done: TaskResult) -> None:
         """Enter what an instance left, and let go of what nobody reads any more."""
         step, name = done.task.step, done.task.node.name
         assert step is not None
@@ -311,13 +312,13 @@ class Flight:
             if whole is None:  # there is more to do
                 return
             done = whole
-        left = Left(done.outputs, done.lengths)
+        left = NodeOutputs(done.outputs, done.lengths)
         self._enter(step, one, info, left)
         if name in self._ahead:
-            one.left[name] = Left(self._runner.secure(info.node, left.outputs), left.lengths)
+            one.left[name] = NodeOutputs(self._runner.secure(info.node, left.outputs), left.lengths)
         self._leave(step, info)
 
-    def _enter(self, step: int, one: _Step, info: NodeInfo, left: Left) -> None:
+    def _enter(self, step: int, one: _Step, info: NodeInfo, left: NodeOutputs) -> None:
         """Take up what a node left, for its readers."""
         if left.lengths is not None and info.written is not None:
             one.lengths[info.written] = left.lengths
@@ -364,7 +365,7 @@ class Flight:
         assert self._region.collector is not None
         return cast(Gate, self.infos[self._region.collector].node.in_step(self._moment(step)).operator)
 
-    def _collected(self, step: int, one: _Step, done: Done) -> Done | None:
+    def _collected(self, step: int, one: _Step, done: TaskResult) -> TaskResult | None:
         """All that the collector took in the step; None where it is not over, since something was started for it.
 
         Raises:
@@ -380,7 +381,7 @@ class Flight:
             self._again(step, one, missing)
             return None
         try:
-            short = gate.when_short(sizes)
+            short = gate.underfill_action(sizes)
         except FlowrlError as error:
             raise NodeError(f"{gate.name} failed {done.task.when}: {type(error).__name__}: {error}") from error
         whole = self._joined(one, sizes)
@@ -390,7 +391,7 @@ class Flight:
         self._start(self.infos[gate.name], step, inputs, whole.lengths, Round(len(one.rounds), 0, sizes))
         return None
 
-    def _joined(self, one: _Step, sizes: tuple[int, ...]) -> Done:
+    def _joined(self, one: _Step, sizes: tuple[int, ...]) -> TaskResult:
         """What the collector took in all rounds, as if it had been in the last one."""
         parts = [part for part in one.rounds if part.outputs["collected"].sizes]
         if len(parts) == 1:

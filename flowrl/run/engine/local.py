@@ -26,7 +26,7 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.engine.nodes import lengths_of
-from flowrl.run.engine.runner import Done, Lengths, Task
+from flowrl.run.engine.runner import Lengths, Task, TaskResult
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.engine.weights import TrainedWeights
@@ -48,7 +48,7 @@ class LocalRunner:
         self.swaps = False
         self.timeline = Timeline()
         self._calls: dict[str, tuple[Operator, Call]] = {}  # by node
-        self._done: list[Done] = []
+        self._done: list[TaskResult] = []
 
     def slots(self, node: Node) -> frozenset[int]:
         """All share this process."""
@@ -83,9 +83,9 @@ class LocalRunner:
         lengths = lengths_of(outputs)
         self.timeline.spans.append(span_of(task, "this process", start, end, lengths))
         self.timeline.add_waits(task.node.name, "this process", task.step, session.waits)
-        self._done.append(Done(task, outputs, session.all_metrics(), session.changed(), lengths, end - start))
+        self._done.append(TaskResult(task, outputs, session.all_metrics(), session.changed(), lengths, end - start))
 
-    def wait(self) -> Sequence[Done]:
+    def wait(self) -> Sequence[TaskResult]:
         """What `launch` has run."""
         done, self._done = self._done, []
         return done
@@ -122,11 +122,11 @@ class LocalRunner:
         """Engines of one process do not lose their weights."""
         return False
 
-    def mends(self, error: NodeError) -> bool:
+    def can_recover(self, error: NodeError) -> bool:
         """Nothing of this process comes back without it."""
         return False
 
-    def mend(self, error: NodeError) -> None:
+    def fix(self, error: NodeError) -> None:
         raise error
 
     def version(self, role: str) -> int:

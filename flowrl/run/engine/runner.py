@@ -84,7 +84,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class TaskResult:
     """What an instance left.
 
     Args:
@@ -137,7 +137,7 @@ class Runner(Protocol):
         """
         ...
 
-    def wait(self) -> Sequence[Done]:
+    def wait(self) -> Sequence[TaskResult]:
         """The next of those launched that are done, at least one.
 
         Raises:
@@ -174,11 +174,11 @@ class Runner(Protocol):
         """Whether an engine has lost its weights, in its sleep, so that it must be synced before it generates."""
         ...
 
-    def mends(self, error: NodeError) -> bool:
-        """Whether `mend` can bring back what `error` says is lost."""
+    def can_recover(self, error: NodeError) -> bool:
+        """Whether `fix` can bring back what `error` says is lost."""
         ...
 
-    def mend(self, error: NodeError) -> None:
+    def fix(self, error: NodeError) -> None:
         """Bring it back; weights are to be loaded and synced afterwards."""
         ...
 

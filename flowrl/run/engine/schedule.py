@@ -53,12 +53,12 @@ class Schedule:
     Args:
         plan: the graph with its state edges.
         lag: how many versions generation may run ahead; 0 is on-policy.
-        beside: whether a sync that swaps weights may run beside what generates.
+        concurrent_sync: whether a sync that swaps weights may run beside what generates.
     """
 
     plan: Plan
     lag: int = 0
-    beside: bool = False
+    concurrent_sync: bool = False
 
     @property
     def flight(self) -> int:
@@ -155,7 +155,7 @@ class Schedule:
                     yield writer, reader, 1
                 else:
                     yield reader, writer, 1 + lag
-                    if not (self.beside and SPANS in self.plan.graph[writer].effects):
+                    if not (self.concurrent_sync and SPANS in self.plan.graph[writer].effects):
                         yield from ((writer, reader, -ahead) for ahead in range(1, lag + 1))
             for one, other in product(by_mode["writes"], repeat=2):
                 yield one, other, 1

@@ -1,4 +1,4 @@
-"""`Opened`: what a step begins with: batches that were drawn, and with a lag, what older weights sampled for them.
+"""`StepSnapshot`: what a step restarts from: the batches that were drawn, and with a lag, what older weights sampled.
 
 A checkpoint holds those of the steps that are under way in a folder: each has the batch of each input, the columns of
 each node that sampled, and what these reported.
@@ -26,7 +26,7 @@ REPORTS = "reports.json"
 
 
 @dataclass(frozen=True)
-class Left:
+class NodeOutputs:
     """What a node left.
 
     Args:
@@ -39,7 +39,7 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Opened:
+class StepSnapshot:
     """What a step begins with.
 
     Args:
@@ -50,14 +50,14 @@ class Opened:
     """
 
     batches: list[Mapping[str, DataProto]]
-    left: Mapping[str, Left] = field(default_factory=dict)
+    left: Mapping[str, NodeOutputs] = field(default_factory=dict)
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
 
 
-def save_opened(
-    opened: Mapping[int, Opened], lag: int, infos: Mapping[str, NodeInfo], runner: Runner, folder: Path
+def save_snapshots(
+    opened: Mapping[int, StepSnapshot], lag: int, infos: Mapping[str, NodeInfo], runner: Runner, folder: Path
 ) -> None:
     """Write what steps that are open begin with.
 
@@ -86,18 +86,18 @@ def save_opened(
         (place / REPORTS).write_text(json.dumps(said), encoding="utf-8")
 
 
-def load_opened(folder: Path, lag: int, infos: Mapping[str, NodeInfo], runner: Runner) -> dict[int, Opened]:
-    """What `save_opened` wrote, by step; nothing where there is no such folder.
+def load_snapshots(folder: Path, lag: int, infos: Mapping[str, NodeInfo], runner: Runner) -> dict[int, StepSnapshot]:
+    """What `save_snapshots` wrote, by step; nothing where there is no such folder.
 
     Args:
-        folder, infos, runner: see `save_opened`.
+        folder, infos, runner: see `save_snapshots`.
         lag: with which it goes on. Where it was larger, what was sampled may be too old now: then the same rows are
             sampled for again.
 
     Raises:
         DataError: it is damaged.
     """
-    opened: dict[int, Opened] = {}
+    opened: dict[int, StepSnapshot] = {}
     for place in sorted(folder.glob("*"), key=lambda place: int(place.name)):
         said = parse_json((place / REPORTS).read_bytes())
         drawn = enumerate(said["inputs"])
@@ -114,14 +114,14 @@ def load_opened(folder: Path, lag: int, infos: Mapping[str, NodeInfo], runner: R
                 again,
             )
         if said["lag"] > lag:
-            opened[int(place.name)] = Opened(batches)
+            opened[int(place.name)] = StepSnapshot(batches)
             continue
         left = {}
         for name in said["nodes"]:
             columns = DataProto.load(_node(place, name)).columns
-            left[name] = Left(runner.put(infos[name].node, columns), lengths_of(columns))
+            left[name] = NodeOutputs(runner.put(infos[name].node, columns), lengths_of(columns))
         metrics = {name: Metrics({k: _metric(m) for k, m in found.items()}) for name, found in said["metrics"].items()}
-        opened[int(place.name)] = Opened(batches, left, metrics, said["seconds"])
+        opened[int(place.name)] = StepSnapshot(batches, left, metrics, said["seconds"])
     return opened
 
 

@@ -1,7 +1,7 @@
 """`Steps`: runs the steps of a plan: draws batches, flies them, and goes back where something is lost.
 
-A `Flight` holds the steps that are under way. Where things run is the runner's alone: in this process, on Ray, or on a
-virtual clock.
+`InFlightSteps` holds the steps in flight. Where nodes run is up to the runner: in this process, on Ray, or on a virtual
+clock.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import GraphError
 from flowrl.protocols.protocols import Rollout
-from flowrl.run.engine.in_flight import Batches, Draw, Flight, OnNode
+from flowrl.run.engine.in_flight import Batches, Draw, InFlightSteps, OnNode
 from flowrl.run.engine.nodes import NodeInfo, Region
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.runner import Runner
 from flowrl.run.engine.schedule import Schedule
-from flowrl.run.engine.step_snapshot import Opened, load_opened, save_opened
+from flowrl.run.engine.step_snapshot import StepSnapshot, load_snapshots, save_snapshots
 from flowrl.run.engine.timeline import Timeline
 from flowrl.run.engine.weights import TrainedWeights
 
@@ -55,8 +55,8 @@ class Steps:
         self.during: str | None = None  # for messages, where its steps are none of a training
         self._weights = weights
         self._infos: dict[int, dict[str, NodeInfo]] = {}  # by lag
-        self._flight: Flight | None = None
-        self._resumed: dict[int, Opened] = {}  # steps that a checkpoint holds as they were under way
+        self._flight: InFlightSteps | None = None
+        self._resumed: dict[int, StepSnapshot] = {}  # steps that a checkpoint holds as they were under way
 
     def fork(self, plan: Plan, seed: int) -> Steps:
         """Another plan on the same engines, with keys and state cells of its own."""
@@ -68,7 +68,7 @@ class Steps:
         step: int,
         *,
         now: int | None = None,
-        keep: Sequence[str] = (),
+        return_nodes: Sequence[str] = (),
         on_node: OnNode = lambda name: None,
     ) -> StepResult:
         """Run every node once.
@@ -77,14 +77,16 @@ class Steps:
             batch: columns of the graph's inputs; where they stand on other rows, the batch of each, by its name.
             step: the step's number, from which keys are derived.
             now: the step of which parameters over time are taken, where it is another one, as in a validation.
-            keep: nodes whose outputs the result holds, besides the sinks.
+            return_nodes: nodes whose outputs the result holds, besides the sinks.
             on_node: called with the name of each node as it starts; again, where a step is repeated.
 
         Raises:
             NodeError: a node raised, or a process died; names node and step, with the error as its cause.
-            GraphError: `batch` lacks a column of an input, or `keep` names a node that is not there.
+            GraphError: `batch` lacks a column of an input, or `return_nodes` names a node that is not there.
         """
-        [result] = self.run(lambda step: batch, range(step, step + 1), now=now, keep=keep, on_node=on_node)
+        [result] = self.run(
+            lambda step: batch, range(step, step + 1), now=now, return_nodes=return_nodes, on_node=on_node
+        )
         return result
 
     def run(
@@ -94,7 +96,7 @@ class Steps:
         *,
         lag: int = 0,
         now: int | None = None,
-        keep: Sequence[str] = (),
+        return_nodes: Sequence[str] = (),
         on_node: OnNode = lambda name: None,
         more: Draw | None = None,
         tell: Callable[[int], Collection[Edge]] = lambda step: (),
@@ -107,7 +109,7 @@ class Steps:
             draw: gives the batch of a step, or that of each input by its name; called once for each step, in order.
             steps: their numbers.
             lag: see `Schedule`.
-            now, keep, on_node: see `step`.
+            now, return_nodes, on_node: see `step`.
             more: gives the batch of so many further prompts, which a `Collect` asks for, or that of each input in front
                 of it.
             tell: the columns that the result of a step holds besides what is kept in all; those of all rounds.
@@ -115,7 +117,7 @@ class Steps:
         Raises:
             NodeError, GraphError: see `step`; or the graph does not allow this lag.
         """
-        kept = {*map(self._known, keep), *self.plan.graph.sinks}
+        kept = {*map(self._known, return_nodes), *self.plan.graph.sinks}
 
         def wanted(step: int) -> Mapping[str, Collection[str] | None]:
             edges = [edge for edge in tell(step) if edge.node not in kept]
@@ -130,7 +132,7 @@ class Steps:
             return self._complete((more or self._refuse_more)(prompts), infos, again)
 
         asked = wanted, on_node, self.during, now, region, further
-        flight = self._flight = Flight(infos, lag, self.runner, self.seed, steps, self.state, *asked)
+        flight = self._flight = InFlightSteps(infos, lag, self.runner, self.seed, steps, self.state, *asked)
         for step in steps:
             self.runner.timeline = self.timeline
             for ahead in steps[steps.index(step) :][: lag + 1]:
@@ -138,11 +140,11 @@ class Steps:
                     resumed = self._resumed.pop(ahead, None)
                     if resumed is None and swaps(self.plan.graph):
                         self._protected(functools.partial(flight.draw_before, ahead), flight)
-                    flight.open(ahead, resumed or Opened([self._complete(draw(ahead), infos, inputs)]))
+                    flight.open(ahead, resumed or StepSnapshot([self._complete(draw(ahead), infos, inputs)]))
             result = self._protected(functools.partial(self._finish, flight, step), flight)
             flight.close(step)
             self.state = flight.kept_state
-            yield result.under({name: self._fused[name] for name in keep if name in self._fused})
+            yield result.under({name: self._fused[name] for name in return_nodes if name in self._fused})
 
     def _known_nodes(self, lag: int) -> dict[str, NodeInfo]:
         """What is known of the nodes where generation runs so far ahead; raises `GraphError` where it cannot."""
@@ -153,7 +155,7 @@ class Steps:
             self._infos[lag] = NodeInfo.all(schedule, self.runner)
         return self._infos[lag]
 
-    def _protected(self, act: Callable[[], T], flight: Flight) -> T:
+    def _protected(self, act: Callable[[], T], flight: InFlightSteps) -> T:
         """Do something; again, from after the last step, where a process is lost in it that can be mended."""
         return self._weights.protect(act, flight.restart) if self._weights.spare else act()
 
@@ -182,13 +184,13 @@ class Steps:
     def _known(self, name: str) -> str:
         return self.plan.graph[self._fused.get(name, name)].name
 
-    def _finish(self, flight: Flight, step: int) -> StepResult:
+    def _finish(self, flight: InFlightSteps, step: int) -> StepResult:
         if self.runner.needs_sync:
             flight.rest()
             self._weights.sync()
         result = flight.finish(step)
         if self._weights.spare and self.plan.graph.trained:
-            self._weights.keep()
+            self._weights.snapshot()
         return result
 
     # ---- between steps
@@ -212,7 +214,7 @@ class Steps:
         self.runner.timeline = self.timeline
         self._weights.protect(lambda: self._weights.sync(syncs))
         if syncs is None:
-            self._weights.keep()
+            self._weights.snapshot()
 
     def save(self, folder: Path) -> None:
         """Write the state of every trained role into a folder of its own, and with a lag the steps that are under way.
@@ -224,21 +226,21 @@ class Steps:
         self.still()
         self._weights.protect(lambda: self._weights.save(folder))
         if self._flight is not None:
-            save_opened(self._flight.opened, self._flight.lag, self._flight.infos, self.runner, folder / AHEAD)
+            save_snapshots(self._flight.opened, self._flight.lag, self._flight.infos, self.runner, folder / AHEAD)
 
     def load(self, folder: Path, lag: int = 0) -> None:
         """Take every trained role back to what `save` wrote, and sync.
 
         Args:
             folder: where.
-            lag: by which it goes on; see `flowrl.run.engine.step_snapshot.load_opened`.
+            lag: by which it goes on; see `flowrl.run.engine.step_snapshot.load_snapshots`.
 
         Raises:
             DataError: a role's folder is of another model or optimiser, or damaged.
         """
         self._weights.load(folder)
-        self._weights.keep()
-        self._resumed = load_opened(folder / AHEAD, lag, self._known_nodes(lag), self.runner)
+        self._weights.snapshot()
+        self._resumed = load_snapshots(folder / AHEAD, lag, self._known_nodes(lag), self.runner)
 
     def save_pretrained(self, role: str, folder: str | Path) -> None:
         """Write the weights of a role as a Hugging Face folder."""

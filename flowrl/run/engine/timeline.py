@@ -22,7 +22,7 @@ from flowrl.data.proto.column_math import size
 from flowrl.data.waits import Wait
 from flowrl.errors import DataError
 
-Kind = Literal["node", "transfer", "wait", "world"]
+Kind = Literal["node", "transfer", "wait", "environment"]
 _LOAD: dict[str, Any] = {"step": None, "rows": 0, "tokens": 0, "padded": 0, "lengths": ()}  # is written where known
 
 
@@ -35,7 +35,8 @@ class Span:
         place: where it was.
         start, end: Unix seconds.
         bytes: that it fetched.
-        kind: what it was; of the kind "world" are stretches in which a node waited for what is outside of its place.
+        kind: what it was; of the kind "environment" are stretches in which a node waited for what is outside of its
+            place.
         step: of the run; None between steps.
         rows, tokens: that it was given, as far as known.
         padded: tokens if every row were as long as the longest.
@@ -72,8 +73,8 @@ class Timeline:
     def add_waits(self, node: str, place: str, step: int | None, waits: Iterable[Wait]) -> None:
         """Enter what a node waited for, in a lane of its own beside its place."""
         for wait in waits:
-            name, beside = f"{node}: {wait.name}", f"{place}: worlds"
-            self.spans.append(Span(name, beside, wait.start, wait.end, kind="world", step=step))
+            name, beside = f"{node}: {wait.name}", f"{place}: environments"
+            self.spans.append(Span(name, beside, wait.start, wait.end, kind="environment", step=step))
 
     @contextmanager
     def span(self, name: str, place: str, kind: Kind = "node") -> Iterator[None]:
@@ -259,7 +260,7 @@ def critical_path(network: nx.DiGraph[str], seconds: Mapping[str, float]) -> tup
 
 def idle(spans: Iterable[Span]) -> dict[str, float]:
     """The share of time, from the first start to the last end anywhere, in which a place did nothing but wait."""
-    spans = sorted((span for span in spans if span.kind != "world"), key=lambda span: span.start)
+    spans = sorted((span for span in spans if span.kind != "environment"), key=lambda span: span.start)
     if not spans:
         return {}
     total = max(span.end for span in spans) - spans[0].start

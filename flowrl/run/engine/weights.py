@@ -63,7 +63,7 @@ class TrainedWeights:
             self._runner.load(role, folder / role)
         self.sync()
 
-    def keep(self) -> None:
+    def snapshot(self) -> None:
         """Where there is a spare folder: this is what to go back to."""
         if self.spare is None:
             return
@@ -83,12 +83,12 @@ class TrainedWeights:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 if lost is not None and self._kept is not None:
-                    self._runner.mend(lost)
+                    self._runner.fix(lost)
                     self.load(self._kept)
                     restart()
                 return act()
             except NodeError as error:
-                if not self._runner.mends(error) or self._kept is None or attempt == ATTEMPTS:
+                if not self._runner.can_recover(error) or self._kept is None or attempt == ATTEMPTS:
                     raise
                 logger.warning("%s\nWhat was lost is rebuilt and synced, and that is done again.", error)
                 lost = error

@@ -60,7 +60,7 @@ def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
                 f"nodes, with a column between."
             )
         ranks = max((host.ranks for host in hosts if roles and roles[0] in host.roles), default=1)
-        by_batch = node.operator.granularity == "batch" or node.operator.makes("batch")
+        by_batch = node.operator.granularity == "batch" or node.operator.creates_axis("batch")
         if node.operator.states and ranks > 1 and not by_batch:
             raise GraphError(
                 f"{node.name} keeps {', '.join(node.operator.states)} over steps, and its role {roles[0]!r} has "

@@ -26,7 +26,7 @@ from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import NodeError
 from flowrl.protocols.backend import Backend
 from flowrl.run.engine.local import load_of
-from flowrl.run.engine.runner import Counts, Done, Lengths, Task
+from flowrl.run.engine.runner import Counts, Lengths, Task, TaskResult
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.run.placement.placement import processes_of, rows_of_ranks, slots_of
@@ -64,7 +64,7 @@ class PretendRunner:
         self._forget = {role for role, backend in (bindings or {}).items() if backend.loses_weights_asleep}
         self._forgetful: set[ProcessSpec] = set()
         self._turns = Turns(self._processes)
-        self._running: list[tuple[float, int, Done]] = []  # a heap, by end and by who was launched first
+        self._running: list[tuple[float, int, TaskResult]] = []  # a heap, by end and by who was launched first
         self._launched = itertools.count()
 
     @property
@@ -99,10 +99,10 @@ class PretendRunner:
             output: Rows(rows * node.operator.rows_factor) if isinstance(wanted, ColumnType) else None
             for output, wanted in node.operator.signature.outputs.items()
         }
-        done = Done(task, outputs, Metrics(), {}, written, max(seconds))
+        done = TaskResult(task, outputs, Metrics(), {}, written, max(seconds))
         heapq.heappush(self._running, (start + max(seconds), next(self._launched), done))
 
-    def wait(self) -> Sequence[Done]:
+    def wait(self) -> Sequence[TaskResult]:
         """Those that end next."""
         self.now = max(self.now, self._running[0][0])
         done = []
@@ -159,11 +159,11 @@ class PretendRunner:
         """Whether an engine would have lost its weights in its sleep."""
         return bool(self._forgetful)
 
-    def mends(self, error: NodeError) -> bool:
+    def can_recover(self, error: NodeError) -> bool:
         """Nothing is lost here."""
         return False
 
-    def mend(self, error: NodeError) -> None:
+    def fix(self, error: NodeError) -> None:
         raise error
 
     def version(self, role: str) -> int:
@@ -217,7 +217,7 @@ def _rows(task: Task) -> int:
 def _shares(task: Task, rows: int, ranks: int) -> list[Counts | None]:
     """The rows of each rank; None is all. Groups are split here, since nobody knows which row is of which."""
     operator = task.node.operator
-    if ranks == 1 or operator.makes("batch") or not rows:
+    if ranks == 1 or operator.creates_axis("batch") or not rows:
         return [None] * ranks
     if operator.granularity == "batch":
         return rows_of_ranks(task, ranks)

@@ -33,18 +33,20 @@ class Checkpoints:
 
     Args:
         folder: where they are; only one run at a time writes there.
-        keep: how many of the newest are kept; older ones are removed once a newer one is complete.
+        max_checkpoints: how many of the newest are kept; older ones are removed once a newer one is complete.
 
     Raises:
         ParameterError: `keep` is no number, or less than 1.
     """
 
     folder: Path
-    keep: int
+    max_checkpoints: int
 
     def __post_init__(self) -> None:
-        if not is_count(self.keep):
-            raise ParameterError(f"Checkpoints(keep={self.keep}) would keep none; expected at least 1.")
+        if not is_count(self.max_checkpoints):
+            raise ParameterError(
+                f"Checkpoints(max_checkpoints={self.max_checkpoints}) would keep none; expected at least 1."
+            )
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
         """Write the checkpoint after `step`, and remove any later ones, left over from before a resume.
@@ -74,7 +76,7 @@ class Checkpoints:
             files = {path.relative_to(draft).as_posix(): file_digest(path) for path in paths}
             manifest = {"files": files, "digest": _seal(files)}
             (draft / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-        kept = [other for other in self.steps() if other <= step][-self.keep :]
+        kept = [other for other in self.steps() if other <= step][-self.max_checkpoints :]
         for other in self.steps():
             if other not in kept:
                 with writing(self._path(other)):

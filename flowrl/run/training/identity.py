@@ -21,7 +21,7 @@ from flowrl.spec import Spec
 WEIGHTS = (".safetensors", ".bin", ".json")
 """Endings of the files of a model's folder that say what its weights are."""
 TOKENISER = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "chat_template")
-"""How names of the tokeniser's files begin: a run may go on with another, which `tell_changed_prompts` warns of."""
+"""How names of the tokeniser's files begin: a run may go on with another, which `warn_of_changed_prompts` warns of."""
 
 
 def identity_of(graph: Graph, sources: Mapping[str, Source], seed: int, prompts: int) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
+from flowrl.core.graphs.fusing import describe as describe_fusing
 from flowrl.core.graphs.fusing import fused
-from flowrl.core.graphs.fusing import told as told_of_fusing
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.lag import swaps
 from flowrl.core.graphs.lineage import roles_of_tokens
@@ -23,7 +23,7 @@ from flowrl.data.text.vocabulary import refuse_other_vocabularies
 from flowrl.edits.edit import edit
 from flowrl.errors import BindError, FlowrlError, GraphError
 from flowrl.protocols.backend import refuse_unfit, refuse_unsynced
-from flowrl.protocols.protocols import Swaps, Trainer
+from flowrl.protocols.protocols import LiveWeightUpdate, Trainer
 from flowrl.rules.check import require
 from flowrl.run.engine.build import EngineBuilder
 from flowrl.run.engine.local import local_steps
@@ -133,7 +133,7 @@ class Job(Generic[GraphT]):
                 raise BindError(f"the role {role!r}: {error}") from error
         for name, node in self.graph.nodes.items():
             try:
-                node.at_first.rehearse(lambda role: tokenizer_of(self.graph, role))
+                node.initial_operator.rehearse(lambda role: tokenizer_of(self.graph, role))
             except FlowrlError as error:
                 raise type(error)(f"{name}: {error}") from error
 
@@ -175,7 +175,7 @@ class Job(Generic[GraphT]):
         """
         for sync in swaps(self.graph):
             for role in self.graph[sync].writes:
-                refuse_unfit(role, self.graph.bindings[role], sync, Swaps)
+                refuse_unfit(role, self.graph.bindings[role], sync, LiveWeightUpdate)
                 self.graph.bindings[role].refuse_swap(cast(Any, self.graph[sync].operator).caches)
                 self._refuse_together(role, sync)
         if not self.graph.lag:
@@ -215,16 +215,16 @@ class Job(Generic[GraphT]):
             BindError: the place has no room for the roles.
         """
         plan = Plan(self.runs)
-        lines = [str(plan), *told_of_fusing(self.graph, self.optimize, prompts)]
+        lines = [str(plan), *describe_fusing(self.graph, self.optimize, prompts)]
         lines += [line for line in Plan(self.graph).twice() if line not in plan.twice()]  # one of two may be fused
         bound = self.graph.bindings
         for role, backend in bound.items():
             if (other := backend.sharing(bound)) is not None:
-                mend = f"edit(bind={{{role!r}: {written(other)}}})"
-                lines.append(f"{role} has weights that are there without it; holding them once is enough: {mend}")
-        told = [] if (why := self.no_gain()) is None else [why]
+                fix = f"edit(bind={{{role!r}: {written(other)}}})"
+                lines.append(f"{role} has weights that are there without it; holding them once is enough: {fix}")
+        notes = [] if (why := self.no_gain()) is None else [why]
         if self.place is None:
-            return "\n".join([*lines, "everything runs in one process", *told])
+            return "\n".join([*lines, "everything runs in one process", *notes])
         lines += [f"processes of {type(self.place).__name__}; those of one slot take turns:"]
         hosts = lay_out(self.graph, self.place)
         for slot in range(self.place.slots):
@@ -236,7 +236,7 @@ class Job(Generic[GraphT]):
         ]
         if any(node.home is None for node in plan.order):
             lines.append("  no slot: general")
-        return "\n".join([*lines, *told])
+        return "\n".join([*lines, *notes])
 
     def build(self, seed: int = 0) -> dict[str, Any]:
         """Load the live engines in this process, by role."""

@@ -102,7 +102,7 @@ def _refuse_to_replace(folder: RunFolder, identity: Mapping[str, Any]) -> None:
     logger.warning("%s holds no checkpoint; the run starts anew.", folder.path)
 
 
-def tell_changed_prompts(path: Path, before: Mapping[str, Any], now: Mapping[str, str]) -> None:
+def warn_of_changed_prompts(path: Path, before: Mapping[str, Any], now: Mapping[str, str]) -> None:
     """Warn of prompts that are tokenised in another way than before (as by a template that writes the date), or of
     others to validate on.
 

@@ -25,7 +25,7 @@ _TOLD = {
 """What is said of a row, and the column that it is in; a source of one's own need not have all."""
 
 
-def columns_told(graph: Graph) -> dict[str, Edge]:
+def logged_columns(graph: Graph) -> dict[str, Edge]:
     """By what is told of a row, where that is written; nothing of a graph in which nobody answers.
 
     Where several answer, the one that is trained on counts; in a graph that trains none, the one whose score is
@@ -43,19 +43,19 @@ def columns_told(graph: Graph) -> dict[str, Edge]:
     of_rows = [edge for edge, typed in graph.types.items() if typed.axes[:1] == (rows,)]
     of_its_own = [edge for edge in of_rows if edge.node == answer.node]
     found = {edge.output: edge for edge in (*of_rows, *of_its_own)}
-    told = {key: found[name] for key, name in _TOLD.items() if name in found}
+    logged = {key: found[name] for key, name in _TOLD.items() if name in found}
     on_rows = [edge for edge in scores if graph.types[edge].axes[0] == rows]
     if on_rows:
         of_answer = [edge for edge in on_rows if f"response@{answer.node}" in graph.types[edge].axes]
-        told["score"] = (of_answer or on_rows)[-1]
-    return told
+        logged["score"] = (of_answer or on_rows)[-1]
+    return logged
 
 
-def told(edges: Mapping[str, Edge], columns: Mapping[str, DataProto]) -> list[dict[str, Any]]:
+def rollout_records(edges: Mapping[str, Edge], columns: Mapping[str, DataProto]) -> list[dict[str, Any]]:
     """One record a row.
 
     Args:
-        edges: as `columns_told` gives them.
+        edges: as `logged_columns` gives them.
         columns: what the nodes wrote, by node; those that did not run in a step wrote nothing.
     """
     found: dict[str, Any] = {

@@ -105,7 +105,7 @@ def _refuse_other_templates(graph: Graph, sources: Mapping[str, Source]) -> None
         ParameterError: naming both.
     """
     for node in graph.nodes.values():
-        given = parameters(node.at_first).get("chat_template_kwargs")
+        given = parameters(node.initial_operator).get("chat_template_kwargs")
         source = None if given is None else sources.get(input_of(graph, node.name) or "")
         theirs = getattr(source, "chat_template_kwargs", None)
         if given is None or theirs is None:
@@ -128,7 +128,7 @@ def _refuse_rows_of_other_templates(graph: Graph, streams: Mapping[str, Stream])
         DataError: naming the first of them.
     """
     for node in graph.nodes.values():
-        given = parameters(node.at_first).get("chat_template_kwargs")
+        given = parameters(node.initial_operator).get("chat_template_kwargs")
         stream = None if given is None else streams.get(input_of(graph, node.name) or "")
         if given is None or not isinstance(stream, PromptStream):
             continue

@@ -37,8 +37,8 @@ from flowrl.run.training.held_out import held_out, with_engines
 from flowrl.run.training.identity import identity_of
 from flowrl.run.training.job import Job
 from flowrl.run.training.report import Reporter
-from flowrl.run.training.resume import Found, find, tell_changed_prompts
-from flowrl.run.training.rollout_log import columns_told, refuse_half_told, told
+from flowrl.run.training.resume import Found, find, warn_of_changed_prompts
+from flowrl.run.training.rollout_log import logged_columns, refuse_half_told, rollout_records
 from flowrl.run.training.run_folder import RunFolder, jsonable
 from flowrl.run.training.signals import ended_in_order
 from flowrl.run.training.sources import Data, Sources, by_input, gives_tokens, refuse_no_source, refuse_untold
@@ -75,7 +75,7 @@ class Training(Spec):
         folder: where the run is written; None is ``runs/<graph>-<number>``.
         save_model: write each trained policy to ``<folder>/<role>`` at the end.
         checkpoint_every: steps between two checkpoints, in ``<folder>/checkpoints``; None writes none.
-        keep: how many checkpoints are kept.
+        max_checkpoints: how many checkpoints are kept.
         resume: go on from the newest whole checkpoint in `folder`; where there is none, start.
         rollouts_every: steps between two of which every row that was sampled is written to ``rollouts.jsonl``; None
             writes none.
@@ -99,7 +99,7 @@ class Training(Spec):
     folder: str | None = Field(default=None, min_length=1)
     save_model: bool = True
     checkpoint_every: int | None = Field(default=None, ge=1)
-    keep: int = Field(default=3, ge=1)
+    max_checkpoints: int = Field(default=3, ge=1)
     resume: bool = False
     rollouts_every: int | None = Field(default=None, ge=1)
     costs: str | None = None
@@ -199,7 +199,7 @@ class Training(Spec):
             described["step_seconds"] = seconds
         folder = RunFolder.create(self.folder, self.job.graph.name, self.resume)
         with closing(folder), ended_in_order():
-            checkpoints = Checkpoints(folder.path / "checkpoints", self.keep)
+            checkpoints = Checkpoints(folder.path / "checkpoints", self.max_checkpoints)
             found = None
             if self.resume:
                 found = find(folder, checkpoints, described["identity"], self._bindings(), self.steps)
@@ -270,7 +270,7 @@ class _Loop:
         again = [name for name in graph.inputs if name in region]
         self.sources = Sources(training.sources, tokenizer, training.seed, graph, again)
         self.sources.warn_of_few(training.prompts)
-        self.told = columns_told(graph)
+        self.logged_columns = logged_columns(graph)
         self.validations = Validating(held_out(graph, training.validations), steps, tokenizer, training.seed)
         self.last = training.steps  # or the one after which a validation reached its goal
         self.content = {**self.sources.digests, **self.validations.digests}
@@ -316,7 +316,7 @@ class _Loop:
             self._validate(0)
             return
         path, state = found
-        tell_changed_prompts(path, state["content"], self.content)
+        warn_of_changed_prompts(path, state["content"], self.content)
         self.steps.state.update(state["state"])
         self.sources.seek(state["data"])
         self.heard = {int(step): heard for step, heard in state["heard"].items()}
@@ -372,7 +372,7 @@ class _Loop:
             result = next(results)
             self._enter(step, result, time.perf_counter() - self.started)
             if self._tell_rows(step):
-                rows = [{"step": step + 1, **row} for row in told(self.told, result.columns)]
+                rows = [{"step": step + 1, **row} for row in rollout_records(self.logged_columns, result.columns)]
                 self.folder.append("rollouts.jsonl", rows)
             self._validate(step + 1)
             self._checkpoint(step + 1)
@@ -410,7 +410,7 @@ class _Loop:
     def _tell_rows(self, step: int) -> Collection[Edge]:
         """The columns of a step of which rollouts are written."""
         every = self.training.rollouts_every
-        return self.told.values() if every is not None and (step + 1) % every == 0 else ()
+        return self.logged_columns.values() if every is not None and (step + 1) % every == 0 else ()
 
     def _tell_node(self, name: str) -> None:
         for reporter in self.reporters:

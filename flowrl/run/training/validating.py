@@ -13,7 +13,7 @@ from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Span
 from flowrl.run.training.held_out import HeldOut
-from flowrl.run.training.rollout_log import columns_told, told
+from flowrl.run.training.rollout_log import logged_columns, rollout_records
 from flowrl.run.training.sources import Sources
 
 
@@ -108,10 +108,12 @@ class Validating:
             steps.sync(one.held_out.syncs)
         total: dict[str, Any] = {}
         predictions: list[dict[str, Any]] = []
-        edges = columns_told(steps.plan.graph)
+        edges = logged_columns(steps.plan.graph)
         for batch in one.sources.batches(validation.batch):
-            result = steps.step(batch, 0, now=step, keep=tuple(steps.plan.graph.nodes))
-            predictions += [{"step": step, "validation": one.name, **row} for row in told(edges, result.columns)]
+            result = steps.step(batch, 0, now=step, return_nodes=tuple(steps.plan.graph.nodes))
+            predictions += [
+                {"step": step, "validation": one.name, **row} for row in rollout_records(edges, result.columns)
+            ]
             for key, metric in result.metrics.items():
                 total[key] = total[key].merge(metric) if key in total else metric
         metrics = {"step": step, **{f"{one.name}/{k}": m.compute() for k, m in total.items()}}

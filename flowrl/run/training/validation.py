@@ -32,7 +32,7 @@ class Validation(Spec):
         every: steps between two validations; there is always one after the last step.
         name: metrics are logged as ``<name>/<key>``.
         changes: ``"node.parameter"`` to value, as ``edit(set=...)``; by default one greedy answer per prompt.
-        until: the node that scores, or several nodes; ``"interact"`` where a world does.
+        until: the node that scores, or several nodes; ``"interact"`` where an environment does.
         batch: how many prompts are answered at a time.
         replace, drop, insert, wire: as those of `edit`: ``insert={"pass_at_k": After("reward", PassAtK(8))}``.
         bind: other engines by role, which stand beside the job's. In the place of one that the job syncs, one gets
@@ -81,7 +81,7 @@ class Validation(Spec):
         return edit(changed, when={node.name: ALWAYS for node in changed.nodes.values() if node.when != ALWAYS})
 
     def _refuse_no_end(self, graph: Graph) -> None:
-        """Refuse nodes to end at which the graph does not have, such as the default where a world gives rewards."""
+        """Refuse end nodes that the graph lacks, such as the default where an environment gives rewards."""
         until = (self.until,) if isinstance(self.until, str) else self.until
         if missing := [name for name in until if name not in graph]:
             scoring = [edge.node for edge, typed in graph.types.items() if getattr(typed.type, "kind", "") == "score"]

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from flowrl.errors import AsleepError, DataError, ParameterError, SyncError
-from flowrl.protocols.protocols import Counts, Requests, Swaps
+from flowrl.protocols.protocols import CacheStats, LiveWeightUpdate, StreamingRollout
 from tests.backends.hosted.toy import KEY, PROBE, Toy, asking, expected
 from tests.engines.sources import Altered
 
 
 def test_requests_begin_with_the_next_step_and_leave_when_they_end(engine: Toy) -> None:
-    assert isinstance(engine, Requests)
+    assert isinstance(engine, StreamingRollout)
     one, two, three = asking("one", [7, 8], 3), asking("two", [9], 1), asking("three", [9, 9, 9], 2)
     engine.submit(one)
     engine.submit(two)
@@ -26,7 +26,7 @@ def test_requests_begin_with_the_next_step_and_leave_when_they_end(engine: Toy) 
     assert [engine.take("three"), engine.take("one")] == [expected(three), expected(one)]
     assert engine.step() == []
     assert engine.told == ["begin one", "begin two", "begin three"]
-    assert isinstance(engine, Counts) and (engine.context_tokens, engine.cached_tokens) == (6, 2)
+    assert isinstance(engine, CacheStats) and (engine.context_tokens, engine.cached_tokens) == (6, 2)
 
 
 def test_generate_is_the_loop_over_requests(engine: Toy) -> None:
@@ -123,10 +123,10 @@ def test_weights_change_under_what_waits_and_not_under_what_is_begun(engine: Toy
     assert engine.take("waits") == expected(waits, version=5)
 
 
-@pytest.mark.parametrize("caches", ["anew", "keep"])
+@pytest.mark.parametrize("caches", ["recompute", "reuse"])
 def test_weights_change_between_two_tokens(engine: Toy, trainer: Any, caches: Any) -> None:
     """What has none yet begins again where the engine keeps what it computed."""
-    assert isinstance(engine, Swaps)
+    assert isinstance(engine, LiveWeightUpdate)
     engine.scores = PROBE.score(trainer)
     begun, late, waits = (asking(name, [7], tokens) for name, tokens in (("begun", 5), ("late", 3), ("waits", 2)))
     engine.submit(begun)
@@ -137,7 +137,7 @@ def test_weights_change_between_two_tokens(engine: Toy, trainer: Any, caches: An
     engine.submit(waits)
     engine.told, engine.idle = [], None
     assert engine.swap(Altered(trainer, version=5), caches).version == 5  # type: ignore[arg-type]
-    again = ["abort late"] if caches == "keep" else []
+    again = ["abort late"] if caches == "reuse" else []
     assert engine.told == [f"halt {caches}", *again, f"take {caches}"]
     engine.step()
     assert engine.told[2 + len(again) :] == ([*map("begin {}".format, ("late", "waits"))] if again else ["begin waits"])
@@ -151,7 +151,7 @@ def test_weights_change_between_two_tokens(engine: Toy, trainer: Any, caches: An
 def test_where_nothing_is_under_way_a_swap_is_a_sync(engine: Toy, trainer: Any) -> None:
     engine.scores = PROBE.score(trainer)
     engine.submit(asking("waits", [8], 2))
-    engine.swap(Altered(trainer, version=5), "keep")  # type: ignore[arg-type]
+    engine.swap(Altered(trainer, version=5), "reuse")  # type: ignore[arg-type]
     assert engine.told == ["halt None", "take None"]
     engine.step()
     assert engine.step() == ["waits"]

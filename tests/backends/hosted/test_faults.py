@@ -65,7 +65,7 @@ def test_a_swap_that_fails_ends_the_engine_and_names_itself_to_what_is_under_way
     engine.sleep() if fault == "asleep" else None
     words = {"weights": "did not arrive", "other": "score the same 6 tokens", "asleep": "swap was called while Toy"}
     with pytest.raises((SyncError, AsleepError, BindError), match=words.get(fault, "it cannot keep")) as caught:
-        engine.swap(Altered(trainer, 5, "missing" if fault == "weights" else None), "keep")  # type: ignore[arg-type]
+        engine.swap(Altered(trainer, 5, "missing" if fault == "weights" else None), "reuse")  # type: ignore[arg-type]
     assert engine.receipt is None and not engine.alive
     engine.wake()
     with pytest.raises(SwapError, match=f"the weights of Toy were to change .*{type(caught.value).__name__}"):

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from flowrl.backends import TorchTrainer
-from flowrl.backends.hosted.arrival import Arrival, due_weights
+from flowrl.backends.hosted.arrival import IncomingWeights, due_weights
 from flowrl.backends.hosted.keeper import members, shared_memory, start_keeper
 from flowrl.backends.hosted.process import EngineProcess
 from flowrl.backends.sglang import engine as sglang
@@ -195,7 +195,7 @@ def test_what_must_arrive_is_what_a_trainer_sends(kind: str, tmp_path: Path) -> 
     sent = {name: (tensor.shape, tensor.dtype) for name, tensor in trainer.weights()}
     due = due_weights(folder)
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in due.items()} == sent
-    arrival = Arrival(trainer, None, due, torch.float32, folder)
+    arrival = IncomingWeights(trainer, None, due, torch.float32, folder)
     assert [name for name, _ in arrival.weights()] == list(sent)
     assert arrival.digest == weights_digest(trainer.weights())
     assert arrival.nbytes == sum(tensor.nbytes for _, tensor in trainer.weights())
@@ -215,13 +215,13 @@ def test_other_weights_are_refused(sent: list[tuple[str, tuple[int, ...]]], word
         list(arrival_of(weights).weights())
 
 
-def arrival_of(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype = torch.float32) -> Arrival:
+def arrival_of(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype = torch.float32) -> IncomingWeights:
     """At an engine that computes in `dtype`."""
     source: Any = SimpleNamespace(version=4, weights=lambda: weights)
-    return Arrival(source, None, {"a": torch.zeros(2, 3), "b": torch.zeros(4)}, dtype, "folder")
+    return IncomingWeights(source, None, {"a": torch.zeros(2, 3), "b": torch.zeros(4)}, dtype, "folder")
 
 
-@pytest.mark.parametrize("way", [Arrival.weights, Arrival.to_hand_over])
+@pytest.mark.parametrize("way", [IncomingWeights.weights, IncomingWeights.to_hand_over])
 def test_a_tensor_that_comes_twice_is_refused(way: Any) -> None:
     """Each is right by itself, and nobody knows which of them counts."""
     weights = [("a", torch.zeros(2, 3)), ("b", torch.zeros(4)), ("a", torch.ones(2, 3))]

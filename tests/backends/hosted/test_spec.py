@@ -17,13 +17,13 @@ from tests.support.jobs import job_of
 @pytest.mark.parametrize(
     ("backend", "settings", "caches", "words"),
     [
-        (VLLM, {"lora": LoRA(r=2)}, "anew", r"VLLM\('model', lora=.* vLLM scores no probe .* drop lora"),
-        (SGLang, {"lora": LoRA(r=2)}, "anew", r"SGLang\('model', lora=.*SGLang waits until all have ended"),
+        (VLLM, {"lora": LoRA(r=2)}, "recompute", r"VLLM\('model', lora=.* vLLM scores no probe .* drop lora"),
+        (SGLang, {"lora": LoRA(r=2)}, "recompute", r"SGLang\('model', lora=.*SGLang waits until all have ended"),
         (
             SGLang,
             {},
-            "keep",
-            r"engine_args={'disable_overlap_schedule': True}\), or Lag\(..., spans=True, caches='anew'",
+            "reuse",
+            r"engine_args={'disable_overlap_schedule': True}\), or Lag\(..., spans=True, caches='recompute'",
         ),
     ],
 )
@@ -41,9 +41,9 @@ def test_what_an_engine_cannot_swap_is_refused_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("backend", "caches"),
     [
-        (VLLM("model", tensor_parallel=2), "keep"),
-        (SGLang("model"), "anew"),
-        (SGLang("model", engine_args={"disable_overlap_schedule": True}), "keep"),
+        (VLLM("model", tensor_parallel=2), "reuse"),
+        (SGLang("model"), "recompute"),
+        (SGLang("model", engine_args={"disable_overlap_schedule": True}), "reuse"),
     ],
 )
 def test_what_it_can_is_not(backend: EngineSpec, caches: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flowrl.backends.hosted.arrival import Arrival
+from flowrl.backends.hosted.arrival import IncomingWeights
 from flowrl.backends.hosted.base import Answer, HostedRollout
 from flowrl.backends.hosted.spec import EngineSpec
 from flowrl.backends.rollout import Ending
@@ -97,12 +97,12 @@ class Toy(HostedRollout):
 
     def _halt(self, caches: Caches | None) -> list[str]:
         self.told.append(f"halt {caches}")
-        return [name for name, (*_, versions) in self.under_way.items() if not versions] if caches == "keep" else []
+        return [name for name, (*_, versions) in self.under_way.items() if not versions] if caches == "reuse" else []
 
     def _death(self) -> str | None:
         return self.death
 
-    def _take_over(self, arrival: Arrival, caches: Caches | None) -> str:
+    def _take_over(self, arrival: IncomingWeights, caches: Caches | None) -> str:
         self._fail("take")
         assert (caches is None) == (not self.under_way)
         self.told.append(f"take {caches}")

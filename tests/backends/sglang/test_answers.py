@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.backends.sglang.answers import Answers, Asked
+from flowrl.backends.sglang.answers import Answers, ResponseRequest
 from flowrl.data.text.tokenizer import ChatTokenizer
 
 LONG = 60.0  # seconds, which are never waited for
@@ -110,11 +110,11 @@ class Process:
     def wait(self, what: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.run(what)
 
-    def some(self, *new: Asked, seconds: float = LONG, **alike: Any) -> dict[str, Any]:
+    def some(self, *new: ResponseRequest, seconds: float = LONG, **alike: Any) -> dict[str, Any]:
         found: dict[str, Any] = self.wait(self.answers.some(new, seconds, **alike))
         return found
 
-    def all(self, *new: Asked) -> dict[str, Any]:
+    def all(self, *new: ResponseRequest) -> dict[str, Any]:
         """With whatever is under way."""
         found = self.some(*new)
         while self.answers._under_way:
@@ -127,8 +127,8 @@ def process(manager: Manager, tiny: str, loop: asyncio.Runner) -> Process:
     return Process(manager, ChatTokenizer(tiny), loop)
 
 
-def asked(name: str, tokens: int, *stop: str, ids: tuple[int, ...] = (0,), support: bool = False) -> Asked:
-    return Asked(name, [*ids], 11, {"temperature": 1.0, "max_new_tokens": tokens}, stop, support)
+def asked(name: str, tokens: int, *stop: str, ids: tuple[int, ...] = (0,), support: bool = False) -> ResponseRequest:
+    return ResponseRequest(name, [*ids], 11, {"temperature": 1.0, "max_new_tokens": tokens}, stop, support)
 
 
 def letters(count: int, start: int = 0) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors.torch import load
 
-from flowrl.backends.sglang.answers import Asked
+from flowrl.backends.sglang.answers import ResponseRequest
 from flowrl.sync.digest import tensor_digest
 
 WORD = 20
@@ -29,7 +29,7 @@ class Toy:
     def describe(self, body: bytes) -> dict[str, Any]:
         return {"vocabulary": 85, "dtype": "float32", "cached_tokens": self.room, "support": 50}
 
-    def generate(self, body: bytes, new: list[Asked], seconds: float) -> dict[str, Any]:
+    def generate(self, body: bytes, new: list[ResponseRequest], seconds: float) -> dict[str, Any]:
         counts = {asked.name: asked.sampling["max_new_tokens"] for asked in new}
         if max(counts.values(), default=0) > ENDLESS:
             signal.pause()

@@ -326,7 +326,7 @@ def test_an_operator_that_reads_what_its_record_does_not_declare_is_told_so() ->
 
 def test_an_update_that_is_not_returned_is_refused() -> None:
     @algorithm
-    def forgetful(batch: PromptBatch) -> object:
+    def unsynced_hosts(batch: PromptBatch) -> object:
         rollout = Generate()(batch)
         values = Value()(rollout)
         scores = Reward(lambda data_source, solution_str, ground_truth, extra_info=None: 1.0)(rollout, batch)
@@ -337,4 +337,4 @@ def test_an_update_that_is_not_returned_is_refused() -> None:
     with pytest.raises(
         GraphError, match=r"calls update_critic, which writes weights, but neither returns .* return it"
     ):
-        forgetful()
+        unsynced_hosts()

@@ -28,7 +28,7 @@ BATCH = ("batch", "prompt", "response")
 class Demos(Operator):
     """As many rows as `many`, with responses of `width` tokens, whatever the prompts are."""
 
-    fresh: ClassVar[tuple[str, ...]] = ("batch", "prompt")
+    new_axes: ClassVar[tuple[str, ...]] = ("batch", "prompt")
     many: int = 2
     width: int = 9
 
@@ -39,7 +39,7 @@ class Demos(Operator):
 class Join(Operator):
     """Demonstrations behind the rollouts."""
 
-    fresh: ClassVar[tuple[str, ...]] = BATCH
+    new_axes: ClassVar[tuple[str, ...]] = BATCH
 
     def __call__(self, rollout: RolloutBatch, demos: Rows[RolloutBatch, "demo"]) -> RolloutBatch:
         return joined(rollout, demos)
@@ -48,7 +48,7 @@ class Join(Operator):
 class Shorter(Operator):
     """Of two answers to a prompt, the shorter."""
 
-    fresh: ClassVar[tuple[str, ...]] = ("response",)
+    new_axes: ClassVar[tuple[str, ...]] = ("response",)
 
     def __call__(self, first: RolloutBatch, second: Widths[RolloutBatch, "second"]) -> RolloutBatch:
         better = second.response_mask.sum(1) < first.response_mask.sum(1)
@@ -110,7 +110,7 @@ def test_joined_rows_are_scored_as_what_they_are(tiny: str) -> None:
     prompts = proto(prompt_batch([[10, 11], [12], [13, 14, 15]]))
     steps = walk(with_demos(Join()), rollout=engines["rollout"], actor=engines["actor"])
     engines["rollout"].sync(engines["actor"])
-    result = steps.step(prompts, 0, keep=("join", "generate", "demos"))
+    result = steps.step(prompts, 0, return_nodes=("join", "generate", "demos"))
     rollout, demos, both = (result.columns[node] for node in ("generate", "demos", "join"))
     assert (len(rollout), len(demos), len(both)) == (6, 2, 8)
     assert both["responses"].shape[1] == 9 > rollout["responses"].shape[1]
@@ -123,7 +123,9 @@ def test_the_shorter_of_two_answers_is_wide_as_it_is(tiny: str) -> None:
     engines = job_of("grpo", tiny).build()
     engines["rollout"].sync(engines["actor"])
     steps = walk(of_two(Shorter()), rollout=engines["rollout"], actor=engines["actor"])
-    result = steps.step(proto(prompt_batch([[10, 11], [12], [13, 14, 15]])), 0, keep=("generate", "second", "shorter"))
+    result = steps.step(
+        proto(prompt_batch([[10, 11], [12], [13, 14, 15]])), 0, return_nodes=("generate", "second", "shorter")
+    )
     lengths = [result.columns[node]["response_mask"].sum(1) for node in ("generate", "second", "shorter")]
     assert torch.equal(lengths[2], torch.minimum(lengths[0], lengths[1]))
 
@@ -146,11 +148,11 @@ def test_a_port_with_rows_of_its_own_leaves_the_others_alone() -> None:
 
 
 class SaysRowsOnly(Join):
-    fresh = ("batch",)
+    new_axes = ("batch",)
 
 
 class SaysNothing(Shorter):
-    fresh = ()
+    new_axes = ()
 
 
 class OneAxis(Operator):
@@ -165,13 +167,13 @@ class OneAxis(Operator):
             lambda: with_demos(SaysRowsOnly()),
             r"says_rows_only\.prompts would be as wide as says_rows_only\.rollout\.prompts, but says_rows_only joins "
             r"prompt axes of several widths, those of rollout\.prompts \(generate\.prompts\) and demos\.prompts "
-            r"\(demos\.prompts\); let SaysRowsOnly say that it makes the axis anew: fresh: ClassVar = \('batch', "
+            r"\(demos\.prompts\); let SaysRowsOnly say that it makes the axis anew: new_axes: ClassVar = \('batch', "
             r"'prompt'\)\.",
         ),
         (
             lambda: of_two(SaysNothing()),
             r"says_nothing\.responses would be as wide as .* joins response axes of several widths.* "
-            r"fresh: ClassVar = \('response',\)\.",
+            r"new_axes: ClassVar = \('response',\)\.",
         ),
         (
             lambda: of_two(OneAxis()),
@@ -190,7 +192,9 @@ def test_what_is_cut_without_saying_so_is_named_with_its_mend() -> None:
         def __call__(self, response_mask: c.ResponseMask) -> c.ResponseMask:
             return response_mask[:, :1]
 
-    with pytest.raises(PortError, match=r"cut\.response_mask .* or that cut makes it anew: fresh: ClassVar = \('resp"):
+    with pytest.raises(
+        PortError, match=r"cut\.response_mask .* or that cut makes it anew: new_axes: ClassVar = \('resp"
+    ):
         Cut()(torch.ones(2, 3, dtype=torch.bool))
 
 
@@ -222,9 +226,11 @@ def test_outputs_have_no_axes_of_their_own_and_fresh_names_axes_of_outputs() -> 
         class Out(Operator):
             def __call__(self, values: c.Values) -> Rows[c.Returns, "demo"]: ...
 
-    with pytest.raises(DefinitionError, match=r"Misnamed\.fresh names 'prompt', .* expected some of batch, response"):
+    with pytest.raises(
+        DefinitionError, match=r"Misnamed\.new_axes names 'prompt', .* expected some of batch, response"
+    ):
 
         class Misnamed(Operator):
-            fresh: ClassVar[tuple[str, ...]] = ("prompt",)
+            new_axes: ClassVar[tuple[str, ...]] = ("prompt",)
 
             def __call__(self, values: c.Values) -> c.Returns: ...

@@ -9,7 +9,7 @@ import pytest
 from flowrl import columns as c
 from flowrl import graphs
 from flowrl.core.graphs.after import After
-from flowrl.core.graphs.fusing import Fusing, fused, fusings, scorers, told
+from flowrl.core.graphs.fusing import Fusing, describe, fused, fusings, scorers
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Reads, Role
@@ -24,7 +24,7 @@ from tests.support.kernel import BINDINGS, FakeTrainer, exact, readers, wires
 class Same(FakeTrainer):
     """Says that it trains and scores with the same bits."""
 
-    first_pass_apart: ClassVar[str | None] = None
+    why_not_fusable: ClassVar[str | None] = None
     ranks: int = 1
 
 
@@ -226,12 +226,12 @@ class TestTold:
     def test_lines(self) -> None:
         graph = bound("grpo", n=4)
         said = "old_log_prob is the first pass of update_actor: computed once, saves a forward pass over"
-        assert told(graph, True) == [f"{said} the rows of a step"]
-        assert told(graph, True, prompts=8) == [f"{said} 32 rows"]
-        [apart] = told(graph, False, prompts=8)
+        assert describe(graph, True) == [f"{said} the rows of a step"]
+        assert describe(graph, True, prompts=8) == [f"{said} 32 rows"]
+        [apart] = describe(graph, False, prompts=8)
         assert "optimize=False" in apart and "32 rows" in apart
-        assert told(bound("ppo"), True) == ["old_log_prob is not fused into update_actor: kl_shape reads it before"]
-        assert told(bound("sft"), True) == []
+        assert describe(bound("ppo"), True) == ["old_log_prob is not fused into update_actor: kl_shape reads it before"]
+        assert describe(bound("sft"), True) == []
 
 
 def test_torch_says_that_its_bits_are_the_same() -> None:
@@ -240,7 +240,7 @@ def test_torch_says_that_its_bits_are_the_same() -> None:
     class Derived(TorchTrainer):
         """May compute otherwise."""
 
-    assert TorchTrainer("model").first_pass_apart is None
-    assert TorchTrainer("model", gradient_checkpointing=True).first_pass_apart is None
-    assert "offload=True" in (TorchTrainer("model", offload=True).first_pass_apart or "")
-    assert "Derived does not say" in (Derived("model").first_pass_apart or "")
+    assert TorchTrainer("model").why_not_fusable is None
+    assert TorchTrainer("model", gradient_checkpointing=True).why_not_fusable is None
+    assert "offload=True" in (TorchTrainer("model", offload=True).why_not_fusable or "")
+    assert "Derived does not say" in (Derived("model").why_not_fusable or "")

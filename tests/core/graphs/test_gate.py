@@ -117,10 +117,10 @@ def test_one_gate_takes_the_place_of_another_and_its_keep_has_parameters() -> No
     assert {"token_level_scores", "response_mask"} & {field.port for field in other["short"].inputs} == {
         "response_mask"
     }
-    wider = FILTERED.edit(set={"filter.keep.least": 0.5})
-    assert wider["filter"].operator.keep == Spread(0.5)  # type: ignore[attr-defined]
-    assert str(FILTERED.diff(wider)) == "grpo -> grpo\n~ filter.keep.least: 0.0 -> 0.5"
-    assert "+ filter: Filter(keep=Spread(least=0.0))  <- reward, generate, repeat" in str(GRPO.diff(FILTERED))
+    wider = FILTERED.edit(set={"filter.predicate.least": 0.5})
+    assert wider["filter"].operator.predicate == Spread(0.5)  # type: ignore[attr-defined]
+    assert str(FILTERED.diff(wider)) == "grpo -> grpo\n~ filter.predicate.least: 0.0 -> 0.5"
+    assert "+ filter: Filter(predicate=Spread(least=0.0))  <- reward, generate, repeat" in str(GRPO.diff(FILTERED))
     assert "columns" not in FILTERED.mermaid()
 
 
@@ -171,11 +171,14 @@ def test_a_gate_may_wait_and_what_decides_may_be_a_function_that_changes_over_ti
     gate = waiting["filter"]
     assert gate.when == When(every=2)
     assert gate.in_step(2).when == When(every=2)
-    assert repr(gate.in_step(2).operator) == "Filter(keep=long)"  # 3.0, its default
+    assert repr(gate.in_step(2).operator) == "Filter(predicate=long)"  # 3.0, its default
     assert waiting.whens("sync") == (When(every=2),)
     assert Graph.from_dict(waiting.to_dict()).fingerprint() == waiting.fingerprint()
     assert waiting.edit(drop=["filter"]).fingerprint() == GRPO.fingerprint()
-    assert FILTERED.edit(when={"filter": When(start=1)}).edit(set={"filter.keep.least": 1.0})["filter"].when.start == 1
+    assert (
+        FILTERED.edit(when={"filter": When(start=1)}).edit(set={"filter.predicate.least": 1.0})["filter"].when.start
+        == 1
+    )
 
 
 def test_rows_that_a_gate_fills_up_to_do_not_change_over_time() -> None:
@@ -289,7 +292,7 @@ class Named(Operator):
             r"spread is to run in some steps only, .* of the gate",
         ),
         (lambda: Filter(Named()), ParameterError, r"named has a port 'rows', as every gate has"),
-        (lambda: Filter(3), ParameterError, r"keep=3"),
+        (lambda: Filter(3), ParameterError, r"predicate=3"),
         (
             lambda: Filter(Spread())(torch.ones(2, 2)),
             PortError,

@@ -48,7 +48,7 @@ class TokenAges(Operator):
         return advantages * (token_version >= policy_version[:, None])
 
 
-@pytest.mark.parametrize("caches", ["anew", "keep"])
+@pytest.mark.parametrize("caches", ["recompute", "reuse"])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_an_edit_says_it_of_the_sync_and_the_update(name: str, caches: Any) -> None:
     plain = corrected(name)
@@ -67,7 +67,7 @@ def test_an_edit_says_it_of_the_sync_and_the_update(name: str, caches: Any) -> N
 
 
 def test_a_file_holds_it(tmp_path: Path) -> None:
-    spanned = corrected("grpo").edit(lag=Lag(2, spans=True, caches="keep"))
+    spanned = corrected("grpo").edit(lag=Lag(2, spans=True, caches="reuse"))
     flowrl.save(spanned, tmp_path / "graph.json")
     assert flowrl.load(tmp_path / "graph.json") == spanned
 
@@ -87,7 +87,7 @@ def test_episodes_have_them_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [((0, True), r"Lag\(0, spans=True\) has nothing"), ((2, False, "keep"), "caches='keep'")]
+    ("given", "words"), [((0, True), r"Lag\(0, spans=True\) has nothing"), ((2, False, "reuse"), "caches='reuse'")]
 )
 def test_a_lag_that_says_nothing_is_refused(given: Any, words: str) -> None:
     with pytest.raises(ParameterError, match=words):
@@ -136,7 +136,7 @@ def test_graphs_of_several_policies_and_samplers_have_spans(graph: Graph) -> Non
     spanned = graph.edit(lag=Lag(1, spans=True))
     syncs = [node for node in spanned.nodes.values() if node.is_sync]
     updates = [node for node in spanned.nodes.values() if isinstance(node.operator, UpdateActor)]
-    assert syncs and updates and all(node.operator.caches == "anew" for node in syncs)  # type: ignore[attr-defined]
+    assert syncs and updates and all(node.operator.caches == "recompute" for node in syncs)  # type: ignore[attr-defined]
     for node in updates:
         read = wires(spanned, node.name)
         assert read["token_version"] == read["rollout.policy_version"].replace("policy_version", "token_version")

@@ -119,10 +119,10 @@ class TestPlanted:
         assert found(league(old_of="actor")) == [("FR009", "old_b")]
 
     def test_a_second_update_that_does_not_say_so(self) -> None:
-        graph = twice(off_policy=0)
+        graph = twice(prior_updates=0)
         assert found(graph) == [("FR002", "update_actor"), ("FR008", "update_actor")]
-        assert "UpdateActor(off_policy=1)" in graph.check()[1].message
-        assert found(graph.edit(set={"again.off_policy": 1})) == []
+        assert "UpdateActor(prior_updates=1)" in graph.check()[1].message
+        assert found(graph.edit(set={"again.prior_updates": 1})) == []
 
     def test_a_third_is_off_by_two(self) -> None:
         assert ("FR008", "last") in found(twice(third=1))
@@ -210,7 +210,7 @@ def test_two_steps(graph: Graph, others: tuple[str, ...], tiny: str) -> None:
     steps.sync()
     before = {role: weights_of(engines[role]) for role in bound if role.startswith("actor")}
     for step in range(2):
-        result = steps.step(PROMPTS, step, keep=list(graph.nodes))
+        result = steps.step(PROMPTS, step, return_nodes=list(graph.nodes))
         assert all(math.isfinite(value) for value in result.metrics.compute().values())
     assert all(moved(weights, engines[role]) for role, weights in before.items())
     if others[:1] in (("judge",), ("opponent",)):
@@ -227,12 +227,12 @@ def test_the_second_of_two_updates_starts_where_the_first_one_ended(tiny: str) -
     both = job.build(0)
     steps = walk(job.graph, **both)
     steps.sync()
-    kept = steps.step(PROMPTS, 0, keep=list(job.graph.nodes)).columns
+    kept = steps.step(PROMPTS, 0, return_nodes=list(job.graph.nodes)).columns
     alone = EngineBuilder({"actor": trainer(tiny)}, 0).engine("actor")
     rows = kept["generate"].to_record(RolloutBatch)
     old = kept["old_log_prob"].columns["old_log_probs"]
     for source in ("group_advantage", "return_to_go"):
-        update = UpdateActor(actor=alone, off_policy=int(source == "return_to_go"))
+        update = UpdateActor(actor=alone, prior_updates=int(source == "return_to_go"))
         update(rows, old_log_probs=old, advantages=kept[source].columns["advantages"], key=Key.of(0))
     assert all(torch.equal(weight, dict(alone.weights())[name]) for name, weight in both["actor"].weights())
 

@@ -82,16 +82,16 @@ def test_roles_and_states_are_known_of_the_class() -> None:
 def test_class_constants_may_be_set_without_annotation() -> None:
     class RowWise(Operator):
         granularity = "row"
-        fresh: ClassVar[tuple[str, ...]] = ("batch",)
+        new_axes: ClassVar[tuple[str, ...]] = ("batch",)
 
         def __call__(self, values: c.Values) -> c.Values:
             return values
 
     class Child(RowWise):
-        fresh = ()
+        new_axes = ()
 
     assert (Operator.granularity, RowWise.granularity, Child.granularity) == ("batch", "row", "row")
-    assert (RowWise.fresh, Child.fresh) == (("batch",), ())
+    assert (RowWise.new_axes, Child.new_axes) == (("batch",), ())
     assert Child().signature is RowWise().signature
 
 
@@ -205,7 +205,7 @@ def test_values_without_batch_are_checked() -> None:
 
 def test_rows_may_change_where_the_class_says_so() -> None:
     class Half(Operator):
-        fresh: ClassVar[tuple[str, ...]] = ("batch",)
+        new_axes: ClassVar[tuple[str, ...]] = ("batch",)
 
         def __call__(self, values: c.Values) -> c.Values:
             return values[::2]

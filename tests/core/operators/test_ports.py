@@ -183,7 +183,7 @@ def _fine(self: Any, values: c.Values) -> c.Values:
             {"call": _fine, "granularity": "rows"},
             r"Faulty\.granularity is 'rows'; expected one of 'row', 'group', 'batch'",
         ),
-        ({"call": _fine, "fresh": "batch"}, r"Faulty\.fresh is 'batch'; expected axes that it makes anew"),
+        ({"call": _fine, "new_axes": "batch"}, r"Faulty\.new_axes is 'batch'; expected axes that it makes anew"),
         (
             {"call": _fine, "whole": frozenset({"value"})},
             r"Faulty\.whole is frozenset\(\{'value'\}\); expected a frozenset of columns that it reads, some of",

@@ -12,7 +12,7 @@ from flowrl.distributed.faults import faults
 from flowrl.distributed.faults import pending_calls as vigil
 from flowrl.distributed.faults import ray_processes as watch
 from flowrl.distributed.faults.faults import HostDiedError
-from flowrl.distributed.faults.pending_calls import GRACE_SECONDS, Vigil
+from flowrl.distributed.faults.pending_calls import GRACE_SECONDS, PendingCalls
 from flowrl.distributed.place import Split
 from flowrl.errors import NodeError
 from flowrl.run.placement.place import ProcessSpec
@@ -65,15 +65,15 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Ray:
     return Ray(monkeypatch)
 
 
-def vigil_of(there: Ray, deadline: float = 100.0) -> Vigil:
-    return Vigil(Split(2, 1, deadline=deadline), there.actor_of, lambda: HOSTS)
+def vigil_of(there: Ray, deadline: float = 100.0) -> PendingCalls:
+    return PendingCalls(Split(2, 1, deadline=deadline), there.actor_of, lambda: HOSTS)
 
 
 def test_what_comes_is_returned_and_each_is_waited_for_once(there: Ray) -> None:
     watched = vigil_of(there)
     there.come |= {"a": 3.0, "b": 3.0}
     for ref in "abc":
-        watched.owe(ref, ROLLOUT, f"generate {ref}", "generate")
+        watched.add(ref, ROLLOUT, f"generate {ref}", "generate")
     assert watched.next(["a", "b", "c"]) == ["a", "b"]
     there.come["c"] = 4.0
     assert watched.next(["c"]) == ["c"]
@@ -85,8 +85,8 @@ def test_what_comes_is_returned_and_each_is_waited_for_once(there: Ray) -> None:
 def test_whoever_is_gone_though_ray_never_said_so_is_named_within_seconds(host: ProcessSpec | None, there: Ray) -> None:
     """What it was asked as it died is never answered; what it is asked afterwards says that it is gone."""
     watched = vigil_of(there, 3600.0)
-    watched.owe("lost", host, "update_actor in step 3", "update_actor")
-    watched.owe("busy", ROLLOUT, "generate in step 5", "generate")
+    watched.add("lost", host, "update_actor in step 3", "update_actor")
+    watched.add("busy", ROLLOUT, "generate in step 5", "generate")
     there.gone.add(host)
     with pytest.raises(HostDiedError, match=f"update_actor in step 3 lost {faults.named(host)}, whose process died"):
         watched.next(["lost", "busy"])
@@ -97,8 +97,8 @@ def test_whoever_works_is_asked_once_and_the_general_host_again(there: Ray) -> N
     """A host answers behind its work, so that one call waits there; the general host answers at once."""
     watched = vigil_of(there)
     there.come["done"] = 65.0
-    watched.owe("done", ROLLOUT, "generate in step 1", "generate")
-    watched.owe("judged", None, "judge in step 1", "judge")
+    watched.add("done", ROLLOUT, "generate in step 1", "generate")
+    watched.add("judged", None, "judge in step 1", "judge")
     assert watched.next(["done", "judged"]) == ["done"]
     assert there.pings.count("rollout rank 0") == 1
     assert there.pings.count("the general host") == 6
@@ -107,9 +107,9 @@ def test_whoever_works_is_asked_once_and_the_general_host_again(there: Ray) -> N
 def test_each_has_its_own_time(there: Ray) -> None:
     """Also one that was asked later, and has less."""
     watched = vigil_of(there)
-    watched.owe("slow", ACTOR[0], "loading actor", "build", 600.0)
+    watched.add("slow", ACTOR[0], "loading actor", "build", 600.0)
     there.now = 30.0
-    watched.owe("stuck", ROLLOUT, "generate in step 2", "generate")
+    watched.add("stuck", ROLLOUT, "generate in step 2", "generate")
     said = "generate in step 2 is stuck on rollout rank 0: nothing was heard for 100 s"
     with pytest.raises(NodeError, match=said):
         watched.next(["slow", "stuck"])
@@ -124,9 +124,9 @@ def test_a_straggler_is_named_while_it_is_waited_for(there: Ray, caplog: pytest.
     """At a tenth of its time, and then each time that it has taken twice as long; and what the others do."""
     watched = vigil_of(there, 1000.0)
     for rank in range(2):
-        watched.owe(f"update {rank}", ACTOR[rank], "update_actor in step 3", "update_actor")
+        watched.add(f"update {rank}", ACTOR[rank], "update_actor in step 3", "update_actor")
     there.now = 40.0
-    watched.owe("ahead", ROLLOUT, "generate in step 5", "generate")
+    watched.add("ahead", ROLLOUT, "generate in step 5", "generate")
     there.come |= {"update 0": 50.0, "ahead": 1060.0}
     assert watched.next(["update 0", "update 1", "ahead"]) == ["update 0"]
     assert not caplog.messages
@@ -157,7 +157,7 @@ def test_what_takes_long_each_time_is_no_straggler(there: Ray, caplog: pytest.Lo
     watched = vigil_of(there, 1000.0)
     for step, seconds in enumerate((300.0, 500.0, 610.0)):
         there.come[f"{step}"] = there.now + seconds
-        watched.owe(f"{step}", ROLLOUT, f"generate in step {step + 1}", "generate")
+        watched.add(f"{step}", ROLLOUT, f"generate in step {step + 1}", "generate")
         assert watched.next([f"{step}"]) == [f"{step}"]
     assert [message.partition(":")[0] for message in caplog.messages] == [
         "generate in step 1 is still waited for, 100 s after it began",

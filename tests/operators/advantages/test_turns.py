@@ -84,7 +84,7 @@ class TestTurnGAE:
         assert advantages.dtype == returns.dtype == torch.float32
 
     def test_by_hand(self) -> None:
-        # Two turns with two tokens of the world between; R = [1 + 2, 4], V = [3, 5] at their first tokens.
+        # Two turns with two tokens of the environment between; R = [1 + 2, 4], V = [3, 5] at their first tokens.
         mask = torch.tensor([[True, True, False, False, True, True, True, False]])
         turn_ids = torch.tensor([[0, 0, -1, -1, 1, 1, 1, -1]])
         rewards = torch.tensor([[1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 4.0, 0.0]])
@@ -229,7 +229,7 @@ def test_they_stand_behind_episodes_by_one_edit() -> None:
     assert "scaled" not in TurnGroupAdvantage(normalize_std=False).effects
 
 
-# --- real episodes: two to three turns of a tiny policy, with what the world says between them
+# --- real episodes: two to three turns of a tiny policy, with what the environment says between them
 
 
 @pytest.fixture(scope="module")

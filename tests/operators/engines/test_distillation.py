@@ -25,7 +25,7 @@ from flowrl.operators import (
     FullGKD,
     KLLoss,
     ReverseKL,
-    TeacherStates,
+    TeacherHiddenStates,
     TeacherTopK,
     UpdateActor,
     UpdateCritic,
@@ -200,7 +200,7 @@ class Stated(NamedTuple):
 def stated(folder: str, rows: Any = None, **settings: Any) -> Stated:
     scorer = TorchScorer(folder, device="cpu", **settings).build(CONTEXT)
     rows = ragged() if rows is None else rows
-    return Stated(*rows[:5], *TeacherStates(teacher=scorer)(rows))
+    return Stated(*rows[:5], *TeacherHiddenStates(teacher=scorer)(rows))
 
 
 @pytest.mark.parametrize(("kind", "changed"), [("llama", {"hidden_size": 32}), ("gemma2", {}), ("granite", {})])
@@ -233,7 +233,7 @@ def test_a_model_that_is_trained_is_no_teacher_of_states(pair: tuple[str, str]) 
             actor=TorchTrainer(pair[0]), rollout=TorchRollout(), teacher=TorchTrainer(pair[1])
         ).refuse_unready()
     with pytest.raises(ParameterError, match="StateScorer"):
-        TeacherStates(teacher=trainer(pair[1]))
+        TeacherHiddenStates(teacher=trainer(pair[1]))
 
 
 def test_more_tokens_of_the_teacher_show_more_of_the_divergence_up_to_all_of_it(pair: tuple[str, str]) -> None:
@@ -280,7 +280,7 @@ def test_the_whole_vocabulary_stands_for_a_chunk_of_tokens_at_a_time(loss: Loss,
         engine, objective = trainer(folder, logprob_chunk=chunk), TokenObjective(loss)
         with Largest() as seen:
             if isinstance(loss, FullGKD):
-                batch: Any = Stated(*rows[:5], *TeacherStates(teacher=scorer)(rows))
+                batch: Any = Stated(*rows[:5], *TeacherHiddenStates(teacher=scorer)(rows))
             else:
                 batch = Marked(*rows[:5], *TeacherTopK(4, teacher=scorer)(rows))
             weights = objective.weights(batch.response_mask)

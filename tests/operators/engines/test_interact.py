@@ -70,10 +70,10 @@ def prompts_of(tokenizer: ChatTokenizer, count: int = 6) -> PromptBatch:
     return PromptBatch(prompts, mask, uid, ids, column(["t"] * count), ids, blank, column(messages))
 
 
-def episodes(engine: Any, world: Any, count: int = 6, **settings: Any) -> tuple[EpisodeBatch, dict[str, float]]:
+def episodes(engine: Any, environment: Any, count: int = 6, **settings: Any) -> tuple[EpisodeBatch, dict[str, float]]:
     metrics = Metrics()
     settings = {"max_turns": 4, "context": 200, "max_new_tokens": 8, **settings}
-    operator = Interact(world, rollout=engine, **settings)
+    operator = Interact(environment, rollout=engine, **settings)
     return operator(prompts_of(engine.tokenizer, count), key=KEY, metrics=metrics), metrics.compute()
 
 
@@ -139,9 +139,9 @@ async def aloof(chat: Chat, row: Row) -> float | None:
     return await once(chat, row)
 
 
-@pytest.mark.parametrize("world", [Solved, aloof])
-def test_what_was_over_before_an_answer_is_counted_and_masked(engine: Any, world: Any) -> None:
-    batch, metrics = episodes(engine, world)
+@pytest.mark.parametrize("environment", [Solved, aloof])
+def test_what_was_over_before_an_answer_is_counted_and_masked(engine: Any, environment: Any) -> None:
+    batch, metrics = episodes(engine, environment)
     over = torch.tensor([i % 3 == 0 for i in range(6)])
     assert torch.equal(batch.response_mask.any(1), ~over) and torch.equal(batch.turns == 0, over)
     assert not batch.token_level_scores[over].any()
@@ -187,24 +187,26 @@ def test_a_prompt_without_room_is_named(engine: Any) -> None:
 
 
 class TestSpecs:
-    def test_a_world_may_be_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "world.py").write_text(
+    def test_a_environment_may_be_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "environment.py").write_text(
             "from flowrl.episodes import Environment\n"
-            "class World(Environment):\n    async def step(self, answer): ...\n"
+            "class Environment(Environment):\n    async def step(self, answer): ...\n"
             "async def agent(chat, row): ...\n"
         )
         monkeypatch.chdir(tmp_path)
-        graph = grpo(exact).edit(replace={"generate": Interact("world.py:World", max_turns=2)}, drop=["reward"])
+        graph = grpo(exact).edit(
+            replace={"generate": Interact("environment.py:Environment", max_turns=2)}, drop=["reward"]
+        )
         flowrl.save(graph, "graph.yaml")
         assert flowrl.load("graph.yaml", imports=True) == graph
-        Interact("world.py:agent")
-        with pytest.raises(ParameterError, match=r"does not define 'Wrld'.*; did you mean 'World'\?$"):
-            Interact("world.py:Wrld")
+        Interact("environment.py:agent")
+        with pytest.raises(ParameterError, match=r"does not define 'Wrld'.*; did you mean 'Environment'\?$"):
+            Interact("environment.py:Wrld")
 
-    @pytest.mark.parametrize("world", [dict, lambda chat, row: None, exact])
-    def test_what_is_no_world_is_refused(self, world: Any) -> None:
+    @pytest.mark.parametrize("environment", [dict, lambda chat, row: None, exact])
+    def test_what_is_no_environment_is_refused(self, environment: Any) -> None:
         with pytest.raises(ParameterError, match="expected a class that derives from Environment, or an agent"):
-            Interact(world)
+            Interact(environment)
 
     def test_what_cannot_be_played_is_refused_before_anything_runs(self) -> None:
         class Wants(Echo):
@@ -220,14 +222,14 @@ class TestSpecs:
     @pytest.mark.parametrize(
         ("method", "said"),
         [
-            ("reset", r"World\.reset\(self\) cannot be called as episodes do .*define reset\(self, row\)"),
-            ("step", r"World\.step\(self\) cannot .*define step\(self, answer\)"),
+            ("reset", r"Environment\.reset\(self\) cannot be called as episodes do .*define reset\(self, row\)"),
+            ("step", r"Environment\.step\(self\) cannot .*define step\(self, answer\)"),
         ],
     )
     def test_methods_that_take_something_else_are_refused(self, method: str, said: str) -> None:
-        world = type("World", (Echo,), {method: lambda self: None})
+        environment = type("Environment", (Echo,), {method: lambda self: None})
         with pytest.raises(ParameterError, match=said):
-            Interact(world)
+            Interact(environment)
 
     def test_an_agent_that_takes_something_else_is_refused(self) -> None:
         async def agent(chat: Chat) -> None: ...
@@ -248,7 +250,7 @@ class TestSpecs:
         with pytest.raises(ParameterError, match=r"expected a list of functions: tools=\[add\]"):
             Interact(tools=add)
 
-    def test_no_world_and_no_tool_is_generate(self) -> None:
+    def test_no_environment_and_no_tool_is_generate(self) -> None:
         with pytest.raises(ParameterError, match=r"write Generate\(...\)"):
             Interact()
 

@@ -196,7 +196,7 @@ def test_a_graph_that_is_judged_takes_three_steps(tiny: str, tmp_path: Path) -> 
     steps = walk(graph, **job.build(0))
     steps.sync()
     for step in range(3):
-        result = steps.step(PROMPTS, step, keep=["judge", "generate"])
+        result = steps.step(PROMPTS, step, return_nodes=["judge", "generate"])
         scores = result.columns["judge"].columns["token_level_scores"]
         assert scores[~result.columns["generate"].columns["response_mask"]].eq(0).all()
         assert float(scores.sum(-1).double().mean()) == pytest.approx(result.metrics.compute()["reward/mean"])

@@ -161,7 +161,7 @@ def test_a_graph_of_several_rewards_trains_is_written_and_changed(tiny: str) -> 
     steps = walk(graph, **job.build(0))
     steps.sync()
     for step in range(3):
-        result = steps.step(PROMPTS, step, keep=["reward", "form", "weigh_rewards"])
+        result = steps.step(PROMPTS, step, return_nodes=["reward", "form", "weigh_rewards"])
         kept = result.columns
         scores = {
             name: kept[name].columns["token_level_scores"].sum(-1) for name in ("reward", "form", "weigh_rewards")

@@ -121,8 +121,8 @@ def test_collect_by_hand_is_one_round() -> None:
         DataError, match=r"collect has 2 of 3 groups after all its rounds \(8\); expected enough that Leng"
     ):
         collect(3)
-    assert collect(3, short="train")[1].tolist() == ["b", "b", "c", "c"]
-    kept, ids = collect(5, short="repeat")
+    assert collect(3, on_underfill="train")[1].tolist() == ["b", "b", "c", "c"]
+    kept, ids = collect(5, on_underfill="repeat")
     assert ids.tolist() == ["b", "b", "c", "c", "b+1", "b+1", "c+1", "c+1", "b+2", "b+2"]
     assert torch.equal(kept.response_mask, mask[[2, 3, 4, 5, 2, 3, 4, 5, 2, 3]])
 

@@ -127,7 +127,7 @@ def column(made: Job, name: str) -> tuple[Tensor, Mapping[str, float], int]:
         passes = []
         steps.sync()
         steps.runner.engines["actor"].model.base_model.register_forward_pre_hook(lambda *_: passes.append(None))
-        result = steps.step(PROMPTS, 0, keep=[name])
+        result = steps.step(PROMPTS, 0, return_nodes=[name])
         return result.columns[name]["old_log_probs"], result.metrics.compute(), len(passes)
 
 

@@ -54,7 +54,7 @@ def run(job: Any, stream: PromptStream, steps: int = 3, keep: Sequence[str] = ("
     with job.open() as executor:
         executor.sync()
         draw = functools.partial(lambda step, n: stream.next(n), n=PROMPTS)
-        return list(executor.run(draw, range(steps), keep=keep, more=stream.next))
+        return list(executor.run(draw, range(steps), return_nodes=keep, more=stream.next))
 
 
 def oracle(stream: PromptStream, steps: int) -> list[tuple[list[str], int, int, int]]:
@@ -99,7 +99,7 @@ def test_a_collector_that_waits_draws_no_further_prompts_and_nothing_behind_it_r
     job = collecting(tiny).edit(when={"collect": When(every=2)})
     steps = local_steps(Plan(job.graph), job.build(0), 0)  # a job would not run steps in which no sink runs
     steps.sync()
-    drawn = steps.run(lambda step: stream.next(PROMPTS), range(3), keep=("collect",), more=stream.next)
+    drawn = steps.run(lambda step: stream.next(PROMPTS), range(3), return_nodes=("collect",), more=stream.next)
     first, second, third = drawn
     expected = oracle(again, 1)
     again.next(PROMPTS)
@@ -113,7 +113,7 @@ def test_a_collector_that_waits_draws_no_further_prompts_and_nothing_behind_it_r
 
 
 def test_a_collector_has_the_numbers_of_its_step_in_every_round(tiny: str, data: str) -> None:
-    job = collecting(tiny, short="train", groups=Linear(WANTED, 2, steps=2))
+    job = collecting(tiny, on_underfill="train", groups=Linear(WANTED, 2, steps=2))
     results = run(job, stream_of(tiny, data))
     assert [result.metrics["collect/kept"].value for result in results] == [6, 4, 2]
     assert results[0].metrics["collect/rounds"].value > 1
@@ -176,10 +176,10 @@ def test_too_few_groups_are_an_error_or_are_trained_on_or_repeated(tiny: str, da
         NodeError, match=r"collect failed in step 1: DataError: collect has \d of 6 groups after all its"
     ):
         run(collecting(tiny, rounds=1), stream_of(tiny, data), 1)
-    [fewer] = run(collecting(tiny, rounds=1, short="train"), stream_of(tiny, data), 1)
+    [fewer] = run(collecting(tiny, rounds=1, on_underfill="train"), stream_of(tiny, data), 1)
     few = fewer.columns["collect"]
     assert 0 < len(few) < WANTED * N
-    [filled] = run(collecting(tiny, rounds=1, short="repeat"), stream_of(tiny, data), 1)
+    [filled] = run(collecting(tiny, rounds=1, on_underfill="repeat"), stream_of(tiny, data), 1)
     full = filled.columns["collect"]
     assert len(full) == WANTED * N
     assert len(set(full["uid"])) == WANTED
@@ -194,7 +194,7 @@ def test_too_few_groups_are_an_error_or_are_trained_on_or_repeated(tiny: str, da
 
 @pytest.mark.parametrize("short", ["error", "train", "repeat"])
 def test_no_group_at_all_is_an_error(short: str, tiny: str, data: str) -> None:
-    job = collecting(tiny, never, rounds=2, short=short)
+    job = collecting(tiny, never, rounds=2, on_underfill=short)
     with pytest.raises(NodeError, match=r"collect failed in step 1: DataError: collect lets none of 6 groups"):
         run(job, stream_of(tiny, data), 1)
 
@@ -220,7 +220,7 @@ def test_the_arithmetic_is_checked_before_launch_and_the_plan_shows_the_loop() -
     assert not graph.check(prompts=5)  # 6 groups of 4, whatever is drawn
     [finding] = graph.edit(set={"update_actor.mini_batch": 16}).check(prompts=4)
     assert finding.message.startswith("mini_batch=16 does not divide the 24 rows of a step (6 prompts x 4)")
-    fewer = graph.edit(set={"collect.short": "train"})
+    fewer = graph.edit(set={"collect.on_underfill": "train"})
     assert [finding.rule for finding in fewer.check(prompts=5)] == ["FR004"]
     assert not fewer.edit(set={"update_actor.mini_batch": 2}).check(prompts=5)
     told = "at most 8 times in a step, on further prompts, until collect is full:\n  repeat, generate, reward, collect"

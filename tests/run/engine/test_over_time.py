@@ -89,7 +89,7 @@ def test_a_step_without_an_update_is_no_new_version(tiny: str) -> None:
     before, seen = weights_of(actor), []
     for step in range(4):
         ran: list[str] = []
-        result = steps.step(PROMPTS, step, keep=["generate", "update_actor"], on_node=ran.append)
+        result = steps.step(PROMPTS, step, return_nodes=["generate", "update_actor"], on_node=ran.append)
         sampled = set(result.columns["generate"]["policy_version"].tolist())
         now = weights_of(actor)
         moved = any(not torch.equal(before[name], now[name]) for name in now)
@@ -154,7 +154,7 @@ def test_a_validation_has_the_numbers_of_its_step_and_the_keys_of_the_first(tiny
     job = changing(tiny)
     steps = local_steps(Plan(job.graph.edit(drop=["update_critic"])), job.build(3), 3)
     steps.sync()
-    first, later = (steps.step(PROMPTS, 0, now=now, keep=["generate"]) for now in (0, 1))
+    first, later = (steps.step(PROMPTS, 0, now=now, return_nodes=["generate"]) for now in (0, 1))
     assert [one.metrics["kl/coef"].compute() for one in (first, later)] == pytest.approx([0.5, 0.4])
     assert later.metrics["clock/step"].compute() == 1
     assert later.columns["generate"]["temperature"].unique().tolist() == pytest.approx([TEMPERATURE.at(1)])

@@ -48,7 +48,7 @@ def test_a_swap_comes_under_what_generates_and_never_too_late_for_what_is_traine
     """With spans a token of a step is of the weights after the step lag + 1 before it, or of later ones that are not
     newer than those which the step trains."""
     spanned = Plan(GRAPHS[name].edit(lag=Lag(lag, spans=True)))
-    later = nx.transitive_closure_dag(Schedule(spanned, lag, beside=True).network(STEPS))
+    later = nx.transitive_closure_dag(Schedule(spanned, lag, concurrent_sync=True).network(STEPS))
     for step, other in product(STEPS, STEPS):
         generate, sync = Instance(step, "generate"), Instance(other, "sync")
         assert later.has_edge(sync, generate) == (other <= step - 1 - lag)

@@ -84,7 +84,7 @@ def test_each_token_is_corrected_for_the_version_that_sampled_it(
     def then_swap(self: TorchRolloutEngine) -> list[str]:
         ended = following(self)
         if next(steps) == 4:
-            self.swap(new, "anew")
+            self.swap(new, "recompute")
         return ended
 
     monkeypatch.setattr(TorchRolloutEngine, "_next", then_swap)

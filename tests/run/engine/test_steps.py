@@ -66,7 +66,7 @@ def test_a_column_is_let_go_after_its_last_reader() -> None:
     walk(chain()).step(PROMPTS, 0)
     assert alive == {"reader": True, "later": False}
     first.clear()
-    walk(chain()).step(PROMPTS, 0, keep=("watched",))
+    walk(chain()).step(PROMPTS, 0, return_nodes=("watched",))
     assert alive == {"reader": True, "later": True}
 
 
@@ -79,12 +79,12 @@ def test_sinks_and_what_was_asked_for_are_kept_and_nothing_else() -> None:
 
     executor = walk(chain())
     assert set(executor.step(PROMPTS, 0).columns) == {"three"}
-    kept = executor.step(PROMPTS, 0, keep=("one", "batch"))
+    kept = executor.step(PROMPTS, 0, return_nodes=("one", "batch"))
     assert set(kept.columns) == {"three", "one", "batch"}
     assert torch.equal(kept.columns["one"]["prompt_mask"], ~kept.columns["batch"]["prompt_mask"])
     assert torch.equal(kept.columns["three"]["prompt_mask"], ~PROMPTS["prompt_mask"])
     with pytest.raises(GraphError, match="no node 'four'"):
-        executor.step(PROMPTS, 0, keep=("four",))
+        executor.step(PROMPTS, 0, return_nodes=("four",))
 
 
 def test_an_input_without_its_columns_is_refused() -> None:

@@ -252,9 +252,9 @@ class TestWorlds:
         steps = walk(asking())
         for step in (3, 4):
             steps.step(PROMPTS, step)
-        worlds = [span for span in steps.timeline.spans if span.kind == "world"]
-        told = Span("asks: all wait", "this process: worlds", START, START + 2, kind="world")
-        assert worlds == [replace(told, step=3), replace(told, step=4)]
+        environments = [span for span in steps.timeline.spans if span.kind == "environment"]
+        told = Span("asks: all wait", "this process: environments", START, START + 2, kind="environment")
+        assert environments == [replace(told, step=3), replace(told, step=4)]
         assert len(steps.timeline.spans) == 4
 
     def test_by_hand_it_is_told_to_nobody(self) -> None:
@@ -262,7 +262,7 @@ class TestWorlds:
         assert Asks()(mask) is mask
 
     def test_it_neither_idles_nor_keeps_a_place_busy(self) -> None:
-        spans = [Span("interact", "x", 0, 2), Span("interact: all wait", "x: worlds", 0, 9, kind="world")]
+        spans = [Span("interact", "x", 0, 2), Span("interact: all wait", "x: environments", 0, 9, kind="environment")]
         assert idle(spans) == {"x": 0.0}
 
 

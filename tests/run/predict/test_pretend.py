@@ -20,7 +20,7 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.distributed.place import Colocate, Split
 from flowrl.errors import GraphError, NodeError
 from flowrl.graph import Graph
-from flowrl.run.engine.runner import Done, Task
+from flowrl.run.engine.runner import Task, TaskResult
 from flowrl.run.engine.schedule import Schedule
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.weights import TrainedWeights
@@ -110,7 +110,7 @@ class Watched(PretendRunner):
         self.running[step, node.name] = node
         super().launch(task)
 
-    def wait(self) -> Sequence[Done]:
+    def wait(self) -> Sequence[TaskResult]:
         number = sum(self.launches.values())
         self.launches.update(dict.fromkeys(self.running, 1))
         if number in self.lose:
@@ -128,10 +128,10 @@ class Watched(PretendRunner):
             self.versions.update(node.writes if one.task.step is not None else ())
         return finished
 
-    def mends(self, error: NodeError) -> bool:
+    def can_recover(self, error: NodeError) -> bool:
         return True
 
-    def mend(self, error: NodeError) -> None:
+    def recover(self, error: NodeError) -> None:
         pass
 
     def save(self, role: str, folder: Path) -> None:

@@ -33,7 +33,7 @@ def engines(content: bytes = b"weights") -> Callable[[Path], None]:
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
     """Whole checkpoints after steps 10 and 20."""
-    made = Checkpoints(tmp_path / "checkpoints", keep=3)
+    made = Checkpoints(tmp_path / "checkpoints", max_checkpoints=3)
     for step in (10, 20):
         made.save(step, {"kl": step / 7}, engines(b"weights of %d" % step))
     return made
@@ -55,15 +55,15 @@ class TestSave:
 
     def test_numbers_come_back_exactly(self, tmp_path: Path) -> None:
         state = {"floats": [0.1, 1e-308, -0.0, math.inf], "nan": math.nan, "seed": 2**63 + 1, "none": None, "ü": "é"}
-        checkpoints = Checkpoints(tmp_path, keep=1)
+        checkpoints = Checkpoints(tmp_path, max_checkpoints=1)
         checkpoints.save(1, state, engines())
         found = checkpoints.latest()
         assert found is not None
         assert repr(found[1]) == repr({**state, "step": 1})
 
     def test_nothing_there(self, tmp_path: Path) -> None:
-        assert Checkpoints(tmp_path / "none", keep=1).latest() is None
-        assert Checkpoints(tmp_path / "none", keep=1).steps() == []
+        assert Checkpoints(tmp_path / "none", max_checkpoints=1).latest() is None
+        assert Checkpoints(tmp_path / "none", max_checkpoints=1).steps() == []
 
     @pytest.mark.parametrize("keep", [1, 2, 5])
     def test_keep(self, tmp_path: Path, keep: int) -> None:
@@ -75,11 +75,11 @@ class TestSave:
 
     @pytest.mark.parametrize("keep", [0, -1])
     def test_keep_none(self, tmp_path: Path, keep: int) -> None:
-        with pytest.raises(ParameterError, match=f"keep={keep}"):
+        with pytest.raises(ParameterError, match=f"max_checkpoints={keep}"):
             Checkpoints(tmp_path, keep)
 
     def test_steps_of_seven_digits_are_in_order(self, tmp_path: Path) -> None:
-        checkpoints = Checkpoints(tmp_path, keep=2)
+        checkpoints = Checkpoints(tmp_path, max_checkpoints=2)
         for step in (999_999, 1_000_000):
             checkpoints.save(step, {}, engines())
         assert checkpoints.steps() == [999_999, 1_000_000]
@@ -185,7 +185,7 @@ class TestAgain:
 
     def test_later_ones_of_the_old_run_go(self, tmp_path: Path) -> None:
         """Else a damaged later one would count as the newest to be kept."""
-        checkpoints = Checkpoints(tmp_path, keep=1)
+        checkpoints = Checkpoints(tmp_path, max_checkpoints=1)
         checkpoints.save(30, {}, engines())
         (tmp_path / "step-000030" / STATE).unlink()
         checkpoints.save(25, {}, engines())
@@ -194,7 +194,7 @@ class TestAgain:
 
 class TestDamage:
     def test_every_byte(self, tmp_path: Path) -> None:
-        path = Checkpoints(tmp_path, keep=1).save(1, {"kl": 0.5}, engines(b"ab"))
+        path = Checkpoints(tmp_path, max_checkpoints=1).save(1, {"kl": 0.5}, engines(b"ab"))
         assert find_fault(path) is None
         tried = 0
         for file in [file for file in path.rglob("*") if file.is_file()]:
@@ -211,7 +211,7 @@ class TestDamage:
         assert find_fault(path) is None
 
     def test_truncated_anywhere(self, tmp_path: Path) -> None:
-        path = Checkpoints(tmp_path, keep=1).save(1, {}, engines(b"abc"))
+        path = Checkpoints(tmp_path, max_checkpoints=1).save(1, {}, engines(b"abc"))
         for file in [file for file in path.rglob("*") if file.is_file()]:
             whole = file.read_bytes()
             for length in range(len(whole)):
@@ -222,7 +222,7 @@ class TestDamage:
             file.write_bytes(whole)
 
     def test_missing(self, tmp_path: Path) -> None:
-        path = Checkpoints(tmp_path, keep=1).save(1, {}, engines())
+        path = Checkpoints(tmp_path, max_checkpoints=1).save(1, {}, engines())
         for file in [file for file in path.rglob("*") if file.is_file()]:
             whole = file.read_bytes()
             file.unlink()

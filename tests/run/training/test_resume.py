@@ -230,7 +230,7 @@ class TestCheckpoints:
         [(1, 2, [5, 6]), nightly(4, 1, [6]), (4, 3, [4, 6]), nightly(9, 1, [6])],
     )
     def test_keep(self, tiny: str, prompts_file: str, tmp_path: Path, every: int, keep: int, left: list[int]) -> None:
-        run(jobs("grpo", tiny), prompts_file, tmp_path, checkpoint_every=every, keep=keep, validation=())
+        run(jobs("grpo", tiny), prompts_file, tmp_path, checkpoint_every=every, max_checkpoints=keep, validation=())
         assert checkpoints(tmp_path) == [f"step-{step:06d}" for step in left]
 
     def test_none_are_written_unless_asked_for(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ class TestCheckpoints:
         place = copy / "checkpoints" / "step-000004"
         place.rename(tmp_path / "elsewhere")
         place.symlink_to(tmp_path / "elsewhere")
-        run(jobs("grpo", model), prompts_file, copy, resume=True, keep=1)
+        run(jobs("grpo", model), prompts_file, copy, resume=True, max_checkpoints=1)
         assert [path.name for path in (copy / "checkpoints").iterdir()] == ["step-000006"]
         assert (tmp_path / "elsewhere" / STATE).exists()  # what a link points to is not removed
 
@@ -267,7 +267,7 @@ def reseal(checkpoint: Path, changed: dict[str, Any]) -> None:
     """Write the checkpoint again, with another state."""
     state = {**json.loads((checkpoint / STATE).read_text()), **changed}
     kept = shutil.move(checkpoint, checkpoint.with_name("kept"))
-    written = Checkpoints(checkpoint.parent, keep=9).save(
+    written = Checkpoints(checkpoint.parent, max_checkpoints=9).save(
         int(state["step"]), {k: v for k, v in state.items() if k != "step"}, lambda draft: copy_roles(Path(kept), draft)
     )
     if written != checkpoint:

@@ -11,7 +11,7 @@ from flowrl import After
 from flowrl.core.graphs.graph import Graph
 from flowrl.graphs import grpo, remax
 from flowrl.operators import Collect, Filter, Ranked, Spread
-from flowrl.run.training.rollout_log import columns_told
+from flowrl.run.training.rollout_log import logged_columns
 from tests.support.jobs import job_of, write_prompts
 from tests.support.kernel import exact
 from tests.support.rewards import digits
@@ -72,10 +72,10 @@ def test_what_a_gate_leaves_out_was_sampled_and_is_told_of_all_rounds(tiny: str,
     ],
 )
 def test_the_score_is_that_of_the_answer(graph: Graph, answer: str, score: str) -> None:
-    edges = columns_told(graph)
+    edges = logged_columns(graph)
     assert (edges["response"].node, edges["score"].node) == (answer, score)
     assert edges["row_id"].node == edges["uid"].node
 
 
 def test_where_nobody_answers_nothing_is_told() -> None:
-    assert columns_told(grpo(exact).subgraph("repeat")) == {}
+    assert logged_columns(grpo(exact).subgraph("repeat")) == {}

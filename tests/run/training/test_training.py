@@ -169,7 +169,7 @@ def test_what_training_cannot_feed_is_refused_before_there_is_a_folder(prompts_f
     [
         ({"steps": 0}, "steps=0"),
         ({"steps": True}, "steps=True"),
-        ({"keep": True}, "keep=True"),
+        ({"max_checkpoints": True}, "max_checkpoints=True"),
         ({"prompts": 0}, "prompts=0"),
         ({"stops": 3}, "no parameter 'stops'"),
     ],

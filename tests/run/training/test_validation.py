@@ -52,7 +52,7 @@ def test_a_validation_may_have_any_name() -> None:
     assert validation.graph(grpo(exact))["repeat"].operator.rows_factor == 1
 
 
-def test_where_a_world_gives_the_rewards_the_default_end_says_which_node_to_name() -> None:
+def test_where_a_environment_gives_the_rewards_the_default_end_says_which_node_to_name() -> None:
     played = grpo(None).edit(replace={"generate": Interact(tools=[pass_at_k])}, drop=["reward"])
     with pytest.raises(GraphError, match=r"'val' ends at until='reward', and .*Validation\(\.\.\., until='interact'\)"):
         Validation(PromptData("math.jsonl"), changes={}).graph(played)

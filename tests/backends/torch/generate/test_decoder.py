@@ -13,12 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from flowrl.backends.torch.generate.cache_batches import Cohorts
+from flowrl.backends.torch.generate.cache_batches import CacheBatches
 from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
 from flowrl.backends.torch.generate.slots import Slots
 from flowrl.data.keys import Key
 from flowrl.errors import AsleepError, DataError, ParameterError, SyncError
-from flowrl.protocols.protocols import Request, Requests, Response, Sampling
+from flowrl.protocols.protocols import Request, Response, Sampling, StreamingRollout
 from tests.backends.torch.generate.rollouts import GREEDY, KEY, SAMPLED, Actor, Context, as_lists, names, ragged, synced
 from tests.backends.torch.train.trainers import Folder
 from tests.nightly import nightly_except
@@ -105,7 +105,7 @@ def test_answers_are_those_of_the_model_whoever_joins_and_leaves(kind: str, made
 
     def ask(name: str) -> None:
         limit = replace(SAMPLED, max_new_tokens=4 + int(name) % 3)
-        asked[name] = Request(name, context[name], limit, KEY.answer(name, turn[name]), keep=turn[name] < 2)
+        asked[name] = Request(name, context[name], limit, KEY.answer(name, turn[name]), retain_cache=turn[name] < 2)
         engine.submit(asked[name])
 
     while left:
@@ -216,7 +216,7 @@ def test_requests_of_all_samplings_share_a_step(actor: Actor, engine: TorchRollo
 
 
 def test_generate_is_the_loop_over_requests(engine: TorchRolloutEngine) -> None:
-    assert isinstance(engine, Requests)
+    assert isinstance(engine, StreamingRollout)
     prompts, mask = ragged(engine, [4, 9, 2, 4])
     whole = engine.generate(prompts, mask, names(4), SAMPLED, KEY)
     rows = zip(prompts, mask, names(4), strict=True)
@@ -245,7 +245,7 @@ def test_an_answer_bears_the_version_that_sampled_it(made: Folder) -> None:
     actor = Actor(made("llama"), version=3)
     engine = synced(actor)
     actor.model.eval()
-    one = Request("a", tokens(20, 1), SAMPLED, KEY.answer("a"), keep=True)
+    one = Request("a", tokens(20, 1), SAMPLED, KEY.answer("a"), retain_cache=True)
     (first,) = answers(engine, one)
     assert same(first, drawn_alone(actor.model, one)) and set(first.versions) == {3}
     with torch.no_grad():
@@ -285,7 +285,7 @@ def test_a_stop_string_is_looked_for_in_the_answer_alone(actor: Actor, engine: T
     assert across.ids == whole.ids and across.ended == "length"
     sampling, context = replace(free, stop=(text[2:4],)), ids
     for turn in range(3):
-        (response,) = answers(engine, Request("a", context, sampling, KEY.answer("a", turn), keep=True))
+        (response,) = answers(engine, Request("a", context, sampling, KEY.answer("a", turn), retain_cache=True))
         found = engine.tokenizer.text(response.ids)
         assert response.ended == ("stop" if text[2:4] in found else "length")
         assert text[2:4] not in engine.tokenizer.text(response.ids[:-1])
@@ -348,7 +348,9 @@ def test_no_more_rows_are_computed_or_kept_than_are_allowed(actor: Actor) -> Non
     engine.model.register_forward_pre_hook(
         lambda module, args, kwargs: fed.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    requests = [Request(str(i), tokens(4, i), replace(SAMPLED, ignore_eos=True), KEY, keep=True) for i in range(8)]
+    requests = [
+        Request(str(i), tokens(4, i), replace(SAMPLED, ignore_eos=True), KEY, retain_cache=True) for i in range(8)
+    ]
     assert [len(response.ids) for response in answers(engine, *requests)] == [12] * 8
     assert max(fed) == 3
     assert len(engine._decoder._kept) == 3
@@ -391,7 +393,7 @@ def test_what_is_not_finite_is_told_with_the_first_token(actor: Actor, engine: T
 @pytest.mark.parametrize(
     ("kind", "memory"),
     [("llama", Slots), ("qwen2", Slots), ("gpt2", Slots), ("deepseek_v3", Slots), ("phimoe", Slots)]
-    + [(kind, Cohorts) for kind in ("gemma2", "afmoe", "gpt_oss", "jamba", "mamba", "qwen3_next")],
+    + [(kind, CacheBatches) for kind in ("gemma2", "afmoe", "gpt_oss", "jamba", "mamba", "qwen3_next")],
 )
 def test_what_is_not_plain_keeps_the_cache_of_transformers(kind: str, memory: type, made: Folder) -> None:
     assert type(synced(Actor(made(kind)))._memory) is memory

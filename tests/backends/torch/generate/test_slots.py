@@ -75,9 +75,9 @@ def test_who_joins_later_takes_over_what_others_began_with(
 
 def test_a_turn_computes_what_is_new(actor: Actor, engine: TorchRolloutEngine, fed: list[Any]) -> None:
     context = tokens(50, 1)
-    (first,) = answers(engine, Request("a", context, LONG, KEY, keep=True))
+    (first,) = answers(engine, Request("a", context, LONG, KEY, retain_cache=True))
     context = [*context, *first.ids, *tokens(7, 2)]
-    request = Request("a", context, LONG, KEY.answer("a", 1), keep=True)
+    request = Request("a", context, LONG, KEY.answer("a", 1), retain_cache=True)
     del fed[:]
     (second,) = answers(engine, request)
     assert fed[0] == (1, 8)  # the last token of the answer was drawn, and nothing computed after it
@@ -95,7 +95,7 @@ def test_a_turn_computes_what_is_new(actor: Actor, engine: TorchRolloutEngine, f
 def test_memory_is_as_large_as_its_rows_and_goes_with_them(engine: TorchRolloutEngine) -> None:
     memory: Any = engine._memory
     assert memory.width == 0
-    engine.submit(Request("a", tokens(STEP + 1, 1), replace(LONG, max_new_tokens=70), KEY, keep=True))
+    engine.submit(Request("a", tokens(STEP + 1, 1), replace(LONG, max_new_tokens=70), KEY, retain_cache=True))
     engine.step()
     assert memory.width == 2 * STEP
     finished(engine, 1)
@@ -105,7 +105,7 @@ def test_memory_is_as_large_as_its_rows_and_goes_with_them(engine: TorchRolloutE
     prompts, mask = ragged(engine, [4, 2])
     engine.generate(prompts, mask, names(2), LONG, KEY)
     assert memory.width == 0
-    engine.submit(Request("b", [5], LONG, KEY, keep=True))
+    engine.submit(Request("b", [5], LONG, KEY, retain_cache=True))
     engine.step()
     engine.sleep()
     assert memory.width == 0

@@ -17,7 +17,7 @@ from flowrl.backends.rollout import Alone
 from flowrl.backends.torch.generate.rollout import TorchRolloutEngine
 from flowrl.backends.torch.generate.slots import SHARED
 from flowrl.errors import SwapError, SyncError
-from flowrl.protocols.protocols import Caches, Request, Response, Swaps
+from flowrl.protocols.protocols import Caches, LiveWeightUpdate, Request, Response
 from tests.backends.torch.generate.rollouts import KEY, SAMPLED, Actor, Context, names, ragged
 from tests.backends.torch.generate.test_decoder import answers, finished, tokens
 from tests.backends.torch.train.trainers import Folder
@@ -25,7 +25,7 @@ from tests.support.architectures import architecture
 from tests.support.models import tiny_folder
 
 LONG = replace(SAMPLED, max_new_tokens=10, ignore_eos=True)
-CACHES: list[Caches] = ["anew", "keep"]
+CACHES: list[Caches] = ["recompute", "reuse"]
 
 
 @pytest.fixture(scope="module")
@@ -95,17 +95,17 @@ def test_each_token_is_of_the_version_that_it_bears(kind: str, folder: Folder) -
     """Two swaps, the second of them twice, while some answers wait, join and end."""
     versions = actors(folder(kind))
     engine, requests = engine_of(folder(kind), versions[0]), asked(4)
-    assert isinstance(engine, Swaps)
+    assert isinstance(engine, LiveWeightUpdate)
     taken: dict[str, Response] = {}
     for step in range(16):
         if step in (0, 3):
             for request in requests[:2] if step == 0 else requests[2:]:
                 engine.submit(request)
         if step == 4:
-            assert engine.swap(versions[1], "anew").version == engine.receipt.version == 1
+            assert engine.swap(versions[1], "recompute").version == engine.receipt.version == 1
         if step == 6:
-            engine.swap(versions[1], "anew")
-            engine.swap(versions[2], "anew")
+            engine.swap(versions[1], "recompute")
+            engine.swap(versions[2], "recompute")
         taken |= {name: engine.take(name) for name in engine.step()}
     for request in requests:
         response = taken[request.name]
@@ -122,7 +122,7 @@ def test_what_is_kept_was_computed_by_the_old_weights(kind: str, folder: Folder)
         engine.submit(request)
     for _ in range(swapped):
         engine.step()
-    engine.swap(new, "keep")
+    engine.swap(new, "reuse")
     responses = finished(engine, 3)
     for request in asked(3):
         response = responses[request.name]
@@ -158,7 +158,7 @@ def test_what_begins_after_a_swap_goes_on_from_nothing_that_is_older(caches: Cac
     old, new, _ = versions = actors(folder("llama"))
     engine, start = engine_of(folder("llama"), old), tokens(SHARED + 8, seed=9)
     ended, under_way = (
-        Request(name, start, replace(LONG, max_new_tokens=count), KEY.answer(name), keep=True)
+        Request(name, start, replace(LONG, max_new_tokens=count), KEY.answer(name), retain_cache=True)
         for name, count in (("ended", 3), ("under way", 10))
     )
     for request in (ended, under_way):
@@ -195,7 +195,7 @@ def test_a_swap_that_fails_is_named_by_what_was_under_way(folder: Folder) -> Non
         engine.submit(request)
     engine.step()
     with pytest.raises(SyncError, match=r"weights of version 1 did not arrive.*has shape"):
-        engine.swap(cast(Any, Broken(folder("llama"), 1)), "anew")
+        engine.swap(cast(Any, Broken(folder("llama"), 1)), "recompute")
     with pytest.raises(SwapError, match=r"were to change under the answers.*SyncError: weights of version 1") as raised:
         engine.step()
     assert isinstance(raised.value.__cause__, SyncError)
@@ -213,7 +213,7 @@ def test_another_thread_swaps_under_rows_that_are_generated(folder: Folder, monk
         ended = step(self, version)
         swapping.append(None)
         if len(swapping) in (3, 5):
-            thread = threading.Thread(target=self.swap, args=(versions[(len(swapping) - 1) // 2], "anew"))
+            thread = threading.Thread(target=self.swap, args=(versions[(len(swapping) - 1) // 2], "recompute"))
             thread.start()
             swapping[-1] = thread
             while not self._alone._next.locked():  # it waits for this step

@@ -17,7 +17,7 @@ from flowrl.backends.torch.train import shards
 from flowrl.errors import AsleepError, BindError, DataError
 from flowrl.operators import FullGKD
 from flowrl.operators.losses.objective import TokenObjective
-from flowrl.protocols.heads import Head, LastStates, StateScorer
+from flowrl.protocols.heads import Head, HiddenStates, HiddenStateScorer
 from flowrl.protocols.protocols import MiniBatch
 from tests.backends.torch.train.trainers import CONTEXT, Folder, trainer
 from tests.nightly import nightly
@@ -29,7 +29,7 @@ def scorer(folder: str, **settings: Any) -> Any:
     return TorchScorer(folder, device="cpu", **settings).build(CONTEXT)
 
 
-def distributions(said: LastStates, batch: Ragged, row: int) -> Tensor:
+def distributions(said: HiddenStates, batch: Ragged, row: int) -> Tensor:
     """What the head makes of a row's states: ``[tokens vocabulary]``."""
     on = batch.response_mask[row]
     return said.head.log_probs(said.states[row][on], batch.temperature[row].expand(int(on.sum())))
@@ -41,7 +41,7 @@ def distributions(said: LastStates, batch: Ragged, row: int) -> Tensor:
 def test_states_and_head_say_what_the_model_alone_says(kind: str, folder: Folder) -> None:
     """Heads that are tied and not, with a bias, before a scale and before a cap; it is transformers that is asked."""
     batch, engine = ragged(), scorer(folder(kind), max_tokens=30)
-    assert isinstance(engine, StateScorer)
+    assert isinstance(engine, HiddenStateScorer)
     said = engine.last_states(batch)
     assert said.states.dtype == torch.float32 and said.states.shape == (*batch.response_mask.shape, 64)
     assert said.states[~batch.response_mask].eq(0).all()
@@ -94,7 +94,7 @@ def test_a_trainer_reads_a_head_once(folder: Folder, monkeypatch: pytest.MonkeyP
         rows = ragged(seed=seed)
         updated(engine, Stated(*rows[:5], *teacher.last_states(rows)))
     assert read == [folder("qwen2")]
-    assert len(engine.residence.beside) == 1  # and it leaves the device when the trainer does
+    assert len(engine.residence.extra_modules) == 1  # and it leaves the device when the trainer does
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])

@@ -1,4 +1,4 @@
-"""The world of `alarm.py`: a service, window by window, that may be on its way to an incident.
+"""The environment of `alarm.py`: a service, window by window, that may be on its way to an incident.
 
 In the last three windows before an incident, errors and latency rise together. In others either may be high alone:
 after a deploy there are errors for a moment, and a batch job makes everything slow.

@@ -1,4 +1,4 @@
-"""The world of `guess.py`: a number to guess, and a small model that has seen it played badly."""
+"""The environment of `guess.py`: a number to guess, and a small model that has seen it played badly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The world of `triage.py`: incidents in a small shop, and a small model that has seen some handled.
+"""The environment of `triage.py`: incidents in a small shop, and a small model that has seen some handled.
 
 A service fails by one of four causes. Who asks for the metrics of the right service sees the cause; who guesses is
 right once in four times.

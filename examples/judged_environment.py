@@ -1,4 +1,5 @@
-"""The world of `judged.py`: customers who say a part of what they want, a small model that sells, and one that judges.
+"""The environment of `judged.py`: customers who say a part of what they want, a small model that sells, and one that
+judges.
 
 Who asks for what is missing gets the order right; who takes what most people want is right now and then.
 """
