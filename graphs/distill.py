@@ -99,7 +99,7 @@ def distill_top(*, k: int = 64, beta: float = 1.0, **settings: Any) -> Graph:
     """
     graph: Graph = distill_full(**settings)
     return graph.edit(
-        replace={"teacher_states": TeacherTopK(k)},
+        replace={"teacher_hidden_states": TeacherTopK(k)},
         set={"update_actor.loss": GKD(beta)},
         wire={f"update_actor.{column}": f"teacher_top_k.{column}" for column in TeacherTop._fields},
         name="distill_top",

@@ -254,10 +254,11 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
 def test_the_public_names_are_these() -> None:
     """Pinned: whoever adds or takes away one says so here and in the changelog."""
     assert flowrl.__all__ == [
-        "INJECTED", "After", "Audit", "Backend", "ByDifficulty", "Colocate", "Column", "Costs", "DataProto",
+        "INJECTED", "After", "Audit", "AuditTask", "Backend", "ByDifficulty", "Colocate", "Column", "Costs",
+        "DataProto",
         "DemoBatch", "DemoData", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss", "Metrics", "Operator",
         "PreferenceBatch", "PreferenceData", "PromptBatch", "PromptData", "Reads", "Replay", "Reporter", "Role",
         "RolloutBatch", "Sampler", "Source", "Spec", "Split", "State", "Step", "TensorBoard", "Terminal", "Training",
-        "Validation", "When", "Environment", "Writes", "algorithm", "audit", "load", "operator", "save",
+        "Validation", "When", "Writes", "algorithm", "audit", "load", "operator", "save",
     ]  # fmt: skip
     assert all(getattr(flowrl, name) is not None or name == "INJECTED" for name in flowrl.__all__)

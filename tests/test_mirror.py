@@ -49,11 +49,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/on_ray/test_sync.py": ("flowrl/distributed/delivery.py",),
     "tests/on_ray/test_runner.py": ("flowrl/distributed/runner.py",),
     "tests/operators/test_operators.py": ("operators/engines/engines.py", "operators/updates/update.py"),
-    "tests/operators/reward/test_operator.py": (
-        "operators/reward/operator.py",
-        "operators/reward/pool.py",
-        "operators/reward/worker.py",
-    ),
+    "tests/operators/reward/test_pool.py": ("operators/reward/worker.py",),
     "tests/backends/hosted/test_process.py": ("backends/hosted/keeper.py",),
     "tests/backends/torch/generate/test_decoder.py": ("backends/torch/generate/cache_batches.py",),
     "tests/backends/torch/train/test_fsdp.py": (

@@ -373,7 +373,7 @@ class RayRunner:
         """A process that died is started anew; an engine that ended itself starts anew with its next sync."""
         return isinstance(error, HostDiedError) or any(isinstance(one, EngineError) for one in chain(error))
 
-    def fix(self, error: NodeError) -> None:
+    def recover(self, error: NodeError) -> None:
         """Start the processes of the lost role anew."""
         self._give_up()  # a column that was lost on its way to the driver may have been noticed as others ran
         if isinstance(error, HostDiedError):

@@ -95,7 +95,7 @@ def _one_step_without_a_ratio(graph: Graph, prompts: int | None) -> Findings:
         again = [
             *([f"ppo_epochs={epochs}"] if epochs > 1 else []),
             *([f"mini_batch={size}, which is less than its {rows} rows"] if size and rows and rows > size else []),
-            *([f"off_policy={node.prior_updates}"] if node.prior_updates else []),
+            *([f"prior_updates={node.prior_updates}"] if node.prior_updates else []),
         ]
         if again:
             yield (

@@ -82,7 +82,7 @@ def _one_writer(graph: Graph, prompts: int | None) -> Findings:
             if graph[other].prior_updates >= before:
                 continue
             off = "prior_updates" in parameters(operator)
-            says = f", or let it say so: {type(operator).__name__}(off_policy={before})" if off else ""
+            says = f", or let it say so: {type(operator).__name__}(prior_updates={before})" if off else ""
             yield (
                 other,
                 f"it writes {role!r}, and so does {first}, so its rows are {before} version(s) older than the weights; "

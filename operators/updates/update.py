@@ -217,7 +217,7 @@ class UpdateActor(_Update, AsksModel, Operator):
         if self.mini_batch is not None:
             return f"changes weights between its rows (mini_batch={self.mini_batch!r})"
         if self.prior_updates != 0:
-            return f"comes after another update (off_policy={self.prior_updates!r})"
+            return f"comes after another update (prior_updates={self.prior_updates!r})"
         if "log-probs" not in self.loss.said:
             return f"has no log-probs in its pass, but {' and '.join(self.loss.said)} ({type(self.loss).__name__})"
         if self._beyond_rows:

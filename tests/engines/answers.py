@@ -83,7 +83,7 @@ def logits_of(model: Any, prompt: list[int], response: list[int]) -> Tensor:
 class AnswerTests:
     """Tokens and log-probs."""
 
-    nucleus_of_replicated: ClassVar[bool] = False  # whether top-p is of the distribution before top-k
+    nucleus_of_whole: ClassVar[bool] = False  # whether top-p is of the distribution before top-k
 
     def test_it_is_a_rollout_that_sleeps(self, engine: Rollout) -> None:
         assert isinstance(engine, Rollout)

@@ -112,7 +112,7 @@ def test_a_environment_that_hangs_is_ended(plain: bool) -> None:
     assert episodes[1].tries == 2
     assert str(episodes[1].fault) == (
         "the episode of row 'row-1' failed after 1 answers, in try 2: its environment took more than 0.3 s; expected a "
-        "reply within that time: mend what takes so long, or allow more: Interact(timeout=...)"
+        "reply within that time: fix what takes so long, or allow more: Interact(timeout=...)"
     )
 
 

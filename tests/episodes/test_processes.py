@@ -25,7 +25,7 @@ from tests.operators.reward.test_pool import wait_until_ended
 WORLDS = '''
 import asyncio, os, random, signal, subprocess, sys, time
 import numpy
-from flowrl.episodes import Environment, Misfit, Reply
+from flowrl.episodes import Environment, InvalidToolCall, Reply
 
 FOLDER = os.path.dirname(__file__)
 
@@ -127,7 +127,7 @@ def hang(a: int) -> int:
     time.sleep(1000)
 
 def picky(a: int) -> int:
-    raise Misfit("no, not that")
+    raise InvalidToolCall("no, not that")
 '''
 
 

@@ -196,7 +196,7 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         (lambda d: d["nodes"]["reward"]["operator"]["fn"].pop("source"), r"whose source has changed since"),
         (
             lambda d: d["nodes"]["reward"]["operator"]["fn"].update(source="0"),
-            r"reward\.fn names tests\.kernel:exact, wh",
+            r"reward\.fn names tests\.support\.kernel:exact, wh",
         ),
         (lambda d: d["bindings"].update(judge=d["bindings"]["ref"]), r"ppo has no role 'judge' to bind"),
         (

@@ -142,7 +142,7 @@ class TestOwnWorld:  # FR035
         assert [rule for rule, _ in found(played(Remembers))] == ["FR035"] * 2
         said = [finding.message for finding in played(Remembers).check()]
         assert "Remembers.said is one object for all episodes" in said[0] and "self.said = ... in reset" in said[0]
-        assert "Remembers.counts" in said[1] and "test_episode_rules.py:" in said[1]
+        assert "Remembers.counts" in said[1] and "test_episodes.py:" in said[1]
 
     def test_a_base_of_its_own_is_looked_into(self) -> None:
         class Base(Pays):

@@ -398,7 +398,7 @@ class Learner:
 
     def save_checkpoint(self, folder: str) -> None:
         """Write what `state_dict` holds, for any number of ranks to go on from; see `checkpoint.save`."""
-        from flowrl.backends.torch.train import checkpoint  # here, since torch's checkpoints take half a second to import
+        from flowrl.backends.torch.train import checkpoint  # late: torch.distributed.checkpoint takes 0.5 s to import
 
         extra = self._progress(torch.tensor([self._steps, self.version]))
         checkpoint.save(folder, self._mesh, self._names, self.optimizer, extra)

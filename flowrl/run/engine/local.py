@@ -126,7 +126,7 @@ class LocalRunner:
         """Nothing of this process comes back without it."""
         return False
 
-    def fix(self, error: NodeError) -> None:
+    def recover(self, error: NodeError) -> None:
         raise error
 
     def version(self, role: str) -> int:

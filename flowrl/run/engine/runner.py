@@ -175,10 +175,10 @@ class Runner(Protocol):
         ...
 
     def can_recover(self, error: NodeError) -> bool:
-        """Whether `fix` can bring back what `error` says is lost."""
+        """Whether `recover` can bring back what `error` says is lost."""
         ...
 
-    def fix(self, error: NodeError) -> None:
+    def recover(self, error: NodeError) -> None:
         """Bring it back; weights are to be loaded and synced afterwards."""
         ...
 

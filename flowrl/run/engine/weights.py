@@ -83,7 +83,7 @@ class TrainedWeights:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 if lost is not None and self._kept is not None:
-                    self._runner.fix(lost)
+                    self._runner.recover(lost)
                     self.load(self._kept)
                     restart()
                 return act()

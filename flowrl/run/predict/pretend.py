@@ -163,7 +163,7 @@ class PretendRunner:
         """Nothing is lost here."""
         return False
 
-    def fix(self, error: NodeError) -> None:
+    def recover(self, error: NodeError) -> None:
         raise error
 
     def version(self, role: str) -> int:

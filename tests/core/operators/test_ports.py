@@ -185,10 +185,10 @@ def _fine(self: Any, values: c.Values) -> c.Values:
         ),
         ({"call": _fine, "new_axes": "batch"}, r"Faulty\.new_axes is 'batch'; expected axes that it makes anew"),
         (
-            {"call": _fine, "whole": frozenset({"value"})},
-            r"Faulty\.whole is frozenset\(\{'value'\}\); expected a frozenset of columns that it reads, some of",
+            {"call": _fine, "replicated": frozenset({"value"})},
+            r"Faulty\.replicated is frozenset\(\{'value'\}\); expected a frozenset of columns that it reads, some of",
         ),
-        ({"call": _fine, "whole": "values"}, r"Faulty\.whole is 'values'; expected a frozenset of columns"),
+        ({"call": _fine, "replicated": "values"}, r"Faulty\.replicated is 'values'; expected a frozenset of columns"),
         (
             {"call": _fine, "values": 1.0, "annotations": {"values": "float"}},
             r"Faulty has the port 'values' and a parameter or state of that name; .* so that 'faulty\.values' means",
@@ -202,8 +202,8 @@ def _fine(self: Any, values: c.Values) -> c.Values:
             r"Faulty\.name is a parameter or state, and every operator has something of that name; .*`name: ClassVar\[",
         ),
         (
-            {"call": _fine, "whole": 1, "annotations": {"whole": "int"}},
-            r"Faulty\.whole is a parameter or state, and every operator",
+            {"call": _fine, "replicated": 1, "annotations": {"replicated": "int"}},
+            r"Faulty\.replicated is a parameter or state, and every operator",
         ),
         (
             {"call": staticmethod(_fine)},

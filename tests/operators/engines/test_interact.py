@@ -200,8 +200,8 @@ class TestSpecs:
         flowrl.save(graph, "graph.yaml")
         assert flowrl.load("graph.yaml", imports=True) == graph
         Interact("environment.py:agent")
-        with pytest.raises(ParameterError, match=r"does not define 'Wrld'.*; did you mean 'Environment'\?$"):
-            Interact("environment.py:Wrld")
+        with pytest.raises(ParameterError, match=r"does not define 'Enviroment'.*; did you mean 'Environment'\?$"):
+            Interact("environment.py:Enviroment")
 
     @pytest.mark.parametrize("environment", [dict, lambda chat, row: None, exact])
     def test_what_is_no_environment_is_refused(self, environment: Any) -> None:

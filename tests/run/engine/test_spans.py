@@ -55,7 +55,7 @@ class Together(TorchRollout):
 class TestRefused:
     def test_an_engine_that_cannot_take_weights_while_it_answers(self, tiny: str) -> None:
         job = spanned(tiny).edit(bind={"rollout": Deaf(tiny, device="cpu")})
-        with pytest.raises(BindError, match="'rollout' is bound to Deaf, but sync needs a Swaps there"):
+        with pytest.raises(BindError, match="'rollout' is bound to Deaf, but sync needs a LiveWeightUpdate there"):
             job.refuse_unready()
         job.edit(lag=2).refuse_unready()
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from flowrl.errors import ParameterError
+from flowrl.run.training import lock
 from flowrl.run.training.lock import LOCK, RESERVE, FolderLock
-from flowrl.run.training.training import lock
 from tests import ROOT
 from tests.support.jobs import job_of
 from tests.support.runs import Recorder, described, lines, train
