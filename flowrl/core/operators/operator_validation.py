@@ -24,7 +24,7 @@ def refuse_misdeclared(name: str, operator: Operator) -> None:
     _refuse_misdeclared(name, first)
     for said in others:
         _refuse_misdeclared(name, said)
-        for what in ("rows_factor", "row_divisors", "behind", "fills", "rounds_at_most", "wants()"):
+        for what in ("rows_factor", "row_divisors", "prior_updates", "target_groups", "rounds_at_most", "wants()"):
             before, after = (_said(one, what) for one in (first, said))
             if before != after:
                 over_time = ", ".join(f"{path}={schedule!r}" for path, schedule in schedules(operator).items())
