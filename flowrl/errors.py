@@ -1,22 +1,51 @@
 """The errors of flowrl.
 
-Every message is one short paragraph: what was found, where, what was expected, and the call that mends it.
-Each class derives from `FlowrlError` and from the builtin it refines. A message is the only argument, so
-every error survives pickling (it must cross process boundaries).
+A message says what happened, where, what was expected, and how to fix it. Each refused situation has a stable code,
+such as ``graph.unknown-column``; `docs/errors.md` lists all of them, each with an example and its fix. Each class
+derives from `FlowrlError` and from the builtin that it refines.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 
 class FlowrlError(Exception):
-    """Base of every error that flowrl raises on purpose."""
+    """Base of all errors that flowrl raises.
 
-    def __str__(self) -> str:  # KeyError would show the repr of its message
+    Args:
+        message: what happened, where, what was expected, and how to fix it.
+        code: the situation, such as ``"graph.unknown-column"``; programs and tests match it rather than the wording.
+        facts: the names and numbers of the message, such as ``node="gae"`` or ``row=3``. What is not a plain value or a
+            collection of plain values becomes its text, so that every error can be pickled.
+    """
+
+    code: str
+    facts: Mapping[str, Any]
+
+    def __init__(self, message: str = "", *, code: str = "", **facts: object) -> None:
+        super().__init__(message)
+        self.code = code
+        self.facts = {name: _plain(value) for name, value in facts.items()}
+
+    @property
+    def message(self) -> str:
+        """The message without the code."""
         return str(self.args[0]) if self.args else ""
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.code}]" if self.code else self.message
+
+
+def _plain(value: object) -> object:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        return tuple(map(_plain, sorted(value, key=str) if isinstance(value, set | frozenset) else value))
+    return str(value)
 
 
 def offer(name: object, known: Iterable[str], has: str = "it has") -> str:

@@ -21,12 +21,11 @@ from flowrl.backends import TorchScorer, TorchTrainer
 from flowrl.backends.vllm.engine import VLLM
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator import Operator
-from flowrl.demo.task import write_dataset
 from flowrl.graphs import grpo
 from flowrl.rules.check import RULES
 from tests import ROOT
+from tests.support.desk import set_up_desk
 from tests.support.kernel import exact
-from tests.support.models import tiny_folder
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
@@ -34,12 +33,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a reader would have it: a model, data, and a reward file."""
-    desk = tmp_path_factory.mktemp("desk")
-    shutil.copytree(tiny_folder(desk / "made"), desk / "model")
-    for path in write_dataset(desk):
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:32]))
-    shutil.copy(ROOT / "examples" / "reward.py", desk / "my_reward.py")
-    return desk
+    return set_up_desk(tmp_path_factory.mktemp("desk"))
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,24 @@ CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issu
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_error_keeps_its_message_when_it_is_pickled(cls: type[FlowrlError]) -> None:
-    there = pickle.loads(pickle.dumps(cls("gae.values is missing.")))
+def test_message_code_and_facts_survive_pickling(cls: type[FlowrlError]) -> None:
+    error = cls("gae.values is missing.", code="graph.unwired-port", node="gae", port="values", row=3)
+    there = pickle.loads(pickle.dumps(error))
     assert type(there) is cls
-    assert str(there) == "gae.values is missing."
+    assert (there.message, there.code) == ("gae.values is missing.", "graph.unwired-port")
+    assert there.facts == {"node": "gae", "port": "values", "row": 3}
+
+
+def test_the_code_follows_the_message() -> None:
+    assert str(FlowrlError("gae.values is missing.", code="graph.unwired-port")) == (
+        "gae.values is missing. [graph.unwired-port]"
+    )
+    assert str(FlowrlError("gae.values is missing.")) == "gae.values is missing."
+
+
+def test_facts_are_plain_values() -> None:
+    error = FlowrlError("", given=int, found={"b", "a"}, rows=[1, (2.5, None)])
+    assert error.facts == {"given": "<class 'int'>", "found": ("a", "b"), "rows": (1, (2.5, None))}
 
 
 @pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls is not FlowrlError])
