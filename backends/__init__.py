@@ -7,7 +7,9 @@ if __name__ != "flowrl.backends":
 from flowrl.backends.sglang.engine import SGLang
 from flowrl.backends.torch.generate.rollout import TorchRollout
 from flowrl.backends.torch.lora import LoRA
+from flowrl.backends.torch.score.model import scatter
 from flowrl.backends.torch.score.reward_model import TorchRewardModel
+from flowrl.backends.torch.score.rows import take
 from flowrl.backends.torch.train.critic import TorchCritic
 from flowrl.backends.torch.train.learner import SGD, AdamW, Constant, Cosine, Linear
 from flowrl.backends.torch.train.trainer import TorchScorer, TorchTrainer
@@ -29,4 +31,6 @@ __all__ = [
     "TorchRollout",
     "TorchScorer",
     "TorchTrainer",
+    "scatter",
+    "take",
 ]

@@ -26,6 +26,7 @@ from cartpole_policy import Acting, Actor, Observations, Policy, StateCritic, St
 from flowrl import (
     INJECTED,
     Column,
+    DataProto,
     Key,
     Metrics,
     Operator,
@@ -38,10 +39,8 @@ from flowrl import (
     algorithm,
 )
 from flowrl import columns as c
-from flowrl.core.operators.operator import Granularity
-from flowrl.data.proto.column_math import objects
-from flowrl.data.proto.dataproto import DataProto
-from flowrl.data.sources.source import Stream
+from flowrl.core import Granularity
+from flowrl.data import Stream, objects
 from flowrl.operators import GAE, PPOClip, Sync, UpdateActor, UpdateCritic, Value, ValueClip, Whiten
 from flowrl.records import CriticUpdated, Receipt
 

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from flowrl import Backend, Column, Key, Metrics
 from flowrl import columns as c
-from flowrl.backends.torch.score.model import scatter
-from flowrl.backends.torch.score.rows import take
-from flowrl.protocols.protocols import BuildContext, Checkpointed, Critic, MiniBatch, Objective, Synced, Trainer
+from flowrl.backends import scatter, take
+from flowrl.protocols import BuildContext, Checkpointed, Critic, MiniBatch, Objective, Synced, Trainer
 from flowrl.records import Receipt
-from flowrl.sync.digest import weights_digest
+from flowrl.sync import weights_digest
 
 Observations = Annotated[Float32[Tensor, "batch response features"], Column("observations", "observation")]
 

@@ -10,9 +10,7 @@ import torch
 
 from flowrl import PromptBatch, PromptData
 from flowrl.backends import AdamW, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.demo.model import build
-from flowrl.demo.task import write_dataset
-from flowrl.demo.verifier import compute_score
+from flowrl.demo import build, compute_score, write_dataset
 from flowrl.graphs import ppo
 from flowrl.operators import GAE, KLShape
 

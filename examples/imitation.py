@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flowrl.demo.model import make_model, word_tokenizer
+from flowrl.demo import make_model, word_tokenizer
 
 SPECIAL = ("<|pad|>", "<|unk|>", "<|end|>", "<|user|>", "<|tool|>", "<|assistant|>")
 TEMPLATE = (

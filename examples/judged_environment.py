@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from imitation import Conversation, imitate
 from rows import write_rows
 
-from flowrl.operators.reward.judge import conversation
+from flowrl.operators import conversation
 
 # Of sizes and colours, what most people want comes first.
 SIZES = (" medium", " small", " large", " huge")

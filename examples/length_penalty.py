@@ -7,7 +7,7 @@ import torch
 
 from flowrl import After, Operator
 from flowrl.columns import ResponseMask, TokenLevelScores
-from flowrl.demo.verifier import compute_score
+from flowrl.demo import compute_score
 from flowrl.graphs import ppo
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 
 from flowrl import PromptData, Terminal, Training, Validation
 from flowrl.backends import AdamW, TorchRollout, TorchScorer, TorchTrainer
-from flowrl.demo.model import build
-from flowrl.demo.task import write_dataset
-from flowrl.demo.verifier import score_and_thinking
+from flowrl.demo import build, score_and_thinking, write_dataset
 from flowrl.graphs import grpo
 
 # The Hugging Face folder of any causal LM. If there is none, the demo's model is made (113 thousand parameters).

@@ -5,8 +5,9 @@ Names are imported on first use, so ``import flowrl`` costs nothing.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from flowrl.lazy import lazy
 
 if TYPE_CHECKING:
     from flowrl.auditing.audit import audit
@@ -93,62 +94,57 @@ __all__ = [
     "save",
 ]
 
-_MODULES = {
-    "ByDifficulty": "data.sources.samplers",
-    "DemoData": "data.sources.demos",
-    "PreferenceData": "data.sources.demos",
-    "Replay": "data.sources.samplers",
-    "Sampler": "data.sources.samplers",
-    "Source": "data.sources.source",
-    "DemoBatch": "records",
-    "PreferenceBatch": "records",
-    "Audit": "auditing.record",
-    "AuditTask": "auditing.task",
-    "audit": "auditing.audit",
-    "Backend": "protocols.backend",
-    "Reporter": "run.training.report",
-    "Spec": "spec",
-    "Column": "columns",
-    "Costs": "run.predict.costs",
-    "Colocate": "distributed.place",
-    "Split": "distributed.place",
-    "PromptData": "data.sources.prompts",
-    "After": "core.graphs.after",
-    "FlowrlError": "errors",
-    "Graph": "graph",
-    "Job": "run.training.job",
-    "Key": "data.keys",
-    "Lag": "core.graphs.lag",
-    "Loss": "core.operators.loss",
-    "Metrics": "data.metrics",
-    "Operator": "core.operators.operator",
-    "State": "core.operators.session",
-    "Step": "core.operators.ports",
-    "INJECTED": "core.operators.ports",
-    "DataProto": "data.proto.dataproto",
-    "PromptBatch": "records",
-    "RolloutBatch": "records",
-    "TensorBoard": "run.training.report",
-    "Terminal": "run.training.report",
-    "Reads": "core.operators.roles",
-    "Role": "core.operators.roles",
-    "Writes": "core.operators.roles",
-    "load": "graph",
-    "operator": "core.operators.function",
-    "save": "files.graph_io",
-    "algorithm": "graph",
-    "Training": "run.training.training",
-    "Validation": "run.training.validation",
-    "When": "core.operators.when",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'flowrl' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"flowrl.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy(
+    __name__,
+    {
+        "ByDifficulty": "data.sources.samplers",
+        "DemoData": "data.sources.demos",
+        "PreferenceData": "data.sources.demos",
+        "Replay": "data.sources.samplers",
+        "Sampler": "data.sources.samplers",
+        "Source": "data.sources.source",
+        "DemoBatch": "records",
+        "PreferenceBatch": "records",
+        "Audit": "auditing.record",
+        "AuditTask": "auditing.task",
+        "audit": "auditing.audit",
+        "Backend": "protocols.backend",
+        "Reporter": "run.training.report",
+        "Spec": "spec",
+        "Column": "columns",
+        "Costs": "run.predict.costs",
+        "Colocate": "distributed.place",
+        "Split": "distributed.place",
+        "PromptData": "data.sources.prompts",
+        "After": "core.graphs.after",
+        "FlowrlError": "errors",
+        "Graph": "graph",
+        "Job": "run.training.job",
+        "Key": "data.keys",
+        "Lag": "core.graphs.lag",
+        "Loss": "core.operators.loss",
+        "Metrics": "data.metrics",
+        "Operator": "core.operators.operator",
+        "State": "core.operators.session",
+        "Step": "core.operators.ports",
+        "INJECTED": "core.operators.ports",
+        "DataProto": "data.proto.dataproto",
+        "PromptBatch": "records",
+        "RolloutBatch": "records",
+        "TensorBoard": "run.training.report",
+        "Terminal": "run.training.report",
+        "Reads": "core.operators.roles",
+        "Role": "core.operators.roles",
+        "Writes": "core.operators.roles",
+        "load": "graph",
+        "operator": "core.operators.function",
+        "save": "files.graph_io",
+        "algorithm": "graph",
+        "Training": "run.training.training",
+        "Validation": "run.training.validation",
+        "When": "core.operators.when",
+    },
+)
 
 
 def __dir__() -> list[str]:

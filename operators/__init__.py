@@ -22,12 +22,12 @@ from flowrl.operators.losses.objective import KLLoss
 from flowrl.operators.losses.policy_losses import CISPO, DPPO, DRO, GMPO, GSPO, SAPO, ClipCov, KLCov, PPOClip, Reinforce
 from flowrl.operators.losses.preferences import DPO, NLL, PPOClipNLL
 from flowrl.operators.losses.value_losses import ValueClip, ValueHuber
-from flowrl.operators.reward.judge import Judge
+from flowrl.operators.reward.judge import Judge, conversation
 from flowrl.operators.reward.models import ModelReward, TextModelReward
 from flowrl.operators.reward.operator import Reward
 from flowrl.operators.reward.terms import GDPOAdvantage, Matches, WeighRewards
 from flowrl.operators.rows.feedback import Feedback
-from flowrl.operators.rows.held_out import MajorityAtK, PassAtK
+from flowrl.operators.rows.held_out import MajorityAtK, PassAtK, pass_at_k
 from flowrl.operators.rows.overlong import MaskOverlong, OverlongPenalty
 from flowrl.operators.rows.rows import Collect, Filter, Length, Ranked, Spread
 from flowrl.operators.updates.update import Sync, UpdateActor, UpdateCritic
@@ -99,4 +99,6 @@ __all__ = [
     "ValueHuber",
     "WeighRewards",
     "Whiten",
+    "conversation",
+    "pass_at_k",
 ]

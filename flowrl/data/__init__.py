@@ -1,1 +1,47 @@
-"""What flows: `DataProto` and its columns; sources of data, and samplers; tokens, keys, metrics."""
+"""What flows: `DataProto` and its columns; data sources and samplers; tokenizers, keys, metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flowrl.lazy import lazy
+
+if TYPE_CHECKING:
+    from flowrl.data.keys import Key
+    from flowrl.data.metrics import Metrics
+    from flowrl.data.proto.column_math import Objects, objects
+    from flowrl.data.proto.dataproto import DataProto
+    from flowrl.data.sources.samplers import Drawn, Order, Sampler
+    from flowrl.data.sources.source import Source, Stream
+    from flowrl.data.text.tokenizer import ChatTokenizer
+
+__all__ = [
+    "ChatTokenizer",
+    "DataProto",
+    "Drawn",
+    "Key",
+    "Metrics",
+    "Objects",
+    "Order",
+    "Sampler",
+    "Source",
+    "Stream",
+    "objects",
+]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "ChatTokenizer": "text.tokenizer",
+        "DataProto": "proto.dataproto",
+        "Drawn": "sources.samplers",
+        "Key": "keys",
+        "Metrics": "metrics",
+        "Objects": "proto.column_math",
+        "Order": "sources.samplers",
+        "Sampler": "sources.samplers",
+        "Source": "sources.source",
+        "Stream": "sources.source",
+        "objects": "proto.column_math",
+    },
+)

@@ -1,18 +1,33 @@
-"""Episodes: the policy answers, an environment replies, the policy goes on; all episodes of a batch at once."""
+"""Episodes: the policy answers, an environment replies, the policy continues; all episodes of a batch at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from flowrl.episodes.chat import Chat, EpisodeOver
 from flowrl.episodes.environment import Answer, Environment, Reply, Row, ToolCall
 from flowrl.episodes.tools import InvalidToolCall, Tool, Toolbox
+from flowrl.lazy import lazy
+
+if TYPE_CHECKING:
+    from flowrl.episodes.gymnasium import Gym
+    from flowrl.episodes.openenv import OpenEnv
+    from flowrl.episodes.text_env import TextEnvironment
 
 __all__ = [
     "Answer",
     "Chat",
     "Environment",
     "EpisodeOver",
+    "Gym",
     "InvalidToolCall",
+    "OpenEnv",
     "Reply",
     "Row",
+    "TextEnvironment",
     "Tool",
     "ToolCall",
     "Toolbox",
 ]
+
+__getattr__ = lazy(__name__, {"Gym": "gymnasium", "OpenEnv": "openenv", "TextEnvironment": "text_env"})
