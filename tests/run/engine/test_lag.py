@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from flowrl import After, Colocate, PromptData, Split
+from flowrl import INJECTED, After, Colocate, Metrics, Operator, PromptData, Split, State
 from flowrl.backends import TorchRollout
+from flowrl.columns import TokenLevelScores
 from flowrl.data.files import parse_json
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import GraphError
@@ -33,6 +34,17 @@ def ahead(name: str, folder: str, lag: int, **changed: Any) -> Job:
     return jobs(name, folder).edit(
         lag=lag, insert=inserted, bind={"rollout": TorchRollout(folder, device="cpu")}, **changed
     )
+
+
+class Counted(Operator):
+    """Reports how often it has run."""
+
+    count = State(lambda self: 0)
+
+    def __call__(self, token_level_scores: TokenLevelScores, metrics: Metrics = INJECTED) -> TokenLevelScores:
+        self.count.value += 1
+        metrics.sum("count", self.count.value)
+        return token_level_scores
 
 
 def log_probs(folder: Path, columns: Any) -> torch.Tensor:
@@ -104,6 +116,15 @@ class TestCutOff:
             cut_off(ahead("grpo", tiny, 2, insert=gate), prompts_file, folder, step, node, checkpoint_every=1)
             resumed = run(ahead("grpo", tiny, 2, insert=gate), prompts_file, folder, resume=True, checkpoint_every=1)
             assert_same(resumed, whole)
+
+    def test_state_of_nodes_that_ran_ahead_is_resumed(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
+        gate = {"counted": After("reward", Counted()), "collect": After("reward", Collect(Spread(), groups=5))}
+        whole = run(ahead("grpo", tiny, 1, insert=gate), prompts_file, tmp_path / "whole", checkpoint_every=1)
+        cut_off(ahead("grpo", tiny, 1, insert=gate), prompts_file, tmp_path / "run", 3, checkpoint_every=1)
+        resumed = run(
+            ahead("grpo", tiny, 1, insert=gate), prompts_file, tmp_path / "run", resume=True, checkpoint_every=1
+        )
+        assert_same(resumed, whole)
 
     @pytest.mark.parametrize(("before", "after"), [(2, 1), nightly(1, 2)])
     def test_a_run_may_go_on_with_another_lag(
