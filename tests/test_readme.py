@@ -107,7 +107,7 @@ def test_the_pictures_are_drawn_by_the_code(page: dict[str, Any]) -> None:
         assert (folder / f"{name}-dark.svg").read_text(encoding="utf-8") == PICTURES["dark"](light)
 
 
-def test_the_banner_places_every_node_apart(page: dict[str, Any]) -> None:
+def test_every_node_has_a_place_in_the_banner(page: dict[str, Any]) -> None:
     assert {*PICTURES["PPO"]} == {*page["graph"].nodes}
     assert len({*PICTURES["PPO"].values()}) == len(PICTURES["PPO"])
 

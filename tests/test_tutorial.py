@@ -1,4 +1,4 @@
-"""The tutorial works: its blocks are typed, in order, in a new folder, after `make demo` has left its model there."""
+"""The tutorial works: its blocks are typed, in order, in a new folder, with the model that `make demo` writes."""
 
 from __future__ import annotations
 
