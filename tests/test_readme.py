@@ -1,142 +1,122 @@
-"""The README works as it stands: its blocks are typed, in order, in a new folder beside the demo's model."""
+"""The README: short, and its blocks run, print what the page shows, and name everything that there is."""
 
 from __future__ import annotations
 
-import json
-import os
+import contextlib
+import io
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import NamedTuple
+import runpy
+from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from flowrl.demo import task
-from flowrl.demo.model import build, make_tokenizer
-from flowrl.demo.task import write_dataset
-from flowrl.graphs import grpo, ppo
+import flowrl.backends
+import flowrl.graphs
+from flowrl import Job
 from tests import ROOT
 
-pytestmark = pytest.mark.timeout(480)  # it trains for as long as it takes to learn
-
-README = ROOT / "README.md"
-SAY = """
-import json
-right = [v["val/reward/mean"] for v in run.validations]
-pictures = [g.mermaid() for g in (graph, job.graph, faster.graph)]
-diffs = [str(a.diff(b)) for a, b in ((graph, grpo), (job.graph, faster.graph))]
-print(json.dumps({"right": right, "pictures": pictures, "diffs": diffs}))
-"""
-
-
-class Typed(NamedTuple):
-    """What a session printed, what it complained about, and what was learned of its objects at the end."""
-
-    out: str
-    errors: str
-    found: dict[str, object]
-    folder: Path
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PICTURES = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
 
 
 def blocks(language: str) -> list[str]:
     """The blocks of a language, in order."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    return [text for said, text in found if said == language]
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return [text for label, text in found if label == language]
+
+
+def section(heading: str) -> str:
+    return README.partition(f"## {heading}\n")[2].partition("\n## ")[0]
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of `make demo`, in the folder where the page expects it."""
-    return build(tmp_path_factory.mktemp("repository") / "runs" / "demo" / "model-seed0", seed=0)
+def page() -> dict[str, Any]:
+    """The names that the Python blocks define, and as ``printed`` what they print."""
+    names: dict[str, Any] = {"__name__": "page_readme"}
+    with contextlib.chdir(ROOT), contextlib.redirect_stdout(io.StringIO()) as out:
+        for block in blocks("python"):
+            exec(compile(block, "README.md", "exec", dont_inherit=True), names)
+    return names | {"printed": out.getvalue()}
 
 
-@pytest.fixture(scope="module")
-def typed(model_folder: Path) -> Typed:
-    """The whole page, typed after `make demo`."""
-    root = model_folder.parents[2]
-    write_dataset(root / "runs" / "demo" / "data")
-    [prepare] = [block for block in blocks("sh") if block.startswith("mkdir first")]
-    commands, _, python = prepare.rstrip("\n").rpartition("\n")
-    assert python == "../.venv/bin/python"
-    subprocess.run(["bash", "-euc", commands], cwd=root, check=True)
-    folder = root / "first"
-    lines = []
-    for block in blocks("python"):
-        if name := re.match(r"# (\w+\.py)\n", block):
-            (folder / name[1]).write_text(block, encoding="utf-8")
-        else:
-            lines.append(f"{block}\n")  # an empty line ends a function, as the Enter key does
-    path = os.pathsep.join([str(README.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-i", "-q"],  # as from a keyboard, line by line: it goes on after an error
-        input="".join([*lines, SAY]),
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    return Typed(done.stdout, done.stderr, json.loads(done.stdout.splitlines()[-1]), folder)
+def test_it_is_short() -> None:
+    assert len(README.split()) <= 900
+    assert len(README.splitlines()) <= 180
+    assert len(blocks("mermaid")) == 1
 
 
-def test_no_block_raises(typed: Typed) -> None:
-    assert "Traceback" not in typed.errors and "Error" not in typed.errors, typed.errors
+def test_the_algorithm_has_twelve_lines_and_the_operator_six() -> None:
+    first, *_, last = blocks("python")
+    assert len(f"@algorithm{first.partition('@algorithm')[2]}".partition("\n\n")[0].splitlines()) == 12
+    assert len(last.splitlines()) == 6
 
 
-def test_the_model_learns(typed: Typed) -> None:
-    before, *_, after = typed.found["right"]  # type: ignore[misc]
-    assert before < 0.4
-    assert after > 0.9
-    described = json.loads((typed.folder / "runs" / "grpo-001" / "run.json").read_text())
-    assert described["status"] == "finished"
-    assert (typed.folder / "runs" / "grpo-001" / "actor" / "config.json").is_file()
+def test_the_diff_and_the_picture_are_printed_by_the_code(page: dict[str, Any]) -> None:
+    assert blocks("text") == [page["printed"]] == [f"{page['graph'].diff(page['grpo'])}\n"]
+    assert blocks("mermaid") == [f"{page['grpo'].mermaid()}\n"]
 
 
-def test_what_is_printed_is_what_the_page_says(typed: Typed) -> None:
-    said = blocks("")
-    assert len(said) == 4 and all(text in typed.out for text in said)
-    assert [f"{diff}\n" for diff in typed.found["diffs"]] == [said[0], said[3]]  # type: ignore[attr-defined]
+def test_the_graphs_break_no_rule(page: dict[str, Any]) -> None:
+    assert [page[name].check(prompts=32) for name in ("graph", "grpo", "shorter")] == [[], [], []]
 
 
-def test_the_pictures_are_drawn_by_the_code(typed: Typed) -> None:
-    before, bound, swapped = (f"{text}\n" for text in typed.found["pictures"])  # type: ignore[attr-defined]
-    assert blocks("mermaid") == [before, swapped, bound]
+def test_the_mistakes_are_found_as_the_page_shows(page: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    [session] = blocks("pycon")
+    steps = re.findall(r"^>>> (.*)\n(.*)\n", session, re.MULTILINE)
+    assert len(steps) == 3 and session.count("\n") == 6
+    for code, shown in steps:
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                exec(code, page)
+        except Exception as error:
+            printed.write(f"{type(error).__module__}.{type(error).__name__}: {error}\n")
+        assert printed.getvalue() == f"{shown}\n"
 
 
-def test_the_algorithms_are_those_of_the_package(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(typed.folder)
-    before, after = (make("my_reward.py:score", max_new_tokens=28) for make in (ppo, grpo))
-    assert f"{before.mermaid()}\n" == blocks("mermaid")[0]
-    assert f"{before.diff(after)}\n" == blocks("")[0]
+@pytest.mark.parametrize("side", ["-", "+"])
+def test_both_sides_of_the_swap_are_jobs(side: str, page: dict[str, Any]) -> None:
+    [diff] = blocks("diff")
+    names = page | {name: getattr(flowrl, name) for name in flowrl.__all__} | vars(flowrl.backends)
+    exec("".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] in (" ", side)), names)
+    job = names["job"]
+    assert isinstance(job, Job) and {*job.graph.bindings} == {"actor", "ref", "rollout"}
+    assert job.graph.to_dict()["nodes"] == page["grpo"].to_dict()["nodes"]
+    assert (side == "+") == ("processes of Colocate" in str(job.plan()))
 
 
-def test_warm_started_model_has_something_to_learn(model_folder: Path) -> None:
-    """On held-out prompts it answers mostly directly and mostly wrongly, sometimes thinks and is then mostly right.
+def test_the_table_has_every_algorithm_and_every_engine() -> None:
+    *families, engines, gpus = section("What there is").strip().splitlines()[2:]
+    names = [name for row in families for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(names) == sorted(flowrl.graphs.__all__)
+    assert all(hasattr(flowrl.backends, name) for name in re.findall(r"`(\w+)`", engines))
+    assert "**GPU: untested**" in gpus
+    page = (ROOT / "docs" / "learning.md").read_text(encoding="utf-8")
+    for row in families:
+        names = re.findall(r"`(\w+)`", row)
+        measured = sum(f"| `{name}` |" in page for name in names)
+        assert ("measured" in row) == (measured > 0) and (not measured or f"{measured} of {len(names)} " in row), row
 
-    Exact, without sampling: the probability of each whole response under the model, at temperature 1.
-    """
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), make_tokenizer()
-    problems = task.split().heldout
-    users = [[{"role": "user", "content": p.prompt}] for p in problems]
-    prompts = tokenizer.apply_chat_template(users, add_generation_prompt=True, return_dict=False)
 
-    def probability(texts: list[str]) -> torch.Tensor:
-        responses = tokenizer([t + tokenizer.eos_token for t in texts], add_special_tokens=False)["input_ids"]
-        rows = [torch.tensor(p + r) for p, r in zip(prompts, responses, strict=True)]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
-        with torch.no_grad():
-            log_probs = model(input_ids=ids.clamp(min=0)).logits[:, 8:-1].log_softmax(-1)
-        chosen = log_probs.gather(2, ids[:, 9:, None].clamp(min=0))[..., 0]
-        return torch.where(ids[:, 9:] >= 0, chosen, 0.0).sum(1).exp()
+def test_the_pictures_are_drawn_by_the_code(page: dict[str, Any]) -> None:
+    folder = ROOT / "docs" / "pictures"
+    assert (folder / "ppo.svg").read_text(encoding="utf-8") == PICTURES["banner"](page["graph"])
+    shown = re.findall(r'(?:src|srcset)="docs/pictures/([\w-]+)\.svg"', README)
+    assert shown == ["ppo-dark", "ppo", "quick-dark", "quick"]
+    for name in ("ppo", "quick"):
+        light = (folder / f"{name}.svg").read_text(encoding="utf-8")
+        assert (folder / f"{name}-dark.svg").read_text(encoding="utf-8") == PICTURES["dark"](light)
 
-    with torch.no_grad():
-        first = model(input_ids=torch.tensor(prompts)).logits[:, -1].softmax(-1)
-    thinks = first[:, tokenizer.convert_tokens_to_ids("<think>")].mean()
-    direct = probability([p.answer for p in problems]).mean() / (1 - thinks)
-    worked = probability([p.worked for p in problems]).mean() / thinks
-    assert 0.2 < thinks < 0.4
-    assert direct < 0.2
-    assert worked > 0.6
+
+def test_every_node_has_a_place_in_the_banner(page: dict[str, Any]) -> None:
+    assert {*PICTURES["PPO"]} == {*page["graph"].nodes}
+    assert len({*PICTURES["PPO"].values()}) == len(PICTURES["PPO"])
+
+
+def test_the_curve_is_that_of_the_quick_demo() -> None:
+    drawn = (ROOT / "docs" / "pictures" / "quick.svg").read_text(encoding="utf-8")
+    heights = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([\d.]+)"', drawn)]
+    zero, one = (float(y) for y in (re.findall(r'<path d="M52 ([\d.]+)H616', drawn)[i] for i in (0, -1)))
+    shares = [(zero - y) / (zero - one) for y in heights[:5]]
+    assert f"from {shares[0]:.0%} to {shares[-1]:.0%}".replace("%", " %") in README

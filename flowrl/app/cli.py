@@ -290,15 +290,21 @@ def operators() -> None:
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="Steps of each algorithm, at most: it ends when solved.", min=1)] = 100,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of each algorithm, at most: it ends when solved. [default: 100]", min=1)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of warm start and training.")] = 0,
     folder: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="GRPO alone, 12 steps by default: within a minute.")] = False,
 ) -> None:
     """Teach a small model to think, by GRPO and by PPO, on this machine's CPU."""
-    from flowrl.demo.run import run_demo
+    from flowrl.demo.run import QUICK_STEPS, run_demo, run_quick
 
     _quiet()
-    run_demo(out, folder, steps, seed)
+    if quick:
+        run_quick(out, folder, QUICK_STEPS if steps is None else steps, seed)
+    else:
+        run_demo(out, folder, 100 if steps is None else steps, seed)
 
 
 def _cost(text: str) -> tuple[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from functools import partial
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -72,6 +73,32 @@ def test_a_run_of_the_demo_ends_when_the_task_is_solved(tmp_path: Path, small: p
     assert [len(run.metrics) for run in runs.values()] == [5, 5]
     for name in runs:
         assert f"{name} ended after step 5 of 50: a validation reached its goal" in out.getvalue()
+
+
+def test_the_quick_demo_trains_by_grpo_and_leaves_its_curve(tmp_path: Path, small: pytest.MonkeyPatch) -> None:
+    small.setattr(demo, "ROWS", 32)
+    out = io.StringIO()
+    run = demo.run_quick(Console(file=out, width=160), tmp_path, steps=4, seed=5)
+    assert run.folder == tmp_path / "quick" / "001" / "grpo"
+    assert [record["step"] for record in run.validations] == [0, 3, 4] and len(run.metrics) == 4
+    curve = ElementTree.parse(tmp_path / "quick" / "001" / "curve.svg")
+    assert [text.text for text in curve.iter("{http://www.w3.org/2000/svg}text")][-2:] == [
+        "held-out prompts",
+        "training prompts",
+    ]
+    shown = out.getvalue()
+    assert all(f"step {step}  " in shown for step in (0, 3, 4))
+    assert f"The curve is in {tmp_path / 'quick' / '001' / 'curve.svg'}" in shown
+
+
+def test_the_quick_demo_uses_the_model_of_the_demo(tmp_path: Path, small: pytest.MonkeyPatch) -> None:
+    small.setattr(demo, "ROWS", 16)
+    out = Console(file=io.StringIO())
+    demo.run_quick(out, tmp_path, steps=1, seed=5)
+    model = tmp_path / "model-seed5" / "model.safetensors"
+    before = model.stat().st_mtime_ns
+    runs = demo.run_demo(out, tmp_path, steps=1, seed=5)
+    assert runs["ppo"].folder == tmp_path / "001" / "ppo" and model.stat().st_mtime_ns == before
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
