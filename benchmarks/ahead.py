@@ -23,8 +23,8 @@ from flowrl.demo.task import write_dataset
 from flowrl.demo.verifier import score_and_thinking
 from flowrl.graphs import grpo
 from flowrl.operators import RolloutCorrection
-from flowrl.run.predict.costs import Costs
-from flowrl.run.predict.prediction import predict
+from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.prediction import predict
 
 STEPS = 14
 ROUNDS = 4

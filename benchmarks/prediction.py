@@ -25,8 +25,8 @@ from flowrl.demo.model import build
 from flowrl.demo.task import write_dataset
 from flowrl.graph import Graph
 from flowrl.run.placement.place import Place
-from flowrl.run.predict.costs import Costs
-from flowrl.run.predict.prediction import predict
+from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.training import Training
 
 STEPS = 25

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from flowrl.graph import Graph, algorithm, load
     from flowrl.protocols.backend import Backend
     from flowrl.records import DemoBatch, PreferenceBatch, PromptBatch, RolloutBatch
-    from flowrl.run.predict.costs import Costs
+    from flowrl.run.prediction.costs import Costs
     from flowrl.run.training.job import Job
     from flowrl.run.training.report import Reporter, TensorBoard, Terminal
     from flowrl.run.training.training import Training
@@ -112,7 +112,7 @@ __getattr__ = lazy(
         "Reporter": "run.training.report",
         "Spec": "spec",
         "Column": "columns",
-        "Costs": "run.predict.costs",
+        "Costs": "run.prediction.costs",
         "Colocate": "distributed.place",
         "Split": "distributed.place",
         "PromptData": "data.sources.prompts",

@@ -21,8 +21,8 @@ from flowrl.files import graph_io
 from flowrl.rules import check as rules
 from flowrl.rules.check import Allowance, Finding
 from flowrl.run.placement.place import Place
-from flowrl.run.predict.costs import Costs, refuse_no_costs
-from flowrl.run.predict.prediction import predict
+from flowrl.run.prediction.costs import Costs, refuse_no_costs
+from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.job import Job
 
 P = ParamSpec("P")

@@ -19,7 +19,7 @@ from flowrl.graphs.remax import remax
 from flowrl.graphs.rloo import rloo
 from flowrl.graphs.sft import sft
 from flowrl.graphs.vapo import vapo
-from flowrl.graphs.variants import edit_of
+from flowrl.graphs.variants import edit_of as edit_of
 
 __all__ = [
     "cispo",
@@ -31,7 +31,6 @@ __all__ = [
     "dpo",
     "dppo",
     "dr_grpo",
-    "edit_of",
     "gdpo",
     "gmpo",
     "gpg",

@@ -32,7 +32,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/data/proto/test_dataproto.py": ("flowrl/data/proto/column_math.py",),
     "tests/draw/test_mermaid.py": ("flowrl/draw/picture.py",),
     "tests/draw/test_svg.py": ("flowrl/draw/layout.py",),
-    "tests/run/predict/test_costs.py": ("flowrl/run/predict/cost.py",),
+    "tests/run/prediction/test_costs.py": ("flowrl/run/prediction/cost.py",),
     "tests/run/engine/test_in_flight.py": ("flowrl/run/engine/nodes.py",),
     "tests/run/engine/test_local.py": ("flowrl/run/engine/runner.py",),
     "tests/run/training/test_validation.py": ("flowrl/run/training/validating.py",),

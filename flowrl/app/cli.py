@@ -189,8 +189,8 @@ def plan(
     asked = prompts or (found.prompts if isinstance(found, Training) else None)
     lines = [job.plan(asked) if isinstance(job, Job) else str(Plan(graph_of(found, target)))]
     if costs is not None:
-        from flowrl.run.predict.costs import Costs
-        from flowrl.run.predict.prediction import predict
+        from flowrl.run.prediction.costs import Costs
+        from flowrl.run.prediction.prediction import predict
 
         graph, given = graph_of(found, target), dict(map(_cost, cost or ()))
         if odd := [node for node in given if node not in graph.nodes]:

@@ -8,7 +8,7 @@ from flowrl.lazy import lazy
 
 if TYPE_CHECKING:
     from flowrl.run.engine.steps import Steps
-    from flowrl.run.predict.prediction import Prediction, predict
+    from flowrl.run.prediction.prediction import Prediction, predict
     from flowrl.run.training.report import Reporter
 
 __all__ = [
@@ -21,9 +21,9 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "Prediction": "predict.prediction",
+        "Prediction": "prediction.prediction",
         "Reporter": "training.report",
         "Steps": "engine.steps",
-        "predict": "predict.prediction",
+        "predict": "prediction.prediction",
     },
 )

@@ -14,7 +14,7 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.graph import Graph
 from flowrl.protocols.backend import Backend
 from flowrl.protocols.protocols import Rollout, Trainer
-from flowrl.run.predict.costs import Costs
+from flowrl.run.prediction.costs import Costs
 from tests.support.kernel import RolloutEngine, TrainerEngine
 
 

@@ -58,10 +58,6 @@ Granularity = Literal["row", "group", "batch"]
 T = TypeVar("T")
 
 
-_PARAMETRIC = frozenset({"prior_updates"})
-"""What a subclass may declare as a parameter, although every operator has it."""
-
-
 class Operator(Spec):
     """Base class of all operators; see the module's docstring, and DESIGN in the docs.
 
@@ -362,8 +358,8 @@ def _parameters(signature: Signature) -> inspect.Signature:
 
 def _refuse_misdeclared(cls: type[Operator], fields: Mapping[str, Any], where: str) -> None:
     """Refuse what a class says of itself, where it is not what can be said, or has a name that is taken."""
-    names = [name for name in (*fields, *cls.states) if name not in _PARAMETRIC]
-    if taken := next((name for name in names if hasattr(Operator, name)), None):
+    names = {*fields, *cls.states} - {"prior_updates"}  # which a subclass may make a parameter
+    if taken := next((name for name in sorted(names) if hasattr(Operator, name)), None):
         raise DefinitionError(
             f"{where}.{taken} is a parameter or state, and every operator has something of that name; give it another, "
             f"or write `{taken}: ClassVar[...] = ...` to declare that."

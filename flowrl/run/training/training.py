@@ -30,8 +30,8 @@ from flowrl.run.engine.in_flight import Batches
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.steps import Steps, folder_of_trained, writers_of_tokens
 from flowrl.run.engine.timeline import Summary, Timeline, idle
-from flowrl.run.predict.costs import Costs
-from flowrl.run.predict.prediction import predict
+from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.checkpoint import Checkpoints
 from flowrl.run.training.held_out import held_out, with_engines
 from flowrl.run.training.identity import identity_of

@@ -19,8 +19,8 @@ from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.errors import DataError
 from flowrl.operators import Filter, OldLogProb, Ranked
-from flowrl.run.predict.costs import Costs
-from flowrl.run.predict.prediction import predict
+from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.job import Job
 from flowrl.run.training.training import Run
 from flowrl.sync.digest import weights_digest

@@ -30,8 +30,8 @@ from flowrl.operators import (
 )
 from flowrl.records import PromptBatch
 from flowrl.run.engine.local import local_steps
-from flowrl.run.predict.costs import Costs
-from flowrl.run.predict.prediction import predict
+from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.job import Job
 from flowrl.schedules import Cosine, Linear
 from tests.run.training.interrupted import timeless

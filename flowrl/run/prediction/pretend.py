@@ -31,8 +31,8 @@ from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.run.placement.placement import processes_of, rows_of_ranks, slots_of
 from flowrl.run.placement.turns import Turns
-from flowrl.run.predict.cost import Load
-from flowrl.run.predict.costs import Costs
+from flowrl.run.prediction.cost import Load
+from flowrl.run.prediction.costs import Costs
 
 _HERE = frozenset({0})
 _TOKENS = {"prompt_mask", "attention_mask"}  # who writes these writes tokens

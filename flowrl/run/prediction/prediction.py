@@ -16,8 +16,8 @@ from flowrl.run.engine.timeline import critical_path
 from flowrl.run.engine.weights import TrainedWeights
 from flowrl.run.placement.place import Place, lay_out
 from flowrl.run.placement.placement import refuse_unplaceable
-from flowrl.run.predict.costs import Costs, refuse_no_costs
-from flowrl.run.predict.pretend import PretendRunner, blank_batch, place_of
+from flowrl.run.prediction.costs import Costs, refuse_no_costs
+from flowrl.run.prediction.pretend import PretendRunner, blank_batch, place_of
 from flowrl.spec import written
 
 _STEPS = 40

@@ -22,9 +22,9 @@ from flowrl.graphs import grpo
 from flowrl.run.engine.runner import Lengths
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.placement.place import Place
-from flowrl.run.predict.cost import Cost, Load
-from flowrl.run.predict.costs import Costs
-from flowrl.run.predict.prediction import predict
+from flowrl.run.prediction.cost import Cost, Load
+from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.prediction import predict
 from tests.support.jobs import job_of
 from tests.support.rewards import digits
 

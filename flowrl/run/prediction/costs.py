@@ -22,7 +22,7 @@ from flowrl.files.graph_io import decode
 from flowrl.run.engine.runner import Lengths
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.placement.place import Place
-from flowrl.run.predict.cost import Cost, Load
+from flowrl.run.prediction.cost import Cost, Load
 from flowrl.run.training.run_folder import RunFolder
 
 

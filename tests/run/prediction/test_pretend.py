@@ -25,9 +25,9 @@ from flowrl.run.engine.schedule import Schedule
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.weights import TrainedWeights
 from flowrl.run.placement.place import Place, lay_out
-from flowrl.run.predict.costs import Costs
-from flowrl.run.predict.prediction import predict
-from flowrl.run.predict.pretend import PretendRunner, blank_batch
+from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.prediction import predict
+from flowrl.run.prediction.pretend import PretendRunner, blank_batch
 from tests.support.paper import (
     BATCH,
     Answer,

@@ -9,9 +9,9 @@ from flowrl.distributed.place import Colocate, Split
 from flowrl.errors import BindError, DataError
 from flowrl.graph import Graph
 from flowrl.run.placement.place import Place
-from flowrl.run.predict.cost import Cost
-from flowrl.run.predict.costs import Costs
-from flowrl.run.predict.prediction import predict
+from flowrl.run.prediction.cost import Cost
+from flowrl.run.prediction.costs import Costs
+from flowrl.run.prediction.prediction import predict
 from tests.support.paper import BATCH, Answer, Ask, Carry, General, Generating, Nodes, OnSlots, Train, fixed, graph_of
 
 
