@@ -101,7 +101,7 @@ class Graph(graph.Graph):
                 f"{self.name} was read without importing {', '.join(missing)}, so it cannot run; read it with what it "
                 f"names: flowrl.load(..., imports=True)."
             )
-        return Job(self.edit(bind=backends), place, optimize)
+        return Job(self.bound({**self.bindings, **backends}), place, optimize)
 
     def diff(self, other: graph.Graph, costs: Costs | None = None) -> Diff:
         """What changes from this graph to `other`.
