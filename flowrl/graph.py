@@ -34,7 +34,7 @@ class Graph(graph.Graph):
         name: the algorithm's name.
         nodes: by name, in topological order.
         sinks: the nodes that the graph is run for.
-        lag: how many versions generation may run ahead, on the back-edge from `Sync` to `Generate`; 0 is on-policy.
+        lag: by how far generation may run ahead, on the back-edge from `Sync` to `Generate`.
         bindings: backends by role, as far as they are bound.
         allow: the rules that it may break, each with the reason.
     """

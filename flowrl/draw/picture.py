@@ -16,8 +16,8 @@ import networkx as nx
 
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Input, Node
-from flowrl.core.graphs.lag import SPANS
 from flowrl.core.graphs.plan import state_edges
+from flowrl.core.graphs.spans import swaps
 from flowrl.core.operators.ports import snake_case
 from flowrl.draw.colors import colours
 from flowrl.rules.check import allowances
@@ -191,8 +191,8 @@ def _arrows(graph: Graph) -> Iterator[Arrow]:
             for source in (name for name in graph.inputs if name in graph.ancestors(node.name)):
                 yield Arrow(node.name, source, f"again, at most {gate.rounds_at_most} rounds", "back")
     for sync, generate in graph.back_edges:
-        how = " (on-policy)" if graph.lag == 0 else ", spans" if SPANS in graph[sync].effects else ""
-        yield Arrow(sync, generate, f"lag {graph.lag}{how}", "back")
+        how = ", spans" if sync in swaps(graph) else "" if graph.lag.versions else " (on-policy)"
+        yield Arrow(sync, generate, f"lag {graph.lag.versions}{how}", "back")
 
 
 def _flow(graph: Graph, source: str, node: Node) -> tuple[str, bool]:

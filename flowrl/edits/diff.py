@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl.core.graphs.graph import Graph, Node, refuse_no_graph
+from flowrl.core.graphs.lag import Lag
 from flowrl.core.operators.function import OfFunction
 from flowrl.core.operators.when import ALWAYS
 from flowrl.draw import mermaid
@@ -42,7 +43,7 @@ class Diff:
     pruned: tuple[str, ...]
     changed: Mapping[str, NodeChange]
     bindings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    lag: tuple[int, int] | None = None
+    lag: tuple[Lag, Lag] | None = None
     sinks: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     supplanted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -74,7 +74,7 @@ def overlap(one: Span, other: Span) -> bool:
 
 def run_toy(graph: Graph, steps: int, executor: Any, on_node: Any = lambda name: None) -> list[dict[str, float]]:
     executor.sync()
-    results = executor.run(lambda step: batch(), range(steps), lag=graph.lag, on_node=on_node)
+    results = executor.run(lambda step: batch(), range(steps), lag=graph.lag.versions, on_node=on_node)
     return [result.metrics.compute() for result in results]
 
 
