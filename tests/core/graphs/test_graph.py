@@ -436,6 +436,13 @@ def test_unfit_backends_are_refused_before_anything_loads(bindings: dict[str, An
         ppo(exact).bind(**bindings)
 
 
+def test_binding_changes_no_node_and_keeps_what_is_bound() -> None:
+    graph = ppo(exact).edit(bind={"actor": BINDINGS["actor"]})
+    rest = {role: backend for role, backend in BINDINGS.items() if role != "actor"}
+    job = graph.bind(**rest)
+    assert job.graph.nodes is graph.nodes and job.graph.bindings == BINDINGS
+
+
 def test_a_reference_may_be_a_trainer_but_an_actor_no_scorer() -> None:
     assert ppo(exact).edit(bind=BINDINGS).bindings == BINDINGS
     graph = ppo(exact)
