@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from flowrl.graph import algorithm
+from flowrl.graphs.variants import RewardFn
 from flowrl.operators import NLL, Generate, GroupAdvantage, OldLogProb, PPOClip, Repeat, Reward, Sync, UpdateActor
 from flowrl.records import DemoBatch, PromptBatch, Receipt, Updated
 
@@ -14,7 +12,7 @@ from flowrl.records import DemoBatch, PromptBatch, Receipt, Updated
 def grpo_sft(
     batch: PromptBatch,
     demos: DemoBatch,
-    reward_fn: str | Callable[..., Any] | None,
+    reward_fn: RewardFn,
     *,
     n: int = 8,
     temperature: float = 1.0,

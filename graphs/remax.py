@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Unpack
 
 from flowrl.core.graphs.after import After
 from flowrl.graph import Graph
 from flowrl.graphs.reinforce_plus_plus import reinforce_plus_plus
-from flowrl.graphs.variants import edit_of
+from flowrl.graphs.variants import PPOSettings, RewardFn, edit_of
 from flowrl.operators import Generate, Reward, RowScore, SubtractBaseline
 
 
 @edit_of(reinforce_plus_plus, without=("lam", "critic_warmup"))
-def remax(reward_fn: str | Callable[..., Any] | None, *, max_new_tokens: int = 1024, **settings: Any) -> Graph:
+def remax(reward_fn: RewardFn, **settings: Unpack[PPOSettings]) -> Graph:
     """REINFORCE against the greedy answer (ReMax: Li et al. 2023, arXiv:2310.10505, eq. 6): no critic, no group.
 
     What the greedy answer to the same prompt scores is the baseline; nothing is trained on that answer. A whole
@@ -21,16 +20,16 @@ def remax(reward_fn: str | Callable[..., Any] | None, *, max_new_tokens: int = 1
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        max_new_tokens: the longest a response may get, the greedy one too.
-        settings: others of `reinforce_plus_plus`. With n above 1, each copy of a prompt is answered greedily, too. With
-            one mini-batch a step nothing is clipped, and the update is REINFORCE's.
+        settings: of `reinforce_plus_plus`; `max_new_tokens` is for the greedy answer, too. With n above 1, each copy of
+            a prompt is answered greedily, too. With one mini-batch a step nothing is clipped, and the update is
+            REINFORCE's.
 
     Raises:
         ParameterError: `lam` or `critic_warmup` was given, which are for a critic.
     """
-    return reinforce_plus_plus(reward_fn, max_new_tokens=max_new_tokens, **settings).edit(
+    return reinforce_plus_plus(reward_fn, **settings).edit(
         insert={
-            "greedy": After("generate", Generate(temperature=0.0, max_new_tokens=max_new_tokens)),
+            "greedy": After("generate", Generate(temperature=0.0, max_new_tokens=settings["max_new_tokens"])),
             "greedy_reward": After("reward", Reward(reward_fn)),
             "row_score": After("reward", RowScore()),
             "subtract_baseline": After("return_to_go", SubtractBaseline()),
