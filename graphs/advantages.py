@@ -1,15 +1,24 @@
-"""GRPO with another advantage in the place of its own."""
+"""GRPO with another advantage in the place of its own, or with the same one scaled in another way."""
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack
 
 from flowrl.core.graphs.after import After
 from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
 from flowrl.graphs.variants import GRPOSettings, RewardFn, edit_of
-from flowrl.operators import GPGAdvantage, LogitNorm, OPOAdvantage, OptimalTokenBaseline, PassAtKAdvantage
+from flowrl.operators import (
+    GDPOAdvantage,
+    GPGAdvantage,
+    LogitNorm,
+    OPOAdvantage,
+    OptimalTokenBaseline,
+    PassAtKAdvantage,
+    Reward,
+)
 
 
 @edit_of(grpo, kl_coef=0.0)
@@ -74,3 +83,56 @@ def pass_at_k(reward_fn: RewardFn, *, k: int = 4, **settings: Unpack[GRPOSetting
             f"pass_at_k(k={k}, n={n}) has no two sets of answers to compare; expected n > k: n={2 * k}."
         )
     return grpo(reward_fn, **settings).edit(replace={"group_advantage": PassAtKAdvantage(k)}, name="pass_at_k")
+
+
+@edit_of(grpo, kl_coef=0.0)
+def dr_grpo(reward_fn: RewardFn, **settings: Unpack[GRPOSettings]) -> Graph:
+    """GRPO "done right" (Liu et al. 2025, arXiv:2503.20783): without its two biases.
+
+    Nothing is divided by the standard deviation of the group, which favours prompts that are very easy or very hard;
+    nor by the length of the response, which favours long wrong answers: a constant takes its place.
+
+    Args:
+        reward_fn: scores a response; see `Reward`.
+        settings: of `grpo`; `max_new_tokens` is also the constant, and `kl_coef` is 0, since the paper has no KL.
+    """
+    return grpo(reward_fn, **settings).edit(
+        set={
+            "group_advantage.normalize_std": False,
+            "update_actor.aggregation": "seq-mean-token-sum-norm",
+            "update_actor.norm": float(settings["max_new_tokens"]),
+        },
+        name="dr_grpo",
+    )
+
+
+Function = str | Callable[..., Any]
+
+
+@edit_of(grpo, kl_coef=0.0)
+def gdpo(
+    reward_fn: RewardFn,
+    *,
+    others: Mapping[str, Function] | None = None,
+    weights: Mapping[str, float] | None = None,
+    **settings: Unpack[GRPOSettings],
+) -> Graph:
+    """Several rewards, each normalised in its group by itself (GDPO: Liu et al. 2026, arXiv:2601.05242).
+
+    They are then weighed, added up and normalised over the batch; see `gdpo_advantage`.
+
+    Args:
+        reward_fn: scores a response; see `Reward`. Its node, and its weight, are called ``reward``.
+        others: further such functions, by the name of the node that each gets.
+        weights: by name; 1 where there is none.
+        settings: of `grpo`; `kl_coef` is 0, since the paper has no KL.
+    """
+    further = dict(others or {})
+    every = dict.fromkeys(["reward", *further], 1.0) | dict(weights or {})
+    rewards = {name: After("generate", Reward(fn, log=f"reward/{name}")) for name, fn in further.items()}
+    return grpo(reward_fn, **settings).edit(
+        insert=rewards,
+        replace={"group_advantage": GDPOAdvantage(every)},
+        wire={f"gdpo_advantage.{name}": f"{name}.token_level_scores" for name in every},
+        name="gdpo",
+    )
