@@ -22,7 +22,7 @@ _NEIGHBOURS: dict[str, str] = {}
 
 
 class GRPOSettings(TypedDict, total=False):
-    """Those of `flowrl.graphs.grpo`."""
+    """Settings of `flowrl.graphs.grpo`."""
 
     n: int
     temperature: float
@@ -34,7 +34,7 @@ class GRPOSettings(TypedDict, total=False):
 
 
 class PPOSettings(GRPOSettings, total=False):
-    """Those of `flowrl.graphs.ppo`."""
+    """Settings of `flowrl.graphs.ppo`."""
 
     gamma: float
     lam: float
@@ -42,7 +42,7 @@ class PPOSettings(GRPOSettings, total=False):
 
 
 class DistillSettings(TypedDict, total=False):
-    """Those of `flowrl.graphs.distill_full`."""
+    """Settings of `flowrl.graphs.distill_full`."""
 
     beta: float
     n: int
@@ -54,13 +54,14 @@ class DistillSettings(TypedDict, total=False):
 def edit_of(
     neighbour: Callable[..., Graph], *, without: tuple[str, ...] = (), **defaults: Any
 ) -> Callable[[Callable[P, Graph]], Callable[P, Graph]]:
-    """Decorator of an algorithm that is an edit of `neighbour`; its ``**settings`` are those of that one, all of them,
-    given or by default.
+    """Decorator of an algorithm that is an edit of `neighbour`, and takes its settings as ``**settings``.
+
+    Inside the function, `settings` holds every one of them: the caller's value or the default.
 
     Args:
         neighbour: the algorithm that it calls.
         without: settings that belong to a part of the neighbour which the algorithm leaves out.
-        defaults: of settings that have another one here.
+        defaults: of settings whose default differs from the neighbour's.
 
     Raises:
         GraphError: when the algorithm is called with a setting that it does not have, or without one that it wants.

@@ -381,8 +381,7 @@ class Sync(Operator):
         return frozenset() if self._caches is None else frozenset({SPANS})
 
     def swapping(self, caches: Caches) -> Self:
-        """This sync as it runs by a `Lag` with spans: it does not wait until no answer is under way. See
-        `flowrl.core.graphs.spans`."""
+        """The sync that runs where a `Lag` has spans; see `flowrl.core.graphs.spans`."""
         made = copy.copy(self)
         made.__dict__["_caches"] = caches
         return made

@@ -14,7 +14,7 @@ import networkx as nx
 
 from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.graphs.inference import infer
-from flowrl.core.graphs.lag import ON_POLICY, Lag, Swaps, lag_of
+from flowrl.core.graphs.lag import ON_POLICY, CanSwap, Lag, lag_of
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.operator_validation import refuse_misdeclared, sample_steps
 from flowrl.core.operators.ports import PortField, Signature
@@ -323,7 +323,7 @@ class Graph:
                 f"lag={self.lag} belongs to the back-edge Sync -> Generate, which {self.name} does not have; add a "
                 f"Sync, or edit(lag=0)."
             )
-        if self.lag.spans and not any(isinstance(node.operator, Swaps) for node in self.nodes.values()):
+        if self.lag.spans and not any(isinstance(node.operator, CanSwap) for node in self.nodes.values()):
             raise GraphError(
                 f"{self.lag!r} lets weights change under answers that are under way, and {self.name} has no node that "
                 f"could change them so; expected a Sync, or edit(lag={self.lag.versions})."

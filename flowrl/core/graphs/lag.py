@@ -1,7 +1,6 @@
-"""`Lag`: by how far generation may run ahead, and whether weights change under answers that are under way.
+"""`Lag`: how far generation may run ahead, and whether weights change while requests are in flight.
 
-A graph has one, which `edit(lag=...)` changes. What follows from it for the nodes is in the graph that runs; see
-`flowrl.core.graphs.spans`.
+`edit(lag=...)` sets it. What each node does with it is derived when the graph runs; see `flowrl.core.graphs.spans`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from flowrl.protocols.protocols import Caches
 from flowrl.spec import Spec
 
 SPANS = "spans"
-"""The effect of what swaps weights under answers that are under way."""
+"""The effect of an operator that swaps weights while requests are in flight."""
 
 
 class Lag(Spec):
@@ -56,20 +55,16 @@ ON_POLICY = Lag(0)
 
 
 @runtime_checkable
-class Swaps(Protocol):
-    """An operator that carries weights to an engine, and may do so under answers that are under way."""
+class CanSwap(Protocol):
+    """An operator that carries weights to an engine, and can do so while requests are in flight."""
 
     def swapping(self, caches: Caches) -> Operator:
-        """This operator as it does so; it has the effect `SPANS`."""
+        """The operator that does so; it has the effect `SPANS`."""
         ...
 
 
 def lag_of(graph: str, given: object) -> Lag:
-    """The lag of a graph of this name, of which a number of versions may be given.
-
-    Raises:
-        GraphError: it is neither.
-    """
+    """`given` as a `Lag`; a number counts versions. Raises a `GraphError` that names `graph` for anything else."""
     if isinstance(given, Lag):
         return given
     try:

@@ -1,8 +1,8 @@
-"""Spans: what a graph whose `Lag` has them runs as.
+"""The graph that runs where a `Lag` has spans.
 
-A graph says what is meant by its lag, and stays as it is; what runs is `spanned` of it. There every sync swaps weights
-under answers that are under way, and what reads which version sampled each row reads that of each token, too, where an
-optional port takes it.
+`Graph.lag` is the only setting; `spanned` derives from it the graph that runs. In that graph every sync swaps weights
+while requests are in flight, and a node that reads `policy_version` and has an optional port `token_version` reads the
+version of each token, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 from flowrl.columns import ColumnType
 from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.graphs.graph import Graph, Node
-from flowrl.core.graphs.lag import Swaps
+from flowrl.core.graphs.lag import CanSwap
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 
@@ -22,8 +22,8 @@ GraphT = TypeVar("GraphT", bound=Graph)
 
 
 def swaps(graph: Graph) -> list[str]:
-    """The nodes of a graph that swap weights under answers that are under way."""
-    return [node.name for node in graph.nodes.values() if graph.lag.spans and isinstance(node.operator, Swaps)]
+    """The nodes of a graph that swap weights while requests are in flight."""
+    return [node.name for node in graph.nodes.values() if graph.lag.spans and isinstance(node.operator, CanSwap)]
 
 
 def spanned(graph: GraphT) -> GraphT:
@@ -32,7 +32,7 @@ def spanned(graph: GraphT) -> GraphT:
         return graph
     nodes = dict(graph.nodes)
     for name in swaps(graph):
-        operator = cast(Swaps, nodes[name].operator).swapping(graph.lag.caches)
+        operator = cast(CanSwap, nodes[name].operator).swapping(graph.lag.caches)
         nodes[name] = replace(nodes[name], operator=operator)
     for name, node in graph.nodes.items():
         rows = [edge for field, edge in node.inputs.items() if _column(node, field) == "policy_version"]
@@ -56,8 +56,10 @@ def _open(node: Node) -> Iterator[PortField]:
 
 
 def _of_tokens(nodes: dict[str, Node], row: Edge) -> Edge | None:
-    """The versions of the tokens of the rows whose versions are `row`; gates on the way let them through from now on.
-    None where what wrote these writes none of tokens."""
+    """The `token_version` that belongs to the `policy_version` at `row`, led through the gates in between.
+
+    None where the node that writes `row` writes no versions of tokens.
+    """
     node = nodes[row.node]
     if not isinstance(gate := node.operator, Gate):
         return Edge(row.node, "token_version") if "token_version" in gate.signature.outputs else None
