@@ -67,8 +67,8 @@ def _of_tokens(nodes: dict[str, Node], row: Edge) -> Edge | None:
         return None
     passed = {edge: field.name for field, edge in node.inputs.items() if field.port == ROWS}
     if before not in passed:
-        passed[before] = str(before)
-        operator = gate.passing({**gate.columns, str(before): "token_version"})
-        inputs = {**node.inputs, PortField(ROWS, str(before)): before}
+        name = passed[before] = str(before) if "token_version" in gate.columns else "token_version"
+        operator = gate.passing({**gate.columns, name: "token_version"})
+        inputs = {**node.inputs, PortField(ROWS, name): before}
         nodes[row.node] = replace(node, operator=operator, inputs=inputs)
     return Edge(row.node, passed[before])

@@ -94,6 +94,9 @@ def test_versions_of_tokens_pass_through_gates() -> None:
     for graph in (before, after):
         assert wires(spanned(graph), "update_actor")["token_version"] == "collect.token_version"
         assert check(graph) == check(spanned(graph)) == []
+    two = spanned(graphs.raft(exact).edit(insert=gate).edit(lag=Lag(1, spans=True)))
+    assert wires(two, "update_actor")["token_version"] == "filter.token_version"
+    assert wires(two, "filter")["rows.token_version"] == "collect.token_version"
 
 
 def test_episodes_have_them_too() -> None:
