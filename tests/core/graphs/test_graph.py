@@ -438,8 +438,7 @@ def test_unfit_backends_are_refused_before_anything_loads(bindings: dict[str, An
 
 def test_binding_changes_no_node_and_keeps_what_is_bound() -> None:
     graph = ppo(exact).edit(bind={"actor": BINDINGS["actor"]})
-    rest = {role: backend for role, backend in BINDINGS.items() if role != "actor"}
-    job = graph.bind(**rest)
+    job = graph.bind(**{role: backend for role, backend in BINDINGS.items() if role != "actor"})
     assert job.graph.nodes is graph.nodes and job.graph.bindings == BINDINGS
 
 
