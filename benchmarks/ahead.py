@@ -50,7 +50,7 @@ def training(base: Path, lag: int, folder: str) -> Training:
 
 def measure(training: Training) -> tuple[float, Costs]:
     """Run it: the median seconds of the steps in which all lag + 1 are in flight, and what its nodes took."""
-    run, lag = training.run(), training.job.graph.lag
+    run, lag = training.run(), training.job.graph.lag.versions
     steps = [line["timing/step"] for line in run.metrics]
     return median(steps[lag + 2 : STEPS - lag]), Costs.of(str(run.folder))
 

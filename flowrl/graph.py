@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from flowrl.core.graphs import graph
-from flowrl.core.graphs.after import After
 from flowrl.core.graphs.algorithm import Algorithm
-from flowrl.core.graphs.lag import Lag
-from flowrl.core.operators.operator import Operator
-from flowrl.core.operators.when import When
 from flowrl.draw import mermaid
-from flowrl.edits import diff, edit
+from flowrl.edits import diff
+from flowrl.edits import edit as edits
+from flowrl.edits.diff import Diff
 from flowrl.errors import BindError, GraphError
 from flowrl.files import graph_io
 from flowrl.rules import check as rules
@@ -36,48 +34,12 @@ class Graph(graph.Graph):
         name: the algorithm's name.
         nodes: by name, in topological order.
         sinks: the nodes that the graph is run for.
-        lag: how many versions generation may run ahead, on the back-edge from `Sync` to `Generate`; 0 is on-policy.
+        lag: by how far generation may run ahead, on the back-edge from `Sync` to `Generate`.
         bindings: backends by role, as far as they are bound.
         allow: the rules that it may break, each with the reason.
     """
 
-    @edit.refuses_other_verbs
-    def edit(
-        self,
-        *,
-        replace: Mapping[str, Operator] | None = None,
-        drop: str | Iterable[str] = (),
-        insert: Mapping[str, After] | None = None,
-        set: Mapping[str, Any] | None = None,
-        when: Mapping[str, When] | None = None,
-        wire: Mapping[str, str] | None = None,
-        rename: Mapping[str, str] | None = None,
-        bind: Mapping[str, Any] | None = None,
-        lag: int | Lag | None = None,
-        name: str | None = None,
-        allow: Mapping[str, str | None] | None = None,
-    ) -> Graph:
-        """A changed copy, in one atomic call; see `flowrl.edits.edit`.
-
-        Raises:
-            GraphError: an edit that is not clear, or that names what is not there; this graph is as it was.
-            PortError: the changed graph connects what does not fit.
-            BindError: a backend for a role that the changed graph does not have, or that cannot serve it.
-        """
-        return edit.edit(
-            self,
-            replace=replace,
-            drop=drop,
-            insert=insert,
-            set=set,
-            when=when,
-            wire=wire,
-            rename=rename,
-            bind=bind,
-            lag=lag,
-            name=name,
-            allow=allow,
-        )
+    edit = edits.edit
 
     def bind(self, *misplaced: Any, place: Place | None = None, optimize: bool = True, **backends: Any) -> Job[Graph]:
         """Give roles their backends: ``graph.bind(actor=TorchTrainer(model), rollout=TorchRollout())``.
@@ -101,7 +63,7 @@ class Graph(graph.Graph):
                 f"{self.name} was read without importing {', '.join(missing)}, so it cannot run; read it with what it "
                 f"names: flowrl.load(..., imports=True)."
             )
-        return Job(self.edit(bind=backends), place, optimize)
+        return Job(self.bound({**self.bindings, **backends}), place, optimize)
 
     def diff(self, other: graph.Graph, costs: Costs | None = None) -> Diff:
         """What changes from this graph to `other`.
@@ -117,7 +79,7 @@ class Graph(graph.Graph):
             DataError: a node of the two that `costs` does not know.
             BindError: the run was on Ray, and roles of the two are not bound, or do not fit there.
         """
-        found = diff.diff(Diff, self, other)
+        found = diff.diff(self, other)
         if costs is None:
             return found
         refuse_no_costs(costs)
@@ -169,30 +131,6 @@ class Graph(graph.Graph):
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """Jupyter draws the Mermaid block of Markdown by itself."""
         return {"text/plain": repr(self), "text/markdown": f"```mermaid\n{self.mermaid()}\n```"}
-
-
-@dataclass(frozen=True, repr=False)
-class Diff(diff.Diff):
-    """What changes from one graph to another: text by ``str()``, a picture by `mermaid()`; falsy where nothing does.
-
-    Args:
-        seconds: of a step, before and after, as predicted; None is not asked for.
-    """
-
-    seconds: tuple[float, float] | None = None
-
-    def __str__(self) -> str:
-        text = super().__str__()
-        if self.seconds is None:
-            return text
-        return f"{text}\nthis edit: {self.seconds[0]:.3g} s → {self.seconds[1]:.3g} s"
-
-    def mermaid(self) -> str:
-        """Both graphs in one picture, with added, removed and changed nodes marked."""
-        return mermaid.draw(self)
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"text/plain": str(self), "text/markdown": f"```\n{self}\n```\n\n```mermaid\n{self.mermaid()}\n```"}
 
 
 def algorithm(function: Callable[P, R]) -> Algorithm[P, R, Graph]:

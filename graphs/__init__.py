@@ -3,22 +3,20 @@
 if __name__ != "flowrl.graphs":
     raise ImportError(f"{__name__!r} is imported as flowrl.graphs; write `from flowrl.graphs import ...`.")
 
-from flowrl.graphs.advantages import gpg, opo, otb, pass_at_k
+from flowrl.graphs.advantages import dr_grpo, gdpo, gpg, opo, otb, pass_at_k
 from flowrl.graphs.dapo import dapo
 from flowrl.graphs.distill import distill, distill_full, distill_top
 from flowrl.graphs.dpo import dpo
-from flowrl.graphs.dr_grpo import dr_grpo
 from flowrl.graphs.filtered import pf_ppo, raft
-from flowrl.graphs.gdpo import gdpo
 from flowrl.graphs.grpo import grpo
-from flowrl.graphs.grpo_sft import grpo_sft
 from flowrl.graphs.losses import cispo, clip_cov, dppo, gmpo, gspo, kl_cov, online_dpo, sapo
 from flowrl.graphs.ppo import ppo
-from flowrl.graphs.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
-from flowrl.graphs.remax import remax
-from flowrl.graphs.rloo import rloo
-from flowrl.graphs.sft import sft
+from flowrl.graphs.reinforce import reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo
+from flowrl.graphs.sft import grpo_sft, sft
 from flowrl.graphs.vapo import vapo
+from flowrl.graphs.variants import DistillSettings as DistillSettings
+from flowrl.graphs.variants import GRPOSettings as GRPOSettings
+from flowrl.graphs.variants import PPOSettings as PPOSettings
 from flowrl.graphs.variants import edit_of as edit_of
 
 __all__ = [

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Unpack
 
 from flowrl.core.graphs.after import After
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
-from flowrl.graphs.variants import edit_of
+from flowrl.graphs.variants import GRPOSettings, RewardFn, edit_of
 from flowrl.operators import Collect, MaskOverlong, OverlongPenalty, Spread
 
 
-@edit_of(grpo)
+@edit_of(grpo, n=16, kl_coef=0.0)
 def dapo(
-    reward_fn: str | Callable[..., Any] | None,
+    reward_fn: RewardFn,
     *,
     groups: int = 32,
-    n: int = 16,
-    max_new_tokens: int = 1024,
     overlong_buffer: int | None = None,
     clip_high: float = 0.28,
-    kl_coef: float = 0.0,
-    **settings: Any,
+    **settings: Unpack[GRPOSettings],
 ) -> Graph:
     """GRPO for long answers, on prompts that teach (DAPO: Yu et al. 2025, arXiv:2503.14476).
 
@@ -34,15 +30,13 @@ def dapo(
     Args:
         reward_fn: scores a response; see `Reward`.
         groups: prompts that are trained on in a step; see `Collect`.
-        n: responses per prompt, the size of a group.
-        max_new_tokens: the longest a response may get.
         overlong_buffer: over how many of the last tokens the penalty grows; None is a fifth, as in the paper.
         clip_high: how far above 1 the ratio counts; `clip` is how far below.
-        kl_coef: the weight of KL to the reference, in the loss; the paper has none.
-        settings: others of `grpo`.
+        settings: of `grpo`; `kl_coef` is 0, since the paper has no KL.
     """
+    max_new_tokens = settings["max_new_tokens"]
     buffer = max(1, max_new_tokens // 5) if overlong_buffer is None else overlong_buffer
-    return grpo(reward_fn, n=n, max_new_tokens=max_new_tokens, kl_coef=kl_coef, **settings).edit(
+    return grpo(reward_fn, **settings).edit(
         set={"update_actor.loss.clip_high": clip_high},
         insert={
             "collect": After("reward", Collect(Spread(), groups=groups)),

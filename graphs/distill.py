@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 from flowrl.core.operators.roles import Role
 from flowrl.graph import Graph, algorithm
-from flowrl.graphs.variants import edit_of
+from flowrl.graphs.variants import DistillSettings, edit_of
 from flowrl.operators import (
     GKD,
     FullGKD,
@@ -85,7 +85,7 @@ def distill_full(
 
 
 @edit_of(distill_full)
-def distill_top(*, k: int = 64, beta: float = 1.0, **settings: Any) -> Graph:
+def distill_top(*, k: int = 64, **settings: Unpack[DistillSettings]) -> Graph:
     """Towards a teacher's likely tokens and the rest (GKD: Agarwal et al. 2023, arXiv:2306.13649).
 
     For where `distill_full` cannot have the teacher's head, or its states are too many bytes. The outcomes of a token
@@ -94,13 +94,12 @@ def distill_top(*, k: int = 64, beta: float = 1.0, **settings: Any) -> Graph:
 
     Args:
         k: tokens of the teacher.
-        beta: as in `distill_full`.
-        settings: others of `distill_full`.
+        settings: of `distill_full`.
     """
     graph: Graph = distill_full(**settings)
     return graph.edit(
         replace={"teacher_hidden_states": TeacherTopK(k)},
-        set={"update_actor.loss": GKD(beta)},
+        set={"update_actor.loss": GKD(settings["beta"])},
         wire={f"update_actor.{column}": f"teacher_top_k.{column}" for column in TeacherTop._fields},
         name="distill_top",
     )

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from flowrl.graph import Graph
 from flowrl.graphs.ppo import ppo
-from flowrl.graphs.variants import edit_of
+from flowrl.graphs.variants import RewardFn, edit_of
 from flowrl.operators import GroupAdvantage, KLLoss, PPOClip, UpdateActor
 
 
 @edit_of(ppo)
 def grpo(
-    reward_fn: str | Callable[..., Any] | None,
+    reward_fn: RewardFn,
     *,
     n: int = 8,
     temperature: float = 1.0,

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 from flowrl.core.operators.loss import Loss
 from flowrl.graph import Graph
 from flowrl.graphs.grpo import grpo
-from flowrl.graphs.variants import edit_of
+from flowrl.graphs.variants import GRPOSettings, RewardFn, edit_of
 from flowrl.operators import CISPO, DPO, DPPO, GMPO, GSPO, SAPO, ClipCov, KLCov
 
 
-def _grpo(
-    name: str, reward_fn: str | Callable[..., Any] | None, loss: Loss, aggregation: str, settings: Mapping[str, Any]
-) -> Graph:
+def _grpo(name: str, reward_fn: RewardFn, loss: Loss, aggregation: str, settings: GRPOSettings) -> Graph:
     changed = {"update_actor.loss": loss, "update_actor.aggregation": aggregation}
-    return grpo(reward_fn, **{"kl_coef": 0.0, **settings}).edit(set=changed, name=name)
+    return grpo(reward_fn, **settings).edit(set=changed, name=name)
 
 
-@edit_of(grpo, without=("clip",))
+@edit_of(grpo, without=("clip",), kl_coef=0.0)
 def gspo(
-    reward_fn: str | Callable[..., Any] | None, *, clip_low: float = 3e-4, clip_high: float = 4e-4, **settings: Any
+    reward_fn: RewardFn, *, clip_low: float = 3e-4, clip_high: float = 4e-4, **settings: Unpack[GRPOSettings]
 ) -> Graph:
     """One ratio a response, clipped as a whole (GSPO: Zheng et al. 2025, arXiv:2507.18071).
 
@@ -30,7 +27,7 @@ def gspo(
     Args:
         reward_fn: scores a response; see `Reward`.
         clip_low, clip_high: how far below and above 1 the ratio counts.
-        settings: others of `grpo`, except `clip`; `kl_coef` is 0 unless given.
+        settings: of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
@@ -38,8 +35,8 @@ def gspo(
     return _grpo("gspo", reward_fn, GSPO(clip_low, clip_high), "seq-mean-token-mean", settings)
 
 
-@edit_of(grpo, without=("clip",))
-def cispo(reward_fn: str | Callable[..., Any] | None, *, clip_high: float = 0.28, **settings: Any) -> Graph:
+@edit_of(grpo, without=("clip",), kl_coef=0.0)
+def cispo(reward_fn: RewardFn, *, clip_high: float = 0.28, **settings: Unpack[GRPOSettings]) -> Graph:
     """Clipped weights in place of clipped gradients (CISPO: MiniMax 2025, arXiv:2506.13585).
 
     Every token has a gradient, also those that PPO would cut off; see `CISPO`.
@@ -47,7 +44,7 @@ def cispo(reward_fn: str | Callable[..., Any] | None, *, clip_high: float = 0.28
     Args:
         reward_fn: scores a response; see `Reward`.
         clip_high: how far above 1 a weight may be.
-        settings: others of `grpo`, except `clip`; `kl_coef` is 0 unless given.
+        settings: of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
@@ -55,8 +52,8 @@ def cispo(reward_fn: str | Callable[..., Any] | None, *, clip_high: float = 0.28
     return _grpo("cispo", reward_fn, CISPO(clip_high=clip_high), "token-mean", settings)
 
 
-@edit_of(grpo, without=("clip",))
-def gmpo(reward_fn: str | Callable[..., Any] | None, *, clip_log: float = 0.4, **settings: Any) -> Graph:
+@edit_of(grpo, without=("clip",), kl_coef=0.0)
+def gmpo(reward_fn: RewardFn, *, clip_log: float = 0.4, **settings: Unpack[GRPOSettings]) -> Graph:
     """The geometric mean of the ratios of a response (GMPO: Zhao et al. 2025, arXiv:2507.20673).
 
     Outliers count less than in an arithmetic mean, so the clip is wide; see `GMPO`.
@@ -64,7 +61,7 @@ def gmpo(reward_fn: str | Callable[..., Any] | None, *, clip_log: float = 0.4, *
     Args:
         reward_fn: scores a response; see `Reward`.
         clip_log: how far from 0 a log-ratio counts.
-        settings: others of `grpo`, except `clip`; `kl_coef` is 0 unless given.
+        settings: of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
@@ -72,9 +69,9 @@ def gmpo(reward_fn: str | Callable[..., Any] | None, *, clip_log: float = 0.4, *
     return _grpo("gmpo", reward_fn, GMPO(clip_log), "seq-mean-token-mean", settings)
 
 
-@edit_of(grpo, without=("clip",))
+@edit_of(grpo, without=("clip",), kl_coef=0.0)
 def sapo(
-    reward_fn: str | Callable[..., Any] | None, *, tau_pos: float = 1.0, tau_neg: float = 1.05, **settings: Any
+    reward_fn: RewardFn, *, tau_pos: float = 1.0, tau_neg: float = 1.05, **settings: Unpack[GRPOSettings]
 ) -> Graph:
     """A soft gate in place of the clip (SAPO: Gao et al. 2025, arXiv:2511.20347); see `SAPO`.
 
@@ -83,7 +80,7 @@ def sapo(
     Args:
         reward_fn: scores a response; see `Reward`.
         tau_pos, tau_neg: the steepness where the advantage is positive, and where it is not.
-        settings: others of `grpo`, except `clip`; `kl_coef` is 0 unless given.
+        settings: of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
@@ -91,10 +88,8 @@ def sapo(
     return _grpo("sapo", reward_fn, SAPO(tau_pos, tau_neg), "seq-mean-token-mean", settings)
 
 
-@edit_of(grpo, without=("clip",))
-def kl_cov(
-    reward_fn: str | Callable[..., Any] | None, *, top: float = 2e-4, coef: float = 1.0, **settings: Any
-) -> Graph:
+@edit_of(grpo, without=("clip",), kl_coef=0.0)
+def kl_cov(reward_fn: RewardFn, *, top: float = 2e-4, coef: float = 1.0, **settings: Unpack[GRPOSettings]) -> Graph:
     """KL on the tokens that cost most entropy (KL-Cov: Cui et al. 2025, arXiv:2505.22617).
 
     They are those whose log-prob and advantage vary together most, over the mini-batch; see `KLCov`.
@@ -103,7 +98,7 @@ def kl_cov(
         reward_fn: scores a response; see `Reward`.
         top: the share of tokens.
         coef: the weight of KL there.
-        settings: others of `grpo`, except `clip`; `kl_coef` is 0 unless given.
+        settings: of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
@@ -111,14 +106,9 @@ def kl_cov(
     return _grpo("kl_cov", reward_fn, KLCov(top, coef), "token-mean", settings)
 
 
-@edit_of(grpo, without=("clip",))
+@edit_of(grpo, without=("clip",), kl_coef=0.0)
 def clip_cov(
-    reward_fn: str | Callable[..., Any] | None,
-    *,
-    share: float = 2e-4,
-    low: float = 1.0,
-    high: float = 5.0,
-    **settings: Any,
+    reward_fn: RewardFn, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0, **settings: Unpack[GRPOSettings]
 ) -> Graph:
     """No gradient from some of the tokens that cost entropy (Clip-Cov: Cui et al. 2025, arXiv:2505.22617).
 
@@ -129,7 +119,7 @@ def clip_cov(
         reward_fn: scores a response; see `Reward`.
         share: how many are drawn, of all tokens.
         low, high: the bounds of the covariance.
-        settings: others of `grpo`, except `clip`; `kl_coef` is 0 unless given.
+        settings: of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
@@ -137,13 +127,13 @@ def clip_cov(
     return _grpo("clip_cov", reward_fn, ClipCov(share, low, high), "token-mean", settings)
 
 
-@edit_of(grpo, without=("clip",))
+@edit_of(grpo, without=("clip",), kl_coef=0.0)
 def dppo(
-    reward_fn: str | Callable[..., Any] | None,
+    reward_fn: RewardFn,
     *,
     divergence: Literal["tv", "kl"] = "tv",
     within: float = 0.2,
-    **settings: Any,
+    **settings: Unpack[GRPOSettings],
 ) -> Graph:
     """A trust region by divergence and not by ratio (DPPO: Qi et al. 2026, arXiv:2602.04879).
 
@@ -153,7 +143,7 @@ def dppo(
         reward_fn: scores a response; see `Reward`.
         divergence: total variation or KL, of the token against all others.
         within: how far is within the region.
-        settings: others of `grpo`, except `clip`; `kl_coef` is 0 unless given.
+        settings: of `grpo`, except `clip`.
 
     Raises:
         ParameterError: `clip` was given.
@@ -161,8 +151,8 @@ def dppo(
     return _grpo("dppo", reward_fn, DPPO(divergence, within), "token-mean", settings)
 
 
-@edit_of(grpo, without=("clip", "kl_coef"))
-def online_dpo(reward_fn: str | Callable[..., Any] | None, *, n: int = 2, beta: float = 0.1, **settings: Any) -> Graph:
+@edit_of(grpo, without=("clip", "kl_coef"), n=2)
+def online_dpo(reward_fn: RewardFn, *, beta: float = 0.1, **settings: Unpack[GRPOSettings]) -> Graph:
     """The better answer over the worse, sampled as it learns (Guo et al. 2024, arXiv:2402.04792).
 
     Of each prompt's answers, the best and the worst by the reward are a pair of DPO. There is no advantage, and KL is
@@ -170,9 +160,8 @@ def online_dpo(reward_fn: str | Callable[..., Any] | None, *, n: int = 2, beta: 
 
     Args:
         reward_fn: scores a response; see `Reward`.
-        n: responses per prompt.
         beta: how strongly the reference holds.
-        settings: others of `grpo`, except `clip` and `kl_coef`.
+        settings: of `grpo`, except `clip` and `kl_coef`.
 
     Raises:
         ParameterError: one of these was given.
@@ -182,4 +171,4 @@ def online_dpo(reward_fn: str | Callable[..., Any] | None, *, n: int = 2, beta: 
         "update_actor.kl": None,
         "update_actor.aggregation": "seq-mean-token-mean",
     }
-    return grpo(reward_fn, n=n, **settings).edit(set=changed, name="online_dpo")
+    return grpo(reward_fn, **settings).edit(set=changed, name="online_dpo")

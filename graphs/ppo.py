@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from flowrl.graph import algorithm
+from flowrl.graphs.variants import RewardFn
 from flowrl.operators import (
     GAE,
     Generate,
@@ -29,7 +27,7 @@ from flowrl.records import CriticUpdated, PromptBatch, Receipt
 @algorithm
 def ppo(
     batch: PromptBatch,
-    reward_fn: str | Callable[..., Any] | None,
+    reward_fn: RewardFn,
     *,
     n: int = 1,
     temperature: float = 1.0,

@@ -62,7 +62,7 @@ def update_of_tokens(actor: Any, versions: list[list[int]], ahead: int, metrics:
     rollout = rollout_batch(PROMPTS, [[40, 41], [42, 43], [44], [45, 46]])
     zeros, found = torch.zeros(rollout.response_mask.shape), torch.tensor(versions)
     rollout = rollout._replace(policy_version=found.amin(1), token_version=found)
-    operator = UpdateActor(spans=True, actor=actor)
+    operator = UpdateActor(actor=actor)
     return operator(rollout, zeros, zeros + 1, token_version=found, key=KEY, ahead=Ahead(ahead), metrics=metrics)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flowrl import graphs
+from flowrl.edits.diff import Diff
 from flowrl.errors import ParameterError
-from flowrl.graph import Diff, Graph
+from flowrl.graph import Graph
 from flowrl.graphs.variants import neighbour_of, settings_of
 
 

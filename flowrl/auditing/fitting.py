@@ -56,7 +56,7 @@ def fitted(graph: Graph, task: AuditTask, n: int | None) -> tuple[Graph, AuditTa
             said.append(f"{node.name} collects {groups}, in as many rounds as it takes.")
     if changed:
         fitting = edit(fitting, set=changed)
-    if fitting.lag:
+    if fitting.lag.versions:
         fitting = edit(fitting, lag=0)
         said.append("It is run on-policy; an engine that lags behind is one with a mismatch.")
     return _in_one_batch(fitting, task, said), task, said

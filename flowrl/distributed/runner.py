@@ -21,7 +21,7 @@ import torch
 from ray.exceptions import ObjectLostError
 
 from flowrl.columns import ColumnType
-from flowrl.core.graphs import lag
+from flowrl.core.graphs import spans
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.plan import Plan
 from flowrl.data.balance import Share
@@ -426,7 +426,7 @@ class RayRunner:
 
 def _swapping(graph: Graph) -> list[str]:
     """The roles whose weights change under answers that are under way."""
-    return [role for sync in lag.swaps(graph) for role in graph[sync].writes]
+    return [role for sync in spans.swaps(graph) for role in graph[sync].writes]
 
 
 def column_type(node: Node, output: str) -> ColumnType:

@@ -6,8 +6,8 @@ from html import escape
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.draw import mermaid
+from flowrl.draw.picture import Change
 from flowrl.draw.svg import svg
-from flowrl.edits.diff import Diff
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -34,7 +34,7 @@ details {{ margin-top: 1rem; }}
 """
 
 
-def page(subject: Graph | Diff) -> str:
+def page(subject: Graph | Change) -> str:
     """A stand-alone HTML document; for a diff it also lists the changes as text."""
     if isinstance(subject, Graph):
         title, text = subject.name, ""

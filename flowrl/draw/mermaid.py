@@ -11,8 +11,7 @@ import re
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.draw.colors import INK, STROKES
-from flowrl.draw.picture import Arrow, Box, Mark, Picture, picture
-from flowrl.edits.diff import Diff
+from flowrl.draw.picture import Arrow, Box, Change, Mark, Picture, picture
 
 _DASHES = {"removed": ",stroke-dasharray:5 3"}
 _STYLES = {  # a later one wins
@@ -31,7 +30,7 @@ _RESERVED |= {"propertyisenumerable"}
 _SPECIAL = str.maketrans({character: f"#{ord(character)};" for character in "#&\"'<>`\\%{}"})
 
 
-def draw(subject: Graph | Diff) -> str:
+def draw(subject: Graph | Change) -> str:
     """A Mermaid flowchart: of a diff both graphs in one, with what was added, removed and changed marked."""
     return _flowchart(picture(subject))
 

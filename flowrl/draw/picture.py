@@ -8,19 +8,18 @@ no data says so already) and the back-edge across steps, with its lag.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import networkx as nx
 
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Input, Node
-from flowrl.core.graphs.lag import SPANS
 from flowrl.core.graphs.plan import state_edges
+from flowrl.core.graphs.spans import swaps
 from flowrl.core.operators.ports import snake_case
 from flowrl.draw.colors import colours
-from flowrl.edits.diff import Diff
 from flowrl.rules.check import allowances
 from flowrl.spec import Spec, non_default, shown
 
@@ -77,7 +76,26 @@ class Picture:
         return found
 
 
-def picture(subject: Graph | Diff) -> Picture:
+class Change(Protocol):
+    """Two graphs and what differs; `flowrl.edits.diff.Diff` is one."""
+
+    @property
+    def before(self) -> Graph: ...
+    @property
+    def after(self) -> Graph: ...
+    @property
+    def added(self) -> Sequence[str]: ...
+    @property
+    def removed(self) -> Sequence[str]: ...
+    @property
+    def pruned(self) -> Sequence[str]: ...
+    @property
+    def changed(self) -> Mapping[str, object]: ...
+    @property
+    def renamed(self) -> Mapping[str, str]: ...
+
+
+def picture(subject: Graph | Change) -> Picture:
     """What to draw of a graph; of a diff, both graphs in one, with what was added, removed and changed marked."""
     if isinstance(subject, Graph):
         boxes = _with_allowances(subject, tuple(_box(node, _details(node)) for node in subject.nodes.values()))
@@ -133,7 +151,7 @@ def _written(node: Node) -> str:
     return ", ".join(outputs) if record is None or len(outputs) <= 2 else record.__name__
 
 
-def _marked_box(diff: Diff, node: Node) -> Box:
+def _marked_box(diff: Change, node: Node) -> Box:
     """A node of the later graph; where it changed, its parameters are shown as ``n: 1 → 8``."""
     if node.name in diff.added:
         return _box(node, _details(node), "added")
@@ -173,8 +191,8 @@ def _arrows(graph: Graph) -> Iterator[Arrow]:
             for source in (name for name in graph.inputs if name in graph.ancestors(node.name)):
                 yield Arrow(node.name, source, f"again, at most {gate.rounds_at_most} rounds", "back")
     for sync, generate in graph.back_edges:
-        how = " (on-policy)" if graph.lag == 0 else ", spans" if SPANS in graph[sync].effects else ""
-        yield Arrow(sync, generate, f"lag {graph.lag}{how}", "back")
+        how = ", spans" if sync in swaps(graph) else "" if graph.lag.versions else " (on-policy)"
+        yield Arrow(sync, generate, f"lag {graph.lag.versions}{how}", "back")
 
 
 def _flow(graph: Graph, source: str, node: Node) -> tuple[str, bool]:

@@ -11,8 +11,7 @@ from html import escape
 from flowrl.core.graphs.graph import Graph
 from flowrl.draw.colors import INK, STROKES
 from flowrl.draw.layout import GAP, Cell, attachment_points, layout
-from flowrl.draw.picture import Arrow, Box, Mark, Picture, picture
-from flowrl.edits.diff import Diff
+from flowrl.draw.picture import Arrow, Box, Change, Mark, Picture, picture
 
 _CHAR, _LINE, _SMALL = 7.3, 16.0, 6.4  # pixels: a character and a line of a box, a character of a label
 _MARGIN, _LEGEND, _HEAD, _NARROWEST = 24.0, 34.0, 8.0, 84.0
@@ -20,7 +19,7 @@ _DASHES = {"removed": ' stroke-dasharray="5 3"', "back": ' stroke-dasharray="2 4
 _FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 
 
-def svg(subject: Graph | Diff) -> str:
+def svg(subject: Graph | Change) -> str:
     """A graph, or both graphs of a diff in one, as a stand-alone SVG document."""
     return draw(picture(subject))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from flowrl.core.graphs.graph import Graph, Node, refuse_no_graph
+from flowrl.core.graphs.lag import Lag
 from flowrl.core.operators.function import OfFunction
 from flowrl.core.operators.when import ALWAYS
+from flowrl.draw import mermaid
 from flowrl.files.graph_io import compact_inputs, encode
 from flowrl.record_types import accepts
 from flowrl.spec import Spec, non_default, shown
@@ -24,13 +26,14 @@ class NodeChange:
 
 @dataclass(frozen=True)
 class Diff:
-    """What changes from `before` to `after`: text by ``str()``, and falsy where nothing does.
+    """What changes from `before` to `after`: text by ``str()``, a picture by `mermaid()`; falsy where nothing does.
 
     `pruned` are nodes that fell away because nothing reads them any more; `removed` are the others that are gone:
     sinks, those whose readers live on, and those whose outputs an added node writes instead. `supplanted` says of these
     what stands in their place: the nodes that their readers read now, or that write what they wrote. `renamed` are
     those that differ only in their name, old name to new; they are neither added nor removed. `allow` are the reasons
-    for which rules may be broken, before and after; None is not allowed.
+    for which rules may be broken, before and after; None is not allowed. `seconds` are those of a step, before and
+    after, as predicted; None is not asked for.
     """
 
     before: Graph
@@ -40,11 +43,12 @@ class Diff:
     pruned: tuple[str, ...]
     changed: Mapping[str, NodeChange]
     bindings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    lag: tuple[int, int] | None = None
+    lag: tuple[Lag, Lag] | None = None
     sinks: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     supplanted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     allow: Mapping[str, tuple[str | None, str | None]] = field(default_factory=dict)
+    seconds: tuple[float, float] | None = None
 
     def __bool__(self) -> bool:
         nodes = self.added or self.removed or self.pruned or self.changed or self.renamed
@@ -76,17 +80,24 @@ class Diff:
         for rule, (old_reason, new_reason) in self.allow.items():
             was, now = (repr(reason) if reason else "refused" for reason in (old_reason, new_reason))
             lines.append(f"~ allow {rule}: {was} -> {now}")
+        if self.seconds is not None:
+            lines.append(f"this edit: {self.seconds[0]:.3g} s → {self.seconds[1]:.3g} s")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return str(self)
 
+    def mermaid(self) -> str:
+        """Both graphs in one picture, with added, removed and changed nodes marked."""
+        return mermaid.draw(self)
 
-DiffT = TypeVar("DiffT", bound=Diff)
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """Jupyter draws the Mermaid block of Markdown by itself."""
+        return {"text/plain": str(self), "text/markdown": f"```\n{self}\n```\n\n```mermaid\n{self.mermaid()}\n```"}
 
 
-def diff(kind: type[DiffT], before: Graph, after: Graph) -> DiffT:
-    """What changes, as a `Diff` of this class.
+def diff(before: Graph, after: Graph) -> Diff:
+    """What changes.
 
     Nodes are matched by name, and a node whose operator class changed counts as changed. A node whose name is gone is
     matched with one of a new name that has the same type, parameters and wiring.
@@ -119,7 +130,7 @@ def diff(kind: type[DiffT], before: Graph, after: Graph) -> DiffT:
     }
     removed = tuple(name for name in gone if name not in pruned)
     moved = {renamed.get(s, s) for s in before.sinks if s not in gone} != set(after.sinks).difference(added)
-    return kind(
+    return Diff(
         before,
         after,
         tuple(added),

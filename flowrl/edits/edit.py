@@ -33,7 +33,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from flowrl.core.graphs.after import After
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph
-from flowrl.core.graphs.lag import Lag, changed_by
+from flowrl.core.graphs.lag import Lag
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
@@ -117,17 +117,14 @@ def edit(
     )
     nodes, sinks = change.reached()
     allowed = {rule: reason for rule, reason in {**graph.allow, **allow}.items() if reason is not None}
-    versions = graph.lag if lag is None else lag.versions if isinstance(lag, Lag) else lag
-    changed = graph.build(graph.name if name is None else name, nodes, sinks, versions, allow=allowed)
+    name, lag = graph.name if name is None else name, graph.lag if lag is None else lag
+    changed = graph.build(name, nodes, sinks, lag, allow=allowed)
     for at, gate in gates.items():
         moved = [other for other in anchors if other in gates or change.rewrites.get(other)]
         anchor = anchor_of(at, anchors[at], anchors, moved, change.new_names[anchors[at]])
         changed = insert_gate(changed, at, gate, anchor, _wires_of(at, gate, changed, wire, change.new_names))
     kept = {role: backend for role, backend in graph.bindings.items() if role in changed.roles()}
-    changed = changed.bound({**kept, **bind})
-    if lag is not None and (said := changed_by(changed, lag if isinstance(lag, Lag) else Lag(lag))):
-        return edit(changed, set=said)
-    return changed
+    return changed.bound({**kept, **bind})
 
 
 def _through_same(graph: Graph, replace: Mapping[str, Operator]) -> dict[str, Operator]:

@@ -20,6 +20,7 @@ import yaml
 
 from flowrl.core.graphs.after import After
 from flowrl.core.graphs.graph import Graph, Node, refuse_no_graph
+from flowrl.core.graphs.lag import Lag
 from flowrl.core.operators import entry_points
 from flowrl.core.operators.function import OfFunction, function_of, plain_of
 from flowrl.core.operators.operator import Operator
@@ -34,7 +35,7 @@ from flowrl.files import plain
 from flowrl.rules.check import refuse_no_rules
 from flowrl.spec import Spec, parameters
 
-FORMAT = 1
+FORMAT = 2
 KEYS = ("flowrl", "name", "nodes", "sinks", "lag", "bindings", "allow")
 """What a graph is written under."""
 
@@ -247,7 +248,7 @@ def graph_to_dict(graph: Graph, portable: bool = True) -> dict[str, Any]:
             for node in graph.nodes.values()
         },
         "sinks": list(graph.sinks),
-        "lag": graph.lag,
+        "lag": parameters(graph.lag) if graph.lag.spans else graph.lag.versions,
         "bindings": {
             role: encode(backend, f"bindings.{role}", portable) for role, backend in sorted(graph.bindings.items())
         },
@@ -289,7 +290,7 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) 
             raise GraphError(f"the node {name} is {found}; expected an operator.")
         inputs = _expand_inputs(name, operator, _part(entry, "inputs", Mapping, name))
         nodes[name] = Node(name, _timed(operator.named(name), entry), inputs)
-    sinks, lag = _part(data, "sinks", list, "the data"), _part(data, "lag", int, "the data")
+    sinks, lag = _part(data, "sinks", list, "the data"), _lag(data)
     if odd := [sink for sink in sinks if not isinstance(sink, str)]:
         raise GraphError(f"the sinks of the data hold {type_of(odd[0])}; expected names of nodes.")
     allow: Mapping[str, str] = _part(data, "allow", Mapping, "the data") if "allow" in data else {}
@@ -297,6 +298,18 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) 
     graph = kind.build(_part(data, "name", str, "the data"), nodes, sinks, lag, allow=allow)
     bindings: Mapping[str, Any] = _part(data, "bindings", Mapping, "the data")
     return graph.bound({role: decode(backend, f"bindings.{role}", imports) for role, backend in bindings.items()})
+
+
+def _lag(data: Mapping[str, Any]) -> int | Lag:
+    """The lag of the data: a number, or with spans all parameters of a `Lag`."""
+    if not isinstance(data.get("lag"), Mapping):
+        number: int = _part(data, "lag", int, "the data")
+        return number
+    _refuse_other_keys(data["lag"], ("versions", "spans", "caches"), "the data, under 'lag',")
+    try:
+        return Lag(**data["lag"])
+    except ParameterError as error:
+        raise GraphError(f"the lag of the data cannot be made from what is written: {error}") from error
 
 
 def _timed(operator: Operator, entry: Mapping[str, Any]) -> Operator:

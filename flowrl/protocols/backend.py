@@ -103,7 +103,7 @@ class Backend(Spec):
         """
 
     def refuse_swap(self, caches: Caches) -> None:
-        """Refuse to change weights under answers in a way that the engine, one of `Swaps`, cannot; nothing is loaded.
+        """Refuse a way to change weights under answers that the engine, a `LiveWeightUpdate`, lacks; nothing is loaded.
 
         Args:
             caches: what is to become of what was computed of them.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from flowrl.core.graphs.graph import Graph
 from flowrl.errors import GraphError, ParameterError, RuleError, offer
 from flowrl.protocols.protocols import Critic, Trainer
-from flowrl.rules import advantages, critics, episodes, losses, rows, spans, updates, weights
+from flowrl.rules import advantages, critics, episodes, losses, rows, updates, weights
 from flowrl.rules.rule import RULES, Finding, Rule, writers
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-MODULES = (advantages, critics, episodes, losses, rows, spans, updates, weights)
+MODULES = (advantages, critics, episodes, losses, rows, updates, weights)
 """Where rules are; to be imported is to be in the table."""
 
 

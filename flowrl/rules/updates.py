@@ -27,7 +27,7 @@ def _kl_once(graph: Graph, prompts: int | None) -> Findings:
     "radixark/miles#1829",
 )
 def _lag_is_corrected(graph: Graph, prompts: int | None) -> Findings:
-    if graph.lag == 0:
+    if not graph.lag.versions:
         return
     for node, _ in writers(graph, Trainer):
         if not any("importance correction" in n.effects for n in own_line(graph, node.name)):
@@ -35,8 +35,8 @@ def _lag_is_corrected(graph: Graph, prompts: int | None) -> Findings:
             for generate in sorted(ahead):
                 yield (
                     generate,
-                    f"it runs {graph.lag} version(s) ahead of what {node.name} trains, and nothing corrects for that, "
-                    f"by an operator with the effect 'importance correction'; {_corrected(node)}.",
+                    f"it runs {graph.lag.versions} version(s) ahead of what {node.name} trains, and nothing corrects "
+                    f"for that, by an operator with the effect 'importance correction'; {_corrected(node)}.",
                 )
 
 

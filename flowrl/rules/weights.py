@@ -113,7 +113,7 @@ def _reference_is_frozen(graph: Graph, prompts: int | None) -> Findings:
     "NovaSky-AI/SkyRL#1802",
 )
 def _rounds_need_no_training(graph: Graph, prompts: int | None) -> Findings:
-    if graph.lag < 2:
+    if graph.lag.versions < 2:
         return  # by a lag of 1, a sync waits for rounds that need no later training than the one before it
     collecting = [
         n

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
 from pydantic import Field
@@ -129,8 +130,6 @@ class UpdateActor(_Update, AsksModel, Operator):
         aggregation, norm: of tokens; see `token_weights`.
         kl: a KL term, which wants `ref_log_prob`; or None.
         entropy: the weight of the entropy bonus.
-        spans: whether weights changed under the answers: then it reads which version sampled each token. See
-            `flowrl.core.graphs.lag.Lag`, which sets it.
         prior_updates: by how many updates the weights may be ahead of the rows: 1 for a second update of one role in a
             step, which runs after the first.
         reads: what the policy is given of the rows; see `AsksModel`.
@@ -139,8 +138,8 @@ class UpdateActor(_Update, AsksModel, Operator):
     Raises:
         ParameterError: a loss of values, a KL term beside a loss of distributions, or a `norm` that does not belong to
             `aggregation`.
-        StalePolicyError: rows, or with `spans` tokens, were sampled by another version of the policy than the one that
-            is trained here; rows that no policy has sampled, as those of `DemoData`, have none.
+        StalePolicyError: rows, or by a `Lag` with spans tokens, were sampled by another version of the policy than the
+            one that is trained here; rows that no policy has sampled, as those of `DemoData`, have none.
         DataError: `mini_batch` does not divide the rows, or cuts groups that must stay together.
     """
 
@@ -155,7 +154,6 @@ class UpdateActor(_Update, AsksModel, Operator):
     kl: KLLoss | None = None
     entropy: float = Field(default=0.0, ge=0)
     prior_updates: int = Field(default=0, ge=0)
-    spans: bool = False
     actor: Writes[Trainer] = Role("actor")
 
     def __post_init__(self) -> None:
@@ -180,7 +178,7 @@ class UpdateActor(_Update, AsksModel, Operator):
 
     def wants(self) -> Mapping[str, bool]:
         by_loss = "ref_log_prob" in self.loss.signature.ports  # then it is no matter of the KL term
-        return {"token_version": self.spans, **({} if by_loss else {"ref_log_prob": self.kl is not None})}
+        return {} if by_loss else {"ref_log_prob": self.kl is not None}
 
     def __call__(
         self,
@@ -272,7 +270,7 @@ class ScoringUpdate(UpdateActor):
     (`flowrl.core.graphs.fusing`), where it is the same, bit for bit.
 
     Args:
-        loss, ppo_epochs, mini_batch, aggregation, norm, kl, entropy, spans, prior_updates, reads, actor: of the
+        loss, ppo_epochs, mini_batch, aggregation, norm, kl, entropy, prior_updates, reads, actor: of the
             `UpdateActor` in whose place it is.
         scorer: the name of the `OldLogProb`.
     """
@@ -368,30 +366,35 @@ class Sync(Operator):
     Every row that the engine generates from now on carries the receipt's version. A run also syncs once before its
     first step.
 
-    Args:
-        caches: where generation runs ahead, the weights change under answers that are under way, and this is what
-            becomes of what was computed of these: ``"recompute"`` or ``"reuse"``; None waits until none is. See
-            `flowrl.core.graphs.lag.Lag`, which sets it.
-
     Raises:
         SyncError: the engine's receipt is for other weights than the trainer's.
     """
 
     granularity: ClassVar[Granularity] = "batch"
-    caches: Caches | None = None
+    _caches: ClassVar[Caches | None] = None
     actor: Reads[Trainer] = Role("actor")
     rollout: Writes[Synced] = Role("rollout")
 
     @property
     def effects(self) -> frozenset[str]:
         """``"spans"`` where weights change under answers that are under way."""
-        return frozenset() if self.caches is None else frozenset({SPANS})
+        return frozenset() if self._caches is None else frozenset({SPANS})
+
+    def swapping(self, caches: Caches) -> Self:
+        """The sync that runs where a `Lag` has spans; see `flowrl.core.graphs.spans`."""
+        made = copy.copy(self)
+        made.__dict__["_caches"] = caches
+        return made
+
+    def in_place_of(self, other: Operator) -> Self:
+        made = super().in_place_of(other)
+        return made if (caches := getattr(other, "_caches", None)) is None else made.swapping(caches)
 
     def __call__(self, updated: Updated, metrics: Metrics = INJECTED) -> Receipt:
-        if self.caches is None:
+        if self._caches is None:
             receipt = self.rollout.sync(self.actor)
         else:
-            receipt = cast(LiveWeightUpdate, self.rollout).swap(self.actor, self.caches)
+            receipt = cast(LiveWeightUpdate, self.rollout).swap(self.actor, self._caches)
         if not receipt.version == self.rollout_version() == self.actor.version == updated.version:
             raise SyncError(
                 f"the update says version {updated.version}, the actor is at {self.actor.version}, the receipt is for "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -13,8 +13,8 @@ from flowrl.app.cli import main
 from flowrl.app.shelf import graph, names, your_reward
 from flowrl.core.graphs.algorithm import Algorithm
 from flowrl.errors import GraphError, ParameterError
-from flowrl.graphs import grpo, remax, rloo
-from flowrl.graphs.variants import neighbour_of
+from flowrl.graphs import grpo, gspo, remax, rloo
+from flowrl.graphs.variants import DistillSettings, GRPOSettings, PPOSettings, neighbour_of, settings_of
 from tests.support.command_line import Command, is_paragraph
 
 
@@ -106,6 +106,34 @@ def test_the_settings_of_a_neighbour_are_those_of_the_edit() -> None:
     assert {"n", "kl_coef", "clip", "temperature", "mini_batch"} <= own.keys()
     assert own["n"].default == 4 and {"gamma", "lam", "settings"}.isdisjoint(own)
     assert "lam" not in inspect.signature(remax).parameters and "gamma" in inspect.signature(remax).parameters
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [("ppo", PPOSettings), ("grpo", GRPOSettings), ("distill_full", DistillSettings)],
+)
+def test_the_settings_that_a_type_checker_knows_are_those_of_the_algorithm(algorithm: str, settings: type) -> None:
+    made = getattr(graphs, algorithm)
+    hints = get_type_hints(inspect.unwrap(made.function if isinstance(made, Algorithm) else made))
+    by_name = (p.name for p in settings_of(made).parameters.values() if p.kind is p.KEYWORD_ONLY)
+    assert get_type_hints(settings) == {name: hints[name] for name in by_name}
+
+
+@pytest.mark.parametrize("name", [name for name in names() if not isinstance(getattr(graphs, name), Algorithm)])
+def test_a_type_checker_knows_all_settings_of_an_edit(name: str) -> None:
+    made = getattr(graphs, name)
+    own = inspect.signature(inspect.unwrap(made)).parameters
+    hints = get_type_hints(inspect.unwrap(made))
+    known = get_type_hints(get_args(hints["settings"])[0]) if "settings" in own else {}
+    assert settings_of(made).parameters.keys() <= {*own, *known}
+
+
+def test_defaults_of_an_edit_go_before_those_of_its_neighbour() -> None:
+    shown = {
+        name: inspect.signature(made).parameters["kl_coef"].default for name, made in (("gspo", gspo), ("grpo", grpo))
+    }
+    assert shown == {"gspo": 0.0, "grpo": 0.001}
+    assert "ref_log_prob" not in gspo(your_reward) and "ref_log_prob" in gspo(your_reward, kl_coef=0.1)
 
 
 def test_debug_shows_where_a_name_was_looked_for() -> None:

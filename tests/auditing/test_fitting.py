@@ -60,7 +60,7 @@ def test_sizes_are_the_tasks_and_it_is_said() -> None:
     )
     fitting, task, notes = fitted(graph, AuditTask(), 2)
     assert task.steps == 2
-    assert fitting.lag == 0
+    assert fitting.lag.versions == 0
     assert [fitting["repeat"].operator.n, fitting["collect"].operator.groups] == [2, 2]  # type: ignore[attr-defined]
     assert fitting["update_actor"].operator.mini_batch is None  # type: ignore[attr-defined]
     assert len(notes) == 4

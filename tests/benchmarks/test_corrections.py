@@ -25,7 +25,7 @@ def test_the_lag_and_the_correction_alone_differ(corrections: ModuleType) -> Non
     for lag in corrections.LAGS:
         for method in corrections.METHODS:
             graph = corrections.graph_of(method, lag)
-            assert graph.lag == lag and not graph.check(prompts=corrections.ROWS // corrections.GROUP)
+            assert graph.lag.versions == lag and not graph.check(prompts=corrections.ROWS // corrections.GROUP)
             assert [a.rule for a in graph.allowances() if a.findings] == (["FR006"] if method == "none" and lag else [])
             assert len(graph.allowances()) == (method == "none" and lag > 0)
             changed = plain.diff(graph.edit(lag=0, allow={"FR006": None} if lag and method == "none" else {}))
@@ -89,7 +89,7 @@ def test_what_was_run_is_not_run_again(
     ran: list[tuple[int, int]] = []
 
     def training(graph: Any, model: Path, data: Path, folder: Path, steps: int, seed: int) -> Any:
-        ran.append((graph.lag, seed))
+        ran.append((graph.lag.versions, seed))
         folder.mkdir()
         points = [{"step": s, "val/reward/mean": s / 20} for s in range(0, steps + 1, corrections.EVERY)]
         return SimpleNamespace(run=lambda: SimpleNamespace(metrics=[step()] * steps, validations=points))

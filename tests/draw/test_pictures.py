@@ -16,7 +16,8 @@ import pytest
 
 from flowrl.draw.mermaid import draw
 from flowrl.draw.picture import picture
-from flowrl.graph import Diff, Graph
+from flowrl.edits.diff import Diff
+from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from tests.draw.browser import BUNDLES, Place, drawn, missing, parsed
 from tests.draw.charts import ODD_NAMES, ODD_TEXTS, Frozen, Remote, probed, read, score, two_rewards

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from flowrl import Lag
 from flowrl import columns as c
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
@@ -226,14 +227,14 @@ def test_a_binding_that_a_replacement_outgrows_is_refused() -> None:
 
 
 def test_lag() -> None:
-    assert PPO.lag == 0
+    assert PPO.lag == Lag(0)
     ahead = PPO.edit(lag=2)
-    assert (ahead.lag, ahead.edit().lag, ahead.edit(lag=0)) == (2, 2, PPO)
+    assert (ahead.lag, ahead.edit().lag, ahead.edit(lag=0)) == (Lag(2), Lag(2), PPO)
     with pytest.raises(
         GraphError, match=r"lag=2 belongs to the back-edge .* which ppo does not have; add a Sync, or edit"
     ):
         ahead.edit(drop=["sync"])
-    assert ahead.edit(drop=["sync"], lag=0).lag == 0
+    assert ahead.edit(drop=["sync"], lag=0).lag == Lag(0)
 
 
 # --------------------------------------------------------------------------------------------------- atomic, and misuse

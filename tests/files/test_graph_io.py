@@ -151,7 +151,7 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         (lambda d: d.pop("sinks"), r"the data lacks 'sinks'"),
         (lambda d: d.pop("lag"), r"the data lacks 'lag'"),
         (lambda d: d.update(flowrl=True), "the data has a bool under 'flowrl'"),
-        (lambda d: d.update(flowrl=99), r"the graph is written in format 99, and this flowrl reads 1; write it again"),
+        (lambda d: d.update(flowrl=99), r"the graph is written in format 99, and this flowrl reads 2; write it again"),
         (lambda d: d.update(flowrl="x"), r"the data has a str under 'flowrl'"),
         (lambda d: d.update(nodes=[1]), r"the data has a list under 'nodes'.*expected a mapping there"),
         (lambda d: d.update(sinks=[]), r"ppo has no sink"),

@@ -74,7 +74,7 @@ def overlap(one: Span, other: Span) -> bool:
 
 def run_toy(graph: Graph, steps: int, executor: Any, on_node: Any = lambda name: None) -> list[dict[str, float]]:
     executor.sync()
-    results = executor.run(lambda step: batch(), range(steps), lag=graph.lag, on_node=on_node)
+    results = executor.run(lambda step: batch(), range(steps), lag=graph.lag.versions, on_node=on_node)
     return [result.metrics.compute() for result in results]
 
 
@@ -160,7 +160,7 @@ def test_nothing_from_before_a_failover_returns(tiny: str, tmp_path: Path, monke
             desk.release(held[-1])
 
         executor.sync()
-        for name, patch in {"mend": mended, "secure": secured, "launch": launched}.items():
+        for name, patch in {"recover": mended, "secure": secured, "launch": launched}.items():
             monkeypatch.setattr(runner, name, patch)
         found = list(executor.run(lambda step: batch(), range(steps), lag=1))
         processes += [*ids.values(), *process_ids(executor).values()]

@@ -52,7 +52,7 @@ def collected(
     with job.open(seed=5) as executor:
         executor.sync()
         after(executor, 0)
-        asked = {"lag": LAG, "keep": ["collect"], "more": stream.next, "on_node": on_node}
+        asked = {"lag": LAG, "return_nodes": ["collect"], "more": stream.next, "on_node": on_node}
         for result in executor.run(lambda step: stream.next(PROMPTS), range(STEPS), **asked):
             found.append(result)
             after(executor, len(found))

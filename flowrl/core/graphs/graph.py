@@ -14,6 +14,7 @@ import networkx as nx
 
 from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.graphs.inference import infer
+from flowrl.core.graphs.lag import ON_POLICY, CanSwap, Lag, lag_of
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.operator_validation import refuse_misdeclared, sample_steps
 from flowrl.core.operators.ports import PortField, Signature
@@ -241,7 +242,7 @@ class Graph:
         name: the algorithm's name.
         nodes: by name, in topological order.
         sinks: the nodes whose outputs are wanted.
-        lag: how many versions generation may run ahead, on the back-edge from `Sync` to `Generate`; 0 is on-policy.
+        lag: by how far generation may run ahead, on the back-edge from `Sync` to `Generate`.
         bindings: backends by role, as far as they are bound.
         allow: the rules that it may break, each with the reason.
     """
@@ -249,7 +250,7 @@ class Graph:
     name: str
     nodes: Mapping[str, Node]
     sinks: tuple[str, ...]
-    lag: int = 0
+    lag: Lag = ON_POLICY
     bindings: Mapping[str, Any] = field(default_factory=dict)
     allow: Mapping[str, str] = field(default_factory=dict)
 
@@ -259,7 +260,7 @@ class Graph:
         name: str,
         nodes: Mapping[str, Node],
         sinks: Sequence[str],
-        lag: int = 0,
+        lag: int | Lag = 0,
         bindings: Mapping[str, Any] | None = None,
         allow: Mapping[str, str] | None = None,
     ) -> Self:
@@ -295,7 +296,7 @@ class Graph:
             name,
             MappingProxyType({n: nodes[n] for n in _in_order(data.subgraph(reached))}),
             tuple(dict.fromkeys(sinks)),
-            lag,
+            lag_of(name, lag),
             MappingProxyType(dict(bindings or {})),
             MappingProxyType(dict(allow or {})),
         )
@@ -316,15 +317,16 @@ class Graph:
             )
 
     def _check_lag(self) -> None:
-        """Raise a `GraphError` for a lag that is no count, or that has no back-edge."""
-        if isinstance(self.lag, bool) or not isinstance(self.lag, int) or self.lag < 0:
-            raise GraphError(
-                f"{self.name} has lag={self.lag!r}; expected how many versions generation may run ahead: 0, 1, 2, ..."
-            )
-        if self.lag and not self.back_edges:
+        """Raise a `GraphError` for a lag that has no back-edge, or that has spans where nothing could swap weights."""
+        if self.lag.versions and not self.back_edges:
             raise GraphError(
                 f"lag={self.lag} belongs to the back-edge Sync -> Generate, which {self.name} does not have; add a "
                 f"Sync, or edit(lag=0)."
+            )
+        if self.lag.spans and not any(isinstance(node.operator, CanSwap) for node in self.nodes.values()):
+            raise GraphError(
+                f"{self.lag!r} lets weights change under answers that are under way, and {self.name} has no node that "
+                f"could change them so; expected a Sync, or edit(lag={self.lag.versions})."
             )
 
     @cached_property
@@ -438,7 +440,7 @@ class Graph:
         sinks = (until,) if isinstance(until, str) else tuple(until)
         part = self.build(self.name, self.nodes, sinks, allow=self.allow)
         bindings = {role: backend for role, backend in self.bindings.items() if role in part.roles()}
-        return replace(part, lag=self.lag if part.back_edges else 0, bindings=MappingProxyType(bindings))
+        return replace(part, lag=self.lag if part.back_edges else ON_POLICY, bindings=MappingProxyType(bindings))
 
     def __repr__(self) -> str:
         lines = [f"{self.name}: {len(self.nodes)} nodes -> {', '.join(self.sinks)}"]

@@ -1,25 +1,21 @@
-"""`Lag`: by how far generation may run ahead, and whether weights change under answers that are under way.
+"""`Lag`: how far generation may run ahead, and whether weights change while requests are in flight.
 
-A graph says the first by its `lag`. The second is said by its nodes: a `Sync` with ``caches`` swaps weights under
-answers, and an update with ``spans`` reads which version sampled each token. `edit(lag=Lag(...))` sets both.
+`edit(lag=...)` sets it. What each node does with it is derived when the graph runs; see `flowrl.core.graphs.spans`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, cast, runtime_checkable
 
 from pydantic import Field
 
-from flowrl.core.graphs.graph import Graph, Node
-from flowrl.core.graphs.lineage import origin
-from flowrl.core.operators.ports import PortField
-from flowrl.core.operators.symbols import Edge
+from flowrl.core.operators.operator import Operator
 from flowrl.errors import GraphError, ParameterError
 from flowrl.protocols.protocols import Caches
-from flowrl.spec import Spec, parameters
+from flowrl.spec import Spec
 
 SPANS = "spans"
-"""The effect of what swaps weights under answers that are under way."""
+"""The effect of an operator that swaps weights while requests are in flight."""
 
 
 class Lag(Spec):
@@ -50,49 +46,30 @@ class Lag(Spec):
         if self.caches == "reuse" and not self.spans:
             raise ParameterError("caches='reuse' is of answers under which weights change; expected spans=True, too.")
 
+    def __str__(self) -> str:
+        """As `edit(lag=...)` takes it: the number alone, without spans."""
+        return repr(self) if self.spans else str(self.versions)
 
-def swaps(graph: Graph) -> list[str]:
-    """The nodes of a graph that swap weights under answers that are under way."""
-    return [node.name for node in graph.nodes.values() if SPANS in node.effects]
+
+ON_POLICY = Lag(0)
 
 
-def changed_by(graph: Graph, lag: Lag) -> dict[str, Any]:
-    """What `edit(set=...)` is to say, so that weights change under answers in a graph, or no longer do.
+@runtime_checkable
+class CanSwap(Protocol):
+    """An operator that carries weights to an engine, and can do so while requests are in flight."""
 
-    Raises:
-        GraphError: it has no node that could swap them.
-    """
-    caches = lag.caches if lag.spans else None
-    found: dict[str, tuple[Node, Any]] = {
-        f"{node.name}.caches": (node, caches) for node in graph.nodes.values() if _swaps(node)
-    }
-    if lag.spans and not found:
+    def swapping(self, caches: Caches) -> Operator:
+        """The operator that does so; it has the effect `SPANS`."""
+        ...
+
+
+def lag_of(graph: str, given: object) -> Lag:
+    """`given` as a `Lag`; a number counts versions. Raises a `GraphError` that names `graph` for anything else."""
+    if isinstance(given, Lag):
+        return given
+    try:
+        return Lag(cast(Any, given))
+    except ParameterError:
         raise GraphError(
-            f"{lag!r} lets weights change under answers that are under way, and {graph.name} has no node that could "
-            f"change them so; expected a Sync, or edit(lag={lag.versions})."
-        )
-    for node in graph.nodes.values():
-        if SPANS in parameters(node.operator) and token_versions(graph, node):
-            found[f"{node.name}.spans"] = node, lag.spans
-    return {
-        path: value for path, (node, value) in found.items() if getattr(node.operator, path.rpartition(".")[2]) != value
-    }
-
-
-def _swaps(node: Node) -> bool:
-    return node.is_sync and "caches" in parameters(node.operator)
-
-
-def row_versions(graph: Graph, node: Node) -> dict[PortField, Edge]:
-    """The ports by which a node reads which version of the policy sampled each row, and where that was written."""
-    found = {}
-    for field, edge in node.inputs.items():
-        if getattr(graph.types[edge].type, "name", None) == "policy_version":
-            found[field] = origin(graph, edge)
-    return found
-
-
-def token_versions(graph: Graph, node: Node) -> bool:
-    """Whether what wrote the versions of the rows that a node reads writes those of their tokens, too."""
-    written = (graph[edge.node].operator.signature.outputs for edge in row_versions(graph, node).values())
-    return any("token_version" in outputs for outputs in written)
+            f"{graph} has lag={given!r}; expected how many versions generation may run ahead: 0, 1, 2, ..."
+        ) from None

@@ -17,7 +17,7 @@ import networkx as nx
 
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node
-from flowrl.core.graphs.lag import swaps
+from flowrl.core.graphs.spans import swaps
 from flowrl.core.graphs.twins import fix, twins
 from flowrl.errors import GraphError
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from flowrl.core.graphs.fusing import scorers
 from flowrl.core.graphs.graph import Graph, Node
-from flowrl.core.graphs.lag import swaps
 from flowrl.core.graphs.plan import Plan
+from flowrl.core.graphs.spans import swaps
 from flowrl.core.operators.symbols import Edge
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.text.tokenizer import ChatTokenizer

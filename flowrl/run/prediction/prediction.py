@@ -10,6 +10,7 @@ from statistics import median
 from flowrl.core.graphs.fusing import fused, scorers
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.plan import Plan
+from flowrl.core.graphs.spans import spanned
 from flowrl.errors import BindError
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import critical_path
@@ -86,6 +87,7 @@ def predict(
         BindError, GraphError: the graph does not fit the place, or a role is not bound.
     """
     refuse_no_costs(costs)
+    graph, lag = spanned(graph), graph.lag.versions
     if optimize:
         once = fused(graph, unbound=True)
         graph = once if scorers(once).keys().isdisjoint(costs.nodes) else fused(graph)
@@ -98,10 +100,10 @@ def predict(
     runner = PretendRunner(processes, costs, graph.bindings)
     steps = Steps(plan, runner, seed, TrainedWeights(plan, runner, seed))
     batch, ends, nodes = blank_batch(graph, prompts), [0.0], list[Mapping[str, float]]()
-    for result in steps.run(lambda step: batch, range(_STEPS), lag=graph.lag):
+    for result in steps.run(lambda step: batch, range(_STEPS), lag=lag):
         ends.append(runner.now)
         nodes.append(result.seconds)
-    steady = ends[graph.lag + 1 : len(ends) - graph.lag]  # while the flight is full
+    steady = ends[lag + 1 : len(ends) - lag]  # while the flight is full
     each = (steady[-1] - steady[0]) / (len(steady) - 1)
     seconds = median(after - before for before, after in pairwise(steady))
     slots = [place_of(slot) for slot in range(1 if place is None else place.slots)]
@@ -116,8 +118,8 @@ def predict(
         {slot: 1.0 - worked for slot, worked in share.items()},
         max(share.values()) * seconds,  # of the median step, as all numbers here
         tuple(path),
-        path_seconds if graph.lag else min(path_seconds, seconds),
-        graph.lag,
+        path_seconds if lag else min(path_seconds, seconds),
+        lag,
         _unknown(place, costs),
     )
 

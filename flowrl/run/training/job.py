@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from flowrl.core.graphs.fusing import describe as describe_fusing
 from flowrl.core.graphs.fusing import fused
 from flowrl.core.graphs.graph import Graph
-from flowrl.core.graphs.lag import swaps
 from flowrl.core.graphs.lineage import roles_of_tokens
 from flowrl.core.graphs.plan import Plan
+from flowrl.core.graphs.spans import spanned, swaps
 from flowrl.core.operators.session import Session
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.vocabulary import refuse_other_vocabularies
@@ -63,12 +63,13 @@ class Job(Generic[GraphT]):
 
     @cached_property
     def runs(self) -> GraphT:
-        """The graph that runs: `graph`, or what it is where it is optimised.
+        """The graph that runs: `graph` as its lag says, or what that is where it is optimised.
 
         Raises:
             GraphError: weights cannot be kept in order.
         """
-        return fused(self.graph) if self.optimize else self.graph
+        graph = spanned(self.graph)
+        return fused(graph) if self.optimize else graph
 
     def edit(self, *misplaced: Any, **verbs: Any) -> Job[GraphT]:
         """`Graph.edit` on the job's graph; ``edit(bind={"rollout": ...})`` swaps an engine and nothing else."""
@@ -98,8 +99,8 @@ class Job(Generic[GraphT]):
         require(self.graph, prompts)
         plan = Plan(self.runs)
         _ = plan.order
-        if self.graph.lag:
-            Schedule(plan, self.graph.lag).refuse_deadlock()
+        if lag := self.graph.lag.versions:
+            Schedule(plan, lag).refuse_deadlock()
         syncs = {role: node.name for node in plan.syncs for role in node.writes}
         for role in self.graph.generators:
             refuse_unsynced(role, self.graph.bindings[role], syncs.get(role))
@@ -139,14 +140,14 @@ class Job(Generic[GraphT]):
 
     def no_gain(self) -> str | None:
         """Why generation that runs ahead gains nothing where this job runs; None where it may, or there is no lag."""
-        if not self.graph.lag:
+        if not (lag := self.graph.lag.versions):
             return None
         if self.place is None:
-            return f"lag={self.graph.lag} gains nothing in one process, where one node runs at a time"
+            return f"lag={lag} gains nothing in one process, where one node runs at a time"
         if not (shared := self._taking_turns()):
             return None
         return (
-            f"lag={self.graph.lag} gains nothing with {written(self.place)}: {' and '.join(shared)} take turns on its "
+            f"lag={lag} gains nothing with {written(self.place)}: {' and '.join(shared)} take turns on its "
             f"slots, so nothing is sampled while something is trained; give each its own: Split(train=..., rollout=...)"
         )
 
@@ -176,11 +177,11 @@ class Job(Generic[GraphT]):
         for sync in swaps(self.graph):
             for role in self.graph[sync].writes:
                 refuse_unfit(role, self.graph.bindings[role], sync, LiveWeightUpdate)
-                self.graph.bindings[role].refuse_swap(cast(Any, self.graph[sync].operator).caches)
+                self.graph.bindings[role].refuse_swap(self.graph.lag.caches)
                 self._refuse_together(role, sync)
-        if not self.graph.lag:
+        if not (lag := self.graph.lag.versions):
             return
-        ahead = f"{self.graph.name} lets generation run {self.graph.lag} version(s) ahead"
+        ahead = f"{self.graph.name} lets generation run {lag} version(s) ahead"
         for role in (role for node in Plan(self.graph).syncs for role in node.writes):
             if (owner := self.graph.bindings[role].shares) in self.graph.trained:
                 raise GraphError(
@@ -201,7 +202,7 @@ class Job(Generic[GraphT]):
             raise GraphError(
                 f"{sync} changes weights under answers that are under way, and the {backend.ranks} ranks of {role!r} "
                 f"compute them together, so one could not change them alone; bind {role} with one rank, or without "
-                f"spans: edit(lag={self.graph.lag})."
+                f"spans: edit(lag={self.graph.lag.versions})."
             )
 
     def plan(self, prompts: int | None = None) -> str:

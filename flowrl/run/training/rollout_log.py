@@ -74,7 +74,7 @@ def refuse_half_told(graph: Graph, every: int | None) -> None:
     Raises:
         ParameterError: rows are told of every so many steps, and the graph collects and runs ahead.
     """
-    if every is not None and graph.lag and (collector := Plan(graph).collector) is not None:
+    if every is not None and graph.lag.versions and (collector := Plan(graph).collector) is not None:
         raise ParameterError(
             f"rollouts_every={every} tells all rounds of a step, and with lag={graph.lag} a checkpoint keeps what "
             f"{collector} took of them alone; leave rollouts_every out, or edit(lag=0)."

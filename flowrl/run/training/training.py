@@ -320,7 +320,7 @@ class _Loop:
         self.steps.state.update(state["state"])
         self.sources.seek(state["data"])
         self.heard = {int(step): heard for step, heard in state["heard"].items()}
-        self.steps.load(path, self.training.job.graph.lag)
+        self.steps.load(path, self.training.job.graph.lag.versions)
         self.metrics, self.validated = self.folder.rewind(state["step"], state["lines"])
         if self.validations.reached(self.validated):
             self.last = state["step"]
@@ -365,7 +365,7 @@ class _Loop:
 
     def _go(self, steps: range) -> None:
         """Run steps, each with the validation and the checkpoint that are due after it."""
-        more, tell, lag = self.sources.more, self._tell_rows, self.training.job.graph.lag
+        more, tell, lag = self.sources.more, self._tell_rows, self.training.job.graph.lag.versions
         results = self.steps.run(self._draw, steps, lag=lag, on_node=self._tell_node, more=more, tell=tell)
         for step in steps:
             self.started = time.perf_counter()

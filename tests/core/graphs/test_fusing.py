@@ -84,7 +84,7 @@ class TestFused:
         theirs = graph["update_actor"]
         assert isinstance(update.operator, UpdateActor) and isinstance(theirs.operator, UpdateActor)
         assert update.when == theirs.when == When(start=2)
-        for name in ("loss", "aggregation", "norm", "kl", "entropy", "actor", "spans"):
+        for name in ("loss", "aggregation", "norm", "kl", "entropy", "actor"):
             assert getattr(update.operator, name) == getattr(theirs.operator, name)
 
     @pytest.mark.parametrize(

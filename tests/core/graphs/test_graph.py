@@ -243,10 +243,10 @@ def test_subgraph_keeps_what_it_uses() -> None:
     graph = ppo(exact).edit(bind=BINDINGS, lag=1)
     part = graph.subgraph(until="reward")
     assert set(part.bindings) == {"rollout"}
-    assert part.lag == 0
+    assert part.lag.versions == 0
     assert part.subgraph(until="reward") == part
     assert Graph.from_dict(part.to_dict()) == part
-    assert graph.subgraph(until=["sync", "value"]).lag == 1
+    assert graph.subgraph(until=["sync", "value"]).lag.versions == 1
     assert graph.subgraph(until=("old_log_prob", "value")).sinks == ("old_log_prob", "value")
     with pytest.raises(GraphError, match="ppo has no sink, so nothing would be computed"):
         graph.subgraph(until=())
@@ -434,6 +434,12 @@ def test_unfit_backends_are_refused_before_anything_loads(bindings: dict[str, An
         ppo(exact).edit(bind=bindings)
     with pytest.raises(BindError, match=said):
         ppo(exact).bind(**bindings)
+
+
+def test_binding_changes_no_node_and_keeps_what_is_bound() -> None:
+    graph = ppo(exact).edit(bind={"actor": BINDINGS["actor"]})
+    job = graph.bind(**{role: backend for role, backend in BINDINGS.items() if role != "actor"})
+    assert job.graph.nodes is graph.nodes and job.graph.bindings == BINDINGS
 
 
 def test_a_reference_may_be_a_trainer_but_an_actor_no_scorer() -> None:

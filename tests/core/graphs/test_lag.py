@@ -1,4 +1,4 @@
-"""`Lag`: what `edit(lag=Lag(...))` makes of a graph, and what is refused where weights change under answers."""
+"""`Lag`: what a graph runs as where weights change under answers, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import pytest
 import flowrl
 from flowrl import After, Graph, Lag, Reads, Role, Writes, graphs
 from flowrl import columns as c
+from flowrl.core.graphs.lag import SPANS
+from flowrl.core.graphs.spans import spanned, swaps
 from flowrl.core.operators.operator import Operator
+from flowrl.core.operators.ports import PortField
+from flowrl.core.operators.session import Session
 from flowrl.draw import mermaid
 from flowrl.errors import GraphError, ParameterError
 from flowrl.graphs import grpo, ppo
-from flowrl.operators import Collect, Interact, RolloutCorrection, Spread, UpdateActor
+from flowrl.operators import Collect, Interact, RolloutCorrection, Spread, Sync, UpdateActor
 from flowrl.protocols.protocols import Synced, Trainer
 from flowrl.records import Receipt, Updated
 from flowrl.rules.check import check
@@ -33,43 +37,54 @@ def corrected(name: str) -> Any:
 
 
 class Ages(Operator):
-    """An operator of one's own, which wants one version a row."""
-
-    def __call__(self, advantages: c.Advantages, policy_version: c.PolicyVersion) -> c.Advantages:
-        return advantages * (policy_version[:, None] > 0)
-
-
-class TokenAges(Operator):
-    """One that looks at the tokens."""
+    """An operator of one's own that reads the versions of tokens where these have their own."""
 
     def __call__(
-        self, advantages: c.Advantages, policy_version: c.PolicyVersion, token_version: c.TokenVersion
+        self, advantages: c.Advantages, policy_version: c.PolicyVersion, token_version: c.TokenVersion | None = None
     ) -> c.Advantages:
-        return advantages * (token_version >= policy_version[:, None])
+        return advantages * (policy_version[:, None] > 0)
 
 
 @pytest.mark.parametrize("caches", ["recompute", "reuse"])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_an_edit_says_it_of_the_sync_and_the_update(name: str, caches: Any) -> None:
-    plain = corrected(name)
-    spanned = plain.edit(lag=Lag(2, spans=True, caches=caches))
-    assert str(plain.diff(spanned)).splitlines()[1:] == [
-        "~ update_actor.spans: False -> True",
-        "~ update_actor <- token_version: unwired -> generate.token_version",
-        f"~ sync.caches: None -> {caches!r}",
-        "~ lag of Sync -> Generate: 0 -> 2",
-    ]
-    assert check(spanned) == []
-    assert spanned.edit(lag=Lag(1)) == spanned.edit(lag=1) == plain.edit(lag=1)
-    assert spanned.edit(lag=0) == plain and spanned.edit().edit(name="other").edit(name=plain.name) == spanned
-    drawn = [mermaid.draw(graph) for graph in (spanned, plain.edit(lag=2))]
+def test_the_graph_has_it_and_what_runs_follows(name: str, caches: Any) -> None:
+    plain, lag = corrected(name), Lag(2, spans=True, caches=caches)
+    graph = plain.edit(lag=lag)
+    assert str(plain.diff(graph)).splitlines()[1:] == [f"~ lag of Sync -> Generate: 0 -> {lag!r}"]
+    assert check(graph) == [] and spanned(plain) is plain
+    assert graph.edit(lag=Lag(1)) == graph.edit(lag=1) == plain.edit(lag=1)
+    assert graph.edit(lag=0) == plain and graph.edit().edit(name="other").edit(name=plain.name) == graph
+    runs = spanned(graph)
+    assert wires(runs, "update_actor") == {
+        **wires(graph, "update_actor"),
+        "token_version": "generate.token_version",
+    }
+    assert [name for name, node in runs.nodes.items() if SPANS in node.effects] == swaps(graph) == ["sync"]
+    sync = runs["sync"].operator
+    engine = Engine()
+    with Session({"actor": engine, "rollout": engine}, seed=0).active():
+        for operator in (graph["sync"].operator, sync, Sync().in_place_of(sync)):
+            operator.run({PortField("updated"): Updated(1)})
+    assert engine.done == ["sync", caches, caches]
+    drawn = [mermaid.draw(graph) for graph in (graph, plain.edit(lag=2))]
     assert '"lag 2<br/>spans"' in drawn[0] and '"lag 2"' in drawn[1] and "spans" not in drawn[1]
 
 
 def test_a_file_holds_it(tmp_path: Path) -> None:
-    spanned = corrected("grpo").edit(lag=Lag(2, spans=True, caches="reuse"))
-    flowrl.save(spanned, tmp_path / "graph.json")
-    assert flowrl.load(tmp_path / "graph.json") == spanned
+    graph = corrected("grpo").edit(lag=Lag(2, spans=True, caches="reuse"))
+    flowrl.save(graph, tmp_path / "graph.json")
+    assert flowrl.load(tmp_path / "graph.json") == graph
+    assert graph.to_dict()["lag"] == {"versions": 2, "spans": True, "caches": "reuse"}
+    assert graph.edit(lag=2).to_dict()["lag"] == 2 and graph.fingerprint() != graph.edit(lag=2).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [({"versions": 0, "spans": True}, "Lag.0, spans=True. has nothing"), ({"version": 1}, "which means nothing there")],
+)
+def test_a_file_with_another_lag_is_refused(written: Any, words: str) -> None:
+    with pytest.raises(GraphError, match=words):
+        Graph.from_dict({**corrected("grpo").to_dict(), "lag": written})
 
 
 def test_versions_of_tokens_pass_through_gates() -> None:
@@ -77,13 +92,16 @@ def test_versions_of_tokens_pass_through_gates() -> None:
     before = corrected("grpo").edit(insert=gate).edit(lag=Lag(1, spans=True))
     after = corrected("grpo").edit(lag=Lag(1, spans=True)).edit(insert=gate)
     for graph in (before, after):
-        assert wires(graph, "update_actor")["token_version"] == "collect.token_version"
-        assert check(graph) == []
+        assert wires(spanned(graph), "update_actor")["token_version"] == "collect.token_version"
+        assert check(graph) == check(spanned(graph)) == []
+    two = spanned(graphs.raft(exact).edit(insert=gate).edit(lag=Lag(1, spans=True)))
+    assert wires(two, "update_actor")["token_version"] == "filter.token_version"
+    assert wires(two, "filter")["rows.token_version"] == "collect.token_version"
 
 
 def test_episodes_have_them_too() -> None:
     graph = corrected("grpo").edit(replace={"generate": Interact(Echo)}).edit(lag=Lag(1, spans=True))
-    assert wires(graph, "update_actor")["token_version"] == "interact.token_version"
+    assert wires(spanned(graph), "update_actor")["token_version"] == "interact.token_version"
 
 
 @pytest.mark.parametrize(
@@ -100,17 +118,28 @@ def test_a_lag_counts_versions(versions: Any) -> None:
         Lag(versions)
 
 
-def test_nothing_that_wants_one_version_a_row_is_left_alone() -> None:
-    spanned = corrected("grpo").edit(lag=Lag(1, spans=True))
-    found = check(spanned.edit(insert={"ages": After("correction", Ages())}))
-    assert [(one.rule, one.node) for one in found] == [("FR040", "ages")]
-    assert "its policy_version is one version a row, and sync changes weights" in found[0].message
-    assert "expected it to read token_version, too, or edit(lag=1)" in found[0].message
-    assert check(spanned.edit(insert={"ages": After("correction", TokenAges())})) == []
-    assert check(corrected("grpo").edit(lag=1, insert={"ages": After("correction", Ages())})) == []
-    by_hand = check(spanned.edit(set={"update_actor.spans": False}))
-    assert [(one.rule, one.node) for one in by_hand] == [("FR040", "update_actor")]
-    assert "edit(set={'update_actor.spans': True})" in by_hand[0].message
+def test_an_operator_of_ones_own_reads_them_where_a_port_takes_them() -> None:
+    graph = corrected("grpo").edit(insert={"ages": After("correction", Ages())}, lag=Lag(1, spans=True))
+    assert "token_version" not in wires(graph, "ages")
+    assert wires(spanned(graph), "ages")["token_version"] == "generate.token_version"
+
+
+class Engine:
+    """A trainer and an engine in one, at version 1, which keeps how weights were carried."""
+
+    version = 1
+
+    def __init__(self) -> None:
+        self.receipt = Receipt(1, "", 0, 0.0, "memory")
+        self.done: list[str] = []
+
+    def sync(self, actor: Any) -> Receipt:
+        self.done.append("sync")
+        return self.receipt
+
+    def swap(self, actor: Any, caches: str) -> Receipt:
+        self.done.append(caches)
+        return self.receipt
 
 
 class OwnSync(Operator):
@@ -125,7 +154,7 @@ class OwnSync(Operator):
 
 def test_a_sync_that_cannot_swap_is_refused() -> None:
     own = corrected("grpo").edit(replace={"sync": OwnSync()})
-    assert own.edit(lag=1).lag == 1
+    assert own.edit(lag=1).lag == Lag(1)
     with pytest.raises(GraphError, match=r"spans=True.* lets .*, and grpo has no node that could.*edit\(lag=1\)"):
         own.edit(lag=Lag(1, spans=True))
 
@@ -133,11 +162,12 @@ def test_a_sync_that_cannot_swap_is_refused() -> None:
 @pytest.mark.parametrize("graph", [self_play(), league(), twice(), graphs.remax(exact)])
 def test_graphs_of_several_policies_and_samplers_have_spans(graph: Graph) -> None:
     """Each update reads the versions of the very tokens that it trains on."""
-    spanned = graph.edit(lag=Lag(1, spans=True))
-    syncs = [node for node in spanned.nodes.values() if node.is_sync]
-    updates = [node for node in spanned.nodes.values() if isinstance(node.operator, UpdateActor)]
-    assert syncs and updates and all(node.operator.caches == "recompute" for node in syncs)  # type: ignore[attr-defined]
+    with_spans = graph.edit(lag=Lag(1, spans=True))
+    runs = spanned(with_spans)
+    syncs = [node for node in runs.nodes.values() if node.is_sync]
+    updates = [node for node in runs.nodes.values() if isinstance(node.operator, UpdateActor)]
+    assert syncs and updates and all(SPANS in node.effects for node in syncs)
     for node in updates:
-        read = wires(spanned, node.name)
+        read = wires(runs, node.name)
         assert read["token_version"] == read["rollout.policy_version"].replace("policy_version", "token_version")
-    assert {one.rule for one in check(spanned)} == {one.rule for one in check(graph.edit(lag=1))}
+    assert {one.rule for one in check(with_spans)} == {one.rule for one in check(graph.edit(lag=1))}
