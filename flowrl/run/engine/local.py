@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from flowrl import errors
 from flowrl.core.graphs.graph import Node
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.operator import Operator
@@ -181,7 +182,7 @@ def failure(
 
 
 # Where the code of flowrl, of Python and of installed packages is.
-_OTHERS = (str(Path(__file__).parents[1]), *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")))
+_OTHERS = (str(Path(errors.__file__).parent), *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")))
 
 
 def _is_of_a_user(file: str) -> bool:
