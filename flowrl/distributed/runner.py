@@ -216,7 +216,7 @@ class RayRunner:
         """Columns are put into the object store by the driver: what a host has put there ends with it."""
         if not self.hosts.place.rebuilds:
             return outputs
-        types = node.operator.signature.outputs
+        types = node.signature.outputs
         columns = {
             name: self.fetch(node, name, held) for name, held in outputs.items() if isinstance(types[name], ColumnType)
         }
@@ -431,7 +431,7 @@ def _swapping(graph: Graph) -> list[str]:
 
 def column_type(node: Node, output: str) -> ColumnType:
     """The type of a column that a node writes."""
-    wanted = node.operator.signature.outputs[output]
+    wanted = node.signature.outputs[output]
     assert isinstance(wanted, ColumnType)
     return wanted
 

@@ -91,6 +91,11 @@ class Node:
             for field_name, use in self.operator.role_uses.items()
         )
 
+    @cached_property
+    def signature(self) -> Signature:
+        """The ports of its operator."""
+        return self.operator.signature
+
     @property
     def when(self) -> When:
         """In which steps it runs, as far as that is up to itself: it does not run where a source of it does not."""
@@ -220,7 +225,7 @@ def _read_of_gates(nodes: Mapping[str, Node], sinks: Sequence[str]) -> dict[str,
     read: dict[str, set[str]] = {}
     ends = [sink for sink in sinks if isinstance(sink, str) and sink in nodes]
     for sink in ends:
-        read.setdefault(sink, set()).update(nodes[sink].operator.signature.outputs)
+        read.setdefault(sink, set()).update(nodes[sink].signature.outputs)
     while ends:
         node = nodes[ends.pop()]
         for end, edge in node.inputs.items():
@@ -280,7 +285,7 @@ class Graph:
             data.add_node(node.name, position=position)
         for node in nodes.values():
             for port_field, edge in node.inputs.items():
-                if edge.node not in nodes or edge.output not in nodes[edge.node].operator.signature.outputs:
+                if edge.node not in nodes or edge.output not in nodes[edge.node].signature.outputs:
                     raise GraphError(
                         f"{node.name}.{port_field} comes from {edge}, which {name} does not have; it has the nodes "
                         f"{', '.join(nodes)}."

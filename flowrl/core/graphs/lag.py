@@ -94,5 +94,5 @@ def row_versions(graph: Graph, node: Node) -> dict[PortField, Edge]:
 
 def token_versions(graph: Graph, node: Node) -> bool:
     """Whether what wrote the versions of the rows that a node reads writes those of their tokens, too."""
-    written = (graph[edge.node].operator.signature.outputs for edge in row_versions(graph, node).values())
+    written = (graph[edge.node].signature.outputs for edge in row_versions(graph, node).values())
     return any("token_version" in outputs for outputs in written)

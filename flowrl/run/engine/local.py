@@ -101,7 +101,7 @@ class LocalRunner:
 
     def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
         """The columns of all rounds, as wide as the widest."""
-        types = node.operator.signature.outputs
+        types = node.signature.outputs
         together: dict[tuple[str, int], dict[str, str]] = {}  # by maker, the outputs by the names of their columns
         for output, maker in makers.items():
             column = getattr(types[output], "name", output)

@@ -62,7 +62,7 @@ class NodeInfo:
         nodes = [*(graph[name] for name in graph.inputs), *plan.order]
         infos = {}
         for position, node in enumerate(nodes):
-            outputs = node.operator.signature.outputs.items()
+            outputs = node.signature.outputs.items()
             infos[node.name] = NodeInfo(
                 node,
                 node.is_input,
@@ -124,10 +124,10 @@ def ahead_of(infos: Mapping[str, NodeInfo], region: Region) -> frozenset[str]:
 
 def _row_axes(graph: Graph, node: Node) -> tuple[str | None, str | None]:
     """The row axis that a node works on, and that of what it writes; None where these are no columns."""
-    fields = node.operator.signature.fields
+    fields = node.signature.fields
     on_batch = (edge for field, edge in node.inputs.items() if getattr(fields[field], "on_batch", False))
     read = (graph.types[edge].axes for edge in on_batch)
-    written = (graph.types[Edge(node.name, output)].axes for output in node.operator.signature.outputs)
+    written = (graph.types[Edge(node.name, output)].axes for output in node.signature.outputs)
     first, second = (next((axes[0] for axes in side if axes), None) for side in (read, written))
     return first, second
 

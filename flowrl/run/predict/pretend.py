@@ -97,7 +97,7 @@ class PretendRunner:
         self._enter(task, start, seconds, processes)
         outputs = {
             output: Rows(rows * node.operator.rows_factor) if isinstance(wanted, ColumnType) else None
-            for output, wanted in node.operator.signature.outputs.items()
+            for output, wanted in node.signature.outputs.items()
         }
         done = TaskResult(task, outputs, Metrics(), {}, written, max(seconds))
         heapq.heappush(self._running, (start + max(seconds), next(self._launched), done))
@@ -112,7 +112,7 @@ class PretendRunner:
 
     def fetch(self, node: Node, output: str, held: Rows) -> Tensor | np.ndarray[Any, Any]:
         """A column of as many rows, and of nothing."""
-        wanted = node.operator.signature.outputs[output]
+        wanted = node.signature.outputs[output]
         assert isinstance(wanted, ColumnType)
         return blank(wanted, held.number)
 
@@ -209,7 +209,7 @@ def blank(column: ColumnType, rows: int) -> Tensor | np.ndarray[Any, Any]:
 
 def _rows(task: Task) -> int:
     """How many rows an instance is given."""
-    fields = task.node.operator.signature.fields
+    fields = task.node.signature.fields
     held = (task.inputs[place] for place in task.inputs if getattr(fields[place], "on_batch", False))
     return next((one.number for one in held if isinstance(one, Rows)), 0)
 
