@@ -126,7 +126,9 @@ class PretendRunner:
 
     def _turn(self, processes: Sequence[ProcessSpec], node: str) -> None:
         """Let some processes have their slots; the driver waits for that."""
-        slept, woken = self._turns.take(processes)
+        slept, woken = self._turns.needed(processes)
+        self._turns.awake.difference_update(slept)
+        self._turns.awake.update(woken)
         self._forgetful |= {one for one in slept if self._forget & set(one.roles)}
         for what, whom in (("sleep", slept), ("wake", woken)):
             if whom:
