@@ -369,13 +369,9 @@ class Graph:
     @property
     def back_edges(self) -> list[tuple[str, str]]:
         """The edges across steps: from each node that writes an engine's weights to each that generates with them."""
-        engines = [(role, us) for role, us in self.roles().items() if any(u.goes_through(Synced) for u in us)]
-        return [
-            (writer.node, reader.node)
-            for _, uses in engines
-            for writer in uses if writer.mode == "writes"
-            for reader in uses if reader.mode == "reads"
-        ]  # fmt: skip
+        engines = [uses for uses in self.roles().values() if any(use.goes_through(Synced) for use in uses)]
+        pairs = ((one, other) for uses in engines for one in uses for other in uses)
+        return [(one.node, other.node) for one, other in pairs if (one.mode, other.mode) == ("writes", "reads")]
 
     @property
     def generators(self) -> list[str]:
