@@ -131,27 +131,27 @@ class Node:
         """How many updates its weights may be ahead of its rows; see `Operator.prior_updates`."""
         return self.initial_operator.prior_updates
 
-    @property
+    @cached_property
     def reads(self) -> list[str]:
         """The roles whose weights it reads."""
         return list(dict.fromkeys(use.role for use in self.uses if use.mode == "reads"))
 
-    @property
+    @cached_property
     def writes(self) -> list[str]:
         """The roles whose weights it writes."""
         return list(dict.fromkeys(use.role for use in self.uses if use.mode == "writes"))
 
-    @property
+    @cached_property
     def roles(self) -> list[str]:
         """Its roles, those that it writes first."""
         return list(dict.fromkeys([*self.writes, *self.reads]))
 
-    @property
+    @cached_property
     def home(self) -> str | None:
         """The role in whose process it runs: the one that it writes, else the one that it reads; None without any."""
         return next(iter(self.roles), None)
 
-    @property
+    @cached_property
     def is_sync(self) -> bool:
         """Whether it carries weights to an engine that generates."""
         return any(use.goes_through(Synced) and use.mode == "writes" for use in self.uses)
@@ -350,7 +350,7 @@ class Graph:
     def __contains__(self, name: object) -> bool:
         return name in self.nodes
 
-    @property
+    @cached_property
     def inputs(self) -> dict[str, type]:
         """Record class of every input."""
         return {n.name: n.operator.record for n in self.nodes.values() if isinstance(n.operator, Input)}

@@ -171,8 +171,8 @@ class Hosts:
                 raise died(dead[0], what, self.place, str(error).partition("\n")[0]) from error
             raise
 
-    def ranks(self, role: str) -> list[ProcessSpec]:
-        """The hosts of a role, in order of their rank."""
+    def ranks(self, role: str | None) -> list[ProcessSpec]:
+        """The hosts of a role, in order of their rank; none of None."""
         return [plan for plan in self.processes if role in plan.roles]
 
     def ask_role(self, role: str, what: str, method: str, *arguments: Any) -> list[Any]:

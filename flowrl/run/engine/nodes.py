@@ -17,6 +17,7 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.core.operators.when import When
 from flowrl.run.engine.runner import Counts, Lengths, Runner
 from flowrl.run.engine.schedule import Schedule
+from flowrl.spec import schedules
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class NodeInfo:
         waits, frees: see `Schedule`.
         readers: how many nodes read what it writes.
         whens: what says in which steps it runs.
+        changes: whether its operator has other numbers in other steps.
         ahead: by how many versions generation may be ahead of what it trains.
     """
 
@@ -49,6 +51,7 @@ class NodeInfo:
     frees: tuple[tuple[str, int], ...]
     readers: int
     whens: tuple[When, ...]
+    changes: bool
     ahead: Ahead
 
     def runs(self, step: int) -> bool:
@@ -75,6 +78,7 @@ class NodeInfo:
                 schedule.frees[node.name],
                 plan.readers.get(node.name, 0),
                 graph.whens(node.name),
+                bool(schedules(node.operator)),
                 _ahead(graph, node, schedule.lag),
             )
         return infos

@@ -18,16 +18,17 @@ class Turns:
     """
 
     def __init__(self, processes: Sequence[ProcessSpec]) -> None:
-        self._processes = processes
+        self._others = {one: [other for other in processes if one.meets(other)] for one in processes}
         self.awake: set[ProcessSpec] = set()
 
     def shared(self, processes: Iterable[ProcessSpec]) -> bool:
         """Whether any of these shares a slot with another process."""
-        return any(one.meets(other) for one in processes for other in self._processes)
+        return any(self._others[one] for one in processes)
 
     def awake_on(self, processes: Collection[ProcessSpec]) -> list[ProcessSpec]:
         """The other processes that are awake on a slot of these."""
-        return [one for one in self._processes if one in self.awake and any(one.meets(other) for other in processes)]
+        wanted = {other for one in processes for other in self._others[one]}
+        return [one for one in self._others if one in self.awake & wanted]
 
     def needed(
         self, coming: Sequence[ProcessSpec], keep_awake: Collection[ProcessSpec] = ()

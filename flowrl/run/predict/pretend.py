@@ -25,8 +25,7 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import NodeError
 from flowrl.protocols.backend import Backend
-from flowrl.run.engine.local import load_of
-from flowrl.run.engine.runner import Counts, Lengths, Task, TaskResult
+from flowrl.run.engine.runner import Counts, Lengths, Task, TaskResult, load_of
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.run.placement.placement import processes_of, rows_of_ranks, slots_of
