@@ -130,7 +130,7 @@ def columns_of(rows: int, prompt: int, response: int) -> Columns:
 
 def written(node: Node) -> list[str]:
     """The columns that a node writes."""
-    return [name for name, type in node.operator.signature.outputs.items() if isinstance(type, ColumnType)]
+    return [name for name, type in node.signature.outputs.items() if isinstance(type, ColumnType)]
 
 
 def flow_step(plan: Plan, columns: Columns, worker: Any, counted: dict[str, int]) -> None:

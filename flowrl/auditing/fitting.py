@@ -79,7 +79,7 @@ def sources_of_scores(graph: Graph) -> Iterator[Node]:
         reads = (graph.types[edge].type for edge in node.inputs.values())
         if isinstance(node.operator, Gate) or any(getattr(type, "kind", "") == "score" for type in reads):
             continue
-        if any(getattr(wanted, "kind", "") == "score" for wanted in node.operator.signature.outputs.values()):
+        if any(getattr(wanted, "kind", "") == "score" for wanted in node.signature.outputs.values()):
             yield node
 
 
@@ -87,7 +87,7 @@ def _tabled(graph: Graph, said: list[str]) -> Graph:
     """The graph with tables in the place of what scores responses; what scores alike has one, by its number."""
     known: dict[str, int] = {}
     for node in list(sources_of_scores(graph)):
-        outputs = list(node.operator.signature.outputs)
+        outputs = list(node.signature.outputs)
         if outputs != ["token_level_scores"]:
             raise AuditError(
                 f"{node.name} ({type(node.operator).__name__}) writes {', '.join(outputs)} from responses, and a task "

@@ -158,7 +158,7 @@ def _scores(graph: Graph, generator: str, nodes: set[str]) -> tuple[Edge, ...]:
     found: dict[Edge, None] = {}
     by_gates: dict[Edge, None] = {}
     for node in (graph[name] for name in graph.nodes if name in nodes):
-        writes = [Edge(node.name, output) for output in node.operator.signature.outputs]
+        writes = [Edge(node.name, output) for output in node.signature.outputs]
         read = {behind_gates(graph, edge): None for edge in node.inputs.values() if is_score(edge)}
         if isinstance(node.operator, Gate):
             by_gates |= read

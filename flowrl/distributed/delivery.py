@@ -45,8 +45,8 @@ class Delivery:
             [seats[host] for host in self._senders], [seats[host] for host in self._receivers]
         )
         # Both sides of a stream are awake, and two hosts that share a slot have no room for that.
-        shared = any(sender.meets(receiver) for sender in self._senders for receiver in self._receivers)
-        if shared and self.transport in ("gloo", "nccl"):
+        pairs = ((sender, receiver) for sender in self._senders for receiver in self._receivers)
+        if self.transport in ("gloo", "nccl") and any(sender.meets(receiver) for sender, receiver in pairs):
             self.transport = "object store"
         if self.transport == "cuda ipc" and not self._fit_together():
             self.transport = "object store"

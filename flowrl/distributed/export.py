@@ -20,6 +20,10 @@ from flowrl.sync.received import Manifest, Origin, ReceivedWeights, Weight, rece
 class Export:
     """Weights in the object store; a `flowrl.sync.received.Shipment`.
 
+    A trainer that takes turns with the engine on a slot can only send this way: it sleeps when the engine receives.
+    Between two CPU processes of one machine it takes half to three quarters of the time of a stream by gloo, for 0.5 to
+    261 MiB (`benchmarks/ray_sync.py`).
+
     Besides the weights themselves there is at most one bucket in the memory of the trainer's process (for weights on
     a GPU: in CPU memory; where they are sharded, what gathering them takes comes on top, see the backend), one copy of
     all weights in the object store until they are received, and one tensor in the memory of the receiving process,

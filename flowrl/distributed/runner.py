@@ -42,13 +42,12 @@ from flowrl.distributed.hosts.shards import shard
 from flowrl.distributed.hosts.wire import Array, ColumnPart, pack, widths
 from flowrl.distributed.hosts.worker_logs import relay_warnings
 from flowrl.errors import DataError, EngineError, NodeError, SwapError
-from flowrl.run.engine.local import load_of, pairs
-from flowrl.run.engine.runner import Lengths, Task, TaskResult
+from flowrl.run.engine.runner import Lengths, Task, TaskResult, load_of, pairs
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.engine.weights import TrainedWeights
 from flowrl.run.placement.place import ProcessSpec, lay_out
-from flowrl.run.placement.placement import processes_of, refuse_unplaceable, rows_of_ranks, slots_of, uid_field
+from flowrl.run.placement.placement import refuse_unplaceable, rows_of_ranks, slots_of, uid_field
 from flowrl.sync.group import Interrupted
 
 
@@ -165,7 +164,7 @@ class RayRunner:
             raise
 
     def _start(self, task: Task) -> None:
-        hosts: list[ProcessSpec | None] = [*processes_of(task.node, self.hosts.processes)] or [None]
+        hosts: list[ProcessSpec | None] = [*self.hosts.ranks(task.node.home)] or [None]
         delivery = self._delivery(task)
         sources = delivery.prepare() if delivery else {}
         keep_awake = delivery.stay_awake if delivery else []
@@ -216,7 +215,7 @@ class RayRunner:
         """Columns are put into the object store by the driver: what a host has put there ends with it."""
         if not self.hosts.place.rebuilds:
             return outputs
-        types = node.operator.signature.outputs
+        types = node.signature.outputs
         columns = {
             name: self.fetch(node, name, held) for name, held in outputs.items() if isinstance(types[name], ColumnType)
         }
@@ -242,18 +241,18 @@ class RayRunner:
 
     def _rows(self, task: Task, ranks: int) -> list[Array | None]:
         """The rows of each rank, in ascending order; None where all run on all."""
-        operator = task.node.operator
-        fields = operator.signature.fields.items()
-        columns = [place for place, wanted in fields if isinstance(wanted, ColumnType) and wanted.on_batch]
-        columns = [place for place in columns if place in task.inputs]
+        operator, fields = task.node.operator, task.node.signature.fields
         # Rows that a node makes anew are in its own order, which parts of them would not be.
-        if ranks == 1 or not columns or operator.creates_axis("batch"):
+        if ranks == 1 or operator.creates_axis("batch"):
+            return [None] * ranks
+        columns = [place for place in task.inputs if getattr(fields[place], "on_batch", False)]
+        if not columns:
             return [None] * ranks
         if operator.granularity == "batch":
             return rows_of_ranks(task, ranks)
         tokens, groups = task.lengths.tokens if task.lengths is not None else None, None
         if operator.granularity == "group" and (uid := uid_field(task.node)) is not None:
-            wanted = operator.signature.fields[uid]
+            wanted = fields[uid]
             assert isinstance(wanted, ColumnType)
             groups = list(self._fetch(task.inputs[uid], wanted, str(task)))  # the one column that the driver looks at
         rows = sum(len(piece.rows) for piece in task.inputs[columns[0]])
@@ -431,7 +430,7 @@ def _swapping(graph: Graph) -> list[str]:
 
 def column_type(node: Node, output: str) -> ColumnType:
     """The type of a column that a node writes."""
-    wanted = node.operator.signature.outputs[output]
+    wanted = node.signature.outputs[output]
     assert isinstance(wanted, ColumnType)
     return wanted
 

@@ -146,7 +146,7 @@ def _box(node: Node, details: list[str], mark: Mark = "") -> Box:
 
 def _written(node: Node) -> str:
     """The columns that a node writes, or the record of them where they are many."""
-    signature = node.operator.signature
+    signature = node.signature
     record, outputs = signature.output_record, list(signature.outputs)
     return ", ".join(outputs) if record is None or len(outputs) <= 2 else record.__name__
 
@@ -197,11 +197,11 @@ def _arrows(graph: Graph) -> Iterator[Arrow]:
 
 def _flow(graph: Graph, source: str, node: Node) -> tuple[str, bool]:
     """What an edge carries, the record where a whole one is read, else columns; and whether that is all there is."""
-    signature = graph[source].operator.signature
+    signature = graph[source].signature
     record = signature.output_record
     reads_record = any(
         port.record is not None and field in node.inputs and node.inputs[field].node == source
-        for port in node.operator.signature.ports.values()
+        for port in node.signature.ports.values()
         for field in port.fields
     )
     if record is not None and reads_record:

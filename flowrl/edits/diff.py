@@ -110,13 +110,13 @@ def diff(before: Graph, after: Graph) -> Diff:
     renamed = _renamed(before, after)
     gone = [name for name in before.nodes if name not in after and name not in renamed]
     added = [name for name in after.nodes if name not in before and name not in renamed.values()]
-    written = [t for name in added for t in after[name].operator.signature.outputs.values()]
+    written = [t for name in added for t in after[name].signature.outputs.values()]
     pruned = [
         name
         for name in gone
         if name not in before.sinks
         and set(before.network.successors(name)) <= set(gone)
-        and not any(accepts(t, w) for t in before[name].operator.signature.outputs.values() for w in written)
+        and not any(accepts(t, w) for t in before[name].signature.outputs.values() for w in written)
     ]
     changed = {}
     for name, node in after.nodes.items():
@@ -157,11 +157,11 @@ def _in_place_of(
         now |= {edges[f].node: None for f, edge in reader.inputs.items() if edge.node == name and f in edges}
     if now:
         return tuple(now)
-    outputs = before[name].operator.signature.outputs.values()
+    outputs = before[name].signature.outputs.values()
     return tuple(
         other
         for other in added
-        if any(accepts(t, written) for t in outputs for written in after[other].operator.signature.outputs.values())
+        if any(accepts(t, written) for t in outputs for written in after[other].signature.outputs.values())
     )
 
 

@@ -33,7 +33,7 @@ def expose_columns(graph: GraphT) -> GraphT:
         columns, inputs = dict(gate.columns), dict(node.inputs)
         through = {edge for field, edge in inputs.items() if field.port == ROWS}
         for source in reversed([other for other in graph.nodes if other in before]):  # the nearest gets the plain name
-            for output, type in nodes[source].operator.signature.outputs.items():
+            for output, type in nodes[source].signature.outputs.items():
                 edge = Edge(source, output)
                 if edge in through or not isinstance(type, ColumnType) or _axis(graph, edge) not in (rows, None):
                     continue
@@ -67,7 +67,7 @@ def insert_gate(graph: GraphT, name: str, gate: Gate, anchor: str, by_hand: Mapp
     Raises:
         GraphError: it is not clear what `predicate` reads, the anchor writes no rows, or nothing behind it reads any.
     """
-    rows = next((graph.types[Edge(anchor, o)].axes[:1] for o in graph[anchor].operator.signature.outputs), ())
+    rows = next((graph.types[Edge(anchor, o)].axes[:1] for o in graph[anchor].signature.outputs), ())
     if not rows:
         raise GraphError(
             f"{name} is inserted after {anchor}, which writes no rows that could be let through; insert it after a "

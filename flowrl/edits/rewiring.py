@@ -100,7 +100,7 @@ class Rewiring:
         Of a record of which it reads a part, it also rewrites the columns that are of no type that it reads.
         """
         anchor, outputs = self.anchors[name], self.operators[name].signature.outputs
-        theirs, read = self.graph[anchor].operator.signature.outputs, self._read(name)
+        theirs, read = self.graph[anchor].signature.outputs, self._read(name)
         anew = {old: [new for new, other in outputs.items() if same(type, other)] for old, type in theirs.items()}
         types = [theirs[old] for old, written in anew.items() if written and Edge(anchor, old) in read]
         rewritten: dict[Edge, Edge] = {}
@@ -223,11 +223,7 @@ class Rewiring:
         written, ahead = self.graph.types[edge].type, self.graph.ancestors(edge.node)
         for old in self.replace.keys() & ahead:
             made = self.replace[old].signature.outputs.get(edge.output)
-            if (
-                edge.output not in self.graph[old].operator.signature.outputs
-                and made is not None
-                and same(made, written)
-            ):
+            if edge.output not in self.graph[old].signature.outputs and made is not None and same(made, written):
                 return Edge(self.new_names[old], edge.output)
         return None
 
@@ -289,7 +285,7 @@ class Rewiring:
 
     def _refuse_unread(self, name: str, anchor: str, outputs: Mapping[str, FieldType]) -> None:
         """Refuse an inserted node whose columns nobody would read."""
-        theirs = self.graph[anchor].operator.signature.outputs
+        theirs = self.graph[anchor].signature.outputs
         output = next((new for new, t in outputs.items() if any(same(t, old) for old in theirs.values())), None)
         unread = output or next(iter(outputs))
         wire = f"wire={{'{suggest_reader(outputs[unread], self.operators, name)}': '{name}.{unread}'}}"

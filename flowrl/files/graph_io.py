@@ -377,7 +377,7 @@ def not_imported(graph: Graph) -> list[str]:
 def compact_inputs(node: Node) -> dict[str, str]:
     """The inputs of a node by port: a record that comes whole from one node is written as that node's name."""
     inputs: dict[str, str] = {}
-    for port in node.operator.signature.ports.values():
+    for port in node.signature.ports.values():
         wired = {field: node.inputs[field] for field in port.fields if field in node.inputs}
         sources = {edge.node for edge in wired.values()}
         same_names = all(field.name == edge.output for field, edge in wired.items())

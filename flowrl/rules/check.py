@@ -12,7 +12,7 @@ A graph may allow a rule to be broken, with a reason: ``graph.edit(allow={"FR007
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flowrl.core.graphs.graph import Graph
@@ -71,7 +71,7 @@ def check(graph: Graph, prompts: int | None = None) -> list[Finding]:
     Raises:
         ParameterError: `prompts` is no count.
     """
-    return [finding for finding in _found(graph, prompts) if finding.rule not in graph.allow]
+    return _found(graph, prompts, [rule for rule in RULES if rule.id not in graph.allow])
 
 
 def allowances(graph: Graph, prompts: int | None = None) -> list[Allowance]:
@@ -82,7 +82,7 @@ def allowances(graph: Graph, prompts: int | None = None) -> list[Allowance]:
     Raises:
         ParameterError: `prompts` is no count.
     """
-    found = _found(graph, prompts)
+    found = _found(graph, prompts, [rule for rule in RULES if rule.id in graph.allow])
     covered = {id: tuple(finding for finding in found if finding.rule == id) for id in graph.allow}
     judged = [id for id in graph.allow if covered[id] or prompts is not None or id not in rows.ASK_FOR_PROMPTS]
     return [Allowance(id, graph.allow[id], covered[id]) for id in judged]
@@ -137,9 +137,9 @@ def refuse_no_rules(allow: Mapping[str, str | None], said: str) -> None:
             )
 
 
-def _found(graph: Graph, prompts: int | None) -> list[Finding]:
+def _found(graph: Graph, prompts: int | None, rules: Sequence[Rule]) -> list[Finding]:
     if prompts is not None and (isinstance(prompts, bool) or not isinstance(prompts, int) or prompts < 1):
         raise ParameterError(f"check(prompts={prompts!r}) is no number of prompts a step; expected 1, 2, ... or None.")
     trains = bool(writers(graph, Trainer) or writers(graph, Critic))
-    asked = [rule for rule in RULES if trains or rule.everywhere]
+    asked = [rule for rule in rules if trains or rule.everywhere]
     return [Finding(rule.id, node, message) for rule in asked for node, message in rule.check(graph, prompts)]

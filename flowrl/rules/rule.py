@@ -101,7 +101,7 @@ def of_kind(graph: Graph, node: Node, *kinds: str) -> list[tuple[PortField, Edge
 
 def writes(node: Node, kind: str) -> bool:
     """Whether a node writes a column of this kind; what only passes through a gate, it does not."""
-    outputs = node.operator.signature.outputs.items()
+    outputs = node.signature.outputs.items()
     return kind in {getattr(t, "kind", None) for name, t in outputs if PortField(ROWS, name) not in node.inputs}
 
 

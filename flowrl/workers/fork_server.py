@@ -7,7 +7,6 @@ import importlib
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -52,10 +51,7 @@ class ForkServer:
         self.address = f"flowrl-{os.getpid()}-{secrets.token_hex(8)}" if listens else ""
         self._owner, self._lock, self._supervised = os.getpid(), threading.Lock(), supervised
         self._ready: int | Exception | None = None
-        if supervised:
-            self._process, self._channel = supervisor.start(PROGRAM)
-        else:
-            self._process, self._channel = _started(PROGRAM)
+        self._process, self._channel = supervisor.start(PROGRAM, supervised)
         setup = {"path": [*(sys.path if path is None else path)], "calls": calls, "address": self.address}
         send(self._channel, setup)
 
@@ -120,13 +116,3 @@ class ForkServer:
 def imports(modules: Sequence[str]) -> Calls:
     """The calls that import modules."""
     return [[importlib.__name__, importlib.import_module.__name__, module] for module in modules]
-
-
-def _started(program: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run a file in a process of a session of its own; also our end of its stdin."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # NumPy would start threads for every core
-        command = [sys.executable, "-P", program]
-        process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment, start_new_session=True)
-    return process, ours

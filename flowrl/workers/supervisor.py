@@ -27,16 +27,17 @@ from pathlib import Path
 PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 
 
-def start(program: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run a file in a supervised process; returns the first of the three processes, and our end of the worker's stdin.
+def start(program: str, supervised: bool = True) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run a file in a process of its own session; returns the process, and our end of the program's stdin.
 
-    Once that end is closed or shut down, the supervisor kills the worker and all that it has started.
+    If it is `supervised`, that is the first of three processes. Once our end is closed or shut down, the supervisor
+    kills the program and all that it has started.
     """
     with ExitStack() as undo:
         ours, theirs = map(undo.enter_context, socket.socketpair())
         process = subprocess.Popen(
             # -P: the folder of the file must not come before the standard library.
-            [sys.executable, "-P", __file__, program],
+            [sys.executable, "-P", *([__file__] if supervised else []), program],
             stdin=theirs.fileno(),
             env={"OMP_NUM_THREADS": "1", **os.environ},  # several workers share the cores with a model that computes
             start_new_session=True,  # we handle Ctrl-C

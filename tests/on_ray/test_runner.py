@@ -156,7 +156,7 @@ def test_traffic_is_what_nodes_read(tiny: str, tmp_path: Path, caplog: pytest.Lo
         executor.state.update({"mismatch.seen": {"steps": 10, "largest": 0.0, "alarm": False}})
         again = executor.step(proto(prompt_batch(PROMPTS[:4])), 8)
         assert again.metrics["actor/trained"].compute() == 12
-        [said] = [record for record in caplog.records if record.name.endswith("correction")]
+        [said] = [record for record in caplog.records if record.name.endswith("corrections")]
         assert said.getMessage().startswith("mismatch, step 11: the engine's log-probs differ from the trainer's by")
         assert executor.state["mismatch.seen"] == {"steps": 11, "largest": 0.0, "alarm": True}
 

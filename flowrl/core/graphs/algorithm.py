@@ -72,7 +72,7 @@ class Tracer:
             edge = Edge(node.name, output)
             self.types[edge] = typed
             symbols[output] = Symbol(self, edge, typed)
-        record = node.operator.signature.output_record
+        record = node.signature.output_record
         if record is not None:
             return with_clear_attribute_errors(record)(**symbols)
         return next(iter(symbols.values()), None)  # what writes nothing is a sink by itself
@@ -144,7 +144,7 @@ class Algorithm(Generic[P, R, GraphT]):
         inputs = {input: tracer.input(input, record) for input, record in self.inputs.items()}
         result = self.function(*inputs.values(), *bound.args, **bound.kwargs)
         returned = [symbol._edge.node for symbol in _symbols(result, name)]
-        silent = [node.name for node in tracer.nodes.values() if not node.operator.signature.outputs]
+        silent = [node.name for node in tracer.nodes.values() if not node.signature.outputs]
         sinks = tuple(dict.fromkeys([*returned, *silent]))
         if not sinks:
             raise GraphError(

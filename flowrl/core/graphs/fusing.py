@@ -120,7 +120,7 @@ def _apart(graph: Graph, scorer: Node, update: Node, made: Operator | str, unbou
     if scorer.name in graph.sinks:
         return f"{graph.name} returns what it writes"
     ports = [port for port, edge in update.inputs.items() if edge.node == scorer.name]
-    if ports != [PortField(output) for output in scorer.operator.signature.outputs]:
+    if ports != [PortField(output) for output in scorer.signature.outputs]:
         return f"{update.name} reads {', '.join(map(str, ports)) or 'nothing'} of it"
     if set(graph.whens(scorer.name)) != set(graph.whens(update.name)):
         return f"{update.name} does not run in the same steps"

@@ -92,6 +92,11 @@ class Node:
             for field_name, use in self.operator.role_uses.items()
         )
 
+    @cached_property
+    def signature(self) -> Signature:
+        """The ports of its operator."""
+        return self.operator.signature
+
     @property
     def when(self) -> When:
         """In which steps it runs, as far as that is up to itself: it does not run where a source of it does not."""
@@ -127,27 +132,27 @@ class Node:
         """How many updates its weights may be ahead of its rows; see `Operator.prior_updates`."""
         return self.initial_operator.prior_updates
 
-    @property
+    @cached_property
     def reads(self) -> list[str]:
         """The roles whose weights it reads."""
         return list(dict.fromkeys(use.role for use in self.uses if use.mode == "reads"))
 
-    @property
+    @cached_property
     def writes(self) -> list[str]:
         """The roles whose weights it writes."""
         return list(dict.fromkeys(use.role for use in self.uses if use.mode == "writes"))
 
-    @property
+    @cached_property
     def roles(self) -> list[str]:
         """Its roles, those that it writes first."""
         return list(dict.fromkeys([*self.writes, *self.reads]))
 
-    @property
+    @cached_property
     def home(self) -> str | None:
         """The role in whose process it runs: the one that it writes, else the one that it reads; None without any."""
         return next(iter(self.roles), None)
 
-    @property
+    @cached_property
     def is_sync(self) -> bool:
         """Whether it carries weights to an engine that generates."""
         return any(use.goes_through(Synced) and use.mode == "writes" for use in self.uses)
@@ -221,7 +226,7 @@ def _read_of_gates(nodes: Mapping[str, Node], sinks: Sequence[str]) -> dict[str,
     read: dict[str, set[str]] = {}
     ends = [sink for sink in sinks if isinstance(sink, str) and sink in nodes]
     for sink in ends:
-        read.setdefault(sink, set()).update(nodes[sink].operator.signature.outputs)
+        read.setdefault(sink, set()).update(nodes[sink].signature.outputs)
     while ends:
         node = nodes[ends.pop()]
         for end, edge in node.inputs.items():
@@ -281,7 +286,7 @@ class Graph:
             data.add_node(node.name, position=position)
         for node in nodes.values():
             for port_field, edge in node.inputs.items():
-                if edge.node not in nodes or edge.output not in nodes[edge.node].operator.signature.outputs:
+                if edge.node not in nodes or edge.output not in nodes[edge.node].signature.outputs:
                     raise GraphError(
                         f"{node.name}.{port_field} comes from {edge}, which {name} does not have; it has the nodes "
                         f"{', '.join(nodes)}."
@@ -347,7 +352,7 @@ class Graph:
     def __contains__(self, name: object) -> bool:
         return name in self.nodes
 
-    @property
+    @cached_property
     def inputs(self) -> dict[str, type]:
         """Record class of every input."""
         return {n.name: n.operator.record for n in self.nodes.values() if isinstance(n.operator, Input)}
@@ -366,13 +371,9 @@ class Graph:
     @property
     def back_edges(self) -> list[tuple[str, str]]:
         """The edges across steps: from each node that writes an engine's weights to each that generates with them."""
-        engines = [(role, us) for role, us in self.roles().items() if any(u.goes_through(Synced) for u in us)]
-        return [
-            (writer.node, reader.node)
-            for _, uses in engines
-            for writer in uses if writer.mode == "writes"
-            for reader in uses if reader.mode == "reads"
-        ]  # fmt: skip
+        engines = [uses for uses in self.roles().values() if any(use.goes_through(Synced) for use in uses)]
+        pairs = ((one, other) for uses in engines for one in uses for other in uses)
+        return [(one.node, other.node) for one, other in pairs if (one.mode, other.mode) == ("writes", "reads")]
 
     @property
     def generators(self) -> list[str]:

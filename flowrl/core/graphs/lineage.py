@@ -48,7 +48,7 @@ def own_line(graph: Graph, name: str) -> list[Node]:
         return line(graph, name)
     found = []
     for node in line(graph, name):
-        written = (Edge(node.name, output) for output in node.operator.signature.outputs)
+        written = (Edge(node.name, output) for output in node.signature.outputs)
         if node.name == name or made & set(_makers_of(graph, (*node.inputs.values(), *written))):
             found.append(node)
     return found

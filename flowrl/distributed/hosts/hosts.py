@@ -20,6 +20,7 @@ from flowrl.errors import FlowrlError, NodeError
 from flowrl.protocols.protocols import Closable
 from flowrl.run.engine.timeline import Timeline
 from flowrl.run.placement.place import ProcessSpec
+from flowrl.run.placement.turns import Turns
 from flowrl.sync.route import Seat
 
 _LOAD_SECONDS = 600  # that engines have at least; nodes have the place's deadline alone
@@ -53,10 +54,8 @@ class Hosts:
         self.processes, self.bindings, self.place, self.seed = processes, bindings, place, seed
         self._swapping = swapping
         self.timeline = Timeline()  # of whoever steps now
-        self._awake: set[ProcessSpec] = set()
-        self.unsynced_hosts: set[ProcessSpec] = (
-            set()
-        )  # whose engines have lost their weights in their sleep, until a sync
+        self._turns = Turns(processes)
+        self.unsynced_hosts: set[ProcessSpec] = set()  # engines that lost their weights asleep, until a sync
         self._slots = Slots(place, processes)
         self.actors: dict[ProcessSpec, Any] = {}
         self.seats: dict[ProcessSpec, Seat] = {}
@@ -105,7 +104,7 @@ class Hosts:
                 if isinstance(error, HostDiedError) or not isinstance(error.__cause__, FlowrlError):
                     raise
                 raise error.__cause__ from None  # what a backend says of its own binding, as it is said without Ray
-            if self._crowded(ranks):
+            if self._turns.shared(ranks):
                 self.ask(ranks, loading, "sleep")
 
     def method(self, plan: ProcessSpec | None, name: str, swapping: bool = False) -> Any:
@@ -172,8 +171,8 @@ class Hosts:
                 raise died(dead[0], what, self.place, str(error).partition("\n")[0]) from error
             raise
 
-    def ranks(self, role: str) -> list[ProcessSpec]:
-        """The hosts of a role, in order of their rank."""
+    def ranks(self, role: str | None) -> list[ProcessSpec]:
+        """The hosts of a role, in order of their rank; none of None."""
         return [plan for plan in self.processes if role in plan.roles]
 
     def ask_role(self, role: str, what: str, method: str, *arguments: Any) -> list[Any]:
@@ -215,7 +214,7 @@ class Hosts:
             self._kill([plan for lost in gone if lost is not None for plan in self.ranks(lost.roles[0])])
             gone = self.dead([None, *self.actors])
         absent = [plan for plan in self.processes if plan not in self.actors]
-        self._sleep(self._in_the_way_of(absent), "rebuilding")
+        self._sleep(self._turns.awake_on(absent), "rebuilding")
         try:
             self.start(absent)
         except BaseException:
@@ -226,7 +225,7 @@ class Hosts:
         for plan in plans:
             if (actor := self.actors.pop(plan, None)) is not None:
                 ray.kill(actor)
-            self._awake.discard(plan)
+            self._turns.awake.discard(plan)
             self.unsynced_hosts.discard(plan)  # a new one is synced before it does anything
 
     def close(self) -> None:
@@ -245,26 +244,15 @@ class Hosts:
 
     # ---- turns
 
-    def _crowded(self, plans: Iterable[ProcessSpec]) -> bool:
-        """Whether any of these shares a slot with another host, so that they take turns."""
-        return any(plan.meets(other) for plan in plans for other in self.processes)
-
-    def _in_the_way_of(self, plans: Iterable[ProcessSpec]) -> list[ProcessSpec]:
-        """Who is awake on a slot of these."""
-        coming = list(plans)
-        return [awake for awake in self.processes if awake in self._awake and any(awake.meets(plan) for plan in coming)]
-
     def take_turns(self, plans: Sequence[ProcessSpec], what: str, keep_awake: Sequence[ProcessSpec] = ()) -> None:
-        """Wake these hosts, on all of their slots, after putting to sleep whoever is awake on one of these, but for
-        those `keep_awake` them; they are idle."""
-        if not self._crowded(plans):
-            return
-        coming = [plan for plan in plans if plan not in self._awake]
-        self._sleep([plan for plan in self._in_the_way_of(coming) if plan not in keep_awake], what)
-        if coming:
-            self._awake.update(coming)  # before it is known, since one that fails in it may hold memory all the same
+        """Wake these hosts, on all of their slots, after putting to sleep those that are awake on one of these, but for
+        those `keep_awake`; they are idle."""
+        slept, woken = self._turns.needed(plans, keep_awake)
+        self._sleep(slept, what)
+        if woken:
+            self._turns.awake.update(woken)  # before it is known: one that fails in it may hold memory all the same
             with self.timeline.span("wake", "driver", "wait"):
-                self.ask(coming, f"{what}, waking,", "wake")
+                self.ask(woken, f"{what}, waking,", "wake")
 
     def _sleep(self, plans: list[ProcessSpec], what: str) -> None:
         if not plans:
@@ -272,14 +260,14 @@ class Hosts:
         self.unsynced_hosts |= {plan for plan in plans if self._loses_weights(plan)}
         with self.timeline.span("sleep", "driver", "wait"):
             self.ask(plans, f"{what}, putting to sleep,", "sleep")
-        self._awake.difference_update(plans)
+        self._turns.awake.difference_update(plans)
 
     def _loses_weights(self, plan: ProcessSpec) -> bool:
         return any(self.bindings[role].loses_weights_asleep for role in plan.roles)
 
     def clear(self, plans: Sequence[ProcessSpec], what: str) -> None:
         """Put to sleep those of these hosts whose slots others have taken beside them."""
-        self._sleep([plan for plan in plans if any(plan.meets(other) for other in self._awake)], what)
+        self._sleep([plan for plan in plans if any(plan.meets(other) for other in self._turns.awake)], what)
 
 
 def _loading(roles: Sequence[str]) -> str:

@@ -276,7 +276,7 @@ class InFlightSteps:
     ) -> None:
         """Start an instance, with the numbers that its operator has in its step."""
         now = self._moment(step)
-        node, state = info.node.in_step(now), self.state
+        node, state = info.node.in_step(now) if info.changes else info.node, self.state
         task = Task(node, step, self._seed, inputs, state, lengths, self._during, round, now, info.ahead)
         if info.ahead and (one := self._steps[step]).filled is None:
             one.filled = sum(self._ahead <= other.left.keys() for other in self._steps.values())

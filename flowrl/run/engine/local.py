@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from flowrl import errors
 from flowrl.core.graphs.graph import Node
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.operator import Operator
@@ -26,7 +27,7 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.engine.nodes import lengths_of
-from flowrl.run.engine.runner import Lengths, Task, TaskResult
+from flowrl.run.engine.runner import Lengths, Task, TaskResult, load_of, pairs
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.engine.weights import TrainedWeights
@@ -64,11 +65,11 @@ class LocalRunner:
         Raises:
             NodeError: it raised; names node, step and the shapes that it was given.
         """
-        operator = task.node.operator
-        made_for, call = self._calls.get(operator.name, (None, None))
+        name, operator = task.node.name, task.node.operator
+        made_for, call = self._calls.get(name, (None, None))
         if call is None or made_for is not operator:
             call = Call(operator, self._engine)
-            self._calls[operator.name] = operator, call
+            self._calls[name] = operator, call
         session = Session(self.engines, task.seed, task.state)
         session.begin_step(task.step or 0, task.now)
         session.round, session.ahead = task.round, task.ahead
@@ -82,7 +83,7 @@ class LocalRunner:
         end = time.time()
         lengths = lengths_of(outputs)
         self.timeline.spans.append(span_of(task, "this process", start, end, lengths))
-        self.timeline.add_waits(task.node.name, "this process", task.step, session.waits)
+        self.timeline.add_waits(name, "this process", task.step, session.waits)
         self._done.append(TaskResult(task, outputs, session.all_metrics(), session.changed(), lengths, end - start))
 
     def wait(self) -> Sequence[TaskResult]:
@@ -100,7 +101,7 @@ class LocalRunner:
 
     def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
         """The columns of all rounds, as wide as the widest."""
-        types = node.operator.signature.outputs
+        types = node.signature.outputs
         together: dict[tuple[str, int], dict[str, str]] = {}  # by maker, the outputs by the names of their columns
         for output, maker in makers.items():
             column = getattr(types[output], "name", output)
@@ -181,7 +182,7 @@ def failure(
 
 
 # Where the code of flowrl, of Python and of installed packages is.
-_OTHERS = (str(Path(__file__).parents[1]), *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")))
+_OTHERS = (str(Path(errors.__file__).parent), *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")))
 
 
 def _is_of_a_user(file: str) -> bool:
@@ -213,18 +214,3 @@ def span_of(task: Task, place: str, start: float, end: float, written: Lengths |
     """The span of a task that ran on all its rows, with what is known of these."""
     load = load_of(written or task.lengths)
     return Span(task.node.name, place, start, end, 0, "node", task.step, *load, pairs(written))
-
-
-def load_of(lengths: Lengths | None) -> tuple[int, int, int]:
-    """Rows; tokens; and tokens if every row were padded to the longest; zeros where nothing is known."""
-    if lengths is None:
-        return 0, 0, 0
-    rows = len(lengths.tokens)
-    return rows, int(lengths.tokens.sum()), rows * int(lengths.tokens.max(initial=0))
-
-
-def pairs(lengths: Lengths | None) -> tuple[tuple[int, int], ...]:
-    """Both lengths of each row, as a span holds them; none of rows without a response."""
-    if lengths is None or lengths.response is None:
-        return ()
-    return tuple(zip(lengths.tokens.tolist(), lengths.response.tolist(), strict=True))

@@ -17,6 +17,7 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.core.operators.when import When
 from flowrl.run.engine.runner import Counts, Lengths, Runner
 from flowrl.run.engine.schedule import Schedule
+from flowrl.spec import schedules
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class NodeInfo:
         waits, frees: see `Schedule`.
         readers: how many nodes read what it writes.
         whens: what says in which steps it runs.
+        changes: whether its operator has other numbers in other steps.
         ahead: by how many versions generation may be ahead of what it trains.
     """
 
@@ -49,6 +51,7 @@ class NodeInfo:
     frees: tuple[tuple[str, int], ...]
     readers: int
     whens: tuple[When, ...]
+    changes: bool
     ahead: Ahead
 
     def runs(self, step: int) -> bool:
@@ -62,7 +65,7 @@ class NodeInfo:
         nodes = [*(graph[name] for name in graph.inputs), *plan.order]
         infos = {}
         for position, node in enumerate(nodes):
-            outputs = node.operator.signature.outputs.items()
+            outputs = node.signature.outputs.items()
             infos[node.name] = NodeInfo(
                 node,
                 node.is_input,
@@ -75,6 +78,7 @@ class NodeInfo:
                 schedule.frees[node.name],
                 plan.readers.get(node.name, 0),
                 graph.whens(node.name),
+                bool(schedules(node.operator)),
                 _ahead(graph, node, schedule.lag),
             )
         return infos
@@ -124,10 +128,10 @@ def ahead_of(infos: Mapping[str, NodeInfo], region: Region) -> frozenset[str]:
 
 def _row_axes(graph: Graph, node: Node) -> tuple[str | None, str | None]:
     """The row axis that a node works on, and that of what it writes; None where these are no columns."""
-    fields = node.operator.signature.fields
+    fields = node.signature.fields
     on_batch = (edge for field, edge in node.inputs.items() if getattr(fields[field], "on_batch", False))
     read = (graph.types[edge].axes for edge in on_batch)
-    written = (graph.types[Edge(node.name, output)].axes for output in node.operator.signature.outputs)
+    written = (graph.types[Edge(node.name, output)].axes for output in node.signature.outputs)
     first, second = (next((axes[0] for axes in side if axes), None) for side in (read, written))
     return first, second
 

@@ -46,6 +46,21 @@ class Lengths(NamedTuple):
         return Lengths(self.tokens[rows], None if self.response is None else self.response[rows])
 
 
+def load_of(lengths: Lengths | None) -> tuple[int, int, int]:
+    """Rows; tokens; and tokens if every row were padded to the longest; zeros where nothing is known."""
+    if lengths is None:
+        return 0, 0, 0
+    rows = len(lengths.tokens)
+    return rows, int(lengths.tokens.sum()), rows * int(lengths.tokens.max(initial=0))
+
+
+def pairs(lengths: Lengths | None) -> tuple[tuple[int, int], ...]:
+    """Both lengths of each row, as a span holds them; none of rows without a response."""
+    if lengths is None or lengths.response is None:
+        return ()
+    return tuple(zip(lengths.tokens.tolist(), lengths.response.tolist(), strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """An instance that is to run.

@@ -49,7 +49,7 @@ class Steps:
 
     def __init__(self, plan: Plan, runner: Runner, seed: int, weights: TrainedWeights) -> None:
         self.plan, self.runner, self.seed = plan, runner, seed
-        self._fused = scorers(plan.graph)
+        self._fused, self._swaps = scorers(plan.graph), bool(swaps(plan.graph))
         self.timeline = Timeline()
         self.state: dict[str, Any] = {}
         self.during: str | None = None  # for messages, where its steps are none of a training
@@ -138,7 +138,7 @@ class Steps:
             for ahead in steps[steps.index(step) :][: lag + 1]:
                 if ahead not in flight:
                     resumed = self._resumed.pop(ahead, None)
-                    if resumed is None and swaps(self.plan.graph):
+                    if resumed is None and self._swaps:
                         self._protected(functools.partial(flight.draw_before, ahead), flight)
                     flight.open(ahead, resumed or StepSnapshot([self._complete(draw(ahead), infos, inputs)]))
             result = self._protected(functools.partial(self._finish, flight, step), flight)

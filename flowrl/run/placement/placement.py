@@ -76,6 +76,6 @@ def refuse_unplaceable(plan: Plan, hosts: list[ProcessSpec]) -> None:
 
 def uid_field(node: Node) -> PortField | None:
     """The port field by which a node reads which group a row is of."""
-    types = node.operator.signature.fields
+    types = node.signature.fields
     uids = (field for field in node.inputs if getattr(types[field], "kind", "") == "group")
     return next((field for field in uids if getattr(types[field], "on_batch", False)), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from flowrl.run.placement.place import ProcessSpec
 
@@ -12,17 +12,30 @@ class Turns:
 
     Args:
         processes: all of a job; those that share a slot begin asleep.
+
+    Attributes:
+        awake: those that share a slot and have their turn.
     """
 
     def __init__(self, processes: Sequence[ProcessSpec]) -> None:
-        self._processes = processes
-        self._awake: set[ProcessSpec] = set()
+        self._others = {one: [other for other in processes if one.meets(other)] for one in processes}
+        self.awake: set[ProcessSpec] = set()
 
-    def take(self, coming: Sequence[ProcessSpec]) -> tuple[list[ProcessSpec], list[ProcessSpec]]:
-        """Give these their turn on all of their slots: who is put to sleep for it, and who is woken."""
-        crowded = any(one.meets(other) for one in coming for other in self._processes)
-        woken = [one for one in coming if crowded and one not in self._awake]
-        slept = [one for one in self._processes if one in self._awake and any(one.meets(other) for other in woken)]
-        self._awake.difference_update(slept)
-        self._awake.update(woken)
-        return slept, woken
+    def shared(self, processes: Iterable[ProcessSpec]) -> bool:
+        """Whether any of these shares a slot with another process."""
+        return any(self._others[one] for one in processes)
+
+    def awake_on(self, processes: Collection[ProcessSpec]) -> list[ProcessSpec]:
+        """The other processes that are awake on a slot of these."""
+        wanted = {other for one in processes for other in self._others[one]}
+        return [one for one in self._others if one in self.awake & wanted]
+
+    def needed(
+        self, coming: Sequence[ProcessSpec], keep_awake: Collection[ProcessSpec] = ()
+    ) -> tuple[list[ProcessSpec], list[ProcessSpec]]:
+        """What gives these processes their turn on all of their slots: which ones to put to sleep, but for those
+        `keep_awake`, and which ones to wake."""
+        if not self.shared(coming):
+            return [], []
+        woken = [one for one in coming if one not in self.awake]
+        return [one for one in self.awake_on(woken) if one not in keep_awake], woken

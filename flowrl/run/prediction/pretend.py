@@ -25,8 +25,7 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import NodeError
 from flowrl.protocols.backend import Backend
-from flowrl.run.engine.local import load_of
-from flowrl.run.engine.runner import Counts, Lengths, Task, TaskResult
+from flowrl.run.engine.runner import Counts, Lengths, Task, TaskResult, load_of
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.placement.place import ProcessSpec
 from flowrl.run.placement.placement import processes_of, rows_of_ranks, slots_of
@@ -97,7 +96,7 @@ class PretendRunner:
         self._enter(task, start, seconds, processes)
         outputs = {
             output: Rows(rows * node.operator.rows_factor) if isinstance(wanted, ColumnType) else None
-            for output, wanted in node.operator.signature.outputs.items()
+            for output, wanted in node.signature.outputs.items()
         }
         done = TaskResult(task, outputs, Metrics(), {}, written, max(seconds))
         heapq.heappush(self._running, (start + max(seconds), next(self._launched), done))
@@ -112,7 +111,7 @@ class PretendRunner:
 
     def fetch(self, node: Node, output: str, held: Rows) -> Tensor | np.ndarray[Any, Any]:
         """A column of as many rows, and of nothing."""
-        wanted = node.operator.signature.outputs[output]
+        wanted = node.signature.outputs[output]
         assert isinstance(wanted, ColumnType)
         return blank(wanted, held.number)
 
@@ -126,7 +125,9 @@ class PretendRunner:
 
     def _turn(self, processes: Sequence[ProcessSpec], node: str) -> None:
         """Let some processes have their slots; the driver waits for that."""
-        slept, woken = self._turns.take(processes)
+        slept, woken = self._turns.needed(processes)
+        self._turns.awake.difference_update(slept)
+        self._turns.awake.update(woken)
         self._forgetful |= {one for one in slept if self._forget & set(one.roles)}
         for what, whom in (("sleep", slept), ("wake", woken)):
             if whom:
@@ -209,7 +210,7 @@ def blank(column: ColumnType, rows: int) -> Tensor | np.ndarray[Any, Any]:
 
 def _rows(task: Task) -> int:
     """How many rows an instance is given."""
-    fields = task.node.operator.signature.fields
+    fields = task.node.signature.fields
     held = (task.inputs[place] for place in task.inputs if getattr(fields[place], "on_batch", False))
     return next((one.number for one in held if isinstance(one, Rows)), 0)
 

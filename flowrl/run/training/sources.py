@@ -146,7 +146,7 @@ def _refuse_rows_of_other_templates(graph: Graph, streams: Mapping[str, Stream])
 def _refuse_other_columns(graph: Graph, name: str, source: Source) -> None:
     """Refuse a source that lacks columns of an input, or has others under their names."""
     has, kind = record_columns(source.record), type(source).__name__
-    wanted = graph[name].operator.signature.outputs
+    wanted = graph[name].signature.outputs
     if missing := [column for column, typed in wanted.items() if has.get(column) != typed]:
         fitting = f", as {source.record.__name__} has them" if set(wanted) & set(has) else ""
         raise ParameterError(

@@ -14,6 +14,7 @@ from flowrl import After, Metrics, Operator, PromptBatch, PromptData, algorithm
 from flowrl import columns as c
 from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.session import current
+from flowrl.data.proto.column_math import rows_of_groups
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.errors import DataError, NodeError
 from flowrl.graphs import grpo, ppo
@@ -92,13 +93,21 @@ class Forgetful(PPOClip):
         return torch.stack([])
 
 
-def test_what_a_loss_raises_is_told_with_its_line(tiny: str) -> None:
-    """And not with the line of the operator that it was given to, which is flowrl's."""
-    job = job_of("grpo", tiny).edit(set={"update_actor.loss": Forgetful()})
-    line = Forgetful.__call__.__code__.co_firstlineno + 1
+class Unscored(PPOClip):
+    """A loss of the user's own; what it calls of flowrl's calls what raises."""
+
+    def __call__(self, log_probs: c.LogProbs) -> torch.Tensor:
+        return torch.tensor(rows_of_groups([]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loss", [Forgetful, Unscored])
+def test_what_a_loss_raises_is_told_with_its_line(tiny: str, loss: type[PPOClip]) -> None:
+    """And not with the line of the operator that it was given to, nor of what it calls, which are flowrl's."""
+    job = job_of("grpo", tiny).edit(set={"update_actor.loss": loss()})
+    line = loss.__call__.__code__.co_firstlineno + 1
     executor = local_steps(Plan(job.graph), job.build(0), 0)
     executor.sync()
-    with pytest.raises(NodeError, match=rf"update_actor failed in step 1: RuntimeError: .*\n  at {__file__}:{line}\n"):
+    with pytest.raises(NodeError, match=rf"update_actor failed in step 1: \w+Error: .*\n  at {__file__}:{line}\n"):
         executor.step(PROMPTS, 0)
 
 
