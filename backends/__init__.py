@@ -9,7 +9,7 @@ from flowrl.backends.torch.generate.rollout import TorchRollout
 from flowrl.backends.torch.lora import LoRA
 from flowrl.backends.torch.score.reward_model import TorchRewardModel
 from flowrl.backends.torch.train.critic import TorchCritic
-from flowrl.backends.torch.train.learner import SGD, AdamW, Constant, Cosine, Linear
+from flowrl.backends.torch.train.learner import SGD, AdamW
 from flowrl.backends.torch.train.trainer import TorchScorer, TorchTrainer
 from flowrl.backends.vllm.engine import VLLM
 from flowrl.protocols.backend import Backend
@@ -19,9 +19,6 @@ __all__ = [
     "VLLM",
     "AdamW",
     "Backend",
-    "Constant",
-    "Cosine",
-    "Linear",
     "LoRA",
     "SGLang",
     "TorchCritic",
