@@ -158,7 +158,7 @@ class Learner:
         self._parameters = list(self._names.values())
         self.optimizer, self._state_keys = optimizer.build(self._parameters, mesh.sharded), optimizer.state_keys
         self._lr, self._schedule, self._grad_clip = optimizer.lr, spec.schedule, spec.grad_clip
-        self._prefix, self._mesh, self._budget, self._over = prefix, mesh, budget, over
+        self.mesh, self._prefix, self._budget, self._over = mesh, prefix, budget, over
         self._steps = 0
         self.version = 0
 
@@ -185,7 +185,7 @@ class Learner:
         Raises:
             DataError: the gradient of a mini-batch is not finite, on all ranks; that mini-batch has changed no weight.
         """
-        metrics, mesh = Metrics(), self._mesh
+        metrics, mesh = Metrics(), self.mesh
         columns: Any = batch
         attended, idle = columns.attention_mask.cpu(), cast(Any, SequenceInputs.idle(mesh.device))
         for index, (rows, weights, whole) in enumerate(mini_batches):
@@ -230,7 +230,7 @@ class Learner:
         said; then the model again, a micro-batch at a time, from that gradient on (gradient caching: Gao et al. 2021,
         arXiv:2101.06983). So rows are dealt to micro-batches and ranks at will, for one more forward pass.
         """
-        mesh, own = self._mesh, whole.own.to(self._mesh.device)
+        mesh, own = self.mesh, whole.own.to(self.mesh.device)
         idle: Any = SequenceInputs.idle(mesh.device)
         inputs = [idle if run is None else take(part, run, mesh.device) for run in turns]
         said = torch.zeros(2, *whole.weights.shape, device=mesh.device)  # log-probs and entropies, or values
@@ -259,7 +259,7 @@ class Learner:
 
     def _step(self, where: str) -> tuple[float, float]:
         """Clip, step; returns the gradient norm before clipping and the learning rate of this step."""
-        total = self._mesh.norm([p.grad for p in self._parameters if p.grad is not None])
+        total = self.mesh.norm([p.grad for p in self._parameters if p.grad is not None])
         norm, lr = float(total), self._lr * self._schedule.at(self._steps)
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
@@ -330,7 +330,7 @@ class Learner:
         from flowrl.backends.torch.train import checkpoint  # late: torch.distributed.checkpoint takes 0.5 s to import
 
         extra = self._progress(torch.tensor([self._steps, self.version]))
-        checkpoint.save(folder, self._mesh, self._names, self.optimizer, extra)
+        checkpoint.save(folder, self.mesh, self._names, self.optimizer, extra)
 
     def load_checkpoint(self, folder: str) -> None:
         """Go on from a checkpoint; see `checkpoint.load`."""
@@ -338,7 +338,7 @@ class Learner:
 
         progress = torch.zeros(2, dtype=torch.int64)
         extra = self._progress(progress)
-        checkpoint.load(folder, self._mesh, self._names, self.optimizer, self._state_keys, extra)
+        checkpoint.load(folder, self.mesh, self._names, self.optimizer, self._state_keys, extra)
         self._steps, self.version = progress.tolist()
 
     def _progress(self, progress: Tensor) -> dict[str, Tensor]:
