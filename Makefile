@@ -38,7 +38,7 @@ export HF_HUB_OFFLINE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-runs test-ray engines test-engines pictures test-pictures check bench race docs clean \
+.PHONY: help demo test test-runs test-ray engines test-engines pictures test-pictures check bench race docs tables clean \
 	nightly nightly-main nightly-ray nightly-engines environments FORCE
 
 FORCE:
@@ -99,6 +99,9 @@ race: $(READY) $(RACE_READY)  ## Race TRL step by step and verl function by func
 
 docs: $(READY)  ## Build the API reference from the docstrings; it is then in build/reference/index.html
 	@$(BIN)/python docs/reference.py $(REFERENCE)
+
+tables: $(READY)  ## Write the tables of the docs and the entry points of pyproject.toml from the code
+	@$(BIN)/python docs/tables.py
 
 clean:  ## Remove caches and build outputs (not .venv, not runs)
 	rm -rf build dist flowrl.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

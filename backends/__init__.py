@@ -11,7 +11,7 @@ from flowrl.backends.torch.score.model import scatter
 from flowrl.backends.torch.score.reward_model import TorchRewardModel
 from flowrl.backends.torch.score.rows import take
 from flowrl.backends.torch.train.critic import TorchCritic
-from flowrl.backends.torch.train.learner import SGD, AdamW, Constant, Cosine, Linear
+from flowrl.backends.torch.train.learner import SGD, AdamW
 from flowrl.backends.torch.train.trainer import TorchScorer, TorchTrainer
 from flowrl.backends.vllm.engine import VLLM
 from flowrl.protocols.backend import Backend
@@ -21,9 +21,6 @@ __all__ = [
     "VLLM",
     "AdamW",
     "Backend",
-    "Constant",
-    "Cosine",
-    "Linear",
     "LoRA",
     "SGLang",
     "TorchCritic",

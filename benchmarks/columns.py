@@ -28,7 +28,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     whole, few = columns(ROWS), columns(ROWS // 8)
     own, own_few, theirs, theirs_few = DataProto(whole), DataProto(few), peers.batch(whole), peers.batch(few)
-    own_parts = own.chunk(8)
+    own_parts = own.split(ROWS // 8)
     theirs_parts = [peers.batch(dict(part.columns)) for part in own_parts]
     order = torch.randperm(ROWS)
     cases = {

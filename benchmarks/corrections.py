@@ -25,12 +25,13 @@ from harness.pictures import panels, save
 from transformers.utils import logging
 
 from flowrl import After, Graph, PromptData, Training, Validation
-from flowrl.backends import AdamW, Constant, TorchRollout, TorchTrainer
+from flowrl.backends import AdamW, TorchRollout, TorchTrainer
 from flowrl.demo.model import build
 from flowrl.demo.task import write_dataset
 from flowrl.demo.verifier import score_and_thinking
 from flowrl.graphs import grpo
 from flowrl.operators import RolloutCorrection
+from flowrl.schedules import Constant
 
 ROWS = 128  # sampled answers a step
 GROUP = 8
@@ -77,7 +78,7 @@ def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, se
     optimizer = AdamW(lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     return Training(
         graph.bind(
-            actor=TorchTrainer(str(model), optimizer, Constant(warmup_steps=WARM_UP)), rollout=TorchRollout(str(model))
+            actor=TorchTrainer(str(model), optimizer, Constant(1.0, warmup=WARM_UP)), rollout=TorchRollout(str(model))
         ),
         PromptData(data / "train.jsonl"),
         steps=steps,

@@ -21,13 +21,14 @@ from harness.kept import Result, kept_result, parsed, parser_of
 from transformers.utils import logging
 
 from flowrl import INJECTED, After, Graph, Key, Operator, PromptData, Training, Validation
-from flowrl.backends import AdamW, Constant, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends import AdamW, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.columns import ResponseMask, TokenLevelScores
 from flowrl.demo.model import build
 from flowrl.demo.task import write_dataset
 from flowrl.demo.verifier import score_and_thinking
 from flowrl.graphs import cispo, dapo, dr_grpo, grpo, gspo, ppo, reinforce_plus_plus, rloo
 from flowrl.operators.reward.operator import place_scores
+from flowrl.schedules import Constant
 
 ROWS = 256  # sampled answers a step
 GROUP = 8
@@ -82,7 +83,7 @@ def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, se
     """The training of one method: `ROWS` answers a step; held-out accuracy at temperature 1, two answers a prompt."""
     betas = (0.9, 0.95)
     engines: dict[str, Any] = {
-        "actor": TorchTrainer(str(model), AdamW(lr=LEARNING_RATE, betas=betas), Constant(warmup_steps=WARM_UP)),
+        "actor": TorchTrainer(str(model), AdamW(lr=LEARNING_RATE, betas=betas), Constant(1.0, warmup=WARM_UP)),
         "ref": TorchScorer(str(model)),
         "critic": TorchCritic(str(model), AdamW(lr=CRITIC_RATE, betas=betas)),
         "rollout": TorchRollout(),

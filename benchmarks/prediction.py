@@ -19,7 +19,7 @@ from harness import table
 from transformers.utils import logging
 
 from flowrl import Colocate, Split
-from flowrl.backends import Constant, TorchRollout
+from flowrl.backends import TorchRollout
 from flowrl.demo import run as demo
 from flowrl.demo.model import build
 from flowrl.demo.task import write_dataset
@@ -28,6 +28,7 @@ from flowrl.run.placement.place import Place
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.training import Training
+from flowrl.schedules import Constant
 
 STEPS = 25
 RUNS = 3
@@ -43,7 +44,7 @@ def training(graph: Graph, base: Path, where: str, rows: int, folder: str) -> Tr
     """The demo's training with another number of rows, at a place."""
     whole = demo.training(graph, base / "model", base / "data", base / folder, STEPS, seed=0)
     place, ranks = PLACES[where]
-    slow = Constant(warmup_steps=10**6)
+    slow = Constant(1.0, warmup=10**6)
     bind = {"actor": dataclasses.replace(whole.job.graph.bindings["actor"], schedule=slow, ranks=ranks)}
     if place is not None:
         bind["rollout"] = TorchRollout(str(base / "model"))

@@ -104,6 +104,10 @@ class ColumnNotFoundError(DataError, KeyError, AttributeError):
     """A column that was asked for, by index or as an attribute of a record, is not there."""
 
 
+class MethodError(FlowrlError, AttributeError):
+    """A method that another library has under this name is not there; the message names what replaces it."""
+
+
 class InPlaceError(FlowrlError, RuntimeError):
     """An operator wrote into a column that it was given, and that others read."""
 

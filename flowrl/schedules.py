@@ -2,7 +2,8 @@
 
 The number is taken anew for each step, before the operator runs. `at` is a pure function of the number of steps that
 were done before, so a resumed run needs nothing but that number. A learning rate is multiplied by one, too, and there
-the steps are the optimiser's: ``TorchTrainer(..., schedule=WSD(1.0, 0.0, steps=1000, decay=200, warmup=50))``.
+the steps are the optimiser's: ``TorchTrainer(..., schedule=WSD(1.0, 0.0, steps=1000, decay=200, warmup=50))``. With a
+warm-up the very first step has learning rate 0, as in transformers and verl.
 """
 
 from __future__ import annotations
@@ -57,12 +58,13 @@ class _Between(Schedule):
 
     def at(self, step: int) -> float:
         """The number in a step, `step` of which were done before."""
-        way = min(1.0, max(0, step - self.warmup) / max(1, self.steps - self.warmup))
-        gone = self._gone(way)
-        return _warm(step, self.warmup) * (self.start * (1 - gone) + self.end * gone)
+        left = self._left(1.0 - min(1.0, max(0, step - self.warmup) / max(1, self.steps - self.warmup)))
+        # at the start exactly; rounding may take the sum off it
+        number = self.start if left == 1 else self.end + (self.start - self.end) * left
+        return _warm(step, self.warmup) * number
 
-    def _gone(self, way: float) -> float:
-        """How much of the change is made, from 0 to 1, when `way` of the time has passed."""
+    def _left(self, time: float) -> float:
+        """How much of the change is still to come, from 1 to 0, when `time` of the time is."""
         raise NotImplementedError
 
 
@@ -75,8 +77,8 @@ class Linear(_Between):
         warmup: steps of a linear warm-up from 0 to `start`, which come first, within `steps`.
     """
 
-    def _gone(self, way: float) -> float:
-        return way
+    def _left(self, time: float) -> float:
+        return time
 
 
 class Cosine(_Between):
@@ -88,8 +90,8 @@ class Cosine(_Between):
         warmup: steps of a linear warm-up from 0 to `start`, which come first, within `steps`.
     """
 
-    def _gone(self, way: float) -> float:
-        return 0.5 * (1 - math.cos(math.pi * way))
+    def _left(self, time: float) -> float:
+        return 0.5 * (1 + math.cos(math.pi * (1 - time)))
 
 
 class WSD(Schedule):

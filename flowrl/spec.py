@@ -441,5 +441,5 @@ def _refuse_over_time(spec: Spec) -> None:
         raise ParameterError(
             f"{type(spec).__name__}(...): {path}={schedule!r} would change over the steps, and this is one number "
             f"for a whole run; expected a number. Those of operators and their losses may change, and a learning rate "
-            f"by schedule=, as in TorchTrainer(..., schedule=Cosine(1000))."
+            f"by schedule=, as in TorchTrainer(..., schedule=Cosine(1.0, 0.0, steps=1000))."
         )

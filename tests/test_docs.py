@@ -15,12 +15,9 @@ from typing import Any
 import pytest
 
 import flowrl.graphs
-import flowrl.operators
 from flowrl import Colocate
 from flowrl.backends import TorchScorer, TorchTrainer
 from flowrl.backends.vllm.engine import VLLM
-from flowrl.core.operators.loss import Loss
-from flowrl.core.operators.operator import Operator
 from flowrl.graphs import grpo
 from flowrl.rules.check import RULES
 from tests import ROOT
@@ -104,57 +101,18 @@ def test_every_name_of_the_reference_has_a_docstring(name: str) -> None:
     assert not [key for key, value in documented.items() if (value.__doc__ or f"{key}(").startswith(f"{key}(")]
 
 
-def _table_after(page: str, mark: str) -> str:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return text.partition(f"<!-- {mark} -->\n\n")[2].partition("\n\n")[0].rstrip("\n")
+TABLES = runpy.run_path(str(ROOT / "docs" / "tables.py"))
 
 
-def _ports(cls: type[Operator]) -> str:
-    return ", ".join(f"`{name}`" for name in cls.usual_signature().ports)
-
-
-def test_the_table_of_operators_is_complete() -> None:
-    rows = ["| operator | reads | writes | |", "|---|---|---|---|"]
-    for name in flowrl.operators.__all__:
-        cls = getattr(flowrl.operators, name)
-        if isinstance(cls, type) and issubclass(cls, Operator):
-            writes = ", ".join(f"`{output}`" for output in cls.usual_signature().outputs)
-            if cls.usual_signature().output_record is not None and len(cls.usual_signature().outputs) > 2:
-                writes = f"`{cls.usual_signature().output_record.__name__}`"
-            summary = (cls.__doc__ or "").split("\n\n")[0].replace("\n    ", " ")
-            ports = (_ports(cls), writes) if cls._signature.ports else ("what passes",) * 2  # of a gate
-            rows.append(f"| `{name}` | {ports[0]} | {ports[1]} | {summary} |")
-    assert _table_after("docs/operators.md", "operators") == "\n".join(rows)
-
-
-def test_the_table_of_losses_is_complete() -> None:
-    rows = ["| loss | reads | sees | |", "|---|---|---|---|"]
-    for name in flowrl.operators.__all__:
-        cls = getattr(flowrl.operators, name)
-        if isinstance(cls, type) and issubclass(cls, Loss):
-            reads = ", ".join(f"`{port}`" for port in (*cls.said.values(), *cls._signature.ports))
-            summary = (cls.__doc__ or "").split("\n\n")[0].replace("\n    ", " ")
-            rows.append(f"| `{name}` | {reads} | {cls.unit} | {summary} |")
-    assert _table_after("docs/losses.md", "losses") == "\n".join(rows)
-
-
-def test_the_table_of_algorithms_is_complete() -> None:
-    rows = ["| algorithm | |", "|---|---|"]
-    for name in flowrl.graphs.__all__:
-        summary = (getattr(flowrl.graphs, name).__doc__ or "").split("\n\n")[0]
-        rows.append(f"| `{name}` | {summary} |")
-    assert _table_after("docs/algorithms.md", "algorithms") == "\n".join(rows)
+@pytest.mark.parametrize("file", TABLES["FILES"])
+def test_what_is_generated_is_up_to_date(file: str) -> None:
+    committed = (ROOT / file).read_text(encoding="utf-8")
+    assert committed == TABLES["generated"](file), "run `make tables`"
 
 
 def test_the_diff_in_the_page_of_algorithms_is_printed_by_the_code() -> None:
     diff = str(grpo(exact, kl_coef=0.0).diff(flowrl.graphs.dr_grpo(exact)))
     assert f"```\n{diff}\n```" in (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
-
-
-def test_the_table_of_rules_is_complete() -> None:
-    rows = ["| rule | reason | learned from |", "|---|---|---|"]
-    rows += [f"| {rule.id} | {rule.reason} | {rule.source} |" for rule in RULES]
-    assert _table_after("docs/graphs.md", "rules") == "\n".join(rows)
 
 
 def test_the_plan_in_the_docs_is_printed_by_the_code(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

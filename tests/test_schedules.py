@@ -17,7 +17,6 @@ import flowrl
 from flowrl import Operator, PromptData, operator
 from flowrl import columns as c
 from flowrl.backends import AdamW, TorchTrainer
-from flowrl.backends.torch.train import learner
 from flowrl.core.operators.session import Session
 from flowrl.errors import BindError, GraphError, ParameterError
 from flowrl.graphs import grpo, ppo
@@ -63,15 +62,27 @@ def test_shapes_go_where_they_are_said_to_go() -> None:
 
 
 @given(st.integers(1, 60), st.integers(0, 60), st.floats(0, 1), st.integers(0, 80))
-def test_those_of_learning_rates_are_the_same_shapes(steps: int, warmup: int, least: float, step: int) -> None:
+def test_a_factor_of_a_learning_rate_is_the_usual_formula_to_the_bit(
+    steps: int, warmup: int, least: float, step: int
+) -> None:
+    """Warm-up times (least + (1 - least) * what is left), as trainers have always computed it."""
     warmup = min(warmup, steps)
-    for ours, theirs in (
-        (Linear(1.0, least, steps=steps, warmup=warmup), learner.Linear(steps, warmup, least)),
-        (Cosine(1.0, least, steps=steps, warmup=warmup), learner.Cosine(steps, warmup, least)),
-        (Constant(1.0, warmup=warmup), learner.Constant(warmup)),
-    ):
-        assert ours.at(step) == pytest.approx(theirs.at(step), abs=1e-12)
-    assert isinstance(learner.Linear(3), Schedule)
+    warm = min(1.0, step / warmup) if warmup else 1.0
+    left = 1.0 - min(1.0, max(0, step - warmup) / max(1, steps - warmup))
+    cosine = 0.5 * (1 + math.cos(math.pi * (1 - left)))
+    assert Linear(1.0, least, steps=steps, warmup=warmup).at(step) == warm * (least + (1 - least) * left)
+    assert Cosine(1.0, least, steps=steps, warmup=warmup).at(step) == warm * (least + (1 - least) * cosine)
+    assert Constant(1.0, warmup=warmup).at(step) == warm
+
+
+@given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9), st.integers(1, 60))
+def test_both_ends_are_exact(start: float, end: float, steps: int) -> None:
+    for schedule in (Linear(start, end, steps=steps), Cosine(start, end, steps=steps)):
+        assert (schedule.at(0), schedule.at(steps)) == (start, end)
+        least, most = min(start, end), max(start, end)
+        room = 1e-15 * max(abs(least), abs(most))
+        assert all(least - room <= schedule.at(step) <= most + room for step in range(steps))
+    assert Linear(start, start, steps=steps).at(steps // 2) == start
 
 
 def test_an_operator_has_plain_numbers_in_each_step() -> None:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from flowrl.backends import VLLM, AdamW, Constant, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends import VLLM, AdamW, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.data.sources.prompts import PromptData
 from flowrl.demo.curve import bars, svg
 from flowrl.demo.model import STEPS, build
@@ -33,6 +33,7 @@ from flowrl.run.training.job import Job
 from flowrl.run.training.report import Terminal
 from flowrl.run.training.training import Run, Training
 from flowrl.run.training.validation import Validation
+from flowrl.schedules import Constant
 
 ROWS = 256
 GROUP = 8
@@ -60,7 +61,7 @@ def graphs() -> tuple[Graph, Graph]:
 
 def training(graph: Graph, model: Path, data: Path, folder: Path, steps: int, seed: int, *, every: int = 5) -> Training:
     """The training of one of the demo's graphs: engines for its roles, `ROWS` answers a step, sampled validation."""
-    warmup = Constant(warmup_steps=10)
+    warmup = Constant(1.0, warmup=10)
     engines: dict[str, Any] = {
         "actor": TorchTrainer(str(model), AdamW(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0), warmup),
         "ref": TorchScorer(str(model)),

@@ -39,6 +39,15 @@ def _row_mean(x: Tensor, response_mask: Tensor) -> Tensor:
     return x.sum(-1) / response_mask.sum(-1).clamp(min=1)
 
 
+def _clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, response_mask: Tensor, metrics: Metrics
+) -> Tensor:
+    """``max(-A * r, -A * clip(r, 1 - low, 1 + high))`` of each token; reports ``actor/pg_clipfrac``."""
+    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    metrics.mean("actor/pg_clipfrac", (clipped > plain).sum(), response_mask.sum())
+    return torch.maximum(plain, clipped)
+
+
 class PPOClip(Loss):
     """The clipped surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7), with dual clip.
 
@@ -86,15 +95,12 @@ class PPOClip(Loss):
     ) -> Tensor:
         ratio = _exp(log_ratio_of(log_probs, old_log_probs, response_mask, metrics))
         clip_high = self.clip_low if self.clip_high is None else self.clip_high
-        plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - self.clip_low, 1.0 + clip_high)
-        per_token = torch.maximum(plain, clipped)
-        at_clip, tokens = clipped > plain, response_mask.sum()
+        per_token = _clipped_surrogate(ratio, advantages, self.clip_low, clip_high, response_mask, metrics)
         if self.dual_clip is not None:
             bound = -advantages * self.dual_clip
             at_bound = (advantages < 0) & (per_token > bound)
             per_token = torch.where(at_bound, bound, per_token)
-            metrics.mean("actor/pg_clipfrac_lower", at_bound.sum(), tokens)
-        metrics.mean("actor/pg_clipfrac", at_clip.sum(), tokens)
+            metrics.mean("actor/pg_clipfrac_lower", at_bound.sum(), response_mask.sum())
         return per_token
 
 
@@ -136,9 +142,7 @@ class GSPO(Loss):
         log_ratio = log_ratio_of(log_probs, old_log_probs, response_mask, metrics)
         of_row = _exp(_row_mean(log_ratio.detach(), response_mask))[:, None]
         ratio = of_row * (log_probs - log_probs.detach()).exp()
-        plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        metrics.mean("actor/pg_clipfrac", (clipped > plain).sum(), response_mask.sum())
-        return torch.maximum(plain, clipped)
+        return _clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high, response_mask, metrics)
 
 
 class CISPO(Loss):

@@ -29,6 +29,7 @@ from flowrl.operators.losses.policy_losses import PPOClip
 from flowrl.operators.losses.value_losses import ValueClip
 from flowrl.operators.updates.mini_batches import draw_rows, own_rows, rank_parts, rank_rows, record
 from flowrl.protocols.protocols import Caches, Critic, LiveWeightUpdate, RemoteWeights, Synced, Trainer
+from flowrl.record_types import record_columns
 from flowrl.records import CriticUpdated, Receipt, Tokens, Updated, VersionedSequences
 from flowrl.spec import parameters
 
@@ -146,6 +147,8 @@ class UpdateActor(_Update, AsksModel, Operator):
     granularity: ClassVar[Granularity] = "batch"
     replicated: ClassVar[frozenset[str]] = frozenset({"response_mask", "policy_version"})  # all weigh, and all refuse
     trains: ClassVar[frozenset[ModelQuantity]] = frozenset({"log-probs", "distributions"})
+    scores: ClassVar[bool] = False
+    """Whether it also writes `old_log_probs`, of its first pass; see `ScoringUpdate`."""
     loss: Loss = PPOClip()
     ppo_epochs: int = Field(default=1, ge=1)
     mini_batch: int | None = Field(default=None, ge=1)
@@ -193,16 +196,20 @@ class UpdateActor(_Update, AsksModel, Operator):
         **columns: FromParameters,
     ) -> Updated:
         self._refuse_stale(rollout, token_version, ahead, metrics)
-        if ref_log_prob is not None and "old_log_probs" in columns:
-            old, ref = (
-                self._of_rank(name, x, share)
-                for name, x in (("old_log_probs", columns["old_log_probs"]), ("ref_log_prob", ref_log_prob))
-            )
-            _report_kl(old, ref, own_rows(rollout.response_mask, share), metrics)
-        objective = TokenObjective(self.loss, self.aggregation, self.norm, self.kl, self.entropy, key)
-        read = {**columns, "ref_log_prob": ref_log_prob}
+        mask = own_rows(rollout.response_mask, share)
+        settings = self.loss, self.aggregation, self.norm, self.kl, self.entropy, key
+        objective, read = TokenObjective(*settings), {**columns, "ref_log_prob": ref_log_prob}
+        if self.scores:
+            old = torch.zeros(mask.shape, device=mask.device)  # and 0 in rows without a token, which are not run
+            objective, read[ROW] = FirstPass(*settings, old_log_probs=old), torch.arange(len(old))
+        else:
+            old = self._of_rank("old_log_probs", columns.get("old_log_probs"), share)
         metrics.merge(self._train(self.actor, rollout, read, objective, key, share))
-        return Updated(self.actor.version)
+        if ref_log_prob is not None and old is not None:
+            ref = self._of_rank("ref_log_prob", ref_log_prob, share)
+            metrics.mean("kl/ref", (old - ref)[mask].sum(), mask.sum())
+        updated = Updated(self.actor.version)
+        return cast(Updated, Scored(updated, old)) if self.scores else updated
 
     def fusing(self, scorer: Operator) -> Operator | str | None:
         """This update as it also writes what `OldLogProb` does; see `flowrl.core.graphs.fusing.Fuses`."""
@@ -275,6 +282,8 @@ class ScoringUpdate(UpdateActor):
         scorer: the name of the `OldLogProb`.
     """
 
+    _signature = replace(UpdateActor._signature, outputs=record_columns(Scored), output_record=Scored)
+    scores = True
     scorer: str = "old_log_prob"
 
     @property
@@ -282,37 +291,11 @@ class ScoringUpdate(UpdateActor):
         """Those of the loss but `old_log_probs`."""
         return _without_old(self.loss.signature)
 
-    def __call__(  # type: ignore[override]
-        self,
-        rollout: VersionedSequences,
-        *,
-        ref_log_prob: c.RefLogProbs | None = None,
-        token_version: c.TokenVersion | None = None,
-        key: Key = INJECTED,
-        metrics: Metrics = INJECTED,
-        share: Share | None = INJECTED,
-        ahead: Ahead = INJECTED,
-        **columns: FromParameters,
-    ) -> Scored:
-        self._refuse_stale(rollout, token_version, ahead, metrics)
-        mask = own_rows(rollout.response_mask, share)
-        old = torch.zeros(mask.shape, device=mask.device)  # and 0 in rows without a token, which are not run
-        objective = FirstPass(self.loss, self.aggregation, self.norm, self.kl, self.entropy, key, old_log_probs=old)
-        read = {**columns, "ref_log_prob": ref_log_prob, ROW: torch.arange(len(old))}
-        metrics.merge(self._train(self.actor, rollout, read, objective, key, share))
-        if ref_log_prob is not None:
-            _report_kl(old, ref_log_prob, mask, metrics)
-        return Scored(Updated(self.actor.version), old)
-
 
 @functools.lru_cache(maxsize=256)
 def _without_old(loss: Signature) -> Signature:
     """The same object each time, since calls are laid out by it."""
     return replace(loss, ports={name: port for name, port in loss.ports.items() if name != "old_log_probs"})
-
-
-def _report_kl(old: Tensor, ref: Tensor, mask: Tensor, metrics: Metrics) -> None:
-    metrics.mean("kl/ref", (old - ref)[mask].sum(), mask.sum())
 
 
 class UpdateCritic(_Update, AsksModel, Operator):

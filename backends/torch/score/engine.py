@@ -112,6 +112,31 @@ class TrainedEngine(Resident):
 
     learner: Learner
 
+    def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], objective: Objective[Rows]) -> Metrics:
+        """One optimiser step per mini-batch, in order; then `version` grows by one.
+
+        Reports what `objective` reports, and ``grad_norm`` (before clipping) and ``lr`` under ``actor/`` or
+        ``critic/``, the means over mini-batches. Only a trainer's objective gets entropy.
+
+        Each rank passes its own parts of the same mini-batches, and reports its part of the metrics; a collective.
+
+        Raises:
+            DataError: as `log_probs` or `values`; or the gradient of a mini-batch is not finite (on all ranks).
+            AsleepError: the engine sleeps.
+        """
+        self.residence.require_awake("update")
+        with self.learner.mesh.all_or_none("update"):
+            batch = self._checked(batch)
+        return self.learner.update(batch, mini_batches, objective, lambda micro: self._forward(micro, objective))
+
+    def _checked(self, batch: Rows) -> Rows:
+        """The rows as the model takes them; refuses what it cannot take."""
+        raise NotImplementedError
+
+    def _forward(self, micro: Any, objective: Objective[Rows]) -> tuple[Tensor, Tensor | None]:
+        """What the model says of a micro-batch, and its entropy."""
+        raise NotImplementedError
+
     @property
     def version(self) -> int:
         """How many `update` calls the weights have seen."""
@@ -297,30 +322,15 @@ class TorchTrainerEngine(TorchScorerEngine, TrainedEngine):
         self.learner, self._tokenizer = learner, tokenizer
         self._heads: dict[Head, Head] = {}
 
-    def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], objective: Objective[Rows]) -> Metrics:
-        """One optimiser step per mini-batch, in order; then `version` grows by one.
+    def _checked(self, batch: Rows) -> Rows:
+        check_sequences(batch, self._scorer.vocabulary)  # type: ignore[arg-type]
+        return self._with_open_heads(batch)
 
-        Reports what `objective` reports, and ``actor/grad_norm`` (before clipping) and ``actor/lr``, the means over
-        mini-batches.
-
-        Each rank passes its own parts of the same mini-batches, and reports its part of the metrics; a collective.
-
-        Raises:
-            DataError: as `log_probs`; or the gradient of a mini-batch is not finite (on all ranks).
-            AsleepError: the engine sleeps.
-        """
-        self.residence.require_awake("update")
-        with self._scorer.mesh.all_or_none("update"):
-            check_sequences(batch, self._scorer.vocabulary)  # type: ignore[arg-type]
-            batch = self._with_open_heads(batch)
-
-        def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
-            # Entropy is always reported; its gradient is only taken where the objective has a use for it.
-            entropy: Entropy = "gradient" if objective.wants_entropy else "value"
-            idle = isinstance(micro, SequenceInputs)  # which has no columns beside, and no token that would read them
-            return self._scorer.log_probs(micro, self._chunk, entropy, None if idle else objective.of_distribution)
-
-        return self.learner.update(batch, mini_batches, objective, forward)
+    def _forward(self, micro: Any, objective: Objective[Rows]) -> tuple[Tensor, Tensor | None]:
+        # Entropy is always reported; its gradient is only taken where the objective has a use for it.
+        entropy: Entropy = "gradient" if objective.wants_entropy else "value"
+        idle = isinstance(micro, SequenceInputs)  # which has no columns beside, and no token that would read them
+        return self._scorer.log_probs(micro, self._chunk, entropy, None if idle else objective.of_distribution)
 
     def _with_open_heads(self, batch: Rows) -> Rows:
         """`batch` with the heads of other models open: they are on this engine's device while it is awake."""

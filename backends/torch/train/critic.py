@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ from flowrl.backends.torch.score.model import TorchModel, scatter
 from flowrl.backends.torch.score.rows import Budget, Rows, TokenInputs, check_tokens, score_rows
 from flowrl.backends.torch.train.learner import AdamW, Learner, Optimizer, TrainedSpec
 from flowrl.backends.torch.train.mesh import Gathered
-from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError
-from flowrl.protocols.protocols import BuildContext, Checkpointed, Critic, MiniBatch, Objective, Sleeper
+from flowrl.protocols.protocols import BuildContext, Checkpointed, Critic, Objective, Sleeper
 from flowrl.records import Tokens
 from flowrl.sync.buckets import BUCKET_BYTES
 
@@ -124,26 +122,12 @@ class TorchCriticEngine(TrainedEngine):
             inputs = TokenInputs.of(batch, self._body.vocabulary)
         return score_rows(self._body.mesh, inputs, self._budget, self._values)
 
-    def update(self, batch: Rows, mini_batches: Sequence[MiniBatch], objective: Objective[Rows]) -> Metrics:
-        """One optimiser step per mini-batch, in order; then `version` grows by one. The objective gets no entropy.
+    def _checked(self, batch: Rows) -> Rows:
+        check_tokens(batch, self._body.vocabulary)  # type: ignore[arg-type]
+        return batch
 
-        Reports what `objective` reports, and ``critic/grad_norm`` (before clipping) and ``critic/lr``, the means over
-        mini-batches.
-
-        Each rank passes its own parts of the same mini-batches, and reports its part of the metrics; a collective.
-
-        Raises:
-            DataError: as `values`; or the gradient of a mini-batch is not finite (on all ranks).
-            AsleepError: the engine sleeps.
-        """
-        self.residence.require_awake("update")
-        with self._body.mesh.all_or_none("update"):
-            check_tokens(batch, self._body.vocabulary)  # type: ignore[arg-type]
-
-        def forward(micro: Any) -> tuple[Tensor, Tensor | None]:
-            return self._values(micro), None
-
-        return self.learner.update(batch, mini_batches, objective, forward)
+    def _forward(self, micro: Any, objective: Objective[Rows]) -> tuple[Tensor, Tensor | None]:
+        return self._values(micro), None  # the objective gets no entropy
 
     def save_pretrained(self, folder: str) -> None:
         """Write body (float32), value head, configuration and tokeniser; `TorchCritic` loads the folder again.

@@ -1,8 +1,6 @@
-"""What trainers and critics share: optimisers and learning-rate schedules, and the update loop, one optimiser step per
-mini-batch.
+"""What trainers and critics share: optimisers, and the update loop, one optimiser step per mini-batch.
 
-An optimiser record builds the torch optimiser over given parameters; a schedule record is a pure function of the number
-of optimiser steps taken, so a resumed run needs nothing but that number.
+An optimiser record builds the torch optimiser over given parameters. Schedules are those of `flowrl.schedules`.
 """
 
 from __future__ import annotations
@@ -10,10 +8,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, cast
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from flowrl.backends.torch.device import device_of, mesh_of
@@ -25,6 +23,7 @@ from flowrl.backends.torch.train.mesh import Mesh
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError
 from flowrl.protocols.protocols import BuildContext, MiniBatch, Objective, WholeMiniBatch
+from flowrl.schedules import Constant
 from flowrl.spec import Schedule, Spec
 
 Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
@@ -77,79 +76,9 @@ class SGD(Spec):
         return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, foreach=_foreach(sharded))
 
 
-class Constant(Schedule):
-    """The full learning rate, after a linear warm-up from 0 over `warmup_steps` optimiser steps.
-
-    ``Constant(1.0, warmup=...)`` of `flowrl.schedules`.
-
-    As in transformers and verl, a warm-up takes its very first step at learning rate 0.
-    """
-
-    warmup_steps: int = Field(default=0, ge=0)
-
-    @property
-    def turns(self) -> tuple[int, ...]:
-        return (0, self.warmup_steps)
-
-    def at(self, step: int) -> float:
-        """What the learning rate is multiplied with when `step` steps have been taken."""
-        return _warmup(step, self.warmup_steps)
-
-
-class _Decay(Schedule):
-    """Warm-up, then a fall from 1 to `min_ratio` that ends at `total_steps` optimiser steps and stays there."""
-
-    total_steps: int = Field(ge=1)
-    warmup_steps: int = Field(default=0, ge=0)
-    min_ratio: float = Field(default=0.0, ge=0, le=1)
-
-    @model_validator(mode="after")
-    def _warmup_ends(self) -> Self:
-        if self.warmup_steps > self.total_steps:
-            raise ValueError(f"warmup_steps={self.warmup_steps} exceeds total_steps={self.total_steps}; shorten it")
-        return self
-
-    @property
-    def turns(self) -> tuple[int, ...]:
-        return (0, self.warmup_steps, self.total_steps)
-
-    def _share_left(self, step: int) -> float:
-        """1 at the end of the warm-up, 0 from `total_steps` on."""
-        span = max(1, self.total_steps - self.warmup_steps)
-        return 1.0 - min(1.0, max(0, step - self.warmup_steps) / span)
-
-
-class Linear(_Decay):
-    """Linear warm-up over `warmup_steps`, then linear decay to ``min_ratio * lr`` at `total_steps` optimiser steps.
-
-    ``Linear(1.0, min_ratio, steps=total_steps, warmup=...)`` of `flowrl.schedules`.
-    """
-
-    def at(self, step: int) -> float:
-        """What the learning rate is multiplied with when `step` steps have been taken."""
-        return _warmup(step, self.warmup_steps) * (self.min_ratio + (1 - self.min_ratio) * self._share_left(step))
-
-
-class Cosine(_Decay):
-    """Linear warm-up over `warmup_steps`, then half a cosine to ``min_ratio * lr`` at `total_steps` optimiser steps
-    (Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, without restarts).
-
-    ``Cosine(1.0, min_ratio, steps=total_steps, warmup=...)`` of `flowrl.schedules`.
-    """
-
-    def at(self, step: int) -> float:
-        """What the learning rate is multiplied with when `step` steps have been taken."""
-        cosine = 0.5 * (1 + math.cos(math.pi * (1 - self._share_left(step))))
-        return _warmup(step, self.warmup_steps) * (self.min_ratio + (1 - self.min_ratio) * cosine)
-
-
 def _foreach(sharded: bool) -> bool | None:
     """Left to itself, torch steps plain tensors on a GPU in few kernels, but shards one by one."""
     return True if sharded else None
-
-
-def _warmup(step: int, warmup_steps: int) -> float:
-    return min(1.0, step / warmup_steps) if warmup_steps else 1.0
 
 
 Optimizer = AdamW | SGD
@@ -161,8 +90,8 @@ class TrainedSpec(FolderBackend):
     Args:
         model: a Hugging Face folder with a tokeniser.
         optimizer: `AdamW` or `SGD`.
-        schedule: what the learning rate is multiplied with: `Constant`, `Linear` or `Cosine`, one of
-            `flowrl.schedules`, or your own `Schedule`. It counts optimiser steps.
+        schedule: what the learning rate is multiplied with: one of `flowrl.schedules`, such as
+            ``Cosine(1.0, 0.1, steps=1000, warmup=20)``, or your own `Schedule`. It counts optimiser steps.
         grad_clip: L2 norm that the gradient of a mini-batch is scaled down to; None leaves it.
         dtype: the model's arithmetic: ``"bfloat16"`` is autocast over the float32 weights.
         attention: ``"sdpa"`` (fused) or ``"eager"`` (the architecture's own plain products); None is the first where it
@@ -179,7 +108,7 @@ class TrainedSpec(FolderBackend):
 
     model: Folder
     optimizer: Optimizer = AdamW(lr=1e-6)
-    schedule: Schedule = Constant()
+    schedule: Schedule = Constant(1.0)
     grad_clip: float | None = Field(default=1.0, gt=0)
     dtype: Dtype = "float32"
     attention: Attention | None = None
@@ -229,7 +158,7 @@ class Learner:
         self._parameters = list(self._names.values())
         self.optimizer, self._state_keys = optimizer.build(self._parameters, mesh.sharded), optimizer.state_keys
         self._lr, self._schedule, self._grad_clip = optimizer.lr, spec.schedule, spec.grad_clip
-        self._prefix, self._mesh, self._budget, self._over = prefix, mesh, budget, over
+        self.mesh, self._prefix, self._budget, self._over = mesh, prefix, budget, over
         self._steps = 0
         self.version = 0
 
@@ -256,7 +185,7 @@ class Learner:
         Raises:
             DataError: the gradient of a mini-batch is not finite, on all ranks; that mini-batch has changed no weight.
         """
-        metrics, mesh = Metrics(), self._mesh
+        metrics, mesh = Metrics(), self.mesh
         columns: Any = batch
         attended, idle = columns.attention_mask.cpu(), cast(Any, SequenceInputs.idle(mesh.device))
         for index, (rows, weights, whole) in enumerate(mini_batches):
@@ -301,7 +230,7 @@ class Learner:
         said; then the model again, a micro-batch at a time, from that gradient on (gradient caching: Gao et al. 2021,
         arXiv:2101.06983). So rows are dealt to micro-batches and ranks at will, for one more forward pass.
         """
-        mesh, own = self._mesh, whole.own.to(self._mesh.device)
+        mesh, own = self.mesh, whole.own.to(self.mesh.device)
         idle: Any = SequenceInputs.idle(mesh.device)
         inputs = [idle if run is None else take(part, run, mesh.device) for run in turns]
         said = torch.zeros(2, *whole.weights.shape, device=mesh.device)  # log-probs and entropies, or values
@@ -330,7 +259,7 @@ class Learner:
 
     def _step(self, where: str) -> tuple[float, float]:
         """Clip, step; returns the gradient norm before clipping and the learning rate of this step."""
-        total = self._mesh.norm([p.grad for p in self._parameters if p.grad is not None])
+        total = self.mesh.norm([p.grad for p in self._parameters if p.grad is not None])
         norm, lr = float(total), self._lr * self._schedule.at(self._steps)
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
@@ -401,7 +330,7 @@ class Learner:
         from flowrl.backends.torch.train import checkpoint  # late: torch.distributed.checkpoint takes 0.5 s to import
 
         extra = self._progress(torch.tensor([self._steps, self.version]))
-        checkpoint.save(folder, self._mesh, self._names, self.optimizer, extra)
+        checkpoint.save(folder, self.mesh, self._names, self.optimizer, extra)
 
     def load_checkpoint(self, folder: str) -> None:
         """Go on from a checkpoint; see `checkpoint.load`."""
@@ -409,7 +338,7 @@ class Learner:
 
         progress = torch.zeros(2, dtype=torch.int64)
         extra = self._progress(progress)
-        checkpoint.load(folder, self._mesh, self._names, self.optimizer, self._state_keys, extra)
+        checkpoint.load(folder, self.mesh, self._names, self.optimizer, self._state_keys, extra)
         self._steps, self.version = progress.tolist()
 
     def _progress(self, progress: Tensor) -> dict[str, Tensor]:

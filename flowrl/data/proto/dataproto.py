@@ -8,17 +8,15 @@ into a tensor in place is seen by all who share it.
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.data.keys import Key
 from flowrl.data.proto import formats
 from flowrl.data.proto.column_math import (
     Columns,
@@ -39,13 +37,18 @@ from flowrl.data.proto.column_math import (
     size,
     table,
 )
-from flowrl.data.proto.rows import Rows, is_count, refuse_no_count, row_numbers
-from flowrl.errors import ColumnNotFoundError, DataError, type_of
+from flowrl.data.proto.rows import Rows, refuse_no_count, row_numbers
+from flowrl.errors import ColumnNotFoundError, DataError, MethodError, type_of
 from flowrl.record_types import column_fields, record_tuple
 
 R = TypeVar("R")
 _ENDS = {int, type(None)}
 """Of a slice that is taken without a copy."""
+_OF_VERL = {
+    "chunk": "split it by the rows a part has: proto.split(size)",
+    "reorder": "index it, which returns another DataProto and leaves this one alone: proto = proto[order]",
+}
+"""Methods of verl's DataProto that this one does not have, and what to write in their place."""
 
 
 class DataProto:
@@ -92,6 +95,13 @@ class DataProto:
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"{name} cannot be set, as a DataProto is immutable; union and with_meta make another.")
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in _OF_VERL:
+                raise MethodError(f"a DataProto has no method {name!r}, as verl's does; {_OF_VERL[name]}.")
+            raise AttributeError(f"'DataProto' object has no attribute {name!r}", name=name, obj=self)
 
     def __reduce__(self) -> Any:  # a mapping proxy cannot be copied or pickled
         return DataProto, ({name: own(column) for name, column in self.columns.items()}, self._meta)
@@ -235,18 +245,6 @@ class DataProto:
                 joined[name] = np.concatenate(arrays)
         return DataProto(joined, _merge_meta(protos, "concat"))
 
-    def chunk(self, n: int) -> list[DataProto]:
-        """`n` parts as even as possible: the first ``len % n`` have one row more (as `numpy.array_split` does).
-
-        Raises:
-            DataError: `n` is less than 1 or more than the rows.
-        """
-        if not (is_count(n) and n <= len(self)):
-            raise DataError(f"chunk({n}) of {len(self)} rows; expected 1 to {len(self)} parts, so that none is empty.")
-        small, larger = divmod(len(self), n)
-        ends = [small * i + min(i, larger) for i in range(n + 1)]
-        return [self[a:b] for a, b in itertools.pairwise(ends)]
-
     def split(self, size: int) -> list[DataProto]:
         """Parts of `size` rows; the last may be smaller."""
         refuse_no_count("split", size, "row a part")
@@ -257,45 +255,6 @@ class DataProto:
         refuse_no_count("repeat", n, "time")
         rows = torch.arange(len(self))
         return self[rows.repeat_interleave(n) if interleave else rows.repeat(n)]
-
-    def reorder(self, index: Sequence[int] | Tensor | np.ndarray) -> DataProto:
-        """The rows in another order.
-
-        Raises:
-            DataError: `index` is not a permutation of all rows.
-        """
-        rows = row_numbers(index, len(self))
-        if not torch.equal(rows.sort().values, torch.arange(len(self))):
-            raise DataError(
-                f"reorder wants each of the {len(self)} rows exactly once; proto[index] picks or repeats rows."
-            )
-        return self[rows]
-
-    def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
-        """Rows repeated from the start, in turn, until `divisor` divides the number; and how many (for `unpad`)."""
-        refuse_no_count("pad_to_divisor", divisor, "row")
-        extra = -len(self) % divisor
-        return (self[torch.arange(len(self) + extra) % len(self)] if extra else self), extra
-
-    def unpad(self, n: int) -> DataProto:
-        """All rows but the last `n`."""
-        if not (is_count(n, least=0) and n <= len(self)):
-            raise DataError(f"unpad({n}) of {len(self)} rows; expected the number that pad_to_divisor gave.")
-        return self[: len(self) - n]
-
-    def minibatches(self, size: int, key: Key) -> Iterator[DataProto]:
-        """All rows in an order drawn from `key`, `size` at a time.
-
-        Raises:
-            DataError: `size` does not divide the rows (at the call, not at the first mini-batch).
-        """
-        refuse_no_count("minibatches", size, "row")
-        if not isinstance(key, Key):
-            raise DataError(f"minibatches({size}, {short(key, 40)}): expected a Key, such as Key.of(seed).")
-        if len(self) % size:
-            raise DataError(f"mini-batches of {size} do not divide {len(self)} rows; choose a size that does.")
-        order = torch.randperm(len(self), generator=key.generator())
-        return (self[order[a : a + size]] for a in range(0, len(self), size))
 
     def groups(self) -> dict[str, Tensor]:
         """The rows of each `uid`, int64 indices, in the order of first appearance.

@@ -1,1 +1,1 @@
-"""The engine of a run: schedule, steps in flight, runners, and traces."""
+"""The engine of a run: execution graph, steps in flight, runners, and traces."""

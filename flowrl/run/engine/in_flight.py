@@ -80,11 +80,11 @@ class _Step:
 
 
 class InFlightSteps:
-    """Steps under way: their instances run in the schedule's order, as far as what they wait for allows.
+    """Steps under way: their instances run in the graph's order, as far as what they wait for allows.
 
     Args:
         infos: the nodes, by name.
-        lag: see `Schedule`.
+        lag: see `ExecutionGraph`.
         runner: where they run.
         seed: root of the keys.
         steps: all steps of the run.
@@ -251,7 +251,7 @@ class InFlightSteps:
             one.lengths[info.written] = lengths
 
     def _launch(self) -> None:
-        """Start what is ready, as far as its slots are free; what comes first in the schedule's order goes first."""
+        """Start what is ready, as far as its slots are free; what comes first in the graph's order goes first."""
         blocked = []
         while self._ready:
             step, position = entry = heapq.heappop(self._ready)

@@ -15,8 +15,8 @@ from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.ports import Ahead, PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.core.operators.when import When
+from flowrl.run.engine.execution_graph import ExecutionGraph
 from flowrl.run.engine.runner import Counts, Lengths, Runner
-from flowrl.run.engine.schedule import Schedule
 from flowrl.spec import schedules
 
 
@@ -32,7 +32,7 @@ class NodeInfo:
         inputs: of each port field, the node that writes it, and the output.
         columns: of its outputs, those that are columns.
         read, written: the row axis that it works on, and that of what it writes; None where these are no columns.
-        waits, frees: see `Schedule`.
+        waits, frees: see `ExecutionGraph`.
         readers: how many nodes read what it writes.
         whens: what says in which steps it runs.
         changes: whether its operator has other numbers in other steps.
@@ -59,9 +59,9 @@ class NodeInfo:
         return all(when.runs(step) for when in self.whens)
 
     @staticmethod
-    def all(schedule: Schedule, runner: Runner) -> dict[str, NodeInfo]:
-        """Every node of a schedule's plan: the inputs, then the others in the plan's order."""
-        plan, graph = schedule.plan, schedule.plan.graph
+    def all(instances: ExecutionGraph, runner: Runner) -> dict[str, NodeInfo]:
+        """Every node of the graph: the inputs, then the others in the plan's order."""
+        plan, graph = instances.plan, instances.plan.graph
         nodes = [*(graph[name] for name in graph.inputs), *plan.order]
         infos = {}
         for position, node in enumerate(nodes):
@@ -74,12 +74,12 @@ class NodeInfo:
                 tuple((place, edge.node, edge.output) for place, edge in node.inputs.items()),
                 tuple(name for name, wanted in outputs if isinstance(wanted, ColumnType)),
                 *_row_axes(graph, node),
-                schedule.waits[node.name],
-                schedule.frees[node.name],
+                instances.waits[node.name],
+                instances.frees[node.name],
                 plan.readers.get(node.name, 0),
                 graph.whens(node.name),
                 bool(schedules(node.operator)),
-                _ahead(graph, node, schedule.lag),
+                _ahead(graph, node, instances.lag),
             )
         return infos
 

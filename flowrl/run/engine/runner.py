@@ -1,4 +1,5 @@
-"""`Runner`: where the instances of a schedule run. It puts, launches, waits and fetches; `Steps` decides what and when.
+"""`Runner`: where the instances of an execution graph run. It puts, launches, waits and fetches; `Steps` decides what
+and when.
 
 What an instance leaves stays where it ran: between two nodes travels what the runner *holds* a column by (the tensor
 itself, or pieces in an object store), and only the runner looks into that.

@@ -20,11 +20,11 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import GraphError
 from flowrl.protocols.protocols import Rollout
+from flowrl.run.engine.execution_graph import ExecutionGraph
 from flowrl.run.engine.in_flight import Batches, Draw, InFlightSteps, OnNode
 from flowrl.run.engine.nodes import NodeInfo, Region
 from flowrl.run.engine.result import StepResult
 from flowrl.run.engine.runner import Runner
-from flowrl.run.engine.schedule import Schedule
 from flowrl.run.engine.step_snapshot import StepSnapshot, load_snapshots, save_snapshots
 from flowrl.run.engine.timeline import Timeline
 from flowrl.run.engine.weights import TrainedWeights
@@ -108,7 +108,7 @@ class Steps:
         Args:
             draw: gives the batch of a step, or that of each input by its name; called once for each step, in order.
             steps: their numbers.
-            lag: see `Schedule`.
+            lag: see `ExecutionGraph`.
             now, return_nodes, on_node: see `step`.
             more: gives the batch of so many further prompts, which a `Collect` asks for, or that of each input in front
                 of it.
@@ -149,10 +149,10 @@ class Steps:
     def _known_nodes(self, lag: int) -> dict[str, NodeInfo]:
         """What is known of the nodes where generation runs so far ahead; raises `GraphError` where it cannot."""
         if lag not in self._infos:
-            schedule = Schedule(self.plan, lag, self.runner.swaps)
+            instances = ExecutionGraph(self.plan, lag, self.runner.swaps)
             if lag:
-                schedule.refuse_deadlock()
-            self._infos[lag] = NodeInfo.all(schedule, self.runner)
+                instances.refuse_deadlock()
+            self._infos[lag] = NodeInfo.all(instances, self.runner)
         return self._infos[lag]
 
     def _protected(self, act: Callable[[], T], flight: InFlightSteps) -> T:

@@ -26,8 +26,8 @@ from flowrl.protocols.backend import refuse_unfit, refuse_unsynced
 from flowrl.protocols.protocols import LiveWeightUpdate, Trainer
 from flowrl.rules.check import require
 from flowrl.run.engine.build import EngineBuilder
+from flowrl.run.engine.execution_graph import ExecutionGraph
 from flowrl.run.engine.local import local_steps
-from flowrl.run.engine.schedule import Schedule
 from flowrl.run.engine.steps import Steps
 from flowrl.run.placement.place import Place, lay_out
 from flowrl.spec import written
@@ -100,7 +100,7 @@ class Job(Generic[GraphT]):
         plan = Plan(self.runs)
         _ = plan.order
         if lag := self.graph.lag.versions:
-            Schedule(plan, lag).refuse_deadlock()
+            ExecutionGraph(plan, lag).refuse_deadlock()
         syncs = {role: node.name for node in plan.syncs for role in node.writes}
         for role in self.graph.generators:
             refuse_unsynced(role, self.graph.bindings[role], syncs.get(role))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrl import columns as c
-from flowrl.data.keys import Key
 from flowrl.data.proto.column_math import objects
 from flowrl.data.proto.dataproto import DataProto
-from flowrl.errors import ColumnNotFoundError, DataError
+from flowrl.errors import ColumnNotFoundError, DataError, MethodError
 from flowrl.records import PromptBatch, Sequences, Updated
 from tests.nightly import examples
 from tests.support.protos import protos, rollout, rows_of_tokens
@@ -94,13 +92,12 @@ def test_nothing_reaches_in_from_outside(proto: DataProto) -> None:
 
 def test_no_operation_changes_its_operand(proto: DataProto, tmp_path: Path) -> None:
     before, tensors = proto.digest(), {name: id(column) for name, column in proto.columns.items()}
-    for parts in (proto.chunk(3), proto.split(3), proto.minibatches(2, Key.of(0))):
-        DataProto.concat(list(parts))
+    DataProto.concat(proto.split(3))
     DataProto.concat(
         [proto.select("input_ids", "prompts"), rollout([[1] * 9], [[2] * 9]).select("input_ids", "prompts")]
     )
     proto.with_meta({}), proto.select("uid"), proto.drop("uid"), proto.rename({"uid": "who"}), proto.union(proto)
-    proto[1:], proto[[0, 0]], proto.repeat(2), proto.reorder([3, 2, 1, 0]), proto.pad_to_divisor(3), proto.unpad(1)
+    proto[1:], proto[[0, 0]], proto.repeat(2), proto.split(3)
     proto.to("cpu"), proto.groups(), repr(proto), proto.to_verl(), proto.to_tensordict()
     proto.save(tmp_path / "p")
     proto.to_verl()["non_tensor_batch"]["uid"][0] = "changed"
@@ -190,43 +187,25 @@ def test_indexing(proto: DataProto) -> None:
             part["uid"][0] = "another"
 
 
-def test_chunks_are_as_even_as_possible() -> None:
+def test_split_and_repeat(proto: DataProto) -> None:
     ten = DataProto({"x": torch.arange(10)})
-    assert (
-        [len(part) for part in ten.chunk(4)] == [3, 3, 2, 2] == [len(part) for part in np.array_split(np.arange(10), 4)]
-    )
     assert [len(part) for part in ten.split(4)] == [4, 4, 2] and [len(part) for part in ten[:0].split(4)] == [0]
-    for n in (0, 11):
-        with pytest.raises(DataError, match=f"chunk\\({n}\\) of 10 rows"):
-            ten.chunk(n)
-    with pytest.raises(DataError):
-        ten.split(0)
-
-
-def test_repeat_reorder_pad(proto: DataProto) -> None:
-    assert rows(proto[:2].repeat(3)) == [0, 0, 0, 1, 1, 1] and rows(proto[:2].repeat(2, interleave=False)) == [
-        0,
-        1,
-        0,
-        1,
-    ]
-    assert rows(proto.reorder([2, 0, 3, 1])) == [2, 0, 3, 1]
-    for wrong in ([0, 1, 2], [0, 0, 1, 2], [0, 1, 2, 3, 3]):
-        with pytest.raises(DataError, match="exactly once"):
-            proto.reorder(wrong)
-    padded, n = proto.pad_to_divisor(3)
-    assert (rows(padded), n) == ([0, 1, 2, 3, 0, 1], 2) and padded.unpad(n).equal(proto)
-    padded, n = proto[:2].pad_to_divisor(7)
-    assert (rows(padded), n) == ([0, 1, 0, 1, 0, 1, 0], 5)  # cyclically, more than once round
-    assert proto.pad_to_divisor(2) == (proto, 0)
-    for call in (
-        lambda: proto.repeat(0),
-        lambda: proto.unpad(5),
-        lambda: proto.unpad(-1),
-        lambda: proto.pad_to_divisor(0),
-    ):
+    assert rows(proto[:2].repeat(3)) == [0, 0, 0, 1, 1, 1]
+    assert rows(proto[:2].repeat(2, interleave=False)) == [0, 1, 0, 1]
+    for call in (ten.split, ten.repeat):
         with pytest.raises(DataError):
-            call()
+            call(0)
+
+
+@pytest.mark.parametrize(
+    ("method", "replacement"), [("chunk", r"proto\.split\(size\)"), ("reorder", r"proto\[order\]")]
+)
+def test_methods_of_verl_are_answered_by_what_replaces_them(proto: DataProto, method: str, replacement: str) -> None:
+    with pytest.raises(MethodError, match=rf"no method '{method}', as verl's does; .*{replacement}"):
+        getattr(proto, method)
+    assert not hasattr(proto, method)
+    with pytest.raises(AttributeError, match="'DataProto' object has no attribute 'x'"):
+        _ = proto.x  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint16", "uint64", "float8_e4m3fn", "bfloat16", "float64"])
@@ -236,19 +215,6 @@ def test_rows_of_every_dtype(dtype: str) -> None:
     picked = DataProto({"wide": wide, "flat": wide[:, 1], "across": wide.T.contiguous().T})[[2, 0, 2]]
     assert picked["wide"].dtype == wide.dtype and picked["wide"].double().tolist() == [[1, 1], [0, 1], [1, 1]]
     assert picked["across"].equal(picked["wide"]) and picked["flat"].double().tolist() == [1, 1, 1]
-
-
-def test_minibatches_are_seeded_and_must_divide() -> None:
-    proto = DataProto({"x": torch.arange(12)})
-    drawn = [rows(part, "x") for part in proto.minibatches(4, Key.of(1))]
-    assert [len(part) for part in drawn] == [4, 4, 4] and sorted(list(itertools.chain(*drawn))) == list(range(12))
-    assert drawn == [rows(part, "x") for part in proto.minibatches(4, Key.of(1))]
-    assert drawn != [rows(part, "x") for part in proto.minibatches(4, Key.of(2))] and list(
-        itertools.chain(*drawn)
-    ) != list(range(12))
-    with pytest.raises(DataError, match="mini-batches of 5 do not divide 12 rows"):
-        proto.minibatches(5, Key.of(1))  # at the call
-    assert list(proto[:0].minibatches(4, Key.of(1))) == []
 
 
 def test_groups() -> None:
@@ -266,14 +232,9 @@ def test_groups() -> None:
 @given(protos(min_rows=1), st.data())
 def test_parts_join_to_the_whole(proto: DataProto, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, len(proto)))
-    parts = proto.chunk(n)
-    assert len(parts) == n and max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert DataProto.concat(parts).equal(proto)
     assert DataProto.concat(proto.split(n)).equal(proto)
     order = data.draw(st.permutations(range(len(proto))))
-    assert proto.reorder(order).reorder(np.argsort(order)).equal(proto)
-    padded, extra = proto.pad_to_divisor(n)
-    assert len(padded) % n == 0 and extra < n and padded.unpad(extra).digest() == proto.digest()
+    assert proto[order][np.argsort(order)].equal(proto)
     half = [name for i, name in enumerate(proto.columns) if i % 2]
     assert proto.select(*half).union(proto.drop(*half)).equal(proto)
 

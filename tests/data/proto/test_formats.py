@@ -38,7 +38,7 @@ def test_digest_is_that_of_the_content() -> None:
     others = [
         proto.with_meta({"k": 1}),
         proto.rename({"x": "y"}),
-        proto.reorder([1, 0]),
+        proto[[1, 0]],
         DataProto({"x": x.reshape(2, 3, 1), "o": o}, proto.meta),
         DataProto({"x": x.view(torch.int32), "o": o}, proto.meta),
         DataProto({"x": x, "o": objects([{"a": 1, "b": 2.0}, "s"])}, proto.meta),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl import DataProto, Key
+from flowrl import DataProto
 from flowrl.data.proto.column_math import objects
 from flowrl.errors import DataError
 
@@ -17,17 +17,7 @@ FOUR = DataProto({"x": torch.arange(4), "o": objects("abcd")})
 
 
 @pytest.mark.parametrize("n", [True, False, "a", 2.0, None, float("nan"), [2], torch.tensor(2)])
-@pytest.mark.parametrize(
-    "call",
-    [
-        FOUR.chunk,
-        FOUR.split,
-        FOUR.repeat,
-        FOUR.pad_to_divisor,
-        FOUR.unpad,
-        lambda n: FOUR.minibatches(n, Key.of(0)),
-    ],
-)
+@pytest.mark.parametrize("call", [FOUR.split, FOUR.repeat])
 def test_what_is_no_number_of_rows_is_refused(call: Callable[[Any], Any], n: Any) -> None:
     with pytest.raises(DataError):
         call(n)
@@ -35,7 +25,7 @@ def test_what_is_no_number_of_rows_is_refused(call: Callable[[Any], Any], n: Any
 
 def test_numbers_of_numpy_are_numbers() -> None:
     two = np.int64(2)
-    assert len(FOUR.chunk(two)) == len(FOUR.split(two)) == 2
+    assert len(FOUR.split(two)) == 2
     assert len(FOUR.repeat(two)) == 8
     assert FOUR[two : np.int64(3)]["o"].tolist() == ["c"]
 
@@ -95,7 +85,6 @@ def test_what_is_no_proto_is_refused() -> None:
         lambda: four.equal(3),
         lambda: four.rename("x"),
         lambda: four.select(["x"]),
-        lambda: four.minibatches(2, 3),
         lambda: four.to_record(3),
         lambda: four.to_record(int),
         lambda: four.save(3),

@@ -22,7 +22,7 @@ BIG = DataProto({"x": torch.zeros(1024, 1024), "o": objects(["text" * 1000] * 10
         BIG[3:4],
         BIG[[3]],
         BIG.select("x")[:1],
-        BIG.chunk(1024)[7],
+        BIG.split(1)[7],
         BIG.to("cpu")[5:6],
         DataProto({"x": BIG["x"][:, :1]}),
     ],

@@ -30,9 +30,9 @@ from flowrl.operators import (
     Value,
 )
 from flowrl.records import PromptBatch
-from flowrl.run.engine.schedule import Instance, Schedule
+from flowrl.run.engine.execution_graph import ExecutionGraph, Instance
 from tests.rules.findings import found, mended
-from tests.run.engine.test_schedule import STEPS, run_of
+from tests.run.engine.test_execution_graph import STEPS, run_of
 from tests.support.kernel import exact
 
 LAGS = (1, 2, 4)
@@ -84,7 +84,7 @@ def self_play(batch: PromptBatch, *, corrected: bool) -> Any:
 def follows(graph: Graph, lag: int, writer: str, reader: str, behind: int) -> None:
     """The reader of each step comes after the writer of so many steps before, and before the next one."""
     later = run_of(graph, lag)
-    Schedule(Plan(graph), lag).refuse_deadlock()
+    ExecutionGraph(Plan(graph), lag).refuse_deadlock()
     for step in STEPS:
         for other in STEPS:
             pair = Instance(other, writer), Instance(step, reader)
@@ -141,6 +141,6 @@ def test_rounds_that_would_wait_for_training_that_waits_for_them() -> None:  # F
 def test_a_schedule_knows_that_training_waits_for_all_rounds() -> None:
     for lag in (2, 3):
         with pytest.raises(GraphError, match=rf"cannot let generation run {lag} version\(s\) ahead: .*collect"):
-            Schedule(Plan(in_rounds(lag, behind="kl_shape")), lag).refuse_deadlock()
-        Schedule(Plan(in_rounds(lag, behind="reward")), lag).refuse_deadlock()
-    Schedule(Plan(in_rounds(1, behind="kl_shape")), 1).refuse_deadlock()
+            ExecutionGraph(Plan(in_rounds(lag, behind="kl_shape")), lag).refuse_deadlock()
+        ExecutionGraph(Plan(in_rounds(lag, behind="reward")), lag).refuse_deadlock()
+    ExecutionGraph(Plan(in_rounds(1, behind="kl_shape")), 1).refuse_deadlock()

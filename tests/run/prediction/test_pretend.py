@@ -1,4 +1,5 @@
-"""The pretend runner: the one engine walks it in the schedule's order, over random graphs, lags, places and faults."""
+"""The pretend runner: the one engine walks it in the order of the execution graph, over random graphs, lags, places and
+faults."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from flowrl.data.proto.dataproto import DataProto
 from flowrl.distributed.place import Colocate, Split
 from flowrl.errors import GraphError, NodeError
 from flowrl.graph import Graph
+from flowrl.run.engine.execution_graph import ExecutionGraph
 from flowrl.run.engine.runner import Task, TaskResult
-from flowrl.run.engine.schedule import Schedule
 from flowrl.run.engine.steps import Steps
 from flowrl.run.engine.weights import TrainedWeights
 from flowrl.run.placement.place import Place, lay_out
@@ -144,7 +145,7 @@ class Watched(PretendRunner):
 
 def assume_possible(plan: Plan, lag: int) -> None:
     """Where generation depends on training in its own step, it cannot run ahead of it."""
-    assume(nx.is_directed_acyclic_graph(Schedule(plan, lag).network(range(10))))
+    assume(nx.is_directed_acyclic_graph(ExecutionGraph(plan, lag).network(range(10))))
 
 
 def run(graph: Graph, runner: Watched, steps: int, lag: int, spare: Path | None = None) -> tuple[list[int], list[int]]:

@@ -12,11 +12,11 @@ import torch
 
 from flowrl import PromptData, Training, Validation
 from flowrl.backends import AdamW
-from flowrl.backends.torch.train.learner import Cosine
 from flowrl.operators import KLShape
 from flowrl.operators.kl import AdaptiveKL
 from flowrl.run.training.job import Job
 from flowrl.run.training.training import Run
+from flowrl.schedules import Cosine
 from tests.support.jobs import job_of
 from tests.support.rewards import digits
 
@@ -32,7 +32,7 @@ def settings(data: str, **changed: Any) -> dict[str, Any]:
 
 def jobs(name: str, folder: str, reward: Any = digits) -> Job:
     """PPO with an adaptive KL coefficient, or GRPO; AdamW under a schedule that changes its rate at every step."""
-    trainer = {"schedule": Cosine(total_steps=2 * STEPS, warmup_steps=3)}
+    trainer = {"schedule": Cosine(1.0, 0.0, steps=2 * STEPS, warmup=3)}
     adamw = AdamW(lr=2e-3)
     if name == "grpo":
         return job_of("grpo", folder, reward, optimizer=adamw, trainer=trainer, n=2, mini_batch=5)

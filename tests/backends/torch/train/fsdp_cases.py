@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowrl.backends import SGD, AdamW, Cosine, LoRA, TorchCritic, TorchScorer, TorchTrainer
+from flowrl.backends import SGD, AdamW, LoRA, TorchCritic, TorchScorer, TorchTrainer
 from flowrl.data.balance import Share
 from flowrl.data.metrics import Metrics
 from flowrl.operators import DPO, KLCov, KLLoss, PPOClip, ValueClip
 from flowrl.operators.losses.objective import TokenObjective
 from flowrl.operators.updates.mini_batches import rank_parts, record
 from flowrl.protocols.protocols import MiniBatch
+from flowrl.schedules import Cosine
 from tests.support.models import ragged
 
 ROWS = 7
@@ -150,7 +151,7 @@ def gradient(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
 def training(ranks: Ranks, kind: str, optimizer: Any) -> dict[str, Any]:
     """Epochs of mini-batches, clipped, under a schedule."""
     engine, batch = (
-        ranks.trainer(kind, optimizer=optimizer, grad_clip=1.0, schedule=Cosine(12), max_tokens=40),
+        ranks.trainer(kind, optimizer=optimizer, grad_clip=1.0, schedule=Cosine(1.0, 0.0, steps=12), max_tokens=40),
         policy_batch(ranks, kind),
     )
     metrics = [engine.update(batch, minis(batch, PPO, *STEPS), PPO) for _ in range(2)]
@@ -203,7 +204,11 @@ def critic(ranks: Ranks, **settings: Any) -> dict[str, Any]:
 def resuming(ranks: Ranks) -> dict[str, Any]:
     """Train, save, train on; and from what was saved, train on again: by state dict, from a checkpoint, from the other
     number of ranks' checkpoint where there is one."""
-    settings: dict[str, Any] = {"optimizer": AdamW(lr=0.003, eps=1e-5), "grad_clip": 1.0, "schedule": Cosine(20)}
+    settings: dict[str, Any] = {
+        "optimizer": AdamW(lr=0.003, eps=1e-5),
+        "grad_clip": 1.0,
+        "schedule": Cosine(1.0, 0.0, steps=20),
+    }
     batch = policy_batch(ranks, "qwen2")
 
     def go_on(engine: Any) -> dict[str, Any]:

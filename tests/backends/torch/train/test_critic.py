@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from flowrl.backends import SGD, AdamW, Linear, TorchCritic, TorchTrainer
+from flowrl.backends import SGD, AdamW, TorchCritic, TorchTrainer
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, DataError
 from flowrl.protocols.protocols import Critic, MiniBatch
+from flowrl.schedules import Linear
 from tests.backends.torch.train.trainers import CONTEXT, Folder
 from tests.support.models import KINDS, VOCAB, Ragged, ragged, unpadded
 
@@ -181,7 +182,10 @@ def test_a_critic_learns_its_returns(folder: Folder) -> None:
 
 
 def test_resuming_is_bit_exact(folder: Folder) -> None:
-    batch, settings = ragged(), {"optimizer": AdamW(lr=0.003), "schedule": Linear(9, warmup_steps=1), "grad_clip": 1.0}
+    batch, settings = (
+        ragged(),
+        {"optimizer": AdamW(lr=0.003), "schedule": Linear(1.0, 0.0, steps=9, warmup=1), "grad_clip": 1.0},
+    )
     engine = critic(folder("llama"), **settings)
     engine.update(batch, [whole(batch)] * 2, Squares())
     state = copy.deepcopy(engine.state_dict())

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from flowrl.backends import SGD, AdamW, Cosine, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends import SGD, AdamW, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.data.metrics import Metrics
 from flowrl.errors import BindError, ParameterError
+from flowrl.schedules import Cosine
 from tests import ROOT
 from tests.backends.torch.train.fsdp_cases import (
     ALL,
@@ -230,7 +231,9 @@ def test_resuming_is_bit_exact_with_as_many_ranks_and_agrees_with_others(found: 
 def test_one_process_goes_on_from_a_checkpoint_of_two(found: Any) -> None:
     folder, _, ranks = found
     alone = Ranks(0, 1, folder)
-    engine = alone.trainer("qwen2", optimizer=AdamW(lr=0.003, eps=1e-5), grad_clip=1.0, schedule=Cosine(20))
+    engine = alone.trainer(
+        "qwen2", optimizer=AdamW(lr=0.003, eps=1e-5), grad_clip=1.0, schedule=Cosine(1.0, 0.0, steps=20)
+    )
     engine.load_checkpoint(str(folder / "checkpoint-2"))
     batch = policy_batch(alone, "qwen2")
     engine.update(batch, minis(batch, PPO, *STEPS), PPO)

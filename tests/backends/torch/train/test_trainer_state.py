@@ -18,9 +18,6 @@ from transformers.utils import logging
 from flowrl.backends import (
     SGD,
     AdamW,
-    Constant,
-    Cosine,
-    Linear,
     TorchCritic,
     TorchRollout,
     TorchScorer,
@@ -28,6 +25,7 @@ from flowrl.backends import (
 )
 from flowrl.errors import BindError, DataError, ParameterError
 from flowrl.protocols.protocols import MiniBatch, Trainer
+from flowrl.schedules import Constant, Cosine, Linear
 from tests.backends.torch.train.trainers import CONTEXT, Folder, Pull, change, trainer, whole
 from tests.support.models import KINDS, ragged
 
@@ -35,11 +33,11 @@ from tests.support.models import KINDS, ragged
 @pytest.mark.parametrize(
     ("schedule", "theirs"),
     [
-        (Constant(4), lambda o: transformers.get_constant_schedule_with_warmup(o, 4)),
-        (Linear(12, warmup_steps=3), lambda o: transformers.get_linear_schedule_with_warmup(o, 3, 12)),
-        (Cosine(12, warmup_steps=3), lambda o: transformers.get_cosine_schedule_with_warmup(o, 3, 12)),
+        (Constant(1.0, warmup=4), lambda o: transformers.get_constant_schedule_with_warmup(o, 4)),
+        (Linear(1.0, 0.0, steps=12, warmup=3), lambda o: transformers.get_linear_schedule_with_warmup(o, 3, 12)),
+        (Cosine(1.0, 0.0, steps=12, warmup=3), lambda o: transformers.get_cosine_schedule_with_warmup(o, 3, 12)),
         (
-            Cosine(12, warmup_steps=3, min_ratio=0.2),
+            Cosine(1.0, 0.2, steps=12, warmup=3),
             lambda o: transformers.get_cosine_with_min_lr_schedule_with_warmup(o, 3, 12, min_lr_rate=0.2),
         ),
     ],
@@ -54,16 +52,19 @@ def test_schedules_are_those_of_transformers(schedule: Any, theirs: Callable[[An
 
 
 def test_schedules_by_hand() -> None:
-    assert [Constant().at(step) for step in (0, 99)] == [1.0, 1.0]
-    assert [Linear(4, min_ratio=0.5).at(step) for step in (0, 1, 2, 4, 40)] == [1.0, 0.875, 0.75, 0.5, 0.5]
-    assert [round(Cosine(4, min_ratio=0.1).at(step), 12) for step in (0, 2, 4, 40)] == [1.0, 0.55, 0.1, 0.1]
-    assert Linear(2, warmup_steps=2).at(2) == 1.0
-    with pytest.raises(ParameterError, match="warmup_steps=5 exceeds total_steps=4"):
-        Linear(4, warmup_steps=5)
+    assert [Constant(1.0).at(step) for step in (0, 99)] == [1.0, 1.0]
+    assert [Linear(1.0, 0.5, steps=4).at(step) for step in (0, 1, 2, 4, 40)] == [1.0, 0.875, 0.75, 0.5, 0.5]
+    assert [round(Cosine(1.0, 0.1, steps=4).at(step), 12) for step in (0, 2, 4, 40)] == [1.0, 0.55, 0.1, 0.1]
+    assert Linear(1.0, 0.0, steps=2, warmup=2).at(2) == 1.0
+    with pytest.raises(ParameterError, match="warmup=5 exceeds steps=4"):
+        Linear(1.0, 0.0, steps=4, warmup=5)
 
 
 def test_the_schedule_moves_the_weights_and_the_log(folder: Folder) -> None:
-    batch, engine = ragged(), trainer(folder("llama"), optimizer=SGD(lr=1e-3), schedule=Linear(4, warmup_steps=2))
+    batch, engine = (
+        ragged(),
+        trainer(folder("llama"), optimizer=SGD(lr=1e-3), schedule=Linear(1.0, 0.0, steps=4, warmup=2)),
+    )
     found = [engine.update(batch, [whole(batch)] * n, Pull()).compute()["actor/lr"] for n in (1, 1, 2)]
     assert found == pytest.approx([0.0, 0.5e-3, 0.75e-3])
     assert change(engine, lambda: engine.update(batch, [whole(batch)], Pull())).eq(0).all()  # past its end
@@ -72,7 +73,10 @@ def test_the_schedule_moves_the_weights_and_the_log(folder: Folder) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("optimizer", [AdamW(lr=0.003), SGD(lr=0.01, momentum=0.9)])
 def test_resuming_is_bit_exact(kind: str, optimizer: Any, folder: Folder) -> None:
-    batch, settings = ragged(), {"optimizer": optimizer, "schedule": Cosine(8, warmup_steps=1), "grad_clip": 1.0}
+    batch, settings = (
+        ragged(),
+        {"optimizer": optimizer, "schedule": Cosine(1.0, 0.0, steps=8, warmup=1), "grad_clip": 1.0},
+    )
     engine = trainer(folder(kind), **settings)
     steps = [whole(batch), MiniBatch(torch.tensor([2, 1]), batch.response_mask[[2, 1]].float())]
     engine.update(batch, steps, Pull())

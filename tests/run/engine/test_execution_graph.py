@@ -1,4 +1,4 @@
-"""`Schedule`: what waits for what, within a step and from step to step, on-policy and with a lag."""
+"""`ExecutionGraph`: what waits for what, within a step and from step to step, on-policy and with a lag."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowrl.core.graphs.plan import Plan
 from flowrl.core.graphs.spans import spanned
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
-from flowrl.run.engine.schedule import Instance, Schedule
+from flowrl.run.engine.execution_graph import ExecutionGraph, Instance
 from tests.support.kernel import exact
 
 STEPS = range(5)
@@ -22,12 +22,12 @@ CASES = [*product(GRAPHS, (0, 1, 2))]
 
 def run_of(graph: Graph, lag: int) -> nx.DiGraph[Instance]:
     """All instances of a run of `STEPS`, with an edge to everything that comes later."""
-    return nx.transitive_closure_dag(Schedule(Plan(graph), lag).network(STEPS))
+    return nx.transitive_closure_dag(ExecutionGraph(Plan(graph), lag).network(STEPS))
 
 
 @pytest.mark.parametrize(("name", "lag"), CASES)
 def test_a_run_holds_every_node_of_every_step_and_has_no_circle(name: str, lag: int) -> None:
-    network = Schedule(Plan(GRAPHS[name]), lag).network(STEPS)
+    network = ExecutionGraph(Plan(GRAPHS[name]), lag).network(STEPS)
     assert set(network) == {Instance(step, node) for step, node in product(STEPS, GRAPHS[name].nodes)}
     assert nx.is_directed_acyclic_graph(network)
 
@@ -48,13 +48,24 @@ def test_generation_sees_the_sync_that_its_lag_allows_and_no_newer_one(name: str
 def test_a_swap_comes_under_what_generates_and_never_too_late_for_what_is_trained(name: str, lag: int) -> None:
     """With spans a token of a step is of the weights after the step lag + 1 before it, or of later ones that are not
     newer than those which the step trains."""
+<<<<<<< HEAD:tests/run/engine/test_schedule.py
     plan = Plan(spanned(GRAPHS[name].edit(lag=Lag(lag, spans=True))))
     later = nx.transitive_closure_dag(Schedule(plan, lag, concurrent_sync=True).network(STEPS))
+=======
+    spanned = Plan(GRAPHS[name].edit(lag=Lag(lag, spans=True)))
+    later = nx.transitive_closure_dag(ExecutionGraph(spanned, lag, concurrent_sync=True).network(STEPS))
+>>>>>>> md:tests/run/engine/test_execution_graph.py
     for step, other in product(STEPS, STEPS):
         generate, sync = Instance(step, "generate"), Instance(other, "sync")
         assert later.has_edge(sync, generate) == (other <= step - 1 - lag)
         assert later.has_edge(generate, sync) == (other >= step)
+<<<<<<< HEAD:tests/run/engine/test_schedule.py
     alone = nx.transitive_closure_dag(Schedule(plan, lag).network(STEPS))  # one node runs at a time: as without
+=======
+    alone = nx.transitive_closure_dag(
+        ExecutionGraph(spanned, lag).network(STEPS)
+    )  # one node runs at a time: as without
+>>>>>>> md:tests/run/engine/test_execution_graph.py
     assert set(alone.edges) == set(run_of(GRAPHS[name], lag).edges)
 
 
@@ -83,20 +94,20 @@ def test_weights_are_read_between_the_updates_of_two_steps(lag: int) -> None:
 
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_node_with_state_follows_itself(lag: int) -> None:
-    waits = Schedule(Plan(GRAPHS["ppo"]), lag).waits
+    waits = ExecutionGraph(Plan(GRAPHS["ppo"]), lag).waits
     assert ("mismatch", 1) in waits["mismatch"]
     assert ("gae", 1) not in waits["gae"]
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_frees_is_the_other_side_of_waits(lag: int) -> None:
-    schedule = Schedule(Plan(GRAPHS["ppo"]), lag)
-    waits = {(node, other, k) for node, found in schedule.waits.items() for other, k in found}
-    assert {(node, other, k) for other, found in schedule.frees.items() for node, k in found} == waits
+    instances = ExecutionGraph(Plan(GRAPHS["ppo"]), lag)
+    waits = {(node, other, k) for node, found in instances.waits.items() for other, k in found}
+    assert {(node, other, k) for other, found in instances.frees.items() for node, k in found} == waits
 
 
 def test_a_resumed_run_waits_for_nothing_before_its_first_step() -> None:
-    schedule = Schedule(Plan(GRAPHS["grpo"]))
-    assert schedule.before(Instance(7, "batch"), range(7, 9)) == []
-    assert Instance(6, "sync") in schedule.before(Instance(7, "generate"), range(5, 9))
-    assert Instance(6, "sync") not in schedule.before(Instance(7, "generate"), range(7, 9))
+    instances = ExecutionGraph(Plan(GRAPHS["grpo"]))
+    assert instances.before(Instance(7, "batch"), range(7, 9)) == []
+    assert Instance(6, "sync") in instances.before(Instance(7, "generate"), range(5, 9))
+    assert Instance(6, "sync") not in instances.before(Instance(7, "generate"), range(7, 9))

@@ -1,4 +1,5 @@
-"""`Schedule`: a run as one DAG. A run is the graph once for each step; an *instance* is a node in one of these steps.
+"""`ExecutionGraph`: a run as one DAG. A run is the graph once for each step; an *instance* is a node in one of these
+steps.
 
 What an instance waits for is a pure function of the plan and the lag:
 
@@ -47,7 +48,7 @@ class Instance(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ExecutionGraph:
     """What every instance of a run waits for.
 
     Args:

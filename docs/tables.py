@@ -1,0 +1,92 @@
+"""Write what the code lists into the files that repeat it: ``make tables``, or ``python docs/tables.py``.
+
+Each table stands in its page below ``<!-- its name -->``; pyproject.toml has every operator as an entry point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import flowrl.graphs
+import flowrl.operators
+from flowrl.core.operators.entry_points import GROUP
+from flowrl.core.operators.loss import Loss
+from flowrl.core.operators.operator import Operator
+from flowrl.rules.check import RULES
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _classes(base: type) -> Iterator[tuple[str, Any]]:
+    """The classes of `flowrl.operators` that derive from `base`, in the order of ``__all__``."""
+    for name in flowrl.operators.__all__:
+        cls = getattr(flowrl.operators, name)
+        if isinstance(cls, type) and issubclass(cls, base):
+            yield name, cls
+
+
+def _summary(of: Any) -> str:
+    return (of.__doc__ or "").split("\n\n")[0].replace("\n    ", " ")
+
+
+def _code(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def operators() -> list[str]:
+    rows = ["| operator | reads | writes | |", "|---|---|---|---|"]
+    for name, cls in _classes(Operator):
+        signature = cls.usual_signature()
+        writes = _code(signature.outputs)
+        if signature.output_record is not None and len(signature.outputs) > 2:
+            writes = f"`{signature.output_record.__name__}`"
+        ports = (_code(signature.ports), writes) if cls._signature.ports else ("what passes",) * 2  # of a gate
+        rows.append(f"| `{name}` | {ports[0]} | {ports[1]} | {_summary(cls)} |")
+    return rows
+
+
+def losses() -> list[str]:
+    rows = ["| loss | reads | sees | |", "|---|---|---|---|"]
+    for name, cls in _classes(Loss):
+        reads = _code((*cls.said.values(), *cls._signature.ports))
+        rows.append(f"| `{name}` | {reads} | {cls.unit} | {_summary(cls)} |")
+    return rows
+
+
+def algorithms() -> list[str]:
+    rows = ["| algorithm | |", "|---|---|"]
+    return rows + [f"| `{name}` | {_summary(getattr(flowrl.graphs, name))} |" for name in flowrl.graphs.__all__]
+
+
+def rules() -> list[str]:
+    rows = ["| rule | reason | learned from |", "|---|---|---|"]
+    return rows + [f"| {rule.id} | {rule.reason} | {rule.source} |" for rule in RULES]
+
+
+def entry_points() -> list[str]:
+    return [f'{name} = "flowrl.operators:{name}"' for name, _ in sorted(_classes(Operator))]
+
+
+FILES: dict[str, tuple[str, Callable[[], list[str]]]] = {
+    "docs/operators.md": ("<!-- operators -->\n\n", operators),
+    "docs/losses.md": ("<!-- losses -->\n\n", losses),
+    "docs/algorithms.md": ("<!-- algorithms -->\n\n", algorithms),
+    "docs/graphs.md": ("<!-- rules -->\n\n", rules),
+    "pyproject.toml": (f'[project.entry-points."{GROUP}"]\n', entry_points),
+}
+"""By file, what the generated lines come after, and what makes them; an empty line ends them."""
+
+
+def generated(file: str) -> str:
+    """A file as it should be."""
+    mark, lines = FILES[file]
+    before, found, after = (ROOT / file).read_text(encoding="utf-8").partition(mark)
+    assert found, f"{file} has no {mark!r}"
+    return "".join((before, mark, "\n".join(lines()), *after.partition("\n\n")[1:]))
+
+
+if __name__ == "__main__":
+    for name in FILES:
+        (ROOT / name).write_text(generated(name), encoding="utf-8")
