@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -30,8 +29,16 @@ from flowrl.core.operators.ports import INJECTED
 from flowrl.data.metrics import Metrics
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, ParameterError, RewardError, type_of
-from flowrl.operators.reward.pool import FunctionSource, Outcome, Pool, ThreadWorker, process_pool
-from flowrl.operators.reward.worker import NoScore, Scored, digest
+from flowrl.operators.reward.pool import (
+    FunctionSource,
+    Outcome,
+    Pool,
+    ProcessWorker,
+    ThreadWorker,
+    Worker,
+    process_pool,
+)
+from flowrl.operators.reward.worker import NoScore, Scored, digest, misfit
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +117,10 @@ class Reward(Operator):
         `token_level_scores`, float32 ``[batch response]``. Metrics: ``<log>/mean, <log>/min, <log>/max``.
 
     Raises:
-        ParameterError: on construction: there is no such function, it is async, or it does not take those arguments;
-            before anything is loaded: there is none.
-        RewardError: a call gave no score, named by row (unless `on_error` is a score); a worker cannot import it.
+        ParameterError: on construction: there is no such function, or the one given is async or does not take those
+            arguments; before anything is loaded: there is none.
+        RewardError: before anything is loaded: a worker cannot import the function of this name, or it is async or does
+            not take those arguments. A call gave no score, named by row (unless `on_error` is a score).
         DataError: a value cannot be handed to a process as JSON, named by row and column.
     """
 
@@ -130,14 +138,16 @@ class Reward(Operator):
             return
         if isinstance(self.fn, str):
             functions.check(self.fn)
-        stub = functions.stub_of(self.fn) if isinstance(self.fn, str) else self.fn
-        if stub is not None:
-            _check_call(stub, self._function_name)
+        elif (what := misfit(self.fn, self._function_name)) is not None:
+            raise ParameterError(what)
         self._source  # noqa: B018 (the file as it is now)
 
     def rehearse(self, tokenizer_of: Callable[[str], ChatTokenizer | None]) -> None:
-        """Refuse to score by nothing."""
-        self._function  # noqa: B018
+        """Refuse to score by nothing, or by a function of this name that cannot be imported or called."""
+        if isinstance(self._function, str):
+            worker = self._worker()
+            worker.start()
+            worker.end()
 
     def __call__(self, rollout: Scorable, prompts: Answerable, metrics: Metrics = INJECTED) -> TokenLevelScores:
         self._function  # noqa: B018
@@ -217,12 +227,17 @@ class Reward(Operator):
         if self._source is not None:
             yield from process_pool(self._source, workers).results(calls, self.timeout)
             return
-        fn = functions.resolve(self._function) if isinstance(self._function, str) else self._function
-        pool = Pool(lambda: ThreadWorker(fn), workers)
+        pool = Pool(self._worker, workers)
         try:
             yield from pool.results(calls, self.timeout)
         finally:
             pool.close()
+
+    def _worker(self) -> Worker:
+        if self._source is not None:
+            return ProcessWorker(self._source)
+        fn = functions.resolve(self._function) if isinstance(self._function, str) else self._function
+        return ThreadWorker(fn, self._function_name)
 
     def _describe(self, failure: NoScore, prompts: Answerable, row: int) -> str:
         cls = type(self).__name__
@@ -259,32 +274,6 @@ def _source_of(fn: Callable[..., Any] | str) -> FunctionSource | None:
         content = stream.read()
     module, name = functions.parse_reference(ref)
     return FunctionSource(f"{file if module.endswith('.py') else module}:{name}", digest(content))
-
-
-def _check_call(fn: Callable[..., Any], name: str) -> None:
-    """Refuse what cannot be called like a reward function, or whose calls give no score."""
-    if isinstance(fn, type):
-        raise ParameterError(
-            f"the reward function {name} is a class, so a call of it gives an object and no score; give a function, or "
-            f"an object of the class that has a __call__."
-        )
-    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
-        raise ParameterError(
-            f"the reward function {name} is async, so a call of it gives a coroutine and no score; define it by `def`, "
-            f"and await inside it with asyncio.run(...)."
-        )
-    try:
-        signature = inspect.signature(fn)
-    except ValueError:  # compiled code need not have one
-        return
-    try:
-        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={})
-    except TypeError as error:
-        raise ParameterError(
-            f"the reward function {name}{signature} cannot be called by keyword with data_source, solution_str, "
-            f"ground_truth and extra_info ({error}); define it as fn(data_source, solution_str, ground_truth, "
-            f"extra_info=None), or call it from a function of that signature: one response a call, text and not tokens."
-        ) from None
 
 
 def _plain(value: Any) -> Any:

@@ -82,11 +82,13 @@ class ThreadWorker:
 
     alive = True
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
+    def __init__(self, fn: Callable[..., Any], name: str) -> None:
+        self._fn, self._name = fn, name
 
     def start(self) -> None:
-        """Nothing to do."""
+        """Refuse a function that cannot be called."""
+        if (what := reward_worker.misfit(self._fn, self._name)) is not None:
+            raise RewardError(what)
 
     def call(self, arguments: Arguments, timeout: float) -> Outcome:
         """Make a call in a new thread."""
@@ -119,7 +121,7 @@ class ProcessWorker:
         """Fork the process, and import the function.
 
         Raises:
-            RewardError: the import raised, or took longer than `START_LIMIT`.
+            RewardError: the import raised, or took longer than `START_LIMIT`; or the function cannot be called.
         """
         try:
             fds = [self._theirs.fileno(), self._report]
@@ -137,7 +139,10 @@ class ProcessWorker:
         job = {"path": sys.path, "source": module, "name": name, "digest": self._source.digest}
         reply = self._ask(job, START_LIMIT)
         if not isinstance(reply, NoScore):
-            return
+            if reply["misfit"] is None:
+                return
+            self.end()
+            raise RewardError(reply["misfit"])
         if self.alive:
             self.end()
         details = f"\n{reply.traceback}" if reply.traceback else ""
@@ -361,8 +366,14 @@ def fork_server(source: FunctionSource) -> ForkServer:
     process or raises is reported by a worker. Then the server imports nothing, and each worker does.
 
     Raises:
-        RewardError: the import took longer than `START_LIMIT`.
+        RewardError: the import took longer than `START_LIMIT`; or called inside a worker, whose module would otherwise
+            start workers without end.
     """
+    if reward_worker.__file__ in sys.modules:  # by its path, as a fork server loads it
+        raise RewardError(
+            "a Reward ran while a reward worker imported the module of the reward function; put what that module runs "
+            "under `if __name__ == '__main__':`, or move the function to a module of its own."
+        )
     with _servers_lock:
         if source in _servers and not _servers[source].alive:
             _servers.pop(source).close()
@@ -390,17 +401,7 @@ _pools_lock = threading.Lock()
 
 
 def process_pool(source: FunctionSource, workers: int) -> Pool:
-    """The pool of processes for a function; it lives as long as the program, or until `close_pools`.
-
-    Raises:
-        RewardError: called inside a worker, whose module would otherwise start workers without end.
-    """
-    script = getattr(sys.modules["__main__"], "__file__", None) or ""
-    if os.path.abspath(script) == os.path.abspath(reward_worker.__file__):
-        raise RewardError(
-            "a Reward ran while a reward worker imported the module of the reward function; put what that module runs "
-            "under `if __name__ == '__main__':`, or move the function to a module of its own."
-        )
+    """The pool of processes for a function; it lives as long as the program, or until `close_pools`."""
     with _pools_lock:
         key = (source, workers)
         if key not in _pools:

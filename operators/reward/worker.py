@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import json
 import numbers
 import os
@@ -121,10 +122,38 @@ def load(source: str, name: str, expected: str | None) -> Callable[..., Any]:
     fn: Any = module
     for part in name.split("."):
         fn = getattr(fn, part)
-    if not callable(fn) or isinstance(fn, type):
-        raise TypeError(f"{name} is a {type(fn).__name__}, expected a function")
     found: Callable[..., Any] = fn
     return found
+
+
+def misfit(fn: Any, name: str) -> str | None:
+    """Why a function cannot be called like a reward function, or its calls give no score; None where it can."""
+    what = f"the reward function {name}"
+    if not callable(fn):
+        return f"{what} is a {type(fn).__name__}, expected a function."
+    if isinstance(fn, type):
+        return (
+            f"{what} is a class, so a call of it gives an object and no score; give a function, or an object of the "
+            f"class that has a __call__."
+        )
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
+        return (
+            f"{what} is async, so a call of it gives a coroutine and no score; define it by `def`, and await inside it "
+            f"with asyncio.run(...)."
+        )
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # compiled code need not have one
+        return None
+    try:
+        signature.bind(data_source="", solution_str="", ground_truth="", extra_info={})
+    except TypeError as error:
+        return (
+            f"{what}{signature} cannot be called by keyword with data_source, solution_str, ground_truth and "
+            f"extra_info ({error}); define it as fn(data_source, solution_str, ground_truth, extra_info=None), or call "
+            f"it from a function of that signature: one response a call, text and not tokens."
+        )
+    return None
 
 
 def _short(text: str, limit: int = 500) -> str:
@@ -198,7 +227,7 @@ def _serve() -> None:
         except BaseException as error:
             channel.reply(**failed(error)._asdict())
             os._exit(1)
-        channel.reply()
+        channel.reply(misfit=misfit(fn, f"{job['source']}:{job['name']}"))
         while True:
             channel.reply(**call(fn, channel.ask()["arguments"])._asdict())
     except OSError:

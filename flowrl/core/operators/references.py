@@ -7,8 +7,7 @@ function that no other process could find by a reference (a lambda, a closure, a
 from __future__ import annotations
 
 import ast
-import copy
-import dis
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -25,6 +24,9 @@ from typing import Any, cast
 import xxhash
 
 from flowrl.errors import FlowrlError, ParameterError, offer, type_of
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = Function | ast.ClassDef
 
 
 def reference(fn: Callable[..., Any]) -> str | None:
@@ -126,15 +128,15 @@ def check(ref: str, classes: bool = False) -> None:
     file = source_file(ref)
     if file is None or not file.endswith(".py"):
         return  # no source to look at; `resolve` will find out
-    _, tree, code = _read(ref, file)
-    bound = _bound_names(code)
+    _, tree = _read(ref, file)
+    bound = _bound_names(tree)
     open_ended = "*" in bound or "__getattr__" in bound
     if name.split(".")[0] not in bound and not open_ended:
-        functions = [c.co_name for c in code.co_consts if isinstance(c, CodeType) and c.co_name in bound]
+        functions = [node.name for node in tree.body if isinstance(node, Definition)]
         raise ParameterError(
             f"{ref!r} does not name a function: {file} does not define {name!r}; {offer(name, functions, 'it defines')}"
         )
-    what = _plainly(tree, name) if bound.count(name) == 1 else None
+    what = _plainly(_only_binding(tree, name))
     if what is not None and not (classes and what == "a class"):
         raise ParameterError(
             f"{ref!r} does not name a function: {file} has {what} under that name; expected a function, or a method "
@@ -142,8 +144,8 @@ def check(ref: str, classes: bool = False) -> None:
         )
 
 
-def _read(ref: str, file: str) -> tuple[str, ast.Module, CodeType]:
-    """The text of the file that `ref` names, and what it means.
+def _read(ref: str, file: str) -> tuple[str, ast.Module]:
+    """The text of the file that `ref` names, and its syntax tree.
 
     Raises:
         ParameterError: it cannot be read, or does not compile.
@@ -152,7 +154,8 @@ def _read(ref: str, file: str) -> tuple[str, ast.Module, CodeType]:
         with tokenize.open(file) as stream:  # in the encoding that its first lines name
             text = stream.read()
         tree = ast.parse(text, file)
-        return text, tree, compile(tree, file, "exec", dont_inherit=True)
+        compile(tree, file, "exec", dont_inherit=True)  # which refuses more, such as a `return` outside a function
+        return text, tree
     except SyntaxError as error:
         where = f"{file}:{error.lineno}" if error.lineno else file
         raise ParameterError(f"{ref!r} cannot be used: {where} does not compile ({error.msg}).") from error
@@ -160,72 +163,50 @@ def _read(ref: str, file: str) -> tuple[str, ast.Module, CodeType]:
         raise ParameterError(f"{ref!r} cannot be used: {file} is no Python that can be read ({error}).") from error
 
 
-def _plainly(module: ast.Module, name: str) -> str | None:
-    """What the top level of a module makes a name that is plainly no function; None where it may be one."""
-    for node in module.body:
-        if isinstance(node, ast.ClassDef) and node.name == name and not node.decorator_list:
-            return "a class"
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        value = getattr(node, "value", None)  # of a loop, or of an annotation alone, there is none
-        if value is not None and any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            try:
-                return f"a literal ({type(ast.literal_eval(value)).__name__})"
-            except (ValueError, TypeError):  # an expression that may well be a function
-                return None
+def _plainly(binding: ast.stmt | None) -> str | None:
+    """What a name is that this statement binds, where that is plainly no function."""
+    if isinstance(binding, ast.ClassDef) and not binding.decorator_list:
+        return "a class"
+    if isinstance(binding, ast.Assign | ast.AnnAssign) and binding.value is not None:
+        with contextlib.suppress(ValueError, TypeError):  # an expression that may well be a function
+            return f"a literal ({type(ast.literal_eval(binding.value)).__name__})"
     return None
 
 
-def stub_of(ref: str) -> Callable[..., Any] | None:
-    """A function with the parameters of the one that `ref` names, which does nothing.
-
-    It has the names and the literal defaults of the parameters (... for other defaults), and is async where that one
-    is. None where the source alone does not settle what the name means.
-    """
-    found = _definition(ref)
-    if found is None:
-        return None
-    # The `def` with everything taken out that would run code of the file: body, annotations, computed defaults.
-    stub = copy.deepcopy(found[1])
-    stub.body, stub.returns = [ast.Pass()], None
-    for argument in ast.walk(stub.args):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    stub.args.defaults = [_literal(d) for d in stub.args.defaults]
-    stub.args.kw_defaults = [d and _literal(d) for d in stub.args.kw_defaults]
-    module = ast.fix_missing_locations(ast.Module([stub], []))
-    namespace: dict[str, Any] = {}
-    exec(compile(module, f"<stub of {ref}>", "exec", dont_inherit=True), namespace)
-    return cast("Callable[..., Any]", namespace[stub.name])
-
-
-def _literal(default: ast.expr) -> ast.Constant:
-    return default if isinstance(default, ast.Constant) else ast.Constant(...)
-
-
-def _definition(ref: str) -> tuple[str, ast.FunctionDef | ast.AsyncFunctionDef] | None:
+def _definition(ref: str) -> tuple[str, Function] | None:
     """The source of a file, and the one undecorated ``def`` in it that gives a name its meaning, where there is one."""
     _, name = parse_reference(ref)
     file = source_file(ref)
     if file is None or not file.endswith(".py"):
         return None
-    text, tree, code = _read(ref, file)
-    if _bound_names(code).count(name) != 1:
-        return None
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            return None if node.decorator_list else (text, node)
-    return None
+    text, tree = _read(ref, file)
+    binding = _only_binding(tree, name)
+    return (text, binding) if isinstance(binding, Function) and not binding.decorator_list else None
 
 
-def _bound_names(code: CodeType) -> list[str]:
-    """The names that the top level of a module binds or deletes, once for each time; ``*`` for a star import.
+def _only_binding(tree: ast.Module, name: str) -> ast.stmt | None:
+    """The top-level statement that binds a name, where nothing else does."""
+    found = [statement for statement in tree.body for bound in _bound_names(statement) if bound == name]
+    return found[0] if len(found) == 1 else None
 
-    The bytecode says so in two instructions; in the syntax tree every form that binds (assignment, `def`, `import`,
-    `for`, `with`, `except`, `match`, `:=`) would have to be followed.
-    """
-    instructions = list(dis.get_instructions(code))
-    names = [i.argval for i in instructions if i.opname in ("STORE_NAME", "DELETE_NAME")]
-    return names + ["*"] * any("IMPORT_STAR" in f"{i.opname} {i.argrepr}" for i in instructions)
+
+def _bound_names(tree: ast.AST) -> list[str]:
+    """The names that a module or statement binds or deletes, once for each time; ``*`` for a star import."""
+    names: list[str] = []
+    waiting: list[Any] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.AnnAssign) and node.value is None:
+            continue  # binds nothing
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            names.append(node.id)
+        elif isinstance(node, ast.alias):
+            names.append(node.asname or node.name.partition(".")[0])
+        elif isinstance(own := getattr(node, "name", getattr(node, "rest", None)), str):
+            names.append(own)  # of a function, a class, an exception or a pattern
+        if not isinstance(node, Definition | ast.Lambda):
+            waiting.extend(ast.iter_child_nodes(node))
+    return names
 
 
 def parse_reference(ref: str) -> tuple[str, str]:

@@ -52,8 +52,54 @@ def test_check_looks_without_running(tmp_path: Path) -> None:
         functions.check(f"{file}:h")
     file.write_text("from os import *\n")
     functions.check(f"{file}:anything")
-    file.write_text("def f(:\n")
-    with pytest.raises(ParameterError, match=r"loud.py:1 does not compile"):
+    for broken in ("def f(:\n", "return 1\n"):
+        file.write_text(broken)
+        with pytest.raises(ParameterError, match=r"loud.py:1 does not compile"):
+            functions.check(f"{file}:f")
+
+
+@pytest.mark.parametrize(
+    "binding",
+    [
+        "f = 1",
+        "g = f = 1",
+        "(g, *f) = h",
+        "f: int = 1",
+        "del f",
+        "(f := 1)",
+        "def f(): ...",
+        "async def f(): ...",
+        "class f: ...",
+        "import f",
+        "import f.g",
+        "import g as f",
+        "from g import f",
+        "from g import h as f",
+        "for f in (): ...",
+        "with open('x') as f: ...",
+        "try: ...\nexcept ValueError as f: ...",
+        "try: ...\nfinally: f = 1",
+        "if g:\n    while h: f = 1",
+        "match g:\n    case [1, f]: ...",
+        "match g:\n    case [*f]: ...",
+        "match g:\n    case {**f}: ...",
+        "match g:\n    case int() as f: ...",
+    ],
+)
+def test_check_finds_each_form_of_binding(binding: str, tmp_path: Path) -> None:
+    file = tmp_path / "forms.py"
+    file.write_text(f"{binding}\n")
+    if "f = 1" not in binding and "class" not in binding and "int =" not in binding:
+        functions.check(f"{file}:f")
+    file.write_text(f"f = 1\n{binding}\n")  # two meanings
+    functions.check(f"{file}:f")
+
+
+@pytest.mark.parametrize("other", ["f", "print(f)", "f: int", "def g():\n    f = 1", "import g.f", "x.f = 1"])
+def test_check_takes_no_use_for_a_binding(other: str, tmp_path: Path) -> None:
+    file = tmp_path / "forms.py"
+    file.write_text(f"{other}\n")
+    with pytest.raises(ParameterError, match="does not define 'f'"):
         functions.check(f"{file}:f")
 
 
@@ -73,7 +119,7 @@ ENDLESS = "x = " + "+".join(["1"] * 50_000) + "\ndef f(): pass\n"
 def test_a_file_that_is_no_python_is_named(tmp_path: Path, content: bytes, said: str) -> None:
     file = tmp_path / "odd.py"
     file.write_bytes(content)
-    for look in (functions.check, functions.stub_of, functions.named_source_hash):
+    for look in (functions.check, functions.named_source_hash):
         with pytest.raises(ParameterError, match=rf"odd\.py:f' cannot be used: .*odd\.py.*{said}"):
             look(f"{file}:f")
 
@@ -85,8 +131,6 @@ def test_a_file_is_read_in_its_own_encoding(tmp_path: Path, head: str, encoding:
         (tmp_path / f"{name}.py").write_text(text, encoding=written)
     plain, other = (f"{tmp_path / name}.py:f" for name in ("plain", "other"))
     functions.check(other)
-    stub = functions.stub_of(other)
-    assert stub is not None and stub.__defaults__ == ("é",)
     assert functions.named_source_hash(other) == functions.named_source_hash(plain)
 
 

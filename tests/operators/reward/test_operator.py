@@ -166,18 +166,6 @@ def test_a_function_that_is_not_there_is_refused_where_the_operator_is_made(fn: 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (
-            "def f(prompts, completions, **kw): ...",
-            "f(prompts, completions, **kw) cannot be called by keyword with data_",
-        ),
-        ("def f(data_source, solution_str, ground_truth): ...", "got an unexpected keyword argument 'extra_info'"),
-        ("def f(data_source, /, solution_str, ground_truth, extra_info): ...", "cannot be called by keyword"),
-        (
-            "def f(*, data_source, solution_str, ground_truth, extra_info=2, more): ...",
-            "missing a required argument: 'm",
-        ),
-        ("async def f(data_source, solution_str, ground_truth, extra_info=None): ...", "f is async, so a call of it"),
-        ("async def f(**columns): ...", "await inside it with asyncio.run(...)"),
         ("f = 3", "has a literal (int) under that name; expected a function"),
         ("f: dict = {'a': [1]}", "has a literal (dict) under that name"),
         ("class f:\n    def __call__(self, **columns): ...", "has a class under that name"),
@@ -192,25 +180,54 @@ def test_what_a_file_defines_is_refused_without_running_it(source: str, said: st
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "said"),
     [
-        "def f(data_source, solution_str, ground_truth, extra_info: Unknown = elsewhere()) -> Nowhere: ...",
-        "def f(**columns): ...",
-        "def f(solution_str, ground_truth, *rest, extra_info={}, data_source): ...",
-        "@adapted\ndef f(prompts, completions): ...",
-        "def f(prompts, completions): ...\nf = adapted(f)",
-        "if fast:\n    from rewards_in_c import f\nelse:\n    def f(prompts, completions): ...",
-        "def f(answer): ...\ndef f(**columns): ...",
-        "f = lambda **columns: 1.0",
-        "f = 3\nfrom rewards_in_c import f",
-        "@adapted\nclass f: ...",
+        (
+            "def f(prompts, completions, **kw): ...",
+            "f(prompts, completions, **kw) cannot be called by keyword with data_",
+        ),
+        ("def f(data_source, solution_str, ground_truth): ...", "got an unexpected keyword argument 'extra_info'"),
+        ("def f(data_source, /, solution_str, ground_truth, extra_info): ...", "cannot be called by keyword"),
+        (
+            "def f(*, data_source, solution_str, ground_truth, extra_info=2, more): ...",
+            "missing a required argument: 'm",
+        ),
+        ("async def f(data_source, solution_str, ground_truth, extra_info=None): ...", "f is async, so a call of it"),
+        ("async def f(**columns): ...", "await inside it with asyncio.run(...)"),
+        ("def f(**columns): ...\nf = (lambda f: lambda answer: f)(f)", "cannot be called by keyword with data_"),
+        ("f = float", "f is a class, so a call of it gives an object and no score"),
+        ("f = max(1.0, 3.0)", "f is a float, expected a function"),
+        ("import no_such_package\ndef f(**columns): ...", "importing it raised ModuleNotFoundError"),
     ],
 )
-def test_what_a_file_leaves_open_is_not_refused(source: str, tmp_path: Path) -> None:
-    """A decorator, or a second meaning of the name: only running it would tell."""
+def test_a_named_function_is_imported_and_refused_before_the_run(source: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(f"{source}\n")
-    assert "reward" in score(f"{file}:f")
+    job = score(f"{file}:f").bind()
+    with pytest.raises(RewardError, match=re.escape(said)) as error:
+        job.refuse_missing()
+    assert str(error.value).startswith("reward: ") and f"{file}:f" in str(error.value)
+    with pytest.raises(RewardError, match=re.escape(said)):
+        Reward(f"{file}:f")(*rows(["a"]))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(data_source, solution_str, ground_truth, extra_info: 'Unknown' = max(1, 2)) -> 'Nowhere': ...",
+        "def f(**columns): ...",
+        "def f(solution_str, ground_truth, *rest, extra_info={}, data_source): ...",
+        "@lambda f: lambda **columns: f\ndef f(prompts, completions): ...",
+        "if False:\n    from rewards_in_c import f\nelse:\n    def f(**columns): ...",
+        "def f(answer): ...\ndef f(**columns): ...",
+        "f = lambda **columns: 1.0",
+        "class Scale:\n    def __call__(self, **columns): ...\nf = Scale()",
+    ],
+)
+def test_a_named_function_that_can_be_called_is_not_refused(source: str, tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(f"{source}\n")
+    score(f"{file}:f").bind().refuse_missing()
 
 
 def test_a_missing_name_lists_what_the_file_defines(scores: Callable[[str], str]) -> None:

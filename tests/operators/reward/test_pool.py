@@ -22,7 +22,6 @@ from flowrl.core.operators import references as functions
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DataError, RewardError
 from flowrl.operators.reward import pool as reward_pool
-from flowrl.operators.reward import worker as reward_worker
 from flowrl.operators.reward.operator import Reward
 from tests.support.reward_rows import rows, values
 
@@ -209,16 +208,23 @@ def test_a_module_that_does_not_import_is_always_an_error(tmp_path: Path) -> Non
             RewardError, match="importing it raised ModuleNotFoundError: No module named 'no_such_module'"
         ):
             Reward(f"{file}:f", on_error=on_error)(*rows(["a"] * 3))
-    for meaning, found in (("max(1.0, 3.0)", "float"), ("type('Score', (float,), {})", "type")):
+    for meaning, found in (("max(1.0, 3.0)", "float, expected"), ("type('Score', (float,), {})", "class, so a call")):
         file.write_text(f"f = {meaning}\n")  # which the source does not plainly tell
-        with pytest.raises(RewardError, match=f"f is a {found}, expected a function"):
+        with pytest.raises(RewardError, match=f"broken.py:f is a {found}"):
             Reward(f"{file}:f")(*rows(["a"]))
 
 
-def test_a_worker_starts_no_workers(scores: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", reward_worker.__file__, raising=False)
-    with pytest.raises(RewardError, match="while a reward worker imported the module"):
-        Reward(scores("exact"))(*rows(["a"]))
+def test_a_worker_starts_no_workers(tmp_path: Path) -> None:
+    file = tmp_path / "nested.py"
+    file.write_text(
+        "from flowrl.operators.reward.operator import Reward\nfrom tests.support.reward_rows import rows\n\n"
+        "def f(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n\n"
+        f"with open({str(tmp_path / 'imports')!r}, 'a') as file:\n    assert file.write('x') and file.tell() < 5\n"
+        "Reward(f'{__file__}:f')(*rows(['a']))\n"
+    )
+    with pytest.raises(RewardError, match="raised RewardError: a Reward ran while a reward worker imported"):
+        Reward(f"{file}:f", workers=1)(*rows(["a"]))
+    assert (tmp_path / "imports").read_text() == "xx"  # by the server that workers are forked from, and by the worker
 
 
 def is_running(pid: int) -> bool:

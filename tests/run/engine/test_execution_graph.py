@@ -48,24 +48,13 @@ def test_generation_sees_the_sync_that_its_lag_allows_and_no_newer_one(name: str
 def test_a_swap_comes_under_what_generates_and_never_too_late_for_what_is_trained(name: str, lag: int) -> None:
     """With spans a token of a step is of the weights after the step lag + 1 before it, or of later ones that are not
     newer than those which the step trains."""
-<<<<<<< HEAD:tests/run/engine/test_schedule.py
     plan = Plan(spanned(GRAPHS[name].edit(lag=Lag(lag, spans=True))))
-    later = nx.transitive_closure_dag(Schedule(plan, lag, concurrent_sync=True).network(STEPS))
-=======
-    spanned = Plan(GRAPHS[name].edit(lag=Lag(lag, spans=True)))
-    later = nx.transitive_closure_dag(ExecutionGraph(spanned, lag, concurrent_sync=True).network(STEPS))
->>>>>>> md:tests/run/engine/test_execution_graph.py
+    later = nx.transitive_closure_dag(ExecutionGraph(plan, lag, concurrent_sync=True).network(STEPS))
     for step, other in product(STEPS, STEPS):
         generate, sync = Instance(step, "generate"), Instance(other, "sync")
         assert later.has_edge(sync, generate) == (other <= step - 1 - lag)
         assert later.has_edge(generate, sync) == (other >= step)
-<<<<<<< HEAD:tests/run/engine/test_schedule.py
-    alone = nx.transitive_closure_dag(Schedule(plan, lag).network(STEPS))  # one node runs at a time: as without
-=======
-    alone = nx.transitive_closure_dag(
-        ExecutionGraph(spanned, lag).network(STEPS)
-    )  # one node runs at a time: as without
->>>>>>> md:tests/run/engine/test_execution_graph.py
+    alone = nx.transitive_closure_dag(ExecutionGraph(plan, lag).network(STEPS))  # one node runs at a time: as without
     assert set(alone.edges) == set(run_of(GRAPHS[name], lag).edges)
 
 
