@@ -16,8 +16,8 @@ import networkx as nx
 
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Input, Node
-from flowrl.core.graphs.lag import SPANS
 from flowrl.core.graphs.plan import state_edges
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import snake_case
 from flowrl.draw.colors import colours
 from flowrl.edits.diff import Diff
@@ -173,7 +173,7 @@ def _arrows(graph: Graph) -> Iterator[Arrow]:
             for source in (name for name in graph.inputs if name in graph.ancestors(node.name)):
                 yield Arrow(node.name, source, f"again, at most {gate.rounds_at_most} rounds", "back")
     for sync, generate in graph.back_edges:
-        how = " (on-policy)" if graph.lag == 0 else ", spans" if SPANS in graph[sync].effects else ""
+        how = " (on-policy)" if graph.lag == 0 else ", spans" if Effect.SPANS in graph[sync].effects else ""
         yield Arrow(sync, generate, f"lag {graph.lag}{how}", "back")
 
 

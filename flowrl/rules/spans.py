@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph
-from flowrl.core.graphs.lag import SPANS, row_versions, swaps
+from flowrl.core.graphs.lag import row_versions, swaps
 from flowrl.rules.rule import Findings, rule
 from flowrl.spec import parameters
 
@@ -22,8 +22,8 @@ def _tokens_have_versions(graph: Graph, prompts: int | None) -> Findings:
         for field, written in row_versions(graph, node).items():
             if not graph[written.node].is_input:
                 fix = f"it to read token_version, too, or edit(lag={graph.lag})"
-                if SPANS in parameters(node.operator):
-                    fix = f"edit(set={{'{node.name}.{SPANS}': True}})"
+                if "spans" in parameters(node.operator):
+                    fix = f"edit(set={{'{node.name}.spans': True}})"
                 yield (
                     node.name,
                     f"its {field} is one version a row, and {', '.join(swaps(graph))} changes weights under answers "

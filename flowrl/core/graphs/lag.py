@@ -12,14 +12,12 @@ from pydantic import Field
 
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import origin
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.errors import GraphError, ParameterError
 from flowrl.protocols.protocols import Caches
 from flowrl.spec import Spec, parameters
-
-SPANS = "spans"
-"""The effect of what swaps weights under answers that are under way."""
 
 
 class Lag(Spec):
@@ -53,7 +51,7 @@ class Lag(Spec):
 
 def swaps(graph: Graph) -> list[str]:
     """The nodes of a graph that swap weights under answers that are under way."""
-    return [node.name for node in graph.nodes.values() if SPANS in node.effects]
+    return [node.name for node in graph.nodes.values() if Effect.SPANS in node.effects]
 
 
 def changed_by(graph: Graph, lag: Lag) -> dict[str, Any]:
@@ -72,7 +70,7 @@ def changed_by(graph: Graph, lag: Lag) -> dict[str, Any]:
             f"change them so; expected a Sync, or edit(lag={lag.versions})."
         )
     for node in graph.nodes.values():
-        if SPANS in parameters(node.operator) and token_versions(graph, node):
+        if "spans" in parameters(node.operator) and token_versions(graph, node):
             found[f"{node.name}.spans"] = node, lag.spans
     return {
         path: value for path, (node, value) in found.items() if getattr(node.operator, path.rpartition(".")[2]) != value

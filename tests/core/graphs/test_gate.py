@@ -185,7 +185,10 @@ def test_rows_that_a_gate_fills_up_to_do_not_change_over_time() -> None:
     def collecting(**settings: Any) -> Graph:
         return GRPO.edit(insert={"collect": After("reward", Collect(Spread(), **settings))})
 
-    for given, what in (({"groups": Linear(4, 8, steps=4)}, "target_groups"), ({"rounds": Linear(1, 8, steps=9)}, "rounds")):
+    for given, what in (
+        ({"groups": Linear(4, 8, steps=4)}, "target_groups"),
+        ({"rounds": Linear(1, 8, steps=9)}, "rounds"),
+    ):
         with pytest.raises(GraphError, match=f"collect says that its {what}.* in one step and .* in another"):
             collecting(**({"groups": 4} | given))
     constant = collecting(groups=Constant(4)).edit(set={"update_actor.mini_batch": 6})
