@@ -69,6 +69,11 @@ class Spec:
         _raise_parameter_errors(cls)
         _raise_frozen_errors(cls)
 
+    def _check(self) -> None:
+        """Refuse an instance whose parameters are valid one by one; called at the end of its construction."""
+        if self.timeless:
+            _refuse_over_time(self)
+
 
 def defining_frame() -> FrameType:
     """The frame that executes the class statement, asked from within its ``__init_subclass__``.
@@ -121,8 +126,7 @@ def _raise_parameter_errors(cls: type) -> None:
                 init(self, *args, **kwargs)
         except ValidationError as error:
             raise ParameterError(_describe(cls, error, args, kwargs)) from None
-        if self.timeless:
-            _refuse_over_time(self)
+        self._check()
 
     __init__.__module__, __init__.__qualname__ = cls.__module__, f"{cls.__qualname__}.__init__"
     __init__.__signature__ = _signature(cls)  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl.columns import Advantages, OldLogProbs, ResponseMask, RolloutLogProbs
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED
 from flowrl.core.operators.session import State
@@ -219,8 +220,8 @@ class RolloutCorrection(Operator):
     def effects(self) -> frozenset[str]:
         """``"importance correction"``, but where rows are only rejected: those that are kept weigh 1; and ``"weighs
         tokens"`` where each token of a row has a weight of its own."""
-        weighs, tokens = self.mode != "reject", self.level == "token"
-        return frozenset({"importance correction"} if weighs else ()) | ({"weighs tokens"} if tokens else frozenset())
+        weighs = {Effect.IMPORTANCE_CORRECTION} if self.mode != "reject" else set()
+        return frozenset(weighs | ({Effect.WEIGHS_TOKENS} if self.level == "token" else set()))
 
     def __call__(
         self,

@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl.columns import OldLogProbs, RefLogProbs, ResponseMask, TokenLevelRewards, TokenLevelScores
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import INJECTED
 from flowrl.core.operators.session import State
@@ -98,7 +99,7 @@ class KLShape(Operator):
     @property
     def effects(self) -> frozenset[str]:
         """``{"kl"}``, unless the coefficient is 0."""
-        return frozenset({"kl"} if self.coef != 0 else ())
+        return frozenset({Effect.KL} if self.coef != 0 else ())
 
     def __call__(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 
 from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.graphs.graph import Graph, Node, Use
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.errors import AuditError
@@ -185,7 +186,7 @@ def _shaped(graph: Graph, before: set[str], step: int, notes: list[str]) -> list
     """The KL terms of the nodes before an update."""
     found = []
     for node in (graph[name] for name in graph.nodes if name in before):
-        if "kl" not in node.effects:
+        if Effect.KL not in node.effects:
             continue
         coef = getattr(node.in_step(step).operator, "coef", None)
         coef = getattr(coef, "coef", coef)  # of one that adapts, where it starts

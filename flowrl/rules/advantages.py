@@ -5,6 +5,7 @@ from __future__ import annotations
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import line, own_line
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.symbols import Edge
 from flowrl.protocols.protocols import Trainer
 from flowrl.rules.rule import Findings, of_kind, rule, writers, writes
@@ -17,9 +18,9 @@ from flowrl.rules.rule import Findings, of_kind, rule, writers, writes
 )
 def _kl_keeps_its_weight(graph: Graph, prompts: int | None) -> Findings:
     for node in _on_the_way(graph):
-        if {"group baseline", "scaled"} <= node.effects:
+        if {Effect.GROUP_BASELINE, Effect.SCALED} <= node.effects:
             for n in line(graph, node.name):
-                if "kl" in n.effects:
+                if Effect.KL in n.effects:
                     yield (
                         node.name,
                         f"it divides by the deviation of a group what {n.name} has taken KL into, so each group weighs "
@@ -49,9 +50,9 @@ def _baseline_of_others(graph: Graph, prompts: int | None) -> Findings:
 @rule("FR028", "Importance weights are laid on what is scaled already.", "verl-project/verl#3245")
 def _weighed_behind_the_scale(graph: Graph, prompts: int | None) -> Findings:
     for node in _on_the_way(graph):
-        for _, edge in of_kind(graph, node, "advantage") if "scaled" in node.effects else ():
+        for _, edge in of_kind(graph, node, "advantage") if Effect.SCALED in node.effects else ():
             for n in line(graph, edge.node):
-                if "importance correction" in n.effects and writes(n, "advantage"):
+                if Effect.IMPORTANCE_CORRECTION in n.effects and writes(n, "advantage"):
                     yield (
                         node.name,
                         f"it takes mean and deviation over advantages that {n.name} has weighed, so a weight of 0 or 2 "
@@ -69,7 +70,7 @@ def _of_rows_that_stay(graph: Graph, prompts: int | None) -> Findings:
     nodes = _on_the_way(graph)
     for gate in (node for node in nodes if isinstance(node.initial_operator, Gate)):
         for n in nodes:
-            over_batch = n.operator.granularity == "batch" and n.effects & {"scaled", "group baseline"}
+            over_batch = n.operator.granularity == "batch" and n.effects & {Effect.SCALED, Effect.GROUP_BASELINE}
             if over_batch and writes(n, "advantage") and n.name in graph.ancestors(gate.name):
                 yield (
                     gate.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import line, own_line
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.protocols.protocols import Critic, Trainer
@@ -49,7 +50,7 @@ def _returns_are_not_scaled(graph: Graph, prompts: int | None) -> Findings:
     for node, role in writers(graph, Critic):
         for field, edge in of_kind(graph, node, "return"):
             for n in line(graph, edge.node):
-                if "scaled" in n.effects and writes(n, "advantage"):
+                if Effect.SCALED in n.effects and writes(n, "advantage"):
                     yield (
                         node.name,
                         f"its {field} come from {edge}, behind {n.name}, which divides by a standard deviation, so "

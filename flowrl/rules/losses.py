@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import own_line, rows_of_step, rows_per_prompt, trained_on
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.loss import Loss
 from flowrl.core.operators.operator_validation import sample_steps
 from flowrl.protocols.protocols import Synced, Trainer
@@ -21,7 +22,7 @@ from flowrl.spec import parameters
 )
 def _kl_has_a_gradient(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        if "kl without a gradient" in node.effects:
+        if Effect.KL_WITHOUT_GRADIENT in node.effects:
             yield (
                 node.name,
                 f"its KL is by k1, whose gradient in a loss is 0 in expectation, so it holds nothing back and adds "
@@ -36,8 +37,8 @@ def _kl_has_a_gradient(graph: Graph, prompts: int | None) -> Findings:
 )
 def _held_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        beside = [n.name for n in own_line(graph, node.name) if "kl" in n.effects]
-        if "held to the reference" in node.effects and beside:
+        beside = [n.name for n in own_line(graph, node.name) if Effect.KL in n.effects]
+        if Effect.HELD_TO_REFERENCE in node.effects and beside:
             first = beside[0]
             without = f"set={{'{first}.kl': None}}" if first == node.name else f"drop=['{first}']"
             yield (
@@ -67,10 +68,10 @@ def _once_a_row(graph: Graph, prompts: int | None) -> Findings:
 @rule("FR019", "A loss with one ratio a row takes one advantage a row.", "huggingface/trl#3811")
 def _one_advantage_a_row(graph: Graph, prompts: int | None) -> Findings:
     for node, loss in _losses(graph):
-        if "one advantage a row" in node.effects:
+        if Effect.ONE_ADVANTAGE_A_ROW in node.effects:
             for n in own_line(graph, node.name):
                 by_values = of_kind(graph, n, "value") and writes(n, "advantage")
-                if by_values or "weighs tokens" in n.effects:
+                if by_values or Effect.WEIGHS_TOKENS in n.effects:
                     fix = "as by GroupAdvantage()" if by_values else f"edit(set={{'{n.name}.level': 'geometric'}})"
                     yield (
                         node.name,

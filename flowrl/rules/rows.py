@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.lineage import last_gate, response_makers, rows_of_step, rows_per_prompt
+from flowrl.core.operators.effects import Effect
 from flowrl.rules.rule import Findings, rule
 from flowrl.spec import parameters
 
@@ -14,7 +15,7 @@ ASK_FOR_PROMPTS = frozenset({"FR004", "FR020"})
 @rule("FR003", "A group of one answer is its own baseline: every advantage is 0.", "huggingface/trl#4662")
 def _group_of_one(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values():
-        if "group baseline" in node.effects and rows_per_prompt(graph, node.name) == 1:
+        if Effect.GROUP_BASELINE in node.effects and rows_per_prompt(graph, node.name) == 1:
             yield (
                 node.name,
                 "its groups have 1 row a prompt, so every advantage is 0; expected at least 2: put Repeat(8) before "
@@ -58,9 +59,9 @@ def _divides(graph: Graph, prompts: int | None) -> Findings:
 )
 def _answers_differ(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values():
-        if "several answers" in node.effects:
+        if Effect.SEVERAL_ANSWERS in node.effects:
             for name in sorted(response_makers(graph, node.name)):
-                if "greedy" in graph[name].effects:
+                if Effect.GREEDY in graph[name].effects:
                     yield (
                         node.name,
                         f"it compares several answers to a prompt, and {name} gives the same one each time; expected "
@@ -77,7 +78,7 @@ def _answers_differ(graph: Graph, prompts: int | None) -> Findings:
 def _more_than_a_set(graph: Graph, prompts: int | None) -> Findings:
     for node in graph.nodes.values():
         k = parameters(node.initial_operator).get("k")
-        if "group baseline" in node.effects and isinstance(k, int) and rows_per_prompt(graph, node.name) == k > 1:
+        if Effect.GROUP_BASELINE in node.effects and isinstance(k, int) and rows_per_prompt(graph, node.name) == k > 1:
             yield (
                 node.name,
                 f"it compares sets of k={k} answers, and a prompt has {k}, which is one set, so every advantage is 0; "

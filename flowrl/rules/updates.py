@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import makers, own_line, trained_on
+from flowrl.core.operators.effects import Effect
 from flowrl.protocols.protocols import Trainer
 from flowrl.rules.rule import Findings, log_probs, of_kind, rule, with_role, writers
 
@@ -11,7 +12,7 @@ from flowrl.rules.rule import Findings, log_probs, of_kind, rule, with_role, wri
 @rule("FR001", "KL counts once: in the reward or in the loss, never in both.", "verl-project/verl#211")
 def _kl_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        line = [n.name for n in own_line(graph, node.name) if "kl" in n.effects]
+        line = [n.name for n in own_line(graph, node.name) if Effect.KL in n.effects]
         if len(line) > 1:
             in_loss = ", or take it out of the loss: UpdateActor(kl=None)" if line[-1] == node.name else ""
             yield (
@@ -30,7 +31,7 @@ def _lag_is_corrected(graph: Graph, prompts: int | None) -> Findings:
     if not graph.lag.versions:
         return
     for node, _ in writers(graph, Trainer):
-        if not any("importance correction" in n.effects for n in own_line(graph, node.name)):
+        if not any(Effect.IMPORTANCE_CORRECTION in n.effects for n in own_line(graph, node.name)):
             ahead = {generate for _, generate in graph.back_edges} & {n.name for n in trained_on(graph, node.name)}
             for generate in sorted(ahead):
                 yield (
@@ -45,7 +46,7 @@ def _corrected(update: Node) -> str:
     source = next((edge.node for place, edge in update.inputs.items() if place.name == "advantages"), None)
     if source is None:
         return "go back to edit(lag=0)"
-    level = "geometric" if "one advantage a row" in update.effects else "token"  # FR019
+    level = "geometric" if Effect.ONE_ADVANTAGE_A_ROW in update.effects else "token"  # FR019
     correction = f"RolloutCorrection('{level}', 'truncate', high=2.0)"
     return f"expected edit(insert={{'correction': After('{source}', {correction})}}), or lag=0"
 
@@ -58,7 +59,7 @@ def _corrected(update: Node) -> str:
 def _greedy(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
         for n in makers(graph, node.name):
-            if "greedy" in n.effects:
+            if Effect.GREEDY in n.effects:
                 yield (
                     n.name,
                     f"it generates greedily, and {node.name} trains on that; expected temperature > 0, as in "
@@ -89,7 +90,7 @@ def _own_old_log_probs(graph: Graph, prompts: int | None) -> Findings:
 )
 def _correction_once(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        line = [n.name for n in own_line(graph, node.name) if "importance correction" in n.effects]
+        line = [n.name for n in own_line(graph, node.name) if Effect.IMPORTANCE_CORRECTION in n.effects]
         if len(line) > 1:
             in_loss = ", or take the loss's ratio to the trainer: PPOClip(ratio_to='old')" if node.name in line else ""
             yield (
@@ -107,9 +108,9 @@ def _correction_once(graph: Graph, prompts: int | None) -> Findings:
 )
 def _whole_distribution(graph: Graph, prompts: int | None) -> Findings:
     for node, _ in writers(graph, Trainer):
-        by = [n.name for n in own_line(graph, node.name) if "importance correction" in n.effects]
+        by = [n.name for n in own_line(graph, node.name) if Effect.IMPORTANCE_CORRECTION in n.effects]
         for n in makers(graph, node.name):
-            if by and "truncated" in n.effects:
+            if by and Effect.TRUNCATED in n.effects:
                 yield (
                     n.name,
                     f"it samples from the most likely tokens alone, so its log-probs are of these, and {by[0]} takes "
@@ -127,7 +128,7 @@ def _scaled_once(graph: Graph, prompts: int | None) -> Findings:
     lines = [own_line(graph, node.name) for node, _ in writers(graph, Trainer)]
     for node in {n.name: n for line in lines for n in line}.values():
         for _, edge in of_kind(graph, node, "advantage"):
-            if "scaled" in node.effects & graph[edge.node].effects:
+            if Effect.SCALED in node.effects & graph[edge.node].effects:
                 yield (
                     node.name,
                     f"it divides {edge} by a standard deviation, and {edge.node} has done so, over other rows; "
@@ -139,10 +140,10 @@ def _scaled_once(graph: Graph, prompts: int | None) -> Findings:
 @rule("FR014", "KL that shapes rewards is felt by the policy, or it holds nothing back.", "THUDM/slime#397")
 def _kl_is_felt(graph: Graph, prompts: int | None) -> Findings:
     lines = [{n.name: n for n in own_line(graph, node.name)} for node, _ in writers(graph, Trainer)]
-    if not lines or any("kl" in n.effects for found in lines for n in found.values()):
+    if not lines or any(Effect.KL in n.effects for found in lines for n in found.values()):
         return
     for node in graph.nodes.values():
-        if "kl" in node.effects:
+        if Effect.KL in node.effects:
             yield (
                 node.name,
                 "it takes KL to the reference into rewards from which no update of a policy gets its advantages; "

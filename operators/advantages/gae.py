@@ -22,6 +22,7 @@ from flowrl.columns import (
     TokenLevelScores,
     Values,
 )
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.errors import DataError
 from flowrl.operators.advantages.per_token import has_holes, select, select_rewards
@@ -282,7 +283,7 @@ class Whiten(Operator):
     @property
     def effects(self) -> frozenset[str]:
         """``{"scaled"}``: by a standard deviation."""
-        return frozenset({"scaled"})
+        return frozenset({Effect.SCALED})
 
     def __call__(self, advantages: Advantages, response_mask: ResponseMask) -> Advantages:
         return whiten(advantages, response_mask, self.shift_mean)

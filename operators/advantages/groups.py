@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl.columns import Advantages, ResponseMask, TokenLevelRewards, Uid
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.data.proto.column_math import numbers_of_groups
 from flowrl.errors import DataError
@@ -259,7 +260,7 @@ class GroupBaseline:
     @property
     def effects(self) -> frozenset[str]:
         """``{"group baseline"}``: it needs several rows per prompt."""
-        return frozenset({"group baseline"})
+        return frozenset({Effect.GROUP_BASELINE})
 
 
 class GroupAdvantage(GroupBaseline, Operator):
@@ -276,7 +277,7 @@ class GroupAdvantage(GroupBaseline, Operator):
     @property
     def effects(self) -> frozenset[str]:
         """``"scaled"``, too, where it is divided by the standard deviation."""
-        return super().effects | ({"scaled"} if self.normalize_std else set())
+        return super().effects | ({Effect.SCALED} if self.normalize_std else set())
 
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
         return group_advantage(token_level_rewards, response_mask, uid, self.normalize_std, self.eps)
@@ -325,7 +326,7 @@ class PassAtKAdvantage(GroupBaseline, Operator):
     @property
     def effects(self) -> frozenset[str]:
         """``"scaled"``, too: by the standard deviation of the sets."""
-        return super().effects | {"scaled"}
+        return super().effects | {Effect.SCALED}
 
     def __call__(self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, uid: Uid) -> Advantages:
         return pass_at_k_advantage(token_level_rewards, response_mask, uid, self.k, self.passed)

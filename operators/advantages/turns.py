@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl.columns import Advantages, ResponseMask, TokenLevelRewards, TurnIds, Uid, Values
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.errors import DataError
 from flowrl.operators.advantages.gae import GAEOutput, gae
@@ -193,7 +194,7 @@ class TurnGroupAdvantage(GroupBaseline, Operator):
     @property
     def effects(self) -> frozenset[str]:
         """``"scaled"``, too, where it is divided by the standard deviation."""
-        return super().effects | ({"scaled"} if self.normalize_std else set())
+        return super().effects | ({Effect.SCALED} if self.normalize_std else set())
 
     def __call__(
         self, token_level_rewards: TokenLevelRewards, response_mask: ResponseMask, turn_ids: TurnIds, uid: Uid

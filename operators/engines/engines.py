@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl import columns as c
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED
 from flowrl.core.operators.roles import Reads, Role
@@ -90,8 +91,8 @@ class Sampler(Spec):
     @property
     def effects(self) -> frozenset[str]:
         """``"greedy"`` at temperature 0, ``"truncated"`` where top-k or top-p leave tokens out."""
-        greedy = {"greedy"} if self.temperature == 0 else set()
-        return frozenset(greedy | ({"truncated"} if self.top_k > 0 or self.top_p < 1 else set()))
+        greedy = {Effect.GREEDY} if self.temperature == 0 else set()
+        return frozenset(greedy | ({Effect.TRUNCATED} if self.top_k > 0 or self.top_p < 1 else set()))
 
     @property
     def sampling(self) -> Sampling:

@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl import columns as c
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.loss import Loss, Unit
 from flowrl.core.operators.ports import INJECTED, Signature
 from flowrl.data.keys import Key
@@ -83,7 +84,7 @@ class PPOClip(Loss):
     @property
     def effects(self) -> frozenset[str]:
         """``{"importance correction"}`` with a ratio to what the engine sampled from."""
-        return frozenset({"importance correction"} if self.ratio_to == "rollout" else ())
+        return frozenset({Effect.IMPORTANCE_CORRECTION} if self.ratio_to == "rollout" else ())
 
     def __call__(
         self,
@@ -190,7 +191,7 @@ class GMPO(Loss):
     @property
     def effects(self) -> frozenset[str]:
         """``{"one advantage a row"}``: it takes the mean of those of its tokens."""
-        return frozenset({"one advantage a row"})
+        return frozenset({Effect.ONE_ADVANTAGE_A_ROW})
 
     def __call__(
         self,
@@ -382,7 +383,7 @@ class DRO(Loss):
     @property
     def effects(self) -> frozenset[str]:
         """``{"held to the reference"}``, by its square."""
-        return frozenset({"held to the reference"})
+        return frozenset({Effect.HELD_TO_REFERENCE})
 
     def __call__(
         self,

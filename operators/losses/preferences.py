@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl import columns as c
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.loss import Loss, Unit
 from flowrl.core.operators.ports import INJECTED, Signature
 from flowrl.data.metrics import Metrics
@@ -99,7 +100,7 @@ class DPO(Loss):
     @property
     def effects(self) -> frozenset[str]:
         """``{"held to the reference"}``, by `beta`."""
-        return frozenset({"held to the reference"})
+        return frozenset({Effect.HELD_TO_REFERENCE})
 
     def __call__(
         self,

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from flowrl.columns import Advantages, ResponseMask, ResponseText, TokenLevelRewards, TokenLevelScores, Uid, parse
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED, FromParameters, Port, PortField, Signature
 from flowrl.data.metrics import Metrics
@@ -159,7 +160,7 @@ class GDPOAdvantage(_Terms, Operator):
     @property
     def effects(self) -> frozenset[str]:
         """``{"group baseline", "scaled"}``: it needs several rows per prompt, and divides by standard deviations."""
-        return frozenset({"group baseline", "scaled"})
+        return frozenset({Effect.GROUP_BASELINE, Effect.SCALED})
 
     def __call__(self, response_mask: ResponseMask, uid: Uid, **terms: FromParameters) -> Advantages:
         return gdpo_advantage(terms, self.weights, response_mask, uid, self.eps)

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from flowrl.columns import ResponseMask, TokenLevelScores, Uid
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED
 from flowrl.data.metrics import Metrics
@@ -32,7 +33,7 @@ class Feedback(Operator):
     @property
     def effects(self) -> frozenset[str]:
         """``"tells scores"``."""
-        return frozenset({"tells scores"})
+        return frozenset({Effect.TELLS_SCORES})
 
     def __call__(
         self, token_level_scores: TokenLevelScores, response_mask: ResponseMask, uid: Uid, metrics: Metrics = INJECTED

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowrl.columns import ResponseMask, ResponseText, TokenLevelScores, Uid
 from flowrl.core.operators import references
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED
 from flowrl.data.metrics import Metrics
@@ -94,7 +95,7 @@ class PassAtK(Operator):
     @property
     def effects(self) -> frozenset[str]:
         """``{"several answers"}``, where `k` is more than 1."""
-        return frozenset({"several answers"} if self.k > 1 else ())
+        return frozenset({Effect.SEVERAL_ANSWERS} if self.k > 1 else ())
 
     def __call__(
         self,
@@ -134,7 +135,7 @@ class MajorityAtK(Operator):
     @property
     def effects(self) -> frozenset[str]:
         """``{"several answers"}``, where `k` is more than 1."""
-        return frozenset({"several answers"} if self.k > 1 else ())
+        return frozenset({Effect.SEVERAL_ANSWERS} if self.k > 1 else ())
 
     def __post_init__(self) -> None:
         if isinstance(self.parse, str):

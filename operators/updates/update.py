@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl import columns as c
-from flowrl.core.graphs.lag import SPANS
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.loss import Loss, ModelQuantity
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import INJECTED, Ahead, FromParameters, PortField, Signature
@@ -177,7 +177,8 @@ class UpdateActor(_Update, AsksModel, Operator):
         """Those of the loss, and ``"kl"`` with a KL term: by k1, ``"kl without a gradient"``, too."""
         if self.kl is None:
             return self.loss.effects
-        return self.loss.effects | ({"kl", "kl without a gradient"} if self.kl.estimator == "k1" else {"kl"})
+        without_gradient = {Effect.KL_WITHOUT_GRADIENT} if self.kl.estimator == "k1" else set()
+        return self.loss.effects | {Effect.KL} | without_gradient
 
     def wants(self) -> Mapping[str, bool]:
         by_loss = "ref_log_prob" in self.loss.signature.ports  # then it is no matter of the KL term
@@ -361,7 +362,7 @@ class Sync(Operator):
     @property
     def effects(self) -> frozenset[str]:
         """``"spans"`` where weights change under answers that are under way."""
-        return frozenset() if self._caches is None else frozenset({SPANS})
+        return frozenset() if self._caches is None else frozenset({Effect.SPANS})
 
     def swapping(self, caches: Caches) -> Self:
         """The sync that runs where a `Lag` has spans; see `flowrl.core.graphs.spans`."""

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from flowrl import After, Operator
+from flowrl import columns as c
 from flowrl.core.graphs.graph import Graph
 from flowrl.errors import DefinitionError, RuleError
-from flowrl.graphs import grpo
+from flowrl.graphs import grpo, ppo
 from flowrl.rules.check import require
 from flowrl.rules.rule import RULES, Findings, rule
 from tests.support.kernel import exact
@@ -46,6 +48,25 @@ def test_a_rule_that_is_run_anew_takes_its_own_place() -> None:
     enter("first.")
     enter("second.")
     assert [finding.message for finding in grpo(exact, n=8).check()] == ["second."]
+
+
+def test_a_rule_of_a_user_reads_an_effect_of_the_user() -> None:
+    class Sparse(Operator):
+        @property
+        def effects(self) -> frozenset[str]:
+            return frozenset({"lab.sparse"})
+
+        def __call__(self, advantages: c.Advantages) -> c.Advantages: ...
+
+    @rule("AB001", "Sparse advantages come last.")
+    def sparse_last(graph: Graph, prompts: int | None) -> Findings:
+        for node in graph.nodes.values():
+            if node.name == "whiten" and any("lab.sparse" in graph[read].effects for read in node.sources):
+                yield node.name, "it comes after sparse advantages."
+
+    graph = ppo(exact).edit(insert={"sparse": After("gae", Sparse())})
+    assert [str(finding) for finding in graph.check()] == ["AB001 whiten: it comes after sparse advantages."]
+    assert not ppo(exact).edit(insert={"sparse": After("whiten", Sparse())}).check()
 
 
 def test_an_id_that_is_taken_is_refused() -> None:

@@ -14,9 +14,6 @@ from flowrl.errors import GraphError, ParameterError
 from flowrl.protocols.protocols import Caches
 from flowrl.spec import Spec
 
-SPANS = "spans"
-"""The effect of an operator that swaps weights while requests are in flight."""
-
 
 class Lag(Spec):
     """How far generation may run ahead: ``edit(lag=Lag(2, spans=True))``; ``edit(lag=2)`` is ``edit(lag=Lag(2))``.
@@ -59,7 +56,7 @@ class CanSwap(Protocol):
     """An operator that carries weights to an engine, and can do so while requests are in flight."""
 
     def swapping(self, caches: Caches) -> Operator:
-        """The operator that does so; it has the effect `SPANS`."""
+        """The operator that does so; it has the effect `Effect.SPANS`."""
         ...
 
 

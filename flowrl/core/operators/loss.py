@@ -22,12 +22,13 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from flowrl.columns import ColumnType
+from flowrl.core.operators.effects import HasEffects
 from flowrl.core.operators.ports import Port, PortField, Signature, inputs_of, refuse_no_function, return_of
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.errors import DefinitionError
 from flowrl.record_types import FieldType, located
-from flowrl.spec import Spec, defining_frame, where_defined
+from flowrl.spec import defining_frame, where_defined
 
 Unit = Literal["token", "row", "group", "batch"]
 
@@ -43,7 +44,7 @@ _SAID: dict[str, ModelQuantity] = {
 _EXAMPLE = "def __call__(self, log_probs: LogProbs, advantages: Advantages) -> Tensor"
 
 
-class Loss(Spec):
+class Loss(HasEffects):
     """Base class of all losses; see the module's docstring.
 
     A loss that reads `Distributions` is called within the model, for some tokens at a time, so that ``[rows response
@@ -102,11 +103,6 @@ class Loss(Spec):
     def signature(self) -> Signature:
         """The columns that are wired."""
         return self._signature
-
-    @property
-    def effects(self) -> frozenset[str]:
-        """What it does that rules look for along the dataflow; see `Operator.effects`."""
-        return frozenset()
 
     def of(self, columns: Mapping[str, Any], metrics: Metrics, key: Key | None = None) -> Any:
         """What `__call__` returns for these columns, each under the name of the parameter that takes it."""

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from flowrl.columns import ColumnType
 from flowrl.core.operators import session as sessions
+from flowrl.core.operators.effects import HasEffects
 from flowrl.core.operators.ports import (
     BY_HAND,
     Port,
@@ -49,7 +50,7 @@ from flowrl.core.operators.when import ALWAYS, SKIPPED, Skipped, When, skipped
 from flowrl.data.keys import Key
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError, type_of
 from flowrl.record_types import located
-from flowrl.spec import Spec, defining_frame, in_step, schedules, where_defined
+from flowrl.spec import defining_frame, in_step, schedules, where_defined
 
 if TYPE_CHECKING:
     from flowrl.data.text.tokenizer import ChatTokenizer
@@ -58,7 +59,7 @@ Granularity = Literal["row", "group", "batch"]
 T = TypeVar("T")
 
 
-class Operator(Spec):
+class Operator(HasEffects):
     """Base class of all operators; see the module's docstring, and DESIGN in the docs.
 
     Class attributes:
@@ -150,11 +151,6 @@ class Operator(Spec):
         """The ports of an operator with its default loss; of all others, `signature`."""
         own: Signature = cls._signature
         return with_more(own, typing.cast(Any, cls).loss.signature) if hasattr(cls, "loss") else own
-
-    @property
-    def effects(self) -> frozenset[str]:
-        """What this operator does that rules look for along the dataflow, such as ``{"kl"}``."""
-        return frozenset()
 
     @property
     def rows_factor(self) -> int:

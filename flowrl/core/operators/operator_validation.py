@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 from flowrl.core.operators.operator import Operator
@@ -40,12 +40,10 @@ def _said(operator: Operator, what: str) -> Any:
 
 def _refuse_misdeclared(name: str, said: Operator) -> None:
     optional = [port.name for port in said.signature.ports.values() if port.optional]
-    wants, effects, divisors = said.wants(), said.effects, said.row_divisors
-    are_texts = isinstance(effects, Set) and all(isinstance(effect, str) for effect in effects)
+    wants, divisors = said.wants(), said.row_divisors
     are_counts = isinstance(divisors, Mapping) and all(map(_is_count, divisors.values()))
     are_ports = isinstance(wants, Mapping) and wants.keys() <= set(optional)
     for what, value, holds, expected in (
-        ("effects", effects, are_texts, "a set of texts, such as frozenset({'kl'})"),
         ("rows_factor", said.rows_factor, _is_count(said.rows_factor), "a count: 1, 2, ..."),
         ("row_divisors", divisors, are_counts, "counts by parameter"),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.core.graphs.lag import SPANS
+from flowrl.core.operators.effects import Effect
 from flowrl.distributed.delivery import Delivery
 from flowrl.distributed.hosts.host import Report, Sent
 from flowrl.distributed.hosts.wire import Array
@@ -47,4 +47,4 @@ class Running:
 
 def swaps(task: Task) -> bool:
     """Whether an instance swaps weights under answers that are under way."""
-    return SPANS in task.node.effects
+    return Effect.SPANS in task.node.effects

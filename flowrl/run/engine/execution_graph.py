@@ -32,8 +32,8 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from flowrl.core.graphs.lag import SPANS
 from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.effects import Effect
 from flowrl.errors import GraphError
 
 
@@ -156,7 +156,7 @@ class ExecutionGraph:
                     yield writer, reader, 1
                 else:
                     yield reader, writer, 1 + lag
-                    if not (self.concurrent_sync and SPANS in self.plan.graph[writer].effects):
+                    if not (self.concurrent_sync and Effect.SPANS in self.plan.graph[writer].effects):
                         yield from ((writer, reader, -ahead) for ahead in range(1, lag + 1))
             for one, other in product(by_mode["writes"], repeat=2):
                 yield one, other, 1

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from flowrl.core.graphs.gate import ROWS, Gate
-from flowrl.core.graphs.lag import SPANS
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
 from flowrl.data.metrics import Metrics
 from flowrl.data.proto.dataproto import DataProto
@@ -280,7 +280,7 @@ class InFlightSteps:
         task = Task(node, step, self._seed, inputs, state, lengths, self._during, round, now, info.ahead)
         if info.ahead and (one := self._steps[step]).filled is None:
             one.filled = sum(self._ahead <= other.left.keys() for other in self._steps.values())
-        if self._runner.swaps and SPANS in node.effects:
+        if self._runner.swaps and Effect.SPANS in node.effects:
             self._swapped.add(step)
         self._runner.launch(task)
         self._running += 1

@@ -128,8 +128,8 @@ class Runner(Protocol):
 
     @property
     def swaps(self) -> bool:
-        """Whether weights may change under answers that are under way: a sync with the effect
-        `flowrl.core.graphs.lag.SPANS` then runs beside what generates."""
+        """Whether weights may change under answers that are under way: a sync with `Effect.SPANS`
+        then runs beside what generates."""
         ...
 
     @property

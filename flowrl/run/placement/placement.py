@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from flowrl.core.graphs.graph import Node
-from flowrl.core.graphs.lag import SPANS
 from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
 from flowrl.data.keys import node_key
 from flowrl.errors import BindError, GraphError
@@ -25,7 +25,7 @@ def processes_of(node: Node, processes: Sequence[ProcessSpec]) -> list[ProcessSp
 def slots_of(node: Node, processes: Sequence[ProcessSpec]) -> frozenset[int]:
     """The slots that a node takes while it runs: those of all its roles, since a sync keeps the trainer too. One that
     swaps weights under answers keeps the trainer alone."""
-    roles = set(node.reads if SPANS in node.effects else node.roles)
+    roles = set(node.reads if Effect.SPANS in node.effects else node.roles)
     return frozenset(slot for process in processes if roles & set(process.roles) for slot in process.slots)
 
 

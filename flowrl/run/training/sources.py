@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from flowrl.core.graphs.graph import Graph
 from flowrl.core.graphs.lineage import input_of
+from flowrl.core.operators.effects import Effect
 from flowrl.data.keys import Key
 from flowrl.data.proto.dataproto import DataProto
 from flowrl.data.sources.prompts import PromptStream
@@ -23,9 +24,6 @@ logger = logging.getLogger(__name__)
 
 Data = Source | Mapping[str, Source]
 """The source of each input, by its name; or, of a graph with one input, that alone."""
-
-TELLS = "tells scores"
-"""The effect of an operator that tells how groups scored (`Feedback`)."""
 
 
 def refuse_no_source(data: Any) -> Any:
@@ -164,7 +162,8 @@ def _refuse_other_columns(graph: Graph, name: str, source: Source) -> None:
 
 def tellers(graph: Graph, name: str) -> list[str]:
     """The nodes that tell how rows of an input scored."""
-    return [n.name for n in graph.nodes.values() if TELLS in n.effects and input_of(graph, n.name) == name]
+    telling = [node.name for node in graph.nodes.values() if Effect.TELLS_SCORES in node.effects]
+    return [node for node in telling if input_of(graph, node) == name]
 
 
 def identities(sources: Mapping[str, Source], of: Callable[[Source], Any]) -> Any:

@@ -10,8 +10,8 @@ import pytest
 import flowrl
 from flowrl import After, Graph, Lag, Reads, Role, Writes, graphs
 from flowrl import columns as c
-from flowrl.core.graphs.lag import SPANS
 from flowrl.core.graphs.spans import spanned, swaps
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.session import Session
@@ -59,7 +59,7 @@ def test_the_graph_has_it_and_what_runs_follows(name: str, caches: Any) -> None:
         **wires(graph, "update_actor"),
         "token_version": "generate.token_version",
     }
-    assert [name for name, node in runs.nodes.items() if SPANS in node.effects] == swaps(graph) == ["sync"]
+    assert [name for name, node in runs.nodes.items() if Effect.SPANS in node.effects] == swaps(graph) == ["sync"]
     sync = runs["sync"].operator
     engine = Engine()
     with Session({"actor": engine, "rollout": engine}, seed=0).active():
@@ -166,7 +166,7 @@ def test_graphs_of_several_policies_and_samplers_have_spans(graph: Graph) -> Non
     runs = spanned(with_spans)
     syncs = [node for node in runs.nodes.values() if node.is_sync]
     updates = [node for node in runs.nodes.values() if isinstance(node.operator, UpdateActor)]
-    assert syncs and updates and all(SPANS in node.effects for node in syncs)
+    assert syncs and updates and all(Effect.SPANS in node.effects for node in syncs)
     for node in updates:
         read = wires(runs, node.name)
         assert read["token_version"] == read["rollout.policy_version"].replace("policy_version", "token_version")

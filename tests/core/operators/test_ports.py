@@ -249,8 +249,6 @@ def test_an_annotation_is_of_one_column() -> None:
 @pytest.mark.parametrize(
     ("member", "value", "said"),
     [
-        ("effects", "kl", r"x says that its effects is 'kl'; expected a set of texts, such as frozenset"),
-        ("effects", {1}, r"its effects is \{1\}"),
         ("rows_factor", 0, r"its rows_factor is 0; expected a count: 1, 2, \.\.\.\."),
         ("rows_factor", True, r"its rows_factor is True"),
         ("row_divisors", {"n": 0}, r"its row_divisors is \{'n': 0\}; expected counts by parameter"),

@@ -13,8 +13,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flowrl.core.graphs.graph import Node
-from flowrl.core.graphs.lag import SPANS
 from flowrl.core.graphs.plan import Plan
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Role
 from flowrl.data.proto.dataproto import DataProto
@@ -51,7 +51,7 @@ class Swap(Carry):
 
     @property
     def effects(self) -> frozenset[str]:
-        return frozenset({SPANS})
+        return frozenset({Effect.SPANS})
 
 
 KINDS: list[Operator] = [General(), Whole(), Ask(), Train(), Ask(engine=Role("ref")), Answer(), Carry()]

@@ -1,0 +1,74 @@
+"""`Effect`: what operators and losses declare that they do, for rules to follow along the dataflow."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from enum import StrEnum
+
+from flowrl.errors import DefinitionError, offer
+from flowrl.spec import Spec, schedules
+
+
+class Effect(StrEnum):
+    """The effects that flowrl reads; as strings they compare equal to their values, such as ``"kl"``."""
+
+    KL = "kl"
+    """It counts KL to the reference, in the reward or in the loss."""
+    KL_WITHOUT_GRADIENT = "kl without a gradient"
+    """Its KL has a gradient of 0 in expectation."""
+    HELD_TO_REFERENCE = "held to the reference"
+    """Its loss keeps the policy near the reference without a KL term."""
+    GREEDY = "greedy"
+    """It takes the most likely token."""
+    TRUNCATED = "truncated"
+    """It samples from the most likely tokens alone, by top-k or top-p."""
+    IMPORTANCE_CORRECTION = "importance correction"
+    """It weighs by the ratio of the trained policy to the one that sampled."""
+    WEIGHS_TOKENS = "weighs tokens"
+    """Its weights differ between the tokens of a row."""
+    GROUP_BASELINE = "group baseline"
+    """Its baseline comes from the other rows of a prompt."""
+    SCALED = "scaled"
+    """It divides by a standard deviation."""
+    ONE_ADVANTAGE_A_ROW = "one advantage a row"
+    """It takes the mean of a row's advantages."""
+    SEVERAL_ANSWERS = "several answers"
+    """It compares several answers to a prompt."""
+    SPANS = "spans"
+    """It swaps weights while requests are in flight."""
+    TELLS_SCORES = "tells scores"
+    """It reports the scores of groups to the sampler that chose their prompts."""
+
+
+class HasEffects(Spec):
+    """Base of operators and losses, which declare what they do.
+
+    Raises:
+        DefinitionError: an instance has an unknown effect without a namespace; names the nearest one.
+    """
+
+    @property
+    def effects(self) -> frozenset[str]:
+        """What it does that rules look for along the dataflow, such as ``{"kl"}``: members of `Effect`, or strings with
+        a namespace for rules of your own, such as ``{"lab.sparse"}``."""
+        return frozenset()
+
+    def _check(self) -> None:
+        super()._check()
+        if not schedules(self):  # a graph also checks them in the steps that `sample_steps` chooses
+            _refuse_unknown(type(self).__name__, self.effects)
+
+
+def _refuse_unknown(declared_by: str, effects: object) -> None:
+    """Refuse effects that no rule can read."""
+    if not isinstance(effects, Set) or not all(isinstance(effect, str) for effect in effects):
+        raise DefinitionError(
+            f"{declared_by}.effects is {effects!r}; expected a set of strings, such as frozenset({{'kl'}})."
+        )
+    known = [effect.value for effect in Effect]
+    for effect in sorted(effects - set(known)):
+        if "." not in effect.strip("."):
+            raise DefinitionError(
+                f"{declared_by}.effects has {effect!r}, which no rule reads. Give an effect of your own a namespace, "
+                f"such as 'lab.sparse', or use one of flowrl's; {offer(effect.lower(), known, 'these are')}"
+            )
