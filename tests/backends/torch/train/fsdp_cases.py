@@ -204,11 +204,8 @@ def critic(ranks: Ranks, **settings: Any) -> dict[str, Any]:
 def resuming(ranks: Ranks) -> dict[str, Any]:
     """Train, save, train on; and from what was saved, train on again: by state dict, from a checkpoint, from the other
     number of ranks' checkpoint where there is one."""
-    settings: dict[str, Any] = {
-        "optimizer": AdamW(lr=0.003, eps=1e-5),
-        "grad_clip": 1.0,
-        "schedule": Cosine(1.0, 0.0, steps=20),
-    }
+    optimizer, schedule = AdamW(lr=0.003, eps=1e-5), Cosine(1.0, 0.0, steps=20)
+    settings: dict[str, Any] = {"optimizer": optimizer, "grad_clip": 1.0, "schedule": schedule}
     batch = policy_batch(ranks, "qwen2")
 
     def go_on(engine: Any) -> dict[str, Any]:
