@@ -1,4 +1,4 @@
-"""Episodes: the policy answers, an environment replies, the policy continues; all episodes of a batch at once."""
+"""Episodes: the policy answers, an environment replies, the policy continues; a batch's episodes run concurrently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of what is users': in threads where they block, and what their errors say."""
+"""Calls of user code: in threads if they block, and the text of the errors that they raise."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 from flowrl.errors import FlowrlError
 
 _OWN = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
-"""Where frames are not the environment's."""
+"""Folders of frames that are not the environment's."""
 
 
-async def called(function: Callable[[], Any], blocks: bool) -> Any:
-    """What a function of the environment returns; one that blocks runs in a thread of its own.
+async def call_user_code(function: Callable[[], Any], blocks: bool) -> Any:
+    """What a function of the environment returns; one that blocks runs in its own thread.
 
-    A thread cannot be ended: one whose time is over is left behind, and ends with the program.
+    A thread cannot be terminated: after a timeout it continues until it returns, or until the program exits.
     """
     if not blocks:
         result = function()
@@ -28,35 +28,35 @@ async def called(function: Callable[[], Any], blocks: bool) -> Any:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
-    def tell(set_it: Callable[[Any], None], value: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    def finish(set_it: Callable[[Any], None], value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
             loop.call_soon_threadsafe(lambda: None if done.done() else set_it(value))
 
     def run() -> None:
         try:
             result = function()
         except BaseException as error:
-            told = error if isinstance(error, Exception) and not isinstance(error, StopIteration) else _as_error(error)
-            tell(done.set_exception, told)
+            plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            finish(done.set_exception, error if plain else _as_error(error))
         else:
-            tell(done.set_result, result)
+            finish(done.set_result, result)
 
     threading.Thread(target=run, daemon=True, name="flowrl-environment").start()
     return await done
 
 
 def _as_error(error: BaseException) -> RuntimeError:
-    """What ends a program or a generator, as an error: it is a thread that it would have ended."""
-    said = str(error)
-    told = RuntimeError(f"it raised {type(error).__name__}{': ' if said else ''}{said}")
-    return told.with_traceback(error.__traceback__)
+    """`SystemExit`, `StopIteration` and the like as an ordinary error, which a future can carry."""
+    text = str(error)
+    plain = RuntimeError(f"it raised {type(error).__name__}{': ' if text else ''}{text}")
+    return plain.with_traceback(error.__traceback__)
 
 
-def told(error: BaseException) -> str:
-    """What an error says, and where in the environment's own code it was raised, as far as that is known."""
+def describe_error(error: BaseException) -> str:
+    """The text of an error, and the line of the environment's own code that raised it, if known."""
     if isinstance(error, FlowrlError):
-        return str(error)
+        return error.message
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OWN)]
     where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    said = str(error)
-    return f"{type(error).__name__}{': ' if said else ''}{said}{where}"
+    text = str(error)
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"

@@ -14,15 +14,15 @@ from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Check, Message, Transcript
 from flowrl.data.waits import WaitRecorder
 from flowrl.episodes.environment import Answer, Row, ToolCall, short
-from flowrl.episodes.tools import InvalidToolCall, Toolbox, said, template_arguments
+from flowrl.episodes.tools import InvalidToolCall, Toolbox, result_text, template_arguments
 from flowrl.errors import EpisodeError, type_of
 from flowrl.protocols.protocols import Request, Response, Sampling, StreamingRollout
 
 
 class EpisodeOver(Exception):
-    """An episode asked for an answer that it does not get: its turns are used up, or there is no room for more tokens.
+    """The episode cannot have another answer: its turns are used up, or its context has no room for more tokens.
 
-    It is the ordinary end of an episode; an agent may catch it to give its score.
+    This is an ordinary end of an episode; an agent may catch it to return its score.
     """
 
     def __init__(self, why: str) -> None:
@@ -35,8 +35,8 @@ class Limits:
     """How long an episode may get.
 
     Args:
-        turns: answers.
-        context: tokens, from the first of the prompt to the last of the last answer.
+        turns: maximum answers.
+        context: maximum tokens, from the first of the prompt to the last of the last answer.
         seconds: that the environment may take between two answers, before the first and after the last.
     """
 
@@ -46,85 +46,85 @@ class Limits:
 
 
 class RequestBroker:
-    """Stands between episodes, which are coroutines of one event loop, and an engine, which computes in that thread.
+    """Submits the requests of all episodes, coroutines of one event loop, to an engine that computes in that thread.
 
-    Between two steps of the engine every coroutine goes on that can: it takes its answer, and what it asks for next is
-    in the engine's next step.
+    Between two steps of the engine, every coroutine that can continue does: it takes its answer, and its next request
+    is part of the engine's next step.
 
     Args:
         engine: takes requests.
         tokenizer: of its model.
-        sampling: how answers are drawn.
-        key: where their random numbers come from.
+        sampling: how answers are sampled.
+        key: the source of their random numbers.
     """
 
     def __init__(self, engine: StreamingRollout, tokenizer: ChatTokenizer, sampling: Sampling, key: Key) -> None:
         self.tokenizer, self.sampling, self.key = tokenizer, sampling, key
         self.environments = WaitRecorder("some wait for their environments")
         self.idle = WaitRecorder("all wait for their environments")
-        """When there was nothing to compute."""
+        """When the engine had nothing to compute."""
         self._engine = engine
         self._new: list[Request] = []
-        self._asked: dict[str, asyncio.Future[Response]] = {}
+        self._pending: dict[str, asyncio.Future[Response]] = {}
         self._more = asyncio.Event()
 
     async def ask(self, request: Request) -> Response:
         """The response to a request."""
-        asked: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        self._asked[request.name] = asked
+        response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._pending[request.name] = response
         self._new.append(request)
         self._more.set()
         self.environments.end()
         try:
-            return await asked
+            return await response
         finally:
             self.environments.begin()
 
     def enter(self) -> None:
-        """An episode begins, with its environment."""
+        """Count an episode that starts, with its environment."""
         self.environments.begin()
 
     def leave(self, name: str) -> None:
-        """An episode that has entered is over: nothing of this name goes on."""
+        """Remove an episode that is over: drop its requests."""
         self.environments.end()
-        self._asked.pop(name, None)
+        self._pending.pop(name, None)
         self._new = [request for request in self._new if request.name != name]
         self._engine.drop(name)
 
     async def serve(self) -> None:
-        """Compute whatever is asked for, until cancelled; raises what the engine raises."""
+        """Compute all requests, until cancelled; raises what the engine raises."""
         while True:
-            if not self._asked:
+            if not self._pending:
                 self._more.clear()
                 self.idle.begin()
                 try:
                     await self._more.wait()
-                finally:  # the last reply of an environment is waited for, too, and nothing asked behind it
+                finally:  # the wait for an environment's last reply counts too, though no request follows
                     self.idle.end()
             new, self._new = self._new, []
             for request in new:
                 self._engine.submit(request)
             for name in self._engine.step():
-                self._asked.pop(name).set_result(self._engine.take(name))
+                self._pending.pop(name).set_result(self._engine.take(name))
             await asyncio.sleep(0)
 
 
 class Chat:
-    """What an agent talks to: ``answer = await chat.answer()``, then ``await chat.answer("Are you sure?")``, and so on.
+    """An agent's conversation with the policy: ``answer = await chat.answer()``, then ``await chat.answer("Sure?")``.
 
     Args:
-        desk: where it asks for answers.
-        row: where the episode starts.
-        limits: how long it may get.
-        check: how the chat template is held against what is there; see `Transcript`.
+        broker: takes its requests.
+        row: the start of the episode.
+        limits: of the episode.
+        check: how to compare the chat template with the tokens of the episode; see `Transcript`.
         toolbox: the tools that the policy may call.
-        clock: ends the episode; its deadline is moved by every answer.
+        clock: ends the episode; every answer moves its deadline.
         template_kwargs: arguments of the chat template.
     """
 
     def __init__(
         self,
-        desk: RequestBroker,
+        broker: RequestBroker,
         row: Row,
         limits: Limits,
         check: Check,
@@ -132,23 +132,23 @@ class Chat:
         clock: asyncio.Timeout,
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._desk, self._row, self.limits, self._check = desk, row, limits, check
+        self._broker, self._row, self.limits, self._check = broker, row, limits, check
         self._toolbox, self._clock, self._template_kwargs = toolbox, clock, template_kwargs
-        desk.enter()
+        broker.enter()
         self.transcript: Transcript | None = None
-        """All tokens so far; None before the first answer is asked for."""
+        """All tokens so far; None before the first request for an answer."""
         self.rewards: list[float] = []
         """By answer."""
         self.versions: list[list[int]] = []
-        """By answer, of the weights that sampled each of its tokens."""
+        """By answer, the version of the weights that sampled each of its tokens."""
         self.rewarded = False
         """Whether the environment gave any reward."""
         self.cuts: list[bool] = []
         """By answer, whether its length ended it."""
         self.tool_calls = 0
-        """Calls of tools that were made."""
+        """How many tool calls ran."""
         self.tool_errors = 0
-        """Calls that the policy wrote and no tool takes."""
+        """How many tool calls were invalid."""
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -156,32 +156,33 @@ class Chat:
         return self._row.messages if self.transcript is None else self.transcript.messages
 
     async def answer(self, messages: Sequence[Message] | str | None = None) -> Answer:
-        """What the policy says next.
+        """The policy's next answer.
 
         Args:
-            messages: what it is told: at first the conversation that the episode starts with, by default the prompt;
-                later what follows its last answer. A text is a message of the user.
+            messages: in the first turn, the conversation that the episode starts with, by default the prompt; later,
+                what follows the last answer. A string is a user message.
 
         Raises:
-            EpisodeOver: the turns are used up, or there is no room.
-            EpisodeError: nothing was said to the last answer, or the chat template writes it otherwise now.
-            DataError: the chat template does not take the messages.
+            EpisodeOver: the turns are used up, or the context has no room.
+            EpisodeError: there is no reply to the last answer, or the chat template now writes earlier turns
+                differently.
+            DataError: the chat template does not support the messages.
         """
         turn = len(self.rewards)
         if turn >= self.limits.turns:
-            await asyncio.sleep(0)  # an agent that asks on and on, though all is over, holds nobody up
+            await asyncio.sleep(0)  # an agent that keeps asking must not block the other episodes
             raise EpisodeOver("turns")
-        transcript = self._told(messages)
+        transcript = self._extended(messages)
         room = self.limits.context - len(transcript.ids)
         if room < 1:
             await asyncio.sleep(0)
             raise EpisodeOver("context")
-        desk = self._desk
-        sampling = replace(desk.sampling, max_new_tokens=min(desk.sampling.max_new_tokens, room))
-        key = desk.key.answer(self._row.row_id, turn)
+        broker = self._broker
+        sampling = replace(broker.sampling, max_new_tokens=min(broker.sampling.max_new_tokens, room))
+        key = broker.key.answer(self._row.row_id, turn)
         request = Request(self._row.row_id, list(transcript.ids), sampling, key, retain_cache=True)
-        self._clock.reschedule(None)  # the policy takes the time that it takes
-        response = await desk.ask(request)
+        self._clock.reschedule(None)  # the policy has no time limit
+        response = await broker.ask(request)
         self._clock.reschedule(asyncio.get_running_loop().time() + self.limits.seconds)
         answered = transcript.answer(response.ids, response.log_probs)
         self.rewards.append(0.0)
@@ -190,53 +191,62 @@ class Chat:
         return Answer(answered.text, response.ids, turn, response.ended == "length")
 
     def stop_clock(self) -> None:
-        """Nothing more is waited for by this episode's clock, if its time is not over yet."""
+        """Stop this episode's clock, unless its time is over."""
         if not self._clock.expired():
             self._clock.reschedule(None)
 
     def reward(self, value: float) -> None:
-        """Add to what the last answer is worth.
+        """Add to the reward of the last answer.
 
         Raises:
-            EpisodeError: it is no finite number, or nothing was answered.
+            EpisodeError: it is not a finite number, or there is no answer yet.
         """
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise EpisodeError(
-                f"a reward is {short(value)}, {type_of(value)}; expected a finite number, an int or a float: "
-                f"float(...) makes one of a bool, of NumPy's and of a tensor."
+                f"The reward is {short(value)}, {type_of(value)}; expected a finite int or float. Convert bools, NumPy "
+                f"numbers and tensors with float(...).",
+                code="episode.invalid-reward",
+                found=short(value),
             )
         if not self.rewards:
-            raise EpisodeError(f"a reward of {value} is given before any answer; expected one to be rewarded.")
+            raise EpisodeError(
+                f"The environment gave a reward of {value} before any answer; expected None until the policy has "
+                f"answered. Return the reward from step(answer).",
+                code="episode.reward-before-answer",
+                found=value,
+            )
         self.rewards[-1] += float(value)
         self.rewarded = True
 
     def calls(self, answer: Answer) -> Sequence[ToolCall]:
-        """The calls of tools in an answer.
+        """The tool calls in an answer.
 
         Raises:
-            InvalidToolCall: something looks like one, and is none.
+            InvalidToolCall: one is malformed.
         """
         return () if self._toolbox is None else self._toolbox.calls(answer.text)
 
     async def tool(self, call: ToolCall) -> str:
-        """Make a call, and give what the policy is to read.
+        """Run a tool call; returns the text for the policy.
 
         Raises:
-            InvalidToolCall: there is no such tool, or it takes other arguments.
-            EpisodeError: what it returned is no text.
+            InvalidToolCall: there is no such tool, or the arguments do not fit.
+            EpisodeError: the tool returned neither text nor JSON.
         """
         if self._toolbox is None:
             raise EpisodeError(
-                f"{call.name!r} is called, and this episode has no tools; give some: Interact(tools=...)."
+                f"The agent called the tool {call.name!r}, but this episode has no tools. Pass Interact(tools=[...]).",
+                code="tool.no-tools",
+                tool=call.name,
             )
         tool = self._toolbox.find(call)
         self.tool_calls += 1
-        return said(await self._toolbox.run(tool, call.arguments))
+        return result_text(await self._toolbox.run(tool, call.arguments))
 
     async def answer_by_tools(self, messages: Sequence[Message] | str | None = None) -> Answer:
-        """As `answer`; the calls in it are made, and what came of them is told, until an answer has none.
+        """As `answer`, but runs the tool calls in it and replies with their results until an answer has none.
 
-        A call that is wrong is the policy's fault: it is told so, and it counts in `tool_errors`.
+        An invalid call is the policy's fault: the policy gets an error message, and `tool_errors` counts the call.
         """
         answer = await self.answer(messages)
         while replies := await self._replies(answer):
@@ -246,30 +256,32 @@ class Chat:
     async def _replies(self, answer: Answer) -> list[Message]:
         try:
             calls = self.calls(answer)
-        except InvalidToolCall as misfit:
+        except InvalidToolCall as invalid:
             self.tool_errors += 1
-            return [{"role": "tool", "content": f"error: {misfit}"}]
+            return [{"role": "tool", "content": f"error: {invalid}"}]
         replies: list[Message] = []
         for call in calls:
             try:
                 content = await self.tool(call)
-            except InvalidToolCall as misfit:
+            except InvalidToolCall as invalid:
                 self.tool_errors += 1
-                content = f"error: {misfit}"
+                content = f"error: {invalid}"
             replies.append({"role": "tool", "name": call.name, "content": content})
         return replies
 
-    def _told(self, messages: Sequence[Message] | str | None) -> Transcript:
+    def _extended(self, messages: Sequence[Message] | str | None) -> Transcript:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if self.transcript is None:
-            tokenizer, start = self._desk.tokenizer, self._row.messages if messages is None else messages
+            tokenizer, start = self._broker.tokenizer, self._row.messages if messages is None else messages
             arguments = template_arguments(tokenizer, self._toolbox, self._template_kwargs)
             self.transcript = Transcript(tokenizer, start, self._check, arguments)
         elif not messages:
             raise EpisodeError(
-                "an answer is asked for, and nothing was said to the last one; expected something to answer: "
-                "Reply('...'), or Reply(done=True) where the episode is over; of an agent, chat.answer('...')."
+                f"There is no reply to answer {len(self.rewards)} of the episode, so the policy cannot continue. "
+                f"Return Reply('...'), or Reply(done=True) if the episode is over; an agent passes chat.answer('...').",
+                code="episode.no-reply",
+                answers=len(self.rewards),
             )
         else:
             self.transcript.reply(messages)

@@ -1,4 +1,4 @@
-"""`Environment`: the environment of an episode, as a class; what it is given, and what it says."""
+"""`Environment`: the environment of an episode as a class, with what it receives and replies."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Row(NamedTuple):
     """A row of the prompts, from which an episode starts.
 
     Args:
-        row_id: of this row alone.
-        uid: of its group: the episodes of a prompt.
+        row_id: unique to the row.
+        uid: of its group, the episodes of one prompt.
         messages: the prompt.
-        ground_truth, extra_info, data_source: as they stand in the data.
-        attempt: how often this episode was tried before; 0 at first.
+        ground_truth, extra_info, data_source: from the data, unchanged.
+        attempt: how many earlier tries of this episode failed; 0 in the first.
     """
 
     row_id: str
@@ -32,18 +32,18 @@ class Row(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """For what an environment draws itself, below 2**31: ``extra_info["seed"]`` where the data has one, else one by
-        the group, so that all episodes of a group, and every try, begin in the same environment."""
+        """Seeds the environment's random numbers, below 2**31: ``extra_info["seed"]`` if the data has one, else a hash
+        of the group, so that all episodes of a group, and every try, start in the same environment."""
         given = self.extra_info.get("seed")
         return xxhash.xxh3_64_intdigest(self.uid.encode()) >> 33 if given is None else int(given)
 
 
 class ToolCall(NamedTuple):
-    """A call that the policy wrote.
+    """A tool call that the policy wrote.
 
     Args:
         name: of the tool.
-        arguments: by name, as they were written.
+        arguments: by name, as written.
     """
 
     name: str
@@ -51,13 +51,13 @@ class ToolCall(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the policy said in a turn.
+    """The policy's answer in one turn.
 
     Args:
-        text: what it wrote, without the token that ended it.
+        text: without the token that ended it.
         ids: its tokens.
-        turn: the how many-th answer of the episode it is, from 0.
-        cut: it was ended by its length, and by no rule.
+        turn: its number in the episode, from 0.
+        cut: whether its length ended it, and no stop rule.
     """
 
     text: str
@@ -67,11 +67,11 @@ class Answer(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the environment says.
+    """The environment's reply to an answer.
 
     Args:
-        messages: what the policy sees next; a text is a message of the user. None are needed where the episode is done.
-        reward: for the answer that it replies to, on whose last token it stands; None gives none.
+        messages: what the policy sees next; a string is a user message. Optional if the episode is done.
+        reward: for the answer that it replies to, placed on that answer's last token; None gives none.
         done: whether the episode is over.
     """
 
@@ -81,46 +81,52 @@ class Reply(NamedTuple):
 
 
 class Environment:
-    """Base of environments; each episode has one instance, which nobody else sees.
+    """Base of environments; each episode has its own instance.
 
-    The methods may be coroutines or plain functions; plain ones run in threads, so that one that waits holds up no
-    other episode. An error that they raise is a fault of the environment, and never a reward.
+    The methods may be coroutines or plain functions. Plain functions run in threads, so one that waits never blocks the
+    other episodes. An error that they raise is a fault of the environment, never a reward.
     """
 
     async def reset(self, row: Row) -> Reply:
-        """What stands before the first answer: by default the prompt as it is."""
+        """The messages before the first answer; by default the prompt."""
         return Reply(row.messages)
 
     async def step(self, answer: Answer) -> Reply:
-        """What the environment says to an answer."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it replies: define step(self, answer).")
+        """The reply to an answer."""
+        raise NotImplementedError(f"{type(self).__name__} does not define what it replies: define step(self, answer).")
 
     async def close(self) -> None:
-        """Called once at the end of the episode, however it ended."""
+        """Called once at the end of the episode, even if it failed."""
 
 
-def checked(reply: object) -> Reply:
-    """What an environment replied.
-
-    Raises:
-        EpisodeError: it is no reply, or one of other types.
-    """
-    wanted = "expected a Reply(messages, reward=None, done=False)"
+def check_reply(reply: object) -> Reply:
+    """What an environment replied, if it is a valid `Reply`; raises `EpisodeError` otherwise."""
+    expected = "expected a Reply(messages, reward=None, done=False)"
     if not isinstance(reply, Reply):
-        raise EpisodeError(f"an environment replied {short(reply)}; {wanted}.")
+        raise EpisodeError(
+            f"The environment returned {short(reply)}; {expected}.",
+            code="episode.invalid-reply",
+            found=short(reply),
+        )
     if not isinstance(reply.messages, str | Sequence):
         raise EpisodeError(
-            f"an environment replied with the messages {short(reply.messages)}; {wanted}, where messages are a text, "
-            f'or a list such as [{{"role": "user", "content": "..."}}].'
+            f"The environment replied with messages={short(reply.messages)}; {expected}, where messages are a string "
+            f'or a list such as [{{"role": "user", "content": "..."}}].',
+            code="episode.invalid-reply",
+            field="messages",
+            found=short(reply.messages),
         )
     if not isinstance(reply.done, bool):
         raise EpisodeError(
-            f"an environment replied with done={short(reply.done)}; {wanted}, where done is a bool, True or False."
+            f"The environment replied with done={short(reply.done)}; {expected}, where done is True or False.",
+            code="episode.invalid-reply",
+            field="done",
+            found=short(reply.done),
         )
     return reply
 
 
 def short(value: object) -> str:
-    """The repr, cut where it is long."""
+    """The repr, at most 200 characters of it."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"

@@ -1,4 +1,4 @@
-"""`Gym`: environments of Gymnasium as environments."""
+"""`Gym`: adapts environments of Gymnasium."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowrl.errors import EpisodeError
 
 
 class Gym(TextEnvironment):
-    """An environment of Gymnasium; a subclass makes it, and puts what it observes in words::
+    """An environment of Gymnasium; a subclass makes it and describes its observations in text::
 
         class Lake(Gym):
             def make(self):
@@ -21,28 +21,27 @@ class Gym(TextEnvironment):
             def tell(self, seen):
                 return f"You stand on field {seen} of 16."
 
-    ``Interact(Lake, ...)`` then plays it. Each episode has an environment of its own, which is reset by ``Row.seed``.
-    Where actions are numbered, an answer's number is taken; where they are texts, its text; for others define `act`.
+    ``Interact(Lake, ...)`` then plays it. Each episode has its own environment, which ``Row.seed`` seeds. Numbered
+    actions are the single number in an answer, and text actions its text; for other action spaces define `act`.
     """
 
-    def reset(self, row: Row) -> Reply:  # type: ignore[override]  # it blocks, so it runs in a thread
-        """The prompt, and what is seen at first."""
+    def reset(self, row: Row) -> Reply:  # type: ignore[override]  # plain, since it blocks: it runs in a thread
+        """The prompt and the first observation."""
         self.env = self.make()
         seen, _ = self.env.reset(seed=row.seed)
         return Reply(self.opening(row, self.tell(seen)))
 
     def step(self, answer: Answer) -> Reply:  # type: ignore[override]
-        """What is seen after the action that the answer is, and its reward."""
+        """The observation after the action in the answer, and its reward."""
         try:
             action = self.act(answer.text)
-        except InvalidToolCall as misfit:
-            return self.misfits(misfit)
+        except InvalidToolCall as invalid:
+            return self.misfits(invalid)
         seen, reward, ended, cut_off, _ = self.env.step(action)
         return Reply(self.tell(seen), float(reward), bool(ended or cut_off))
 
     def act(self, text: str) -> Any:
-        """The action that an answer is: the one number in it where actions are numbered, its text where they are
-        texts."""
+        """The action in an answer: its single number if actions are numbered, its text if they are texts."""
         space, spaces = self.env.action_space, package("gymnasium.spaces", "gymnasium")
         if isinstance(space, spaces.Discrete):
             first, last = int(space.start), int(space.start + space.n) - 1
@@ -51,12 +50,20 @@ class Gym(TextEnvironment):
                 raise InvalidToolCall(f"expected one number from {first} to {last}, and this is {text[:200]!r}")
             return int(numbers[0])
         if not isinstance(space, spaces.Text):
-            raise EpisodeError(f"its actions are {space}; define act(self, text) in {type(self).__name__}.")
+            name = type(self).__name__
+            raise EpisodeError(
+                f"The actions of {name} are {space}; expected numbers or text. Define act(self, text) in {name}, which "
+                f"returns the action.",
+                code="episode.no-conversion",
+                environment=name,
+                method="act",
+                found=space,
+            )
         if not space.contains(text):
             raise InvalidToolCall(f"expected {space}, and this is {text[:200]!r}")
         return text
 
     def close(self) -> None:  # type: ignore[override]
-        """End the environment, if it was made."""
+        """Close the environment, if there is one."""
         if hasattr(self, "env"):
             self.env.close()

@@ -1,4 +1,4 @@
-"""`play`: all episodes of a batch at once, each tried again where its environment fails."""
+"""`play`: all episodes of a batch concurrently; an episode whose environment fails is retried."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from flowrl.data.text.transcript import Check
-from flowrl.episodes.calls import called, told
+from flowrl.episodes.calls import call_user_code, describe_error
 from flowrl.episodes.chat import Chat, EpisodeOver, Limits, RequestBroker
-from flowrl.episodes.environment import Environment, Row, checked
-from flowrl.episodes.processes import Apart
+from flowrl.episodes.environment import Environment, Row, check_reply
+from flowrl.episodes.processes import ProcessEnvironment
 from flowrl.episodes.tools import Toolbox
-from flowrl.errors import EpisodeError
+from flowrl.errors import EpisodeError, FlowrlError
 from flowrl.workers.fork_server import ForkServer
 
 Agent = Callable[[Chat, Row], Awaitable[float | None]]
-"""A coroutine that plays an episode; what it returns is added to the reward of the last answer."""
+"""A coroutine that plays an episode; its return value is added to the reward of the last answer."""
 
 EnvironmentOrAgent = type[Environment] | Agent
 
@@ -29,10 +29,10 @@ class EpisodeResult(NamedTuple):
     """An episode that is over.
 
     Args:
-        chat: with its tokens, rewards and counts.
+        chat: its tokens, rewards and counts.
         ended: by its environment, by its limits, or by a fault of its environment.
-        tries: how often it was begun.
-        fault: of the last try, where that failed.
+        tries: how often it was started.
+        fault: of the last try, if that failed.
     """
 
     chat: Chat
@@ -46,15 +46,15 @@ class EpisodeSetup:
     """How episodes are played.
 
     Args:
-        environment: an environment, whose instances each play one, or an agent; None ends an episode with the first
-            answer that calls no tool.
-        limits: how long one may get.
+        environment: an environment class, of which each episode has an instance, or an agent; None ends an episode with
+            the first answer that calls no tool.
+        limits: of each episode.
         check: see `flowrl.data.text.transcript`.
-        toolbox: what the policy may call.
-        tries: how often one is begun whose environment fails.
-        concurrency: how many are under way at a time; None is all.
+        toolbox: the tools that the policy may call.
+        tries: how often to start an episode whose environment fails.
+        concurrency: maximum number of episodes in flight; None is all.
         template_kwargs: arguments of the chat template.
-        server: forks the processes of environments; None plays them in this process.
+        server: forks the processes of environments; None runs them in this process.
     """
 
     environment: EnvironmentOrAgent | None
@@ -67,26 +67,23 @@ class EpisodeSetup:
     server: ForkServer | None = None
 
 
-def play(desk: RequestBroker, rows: Sequence[Row], stage: EpisodeSetup) -> list[EpisodeResult]:
-    """Play an episode from each row; what failed in all tries is there with its fault.
-
-    Raises:
-        what the engine raises.
-    """
-    return asyncio.run(_play(desk, rows, stage))
+def play(broker: RequestBroker, rows: Sequence[Row], setup: EpisodeSetup) -> list[EpisodeResult]:
+    """Play an episode from each row; episodes that failed in every try carry their fault. Raises what the engine
+    raises."""
+    return asyncio.run(_play(broker, rows, setup))
 
 
-async def _play(desk: RequestBroker, rows: Sequence[Row], stage: EpisodeSetup) -> list[EpisodeResult]:
-    places = asyncio.Semaphore(stage.concurrency or max(1, len(rows)))
+async def _play(broker: RequestBroker, rows: Sequence[Row], setup: EpisodeSetup) -> list[EpisodeResult]:
+    semaphore = asyncio.Semaphore(setup.concurrency or max(1, len(rows)))
 
-    async def placed(row: Row) -> EpisodeResult:
-        async with places:
-            return await _tried(desk, row, stage)
+    async def limited(row: Row) -> EpisodeResult:
+        async with semaphore:
+            return await _tried(broker, row, setup)
 
-    server = asyncio.create_task(desk.serve())
-    episodes = [asyncio.create_task(placed(row)) for row in rows]
+    server = asyncio.create_task(broker.serve())
+    episodes = [asyncio.create_task(limited(row)) for row in rows]
     played = asyncio.gather(*episodes)
-    server.add_done_callback(lambda _: played.cancel())  # which ends by an error of the engine's alone
+    server.add_done_callback(lambda _: played.cancel())  # the server ends only if the engine raises
     try:
         return await played
     except asyncio.CancelledError:
@@ -98,53 +95,47 @@ async def _play(desk: RequestBroker, rows: Sequence[Row], stage: EpisodeSetup) -
         await asyncio.gather(server, *episodes, return_exceptions=True)
 
 
-async def _tried(desk: RequestBroker, row: Row, stage: EpisodeSetup) -> EpisodeResult:
-    """One episode, begun again where its environment fails: from the same row, by the same random numbers."""
-    for attempt in range(stage.tries):
-        played = await _once(desk, row._replace(attempt=attempt), stage)
+async def _tried(broker: RequestBroker, row: Row, setup: EpisodeSetup) -> EpisodeResult:
+    """One episode, retried from the same row with the same random numbers if its environment fails."""
+    for attempt in range(setup.tries):
+        played = await _once(broker, row._replace(attempt=attempt), setup)
         if played.fault is None:
             break
     return played
 
 
-async def _once(desk: RequestBroker, row: Row, stage: EpisodeSetup) -> EpisodeResult:
+async def _once(broker: RequestBroker, row: Row, setup: EpisodeSetup) -> EpisodeResult:
     fault: EpisodeError | None = None
     ended: Ended = "failed"
-    clock = asyncio.timeout(stage.limits.seconds)
-    chat = Chat(desk, row, stage.limits, stage.check, stage.toolbox, clock, stage.template_kwargs)
+    clock = asyncio.timeout(setup.limits.seconds)
+    chat = Chat(broker, row, setup.limits, setup.check, setup.toolbox, clock, setup.template_kwargs)
     try:
         async with clock:
-            ended = await _episode(chat, row, stage)
+            ended = await _episode(chat, row, setup)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
-        if task is None or task.cancelling():  # by `_play`, since all is over
+        if task is None or task.cancelling():  # by `_play`, since the batch ends
             raise
-        fault = _fault(row, chat, told(error), error)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # whatever users' environments raise; errors of the engine do not come this way
-        late = (
-            f"its environment took more than {stage.limits.seconds:g} s; expected a reply within that time: fix what "
-            f"takes so long, or allow more: Interact(timeout=...)"
-        )
-        fault = _fault(row, chat, late if clock.expired() else told(error), error)
+        fault = _fault(row, chat, error)
+    except (Exception, SystemExit) as error:  # of users' environments; `serve` raises those of the engine
+        fault = _fault(row, chat, _late(setup.limits.seconds) if clock.expired() else error)
+        fault.__cause__ = error
     finally:
-        desk.leave(row.row_id)
+        broker.leave(row.row_id)
     return EpisodeResult(chat, "failed" if fault else ended, row.attempt + 1, fault)
 
 
-async def _episode(chat: Chat, row: Row, stage: EpisodeSetup) -> Ended:
-    source = stage.environment
+async def _episode(chat: Chat, row: Row, setup: EpisodeSetup) -> Ended:
+    source = setup.environment
     if isinstance(source, type):
-        environment = source() if stage.server is None else Apart(stage.server, source)
+        environment = source() if setup.server is None else ProcessEnvironment(setup.server, source)
         try:
             ended = await _until_over(_by_environment(chat, row, environment))
         except BaseException as error:
             try:
                 await _closed(chat, environment)
-            except Exception as another:  # the first is what is to be mended
-                error.add_note(f"and close() failed then: {told(another)}")
+            except Exception as another:  # the first error is the one to fix
+                error.add_note(f"and close() failed then: {describe_error(another)}")
             raise
         await _closed(chat, environment)
         return ended
@@ -165,30 +156,46 @@ async def _by_agent(chat: Chat, row: Row, agent: Agent) -> None:
 
 
 async def _by_environment(chat: Chat, row: Row, environment: Environment) -> None:
-    reply = checked(await _of(environment.reset, row))
+    reply = check_reply(await _of(environment.reset, row))
     if reply.reward is not None:
-        chat.reward(reply.reward)  # which says that there is no answer to be rewarded yet
+        chat.reward(reply.reward)  # raises, since there is no answer yet
     while not reply.done:
         answer = await chat.answer_by_tools(reply.messages or None)
-        reply = checked(await _of(environment.step, answer))
+        reply = check_reply(await _of(environment.step, answer))
         if reply.reward is not None:
             chat.reward(reply.reward)
 
 
 async def _closed(chat: Chat, environment: Environment) -> None:
-    """Close an environment, which has as long for it as for a reply."""
+    """Close an environment, within the time limit of a reply."""
     chat.stop_clock()
     async with asyncio.timeout(chat.limits.seconds):
         await _of(environment.close)
 
 
 async def _of(method: Callable[..., Any], *given: Any) -> Any:
-    return await called(lambda: method(*given), blocks=not inspect.iscoroutinefunction(method))
+    return await call_user_code(lambda: method(*given), blocks=not inspect.iscoroutinefunction(method))
 
 
-def _fault(row: Row, chat: Chat, what: str, cause: BaseException) -> EpisodeError:
-    error = EpisodeError(
-        f"the episode of row {row.row_id!r} failed after {len(chat.rewards)} answers, in try {row.attempt + 1}: {what}"
+def _late(seconds: float) -> EpisodeError:
+    return EpisodeError(
+        f"its environment took more than {seconds:g} s to reply. Speed up the environment, or pass a larger "
+        f"Interact(timeout=...).",
+        code="episode.timeout",
+        seconds=seconds,
     )
-    error.__cause__ = cause
-    return error
+
+
+def _fault(row: Row, chat: Chat, error: BaseException) -> EpisodeError:
+    inner = error if isinstance(error, FlowrlError) and error.code else None
+    code = "episode.environment-failed" if inner is None else inner.code
+    facts = dict(error.facts) if isinstance(error, FlowrlError) else {"error": type(error).__name__}
+    fix = ". Fix the environment, or pass Interact(failed='leave') to mask such rows." if inner is None else ""
+    fault = EpisodeError(
+        f"The episode of row {row.row_id!r} failed after {len(chat.rewards)} answers, in try {row.attempt + 1}: "
+        f"{describe_error(error)}{fix}",
+        code=code,
+        **facts | {"row": row.row_id, "answers": len(chat.rewards), "attempt": row.attempt + 1},
+    )
+    fault.__cause__ = error
+    return fault

@@ -1,12 +1,12 @@
-"""Environments and tools in processes of their own, which are killed when their time is over; a thread cannot be.
+"""Environments and tools in separate processes, which are killed after a timeout; a thread cannot be.
 
-Each episode's environment lives in one process, and each call of a tool has one. They are forked from a `ForkServer`
-that has imported the environment and lives as long as the program. Nothing that they start outlives them: see
+Each episode's environment has its own process, and so has each call of a tool. They are forked from a `ForkServer` that
+has imported the environment and lives as long as the program. Nothing that they start outlives them: see
 `flowrl.workers.supervisor`.
 """
 
-# Why not `concurrent.futures` or `multiprocessing`? See `flowrl.operators.reward.pool`. Its workers import in their own
-# time what one call needs, and so many episodes need a process each at once that these have to be forked.
+# Why not `concurrent.futures` or `multiprocessing`? See `flowrl.operators.reward.pool`. Workers there import what a
+# call needs on their own; here many episodes need a process each at the same time, so processes have to be forked.
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flowrl.core.operators import references
-from flowrl.episodes.calls import told
-from flowrl.episodes.environment import Answer, Environment, Reply, Row, checked, short
+from flowrl.episodes.calls import describe_error
+from flowrl.episodes.environment import Answer, Environment, Reply, Row, check_reply, short
 from flowrl.episodes.tools import InvalidToolCall, Tool
-from flowrl.errors import EpisodeError, ParameterError
+from flowrl.errors import EpisodeError, FlowrlError, ParameterError
 from flowrl.workers.fork_server import ForkServer, NotReadyError, imports
 from flowrl.workers.fork_server_process import detach_stdin
 from flowrl.workers.supervisor import supervise
 
 _SIZE = 8
-"""Bytes that say how long a message is."""
+"""Bytes of a message's length prefix."""
 
 
 _servers: dict[tuple[str, ...], ForkServer] = {}
 
 
 def environment_server(names: tuple[str, ...]) -> ForkServer:
-    """The server whose workers have imported these environments and tools; started where there is none.
+    """The server whose workers have imported these environments and tools; starts one if there is none.
 
     Args:
         names: references, such as ``"triage.py:Triage"``.
 
     Raises:
-        EpisodeError: it cannot be started, or an import raised.
+        EpisodeError: it does not start, or an import raised.
     """
     if names in _servers and not _servers[names].alive:
         _servers.pop(names).close()
@@ -58,9 +58,12 @@ def environment_server(names: tuple[str, ...]) -> ForkServer:
             server.close()
             details = getattr(error, "details", "")
             raise EpisodeError(
-                f"a process for {', '.join(names)} could not be started ({error}). Expected what "
-                f"a fresh process can import by itself: put what runs as a script under `if __name__ == '__main__':`, "
-                f"or play in this process: processes=False." + (f"\n{details}" if details else "")
+                f"The process of {', '.join(names)} did not start ({error}). A new process must be able to import it: "
+                f"put code that runs as a script under `if __name__ == '__main__':`, or play in this process with "
+                f"processes=False." + (f"\n{details}" if details else ""),
+                code="episode.process-start",
+                environment=names,
+                error=error,
             ) from None
         _servers[names] = server
     return _servers[names]
@@ -73,39 +76,41 @@ def close_environment_servers() -> None:
         _servers.popitem()[1].close()
 
 
-os.register_at_fork(after_in_child=_servers.clear)  # a process that we fork has no part in them
+os.register_at_fork(after_in_child=_servers.clear)  # they belong to the parent process
 
 
 def reference_of(thing: Callable[..., Any] | str) -> str:
-    """Where a fresh process finds an environment or a tool.
+    """The reference by which a new process imports an environment or a tool.
 
     Raises:
-        ParameterError: nowhere, or only by running the script again that runs now.
+        ParameterError: there is none, or importing it would run the current script again.
     """
     found = thing if isinstance(thing, str) else references.reference(thing)
     name = getattr(thing, "__qualname__", repr(thing))
     if found is None:
         raise ParameterError(
-            f"{name} would be played in another process, which cannot import it; define it at the top level of a "
-            f"module or file, or play it in this process: processes=False"
+            f"A separate process cannot import {name}, which processes=True needs. Define it at the top level of a "
+            f"module or file, or pass processes=False.",
+            code="episode.not-importable",
+            name=name,
         )
     if references.runs_again(found):
+        file = references.source_file(found)
         raise ParameterError(
-            f"{name} would be played in another process, and importing it from {references.source_file(found)} would "
-            f"run that script again; put what it runs under `if __name__ == '__main__':`, or play in this process: "
-            f"processes=False"
+            f"To import {name} in a separate process, flowrl would run the script {file} again. Put what the script "
+            f"runs under `if __name__ == '__main__':`, or pass processes=False.",
+            code="episode.not-importable",
+            name=name,
+            path=file,
         )
     return found
 
 
 class Process:
-    """One forked process, which does one thing after the other.
+    """One forked process, which serves one call at a time.
 
     Args:
         server: forks it.
-
-    Raises:
-        EpisodeError: the server is gone.
     """
 
     def __init__(self, server: ForkServer) -> None:
@@ -116,8 +121,10 @@ class Process:
             except OSError as error:
                 ours.close()
                 raise EpisodeError(
-                    f"the process that the environment's processes are forked from is gone ({error}); it may have been "
-                    f"killed for its memory."
+                    f"The process from which environments are forked has died ({error}); the system may have killed it "
+                    f"for its memory. Lower Interact(concurrency=...), or give the machine more memory.",
+                    code="episode.process-died",
+                    error=error,
                 ) from error
         self._socket: socket.socket | None = ours
         self._reader: asyncio.StreamReader | None = None
@@ -125,33 +132,45 @@ class Process:
         self.over = False
 
     async def ask(self, what: str, *given: Any) -> Any:
-        """What it answers. Whoever gives up waiting has ended it.
+        """The result of a call in the process; cancelling it kills the process.
 
         Raises:
             InvalidToolCall: of a tool.
-            EpisodeError: what it did raised; it has ended; or what is sent cannot be.
+            EpisodeError: the call raised, the process died, or something could not be pickled.
         """
         try:
             message = pickle.dumps((what, given))
         except Exception as error:  # whatever users' objects raise
             raise EpisodeError(
-                f"{short(given)} cannot be sent to the environment's process ({told(error)})."
+                f"{short(given)} cannot be sent to the environment's process ({describe_error(error)}). Use values "
+                f"that pickle supports, or pass processes=False.",
+                code="episode.not-picklable",
+                found=short(given),
             ) from error
         try:
             how, value = pickle.loads(await self._exchange(message))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             self.end()
-            raise EpisodeError("the process that it lives in has ended: it crashed, was killed, or left.") from error
+            raise EpisodeError(
+                "The environment's process has died: it crashed, exited, or was killed. Look for its error in the "
+                "output of the run, or debug it with processes=False.",
+                code="episode.process-died",
+            ) from error
         except (pickle.UnpicklingError, AttributeError, ImportError, EOFError) as error:
             self.end()
-            raise EpisodeError(f"what its process sent cannot be read here ({told(error)}).") from error
+            raise EpisodeError(
+                f"The result of the environment's process cannot be unpickled here ({describe_error(error)}). Return "
+                f"plain values, or pass processes=False.",
+                code="episode.not-picklable",
+            ) from error
         except asyncio.CancelledError:
             self.end()
             raise
-        if how == "misfit":
+        if how == "invalid":
             raise InvalidToolCall(value)
         if how == "raised":
-            raise EpisodeError(value)
+            message, code, facts = value
+            raise EpisodeError(message, code=code, **facts)
         return value
 
     async def _exchange(self, message: bytes) -> bytes:
@@ -163,7 +182,7 @@ class Process:
         return await self._reader.readexactly(size)
 
     def end(self) -> None:
-        """Kill it, and all that it has started, if it is there still."""
+        """Kill it, and everything that it has started. Idempotent."""
         self.over = True
         if self._writer is not None:
             self._writer.transport.abort()
@@ -171,22 +190,22 @@ class Process:
             self._socket.close()
 
 
-class Apart(Environment):
-    """An environment in a process of its own."""
+class ProcessEnvironment(Environment):
+    """An environment in its own process."""
 
     def __init__(self, server: ForkServer, environment: type[Environment]) -> None:
         self._process, self._environment = Process(server), reference_of(environment)
 
     async def reset(self, row: Row) -> Reply:
-        """That of the environment, which is made then."""
-        return checked(await self._process.ask("make", self._environment, row))
+        """Create the environment in the process and reset it."""
+        return check_reply(await self._process.ask("make", self._environment, row))
 
     async def step(self, answer: Answer) -> Reply:
-        """That of the environment."""
-        return checked(await self._process.ask("step", answer))
+        """Call the environment's `step` in the process."""
+        return check_reply(await self._process.ask("step", answer))
 
     async def close(self) -> None:
-        """That of the environment, where it is still there; and the end of its process."""
+        """Call the environment's `close`, unless the process has died, and end the process."""
         try:
             if not self._process.over:
                 await self._process.ask("close")
@@ -195,11 +214,11 @@ class Apart(Environment):
 
 
 async def call_tool(server: ForkServer, tool: Tool, arguments: Mapping[str, Any]) -> Any:
-    """What a tool returns, called in a process of its own.
+    """What a tool returns, called in its own process.
 
     Raises:
-        InvalidToolCall: it takes other arguments.
-        EpisodeError: it raised, or its process ended.
+        InvalidToolCall: the arguments do not fit.
+        EpisodeError: it raised, or its process died.
     """
     process = Process(server)
     try:
@@ -212,68 +231,67 @@ async def call_tool(server: ForkServer, tool: Tool, arguments: Mapping[str, Any]
 
 
 def serve_supervised(_: None, fds: list[int]) -> None:
-    """`serve` in a worker of a fork server, with a supervisor.
-
-    Args:
-        fds: the socket.
-    """
+    """`serve` in a worker of a fork server, with a supervisor; `fds` is the socket."""
     os.dup2(fds[0], 0)
     os.close(fds[0])
     supervise(lambda: serve(detach_stdin()))
 
 
 def serve(channel: socket.socket) -> None:
-    """Do what is asked for over a socket, until it is closed."""
+    """Serve calls over a socket, until it is closed."""
     stream, owner = channel.makefile("rwb"), os.getpid()
-    does = _Does()
+    handler = _Handler()
     while size := stream.read(_SIZE):
         what, given = pickle.loads(stream.read(int.from_bytes(size, "big")))
-        how, value = does.answer(what, given)
+        how, value = handler.call(what, given)
         if os.getpid() != owner:
-            os._exit(0)  # the environment has forked it, and it came here, too
+            os._exit(0)  # a child that the environment has forked must not serve
         try:
             message = pickle.dumps((how, value))
         except Exception as error:
-            message = pickle.dumps(("raised", f"{short(value)} cannot be sent to another process ({told(error)})"))
+            why = f"{short(value)} cannot be sent from the environment's process ({describe_error(error)})"
+            message = pickle.dumps(("raised", (f"{why}. Return plain values.", "episode.not-picklable", {})))
         stream.write(len(message).to_bytes(_SIZE, "big") + message)
         stream.flush()
 
 
-class _Does:
-    """What a process of the environment does."""
+class _Handler:
+    """Handles the calls in an environment's process."""
 
     def __init__(self) -> None:
-        self._runner = asyncio.Runner()  # one, since what an environment opens belongs to its loop
+        self._runner = asyncio.Runner()  # one, since what an environment opens belongs to its event loop
         self._environment: Any = None
 
-    def answer(self, what: str, given: tuple[Any, ...]) -> tuple[str, Any]:
-        """How it went, and what came of it."""
+    def call(self, what: str, given: tuple[Any, ...]) -> tuple[str, Any]:
+        """``"is"``, ``"invalid"`` or ``"raised"``, with the result or the error."""
         try:
             return "is", getattr(self, f"_{what}")(*given)
-        except InvalidToolCall as misfit:
-            return "misfit", str(misfit)
-        except BaseException as error:  # SystemExit, too: it is the fault of this call
-            return "raised", told(error)
+        except InvalidToolCall as invalid:
+            return "invalid", str(invalid)
+        except BaseException as error:  # SystemExit too: a fault of this call
+            if isinstance(error, FlowrlError):
+                return "raised", (error.message, error.code, dict(error.facts))
+            return "raised", (describe_error(error), "", {"error": type(error).__name__})
 
     def _make(self, environment: str, row: Row) -> Reply:
-        seed = f"{row.row_id}/{row.attempt}"  # else all would draw the same, since they come of one process
+        seed = f"{row.row_id}/{row.attempt}"  # else all forks would draw the same numbers
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(zlib.crc32(seed.encode()))
         self._environment = references.resolve(environment)()
-        return checked(self._finished(self._environment.reset(row)))
+        return check_reply(self._awaited(self._environment.reset(row)))
 
     def _step(self, answer: Answer) -> Reply:
-        return checked(self._finished(self._environment.step(answer)))
+        return check_reply(self._awaited(self._environment.step(answer)))
 
     def _close(self) -> None:
         if self._environment is not None:
-            self._finished(self._environment.close())
+            self._awaited(self._environment.close())
 
     def _tool(self, reference: str, arguments: Mapping[str, Any]) -> Any:
-        return self._finished(Tool(references.resolve(reference)).bound(arguments)())
+        return self._awaited(Tool(references.resolve(reference)).bound(arguments)())
 
-    def _finished(self, result: Any) -> Any:
+    def _awaited(self, result: Any) -> Any:
         async def waited() -> Any:
             return await result
 

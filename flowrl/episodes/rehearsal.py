@@ -1,4 +1,4 @@
-"""A rehearsal: an episode with made-up texts, by which a chat template is tried before anything is loaded."""
+"""A rehearsal: an episode with made-up texts that tests a chat template before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,42 +25,44 @@ def rehearse(
     replies: bool,
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Try a chat template on a conversation of the kind that episodes have.
+    """Test a chat template on a conversation such as episodes have.
 
-    The policy calls tools, two at last, which the parser of the toolbox would read, and then is replied to by a user.
-    It thinks in each answer, since a template need not keep that of earlier turns. Where that alone is what the
-    template cannot go on from, a policy that never thinks can be played, so it is said and not refused: an answer that
-    does think is found in its row.
+    The policy calls tools, first one and then two at once, in the format of the toolbox's parser; then a user replies.
+    It thinks in each answer, since a template may strip the thinking of earlier turns. If the template fails only after
+    thinking, that is a warning and not an error, since a policy need not think; an answer that does is an error in its
+    row.
 
     Args:
         tokenizer: with the template.
-        check: how it is held against what is there; ``"off"`` tries nothing.
+        check: how to compare the texts; ``"off"`` tests nothing.
         toolbox: the tools that the policy may call.
-        replies: whether there is an environment, which replies to answers.
+        replies: whether an environment replies to answers.
         template_kwargs: arguments of the template.
 
     Raises:
-        EpisodeError: it writes earlier turns otherwise once there are more, also of answers that do not think; it does
-            not take the messages; or it leaves out what a reply says.
+        EpisodeError: even without thinking, the template changes earlier turns when later ones follow, does not support
+            the messages, or leaves out a reply.
     """
     if check == "off":
         return
-    kinds = [kind for kind, there in (("calls of tools", toolbox), ("replies of a user", replies)) if there]
+    kinds = [kind for kind, used in (("tool calls", toolbox), ("user replies", replies)) if used]
     try:
         _played(tokenizer, check, toolbox, replies, template_kwargs, _THOUGHT)
     except (DataError, EpisodeError) as error:
         try:
             _played(tokenizer, check, toolbox, replies, template_kwargs, "")
         except (DataError, EpisodeError):
+            code = error.code
             raise EpisodeError(
-                f"an episode was tried before anything is loaded (answers that think, {' and '.join(kinds)}), and it "
-                f"cannot go on: {error}"
+                f"The test episode before loading (thinking, {' and '.join(kinds)}) failed: {error.message}",
+                code=code,
+                **error.facts,
             ) from error
         logger.warning(
-            "an episode was tried (%s): it goes on as long as the policy does not think in its answers, and one that "
-            "does cannot go on: %s",
+            "the test episode (%s) passes only as long as the policy does not think in its answers; an answer with "
+            "thinking will fail: %s",
             " and ".join(kinds),
-            error,
+            error.message,
         )
 
 
@@ -72,25 +74,28 @@ def _played(
     template_kwargs: Mapping[str, Any],
     thought: str,
 ) -> None:
-    """Play the conversation, each answer behind this thought."""
+    """Play the conversation; each answer starts with this thought."""
     arguments = template_arguments(tokenizer, toolbox, template_kwargs)
     transcript = Transcript(tokenizer, [_QUESTION], check, arguments)
-    for said, reply in _exchanges(toolbox, replies):
-        ids = [*tokenizer.encode(thought + said), tokenizer.turn_end]
+    for answer, reply in _exchanges(toolbox, replies):
+        ids = [*tokenizer.encode(thought + answer), tokenizer.turn_end]
         transcript.answer(ids, [0.0] * len(ids))
         transcript.reply(reply)
         written = tokenizer.conversation_text(transcript.messages, arguments, go_on=True)
         text = reply[0]["content"]
         if written.count(text) < sum(text in message["content"] for message in transcript.messages):
             raise EpisodeError(
-                f"the chat template in {tokenizer.folder!r} leaves out what the reply {reply[0]!r} says, so the policy "
-                f"would never read it: it writes {written!r}; expected a template that knows the role "
-                f"{reply[0]['role']!r}: let the environment reply in another one, such as user, or mend the template."
+                f"The chat template in {tokenizer.folder!r} leaves out the reply {reply[0]!r}, so the policy would "
+                f"never read it; it writes {written!r}. Reply in a role that the template supports, such as user, or "
+                f"add the role {reply[0]['role']!r} to the template.",
+                code="episode.reply-left-out",
+                path=tokenizer.folder,
+                role=reply[0]["role"],
             )
 
 
 def _exchanges(toolbox: Toolbox | None, replies: bool) -> Sequence[tuple[str, Sequence[Message]]]:
-    """Answers, and what is said to each."""
+    """Answers, and the replies to each."""
     found: list[tuple[str, Sequence[Message]]] = []
     if toolbox is not None:
         call, result = toolbox.example, {"role": "tool", "name": toolbox.names[0], "content": "42"}

@@ -1,4 +1,4 @@
-"""`summarize`: how an episode went, as plain data that a run writes and people read."""
+"""`summarize`: an episode as plain data, which a run writes and `flowrl episodes` shows."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from flowrl.episodes.play import EpisodeResult
 
 
 def summarize(played: EpisodeResult) -> dict[str, Any]:
-    """What was said by whom, and what came of it.
+    """The messages of an episode, with what the policy sampled, and how the episode ended.
 
     Returns:
-        JSON-able data. ``ended`` is ``"done"``, ``"turns"``, ``"context"`` or ``"failed"``; ``fault`` says what failed,
-        or is None; ``tries`` counts how often the episode was begun; ``tool_calls`` and ``tool_errors`` are of its last
-        try, and so is all else. ``messages`` are those of the conversation. One that the policy sampled has an entry
-        ``sampled``: its ``turn`` from 0, its number of ``tokens``, the ``reward`` that the environment gave for it
-        (None where the environment gave none to any), whether its length ``cut`` it, and the ``version`` of the weights
-        that
-    began it. What has
-        no such entry came from the data or the environment, and is masked; of an episode that failed, everything is.
+        JSON-able data. ``ended`` is ``"done"``, ``"turns"``, ``"context"`` or ``"failed"``; ``fault`` is the error or
+        None; ``tries`` is how often the episode was started; ``tool_calls``, ``tool_errors`` and all else are of its
+        last try. In ``messages``, each message that the policy sampled has an entry ``sampled``: its ``turn`` from 0,
+        its number of ``tokens``, the ``reward`` that the environment gave for it (None if the environment gave none in
+        the episode), whether its length ``cut`` it, and the ``version`` of the weights that sampled its first token.
+        Messages without that entry came from the data or the environment and are masked; of an episode that failed,
+        everything is.
     """
     chat = played.chat
     messages = [{key: value for key, value in message.items() if key != "sampled"} for message in chat.messages]

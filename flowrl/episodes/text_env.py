@@ -1,4 +1,4 @@
-"""`TextEnvironment`: environments of other makers, whose observations and actions a subclass puts in words."""
+"""`TextEnvironment`: base of adapters for environments of other libraries, which convert observations and actions."""
 
 from __future__ import annotations
 
@@ -14,57 +14,63 @@ from flowrl.errors import DefinitionError, EpisodeError, type_of
 
 
 class TextEnvironment(Environment):
-    """Base of environments that `make` makes, one an episode, and whose observations and actions are put in words.
+    """Base of adapters: `make` creates the environment of an episode, `tell` and `act` convert to and from text.
 
-    An answer that is no action is the policy's fault: it is told so, nothing moves in the environment, and that counts
-    as a turn.
+    An answer that is not an action is the policy's fault: the policy gets an error message, the environment does not
+    step, and the answer counts as a turn.
     """
 
     misfit: float | None = None
-    """The reward of an answer that is no action."""
+    """The reward of an answer that is not an action."""
 
     def make(self) -> Any:
         """The environment of an episode."""
-        raise NotImplementedError(f"{type(self).__name__} does not make its environment; define make(self).")
+        raise NotImplementedError(f"{type(self).__name__} does not make its environment: define make(self).")
 
     def tell(self, seen: Any) -> str:
-        """An observation, as the policy reads it: by default one that is text, as it is."""
+        """An observation as text; by default one that is a string already."""
         if not isinstance(seen, str):
+            name = type(self).__name__
             raise EpisodeError(
-                f"{type(self).__name__} observes {type_of(seen)}, which the policy cannot read; define in it "
-                f"tell(self, seen) -> str."
+                f"An observation of {name} is {type_of(seen)}; expected a string. Define tell(self, seen) -> str in "
+                f"{name}.",
+                code="episode.no-conversion",
+                environment=name,
+                method="tell",
+                found=type(seen).__name__,
             )
         return seen
 
     def act(self, text: str) -> Any:
-        """The action that an answer is; by default its text.
+        """The action in an answer; by default its text.
 
         Raises:
-            InvalidToolCall: it is none; the message is what the policy is told.
+            InvalidToolCall: it is not an action; the policy gets the message.
         """
         return text
 
     def opening(self, row: Row, told: str) -> Sequence[Message]:
-        """What stands before the first answer: by default the prompt, and behind it what is seen at first."""
+        """The messages before the first answer: by default the prompt, then the first observation (`told`)."""
         *before, last = row.messages or [{"role": "user", "content": ""}]
         if last["role"] != "user":
             return [*row.messages, {"role": "user", "content": told}]
         return [*before, {**last, "content": f"{last['content']}\n\n{told}".strip()}]
 
     def misfits(self, misfit: InvalidToolCall) -> Reply:
-        """What is said to an answer that is no action."""
+        """The reply to an answer that is not an action."""
         return Reply(f"error: {misfit}", reward=self.misfit)
 
 
 def package(name: str, extra: str) -> ModuleType:
-    """A package that an extra of flowrl installs.
-
-    Raises:
-        DefinitionError: it is not installed.
-    """
+    """A package that an extra of flowrl installs; raises `DefinitionError` if it is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0]:
             raise
-        raise DefinitionError(f"{name} is not installed; pip install 'flowrl[{extra}]'.") from error
+        raise DefinitionError(
+            f"The package {name} is not installed. Run pip install 'flowrl[{extra}]'.",
+            code="backend.not-installed",
+            package=name,
+            extra=extra,
+        ) from error

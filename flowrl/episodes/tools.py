@@ -1,4 +1,4 @@
-"""Tools: typed functions that the policy may call, their schema from their signature."""
+"""Tools: typed functions that the policy may call, with schemas from their signatures."""
 
 from __future__ import annotations
 
@@ -13,31 +13,25 @@ from typing import Any, Literal, cast
 from pydantic import PydanticUserError, TypeAdapter, ValidationError, validate_call
 
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.episodes.calls import called
+from flowrl.episodes.calls import call_user_code
 from flowrl.episodes.environment import ToolCall
 from flowrl.errors import DefinitionError, EpisodeError, offer
 
 Parser = Callable[[str], Sequence[ToolCall]]
-"""The calls in a text; it raises `InvalidToolCall` for what looks like one and cannot be read."""
+"""Parses the calls in a text; raises `InvalidToolCall` for a malformed call."""
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def hermes(text: str) -> list[ToolCall]:
-    """Calls as Hermes and Qwen write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number.
-
-    Raises:
-        InvalidToolCall: what stands there is no call.
-    """
+    """Calls in the format of Hermes and Qwen: any number of
+    ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``; raises `InvalidToolCall` for a malformed call."""
     return [_call(written) for written in _HERMES.findall(text)]
 
 
-def whole_json(text: str) -> list[ToolCall]:
-    """A call as the whole of an answer: ``{"name": ..., "arguments": {...}}``; other texts hold none.
-
-    Raises:
-        InvalidToolCall: an object with a name that is no call.
-    """
+def plain_json(text: str) -> list[ToolCall]:
+    """A call if the answer consists of it alone: ``{"name": ..., "arguments": {...}}``; raises `InvalidToolCall` for a
+    malformed object with a name."""
     try:
         written = json.loads(text)
     except (ValueError, RecursionError):
@@ -45,17 +39,19 @@ def whole_json(text: str) -> list[ToolCall]:
     return [_call(text)] if isinstance(written, dict) and "name" in written else []
 
 
-PARSERS: Mapping[str, Parser] = {"hermes": hermes, "json": whole_json}
+PARSERS: Mapping[str, Parser] = {"hermes": hermes, "json": plain_json}
 
 
 def _call(text: str) -> ToolCall:
     try:
         call = json.loads(text)
-        json.dumps(call, ensure_ascii=False).encode()  # refuses half characters, which no tokeniser takes
+        json.dumps(call, ensure_ascii=False).encode()  # fails for lone surrogates, which no tokenizer encodes
     except (ValueError, RecursionError):
         call = None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise InvalidToolCall(f'{text.strip()[:200]!r} is no call; expected {{"name": "...", "arguments": {{...}}}}')
+        raise InvalidToolCall(
+            f'{text.strip()[:200]!r} is not a tool call; expected {{"name": "...", "arguments": {{...}}}}'
+        )
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         raise InvalidToolCall(f"the arguments of {call['name']!r} are {arguments!r}; expected an object")
@@ -63,70 +59,85 @@ def _call(text: str) -> ToolCall:
 
 
 class InvalidToolCall(ValueError):
-    """A call that no tool takes: the policy's fault, which it is told of."""
+    """An invalid tool call: the policy's fault; the policy gets the message."""
 
 
 class _Raised(Exception):
-    """What a function raised, told apart from what is wrong with its arguments."""
+    """Wraps what a function raised, as opposed to errors in its arguments."""
 
 
-def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose own errors cannot be taken for faults of its arguments."""
+def _wrap_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with its own errors wrapped in `_Raised`."""
 
     @functools.wraps(function)
-    def apart(**arguments: Any) -> Any:
+    def wrapped(**arguments: Any) -> Any:
         try:
             return function(**arguments)
         except Exception as error:
             raise _Raised from error
 
-    return apart
+    return wrapped
 
 
 class Tool:
-    """A typed function that the policy may call; its docstring tells the policy what it is for.
+    """A typed function that the policy may call; its docstring is the description.
 
     Args:
-        function: plain or a coroutine; each parameter annotated, and given by name.
+        function: plain or a coroutine; each parameter is annotated and can be passed by name.
 
     Raises:
-        DefinitionError: a class, or a parameter without annotation, that cannot be given by name, or of a type that
-            JSON does not have.
+        DefinitionError: it is a class, or a parameter has no annotation, cannot be passed by name, or has a type that
+            JSON cannot represent.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if isinstance(function, type):
-            raise DefinitionError(f"the tool {function.__name__} is a class; expected a function, or its method.")
+            raise DefinitionError(
+                f"The tool {function.__name__} is a class; expected a function. Pass a function or a method.",
+                code="tool.invalid",
+                tool=function.__name__,
+            )
         self.name, self.function = function.__name__, function
         for parameter in inspect.signature(function).parameters.values():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise DefinitionError(f"the tool {self.name} takes {parameter}; expected parameters given by name.")
+                raise DefinitionError(
+                    f"The tool {self.name} has the parameter {parameter}; expected parameters that can be passed by "
+                    f"name. Write them out.",
+                    code="tool.invalid-parameter",
+                    tool=self.name,
+                    parameter=parameter.name,
+                )
             if parameter.annotation is parameter.empty:
                 raise DefinitionError(
-                    f"{parameter.name} of the tool {self.name} has no annotation, so its schema is unknown; write "
-                    f"`{parameter.name}: str`."
+                    f"The parameter {parameter.name} of the tool {self.name} has no annotation, which the schema "
+                    f"needs. Annotate it, for example `{parameter.name}: str`.",
+                    code="tool.invalid-parameter",
+                    tool=self.name,
+                    parameter=parameter.name,
                 )
         self._description = inspect.getdoc(function) or ""
         try:
-            self._validated = validate_call(_apart(function))
+            self._validated = validate_call(_wrap_errors(function))
             self._parameters = TypeAdapter(cast(Any, function)).json_schema()
         except PydanticUserError as error:
             raise DefinitionError(
-                f"the tool {self.name}{inspect.signature(function)} takes what JSON cannot say "
-                f"({str(error).partition('. ')[0]}); expected parameters such as str, int, float, bool, list[str] or "
-                f"dict[str, int]."
+                f"The tool {self.name}{inspect.signature(function)} has a parameter that JSON cannot represent "
+                f"({str(error).partition('. ')[0]}). Use types such as str, int, float, bool, list[str] or "
+                f"dict[str, int].",
+                code="tool.invalid-parameter",
+                tool=self.name,
             ) from error
         self.blocks = not inspect.iscoroutinefunction(function)
-        """Whether a call holds up its thread."""
+        """Whether a call blocks its thread."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates take it under ``tools``."""
+        """As chat templates expect it in ``tools``."""
         described = {"name": self.name, "description": self._description, "parameters": self._parameters}
         return {"type": "function", "function": described}
 
     def bound(self, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-        """The call with these arguments, which raises `InvalidToolCall` where they are not what the function takes."""
+        """The call with these arguments; it raises `InvalidToolCall` if they do not fit the function."""
 
         def call() -> Any:
             try:
@@ -140,8 +151,8 @@ class Tool:
         return call
 
 
-Elsewhere = Callable[[Tool, Mapping[str, Any]], Awaitable[Any]]
-"""Calls a tool in another place."""
+RemoteCall = Callable[[Tool, Mapping[str, Any]], Awaitable[Any]]
+"""Calls a tool in another process."""
 
 
 class Toolbox:
@@ -149,55 +160,63 @@ class Toolbox:
 
     Args:
         tools: functions, or `Tool`s.
-        parser: how calls are written: ``"hermes"``, ``"json"``, or a function of your own.
-        elsewhere: calls a tool that blocks, and gives what it returns; None does so in a thread.
+        parser: the format of calls: ``"hermes"``, ``"json"``, or your own function.
+        remote_call: calls a tool that blocks, and returns its result; None calls it in a thread.
 
     Raises:
-        DefinitionError: two tools of one name, or a parser that there is not.
+        DefinitionError: two tools have one name, or the parser is unknown.
     """
 
     def __init__(
         self,
         tools: Sequence[Callable[..., Any] | Tool],
         parser: Literal["hermes", "json"] | Parser,
-        elsewhere: Elsewhere | None = None,
+        remote_call: RemoteCall | None = None,
     ) -> None:
         made = [tool if isinstance(tool, Tool) else Tool(tool) for tool in tools]
         self._tools = {tool.name: tool for tool in made}
         if len(self._tools) < len(made):
             names = [tool.name for tool in made]
-            raise DefinitionError(f"two tools are called {max(names, key=names.count)!r}; give each a name of its own.")
+            name = max(names, key=names.count)
+            raise DefinitionError(
+                f"Two tools have the name {name!r}. Rename one of the functions.", code="tool.duplicate-name", tool=name
+            )
         if not callable(parser) and parser not in PARSERS:
-            raise DefinitionError(f"the parser {parser!r} is not known; {offer(parser, PARSERS, 'there are')}")
+            raise DefinitionError(
+                f"Unknown parser {parser!r}; {offer(parser, PARSERS, 'there are')}",
+                code="tool.unknown-parser",
+                parser=parser,
+                known=tuple(PARSERS),
+            )
         self._parse = parser if callable(parser) else PARSERS[parser]
-        self._elsewhere = elsewhere
+        self._remote_call = remote_call
 
     @cached_property
     def schemas(self) -> list[dict[str, Any]]:
-        """Of all tools, for the chat template: ``template_kwargs={"tools": toolbox.schemas}``."""
+        """The schemas of all tools, for the chat template: ``template_kwargs={"tools": toolbox.schemas}``."""
         return [tool.schema for tool in self._tools.values()]
 
     @property
     def names(self) -> list[str]:
-        """Of all tools, in their order."""
+        """The names of all tools, in order."""
         return list(self._tools)
 
     @property
     def example(self) -> str:
-        """A call of the first tool as the parser reads it; by one of your own, the call alone."""
+        """A call of the first tool in the format of the parser; for your own parser, the JSON alone."""
         call = json.dumps({"name": self.names[0], "arguments": {}})
         return f"<tool_call>\n{call}\n</tool_call>" if self._parse is hermes else call
 
     def calls(self, text: str) -> Sequence[ToolCall]:
-        """The calls in what the policy wrote.
+        """The calls in an answer.
 
         Raises:
-            InvalidToolCall: something looks like a call, and is none.
+            InvalidToolCall: one is malformed.
         """
         return self._parse(text)
 
     def find(self, call: ToolCall) -> Tool:
-        """The tool that is called.
+        """The tool of a call.
 
         Raises:
             InvalidToolCall: there is none of that name.
@@ -207,33 +226,33 @@ class Toolbox:
         return self._tools[call.name]
 
     async def run(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
-        """What a tool returns.
+        """Call a tool; returns its result.
 
         Raises:
-            InvalidToolCall: it takes other arguments.
+            InvalidToolCall: the arguments do not fit.
         """
-        if tool.blocks and self._elsewhere is not None:
-            return await self._elsewhere(tool, arguments)
-        return await called(tool.bound(arguments), tool.blocks)
+        if tool.blocks and self._remote_call is not None:
+            return await self._remote_call(tool, arguments)
+        return await call_user_code(tool.bound(arguments), tool.blocks)
 
 
 def template_arguments(
     tokenizer: ChatTokenizer, toolbox: Toolbox | None, given: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """The arguments of the chat template: those that were given, and the tools, where it has a use for them."""
-    told = toolbox is not None and tokenizer.template_reads("tools")
-    return {"tools": toolbox.schemas, **given} if toolbox is not None and told else given
+    """The arguments of the chat template: the given ones, and the tools if the template reads them."""
+    read = toolbox is not None and tokenizer.template_reads("tools")
+    return {"tools": toolbox.schemas, **given} if toolbox is not None and read else given
 
 
-def said(result: object) -> str:
-    """What a tool returned, as the text that the policy reads: a str as it is, else JSON.
-
-    Raises:
-        EpisodeError: it is neither text nor JSON.
-    """
+def result_text(result: object) -> str:
+    """What a tool returned, as text for the policy: a string unchanged, anything else as JSON."""
     if isinstance(result, str):
         return result
     try:
         return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise EpisodeError(f"a tool returned {result!r}, which is neither text nor JSON ({error}).") from error
+        raise EpisodeError(
+            f"A tool returned {result!r}; expected text or what JSON can represent ({error}). Return a string.",
+            code="tool.invalid-result",
+            found=repr(result),
+        ) from error

@@ -1,4 +1,4 @@
-"""Environments that fail: each is named, tried again, closed, and takes nothing from the others."""
+"""Environments that fail: the error names the row; the episode is retried and closed; the others are not affected."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flowrl.episodes.environment import Answer, Environment, Reply, Row
+from flowrl.errors import EpisodeError
 from flowrl.protocols.protocols import Request
 from tests.episodes import scripted
 from tests.episodes.scripted import Scripted, Three, played, say
@@ -20,9 +21,22 @@ def raised(error: BaseException) -> Any:
     raise error
 
 
+def fault_of(wrong: Any) -> EpisodeError:
+    """The fault of an episode whose environment replies with what `wrong` returns."""
+
+    class Wrong(Environment):
+        async def step(self, answer: Answer) -> Reply:
+            reply: Reply = wrong()
+            return reply
+
+    (one,), _ = played(Wrong, say)
+    assert one.ended == "failed" and one.fault is not None
+    return one.fault
+
+
 @pytest.fixture
 def interrupts() -> Iterator[None]:
-    """Ctrl-C is heard, which a shell lets whatever it runs in the background ignore."""
+    """Handle SIGINT, which background jobs of a shell ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -30,36 +44,37 @@ def interrupts() -> Iterator[None]:
 
 class TestFaults:
     @pytest.mark.parametrize(
-        ("wrong", "said"),
+        ("wrong", "code", "facts"),
         [
-            (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
-            (lambda: "a text", "an environment replied 'a text'; expected a Reply"),
-            (lambda: Reply("x", reward=float("nan")), "a reward is nan, a float; expected a finite number"),
-            (lambda: Reply("x", reward="1"), "a reward is '1', a str; expected a finite number"),  # type: ignore[arg-type]
-            (
-                lambda: Reply("x", reward=True),
-                "a reward is True, a bool; expected a finite number, an int or a float: fl",
-            ),
-            (lambda: Reply(), "nothing was said to the last one; expected something to answer: Reply('...')"),
-            (lambda: Reply([{"content": "x"}]), 'expected "role"'),
-            (lambda: raised(TimeoutError("theirs")), "TimeoutError: theirs"),
-            (lambda: raised(SystemExit(2)), "SystemExit: 2 (at "),
-            (lambda: raised(asyncio.CancelledError()), "CancelledError (at "),
-            (lambda: Reply(5), "replied with the messages 5; expected a Reply"),  # type: ignore[arg-type]
-            (lambda: Reply("x", done="no"), "replied with done='no'; expected a Reply"),  # type: ignore[arg-type]
-            (lambda: Reply([{"role": "assistant", "content": "x"}]), "what the assistant says is the policy's"),
-            (lambda: "x" * 10_000, "x... (10002 characters); expected a Reply"),
+            (lambda: 1 / 0, "episode.environment-failed", {"error": "ZeroDivisionError"}),
+            (lambda: "a text", "episode.invalid-reply", {"found": "'a text'"}),
+            (lambda: Reply("x", reward=float("nan")), "episode.invalid-reward", {"found": "nan"}),
+            (lambda: Reply("x", reward="1"), "episode.invalid-reward", {"found": "'1'"}),  # type: ignore[arg-type]
+            (lambda: Reply("x", reward=True), "episode.invalid-reward", {"found": "True"}),
+            (lambda: Reply(), "episode.no-reply", {"answers": 1}),
+            (lambda: raised(TimeoutError("theirs")), "episode.environment-failed", {"error": "TimeoutError"}),
+            (lambda: raised(SystemExit(2)), "episode.environment-failed", {"error": "SystemExit"}),
+            (lambda: raised(asyncio.CancelledError()), "episode.environment-failed", {"error": "CancelledError"}),
+            (lambda: Reply(5), "episode.invalid-reply", {"field": "messages", "found": "5"}),  # type: ignore[arg-type]
+            (lambda: Reply("x", done="no"), "episode.invalid-reply", {"field": "done"}),  # type: ignore[arg-type]
         ],
     )
-    def test_what_is_wrong_is_said(self, wrong: Any, said: str) -> None:
-        class Wrong(Environment):
-            async def step(self, answer: Answer) -> Reply:
-                reply: Reply = wrong()
-                return reply
+    def test_the_error_has_a_code_and_names_the_row(self, wrong: Any, code: str, facts: dict[str, Any]) -> None:
+        fault = fault_of(wrong)
+        assert fault.code == code and facts.items() <= fault.facts.items(), fault
+        assert (fault.facts["row"], fault.facts["answers"], fault.facts["attempt"]) == ("row-0", 1, 1)
 
-        (one,), _ = played(Wrong, say)
-        assert one.ended == "failed" and one.fault is not None
-        assert "row 'row-0' failed after 1 answers, in try 1" in str(one.fault) and said in str(one.fault)
+    @pytest.mark.parametrize("error", [ValueError("theirs"), SystemExit(2), asyncio.CancelledError()])
+    def test_the_message_names_the_line_that_raised(self, error: BaseException) -> None:
+        message = fault_of(lambda: raised(error)).message
+        assert f"{type(error).__name__}" in message and f"{error} (at {__file__}:" in message
+
+    @pytest.mark.parametrize("reply", [Reply([{"content": "x"}]), Reply([{"role": "assistant", "content": "x"}])])
+    def test_messages_that_the_transcript_refuses_are_a_fault(self, reply: Reply) -> None:
+        assert fault_of(lambda: reply).facts["row"] == "row-0"
+
+    def test_a_long_reply_is_cut_in_the_message(self) -> None:
+        assert str(fault_of(lambda: "x" * 10_000).facts["found"]).endswith("x... (10002 characters)")
 
     def test_before_any_answer_there_is_nothing_to_reward(self) -> None:
         class Early(Three):
@@ -67,18 +82,20 @@ class TestFaults:
                 return Reply(row.messages, reward=1.0)
 
         (one,), _ = played(Early, say)
-        assert one.ended == "failed" and "a reward of 1.0 is given before any answer" in str(one.fault)
+        assert one.ended == "failed" and one.fault is not None
+        assert (one.fault.code, one.fault.facts["found"]) == ("episode.reward-before-answer", 1.0)
 
     @pytest.mark.parametrize("error", [SystemExit(2), StopIteration("over"), KeyError("key"), GeneratorExit()])
-    def test_what_a_plain_function_raises_is_a_fault_too(self, error: BaseException) -> None:
+    def test_an_error_of_a_plain_function_is_a_fault(self, error: BaseException) -> None:
         class Raises(Environment):
             def step(self, answer: Answer) -> Reply:  # type: ignore[override]
                 raise error
 
         (one,), _ = played(Raises, say)
-        assert one.ended == "failed" and type(error).__name__ in str(one.fault)
+        assert one.ended == "failed" and one.fault is not None
+        assert one.fault.code == "episode.environment-failed" and type(error).__name__ in one.fault.message
 
-    def test_the_first_error_is_told_and_that_of_close_with_it(self) -> None:
+    def test_the_error_of_close_is_a_note_of_the_first_error(self) -> None:
         class Twice(Environment):
             async def step(self, answer: Answer) -> Reply:
                 raise OSError("first")
@@ -100,7 +117,7 @@ class TestFaults:
         (one,), _ = played(Unclosed, say, turns=turns)
         assert one.ended == "failed" and "ValueError: planted" in str(one.fault)
 
-    def test_to_close_takes_time_of_its_own(self) -> None:
+    def test_close_has_its_own_time_limit(self) -> None:
         class Late(Three):
             async def step(self, answer: Answer) -> Reply:
                 await asyncio.sleep(0.2)
@@ -112,7 +129,7 @@ class TestFaults:
         (one,), _ = played(Late, say, seconds=0.3)
         assert (one.ended, one.fault) == ("done", None)
 
-    def test_it_is_tried_again_from_the_same_row_by_the_same_draws(self) -> None:
+    def test_a_retry_uses_the_same_row_and_random_numbers(self) -> None:
         begun: list[int] = []
 
         class Second(Environment):
@@ -153,7 +170,7 @@ class TestFaults:
         assert len(set(map(id, made))) == len(made) == len(closed)
         assert {*map(id, made)} == {*map(id, closed)}
 
-    def test_planted_faults_take_nothing_from_the_others(self) -> None:
+    def test_planted_faults_do_not_affect_other_episodes(self) -> None:
         class Flaky(Three):
             async def reset(self, row: Row) -> Reply:
                 self.fails = row.ground_truth % 20 == 0
@@ -168,7 +185,7 @@ class TestFaults:
         assert [i for i, one in enumerate(episodes) if one.fault] == list(range(0, 400, 20))
         assert all(one.chat.rewards == [0.0, 1.0, 2.0] for one in episodes if not one.fault)
 
-    def test_what_it_leaves_behind_ends_with_the_batch(self) -> None:
+    def test_its_tasks_end_with_the_batch(self) -> None:
         ended: list[str] = []
 
         class Leaks(Three):

@@ -1,4 +1,4 @@
-"""Episodes against a policy that follows a script: turns, rewards, time limits, faults and what is left of them."""
+"""Episodes against a policy that follows a script: turns, rewards, time limits and faults."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_turns_and_their_rewards(environment: Any) -> None:
     assert sorted(engine.dropped) == [f"row-{i}" for i in range(5)]
 
 
-def test_a_turn_draws_by_its_row_and_number() -> None:
+def test_a_turn_samples_by_its_row_and_number() -> None:
     _, engine = played(Three, say, count=2)
     keys = {request.key for request in engine.requests}
     assert keys == {KEY.answer(f"row-{i}", turn) for i in range(2) for turn in range(3)}
 
 
-def test_each_request_goes_on_from_what_was_there() -> None:
+def test_each_request_continues_the_earlier_tokens() -> None:
     _, engine = played(Three, say)
     first, second, third = engine.requests
     assert all(request.retain_cache for request in engine.requests)
@@ -63,7 +63,7 @@ def test_each_request_goes_on_from_what_was_there() -> None:
     assert third.ids[: len(second.ids)] == second.ids
 
 
-def test_one_that_waits_holds_nobody_up() -> None:
+def test_an_episode_that_waits_does_not_block_the_others() -> None:
     """Rows of even numbers wait until an odd one is done."""
     done = asyncio.Event()
 
@@ -84,7 +84,7 @@ def test_one_that_waits_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_environment_that_hangs_is_ended(plain: bool) -> None:
+def test_an_environment_that_hangs_times_out(plain: bool) -> None:
     freed = threading.Event()
 
     class Hangs(Environment):
@@ -110,9 +110,11 @@ def test_a_environment_that_hangs_is_ended(plain: bool) -> None:
     freed.set()
     assert [one.ended for one in episodes] == ["done", "failed", "done"]
     assert episodes[1].tries == 2
-    assert str(episodes[1].fault) == (
-        "the episode of row 'row-1' failed after 1 answers, in try 2: its environment took more than 0.3 s; expected a "
-        "reply within that time: fix what takes so long, or allow more: Interact(timeout=...)"
+    assert (fault := episodes[1].fault) is not None and fault.code == "episode.timeout"
+    assert fault.facts == {"seconds": 0.3, "row": "row-1", "answers": 1, "attempt": 2}
+    assert fault.message == (
+        "The episode of row 'row-1' failed after 1 answers, in try 2: its environment took more than 0.3 s to reply. "
+        "Speed up the environment, or pass a larger Interact(timeout=...)."
     )
 
 
@@ -146,7 +148,7 @@ class TestLimits:
         (early,), _ = played(Three, say, context=len(engine.requests[-1].ids))
         assert (early.ended, len(early.chat.rewards)) == ("context", 2)
 
-    def test_an_agent_may_score_what_is_over(self) -> None:
+    def test_an_agent_may_score_an_episode_that_is_over(self) -> None:
         async def goes_on(chat: Chat, row: Row) -> float:
             try:
                 while True:
@@ -171,14 +173,15 @@ class TestLimits:
         (answer,) = one.chat.transcript.answers
         assert (one.ended, answer.start + len(answer.ids), one.chat.cuts) == ("context", 100, [True])
 
-    def test_an_agent_that_asks_on_and_on_is_ended_by_its_time(self) -> None:
+    def test_an_agent_that_never_returns_times_out(self) -> None:
         async def stubborn(chat: Chat, row: Row) -> float:
             while True:
                 with contextlib.suppress(EpisodeOver):
                     await chat.answer("more" if chat.rewards else None)
 
         (one,), _ = played(stubborn, say, turns=2, seconds=0.2)
-        assert one.ended == "failed" and "took more than 0.2 s" in str(one.fault)
+        assert one.ended == "failed" and one.fault is not None
+        assert (one.fault.code, one.fault.facts["seconds"]) == ("episode.timeout", 0.2)
 
     def test_concurrency(self) -> None:
         episodes, engine = played(Three, say, count=9, concurrency=2)
@@ -186,7 +189,7 @@ class TestLimits:
 
 
 class TestTools:
-    def test_calls_are_made_and_told(self) -> None:
+    def test_calls_run_and_their_results_are_replies(self) -> None:
         def add(a: int, b: int) -> int:
             """The sum."""
             return a + b
@@ -207,16 +210,16 @@ class TestTools:
     @pytest.mark.parametrize(
         ("call", "told"),
         [
-            ("{", "'{' is no call"),
+            ("{", "'{' is not a tool call"),
             ('{"name": "ad", "arguments": {}}', "there is no tool 'ad'; there are add; did you mean 'add'?"),
             ('{"name": "add", "arguments": {"a": 1}}', "add does not take these arguments (b: Missing"),
             ('{"name": "add", "arguments": {"a": 1, "b": "x"}}', "add does not take these arguments (b: Input"),
-            ("[" * 100_000, "is no call"),
-            ('{"name": "add", "arguments": {"a": 1, "b": "\\ud800"}}', "is no call"),
+            ("[" * 100_000, "is not a tool call"),
+            ('{"name": "add", "arguments": {"a": 1, "b": "\\ud800"}}', "is not a tool call"),
             ('{"name": "add", "arguments": [1, 2]}', "the arguments of 'add' are [1, 2]; expected an object"),
         ],
     )
-    def test_calls_that_are_wrong_are_told_to_the_policy(self, call: str, told: str) -> None:
+    def test_the_policy_gets_the_errors_of_invalid_calls(self, call: str, told: str) -> None:
         def add(a: int, b: int) -> int:
             return a + b
 
@@ -232,7 +235,8 @@ class TestTools:
 
         call = '<tool_call>{"name": "broken", "arguments": {"a": 1}}</tool_call>'
         (one,), _ = played(None, lambda name, turn: call, tools=[broken])
-        assert one.ended == "failed" and "ValueError: no 1" in str(one.fault)
+        assert one.ended == "failed" and one.fault is not None
+        assert one.fault.code == "episode.environment-failed" and "ValueError: no 1" in one.fault.message
 
     def test_an_environment_sees_answers_without_calls_alone(self) -> None:
         seen: list[str] = []

@@ -16,11 +16,12 @@ from flowrl.core.operators import references
 from flowrl.episodes import Environment, Toolbox
 from flowrl.episodes.play import EpisodeResult
 from flowrl.episodes.processes import Process, call_tool, close_environment_servers, environment_server, reference_of
-from flowrl.errors import EpisodeError, ParameterError
+from flowrl.errors import ParameterError
 from flowrl.operators import Interact
 from flowrl.workers.fork_server import ForkServer
 from tests.episodes.scripted import played, row
 from tests.operators.reward.test_pool import wait_until_ended
+from tests.support.errors import raises
 
 WORLDS = '''
 import asyncio, os, random, signal, subprocess, sys, time
@@ -173,7 +174,7 @@ def test_an_environment_keeps_its_state_and_is_closed_and_leaves_nothing(file: P
     wait_until_ended(pids)
 
 
-def test_one_that_hangs_is_killed_with_all_that_it_started_and_tried_again(file: Path) -> None:
+def test_a_hanging_environment_is_killed_with_its_children_and_retried(file: Path) -> None:
     episodes = apart(file, "Hangs", count=4, seconds=1.5, tries=2)
     assert [(one.ended, one.tries) for one in episodes] == [("done", 1), ("done", 2)] * 2
     assert all(one.chat.rewards == [1.0, 2.0, 3.0] for one in episodes)
@@ -183,19 +184,20 @@ def test_one_that_hangs_is_killed_with_all_that_it_started_and_tried_again(file:
 
 
 @pytest.mark.parametrize(
-    ("name", "seconds", "said"),
+    ("name", "seconds", "code", "words"),
     [
-        ("Blocks", 1.0, "its environment took more than 1 s"),
-        ("Crashes", 60.0, "the process that it lives in has ended: it crashed, was killed, or left"),
-        ("Leaves", 60.0, "SystemExit: 3 (at "),
-        ("Raises", 60.0, "KeyError: 'planted' (at "),
-        ("Odd", 60.0, "an environment replied 'a text'; expected a Reply("),
-        ("Unsendable", 60.0, "cannot be sent to another process ("),
+        ("Blocks", 1.0, "episode.timeout", "its environment took more than 1 s"),
+        ("Crashes", 60.0, "episode.process-died", "it crashed, exited, or was killed"),
+        ("Leaves", 60.0, "episode.environment-failed", "SystemExit: 3 (at "),
+        ("Raises", 60.0, "episode.environment-failed", "KeyError: 'planted' (at "),
+        ("Odd", 60.0, "episode.invalid-reply", "'a text'; expected a Reply("),
+        ("Unsendable", 60.0, "episode.not-picklable", "cannot be sent from the environment's process ("),
     ],
 )
-def test_what_is_wrong_there_is_said_here(file: Path, name: str, seconds: float, said: str) -> None:
+def test_an_error_in_the_process_keeps_its_code(file: Path, name: str, seconds: float, code: str, words: str) -> None:
     (one,) = apart(file, name, seconds=seconds)
-    assert one.ended == "failed" and said in str(one.fault)
+    assert one.ended == "failed" and one.fault is not None
+    assert one.fault.code == code and words in one.fault.message
 
 
 def test_what_a_class_has_is_there_once_for_each_episode(file: Path) -> None:
@@ -234,25 +236,29 @@ class TestTools:
         ("name", "arguments", "told"),
         [("add", '{"a": 1}', "add does not take these arguments (b: Missing"), ("picky", '{"a": 1}', "no, not that")],
     )
-    def test_the_policy_is_told_what_it_did_wrong(self, file: Path, name: str, arguments: str, told: str) -> None:
+    def test_the_policy_gets_the_error_of_an_invalid_call(
+        self, file: Path, name: str, arguments: str, told: str
+    ) -> None:
         one = self.called(file, name, arguments)
         assert told in one.chat.messages[2]["content"] and one.chat.tool_errors == 1
 
-    def test_one_that_hangs_is_ended(self, file: Path) -> None:
+    def test_a_tool_that_hangs_times_out(self, file: Path) -> None:
         one = self.called(file, "hang", '{"a": 1}', seconds=0.5, tries=2)
-        assert (one.ended, one.tries) == ("failed", 2) and "took more than 0.5 s" in str(one.fault)
+        assert (one.ended, one.tries) == ("failed", 2) and one.fault is not None
+        assert (one.fault.code, one.fault.facts["seconds"]) == ("episode.timeout", 0.5)
 
 
 class TestServer:
-    def test_what_cannot_be_imported_is_said(self, tmp_path: Path) -> None:
+    def test_an_import_error_names_the_line(self, tmp_path: Path) -> None:
         (tmp_path / "broken.py").write_text("import os\nraise OSError('planted')\n")
-        with pytest.raises(EpisodeError, match=r"could not be started .*broken\.py:2 raises OSError.*processes=False"):
+        with raises("episode.process-start") as caught:
             environment_server((f"{tmp_path}/broken.py:Environment",))
+        assert "broken.py:2 raises OSError" in caught.value.message
 
     def test_after_one_has_ended_another_is_started(self, file: Path) -> None:
         server = server_for(file)
         server.close()
-        with pytest.raises(EpisodeError, match="are forked from is gone"):
+        with raises("episode.process-died"):
             Process(server)
         assert apart(file, "Counts")[0].ended == "done"
 
@@ -270,10 +276,8 @@ class TestServer:
         wait_until_ended({int(pid) for pid in noted(file, "pids")})
 
     @pytest.mark.parametrize("thing", [lambda a: a, partial(row, 1)])
-    def test_what_no_process_finds_is_refused(self, thing: Any) -> None:
-        with pytest.raises(
-            ParameterError, match=r"which cannot import it; define it at the top level .*processes=False"
-        ):
+    def test_what_no_process_can_import_is_refused(self, thing: Any) -> None:
+        with raises("episode.not-importable"):
             reference_of(thing)
 
 
@@ -282,7 +286,7 @@ class TestInteract:
         class Local(Environment):
             def step(self, answer: Any) -> Any: ...
 
-        with pytest.raises(ParameterError, match="Local would be played in another process, which cannot import it"):
+        with pytest.raises(ParameterError, match=r"A separate process cannot import .*Local"):
             Interact(Local, processes=True)
 
     def test_an_agent_alone_is_refused(self) -> None:

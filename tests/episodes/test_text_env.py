@@ -1,4 +1,4 @@
-"""What environments of other makers share: what is seen in words, and the seed of a row."""
+"""What adapters of other libraries' environments share: observations as text, and the seed of a row."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from flowrl.episodes.text_env import TextEnvironment, package
-from flowrl.errors import DefinitionError, EpisodeError
 from tests.episodes.scripted import row
+from tests.support.errors import raises
 
 
 def test_a_row_has_the_seed_of_its_group_or_of_the_data() -> None:
@@ -18,8 +18,8 @@ def test_a_row_has_the_seed_of_its_group_or_of_the_data() -> None:
     assert one._replace(extra_info={"seed": 12}).seed == 12
 
 
-def test_what_is_no_text_has_to_be_told() -> None:
-    with pytest.raises(EpisodeError, match=r"TextEnvironment observes .*int.*define in it tell\(self, seen\)"):
+def test_an_observation_that_is_not_text_is_refused() -> None:
+    with raises("episode.no-conversion", environment="TextEnvironment", method="tell", found="int"):
         TextEnvironment().tell(3)
 
 
@@ -34,10 +34,10 @@ def test_what_is_no_text_has_to_be_told() -> None:
         ([{"role": "user", "content": "u"}], [{"role": "user", "content": "u\n\nseen"}]),
     ],
 )
-def test_what_is_seen_at_first_stands_behind_the_prompt(messages: Any, expected: Any) -> None:
+def test_the_first_observation_follows_the_prompt(messages: Any, expected: Any) -> None:
     assert TextEnvironment().opening(row(0)._replace(messages=messages), "seen") == expected
 
 
-def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
-    with pytest.raises(DefinitionError, match=r"no_such_package is not installed; pip install 'flowrl\[extra\]'"):
+def test_the_error_names_a_missing_package_and_its_extra() -> None:
+    with raises("backend.not-installed", package="no_such_package", extra="extra"):
         package("no_such_package", "extra")

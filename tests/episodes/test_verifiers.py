@@ -1,4 +1,4 @@
-"""Environments of verifiers as environments, played by a policy that follows a script."""
+"""Environments of verifiers, played by a policy that follows a script."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_tasks_of_verifiers_are_played_and_scored(words: Any) -> None:
     right, wrong, stopped = by_verifiers(words.once, lambda name, turn: "cba" if name == "row-0" else "hello")
     assert right.chat.rewards == [3.0] and wrong.chat.rewards == [0.0]
     assert [m["content"] for m in right.chat.messages] == ["Be brief.", "Reverse abc", "cba"]
-    assert "Stopped wants stops, which verifiers runs" in str(stopped.fault)
+    assert (stopped.fault.code, stopped.fault.facts["needs"]) == ("episode.unsupported-task", ("stops",))
 
 
 def test_an_environment_of_verifiers_speaks_for_itself(words: Any) -> None:

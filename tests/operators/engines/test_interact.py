@@ -243,9 +243,9 @@ class TestSpecs:
         def add(a: int, b: int) -> int:
             return a + b
 
-        with pytest.raises(DefinitionError, match=r"the tool odd\(chat: .*takes what JSON cannot say .*list\[str\]"):
+        with pytest.raises(DefinitionError, match=r"The tool odd\(chat: .*that JSON cannot represent .*list\[str\]"):
             Interact(tools=[odd])
-        with pytest.raises(DefinitionError, match="the tool Echo is a class; expected a function"):
+        with pytest.raises(DefinitionError, match="The tool Echo is a class; expected a function"):
             Interact(tools=[Echo])
         with pytest.raises(ParameterError, match=r"expected a list of functions: tools=\[add\]"):
             Interact(tools=add)
