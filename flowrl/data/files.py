@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all."""
+"""Atomic writes of files and folders, and errors that name the path."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ _CHUNK = 1 << 24
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """The block writes a file or folder at the path that it is given; at its end, that takes the place of `path`.
+    """The block writes a file or folder at the yielded path, which replaces `path` atomically at its end.
 
-    An error leaves `path` as it was. What is cut off with the process stays as ``.<name>.partial`` until the next
-    attempt.
+    An error leaves `path` unchanged. If the process is killed, ``.<name>.partial`` remains until the next attempt.
 
     Raises:
         StorageError: it cannot be written; see `writing`.
@@ -40,10 +39,10 @@ def replaced(path: Path) -> Iterator[Path]:
             if path.is_dir() and not draft.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         except BaseException:
-            with suppress(OSError):  # a process that still writes there
+            with suppress(OSError):  # another process still writes there
                 remove(draft)
             raise
-        if os.path.lexists(path) and (path.is_dir() or draft.is_dir()):  # which no call replaces
+        if os.path.lexists(path) and (path.is_dir() or draft.is_dir()):  # os.replace cannot replace these
             remove(old)
             os.replace(path, old)
         os.replace(draft, path)
@@ -53,35 +52,36 @@ def replaced(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Lay what fails in the block to the file or folder that is written there.
-
-    Raises:
-        StorageError: naming `path`, with what is free there.
-    """
+    """Re-raise I/O errors in the block as `StorageError` with `path` and its free space."""
     try:
         yield
     except FlowrlError:
         raise
     except (OSError, SafetensorError) as error:
         place = next(folder for folder in [path.absolute(), *path.absolute().parents] if os.path.exists(folder))
-        said = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+        reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
         raise StorageError(
-            f"{path} cannot be written ({said}; {size(shutil.disk_usage(place).free)} are free there); make room or "
-            f"give the right to write, or name another folder."
+            f"{path} cannot be written ({reason}; {size(shutil.disk_usage(place).free)} free there). Free disk space, "
+            f"grant write permission, or pass another folder.",
+            code="data.unwritable-file",
+            path=path,
+            reason=reason,
         ) from error
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Lay what fails in the block to the file that is read there.
-
-    Raises:
-        DataError: naming `path`.
-    """
+    """Re-raise I/O errors in the block as `DataError` with `path`."""
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error}); give the right to read it.") from error
+        reason = error.strerror or str(error)
+        raise DataError(
+            f"{path} cannot be read ({reason}). Grant read permission.",
+            code="data.unreadable-file",
+            path=path,
+            reason=reason,
+        ) from error
 
 
 def write(path: Path, content: bytes) -> None:
@@ -91,10 +91,10 @@ def write(path: Path, content: bytes) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON text says.
+    """Parse JSON.
 
     Raises:
-        ValueError: it is broken, not UTF-8, nested more deeply than Python follows, or has a key twice in one object.
+        ValueError: it is malformed, not UTF-8, nested too deeply for Python, or has duplicate keys.
     """
     try:
         return json.loads(text, object_pairs_hook=unique)
@@ -103,21 +103,21 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """What pairs of keys and values say together.
+    """A dict of these pairs.
 
     Raises:
-        ValueError: a key stands twice, of which a plain dict would keep the last without a word.
+        ValueError: duplicate key, of which a dict would silently keep the last.
     """
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key!r} stands twice in one mapping")
+            raise ValueError(f"duplicate key {key!r} in one mapping")
         found[key] = value
     return found
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder with all that is in it; nothing happens where there is none."""
+    """Remove a file, a link or a folder with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -125,7 +125,7 @@ def remove(path: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """The xxh3-128 of a file's content, 32 hex digits.
+    """xxh3-128 of a file's content, 32 hex digits.
 
     Raises:
         OSError: the file cannot be read.
@@ -138,7 +138,7 @@ def file_digest(path: Path) -> str:
 
 
 def _flush(path: Path) -> None:
-    """To the disk, so that a crash of the machine cannot leave a renamed folder with empty files."""
+    """Flush to disk, so that a machine crash cannot leave a renamed folder with empty files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

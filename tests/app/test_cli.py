@@ -272,7 +272,7 @@ def test_check_of_a_job_wants_its_roles_bound(command: Command, graphs: Path, tr
     )
     answer = command("check", f"{training}:training")
     fits = "grpo: 10 nodes, every connection fits, every role is bound and no rule is broken.\n"
-    ends = "Responses end with <eos> (1: tokeniser, config.json, generation_config.json, chat template).\n"
+    ends = "Responses end with <eos> (1: tokenizer, config.json, generation_config.json, chat template).\n"
     assert answer == (0, fits + ends, "")
 
 
@@ -290,7 +290,7 @@ def test_check_finds_a_tokeniser_that_does_not_load(command: Command, training: 
     write(tmp_path / "model" / "tokenizer.json", "{")
     source = training.read_text().replace("actor=TorchTrainer(model", "actor=TorchTrainer('model'")
     answer = command("check", f"{write(training.with_name('other.py'), source)}:training")
-    assert answer.code == 1 and answer.out.startswith("no tokeniser can be loaded from 'model' (") and not answer.err
+    assert answer.code == 1 and answer.out.startswith("Cannot load a tokenizer from 'model' (") and not answer.err
 
 
 def test_check_of_a_training_knows_its_prompts(command: Command, training: Path) -> None:

@@ -104,7 +104,7 @@ def test_off_tests_nothing(name: str) -> None:
 
 def test_arguments_of_the_template_count() -> None:
     tokenizer = tokenizer_of("qwen2.5")
-    with pytest.raises(EpisodeError, match="reads no 'enable_thinking'"):
+    with pytest.raises(EpisodeError, match="chat_template_kwargs has 'enable_thinking'"):
         rehearse(tokenizer, "loose", None, replies=True, template_kwargs={"enable_thinking": False})
 
 

@@ -302,7 +302,7 @@ def test_what_is_no_data_is_refused(data: Any) -> None:
 def test_a_graph_is_saved_where_there_is_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "g.yaml"
     with pytest.raises(
-        StorageError, match=r"g\.yaml cannot be written \(No such file .*\); make room .* another folder"
+        StorageError, match=r"g\.yaml cannot be written \(No such file .*\)\. Free disk space.* another folder"
     ):
         save(scored(), path)
 

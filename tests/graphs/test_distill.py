@@ -95,5 +95,5 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_any_loads(tiny: str, 
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     file.write_text(json.dumps(tokens))
     for graph in GRAPHS:
-        with pytest.raises(BindError, match="'actor' and 'teacher' have models of two vocabularies: 2 ids differ"):
+        with pytest.raises(BindError, match="'actor' and 'teacher' have different vocabularies: 2 ids differ"):
             bound(graph, tiny, folder).refuse_unready()

@@ -1,12 +1,12 @@
-"""Demonstrations and preferences from files: prompts with the responses that are to be learned from.
+"""Demonstrations and preferences from files: prompts with the responses to learn from.
 
-A row has a ``prompt``, which is a list of messages or the text of a user. A demonstration has beside it a ``response``,
-a preference has ``chosen`` and ``rejected``: each is text, or the one message of an assistant. A demonstration may be
-given as ``messages`` instead, the last of which is the assistant's: that is the response, and all before it is the
-prompt. A row may have ``chat_template_kwargs``, as those of prompts.
+A row has a ``prompt``: a list of messages, or the text of one user message. A demonstration also has a ``response``, a
+preference has ``chosen`` and ``rejected``; each is text, or a list with one assistant message. A demonstration may have
+``messages`` instead: the last message is the response (role ``assistant``), all earlier ones are the prompt. A row may
+have ``chat_template_kwargs``, as prompts do.
 
-The ids of a response are those of its text, and the id that ends a turn by the chat template: what the policy would
-have to sample to say it.
+The ids of a response are those of its text plus the id that ends a turn in the chat template, which is what the policy
+would have to sample.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flowrl.data.sources.prompt_rows import Row, copied, messages_of, refuse_nes
 from flowrl.data.sources.samplers import Drawn, Order
 from flowrl.data.sources.source import RowStream
 from flowrl.data.text.tokenizer import assemble
-from flowrl.errors import DataError
+from flowrl.errors import DataError, type_of
 from flowrl.records import DemoBatch, PreferenceBatch
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A prompt that was read, and its responses by name: text, and ids once they are tokenised."""
+    """A prompt with its responses by name: text, and ids once they are tokenized."""
 
     prompt: Row
     texts: dict[str, str]
@@ -46,146 +46,153 @@ class Demonstration:
 
     @property
     def index(self) -> int:
-        """Its place in the files."""
+        """Index of the row in the files."""
         return self.prompt.index
 
     @property
     def characters(self) -> dict[str, int]:
-        """Of the prompt, and of each response."""
+        """Number of characters of the prompt and of each response."""
         return {**self.prompt.characters, **{name: len(text) for name, text in self.texts.items()}}
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Of the prompt, and of each response."""
+        """Number of tokens of the prompt and of each response."""
         return {**self.prompt.tokens, **{name: len(ids) for name, ids in self.ids.items()}}
 
-    def tokenised(self, where: str, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Demonstration:
-        """With the ids of all parts.
-
-        Raises:
-            DataError: the chat template does not take the prompt.
-        """
-        prompt = self.prompt.tokenised(where, tokenizer, template_kwargs)
+    def tokenized(self, where: str, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Demonstration:
+        """A copy with the ids of prompt and responses."""
+        prompt = self.prompt.tokenized(where, tokenizer, template_kwargs)
         ids = {name: [*tokenizer.encode(text), tokenizer.turn_end] for name, text in self.texts.items()}
         return replace(self, prompt=prompt, ids=ids)
 
 
 class _Responses(FileSource):
-    """What demonstrations and preferences share; see `FileSource`.
-
-    Args:
-        max_response_length: the most tokens a response may have, its end included; None is no limit.
-    """
+    """Base of `DemoData` and `PreferenceData`."""
 
     parts: ClassVar[tuple[str, ...]]
     max_response_length: int | None = Field(None, ge=1)
 
-    def load(self, tokenizer: ChatTokenizer, seed: int) -> AnswerStream:
-        """Read and tokenise all rows.
+    def load(self, tokenizer: ChatTokenizer, seed: int) -> ResponseStream:
+        """Read and tokenize all rows.
 
         Args:
-            tokenizer: gives the ids of prompts, by its chat template, and of responses.
-            seed: of the order in which the rows are drawn.
+            tokenizer: encodes prompts with its chat template, and responses.
+            seed: of the order in which rows are sampled.
 
         Raises:
-            ParameterError: a folder in place of its tokeniser, or a seed that is no int.
-            DataError: a file that is missing, empty or damaged, a row that is not in the format or too long (with
-                ``overlong="error"``), or only rows that are too long.
+            ParameterError: `tokenizer` is a path, or the seed is not an int.
+            DataError: a file is missing, empty or damaged; a row is malformed or too long (with ``overlong="error"``);
+                or all rows are too long.
         """
-        rows, dropped = self._read(tokenizer, self._checked)
-        return AnswerStream(rows, dropped, self._order(rows, seed), tokenizer, self.record)
+        rows, dropped = self._read(tokenizer, self._validate)
+        return ResponseStream(rows, dropped, self._order(rows, seed), tokenizer, self.record)
 
     def _limits(self) -> Mapping[str, tuple[str, int | None]]:
         response = ("max_response_length", self.max_response_length)
         return {"prompt": ("max_prompt_length", self.max_prompt_length), **dict.fromkeys(self.parts, response)}
 
-    def _checked(self, index: int, where: str, record: Any) -> Demonstration:
-        """A record of the format, still without ids.
-
-        Raises:
-            DataError: it is none.
-        """
+    def _validate(self, index: int, where: str, record: Any) -> Demonstration:
+        """The record as a row without ids."""
         if not isinstance(record, dict):
             raise DataError(
-                f"{where}: the row is a {type(record).__name__}; expected an object with the keys prompt, "
-                f"{', '.join(self.parts)}."
+                f"{where}: the row is {type_of(record)}. Expected an object with the keys prompt, "
+                f"{', '.join(self.parts)}.",
+                code="prompts.row-not-object",
+                where=where,
+                found=type(record).__name__,
             )
         refuse_nested(where, record, self.columns)
-        record = self._apart(where, record)
+        record = self._split(where, record)
         if missing := [key for key in ("prompt", *self.parts) if record.get(key) is None]:
             raise DataError(
-                f"{where}: the row has no {' and no '.join(missing)}, or null there; expected prompt (a list of "
-                f"messages, or text), {' and '.join(self.parts)} (text), so add what is missing."
+                f"{where}: the row has no {' and no '.join(missing)} (missing or null). Expected prompt (a list of "
+                f"messages, or text) and {', '.join(self.parts)} (text).",
+                code="prompts.missing-key",
+                where=where,
+                missing=missing,
             )
         prompt = record["prompt"]
         messages = messages_of(where, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
         if messages[-1]["role"] == "assistant":
             raise DataError(
-                f"{where}: the last message of prompt is the assistant's, so nothing would be left to answer; expected "
-                f"a prompt that ends before the response."
+                f"{where}: the prompt ends with a message of the assistant, so there is nothing to respond to. Remove "
+                f"that message, or give the whole conversation as messages.",
+                code="prompts.ends-with-assistant",
+                where=where,
             )
         row = Row(index, [], "", None, {}, messages, template_arguments(where, record))
         return Demonstration(row, {name: _text(where, name, record[name]) for name in self.parts}, {})
 
-    def _apart(self, where: str, record: dict[str, Any]) -> dict[str, Any]:
-        """The record with its prompt and responses apart."""
+    def _split(self, where: str, record: dict[str, Any]) -> dict[str, Any]:
+        """The record with separate prompt and responses."""
         return record
 
 
 class DemoData(_Responses):
-    """Demonstrations to imitate, from files: a prompt and a response a row; see the module and `FileSource`.
+    """Demonstrations to imitate, from files: a prompt and a response per row; see the module and `FileSource`.
 
     Args:
-        max_response_length: the most tokens a response may have, its end included; None is no limit.
+        max_response_length: maximum tokens of a response, including its end token; None is no limit.
     """
 
     record: ClassVar[type] = DemoBatch
     columns: ClassVar[Sequence[str]] = ("prompt", "response", "messages", "chat_template_kwargs")
     parts: ClassVar[tuple[str, ...]] = ("response",)
 
-    def _apart(self, where: str, record: dict[str, Any]) -> dict[str, Any]:
-        """``messages`` as what they are: a prompt, and the assistant's last."""
+    def _split(self, where: str, record: dict[str, Any]) -> dict[str, Any]:
+        """``messages`` as a prompt and the last message."""
         messages = record.get("messages")
         if messages is None:
             return record
         if both := [key for key in ("prompt", "response") if record.get(key) is not None]:
-            raise DataError(f"{where}: the row has messages and {both[0]}; expected messages, or prompt and response.")
+            raise DataError(
+                f"{where}: the row has both messages and {both[0]}. Keep either messages, or prompt and response.",
+                code="prompts.messages-and-prompt",
+                where=where,
+                key=both[0],
+            )
         if not isinstance(messages, list) or len(messages) < 2:
             raise DataError(
-                f"{where}: messages is {short(messages, 200)}; expected a list of at least two, the last of which is "
-                f"the assistant's."
+                f"{where}: messages is {short(messages, 200)}. Expected a list of at least two messages, the last one "
+                f"of the assistant.",
+                code="prompts.bad-messages",
+                where=where,
+                found=short(messages, 200),
             )
         return {**record, "prompt": messages[:-1], "response": messages[-1:]}
 
 
 class PreferenceData(_Responses):
-    """Pairs of responses, of which one is preferred, from files: ``prompt``, ``chosen``, ``rejected``; see the module.
+    """Preference pairs from files: ``prompt``, ``chosen``, ``rejected`` per row; see the module and `FileSource`.
 
-    A draw is a pair: two rows of one `uid`, the chosen one first. ``Training(prompts=8)`` takes 8 pairs a step.
+    A batch has two rows per pair, with the same `uid`, the chosen one first. ``Training(prompts=8)`` samples 8 pairs
+    per step.
 
     Args:
-        max_response_length: the most tokens a response may have, its end included; None is no limit.
+        max_response_length: maximum tokens of a response, including its end token; None is no limit.
     """
 
     record: ClassVar[type] = PreferenceBatch
     columns: ClassVar[Sequence[str]] = ("prompt", "chosen", "rejected", "chat_template_kwargs")
     parts: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
 
-    def _checked(self, index: int, where: str, record: Any) -> Demonstration:
-        row = super()._checked(index, where, record)
+    def _validate(self, index: int, where: str, record: Any) -> Demonstration:
+        row = super()._validate(index, where, record)
         if row.texts["chosen"] == row.texts["rejected"]:
             raise DataError(
-                f"{where}: chosen and rejected are the same, {short(row.texts['chosen'], 80)}, so neither is "
-                f"preferred; leave the row out."
+                f"{where}: chosen and rejected are the same text, {short(row.texts['chosen'], 80)}, so neither is "
+                f"preferred. Remove the row.",
+                code="prompts.identical-pair",
+                where=where,
             )
         return row
 
 
-class AnswerStream(RowStream[Demonstration]):
-    """Prompts with responses, and the position up to which they were drawn.
+class ResponseStream(RowStream[Demonstration]):
+    """Prompts with responses, and the position in their order.
 
-    ``uid`` is ``"{epoch}/{index}/{draw}"``, as that of prompts; so is ``row_id``, with ``#0`` and ``#1`` behind it
-    where a draw is two rows. Scores, where the record has them, are 1 and 0 on the last token of the response.
+    ``uid`` is ``"{epoch}/{index}/{draw}"``, as for prompts. ``row_id`` is the same; for preferences it ends with ``#0``
+    (chosen) or ``#1`` (rejected). Scores, if the record has them, are 1 and 0 on the last token of the response.
     """
 
     def __init__(
@@ -195,7 +202,7 @@ class AnswerStream(RowStream[Demonstration]):
         self._tokenizer, self._record = tokenizer, record
 
     def digest(self) -> str:
-        """The xxh3-128 of all rows: their token ids."""
+        """xxh3-128 of the token ids of all rows."""
         hasher = xxhash.xxh3_128()
         for row in self._rows:
             parts = [row.prompt.ids, *row.ids.values()]
@@ -234,24 +241,24 @@ class AnswerStream(RowStream[Demonstration]):
 
 
 def _text(where: str, name: str, response: Any) -> str:
-    """The text of a response, which may be given as the one message of an assistant.
-
-    Raises:
-        DataError: it is neither, or says nothing.
-    """
+    """The text of a response, which may be a list with one assistant message."""
     text = response
     if isinstance(response, list) and len(response) == 1 and isinstance(response[0], dict):
         text = response[0].get("content") if response[0].get("role") == "assistant" else None
     if not isinstance(text, str) or not text.strip():
         raise DataError(
-            f"{where}: {name} is {short(response, 200)}; expected text that says something, or the one message of an "
-            f'assistant: [{{"role": "assistant", "content": "..."}}].'
+            f"{where}: {name} is {short(response, 200)}. Expected non-empty text, or a list with one message of the "
+            f'assistant: [{{"role": "assistant", "content": "..."}}].',
+            code="prompts.bad-response",
+            where=where,
+            key=name,
+            found=short(response, 200),
         )
     return text
 
 
 def _pad_right(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Responses of unequal length as one tensor: ids (int64 ``[batch response]``) and mask (bool)."""
+    """Ids (int64 ``[batch response]``) and mask (bool) of responses padded on the right."""
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     ids = torch.full(mask.shape, pad)

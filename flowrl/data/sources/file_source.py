@@ -1,6 +1,6 @@
-"""`FileSource`: rows from JSONL and parquet files, and what to do with those that are too long.
+"""`FileSource`: rows from JSONL and parquet files.
 
-No row is ever skipped except over-long ones, on request and counted.
+No row is skipped, except overlong ones with ``overlong="drop"``, which are counted.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
     from flowrl.data.text.tokenizer import ChatTokenizer
 
 _CHARACTERS = 1 << 22
-"""The most characters of a text where no limit says more; a tokeniser takes some 400 bytes for each."""
+"""Maximum characters of a text without a token limit; a tokenizer needs some 400 bytes for each."""
 
 FilePath = Annotated[str | os.PathLike[str], AfterValidator(os.fspath)]
-"""A path that is kept as text."""
+"""A path, stored as text."""
 
 Paths = FilePath | tuple[FilePath, ...]
 
 
 class FileRow(Protocol):
-    """A row of a file, which is a prompt and perhaps more."""
+    """A row of a file: a prompt, possibly with responses."""
 
     @property
     def characters(self) -> Mapping[str, int]:
-        """Of each of its parts, by name."""
+        """Number of characters by part."""
         ...
 
     @property
     def tokens(self) -> Mapping[str, int]:
-        """Of each of its parts, by name, once it is tokenised."""
+        """Number of tokens by part, once the row is tokenized."""
         ...
 
-    def tokenised(self, where: str, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Self:
-        """With its ids."""
+    def tokenized(self, where: str, tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any]) -> Self:
+        """A copy with ids."""
         ...
 
 
@@ -63,23 +63,23 @@ class FileSource(Source):
     """Rows from files. Nothing is read before `load`.
 
     Args:
-        path: a ``.jsonl`` or ``.parquet`` file, or several that are read one after the other; ``~`` is the home folder.
-        max_prompt_length: the most tokens a prompt may have, chat template included; None is no limit, up to the 4
-            million characters that a machine can tokenise. A prompt of more characters than so many tokens could hold
-            is too long without being tokenised.
+        path: a ``.jsonl`` or ``.parquet`` file, or several, which are concatenated; ``~`` is the home folder.
+        max_prompt_length: maximum tokens of a prompt, including the chat template; None is no limit, up to 4 million
+            characters (longer text exhausts memory). A prompt with more characters than this many tokens could hold is
+            too long and is not tokenized.
         overlong: what to do with longer rows: ``"error"``, or ``"drop"`` and count them (`Stream.dropped`).
-        shuffle: draw every epoch in a new order; otherwise in that of the files.
-        chat_template_kwargs: arguments of the chat template, such as ``{"enable_thinking": False}``; a row may have
-            others of its own, which take precedence.
-        sampler: another order, such as `ByDifficulty`; None is by `shuffle`.
+        shuffle: sample every epoch in a new order; otherwise in file order.
+        chat_template_kwargs: arguments of the chat template, such as ``{"enable_thinking": False}``; those of a row
+            take precedence.
+        sampler: another order, such as `ByDifficulty`; None follows `shuffle`.
 
     Raises:
-        ParameterError: no path, one that ends in neither ``.jsonl`` nor ``.parquet``, a limit below 1, or a sampler
-            beside ``shuffle=False``.
+        ParameterError: there is no path, a path ends in neither ``.jsonl`` nor ``.parquet``, a limit is below 1, or
+            `sampler` is combined with ``shuffle=False``.
     """
 
     columns: ClassVar[Sequence[str]]
-    """The columns that are read of parquet."""
+    """The columns to read from parquet."""
 
     path: Paths
     max_prompt_length: int | None = Field(None, ge=1)
@@ -92,7 +92,7 @@ class FileSource(Source):
     @classmethod
     def _refuse_unreadable(cls, path: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not path:
-            raise ValueError("it names no file; give at least one .jsonl or .parquet")
+            raise ValueError("it names no file; pass at least one .jsonl or .parquet file")
         if odd := [str(p) for p in _paths(path) if p.suffix.lower() not in READERS]:
             raise ValueError(
                 f"{odd[0]!r} ends in neither .jsonl (one JSON object a line) nor .parquet; convert or rename the file"
@@ -102,36 +102,39 @@ class FileSource(Source):
     def __post_init__(self) -> None:
         if self.sampler is not None and not self.shuffle:
             raise ValueError(
-                f"shuffle=False and sampler={self.sampler!r} both say in which order rows come; leave one of them out"
+                f"shuffle=False and sampler={self.sampler!r} both set the order of rows; pass only one of them"
             )
 
     @property
     def learns(self) -> bool:
-        """Whether its sampler does."""
+        """Whether its sampler learns from scores."""
         return self.sampler is not None and self.sampler.learns
 
     def identity(self) -> dict[str, Any]:
-        """Its parameters, except where the files lie."""
+        """Its parameters, except the paths."""
         same = {name: value for name, value in super().identity().items() if name != "path"}
         return same if self.sampler is not None else {k: v for k, v in same.items() if k != "sampler"}
 
     def refuse_missing(self) -> None:
-        """Check that the files are there, before any tokeniser is loaded.
+        """Check that the files exist, before any tokenizer is loaded.
 
         Raises:
-            DataError: one is missing.
+            DataError: a file is missing.
         """
         if missing := [str(path) for path in _paths(self.path) if not path.is_file()]:
             raise DataError(
-                f"{missing[0]!r} is not a file on this machine (looked in {Path.cwd()}); correct "
-                f"{type(self).__name__}(path=...)."
+                f"{missing[0]!r} is not a file on this machine (working directory: {Path.cwd()}). Correct "
+                f"{type(self).__name__}(path=...).",
+                code="prompts.missing-file",
+                path=missing[0],
+                source=type(self).__name__,
             )
 
     def digests(self) -> list[str]:
-        """The xxh3-128 of each file, in their order.
+        """xxh3-128 of each file, in order.
 
         Raises:
-            DataError: a file is missing, or cannot be read.
+            DataError: a file is missing or unreadable.
         """
         self.refuse_missing()
         found = []
@@ -141,28 +144,23 @@ class FileSource(Source):
         return found
 
     def _order(self, rows: Sequence[Any], seed: int) -> Order:
-        """The order in which these are drawn."""
+        """The order in which these rows are sampled."""
         sampler = self.sampler or (Shuffled() if self.shuffle else InOrder())
         return sampler.start(rows, Key.of(seed))
 
     def _limits(self) -> Mapping[str, tuple[str, int | None]]:
-        """By part of a row, the setting that limits its tokens, and the limit."""
+        """The parameter that limits the tokens of each part, and the limit."""
         raise NotImplementedError
 
     def _read(self, tokenizer: ChatTokenizer, check: Callable[[int, str, Any], RowT]) -> tuple[list[RowT], int]:
-        """All rows, tokenised; and how many were left out.
-
-        Args:
-            tokenizer: of the model.
-            check: makes a row of its number, how an error names it, and the record that was read.
-
-        Raises:
-            ParameterError: a folder in place of its tokeniser.
-            DataError: a file that is missing, empty or damaged, a row that is not in the format or too long, or only
-                rows that are too long.
-        """
+        """All rows, tokenized, and the number of dropped ones; `check` makes a row of index, place and record."""
         if isinstance(tokenizer, str | Path):
-            raise ParameterError(f"load({str(tokenizer)!r}, ...): expected ChatTokenizer({str(tokenizer)!r}).")
+            raise ParameterError(
+                f"{type(self).__name__}.load({str(tokenizer)!r}, ...) got a path; expected a tokenizer. Pass "
+                f"ChatTokenizer({str(tokenizer)!r}).",
+                code="prompts.path-as-tokenizer",
+                path=tokenizer,
+            )
         self.refuse_missing()
         rows: list[RowT] = []
         long: list[_TooLong] = []
@@ -171,7 +169,7 @@ class FileSource(Source):
             row = check(index, where, record)
             found = self._too_long(where, row.characters, "characters", tokenizer.longest_token)
             if found is None:
-                row = row.tokenised(where, tokenizer, self.chat_template_kwargs)
+                row = row.tokenized(where, tokenizer, self.chat_template_kwargs)
                 found = self._too_long(where, row.tokens, "tokens", 1)
             if found is None:
                 rows.append(row)
@@ -182,7 +180,7 @@ class FileSource(Source):
         return rows, len(long)
 
     def _too_long(self, where: str, lengths: Mapping[str, int], unit: str, each: int) -> _TooLong | None:
-        """The first part that is too long: in tokens, or in characters where so many tokens could not hold them."""
+        """The first part that is too long; `each` is the maximum of units per token."""
         for part, number in lengths.items():
             _, limit = self._limits()[part]
             most = limit * each if limit is not None else _CHARACTERS if unit == "characters" else number
@@ -194,20 +192,25 @@ class FileSource(Source):
         part, length, where = long[0]
         alike = [one.length for one in long if one.part == part]
         setting, limit = self._limits()[part]
-        whose = type(self).__name__
-        drop = f', or leave them out by {whose}(..., overlong="drop")' if rest else f"; no {part} would be left"
+        source = type(self).__name__
+        drop = f', or drop them: {source}(..., overlong="drop")' if rest else f"; dropping them would leave no {part}"
+        facts: dict[str, Any] = {"where": where, "part": part, "found": length.number, "unit": length.unit}
+        facts |= {"setting": setting, "limit": limit, "count": len(alike), "rows": rest + len(long)}
         if limit is None:
             raise DataError(
-                f"{where}: the {part} has {length}, which no machine tokenises ({len(alike)} of {rest + len(long)} "
-                f"{part}s have more than {_CHARACTERS}); shorten it, or say how many tokens it may have by "
-                f"{whose}(..., {setting}=...){drop}."
+                f"{where}: the {part} has {length}, too long to tokenize ({len(alike)} of {rest + len(long)} {part}s "
+                f"have more than {_CHARACTERS}). Shorten it, or set a limit: {source}(..., {setting}=...){drop}.",
+                code="prompts.too-long",
+                **facts,
             )
         longest = max(alike, key=lambda length: (length.unit == "characters", length.number))
-        fix = f"set {setting}={longest.number}" if longest.unit == "tokens" else "shorten them"
+        fix = f"Set {setting}={longest.number}" if longest.unit == "tokens" else "Shorten them"
         raise DataError(
-            f"{where}: the {part} has {length}, but {setting} is {limit} "
-            f"({len(alike)} of {rest + len(long)} {part}s are longer, the longest has {longest.number} "
-            f"{longest.unit}); {fix}{drop}."
+            f"{where}: the {part} has {length}, but {setting} is {limit} ({len(alike)} of {rest + len(long)} {part}s "
+            f"are longer; the longest has {longest.number} {longest.unit}). {fix}{drop}.",
+            code="prompts.too-long",
+            **facts,
+            longest=longest.number,
         )
 
 

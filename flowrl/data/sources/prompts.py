@@ -1,6 +1,6 @@
-"""Prompts from files: JSONL and parquet in verl's format, tokenised once and drawn in an order that can be resumed.
+"""Prompts from files: JSONL and parquet in verl's format, tokenized once and sampled in a resumable order.
 
-`flowrl.data.sources.prompt_rows` says what a row is.
+`flowrl.data.sources.prompt_rows` defines the columns of a row.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 
 class PromptData(FileSource):
-    """Prompts, from files in verl's format; `FileSource` says what its parameters are."""
+    """Prompts from files in verl's format; see `FileSource` for the parameters."""
 
     record: ClassVar[type] = PromptBatch
     columns: ClassVar[Sequence[str]] = READ
 
     def load(self, tokenizer: ChatTokenizer, seed: int) -> PromptStream:
-        """Read and tokenise all prompts.
+        """Read and tokenize all prompts.
 
         Args:
-            tokenizer: gives the token ids of a prompt, by its chat template.
-            seed: of the order in which the rows are drawn.
+            tokenizer: encodes prompts with its chat template.
+            seed: of the order in which rows are sampled.
 
         Raises:
-            ParameterError: a folder in place of its tokeniser, or a seed that is no int.
-            DataError: a file that is missing, empty or damaged, a row that is not in the format, a prompt longer than
-                `max_prompt_length` (with ``overlong="error"``), or only such rows.
+            ParameterError: `tokenizer` is a path, or the seed is not an int.
+            DataError: a file is missing, empty or damaged; a row is malformed; a prompt is longer than
+                `max_prompt_length` (with ``overlong="error"``); or all prompts are.
         """
         rows, dropped = self._read(tokenizer, checked)
         return PromptStream(rows, dropped, self._order(rows, seed), tokenizer)
@@ -50,16 +50,16 @@ class PromptData(FileSource):
 
 
 class PromptStream(RowStream[Row]):
-    """Tokenised prompts and the position up to which they were drawn; made by `PromptData.load`.
+    """Tokenized prompts and the position in their order; made by `PromptData.load`.
 
-    By default, epoch ``e`` draws every row once, in the order of ``torch.randperm`` under the key (seed, "data", e).
-    Epochs follow each other without a seam: a batch may take its first rows from the end of one and its last from the
-    next, so no row is left out, every batch is full, and a batch larger than the data holds rows of several epochs.
+    By default, epoch ``e`` samples every row once, in the order of ``torch.randperm`` under the key (seed, "data", e).
+    A batch may cross the end of an epoch, so no row is skipped, every batch is full, and a batch larger than the data
+    has rows of several epochs.
 
     A batch has the columns of `flowrl.records.PromptBatch`; ``prompts`` is padded on the left to the longest of the
-    batch. ``uid`` and ``row_id`` are both ``"{epoch}/{index}/{draw}"``: `index` is the row's place in the files (over
-    all of them, dropped rows counted), and `draw` counts how often the epoch had drawn it before. No two rows that
-    `next` ever gives share one.
+    batch. ``uid`` and ``row_id`` are both ``"{epoch}/{index}/{draw}"``: `index` is the row's index in the files (over
+    all files, dropped rows included), and `draw` counts earlier draws of the row in the epoch. They are unique over all
+    batches of `next`.
     """
 
     def __init__(self, rows: Sequence[Row], dropped: int, order: Order, tokenizer: ChatTokenizer) -> None:
@@ -67,16 +67,16 @@ class PromptStream(RowStream[Row]):
         self._tokenizer = tokenizer
 
     def digest(self) -> str:
-        """The xxh3-128 of all rows: token ids, and what rewards are given."""
+        """xxh3-128 of all rows: token ids, and the columns that rewards read."""
         hasher = xxhash.xxh3_128()
         for row in self._rows:
-            told = json.dumps([row.index, len(row.ids), row.data_source, row.ground_truth, row.extra_info], default=str)
-            hasher.update(told.encode())
+            head = json.dumps([row.index, len(row.ids), row.data_source, row.ground_truth, row.extra_info], default=str)
+            hasher.update(head.encode())
             hasher.update(array("q", row.ids))
         return hasher.hexdigest()
 
     def template_arguments(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """The arguments of the chat template that rows have of their own, each with the row's place in the files."""
+        """The template arguments of rows that have their own, each with the row's index in the files."""
         return ((row.index, row.template_kwargs) for row in self._rows if row.template_kwargs)
 
     def _batch(self, drawn: Sequence[tuple[Drawn, Row]]) -> DataProto:

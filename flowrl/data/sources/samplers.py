@@ -1,4 +1,4 @@
-"""In which order rows are drawn: `Sampler` says it, and the live `Order` that it starts has a state in checkpoints."""
+"""The order in which rows are sampled: a `Sampler` is a frozen spec; the `Order` that it starts has checkpointed state."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import torch
 from pydantic import Field
 
 from flowrl.data.keys import Key
+from flowrl.data.proto.column_math import short
 from flowrl.data.proto.rows import is_count
 from flowrl.errors import DataError
 from flowrl.spec import Spec
 
 Scores = Mapping[int, Sequence[float]]
-"""By row, what each answer to it scored."""
+"""The scores of each row's responses, by row."""
 
 
 class Drawn(NamedTuple):
     """One draw.
 
     Args:
-        epoch: in which; counted from 0.
-        row: which, counted from 0 among the rows that were read.
-        draw: how often the epoch had drawn it before, so that no two draws are the same.
+        epoch: counted from 0.
+        row: index among the rows that were read.
+        draw: number of earlier draws of the row in this epoch, so that no two draws are equal.
     """
 
     epoch: int
@@ -35,10 +36,10 @@ class Drawn(NamedTuple):
 
 
 class Order(ABC):
-    """An order while it is drawn from: all that it knows is in `position`.
+    """A live order of rows; `position` holds its complete state.
 
     Attributes:
-        heard: the last step whose scores it has heard, counted from 1; 0 is none.
+        heard: the last step whose scores it has received, counted from 1; 0 is none.
     """
 
     heard: int = 0
@@ -50,31 +51,31 @@ class Order(ABC):
     @property
     @abstractmethod
     def position(self) -> dict[str, Any]:
-        """Where it is, and what it has learned, as JSON-able data."""
+        """The complete state, including what it has learned, as JSON-able data."""
 
     @abstractmethod
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Go on from `position`, as if nothing had come between.
+        """Restore `position`.
 
         Raises:
-            DataError: it is no position of this order.
+            DataError: it is not a position of this order.
         """
 
     def learn(self, step: int, scores: Scores) -> None:
-        """Hear what the answers to rows scored; of samplers that say that they `learns`.
+        """Receive the scores of rows; called for samplers with ``learns = True``.
 
         Args:
-            step: that is done, counted from 1.
-            scores: of the rows that were answered in it, also of those that a gate kept out.
+            step: the completed step, counted from 1.
+            scores: of the rows with responses in this step, including those that a gate dropped.
         """
         self.heard = step
 
 
 class Sampler(Spec):
-    """Says in which order rows are drawn; a frozen spec, as everything that a run is made of. `start` makes it live.
+    """The order in which rows are sampled, as a frozen spec; `start` makes the live `Order`.
 
     Class attributes:
-        learns: whether its order depends on scores: then the graph must tell them, by a `Feedback`.
+        learns: whether the order depends on scores. The graph must then report them with `Feedback`.
     """
 
     timeless = True
@@ -84,19 +85,18 @@ class Sampler(Spec):
         """The order of these rows.
 
         Args:
-            rows: as they were read, such as `flowrl.data.sources.prompt_rows.Row`.
-            key: of all that is random in it; the same key must give the same order.
+            rows: as read, such as `flowrl.data.sources.prompt_rows.Row`.
+            key: of all its randomness; the same key must give the same order.
         """
         raise NotImplementedError(f"{type(self).__name__} has no start(rows, key)")
 
 
 class Epochs(Order):
-    """Every row once an epoch, in the order of a permutation. A batch may cross the end of an epoch into the next.
+    """Every row once per epoch, in the order of a permutation. A batch may cross the end of an epoch.
 
     Args:
-        rows: how many there are.
-        key: of the permutations, of which epoch ``e`` has ``torch.randperm`` under (key, "data", e); None keeps the
-            order of the files.
+        rows: number of rows.
+        key: of the permutations: epoch ``e`` has ``torch.randperm`` under (key, "data", e). None keeps file order.
     """
 
     def __init__(self, rows: int, key: Key | None) -> None:
@@ -120,11 +120,14 @@ class Epochs(Order):
 
     def seek(self, position: Mapping[str, Any]) -> None:
         found = dict(position) if isinstance(position, Mapping) else {}
-        whole = found.keys() == self.position.keys() and all(is_count(value, 0) for value in found.values())
-        if not whole or found["rows"] != self._rows or found["offset"] >= self._rows:
+        complete = found.keys() == self.position.keys() and all(is_count(value, 0) for value in found.values())
+        if not complete or found["rows"] != self._rows or found["offset"] >= self._rows:
             raise DataError(
-                f"seek({position!r}) is no position in a stream of {self._rows} rows; expected epoch, offset (below "
-                f"the rows) and rows as `position` gave them for the same files and max_prompt_length."
+                f"seek({position!r}): not a position in {self._rows} rows. Expected epoch, offset (less than rows) and "
+                f"rows; pass what `position` returned for the same files and max_prompt_length.",
+                code="sampler.wrong-position",
+                found=str(position),
+                rows=self._rows,
             )
         self._begin(found["epoch"])
         self._offset = found["offset"]
@@ -138,37 +141,37 @@ class Epochs(Order):
 
 
 class Shuffled(Sampler):
-    """Every epoch in an order of its own; the default."""
+    """Every epoch in a new random order; the default."""
 
     def start(self, rows: Sequence[Any], key: Key) -> Order:
         return Epochs(len(rows), key)
 
 
 class InOrder(Sampler):
-    """Every epoch in the order of the files."""
+    """Every epoch in file order."""
 
     def start(self, rows: Sequence[Any], key: Key) -> Order:
         return Epochs(len(rows), None)
 
 
 class ByDifficulty(Sampler):
-    """Prompts whose success rate is about `target`: where all answers are right, or all wrong, a group teaches nothing.
+    """Prompts with a success rate near `target`: a group whose responses are all right or all wrong has no gradient.
 
-    What is believed of a prompt's success rate is a Beta distribution. Of all prompts one rate each is sampled from it,
-    and those nearest to the target are drawn (MoPPS: Qu et al. 2025, arXiv:2507.04632: Thompson sampling); so prompts
-    of which little is known are tried. An answer's score counts as a share of a success, and evidence fades as the
-    policy changes: ``a <- decay a + (1 - decay) + successes``, and alike for failures, whenever a prompt was answered.
+    The posterior of each prompt's success rate is a Beta distribution. The sampler samples one rate per prompt and
+    takes the prompts nearest to the target (MoPPS: Qu et al. 2025, arXiv:2507.04632: Thompson sampling), so it explores
+    uncertain prompts. A score counts as a fraction of a success, and evidence decays as the policy changes:
+    ``a <- decay a + (1 - decay) + successes``, and likewise for failures, whenever a prompt has scores.
 
-    What was drawn and is not over, as in the rounds of a `Collect` and with a lag, is not drawn again, unless all was.
-    It is over as scores of it are heard, or of a later step. There are no epochs.
+    A pending prompt (in the rounds of a `Collect`, or with a lag) is not sampled again unless all prompts are pending.
+    It is no longer pending once its scores, or those of a later step, arrive. There are no epochs.
 
     Args:
         target: the success rate.
-        decay: of evidence; 1 forgets nothing.
-        worst, best: the scores of a failure and a success; what lies beyond counts as these.
+        decay: of evidence; 1 keeps all evidence.
+        worst, best: the scores of a failure and a success; scores beyond are clamped.
 
     Raises:
-        ParameterError: `worst` is not below `best`.
+        ParameterError: `worst` is not less than `best`.
     """
 
     learns: ClassVar[bool] = True
@@ -181,94 +184,93 @@ class ByDifficulty(Sampler):
     def __post_init__(self) -> None:
         if self.worst >= self.best:
             raise ValueError(
-                f"worst={self.worst:g} and best={self.best:g} tell no failure from a success; give the least and the "
-                f"highest score of an answer, worst < best"
+                f"worst={self.worst:g} is not less than best={self.best:g}; pass the lowest and the highest score of a "
+                f"response, worst < best"
             )
 
     def start(self, rows: Sequence[Any], key: Key) -> Order:
-        return _Believed(self, len(rows), key)
+        return _Posterior(self, len(rows), key)
 
 
-class _Believed(Order):
+class _Posterior(Order):
     """The order of `ByDifficulty`.
 
-    Its position holds, of each row that was drawn, how often, and the two parameters of what is believed of it.
+    Its position holds the number of draws and the two Beta parameters of each row that was sampled.
     """
 
     def __init__(self, sampler: ByDifficulty, rows: int, key: Key) -> None:
         self._sampler, self._key = sampler, key
-        self._asked = 0
+        self._calls = 0
         self._draws = np.zeros(rows, dtype=np.int64)
-        self._beliefs = np.ones((2, rows))
-        self._unheard = np.zeros(rows, dtype=np.int64)  # by which call a row was drawn that is not over; 0 is none
+        self._betas = np.ones((2, rows))
+        self._pending = np.zeros(rows, dtype=np.int64)  # the call that sampled a pending row; 0 if not pending
 
     def next(self, n: int) -> list[Drawn]:
         drawn: list[Drawn] = []
-        call = self._asked + 1
+        call = self._calls + 1
         while len(drawn) < n:
-            seed = self._key.derive("by difficulty", self._asked).bits
-            rates = np.random.Generator(np.random.Philox(key=seed)).beta(*self._beliefs)
-            waiting = self._unheard > 0
+            seed = self._key.derive("by difficulty", self._calls).bits
+            rates = np.random.Generator(np.random.Philox(key=seed)).beta(*self._betas)
+            waiting = self._pending > 0
             nearest = np.lexsort((np.abs(rates - self._sampler.target), waiting))
             nearest = nearest[: min(n - len(drawn), (~waiting).sum() or len(nearest))]
             drawn += [Drawn(0, row, int(self._draws[row])) for row in nearest.tolist()]
             self._draws[nearest] += 1
-            self._unheard[nearest] = call
-            self._asked += 1
+            self._pending[nearest] = call
+            self._calls += 1
         return drawn
 
     def learn(self, step: int, scores: Scores) -> None:
         sampler = self._sampler
-        for row, answers in scores.items():
-            shares = [(score - sampler.worst) / (sampler.best - sampler.worst) for score in answers]
-            passed = sum(min(max(share, 0.0), 1.0) for share in shares)
-            evidence = np.array([passed, len(answers) - passed])
-            self._beliefs[:, row] = sampler.decay * self._beliefs[:, row] + (1.0 - sampler.decay) + evidence
-        # Not all that was drawn: with a lag, later steps are under way. Steps are drawn for in their order, so what was
-        # drawn no later than the first of these rows is over, even where nobody has scored it.
-        told = self._unheard[list(scores)]
-        self._unheard[self._unheard <= told[told > 0].min(initial=self._asked)] = 0
-        self._unheard[list(scores)] = 0
+        for row, row_scores in scores.items():
+            fractions = [(score - sampler.worst) / (sampler.best - sampler.worst) for score in row_scores]
+            passed = sum(min(max(fraction, 0.0), 1.0) for fraction in fractions)
+            evidence = np.array([passed, len(row_scores) - passed])
+            self._betas[:, row] = sampler.decay * self._betas[:, row] + (1.0 - sampler.decay) + evidence
+        # With a lag, rows of later steps stay pending. Steps sample in order, so rows sampled no later than the first
+        # of these rows are complete, even without a score.
+        calls = self._pending[list(scores)]
+        self._pending[self._pending <= calls[calls > 0].min(initial=self._calls)] = 0
+        self._pending[list(scores)] = 0
         self.heard = step
 
     @property
     def position(self) -> dict[str, Any]:
-        drawn = self._draws.nonzero()[0].tolist()
-        known = {str(row): [int(self._draws[row]), *self._beliefs[:, row].tolist()] for row in drawn}
-        unheard = {str(row): int(self._unheard[row]) for row in self._unheard.nonzero()[0].tolist()}
-        told = {"rows": len(self._draws), "asked": self._asked, "heard": self.heard}
-        return {**told, "unheard": unheard, "known": known}
+        sampled = self._draws.nonzero()[0].tolist()
+        known = {str(row): [int(self._draws[row]), *self._betas[:, row].tolist()] for row in sampled}
+        pending = {str(row): int(self._pending[row]) for row in self._pending.nonzero()[0].tolist()}
+        counts = {"rows": len(self._draws), "asked": self._calls, "heard": self.heard}
+        return {**counts, "unheard": pending, "known": known}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         found = _checked(position, self.position, len(self._draws), "ByDifficulty")
-        draws, beliefs = np.zeros_like(self._draws), np.ones_like(self._beliefs)
-        unheard = np.zeros_like(self._unheard)
-        if not _are_numbered(found["unheard"], len(draws)):
+        draws, betas = np.zeros_like(self._draws), np.ones_like(self._betas)
+        pending = np.zeros_like(self._pending)
+        if not _is_mapping_of_rows(found["unheard"], len(draws)):
             _refuse_position(position, len(draws), "ByDifficulty")
         for row, call in found["unheard"].items():
             if not is_count(call) or call > found["asked"]:
                 _refuse_position(position, len(draws), "ByDifficulty")
-            unheard[int(row)] = call
+            pending[int(row)] = call
         for row, known in found["known"].items():
-            whole = isinstance(known, list) and len(known) == 3 and is_count(known[0])
-            if not whole or any(type(belief) is not float or not belief > 0 for belief in known[1:]):
+            complete = isinstance(known, list) and len(known) == 3 and is_count(known[0])
+            if not complete or any(type(beta) is not float or not beta > 0 for beta in known[1:]):
                 _refuse_position(position, len(draws), "ByDifficulty")
-            draws[int(row)], beliefs[:, int(row)] = known[0], known[1:]
-        self._draws, self._beliefs, self._unheard = draws, beliefs, unheard
-        self._asked, self.heard = found["asked"], found["heard"]
+            draws[int(row)], betas[:, int(row)] = known[0], known[1:]
+        self._draws, self._betas, self._pending = draws, betas, pending
+        self._calls, self.heard = found["asked"], found["heard"]
 
 
 class Replay(Sampler):
-    """Every epoch in an order of its own, and beside it hard prompts again: those that were answered worst once more.
+    """Every epoch in a new random order, plus replays of hard prompts.
 
-    A prompt whose answers scored within `above` and `below` on average waits for its replay, behind those that wait
-    already. Of each batch at most `share` are replays, those that have waited longest; what is answered well then is
-    not replayed any more.
+    A prompt whose mean score is between `above` and `below` enters a first-in-first-out queue. At most `share` of each
+    batch are replays from this queue; a prompt that scores well in its replay does not enter it again.
 
     Args:
-        share: of a batch.
-        below: the mean score under which a prompt is hard.
-        above: the mean score at which it is not yet hopeless: at 0, some answer must have scored.
+        share: maximum fraction of replays in a batch.
+        below: prompts with a lower mean score are hard.
+        above: prompts must have a higher mean score; with 0, at least one response must score.
     """
 
     learns: ClassVar[bool] = True
@@ -278,71 +280,73 @@ class Replay(Sampler):
     above: float = 0.0
 
     def start(self, rows: Sequence[Any], key: Key) -> Order:
-        return _Replayed(self, len(rows), key)
+        return _ReplayOrder(self, len(rows), key)
 
 
-class _Replayed(Order):
-    """The order of `Replay`: that of epochs, and a queue of rows."""
+class _ReplayOrder(Order):
+    """The order of `Replay`: epochs, and a queue of rows."""
 
     def __init__(self, sampler: Replay, rows: int, key: Key) -> None:
         self._sampler, self._rows = sampler, rows
-        self._fresh = Epochs(rows, key)
-        self._waiting: list[int] = []
+        self._epochs = Epochs(rows, key)
+        self._queue: list[int] = []
         self._replays: dict[int, int] = {}
 
     def next(self, n: int) -> list[Drawn]:
-        again, self._waiting = (self._waiting[: (count := int(self._sampler.share * n))], self._waiting[count:])
-        drawn = self._fresh.next(n - len(again))
-        for row in again:
+        replayed, self._queue = (self._queue[: (count := int(self._sampler.share * n))], self._queue[count:])
+        drawn = self._epochs.next(n - len(replayed))
+        for row in replayed:
             self._replays[row] = self._replays.get(row, 0) + 1
             drawn.append(Drawn(drawn[0].epoch, row, self._replays[row]))
         return drawn
 
     def learn(self, step: int, scores: Scores) -> None:
-        for row, answers in scores.items():
-            if row not in self._waiting and self._sampler.above < statistics.fmean(answers) < self._sampler.below:
-                self._waiting.append(row)
+        for row, row_scores in scores.items():
+            if row not in self._queue and self._sampler.above < statistics.fmean(row_scores) < self._sampler.below:
+                self._queue.append(row)
         self.heard = step
 
     @property
     def position(self) -> dict[str, Any]:
         known = {str(row): times for row, times in self._replays.items()}
-        fresh = self._fresh.position
-        return {"rows": self._rows, "heard": self.heard, "fresh": fresh, "waiting": list(self._waiting), "known": known}
+        epochs = self._epochs.position
+        return {"rows": self._rows, "heard": self.heard, "fresh": epochs, "waiting": list(self._queue), "known": known}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         found = _checked(position, self.position, self._rows, "Replay")
         counted = all(is_count(times) for times in found["known"].values())
-        if not _are_rows(found["waiting"], self._rows) or not counted:
+        if not _is_list_of_rows(found["waiting"], self._rows) or not counted:
             _refuse_position(position, self._rows, "Replay")
-        self._fresh.seek(found["fresh"])
-        self._waiting, self.heard = list(found["waiting"]), found["heard"]
+        self._epochs.seek(found["fresh"])
+        self._queue, self.heard = list(found["waiting"]), found["heard"]
         self._replays = {int(row): times for row, times in found["known"].items()}
 
 
-def _are_rows(said: Any, rows: int) -> bool:
-    """Whether it is a list of numbers of rows."""
-    return isinstance(said, list) and all(is_count(row, 0) and row < rows for row in said)
+def _is_list_of_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, list) and all(is_count(row, 0) and row < rows for row in value)
 
 
-def _are_numbered(said: Any, rows: int) -> bool:
-    """Whether it is a mapping by numbers of rows."""
-    return isinstance(said, Mapping) and all(str(row).isdecimal() and int(row) < rows for row in said)
+def _is_mapping_of_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, Mapping) and all(str(row).isdecimal() and int(row) < rows for row in value)
 
 
 def _checked(position: Any, like: Mapping[str, Any], rows: int, sampler: str) -> dict[str, Any]:
-    """A position of so many rows, with the keys of one like it."""
+    """`position`, if it has the keys of `like` and this number of rows."""
     found = dict(position) if isinstance(position, Mapping) else {}
     counts = [value for key, value in found.items() if key in ("rows", "asked", "heard")]
-    whole = found.keys() == like.keys() and all(is_count(count, 0) for count in counts)
-    if not whole or not _are_numbered(found["known"], rows) or found["rows"] != rows:
+    complete = found.keys() == like.keys() and all(is_count(count, 0) for count in counts)
+    if not complete or not _is_mapping_of_rows(found["known"], rows) or found["rows"] != rows:
         _refuse_position(position, rows, sampler)
     return found
 
 
 def _refuse_position(position: Any, rows: int, sampler: str) -> None:
-    said = repr(position)
+    text = short(position, 200)
     raise DataError(
-        f"seek({said[:200]}{'...' if len(said) > 200 else ''}) is no position of {sampler} over {rows} rows; expected "
-        f"one as `position` gave it for the same files, max_prompt_length and sampler."
+        f"seek({text}): not a position of {sampler} over {rows} rows. Pass what `position` returned for the same "
+        f"files, max_prompt_length and sampler.",
+        code="sampler.wrong-position",
+        found=text,
+        rows=rows,
+        sampler=sampler,
     )

@@ -1,4 +1,4 @@
-"""Where the rows of a graph's input come from: a `Source` says it, and the live `Stream` that it loads gives them."""
+"""The rows of a graph's input: a `Source` is a frozen spec; the `Stream` that it loads yields the rows."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 class Stream(ABC):
-    """The rows of a source while they are drawn.
+    """The rows of a loaded source.
 
-    The same source and seed give the same batches, and one that was taken to a `position` gives those that an
-    uninterrupted one gives from there. So a run that was killed goes on with the same rows.
+    The same source and seed give the same batches. After `seek`, a stream gives the same batches as an uninterrupted
+    one from that `position`, so a resumed run continues with the same rows.
     """
 
     dropped: int = 0
-    """How many rows were left out, as those that are too long."""
+    """Number of rows dropped, such as overlong ones."""
 
     @abstractmethod
     def next(self, n: int) -> DataProto:
-        """The next batch: of `n` rows, or of `n` groups of rows (`flowrl.records.PreferenceBatch`).
+        """The next batch: `n` rows, or `n` groups of rows (`flowrl.records.PreferenceBatch`).
 
         Raises:
             ParameterError: `n` is not at least 1.
@@ -37,11 +37,11 @@ class Stream(ABC):
     @property
     @abstractmethod
     def position(self) -> dict[str, Any]:
-        """Where the next batch comes from, and what was learned, as JSON-able data: its part of a checkpoint."""
+        """The complete state, including what it has learned, as JSON-able data; saved in checkpoints."""
 
     @abstractmethod
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Go on from `position`.
+        """Restore `position`.
 
         Raises:
             DataError: not a position, or one in other data.
@@ -49,43 +49,45 @@ class Stream(ABC):
 
     @property
     def size(self) -> int | None:
-        """How many are drawn before any is drawn again; None has no end."""
+        """Number of rows before any is repeated; None is endless."""
         return None
 
     def batches(self, n: int) -> Iterator[DataProto]:
-        """Everything once, in a fixed order, `n` at a time, with the position where it is; for validation.
+        """Every row once, in a fixed order, `n` at a time, for validation; the position does not change.
 
         Raises:
-            DataError: it has no end.
+            DataError: the stream is endless.
         """
         raise DataError(
-            f"{type(self).__name__} has no end, so it cannot be validated on; give Validation(data=...) a source whose "
-            f"stream has batches(n), such as PromptData."
+            f"{type(self).__name__} is endless, so it cannot be validated on. Pass Validation(data=...) a source whose "
+            f"stream implements batches(n), such as PromptData.",
+            code="prompts.endless-stream",
+            stream=type(self).__name__,
         )
 
     def digest(self) -> str:
-        """The digest of all that it could give; a run that is resumed with another one warns."""
+        """Digest of all its rows; resuming a run with a different digest warns."""
         return ""
 
     def learn(self, step: int, scores: Mapping[str, Sequence[float]]) -> None:
-        """Hear how what was drawn scored; of sources that say that they `learns`.
+        """Receive the scores of rows; called for sources whose `learns` is True.
 
         Args:
-            step: that is done, counted from 1.
-            scores: by `uid`, of each answer.
+            step: the completed step, counted from 1.
+            scores: the scores of the responses, by `uid`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no learn(step, scores)")
 
     @property
     def heard(self) -> int:
-        """The last step whose scores it has heard, counted from 1; 0 is none."""
+        """The last step whose scores it has received, counted from 1; 0 is none."""
         return 0
 
 
 class Source(Spec):
-    """Where the rows of an input come from: a frozen spec, of which nothing is read before `load`.
+    """The rows of an input, as a frozen spec; nothing is read before `load`.
 
-    A subclass says which `record` it gives, and writes `load`.
+    A subclass sets `record` and implements `load`.
     """
 
     timeless = True
@@ -95,32 +97,32 @@ class Source(Spec):
 
     @property
     def learns(self) -> bool:
-        """Whether its stream is to hear how what it gave scored (`Stream.learn`)."""
+        """Whether its stream receives scores (`Stream.learn`)."""
         return False
 
     def load(self, tokenizer: ChatTokenizer, seed: int) -> Stream:
         """Read it.
 
         Args:
-            tokenizer: of the model that is trained. A source whose record has no tokens is given None by a job without
-                a language model.
-            seed: of all that is random in it.
+            tokenizer: of the model that is trained; None for a source whose record has no tokens, in a job without a
+                language model.
+            seed: of all its randomness.
         """
         raise NotImplementedError(f"{type(self).__name__} has no load(tokenizer, seed)")
 
     def refuse_missing(self) -> None:
-        """Refuse what `load` would not find on this machine, before any model is loaded.
+        """Check that everything that `load` reads exists, before any model is loaded.
 
         Raises:
-            DataError: naming it.
+            DataError: something is missing.
         """
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one that it goes on from: its parameters."""
+        """Its parameters that must not change when a run is resumed."""
         return dict(parameters(self))
 
     def digests(self) -> list[str]:
-        """Of the content of what it reads, which must be the same, too.
+        """Digests of the content that it reads, which must not change either.
 
         Raises:
             DataError: it cannot be read.
@@ -128,24 +130,24 @@ class Source(Spec):
         return []
 
 
-class Numbered(Protocol):
-    """A row that was read."""
+class IndexedRow(Protocol):
+    """A row of a source."""
 
     @property
     def index(self) -> int:
-        """Its place in the files, by which a `uid`, ``"{epoch}/{index}/{draw}"``, names it."""
+        """Its index in the files, which is part of its `uid`: ``"{epoch}/{index}/{draw}"``."""
         ...
 
 
-RowT = TypeVar("RowT", bound=Numbered)
+RowT = TypeVar("RowT", bound=IndexedRow)
 
 
 class RowStream(Stream, Generic[RowT]):
-    """Rows that were read once, drawn in an order; a subclass makes batches of them.
+    """Rows in memory, sampled in an order; a subclass makes batches of them.
 
     Args:
-        rows: all of them.
-        dropped: how many were left out.
+        rows: all rows.
+        dropped: number of dropped rows.
         order: of the draws.
     """
 
@@ -158,10 +160,10 @@ class RowStream(Stream, Generic[RowT]):
 
     @abstractmethod
     def digest(self) -> str:
-        """The xxh3-128 of all rows."""
+        """xxh3-128 of all rows."""
 
     def __len__(self) -> int:
-        """The number of rows of an epoch; dropped ones are not among them."""
+        """Number of rows in an epoch, without dropped ones."""
         return len(self._rows)
 
     @property
@@ -178,9 +180,9 @@ class RowStream(Stream, Generic[RowT]):
         return self._drawn(self._order.next(n))
 
     def batches(self, n: int) -> Iterator[DataProto]:
-        """Every row once, in the order of the files, `n` at a time (the last batch may be smaller); for validation.
+        """Every row once, in file order, `n` at a time (the last batch may be smaller), for validation.
 
-        The position stays where it is. Rows carry the ids of epoch 0, so they are the same at every validation.
+        The position does not change. Rows have the ids of epoch 0, so they are the same at every validation.
 
         Raises:
             ParameterError: `n` is not at least 1 (at the call, not at the first batch).
@@ -190,16 +192,16 @@ class RowStream(Stream, Generic[RowT]):
         return (self._drawn(every[start : start + n]) for start in range(0, len(self), n))
 
     def all(self) -> DataProto:
-        """Every row once, in the order of the files, as one batch; see `batches`."""
+        """Every row once, in file order, as one batch; see `batches`."""
         return self._drawn([Drawn(0, row) for row in range(len(self))])
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where the next row comes from (see `seek`), as its order tells it."""
+        """The position of its order; see `seek`."""
         return self._order.position
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Go on from `position`: with the same data and seed, the batches are those that an uninterrupted stream gives.
+        """Restore `position`: with the same data and seed, the next batches are those of an uninterrupted stream.
 
         Raises:
             DataError: not a position, or one in other data.
@@ -207,24 +209,26 @@ class RowStream(Stream, Generic[RowT]):
         self._order.seek(position)
 
     def learn(self, step: int, scores: Mapping[str, Sequence[float]]) -> None:
-        """Tell the order how rows scored.
+        """Pass the scores of rows to the order.
 
         Raises:
-            DataError: a group is none that was drawn here.
+            DataError: a `uid` is not one that this stream has sampled.
         """
         row_of = {row.index: number for number, row in enumerate(self._rows)}
-        told: dict[int, list[float]] = {}
-        for uid, answers in scores.items():
-            first, _, again = str(uid).partition("+")
+        by_row: dict[int, list[float]] = {}
+        for uid, group_scores in scores.items():
+            first, _, copy = str(uid).partition("+")
             _, index, draw = [*first.split("/"), "", "", ""][:3]
             if not index.isdecimal() or not draw.isdecimal() or int(index) not in row_of:
                 raise DataError(
-                    f"the scores of a group {str(uid)!r} were told, which is none that this stream has drawn; expected "
-                    f"uids as they were drawn: put Feedback() where rows still have theirs, as behind Reward."
+                    f"Feedback reported scores of the group {str(uid)!r}, which this stream has not sampled. Insert "
+                    f"Feedback() where rows still have their original uid, such as directly after Reward.",
+                    code="sampler.unknown-group",
+                    uid=uid,
                 )
-            if not again:  # what a Collect has repeated was answered once
-                told.setdefault(row_of[int(index)], []).extend(answers)
-        self._order.learn(step, told)
+            if not copy:  # Collect may repeat a group, whose responses count once
+                by_row.setdefault(row_of[int(index)], []).extend(group_scores)
+        self._order.learn(step, by_row)
 
     @property
     def heard(self) -> int:

@@ -1,10 +1,9 @@
-"""`Transcript`: a conversation as the exact tokens that the policy saw and sampled.
+"""`Transcript`: a conversation as the exact tokens that the policy read and sampled.
 
-What was sampled is never tokenised again, since decoding and encoding again need not give the same ids. Between two
-answers the *delta* alone is tokenised: what the chat template writes behind an answer, up to where the assistant is to
-go on. A template that writes what stands before otherwise once there is more (which strips thinking, merges turns, or
-trims) is found by comparing texts; the tokens are exact all the same, but they are no conversation that the template
-would ever write.
+Sampled tokens are never tokenized again, since decoding and encoding need not give the same ids. Between two responses,
+only the *delta* is tokenized: what the chat template writes after a response, up to the assistant's next turn. Some
+templates rewrite earlier turns once more follow (they strip thinking, merge turns, or trim). `Transcript` detects this
+by comparing texts: the tokens are still exact, but the template would never render this conversation.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import DataError, EpisodeError
 
 Check = Literal["strict", "loose", "off"]
-"""How the text of the template is held against what is there: letter by letter; without white space; or not at all."""
+"""How to compare the template's text with the transcript: exactly, without whitespace, or not at all."""
 
 Message = Mapping[str, Any]
 
 T = TypeVar("T")
 
-_MARK = "flowrl-marks-an-answer"  # no white space, which templates trim
+_MARK = "flowrl-marks-an-answer"  # without whitespace, which templates trim
 
 
 class SampledSpan(NamedTuple):
     """What the policy sampled in a turn.
 
     Args:
-        start: where it stands among the ids.
-        ids: its tokens, the one that ended it included.
-        log_probs: one a token, of the distribution that it was drawn from.
-        text: of the ids, as `ChatTokenizer.decode` gives it.
-        message: where it stands among the messages.
+        start: its index among the ids.
+        ids: its tokens, including the one that ended it.
+        log_probs: one per token, of the distribution it was sampled from.
+        text: of the ids, as `ChatTokenizer.decode` returns it.
+        message: its index among the messages.
     """
 
     start: int
@@ -44,16 +43,16 @@ class SampledSpan(NamedTuple):
 
 
 class Transcript:
-    """A conversation that goes on: a prompt, then answers and replies by turns.
+    """A growing conversation: a prompt, then alternating responses of the policy and replies of the environment.
 
     Args:
         tokenizer: with a chat template.
-        messages: what stands before the first answer.
-        check: how the template is held against what is there.
+        messages: the prompt.
+        check: how to compare the template's text with the transcript.
         template_kwargs: arguments of the template.
 
     Raises:
-        DataError: the template does not take the messages.
+        DataError: the template rejects the messages, or `check` is unknown.
     """
 
     def __init__(
@@ -64,113 +63,125 @@ class Transcript:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if check not in get_args(Check):
-            raise DataError(f"check is {check!r}; expected one of {', '.join(map(repr, get_args(Check)))}.")
+            raise DataError(
+                f"check is {check!r}. Expected one of {', '.join(map(repr, get_args(Check)))}.",
+                code="tokenizer.unknown-check",
+                found=check,
+                expected=get_args(Check),
+            )
         self._tokenizer, self._check, self._arguments = tokenizer, check, template_kwargs
         self.messages: list[Message] = list(messages)
         self.ids: list[int] = tokenizer.prompt_ids(messages, template_kwargs)
         """All tokens so far."""
         self.prompt_length = len(self.ids)
-        """How many of them stand before the first answer."""
+        """Number of tokens of the prompt."""
         self.answers: list[SampledSpan] = []
         self._shown = "" if check == "off" else tokenizer.conversation_text(messages, template_kwargs, go_on=True)
 
     def answer(self, ids: Sequence[int], log_probs: Sequence[float]) -> SampledSpan:
-        """Put in what was sampled.
+        """Append what the policy sampled.
 
         Args:
             ids: at least one token.
-            log_probs: one a token.
+            log_probs: one per token.
 
         Raises:
-            ValueError: an answer stands at the end already, there is no token, or not one log-prob a token.
+            ValueError: the last turn is a response already, there are no tokens, or not one log-prob per token.
         """
-        if self._answered():
-            raise ValueError("an answer stands at the end already; expected a reply before the next one.")
+        if self._ends_with_response():
+            raise ValueError("The transcript ends with a response; expected a reply before the next response.")
         if not ids:
-            raise ValueError("an answer of 0 tokens is put in; expected at least one, as every engine samples.")
+            raise ValueError("The response has 0 tokens; expected at least one.")
         if len(ids) != len(log_probs):
-            raise ValueError(f"an answer of {len(ids)} tokens has {len(log_probs)} log-probs; expected one for each.")
+            raise ValueError(f"The response has {len(ids)} tokens but {len(log_probs)} log-probs; expected one each.")
         text = self._tokenizer.decode(ids)
-        answered = SampledSpan(len(self.ids), list(ids), list(log_probs), text, len(self.messages))
-        self.ids.extend(answered.ids)
-        self.answers.append(answered)
-        self.messages.append({"role": "assistant", "content": self._tokenizer.shown(self._unended(ids))})
-        return answered
+        span = SampledSpan(len(self.ids), list(ids), list(log_probs), text, len(self.messages))
+        self.ids.extend(span.ids)
+        self.answers.append(span)
+        self.messages.append({"role": "assistant", "content": self._tokenizer.shown(self._without_end(ids))})
+        return span
 
     def reply(self, messages: Sequence[Message]) -> list[int]:
-        """Put in what the environment says to the last answer, and let the assistant go on; the tokens of the delta.
+        """Append the environment's reply to the last response; returns the tokens of the delta.
 
         Args:
-            messages: at least one, of other roles than the assistant's.
+            messages: at least one, of other roles than assistant.
 
         Raises:
-            ValueError: no answer stands at the end.
-            DataError: the template does not take the messages.
-            EpisodeError: it writes what stands before otherwise than it is there, or nothing for the reply, or a
-                message is the assistant's.
+            ValueError: the last turn is not a response.
+            DataError: the template rejects the messages.
+            EpisodeError: the template rewrites earlier turns or writes nothing for the reply, or a message has the role
+                assistant.
         """
-        if not self._answered():
-            raise ValueError("no answer stands at the end; expected one before a reply.")
+        if not self._ends_with_response():
+            raise ValueError("The transcript does not end with a response; expected one before a reply.")
         if any(isinstance(message, Mapping) and message.get("role") == "assistant" for message in messages):
             raise EpisodeError(
-                "a reply holds a message of the assistant, and what the assistant says is the policy's to sample; "
-                "expected other roles, such as user or tool."
+                "The environment replied with a message of role assistant, which only the policy may sample. Reply "
+                "with other roles, such as user or tool.",
+                code="tokenizer.assistant-reply",
             )
         marked = [*self.messages[:-1], {"role": "assistant", "content": _MARK}, *messages]
-        _, _, behind = self._tokenizer.conversation_text(marked, self._arguments, go_on=True).rpartition(_MARK)
-        delta, ended = self._tokenizer.encode(behind), self.ids[-1]
-        if ended in self._tokenizer.ends and delta[:1] == [ended]:  # the policy has written it
+        _, _, suffix = self._tokenizer.conversation_text(marked, self._arguments, go_on=True).rpartition(_MARK)
+        delta, last = self._tokenizer.encode(suffix), self.ids[-1]
+        if last in self._tokenizer.ends and delta[:1] == [last]:  # the policy has sampled it
             delta = delta[1:]
         if not delta:
-            roles = ", ".join(dict.fromkeys(repr(message.get("role")) for message in messages)) or "none"
+            roles = list(dict.fromkeys(repr(message.get("role")) for message in messages))
             raise EpisodeError(
-                f"the chat template in {self._tokenizer.folder!r} writes nothing for a reply (roles: {roles}), so the "
-                f"policy would neither read it nor know that it is to go on; expected a template that writes it, and "
-                f"opens the turn of the assistant behind it: reply in a role that it knows, such as user, or mend it."
+                f"The chat template in {self._tokenizer.folder!r} writes nothing for a reply (roles: "
+                f"{', '.join(roles) or 'none'}), so the policy could not read it. Reply with a role that the template "
+                f"supports, such as user, or change the template to write the reply and open the assistant's turn.",
+                code="tokenizer.empty-reply",
+                path=self._tokenizer.folder,
+                roles=roles,
             )
         if self._check != "off":
-            self._shown += f"{self.messages[-1]['content']}{behind}"
-            written = self._tokenizer.conversation_text([*self.messages, *messages], self._arguments, go_on=True)
-            self._refuse_rewritten(self._shown, written)
+            self._shown += f"{self.messages[-1]['content']}{suffix}"
+            rendered = self._tokenizer.conversation_text([*self.messages, *messages], self._arguments, go_on=True)
+            self._refuse_rewritten(self._shown, rendered)
         self.messages.extend(messages)
         self.ids.extend(delta)
         return delta
 
     @property
     def sampled(self) -> list[bool]:
-        """By token behind the prompt, whether the policy sampled it."""
-        return self._behind_prompt(False, lambda answered: [True] * len(answered.ids))
+        """Whether the policy sampled each token after the prompt."""
+        return self._after_prompt(False, lambda span: [True] * len(span.ids))
 
     @property
     def log_probs(self) -> list[float]:
-        """By token behind the prompt, its log-prob; 0 where the policy did not sample it."""
-        return self._behind_prompt(0.0, lambda answered: answered.log_probs)
+        """The log-prob of each token after the prompt; 0 for tokens that the policy did not sample."""
+        return self._after_prompt(0.0, lambda span: span.log_probs)
 
-    def _behind_prompt(self, other: T, of: Callable[[SampledSpan], Sequence[T]]) -> list[T]:
-        """By token behind the prompt: what `of` says of an answer's tokens, and `other` of those in between."""
-        found = [other] * (len(self.ids) - self.prompt_length)
-        for answered in self.answers:
-            start = answered.start - self.prompt_length
-            found[start : start + len(answered.ids)] = of(answered)
-        return found
+    def _after_prompt(self, default: T, of: Callable[[SampledSpan], Sequence[T]]) -> list[T]:
+        """One value per token after the prompt: `of` for sampled spans, `default` for the others."""
+        values = [default] * (len(self.ids) - self.prompt_length)
+        for span in self.answers:
+            start = span.start - self.prompt_length
+            values[start : start + len(span.ids)] = of(span)
+        return values
 
-    def _unended(self, ids: Sequence[int]) -> Sequence[int]:
+    def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
         """Tokens without the one that ends the turn."""
         return ids[:-1] if ids[-1] in self._tokenizer.ends else ids
 
-    def _answered(self) -> bool:
+    def _ends_with_response(self) -> bool:
         return bool(self.answers) and self.answers[-1].start + len(self.answers[-1].ids) == len(self.ids)
 
-    def _refuse_rewritten(self, there: str, written: str) -> None:
-        a, b = (text if self._check == "strict" else "".join(text.split()) for text in (there, written))
+    def _refuse_rewritten(self, transcript: str, rendered: str) -> None:
+        a, b = (text if self._check == "strict" else "".join(text.split()) for text in (transcript, rendered))
         if a == b:
             return
         first = next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
         near = slice(max(0, first - 40), first + 40)
         raise EpisodeError(
-            f"the chat template in {self._tokenizer.folder!r} writes the conversation so far otherwise once a reply "
-            f"follows: there is {a[near]!r}, and it writes {b[near]!r}; expected a template that only adds, since an "
-            f"episode is one row of tokens, and is not cut into several. Take one that keeps earlier turns as they "
-            f"were (thinking included), or allow it: check='off', where the policy is trained on what it saw, which no "
-            f"later use of the template will show it."
+            f"The chat template in {self._tokenizer.folder!r} rewrites earlier turns once a reply follows: the "
+            f"transcript has {a[near]!r}, the template writes {b[near]!r}. An episode is one row of tokens, so use a "
+            f"template that keeps earlier turns (including thinking), or pass check='off' to train on the tokens that "
+            f"the policy read, which the template will never render again.",
+            code="tokenizer.rewritten-turns",
+            path=self._tokenizer.folder,
+            expected=a[near],
+            found=b[near],
         )

@@ -1,6 +1,6 @@
-"""Whether the models of a job have one vocabulary: ids that one samples and another scores must be the same tokens.
+"""Check that the models of a job share one vocabulary, since one model scores ids that another samples.
 
-This reads what stands in their folders, and loads nothing.
+It reads files in their folders and loads no model.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from flowrl.errors import BindError
 
 
 class Vocabulary(NamedTuple):
-    """What a folder says of its tokens.
+    """The vocabulary of a folder.
 
     Args:
-        size: ids that the model has embeddings of, from 0; None where its configuration does not say.
-        tokens: the text of each id that its ``tokenizer.json`` knows; None where there is no such file.
+        size: number of embeddings of the model; None if its configuration does not specify it.
+        tokens: the text of each id in its ``tokenizer.json``; None without this file.
     """
 
     size: int | None
@@ -26,18 +26,18 @@ class Vocabulary(NamedTuple):
 
 
 def refuse_other_vocabularies(folders: Mapping[str, str]) -> None:
-    """Refuse models of one job that have another vocabulary than its first.
+    """Refuse models of a job whose vocabulary differs from the first one's.
 
-    A model may have more embeddings than there are tokens, and lack tokens that others have added, if it has embeddings
-    for them. A folder that is not on this machine, or cannot be read, is passed over: whoever loads it says so.
+    A model may have more embeddings than tokens, and may lack added tokens of others if it has embeddings for them.
+    Missing and unreadable folders are skipped: loading them raises.
 
     Args:
-        folders: Hugging Face folders by role, the one whose tokens the others get first.
+        folders: Hugging Face folders by role, first the role that samples.
 
     Raises:
         BindError: naming both roles and an id that differs.
     """
-    if len(set(folders.values())) < 2:  # which takes tenths of a second each to read
+    if len(set(folders.values())) < 2:  # reading a folder takes tenths of a second
         return
     read = {folder: vocabulary_of(Path(folder)) for folder in set(folders.values())}
     known = [(role, folder, found) for role, folder in folders.items() if (found := read[folder]) is not None]
@@ -45,9 +45,13 @@ def refuse_other_vocabularies(folders: Mapping[str, str]) -> None:
         first, base, expected = known[0]
         if folder != base and (fault := _difference(expected, found)):
             raise BindError(
-                f"the roles {first!r} and {role!r} have models of two vocabularies: {fault} ({base!r} and {folder!r}); "
-                f"expected the same tokens under the same ids: bind {role}= to a model that was trained with the "
-                f"tokeniser of {first!r}."
+                f"The models of roles {first!r} and {role!r} have different vocabularies: {fault} ({base!r} and "
+                f"{folder!r}). Bind {role}= to a model that uses the tokenizer of {first!r}.",
+                code="tokenizer.vocabulary-mismatch",
+                role=role,
+                other=first,
+                path=folder,
+                reason=fault,
             )
 
 
@@ -58,14 +62,14 @@ def _difference(one: Vocabulary, other: Vocabulary) -> str | None:
             i = changed[0]
             return f"{len(changed)} ids differ, such as {i}, which is {one.tokens[i]!r} and {other.tokens[i]!r}"
         if other.size is not None and (last := max(one.tokens, default=0)) >= other.size:
-            return f"one has a token {last}, and the other has embeddings of {other.size} ids"
+            return f"one has a token {last}, the other has embeddings of {other.size} ids"
     elif one.size != other.size:
         return f"one has {one.size} ids, the other {other.size}"
     return None
 
 
 def vocabulary_of(folder: Path) -> Vocabulary | None:
-    """What `folder` says of its tokens; None where it cannot be read."""
+    """The vocabulary of `folder`; None if it cannot be read."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
         size = stated(config, "vocab_size")
@@ -76,13 +80,13 @@ def vocabulary_of(folder: Path) -> Vocabulary | None:
 
 
 def stated(config: Any, key: str) -> Any:
-    """What a ``config.json`` of Hugging Face says under a key; of a model with other parts, its text model's."""
+    """A value of a Hugging Face ``config.json``, from its ``text_config`` if the top level lacks it."""
     return config.get(key, (config.get("text_config") or {}).get(key))
 
 
 def _tokens(tokenizer: Any) -> dict[int, str]:
     """The tokens of a ``tokenizer.json``, by id."""
-    vocab = tokenizer["model"]["vocab"]  # by text, or, of a unigram model, pairs of text and score
+    vocab = tokenizer["model"]["vocab"]  # ids by text; for a unigram model, pairs of text and score
     named = (
         {i: text for text, i in vocab.items()} if isinstance(vocab, dict) else {i: t for i, (t, _) in enumerate(vocab)}
     )

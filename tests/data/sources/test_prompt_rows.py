@@ -1,4 +1,4 @@
-"""Rows of prompt files that are broken in ways that only files in the wild are."""
+"""Rows of prompt files that are broken in unusual ways."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from flowrl import PromptData
 from flowrl.data.sources import file_source, prompt_rows
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.errors import DataError, ParameterError
+from tests.support.errors import raises
 from tests.support.models import tiny_folder
 from tests.support.prompt_files import Characters, load, record, truths, write_jsonl, write_parquet
 
@@ -26,34 +26,34 @@ def nested(depth: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "code", "detail"),
     [
-        (nested(100_000), "the line is not JSON (it is nested too deeply)"),
-        (f'{{"prompt": {nested(900)}}}', "the row nests more than 100 lists and objects"),
-        (json.dumps(record(0) | {"extra_info": {"a": json.loads(nested(150))}}), "the row nests more than 100"),
-        ('{"prompt": [{"role": "user", "content": "\\ud800"}]}', "surrogates not allowed"),
-        ('{"prompt": ' + "9" * 5000 + "}", "the line is not JSON"),
-        ("NaN", "the row is a float"),
-        ("true", "the row is a bool"),
+        (nested(100_000), "broken-line", "nested too deeply"),
+        (f'{{"prompt": {nested(900)}}}', "nested-too-deeply", "100 levels"),
+        (json.dumps(record(0) | {"extra_info": {"a": json.loads(nested(150))}}), "nested-too-deeply", ""),
+        ('{"prompt": [{"role": "user", "content": "\\ud800"}]}', "broken-line", "surrogates not allowed"),
+        ('{"prompt": ' + "9" * 5000 + "}", "broken-line", "not JSON"),
+        ("NaN", "row-not-object", "a float"),
+        ("true", "row-not-object", "a bool"),
     ],
     ids=lambda text: text[:30],
 )
-def test_lines_that_break_a_reader(tmp_path: Path, line: str, said: str) -> None:
+def test_broken_lines(tmp_path: Path, line: str, code: str, detail: str) -> None:
     path = Path(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(DataError) as caught:
+    with raises(f"prompts.{code}") as caught:
         load(path)
-    assert str(caught.value).startswith(f"{path}:2: ") and said in str(caught.value)
+    assert str(caught.value).startswith(f"{path}:2: ") and detail in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize(("levels", "taken"), [(99, True), (100, False)])
-def test_how_deeply_a_row_may_nest(tmp_path: Path, levels: int, taken: bool) -> None:
+@pytest.mark.parametrize(("levels", "accepted"), [(99, True), (100, False)])
+def test_how_deeply_a_row_may_nest(tmp_path: Path, levels: int, accepted: bool) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [record(0) | {"extra_info": {"a": json.loads(nested(levels))}}])
-    if taken:
+    if accepted:
         assert len(load(path).next(1)) == 1
     else:
-        with pytest.raises(DataError, match="nests more than 100"):
+        with raises("prompts.nested-too-deeply", limit=100):
             load(path)
 
 
@@ -65,50 +65,51 @@ def test_a_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("truth", [math.nan, [1.0, math.nan], {"a": [math.nan]}])
-def test_a_ground_truth_that_is_no_number_is_refused(tmp_path: Path, truth: Any) -> None:
+def test_a_ground_truth_of_nan_is_refused(tmp_path: Path, truth: Any) -> None:
     odd = record(1) | {"reward_model": {"ground_truth": truth}}
     for path in (write_jsonl(tmp_path / "a.jsonl", [odd]), write_parquet(tmp_path / "a.parquet", [odd])):
-        with pytest.raises(DataError, match=r"the ground truth is .*nan.*, and NaN equals no answer"):
+        with raises("prompts.no-ground-truth", found=repr(truth)):
             load(path)
     infinite = record(0) | {"reward_model": {"ground_truth": math.inf}}
     assert truths(load(write_jsonl(tmp_path / "b.jsonl", [infinite])).all()) == [math.inf]
 
 
 @pytest.mark.parametrize("content", ["", " ", "\n\t\u2003"])
-def test_a_user_who_says_nothing_is_refused(tmp_path: Path, content: str) -> None:
+def test_an_empty_user_message_is_refused(tmp_path: Path, content: str) -> None:
     odd = record(0) | {"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": content}]}
-    with pytest.raises(DataError, match=r"a\.jsonl:1: message 1 of prompt is of a user who says nothing"):
+    with raises("prompts.bad-messages", where=f"{tmp_path}/a.jsonl:1", index=1):
         load(write_jsonl(tmp_path / "a.jsonl", [odd]))
     silent = record(0) | {"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": "a"}]}
-    assert (
-        len(load(write_jsonl(tmp_path / "b.jsonl", [silent]))) == 1
-    )  # as templates with a system text of their own want
+    stream = load(write_jsonl(tmp_path / "b.jsonl", [silent]))
+    assert len(stream) == 1  # as templates with a default system message need
 
 
 @pytest.mark.parametrize("role", ["", "x" * 101, 3, None, True])
-def test_roles_that_are_none(tmp_path: Path, role: Any) -> None:
-    with pytest.raises(DataError, match="message 0 of prompt is"):
+def test_invalid_roles(tmp_path: Path, role: Any) -> None:
+    with raises("prompts.bad-messages", index=0):
         load(write_jsonl(tmp_path / "a.jsonl", [record(0) | {"prompt": [{"role": role, "content": "a"}]}]))
 
 
-def test_parquet_with_text_that_is_none(tmp_path: Path) -> None:
+def test_parquet_with_text_that_is_not_utf8(tmp_path: Path) -> None:
     rows = pa.Table.from_pylist([record(0), record(1)])
     broken = pa.Array.from_buffers(
         pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")]
     )
     pq.write_table(rows.set_column(1, "data_source", broken), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet cannot be read as parquet after 0 rows \(.*utf-8"):
+    with raises("prompts.broken-parquet", path=f"{tmp_path}/a.parquet", row=0) as caught:
         load(tmp_path / "a.parquet")
+    assert "utf-8" in str(caught.value)
 
 
-def test_parquet_with_a_column_twice(tmp_path: Path) -> None:
+def test_parquet_with_a_duplicate_column(tmp_path: Path) -> None:
     rows = pa.Table.from_pylist([record(0)])
     pq.write_table(rows.append_column("prompt", rows["prompt"]), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"there are 2 columns 'prompt'"):
+    with raises("prompts.broken-parquet") as caught:
         load(tmp_path / "a.parquet")
+    assert "there are 2 columns 'prompt'" in str(caught.value)
 
 
-def test_a_file_that_must_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_read_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [record(0)])
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -116,7 +117,7 @@ def test_a_file_that_must_not_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Path, "open", refuse)
     for read in (lambda: load(path), PromptData(path).digests):
-        with pytest.raises(DataError, match=r"a\.jsonl cannot be read \(Permission denied\)"):
+        with raises("data.unreadable-file", path=path, reason="Permission denied"):
             read()
 
 
@@ -125,36 +126,36 @@ def test_digests_are_of_the_content(tmp_path: Path) -> None:
     c = write_jsonl(tmp_path / "c.jsonl", [record(1)])
     assert PromptData(a).digests() == PromptData(b).digests() != PromptData(c).digests()
     assert PromptData((a, c)).digests() == [*PromptData(a).digests(), *PromptData(c).digests()]
-    with pytest.raises(DataError, match="is not a file"):
+    with raises("prompts.missing-file"):
         PromptData(str(tmp_path / "gone.jsonl")).digests()
 
 
-# ---- what is too long is not tokenised
+# ---- overlong text is not tokenized
 
 
 class Short(Characters):
-    """Fails on a text that a machine could not take."""
+    """Fails on text that would exhaust memory."""
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]], template_kwargs: Any = None) -> list[int]:
         assert sum(len(message["content"]) for message in messages) <= 80
         return super().prompt_ids(messages)
 
 
-def test_a_prompt_that_no_tokens_could_hold_is_not_tokenised(tmp_path: Path) -> None:
+def test_a_prompt_with_more_characters_than_the_limit_of_tokens_can_hold_is_not_tokenized(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [record(0), record(1, "x" * 1000), record(2, "y" * 20)])
 
     def read(**settings: Any) -> Any:
         return PromptData(path, max_prompt_length=8, **settings).load(Short(), 0)  # type: ignore[arg-type]
 
-    with pytest.raises(DataError) as caught:
+    facts: dict[str, Any] = {"where": f"{path}:2", "setting": "max_prompt_length", "limit": 8, "count": 2, "rows": 3}
+    with raises("prompts.too-long", found=1003, unit="characters", **facts) as caught:
         read()
-    assert str(caught.value).startswith(f"{path}:2: the prompt has 1003 characters, but max_prompt_length is 8 (2 of 3")
-    assert "set max_prompt_length=" not in str(caught.value) and "shorten them, or leave them out" in str(caught.value)
+    assert "Set max_prompt_length=" not in str(caught.value) and "Shorten them, or drop them" in str(caught.value)
     kept = read(overlong="drop")
     assert (len(kept), kept.dropped) == (1, 2)
 
 
-def test_a_prompt_that_tokens_could_just_hold_is_tokenised(tmp_path: Path) -> None:
+def test_a_prompt_with_as_many_characters_as_the_limit_of_tokens_can_hold_is_tokenized(tmp_path: Path) -> None:
     class Words(Characters):
         def prompt_ids(self, *messages: Any) -> list[int]:
             return super().prompt_ids(*messages)[:8]
@@ -163,24 +164,23 @@ def test_a_prompt_that_tokens_could_just_hold_is_tokenised(tmp_path: Path) -> No
     assert len(PromptData(path, max_prompt_length=8).load(Words(), 0)) == 1  # type: ignore[arg-type]
 
 
-def test_without_a_limit_there_is_still_what_no_machine_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_limit_of_tokens_characters_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_source, "_CHARACTERS", 80)
     path = write_jsonl(tmp_path / "a.jsonl", [record(0), record(1, "x" * 78)])
-    with pytest.raises(
-        DataError, match=r"a\.jsonl:2: the prompt has 81 characters, which no machine tokenises \(1 of 2"
-    ):
+    with raises("prompts.too-long", where=f"{path}:2", found=81, unit="characters", limit=None, count=1, rows=2):
         PromptData(path).load(Short(), 0)  # type: ignore[arg-type]
     assert len(PromptData(path, max_prompt_length=100).load(Characters(), 0)) == 2  # type: ignore[arg-type]
 
 
-def test_a_line_that_no_machine_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_rows, "_LINE", 300)
     path = write_jsonl(tmp_path / "a.jsonl", [record(0), record(1, "x" * 300)])
-    with pytest.raises(DataError, match=r"a\.jsonl:2: the line has more than 300 bytes"):
+    with raises("prompts.broken-line", path=path, line=2) as caught:
         load(path)
+    assert "more than 300 bytes" in str(caught.value)
 
 
-def test_the_longest_token_bounds_what_tokens_hold(tmp_path: Path) -> None:
+def test_the_longest_token_bounds_the_characters_of_tokens(tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(tiny_folder(tmp_path))
     assert tokenizer.longest_token == len("<|assistant|>")
     text = "some words, and numbers: 12345"
@@ -191,15 +191,15 @@ def test_the_longest_token_bounds_what_tokens_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n", ["a", True, 1.0, None, 0, -1])
-def test_what_is_no_number_of_rows(tmp_path: Path, n: Any) -> None:
+def test_invalid_numbers_of_rows(tmp_path: Path, n: Any) -> None:
     stream = load(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
-    with pytest.raises(ParameterError, match=r"next\(.*\): expected an int, at least 1 row per batch"):
+    with raises("data.not-a-count", call="next", found=n):
         stream.next(n)
-    with pytest.raises(ParameterError, match=r"batches\(.*\): expected an int, at least 1 row per batch"):
+    with raises("data.not-a-count", call="batches", found=n):
         stream.batches(n)
 
 
-def test_the_digest_of_a_stream_is_of_what_it_gives(tmp_path: Path) -> None:
+def test_the_digest_of_a_stream_covers_its_rows(tmp_path: Path) -> None:
     rows = [record(0), record(1)]
     digest = load(write_jsonl(tmp_path / "a.jsonl", rows)).digest()
     assert load(write_parquet(tmp_path / "a.parquet", rows), seed=3, shuffle=False).digest() == digest

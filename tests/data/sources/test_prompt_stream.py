@@ -1,4 +1,4 @@
-"""Drawing prompts in batches and epochs, and resuming."""
+"""Sampling prompts in batches and epochs, and resuming."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.data.keys import Key
 from flowrl.data.sources.prompts import PromptData
-from flowrl.errors import DataError, ParameterError
 from flowrl.records import PromptBatch
 from tests.nightly import examples
+from tests.support.errors import raises
 from tests.support.prompt_files import Characters, load, record, truths, write_jsonl
 
 # ---- batches
@@ -59,7 +58,7 @@ def test_extra_info_is_optional_and_other_columns_are_not_read(tmp_path: Path) -
     assert list(load(write_jsonl(tmp_path / "a.jsonl", rows)).all()["extra_info"]) == [{}, {}]
 
 
-def test_what_a_reader_does_to_a_record_does_not_reach_later_epochs(tmp_path: Path) -> None:
+def test_changes_to_a_record_do_not_reach_later_epochs(tmp_path: Path) -> None:
     stream = load(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
     first = stream.next(1)
     first["extra_info"][0]["index"] = "changed"
@@ -68,7 +67,7 @@ def test_what_a_reader_does_to_a_record_does_not_reach_later_epochs(tmp_path: Pa
     assert len(stream.next(1)["raw_prompt"][0]) == 2
 
 
-def test_everything_is_tokenised_once(tmp_path: Path) -> None:
+def test_everything_is_tokenized_once(tmp_path: Path) -> None:
     tokenizer = Characters()
     stream = PromptData(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(5)])).load(tokenizer, 0)  # type: ignore[arg-type]
     stream.next(12)
@@ -137,24 +136,24 @@ def test_a_resumed_stream_gives_the_batches_of_the_uninterrupted_one(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write_jsonl(Path(folder) / "a.jsonl", [record(i) for i in range(rows)])
-        whole, resumed = load(path, seed, shuffle=shuffle), load(path, seed, shuffle=shuffle)
+        uninterrupted, resumed = load(path, seed, shuffle=shuffle), load(path, seed, shuffle=shuffle)
     for size in sizes[:stop]:
-        whole.next(size)
-    resumed.next(3)  # wherever it was before does not count
-    resumed.seek(json.loads(json.dumps(whole.position)))
-    assert resumed.position == whole.position
+        uninterrupted.next(size)
+    resumed.next(3)  # the previous position must not matter
+    resumed.seek(json.loads(json.dumps(uninterrupted.position)))
+    assert resumed.position == uninterrupted.position
     for size in [*sizes[stop:], rows]:
-        assert resumed.next(size).equal(whole.next(size))
+        assert resumed.next(size).equal(uninterrupted.next(size))
 
 
-def test_seek_refuses_what_is_no_position(tmp_path: Path) -> None:
+def test_seek_refuses_invalid_positions(tmp_path: Path) -> None:
     stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(3)]))
     stream.next(1)
     for wrong in ({"offset": 3}, {"epoch": -1}, {"epoch": 0.0}, {"rows": 4}, {"rows": 2}, {"row": 3}):
-        with pytest.raises(DataError, match=r"seek\(.*3 rows; expected epoch, offset .below the rows. and rows"):
+        with raises("sampler.wrong-position", rows=3, found=str({"epoch": 0, "offset": 0, "rows": 3} | wrong)):
             stream.seek({"epoch": 0, "offset": 0, "rows": 3} | wrong)  # type: ignore[arg-type]
     for other in ({"epoch": 0, "offset": 0}, None, [0, 0, 3]):
-        with pytest.raises(DataError, match="is no position"):
+        with raises("sampler.wrong-position", rows=3):
             stream.seek(other)  # type: ignore[arg-type]
     assert stream.position == {"epoch": 0, "offset": 1, "rows": 3}
 
@@ -172,7 +171,7 @@ def test_validation_is_every_row_once_in_file_order(tmp_path: Path) -> None:
 
 def test_a_batch_has_at_least_one_row(tmp_path: Path) -> None:
     stream = load(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
-    with pytest.raises(ParameterError, match=r"next\(0\).*at least 1"):
+    with raises("data.not-a-count", call="next", found=0):
         stream.next(0)
-    with pytest.raises(ParameterError, match=r"batches\(-1\).*at least 1"):
+    with raises("data.not-a-count", call="batches", found=-1):
         stream.batches(-1)

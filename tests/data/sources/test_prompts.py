@@ -1,4 +1,4 @@
-"""Reading prompts from JSONL and parquet, and refusing what is not in the format."""
+"""Reading prompts from JSONL and parquet, and refusing malformed rows."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ import pytest
 
 from flowrl.data.sources.prompts import PromptData
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import ParameterError
+from tests.support.errors import raises
 from tests.support.models import char_tokenizer, tiny_folder
 from tests.support.prompt_files import Characters, load, record, truths, write_jsonl, write_parquet
 
 
-def refused(tmp_path: Path, row: Any, good: int = 1) -> str:
-    """The message for a file of `good` good rows and then `row`."""
+def refused(tmp_path: Path, row: Any, code: str, good: int = 1, **facts: Any) -> None:
+    """A file of `good` valid rows and then `row` raises this code."""
     path = write_jsonl(tmp_path / "bad.jsonl", [*map(record, range(good)), row])
-    with pytest.raises(DataError) as caught:
+    with raises(f"prompts.{code}", where=f"{path}:{good + 1}", **facts) as caught:
         load(path)
-    message = str(caught.value)
-    assert message.startswith(f"{path}:{good + 1}: ")
-    assert "\n" not in message
-    return message
+    assert str(caught.value).startswith(f"{path}:{good + 1}: ") and "\n" not in str(caught.value)
 
 
 # ---- files
@@ -88,12 +86,12 @@ def test_a_path_may_be_a_path_object(tmp_path: Path) -> None:
         PromptData(3)  # type: ignore[arg-type]
 
 
-def test_missing_files_are_found_without_a_tokeniser(tmp_path: Path) -> None:
+def test_missing_files_are_found_without_a_tokenizer(tmp_path: Path) -> None:
     path = Path(write_jsonl(tmp_path / "a.jsonl", [record(0)]))
     PromptData(path).refuse_missing()
-    with pytest.raises(DataError, match=r"gone\.jsonl' is not a file on this machine .looked in .*correct PromptData"):
+    with raises("prompts.missing-file", path=f"{tmp_path}/gone.jsonl", source="PromptData"):
         PromptData((path, path.with_name("gone.jsonl"))).refuse_missing()
-    with pytest.raises(DataError, match="is not a file"):
+    with raises("prompts.missing-file"):
         PromptData(tmp_path / "a.jsonl" / "b.jsonl").refuse_missing()
 
 
@@ -102,45 +100,44 @@ def test_more_rows_than_one_parquet_read(tmp_path: Path) -> None:
     assert truths(stream.all()) == [str(i) for i in range(2500)]
 
 
-# ---- over-long prompts: record(i) has 4 + i characters
+# ---- overlong prompts: record(i) has 4 + i characters
 
 
-def test_a_prompt_of_just_the_limit_is_kept(tmp_path: Path) -> None:
+def test_a_prompt_of_exactly_the_limit_is_accepted(tmp_path: Path) -> None:
     stream = load(write_jsonl(tmp_path / "a.jsonl", [record(i) for i in range(4)]), max_prompt_length=7)
     assert (len(stream), stream.dropped) == (4, 0)
 
 
-def test_over_long_prompts_are_refused(tmp_path: Path) -> None:
+def test_overlong_prompts_are_refused(tmp_path: Path) -> None:
     a = write_jsonl(tmp_path / "a.jsonl", [record(0), record(1)])
     b = write_jsonl(tmp_path / "b.jsonl", [record(1), record(2), record(6), record(3)])
-    with pytest.raises(DataError) as caught:
+    with raises("prompts.too-long", where=f"{b}:2", found=6, limit=5, count=3, rows=6, longest=10) as caught:
         load((a, b), max_prompt_length=5)
     message = str(caught.value)
-    assert message.startswith(f"{b}:2: the prompt has 6 tokens, but max_prompt_length is 5")
-    assert "3 of 6 prompts" in message
-    assert "set max_prompt_length=10" in message and 'overlong="drop"' in message
+    assert "Set max_prompt_length=10" in message and 'overlong="drop"' in message
 
 
-def test_over_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
+def test_overlong_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = [record(5), record(0), record(1), record(7)]
     stream = load(write_parquet(tmp_path / "a.parquet", rows), max_prompt_length=5, overlong="drop")
     assert (len(stream), stream.dropped) == (2, 2)
     assert truths(stream.all()) == ["0", "1"]
-    assert list(stream.all()["uid"]) == ["0/1/0", "0/2/0"]  # places in the file, so they do not hang on the limit
+    assert list(stream.all()["uid"]) == ["0/1/0", "0/2/0"]  # indices in the file: they do not depend on the limit
     assert set(stream.next(4)["uid"]) == {"0/1/0", "0/2/0", "1/1/0", "1/2/0"}
 
 
 def test_dropping_every_prompt_is_refused(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", [record(5), record(6)])
-    with pytest.raises(DataError, match=r"a\.parquet row 0.*2 of 2 prompts.*max_prompt_length=10; no prompt would be"):
+    with raises("prompts.too-long", where=f"{path} row 0", count=2, rows=2, longest=10) as caught:
         load(path, max_prompt_length=3, overlong="drop")
+    assert "dropping them would leave no prompt" in str(caught.value)
 
 
-# ---- settings and files that are refused
+# ---- parameters and files that are refused
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"path": "data.csv"}, r"'data\.csv' ends in neither \.jsonl .* nor \.parquet"),
         ({"path": ("a.jsonl", "b.json")}, r"'b\.json' ends in neither"),
@@ -151,8 +148,8 @@ def test_dropping_every_prompt_is_refused(tmp_path: Path) -> None:
         ({"path": "a.jsonl", "overlong": "cut"}, "overlong='cut'"),
     ],
 )
-def test_settings_are_checked_before_anything_is_read(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ParameterError, match=words):
+def test_parameters_are_checked_before_anything_is_read(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
         PromptData(**settings)
 
 
@@ -162,48 +159,49 @@ def test_nothing_is_read_at_construction_and_equality_is_by_value() -> None:
 
 def test_a_missing_file_is_named_before_others_are_read(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["not a record"])
-    with pytest.raises(DataError, match=r"gone\.parquet' is not a file"):
+    with raises("prompts.missing-file", path=f"{tmp_path}/gone.parquet"):
         load((path, str(tmp_path / "gone.parquet")))
-    with pytest.raises(DataError, match="is not a file"):
-        (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "folder.jsonl").mkdir()
+    with raises("prompts.missing-file"):
         load(str(tmp_path / "folder.jsonl"))
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     good, empty = write_jsonl(tmp_path / "a.jsonl", [record(0)]), write_jsonl(tmp_path / "b.jsonl", [])
-    with pytest.raises(DataError, match=r"b\.jsonl has no rows"):
+    with raises("prompts.no-rows", path=empty):
         load((good, empty))
     pq.write_table(pa.Table.from_pylist([record(0)]).slice(0, 0), tmp_path / "c.parquet")
-    with pytest.raises(DataError, match=r"c\.parquet has no rows"):
+    with raises("prompts.no-rows", path=f"{tmp_path}/c.parquet"):
         load(str(tmp_path / "c.parquet"))
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "detail"),
     [
         (b'{"prompt": [', "not JSON"),
         (b"\n", "blank"),
         (b'{"prompt": "\xff"}\n', "not JSON"),
         (b"{} {}\n", "not JSON"),
-        (b'{"prompt": 1, "prompt": 2}\n', r"not JSON \(the key 'prompt' stands twice"),
-        (b'{"extra_info": {"a": {"b": 1, "b": 1}}}\n', r"not JSON \(the key 'b' stands twice"),
+        (b'{"prompt": 1, "prompt": 2}\n', "not JSON (duplicate key 'prompt'"),
+        (b'{"extra_info": {"a": {"b": 1, "b": 1}}}\n', "not JSON (duplicate key 'b'"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, line: bytes, words: str) -> None:
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes, detail: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(record(0)).encode() + b"\n" + line)
-    with pytest.raises(DataError, match=rf"a\.jsonl:2: the line is {words}"):
+    with raises("prompts.broken-line", path=str(path), line=2) as caught:
         load(str(path))
+    assert f"{path}:2: the line is {detail}" in str(caught.value)
 
 
 def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     path = Path(write_parquet(tmp_path / "a.parquet", [record(i) for i in range(50)]))
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"a\.parquet cannot be read as parquet"):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with raises("prompts.broken-parquet", path=str(path)):
         load(str(path))
-    path.write_bytes(whole[:4] + bytes(200) + whole[204:])
-    with pytest.raises(DataError, match=r"a\.parquet cannot be read as parquet"):
+    path.write_bytes(content[:4] + bytes(200) + content[204:])
+    with raises("prompts.broken-parquet", path=str(path)):
         load(str(path))
 
 
@@ -211,22 +209,22 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_keys_are_named(tmp_path: Path) -> None:
-    message = refused(tmp_path, {"prompt": record(0)["prompt"], "data_source": None})
-    assert "no data_source and no reward_model" in message
-    assert "no prompt and no data_source and no reward_model" in refused(tmp_path, {"question": "1+1"}, good=3)
-    assert "the row is a list" in refused(tmp_path, [1, 2])
+    row = {"prompt": record(0)["prompt"], "data_source": None}
+    refused(tmp_path, row, "missing-key", missing=("data_source", "reward_model"))
+    row = {"question": "1+1"}
+    refused(tmp_path, row, "missing-key", good=3, missing=("prompt", "data_source", "reward_model"))
+    refused(tmp_path, [1, 2], "row-not-object", found="list")
     path = write_parquet(tmp_path / "b.parquet", [record(0), record(1), record(2) | {"data_source": None}])
-    with pytest.raises(DataError, match=r"b\.parquet row 2: the row has no data_source"):
+    with raises("prompts.missing-key", where=f"{path} row 2", missing=("data_source",)):
         load(path)
     path = write_parquet(tmp_path / "a.parquet", [{"question": "1+1", "data_source": "x"}])
-    with pytest.raises(DataError, match=r"a\.parquet row 0: the row has no prompt and no reward_model"):
+    with raises("prompts.missing-key", where=f"{path} row 0", missing=("prompt", "reward_model")):
         load(path)
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", {"role": "user", "content": "x"}, []])
 def test_a_prompt_is_a_list_of_messages(tmp_path: Path, prompt: Any) -> None:
-    message = refused(tmp_path, record(0) | {"prompt": prompt})
-    assert f"prompt is {prompt!r}; expected a list of messages" in message
+    refused(tmp_path, record(0) | {"prompt": prompt}, "bad-messages", found=repr(prompt))
 
 
 @pytest.mark.parametrize(
@@ -242,13 +240,13 @@ def test_a_prompt_is_a_list_of_messages(tmp_path: Path, prompt: Any) -> None:
     ],
 )
 def test_a_message_has_role_and_text(tmp_path: Path, message: Any) -> None:
-    found = refused(tmp_path, record(0) | {"prompt": [{"role": "system", "content": "s"}, message]})
-    assert f"message 1 of prompt is {message!r}" in found
+    row = record(0) | {"prompt": [{"role": "system", "content": "s"}, message]}
+    refused(tmp_path, row, "bad-messages", index=1, found=repr(message))
 
 
 @pytest.mark.parametrize("reward", [{}, {"style": "rule"}, {"ground_truth": None}, "42", [1]])
-def test_the_ground_truth_must_be_there(tmp_path: Path, reward: Any) -> None:
-    assert '{"ground_truth": ...}' in refused(tmp_path, record(0) | {"reward_model": reward})
+def test_the_ground_truth_is_required(tmp_path: Path, reward: Any) -> None:
+    refused(tmp_path, record(0) | {"reward_model": reward}, "no-ground-truth", found=repr(reward))
 
 
 @pytest.mark.parametrize("truth", ["", 0, False, 1.5, [], {"answer": [1]}])
@@ -258,9 +256,9 @@ def test_a_ground_truth_may_be_anything_but_null(tmp_path: Path, truth: Any) -> 
 
 
 def test_other_columns_of_a_wrong_type(tmp_path: Path) -> None:
-    assert "data_source is 7; expected a str" in refused(tmp_path, record(0) | {"data_source": 7})
-    assert "extra_info is 'x'; expected an object" in refused(tmp_path, record(0) | {"extra_info": "x"})
-    assert "has images" in refused(tmp_path, record(0) | {"images": ["a.png"]})
+    refused(tmp_path, record(0) | {"data_source": 7}, "wrong-type", key="data_source", found="7")
+    refused(tmp_path, record(0) | {"extra_info": "x"}, "wrong-type", key="extra_info", found="'x'")
+    refused(tmp_path, record(0) | {"images": ["a.png"]}, "media", key="images")
     assert len(load(write_jsonl(tmp_path / "a.jsonl", [record(0) | {"images": []}]))) == 1
 
 
@@ -270,12 +268,12 @@ def test_a_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
             return []
 
     path = write_jsonl(tmp_path / "a.jsonl", [record(0)])
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template makes no tokens of the prompt"):
+    with raises("tokenizer.empty-prompt", where=f"{path}:1"):
         PromptData(path).load(Silent(), 0)  # type: ignore[arg-type]
-    assert "says anything" in refused(tmp_path, record(0) | {"prompt": [{"role": "system", "content": ""}]})
+    refused(tmp_path, record(0) | {"prompt": [{"role": "system", "content": ""}]}, "bad-messages")
 
 
-# ---- with a real tokeniser
+# ---- with a real tokenizer
 
 
 def test_prompts_through_a_real_chat_template(tmp_path: Path) -> None:
@@ -290,14 +288,15 @@ def test_prompts_through_a_real_chat_template(tmp_path: Path) -> None:
     assert batch["prompt_mask"].tolist()[0] == [False] * 2 + [True] * (batch["prompts"].shape[1] - 2)
 
 
-def test_what_the_template_refuses_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_row_that_the_template_rejects_is_named_with_its_line(tmp_path: Path) -> None:
     folder = Path(tmp_path / "tokenizer")
     tokenizer = char_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('only users may speak') if messages[0]['role'] != 'user' }}x"
     tokenizer.save_pretrained(folder)
     path = write_jsonl(tmp_path / "a.jsonl", [record(0) | {"prompt": [{"role": "user", "content": "q"}]}, record(1)])
-    with pytest.raises(DataError, match=r"a\.jsonl:2: .*only users may speak"):
+    with raises("tokenizer.template-rejects", where=f"{path}:2", reason="only users may speak") as caught:
         PromptData(path).load(ChatTokenizer(str(folder)), 0)
+    assert str(caught.value).startswith(f"{path}:2: ") and str(caught.value).count("[tokenizer.") == 1
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
@@ -317,8 +316,10 @@ def test_the_template_gets_arguments_of_the_job_and_of_the_row(tmp_path: Path, w
     batch = data.load(loaded, seed=0).all()
     texts = [loaded.text(ids[mask]) for ids, mask in zip(batch["prompts"], batch["prompt_mask"], strict=True)]
     assert texts == ["x1", "x!1", "x2add?sub"]
-    with pytest.raises(DataError, match=r"data\.[a-z]+(:1| row 0): the chat template .* reads no 'dey'"):
+    with raises(
+        "tokenizer.unused-argument", argument="dey", where=f"{path}{':1' if write is write_jsonl else ' row 0'}"
+    ):
         PromptData(path, chat_template_kwargs={"dey": "1"}).load(loaded, seed=0)
     bad = write_jsonl(tmp_path / "bad.jsonl", [record(0) | {"chat_template_kwargs": "think"}])
-    with pytest.raises(DataError, match=r"bad\.jsonl:1: chat_template_kwargs is 'think'; expected an object"):
+    with raises("prompts.wrong-type", where=f"{bad}:1", key="chat_template_kwargs", found="'think'"):
         PromptData(bad).load(loaded, seed=0)

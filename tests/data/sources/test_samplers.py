@@ -1,4 +1,4 @@
-"""Samplers: what they draw against a transcription of their own, and that a position is all that they know."""
+"""Samplers: draws against a transcription of the paper, and positions as their complete state."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from flowrl.data.keys import Key
 from flowrl.data.sources.samplers import ByDifficulty, InOrder, Order, Replay, Sampler, Shuffled
 from flowrl.errors import DataError, ParameterError
 from tests.nightly import examples
+from tests.support.errors import raises
 
 SAMPLERS = [Shuffled(), InOrder(), ByDifficulty(), ByDifficulty(0.2, decay=0.9, best=2.0), Replay(), Replay(0.5, 0.9)]
 every = pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
@@ -25,7 +26,7 @@ def start(sampler: Sampler, rows: int, seed: int = 3) -> Order:
 
 
 def answer(order: Order, sampler: Sampler, step: int, n: int) -> list[Any]:
-    """Draw, and let what was drawn be answered: row ``r`` is right in ``r`` of 10 answers."""
+    """Draw, and score the draws: row ``r`` is right in ``r`` of 10 responses."""
     drawn = order.next(n)
     if sampler.learns:
         order.learn(step, {one.row: [1.0] * one.row + [0.0] * (10 - one.row) for one in drawn})
@@ -35,17 +36,17 @@ def answer(order: Order, sampler: Sampler, step: int, n: int) -> list[Any]:
 @every
 @examples(20)
 @given(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=2, max_size=7), st.integers(0, 5))
-def test_a_position_is_all_that_it_knows(sampler: Sampler, rows: int, sizes: list[int], cut: int) -> None:
-    whole, cut = start(sampler, rows), min(cut, len(sizes) - 1)
+def test_a_position_is_the_complete_state(sampler: Sampler, rows: int, sizes: list[int], cut: int) -> None:
+    uninterrupted, cut = start(sampler, rows), min(cut, len(sizes) - 1)
     for step, n in enumerate(sizes[:cut], start=1):
-        answer(whole, sampler, step, n)
-    position = json.loads(json.dumps(whole.position))
-    again = start(sampler, rows)
-    again.seek(position)
-    assert again.position == whole.position and again.heard == whole.heard
+        answer(uninterrupted, sampler, step, n)
+    position = json.loads(json.dumps(uninterrupted.position))
+    resumed = start(sampler, rows)
+    resumed.seek(position)
+    assert resumed.position == uninterrupted.position and resumed.heard == uninterrupted.heard
     for step, n in enumerate(sizes[cut:], start=cut + 1):
-        assert answer(again, sampler, step, n) == answer(whole, sampler, step, n)
-    assert again.position == whole.position
+        assert answer(resumed, sampler, step, n) == answer(uninterrupted, sampler, step, n)
+    assert resumed.position == uninterrupted.position
 
 
 @every
@@ -58,7 +59,7 @@ def test_no_two_draws_are_the_same(sampler: Sampler, rows: int, sizes: list[int]
 
 
 @every
-def test_positions_that_are_none(sampler: Sampler) -> None:
+def test_invalid_positions(sampler: Sampler) -> None:
     order = start(sampler, 9)
     for step in (1, 2, 3):
         answer(order, sampler, step, 4)
@@ -71,44 +72,44 @@ def test_positions_that_are_none(sampler: Sampler) -> None:
             try:
                 order.seek({**good, key: odd})
             except DataError:
-                assert order.position == before  # what was refused has changed nothing
-            else:  # it happens to be another position
+                assert order.position == before  # a refused position changes nothing
+            else:  # it is another valid position
                 assert order.position == {**good, key: odd}
                 order.seek(good)
     for odd in (None, 3, {}, {**good, "more": 1}, {**good, "rows": 8}, {key: good[key] for key in list(good)[1:]}):
-        with pytest.raises(DataError, match="is no position"):
+        with raises("sampler.wrong-position", rows=9):
             order.seek(odd)  # type: ignore[arg-type]
 
 
-def believed(answers: list[tuple[float, int]], decay: float) -> tuple[float, float]:
-    """The two parameters after answers, of which so many were right, by the update of the paper."""
+def posterior(counts: list[tuple[float, int]], decay: float) -> tuple[float, float]:
+    """The two Beta parameters after these successes and totals, by the update of the paper."""
     a = b = 1.0
-    for right, n in answers:
+    for right, n in counts:
         a, b = decay * a + (1 - decay) * 1.0 + right, decay * b + (1 - decay) * 1.0 + n - right
     return a, b
 
 
-def test_by_difficulty_draws_what_is_nearest_to_its_target() -> None:
-    """Step by step against the paper's lines."""
+def test_by_difficulty_samples_the_rows_nearest_to_its_target() -> None:
+    """Step by step against the paper's equations."""
     sampler, key = ByDifficulty(0.4, decay=0.7), Key.of(5)
     order = sampler.start(range(10), key)
-    told: dict[int, list[tuple[float, int]]] = {row: [] for row in range(10)}
+    counts: dict[int, list[tuple[float, int]]] = {row: [] for row in range(10)}
     for step in range(1, 9):
-        beliefs = np.array([believed(told[row], 0.7) for row in range(10)])
+        betas = np.array([posterior(counts[row], 0.7) for row in range(10)])
         generator = np.random.Generator(np.random.Philox(key=key.derive("by difficulty", step - 1).bits))
-        rates = generator.beta(beliefs[:, 0], beliefs[:, 1])
+        rates = generator.beta(betas[:, 0], betas[:, 1])
         expected = sorted(range(10), key=lambda row: abs(rates[row] - 0.4))[:3]
         drawn = [one.row for one in answer(order, sampler, step, 3)]
         assert drawn == expected
         for row in drawn:
-            told[row].append((row, 10))
+            counts[row].append((row, 10))
 
 
-def test_what_is_not_yet_answered_is_not_drawn_again() -> None:
+def test_pending_rows_are_not_sampled_again() -> None:
     order = start(ByDifficulty(), 10)
     rounds = [{one.row for one in order.next(n)} for n in (4, 3, 3)]
     assert set.union(*rounds) == set(range(10))
-    assert len({one.row for one in order.next(10)}) == 10  # all are: once more, in their order
+    assert len({one.row for one in order.next(10)}) == 10  # all rows are pending, so all are sampled once more
     order.learn(1, {})
     first = {one.row for one in order.next(6)}
     again = start(ByDifficulty(), 10)
@@ -117,19 +118,19 @@ def test_what_is_not_yet_answered_is_not_drawn_again() -> None:
 
 
 @given(st.integers(0, 3), st.lists(st.tuples(st.integers(2, 4), st.integers(0, 3)), min_size=4, max_size=9))
-def test_what_is_under_way_in_later_steps_is_not_drawn_again(lag: int, sizes: list[tuple[int, int]]) -> None:
-    """Batches are drawn `lag` steps ahead, and further rounds of a step behind those; a step's first row is masked."""
-    order, under = start(ByDifficulty(), 40), list[set[int]]()
+def test_rows_of_later_steps_stay_pending(lag: int, sizes: list[tuple[int, int]]) -> None:
+    """Batches are sampled `lag` steps ahead, further rounds of a step after those; a step's first row is masked."""
+    order, pending = start(ByDifficulty(), 40), list[set[int]]()
     for step, (batch, more) in enumerate(sizes, start=1):
-        while len(under) <= lag:
-            under.append({one.row for one in order.next(batch)})
-        under[0] |= {one.row for one in order.next(more)}
-        assert len(set.union(*under)) == sum(map(len, under))
-        over = sorted(under.pop(0))
-        order.learn(step, {row: [0.0, 1.0] for row in over[1:]})
+        while len(pending) <= lag:
+            pending.append({one.row for one in order.next(batch)})
+        pending[0] |= {one.row for one in order.next(more)}
+        assert len(set.union(*pending)) == sum(map(len, pending))
+        complete = sorted(pending.pop(0))
+        order.learn(step, {row: [0.0, 1.0] for row in complete[1:]})
 
 
-def test_what_nobody_has_scored_is_drawn_again_once_its_step_is_over() -> None:
+def test_rows_without_scores_are_sampled_again_after_their_step() -> None:
     order = start(ByDifficulty(), 6)
     first, second = ([one.row for one in order.next(3)] for _ in range(2))
     order.learn(1, {first[0]: [1.0]})
@@ -147,7 +148,7 @@ def test_by_difficulty_finds_the_prompts_that_teach() -> None:
     assert sum(row in (4, 5, 6) for row in late) > 0.75 * len(late)
 
 
-def test_scores_beyond_the_worst_and_the_best_count_as_these() -> None:
+def test_scores_beyond_the_worst_and_the_best_are_clamped() -> None:
     orders = [start(ByDifficulty(worst=-1.0, best=1.0), 2) for _ in range(2)]
     for order, scores in zip(orders, ([-5.0, 0.0, 7.0], [-1.0, 0.0, 1.0]), strict=True):
         order.next(2)
@@ -156,7 +157,7 @@ def test_scores_beyond_the_worst_and_the_best_count_as_these() -> None:
     assert orders[0].position["known"]["1"][1:] == [1.0 + 1.5, 1.0 + 1.5] and orders[0].heard == 4
 
 
-def test_replay_draws_hard_rows_again() -> None:
+def test_replay_samples_hard_rows_again() -> None:
     order = start(Replay(share=0.5, below=0.5, above=0.0), 20)
     first = [one.row for one in order.next(4)]
     assert len(set(first)) == 4
@@ -172,7 +173,7 @@ def test_replay_draws_hard_rows_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: ByDifficulty(1.5), "target"),
         (lambda: ByDifficulty(decay=0.0), "decay"),
@@ -180,6 +181,6 @@ def test_replay_draws_hard_rows_again() -> None:
         (lambda: Replay(share=1.0), "share"),
     ],
 )
-def test_settings_that_are_none(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(ParameterError, match=said):
+def test_invalid_parameters(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
         make()

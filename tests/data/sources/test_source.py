@@ -1,4 +1,4 @@
-"""Sources of one's own, and what streams hear of the scores of what they gave."""
+"""Custom sources, and the scores that streams receive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from flowrl import PromptData, Source
 from flowrl.data.sources.samplers import ByDifficulty
-from flowrl.errors import DataError
+from flowrl.data.sources.source import Stream
+from tests.support.errors import raises
 from tests.support.prompt_files import Characters, record, write_jsonl
 
 
@@ -18,8 +19,8 @@ def stream_of(tmp_path: Path, rows: int = 6, **settings: Any) -> Any:
     return PromptData(path, sampler=ByDifficulty(), **settings).load(Characters(), 0)  # type: ignore[arg-type]
 
 
-def test_scores_reach_the_rows_that_were_drawn(tmp_path: Path) -> None:
-    """Rows are told by their place in the file, of which those that were dropped count."""
+def test_scores_reach_the_rows_that_were_sampled(tmp_path: Path) -> None:
+    """A uid has the row's index in the file, dropped rows included."""
     stream = stream_of(tmp_path, max_prompt_length=6, overlong="drop")  # of "add" and 1 to 6 characters
     assert (len(stream), stream.dropped) == (3, 3)
     batch = stream.next(3)
@@ -30,7 +31,7 @@ def test_scores_reach_the_rows_that_were_drawn(tmp_path: Path) -> None:
     assert stream.heard == 1
 
 
-def test_what_was_repeated_to_fill_up_is_heard_once(tmp_path: Path) -> None:
+def test_scores_of_repeated_groups_count_once(tmp_path: Path) -> None:
     stream = stream_of(tmp_path)
     uid = stream.next(1)["uid"][0]
     stream.learn(1, {uid: [1.0], f"{uid}+1": [1.0], f"{uid}+2": [1.0]})
@@ -38,13 +39,18 @@ def test_what_was_repeated_to_fill_up_is_heard_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("uid", ["a", "", "0/9/0", "0/1", "0/x/0", "0/1/x", "0/1/"])
-def test_scores_of_what_was_never_drawn(uid: str, tmp_path: Path) -> None:
+def test_scores_of_unknown_groups(uid: str, tmp_path: Path) -> None:
     stream = stream_of(tmp_path)
-    with pytest.raises(DataError, match="which is none that this stream has drawn"):
+    with raises("sampler.unknown-group", uid=uid):
         stream.learn(1, {uid: [1.0]})
 
 
-def test_a_source_that_says_nothing_more_than_it_must(tmp_path: Path) -> None:
+def test_an_endless_stream_has_no_batches(tmp_path: Path) -> None:
+    with raises("prompts.endless-stream", stream="PromptStream"):
+        Stream.batches(stream_of(tmp_path), 2)
+
+
+def test_the_defaults_of_a_source(tmp_path: Path) -> None:
     class Bare(Source):
         level: int = 3
 

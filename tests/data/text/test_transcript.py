@@ -1,4 +1,4 @@
-"""Conversations as exact tokens, by the templates of the field: nothing that was sampled is tokenised again."""
+"""Conversations as exact tokens, with common chat templates: sampled tokens are never tokenized again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.data.text.transcript import Transcript
-from flowrl.errors import DataError, EpisodeError
+from tests.support.errors import raises
 from tests.support.templates import TEMPLATES, tokenizer_of
 
 ADDING = sorted(TEMPLATES.keys() - {"merging"})
@@ -17,7 +17,7 @@ WORDS = st.text(alphabet="the and12 ?!<>{}\n", min_size=1, max_size=30).map(str.
 
 
 def one_by_one(tokenizer: ChatTokenizer, text: str) -> list[int]:
-    """`text` as tokens of one byte each, as a policy may sample it, and no tokeniser would write it."""
+    """`text` as tokens of one byte each, as a policy may sample it but no tokenizer would encode it."""
     return [i for letter in text for i in tokenizer.encode(letter)]
 
 
@@ -34,12 +34,12 @@ def test_the_text_is_that_of_the_template_and_sampled_ids_stay(
     tokenizer = tokenizer_of(name)
     transcript = Transcript(tokenizer, QUESTION, check="strict")
     messages, sampled = list(QUESTION), []
-    for text, said in zip(answers, replies, strict=False):
+    for text, reply in zip(answers, replies, strict=False):
         ids = [*one_by_one(tokenizer, text), end_of(name)]
         sampled.append((len(transcript.ids), ids))
         transcript.answer(ids, [-0.5] * len(ids))
-        transcript.reply([{"role": "user", "content": said}])
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": said}]
+        transcript.reply([{"role": "user", "content": reply}])
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": reply}]
     assert tokenizer.shown(transcript.ids) == tokenizer.conversation_text(messages, go_on=True)
     assert transcript.messages == messages
     for start, ids in sampled:
@@ -57,8 +57,8 @@ def test_a_turn_that_was_cut_off_is_ended_by_the_template(name: str) -> None:
     transcript.answer(cut, [-1.0] * len(cut))
     delta = transcript.reply([{"role": "user", "content": "go on"}])
     assert delta[0] == end_of(name) and sum(transcript.sampled) == len(cut)
-    whole = [*QUESTION, {"role": "assistant", "content": "and the"}, {"role": "user", "content": "go on"}]
-    assert tokenizer.shown(transcript.ids) == tokenizer.conversation_text(whole, go_on=True)
+    messages = [*QUESTION, {"role": "assistant", "content": "and the"}, {"role": "user", "content": "go on"}]
+    assert tokenizer.shown(transcript.ids) == tokenizer.conversation_text(messages, go_on=True)
 
 
 def test_another_token_that_ends_a_turn_stays_where_it_was_sampled() -> None:
@@ -84,23 +84,25 @@ def test_replies_of_tools_follow_as_one_turn(name: str) -> None:
     )
 
 
-def test_a_reply_that_a_template_leaves_out_is_refused() -> None:
-    """Here and not as an answer on an answer: nothing would stand between the two."""
+def test_a_reply_that_a_template_omits_is_refused() -> None:
     tokenizer = tokenizer_of("bare")
     transcript = Transcript(tokenizer, QUESTION, check="off")
     transcript.answer([*tokenizer.encode("3"), end_of("bare")], [0.0] * 2)
-    with pytest.raises(
-        EpisodeError, match=r"writes nothing for a reply \(roles: 'tool'\), so the policy would neither"
-    ):
+    with raises("tokenizer.empty-reply", path=tokenizer.folder, roles=("'tool'",)):
         transcript.reply([{"role": "tool", "content": "1"}])
 
 
-def test_an_answer_has_tokens_and_each_its_log_prob() -> None:
-    for ids, log_probs, said in (
-        ([], [], "an answer of 0 tokens is put in"),
-        ([1, 2], [0.0], "of 2 tokens has 1 log-probs"),
-    ):
-        with pytest.raises(ValueError, match=said):
+def test_an_assistant_reply_is_refused() -> None:
+    tokenizer = tokenizer_of("bare")
+    transcript = Transcript(tokenizer, QUESTION, check="off")
+    transcript.answer([*tokenizer.encode("3"), end_of("bare")], [0.0] * 2)
+    with raises("tokenizer.assistant-reply"):
+        transcript.reply([{"role": "assistant", "content": "1"}])
+
+
+def test_a_response_has_one_log_prob_per_token() -> None:
+    for ids, log_probs, message in (([], [], "has 0 tokens"), ([1, 2], [0.0], "has 2 tokens but 1 log-probs")):
+        with pytest.raises(ValueError, match=message):
             Transcript(tokenizer_of("qwen2.5"), QUESTION).answer(ids, log_probs)
 
 
@@ -114,40 +116,41 @@ class TestRewriting:
 
     @pytest.mark.parametrize("check", ["strict", "loose"])
     @pytest.mark.parametrize(
-        ("name", "answer", "there", "written"),
+        ("name", "answer", "expected", "found"),
         [
             ("qwen3", "<think>12</think>3", "<think>12</think>3", "3<|im_end|>"),
             ("merging", "3", "1and2?<end>", "1and2?sure?<end>"),
         ],
     )
-    def test_a_template_that_writes_earlier_turns_otherwise_is_shown_with_both_texts(
-        self, name: str, answer: str, check: str, there: str, written: str
+    def test_a_template_that_rewrites_earlier_turns_is_refused_with_both_texts(
+        self, name: str, answer: str, check: str, expected: str, found: str
     ) -> None:
-        with pytest.raises(EpisodeError) as error:
+        with raises("tokenizer.rewritten-turns", path=tokenizer_of(name).folder) as caught:
             self.answered(name, answer, check).reply([{"role": "user", "content": "sure?"}])
-        before, _, after = "".join(str(error.value).split()).partition("anditwrites")
-        assert there in before and written in after
-        assert "since an episode is one row of tokens, and is not cut into several" in str(error.value)
+        assert expected in "".join(caught.value.facts["expected"].split())
+        assert found in "".join(caught.value.facts["found"].split())
 
-    def test_off_goes_on_with_what_is_there(self) -> None:
+    def test_off_continues_with_the_tokens_as_they_are(self) -> None:
         transcript = self.answered("qwen3", "<think>12</think>3", "off")
         transcript.reply([{"role": "user", "content": "sure?"}])
         assert "<think>12</think>3<|im_end|>\n<|im_start|>user\nsure?" in tokenizer_of("qwen3").shown(transcript.ids)
 
     @pytest.mark.parametrize("name", ["llama3", "gemma"])
-    def test_white_space_that_a_template_trims_counts_in_the_strict_check_alone(self, name: str) -> None:
+    def test_only_the_strict_check_compares_whitespace_that_a_template_trims(self, name: str) -> None:
         reply = [{"role": "user", "content": "sure?"}]
         self.answered(name, "3 \n", "loose").reply(reply)
-        with pytest.raises(EpisodeError, match=r"there is '.*3 \\n<"):
+        with raises("tokenizer.rewritten-turns") as caught:
             self.answered(name, "3 \n", "strict").reply(reply)
+        assert "3 \n<" in caught.value.facts["expected"]
 
 
-def test_roles_that_a_template_does_not_take_are_refused_by_it() -> None:
+def test_a_template_rejects_roles_that_it_does_not_support() -> None:
     tokenizer = tokenizer_of("gemma")
     transcript = Transcript(tokenizer, QUESTION)
     transcript.answer([*tokenizer.encode("3"), end_of("gemma")], [0.0, 0.0])
-    with pytest.raises(DataError, match="must alternate"):
+    with raises("tokenizer.template-rejects") as caught:
         transcript.reply([{"role": "tool", "content": "1"}, {"role": "tool", "content": "1"}])
+    assert "must alternate" in caught.value.facts["reason"]
 
 
 def test_turns_alternate() -> None:
@@ -155,13 +158,13 @@ def test_turns_alternate() -> None:
     transcript = Transcript(tokenizer, QUESTION)
     with pytest.raises(ValueError, match="expected one before a reply"):
         transcript.reply(QUESTION)
-    with pytest.raises(ValueError, match="an answer of 0 tokens"):
+    with pytest.raises(ValueError, match="has 0 tokens"):
         transcript.answer([], [])
     transcript.answer(tokenizer.encode("3"), [0.0])
-    with pytest.raises(ValueError, match="expected a reply before the next one"):
+    with pytest.raises(ValueError, match="expected a reply before the next response"):
         transcript.answer(tokenizer.encode("3"), [0.0])
 
 
-def test_a_check_that_there_is_not_is_refused() -> None:
-    with pytest.raises(DataError, match="expected one of 'strict', 'loose', 'off'"):
+def test_an_unknown_check_is_refused() -> None:
+    with raises("tokenizer.unknown-check", found="lose", expected=("strict", "loose", "off")):
         Transcript(tokenizer_of("llama3"), QUESTION, check="lose")  # type: ignore[arg-type]

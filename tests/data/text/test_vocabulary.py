@@ -1,4 +1,4 @@
-"""Models of one job and their vocabularies: what is the same, what may differ, what is refused."""
+"""Vocabularies of the models of a job: which differences are accepted, and which are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowrl.data.text.vocabulary import refuse_other_vocabularies
-from flowrl.errors import BindError
+from tests.support.errors import raises
 
 WORDS = {"a": 0, "b": 1, "c": 2}
 
@@ -24,7 +24,7 @@ def model(path: Path, size: int | None = 4, vocab: Any = WORDS, added: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "reason"),
     [
         ({}, None),
         ({"size": 9}, None),  # padded to another size
@@ -32,28 +32,28 @@ def model(path: Path, size: int | None = 4, vocab: Any = WORDS, added: dict[str,
         ({"vocab": [["a", 0.1], ["b", 0.2], ["c", 0.3]]}, None),  # a unigram model
         ({"added": {"<x>": 3}}, None),
         ({"size": 3, "vocab": {"a": 0, "b": 1}}, None),
-        ({"vocab": None}, None),  # a reference needs no tokeniser
-        ({"vocab": {"a": 0, "c": 1, "b": 2}}, r"2 ids differ, such as 1, which is 'b' and 'c'"),
-        ({"added": {"<x>": 0}}, r"1 ids differ, such as 0, which is 'a' and '<x>'"),
-        ({"size": 2, "vocab": {"a": 0, "b": 1}}, "one has a token 2, and the other has embeddings of 2 ids"),
+        ({"vocab": None}, None),  # a reference needs no tokenizer
+        ({"vocab": {"a": 0, "c": 1, "b": 2}}, "2 ids differ, such as 1, which is 'b' and 'c'"),
+        ({"added": {"<x>": 0}}, "1 ids differ, such as 0, which is 'a' and '<x>'"),
+        ({"size": 2, "vocab": {"a": 0, "b": 1}}, "one has a token 2, the other has embeddings of 2 ids"),
         ({"vocab": None, "size": 5}, "one has 4 ids, the other 5"),
         ({"vocab": None, "size": None}, "one has 4 ids, the other None"),
     ],
 )
-def test_a_model_of_another_vocabulary_is_refused(tmp_path: Path, other: dict[str, Any], said: str | None) -> None:
+def test_a_model_with_another_vocabulary_is_refused(tmp_path: Path, other: dict[str, Any], reason: str | None) -> None:
     folders = {
         "actor": model(tmp_path / "one"),
         "ref": model(tmp_path / "two", **other),
         "critic": str(tmp_path / "one"),
     }
-    if said is None:
+    if reason is None:
         refuse_other_vocabularies(folders)
     else:
-        with pytest.raises(BindError, match=f"the roles 'actor' and 'ref' have models of two vocabularies: {said}"):
+        with raises("tokenizer.vocabulary-mismatch", role="ref", other="actor", reason=reason):
             refuse_other_vocabularies(folders)
 
 
-def test_one_model_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_model_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowrl.data.text.vocabulary.vocabulary_of", None)
     one = model(tmp_path / "one")
     refuse_other_vocabularies({"actor": one, "ref": one})
@@ -61,7 +61,7 @@ def test_one_model_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "3", '{"text_config": 3}'])
-def test_what_cannot_be_read_is_left_to_who_loads_it(tmp_path: Path, content: str | None) -> None:
+def test_unreadable_folders_are_skipped(tmp_path: Path, content: str | None) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     if content is not None:

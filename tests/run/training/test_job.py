@@ -265,7 +265,7 @@ def test_models_of_two_vocabularies_are_refused_before_any_loads(tmp_path: Path)
     for other in (folders["two"], folders["one"], folders["three"]):
         job = grpo(digits).bind(ref=backends.TorchScorer(other), actor=actor, rollout=TorchRollout())
         if other == folders["two"]:
-            with pytest.raises(BindError, match=r"'actor' and 'ref' have models of two vocabularies: 2 ids differ"):
+            with pytest.raises(BindError, match=r"'actor' and 'ref' have different vocabularies: 2 ids differ"):
                 job.refuse_unready()
         else:
             job.refuse_unready()

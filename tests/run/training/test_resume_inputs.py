@@ -248,7 +248,7 @@ class TestCheckpoints:
             ({"bindings": {"actor": {"$type": 3}}}, "says no bindings"),
             ({"lines": None}, "says no lines"),
             ({"state": "kl"}, "says no state"),
-            ({"data": {"epoch": -1, "offset": 0, "rows": 12}}, "is no position in a stream of 12 rows"),
+            ({"data": {"epoch": -1, "offset": 0, "rows": 12}}, "not a position in 12 rows"),
             ({"step": 3}, "is not of the step that the folder is named by"),
         ],
         ids=str,

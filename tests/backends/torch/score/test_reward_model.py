@@ -178,6 +178,6 @@ def test_another_vocabulary_is_for_text_alone(tiny: str, tmp_path: Path) -> None
         "reward_model": TorchRewardModel(model=folder, device="cpu"),
     }
     plain = grpo(exact, kl_coef=0.0)
-    with pytest.raises(BindError, match="'actor' and 'reward_model' have models of two vocabularies: 2 ids differ"):
+    with pytest.raises(BindError, match="'actor' and 'reward_model' have different vocabularies: 2 ids differ"):
         plain.edit(replace={"reward": ModelReward()}).bind(**roles).refuse_unready()
     plain.edit(replace={"reward": TextModelReward()}).bind(**roles).refuse_unready()
