@@ -15,11 +15,12 @@ from flowrl import columns as c
 from flowrl.core.graphs.lag import SPANS
 from flowrl.core.operators.loss import Loss, ModelQuantity
 from flowrl.core.operators.operator import Granularity, Operator
-from flowrl.core.operators.ports import INJECTED, Ahead, FromParameters, PortField, Signature
+from flowrl.core.operators.ports import INJECTED, FromParameters, PortField, Signature
 from flowrl.core.operators.roles import Reads, Role, Writes
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
+from flowrl.data.now import Now
 from flowrl.errors import ParameterError, StalePolicyError, SyncError
 from flowrl.operators.engines.engines import OldLogProb
 from flowrl.operators.engines.model_inputs import AsksModel
@@ -190,20 +191,19 @@ class UpdateActor(_Update, AsksModel, Operator):
         token_version: c.TokenVersion | None = None,
         key: Key = INJECTED,
         metrics: Metrics = INJECTED,
-        share: Share | None = INJECTED,
-        ahead: Ahead = INJECTED,
+        now: Now = INJECTED,
         **columns: FromParameters,
     ) -> Updated:
-        self._refuse_stale(rollout, token_version, ahead, metrics)
+        self._refuse_stale(rollout, token_version, now.ahead, metrics)
         if ref_log_prob is not None and "old_log_probs" in columns:
             old, ref = (
-                self._of_rank(name, x, share)
+                self._of_rank(name, x, now.share)
                 for name, x in (("old_log_probs", columns["old_log_probs"]), ("ref_log_prob", ref_log_prob))
             )
-            _report_kl(old, ref, own_rows(rollout.response_mask, share), metrics)
+            _report_kl(old, ref, own_rows(rollout.response_mask, now.share), metrics)
         objective = TokenObjective(self.loss, self.aggregation, self.norm, self.kl, self.entropy, key)
         read = {**columns, "ref_log_prob": ref_log_prob}
-        metrics.merge(self._train(self.actor, rollout, read, objective, key, share))
+        metrics.merge(self._train(self.actor, rollout, read, objective, key, now.share))
         return Updated(self.actor.version)
 
     def fusing(self, scorer: Operator) -> Operator | str | None:
@@ -292,16 +292,15 @@ class ScoringUpdate(UpdateActor):
         token_version: c.TokenVersion | None = None,
         key: Key = INJECTED,
         metrics: Metrics = INJECTED,
-        share: Share | None = INJECTED,
-        ahead: Ahead = INJECTED,
+        now: Now = INJECTED,
         **columns: FromParameters,
     ) -> Scored:
-        self._refuse_stale(rollout, token_version, ahead, metrics)
-        mask = own_rows(rollout.response_mask, share)
+        self._refuse_stale(rollout, token_version, now.ahead, metrics)
+        mask = own_rows(rollout.response_mask, now.share)
         old = torch.zeros(mask.shape, device=mask.device)  # and 0 in rows without a token, which are not run
         objective = FirstPass(self.loss, self.aggregation, self.norm, self.kl, self.entropy, key, old_log_probs=old)
         read = {**columns, "ref_log_prob": ref_log_prob, ROW: torch.arange(len(old))}
-        metrics.merge(self._train(self.actor, rollout, read, objective, key, share))
+        metrics.merge(self._train(self.actor, rollout, read, objective, key, now.share))
         if ref_log_prob is not None:
             _report_kl(old, ref_log_prob, mask, metrics)
         return Scored(Updated(self.actor.version), old)
@@ -354,11 +353,11 @@ class UpdateCritic(_Update, AsksModel, Operator):
         *,
         key: Key = INJECTED,
         metrics: Metrics = INJECTED,
-        share: Share | None = INJECTED,
+        now: Now = INJECTED,
         **columns: FromParameters,
     ) -> CriticUpdated:
         objective = TokenObjective(self.loss, self.aggregation, self.norm, key=key)
-        metrics.merge(self._train(self.critic, rollout, columns, objective, key, share))
+        metrics.merge(self._train(self.critic, rollout, columns, objective, key, now.share))
         return CriticUpdated(self.critic.version)
 
 
