@@ -160,7 +160,7 @@ def test_nothing_from_before_a_failover_returns(tiny: str, tmp_path: Path, monke
             desk.release(held[-1])
 
         executor.sync()
-        for name, patch in {"mend": mended, "secure": secured, "launch": launched}.items():
+        for name, patch in {"recover": mended, "secure": secured, "launch": launched}.items():
             monkeypatch.setattr(runner, name, patch)
         found = list(executor.run(lambda step: batch(), range(steps), lag=1))
         processes += [*ids.values(), *process_ids(executor).values()]
