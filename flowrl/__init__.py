@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from flowrl.core.operators.function import operator
     from flowrl.core.operators.loss import Loss
     from flowrl.core.operators.operator import Operator
-    from flowrl.core.operators.ports import INJECTED, Step
+    from flowrl.core.operators.ports import INJECTED
     from flowrl.core.operators.roles import Reads, Role, Writes
     from flowrl.core.operators.session import State
     from flowrl.core.operators.when import When
     from flowrl.data.keys import Key
     from flowrl.data.metrics import Metrics
+    from flowrl.data.now import Now
     from flowrl.data.proto.dataproto import DataProto
     from flowrl.data.sources.demos import DemoData, PreferenceData
     from flowrl.data.sources.prompts import PromptData
@@ -65,6 +66,7 @@ __all__ = [
     "Lag",
     "Loss",
     "Metrics",
+    "Now",
     "Operator",
     "PreferenceBatch",
     "PreferenceData",
@@ -80,7 +82,6 @@ __all__ = [
     "Spec",
     "Split",
     "State",
-    "Step",
     "TensorBoard",
     "Terminal",
     "Training",
@@ -126,7 +127,7 @@ __getattr__ = lazy(
         "Metrics": "data.metrics",
         "Operator": "core.operators.operator",
         "State": "core.operators.session",
-        "Step": "core.operators.ports",
+        "Now": "data.now",
         "INJECTED": "core.operators.ports",
         "DataProto": "data.proto.dataproto",
         "PromptBatch": "records",

@@ -258,9 +258,10 @@ def test_the_public_names_are_these() -> None:
     assert flowrl.__all__ == [
         "INJECTED", "After", "Audit", "AuditTask", "Backend", "ByDifficulty", "Colocate", "Column", "Costs",
         "DataProto",
-        "DemoBatch", "DemoData", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss", "Metrics", "Operator",
+        "DemoBatch", "DemoData", "FlowrlError", "Graph", "Job", "Key", "Lag", "Loss", "Metrics", "Now",
+        "Operator",
         "PreferenceBatch", "PreferenceData", "PromptBatch", "PromptData", "Reads", "Replay", "Reporter", "Role",
-        "RolloutBatch", "Sampler", "Source", "Spec", "Split", "State", "Step", "TensorBoard", "Terminal", "Training",
+        "RolloutBatch", "Sampler", "Source", "Spec", "Split", "State", "TensorBoard", "Terminal", "Training",
         "Validation", "When", "Writes", "algorithm", "audit", "load", "operator", "save",
     ]  # fmt: skip
     assert all(getattr(flowrl, name) is not None or name == "INJECTED" for name in flowrl.__all__)

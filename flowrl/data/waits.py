@@ -1,4 +1,4 @@
-"""`Waits`: what an operator waited for while it ran, as it tells a trace."""
+"""`Wait`: what an operator waited for while it ran, as it tells a trace."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ class Wait(NamedTuple):
     name: str
     start: float
     end: float
-
-
-class Waits(list[Wait]):
-    """What an operator waited for; one that tells it takes ``waits: Waits = INJECTED``, and is handed an empty one."""
 
 
 class WaitRecorder:

@@ -170,12 +170,12 @@ class RayRunner:
         keep_awake = delivery.stay_awake if delivery else []
         self.hosts.take_turns([host for host in hosts if host is not None], str(task), keep_awake)
         running = Running(task, {}, {}, time.monotonic(), delivery)
-        operator, moment = task.node.operator, (task.round, task.now, task.ahead, dict(task.node.inputs))
+        operator, written = task.node.operator, dict(task.node.inputs)
         for rank, (host, rows) in enumerate(zip(hosts, self._rows(task, len(hosts)), strict=True)):
-            share = None if len(hosts) == 1 else _share(rank, len(hosts), rows, task.lengths)
+            now = task.now if len(hosts) == 1 else replace(task.now, share=_share(rank, len(hosts), rows, task.lengths))
             ref = self.hosts.method(host, "run", swaps(task)).remote(
                 HostTask(
-                    operator, task.step, task.seed, task.when, task.state, task.inputs, rows, share, sources, *moment
+                    operator, task.step, task.seed, task.when, task.state, task.inputs, rows, now, sources, written
                 )
             )
             running.hosts[ref], running.rows[ref] = host, rows

@@ -20,10 +20,10 @@ from flowrl.core.operators.ports import INJECTED
 from flowrl.core.operators.roles import Reads, Role, RoleRef
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
+from flowrl.data.now import Now
 from flowrl.data.proto.column_math import objects
 from flowrl.data.text.tokenizer import ChatTokenizer, assemble
 from flowrl.data.text.transcript import Check, Message
-from flowrl.data.waits import Waits
 from flowrl.episodes.chat import Limits, RequestBroker
 from flowrl.episodes.environment import Environment, Row
 from flowrl.episodes.play import EnvironmentOrAgent, EpisodeResult, EpisodeSetup, play
@@ -170,7 +170,7 @@ class Interact(Sampler, Episodes, Operator):
             rehearse(tokenizer, self.check, self._toolbox, self.environment is not None, self.chat_template_kwargs)
 
     def __call__(
-        self, prompts: Conversable, key: Key = INJECTED, metrics: Metrics = INJECTED, waits: Waits = INJECTED
+        self, prompts: Conversable, key: Key = INJECTED, metrics: Metrics = INJECTED, now: Now = INJECTED
     ) -> EpisodeBatch:
         engine = self.rollout
         environment = references.resolve(self.environment) if isinstance(self.environment, str) else self.environment
@@ -199,7 +199,7 @@ class Interact(Sampler, Episodes, Operator):
         for one in played:
             if one.fault is not None and self.failed == "error":
                 raise one.fault
-        waits += [*desk.environments.told(), *desk.idle.told()]
+        now.waits.extend([*desk.environments.told(), *desk.idle.told()])
         report(played, desk.idle.seconds, time.perf_counter() - start, metrics)
         return self._columns(rows, played)
 

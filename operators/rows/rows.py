@@ -15,8 +15,8 @@ from flowrl.core.graphs.gate import Gate, pick, refuse_none
 from flowrl.core.operators.operator import Granularity, Operator
 from flowrl.core.operators.ports import Port, PortField
 from flowrl.data.metrics import Metrics
+from flowrl.data.now import Collected, Now
 from flowrl.data.proto.column_math import numbers_of_groups, rows_of_groups
-from flowrl.data.rounds import Collected, Round
 from flowrl.errors import DataError, ParameterError
 from flowrl.record_types import ValueType
 
@@ -132,7 +132,7 @@ class Filter(Gate):
         DataError: no row is kept.
     """
 
-    def passed(self, rows: Any, metrics: Metrics, round: Round, **given: Any) -> Any:
+    def passed(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
         """The rows that `predicate` keeps."""
         kept = self.kept(metrics, given)
         if not kept.any():
@@ -198,13 +198,13 @@ class Collect(Gate):
         """`rounds`."""
         return self.rounds
 
-    def passed(self, rows: Any, metrics: Metrics, round: Round, **given: Any) -> Any:
+    def passed(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
         """Those of this round that are wanted; or, once all are over, what was collected and its repetitions."""
-        if round.sizes:
-            return self._filled(rows, round.sizes, metrics)
+        if now.round.sizes:
+            return self._filled(rows, now.round.sizes, metrics)
         kept, members = self.kept(metrics, given).tolist(), rows_of_groups(given["uid"])
         good = [group for group in members.values() if all(kept[row] for row in group)]
-        taken = good[: self.groups if round.wanted is None else round.wanted]
+        taken = good[: self.groups if now.round.wanted is None else now.round.wanted]
         index = torch.tensor([row for group in taken for row in group], dtype=torch.int64)
         picked = {name: pick(getattr(rows, name), index) for name in self.columns}
         sizes = tuple(map(len, taken))
@@ -214,7 +214,7 @@ class Collect(Gate):
         metrics.sum(f"{self.name}/rounds", 1)
         report_scores(picked, metrics)
         out = self.record(**picked, collected=Collected(sizes))
-        if round.wanted is None and self.underfill_action(sizes) == "repeat":  # by hand: nobody runs it again
+        if now.round.wanted is None and self.underfill_action(sizes) == "repeat":  # by hand: nobody runs it again
             return self._filled(out, sizes, metrics)
         return out
 

@@ -16,11 +16,12 @@ from flowrl import columns as c
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.loss import Loss, ModelQuantity
 from flowrl.core.operators.operator import Granularity, Operator
-from flowrl.core.operators.ports import INJECTED, Ahead, FromParameters, PortField, Signature
+from flowrl.core.operators.ports import INJECTED, FromParameters, PortField, Signature
 from flowrl.core.operators.roles import Reads, Role, Writes
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
+from flowrl.data.now import Now
 from flowrl.errors import ParameterError, StalePolicyError, SyncError
 from flowrl.operators.engines.engines import OldLogProb
 from flowrl.operators.engines.model_inputs import AsksModel
@@ -192,22 +193,21 @@ class UpdateActor(_Update, AsksModel, Operator):
         token_version: c.TokenVersion | None = None,
         key: Key = INJECTED,
         metrics: Metrics = INJECTED,
-        share: Share | None = INJECTED,
-        ahead: Ahead = INJECTED,
+        now: Now = INJECTED,
         **columns: FromParameters,
     ) -> Updated:
-        self._refuse_stale(rollout, token_version, ahead, metrics)
-        mask = own_rows(rollout.response_mask, share)
+        self._refuse_stale(rollout, token_version, now.ahead, metrics)
+        mask = own_rows(rollout.response_mask, now.share)
         settings = self.loss, self.aggregation, self.norm, self.kl, self.entropy, key
         objective, read = TokenObjective(*settings), {**columns, "ref_log_prob": ref_log_prob}
         if self.scores:
             old = torch.zeros(mask.shape, device=mask.device)  # and 0 in rows without a token, which are not run
             objective, read[ROW] = FirstPass(*settings, old_log_probs=old), torch.arange(len(old))
         else:
-            old = self._of_rank("old_log_probs", columns.get("old_log_probs"), share)
-        metrics.merge(self._train(self.actor, rollout, read, objective, key, share))
+            old = self._of_rank("old_log_probs", columns.get("old_log_probs"), now.share)
+        metrics.merge(self._train(self.actor, rollout, read, objective, key, now.share))
         if ref_log_prob is not None and old is not None:
-            ref = self._of_rank("ref_log_prob", ref_log_prob, share)
+            ref = self._of_rank("ref_log_prob", ref_log_prob, now.share)
             metrics.mean("kl/ref", (old - ref)[mask].sum(), mask.sum())
         updated = Updated(self.actor.version)
         return cast(Updated, Scored(updated, old)) if self.scores else updated
@@ -336,11 +336,11 @@ class UpdateCritic(_Update, AsksModel, Operator):
         *,
         key: Key = INJECTED,
         metrics: Metrics = INJECTED,
-        share: Share | None = INJECTED,
+        now: Now = INJECTED,
         **columns: FromParameters,
     ) -> CriticUpdated:
         objective = TokenObjective(self.loss, self.aggregation, self.norm, key=key)
-        metrics.merge(self._train(self.critic, rollout, columns, objective, key, share))
+        metrics.merge(self._train(self.critic, rollout, columns, objective, key, now.share))
         return CriticUpdated(self.critic.version)
 
 

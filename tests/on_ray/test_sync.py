@@ -17,7 +17,6 @@ from torch import Tensor
 from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.backends.torch.score.engine import TorchTrainerEngine
 from flowrl.data.metrics import Metrics
-from flowrl.data.waits import Waits
 from flowrl.distributed import delivery, export
 from flowrl.distributed.export import Export
 from flowrl.distributed.hosts.host import Report
@@ -202,7 +201,7 @@ def test_ranks_of_an_engine_that_received_different_weights() -> None:
     def report(digest: str, seconds: float) -> Report:
         receipt = Receipt(3, digest, 10, seconds, "object store")
         values = {"receipt": receipt}
-        return Report({}, values, Metrics(), {}, Waits(), [], None, received=0, started=0.0, fetched=0.0, ended=0.0)
+        return Report({}, values, Metrics(), {}, [], [], None, received=0, started=0.0, fetched=0.0, ended=0.0)
 
     refuse_unequal([report("a", 0.1), report("a", 0.2)], sync)
     with pytest.raises(SyncError, match=r"sync: the ranks of the engine received different weights: .*'a'.*'b'"):

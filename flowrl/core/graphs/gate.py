@@ -25,7 +25,7 @@ from flowrl.core.operators.session import Call
 from flowrl.core.operators.symbols import Symbol, prefix, prefixed
 from flowrl.core.operators.when import ALWAYS, SKIPPED
 from flowrl.data.metrics import Metrics
-from flowrl.data.rounds import Round
+from flowrl.data.now import Now
 from flowrl.errors import DataError, PortError
 from flowrl.record_types import FieldType, ValueType, accepts, column_fields
 
@@ -88,7 +88,7 @@ class Gate(_Called, Operator):
             raise ValueError(
                 f"{predicate.name} is to run in some steps only, and it is the gate that runs; say it of the gate"
             )
-        if taken := {ROWS, "metrics", "round"} & predicate.signature.ports.keys():
+        if taken := {ROWS, "metrics", "now"} & predicate.signature.ports.keys():
             raise ValueError(f"{predicate.name} has a port {taken.pop()!r}, as every gate has; give it another name")
         return predicate
 
@@ -104,7 +104,7 @@ class Gate(_Called, Operator):
             fields = {PortField(ROWS, name): type for name, type in types.items()}
             ports[ROWS] = Port(ROWS, fields, _passing(tuple(types)))
         outputs: dict[str, FieldType] = {**types, **self.values}
-        injected = {**own.injected, "metrics": Metrics, "round": Round}
+        injected = {**own.injected, "metrics": Metrics, "now": Now}
         return Signature(ports, injected, outputs, _passing(tuple(outputs)))
 
     def record(self, **written: Any) -> Any:
@@ -160,12 +160,12 @@ class Gate(_Called, Operator):
         """The same gate, with these columns by output."""
         return dataclasses.replace(self, columns=columns).in_place_of(self)
 
-    def passed(self, rows: Any, metrics: Metrics, round: Round, **given: Any) -> Any:
+    def passed(self, rows: Any, metrics: Metrics, now: Now, **given: Any) -> Any:
         """What is let through of `rows`, and `values`.
 
         Args:
             rows: a record of the columns.
-            metrics, round: injected.
+            metrics, now: injected.
             given: by port of `reads`, its column or record; and what is injected into `predicate`.
         """
         raise NotImplementedError(f"{type(self).__name__} is a gate that does not say what passes.")
@@ -217,7 +217,7 @@ class Gate(_Called, Operator):
 
         symbols = {name: column for name, (_, column) in given.items() if isinstance(column, Symbol)}
         session = sessions.current()
-        idle = not symbols and session is not None and not self._when.runs(session.now)
+        idle = not symbols and session is not None and not self._when.runs(session.now.step)
         if idle or any(column is SKIPPED for _, column in given.values()):
             return _made(made, dict.fromkeys(given, SKIPPED))
         names = {name: str(symbols[name]._edge) if name in symbols else name for name in given}

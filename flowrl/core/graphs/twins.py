@@ -14,7 +14,9 @@ from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.symbols import Edge
 from flowrl.data.keys import Key
-from flowrl.data.waits import Waits
+
+ASKS_OUTSIDE = "asks outside"
+"""The effect of an operator that asks what is outside of the graph, such as a service, and may hear something else."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,9 @@ def twins(order: Iterable[Node]) -> list[Twin]:
 
 def _apart(operator: Operator) -> str | None:
     """Why an operator may compute other numbers in another node, on the same inputs."""
-    asked = set(operator.signature.injected.values())
-    if Key in asked:
+    if Key in operator.signature.injected.values():
         return "each draws numbers of its own"
-    if Waits in asked:
+    if ASKS_OUTSIDE in operator.effects:
         return "each asks what is outside of the graph"
     return "each keeps a state of its own" if operator.states else None
 

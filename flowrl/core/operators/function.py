@@ -25,7 +25,7 @@ from typing import Any, ClassVar, cast
 from weakref import WeakValueDictionary
 
 from flowrl.core.operators.operator import Operator
-from flowrl.core.operators.ports import INJECTABLE, refuse_no_function, strip_none
+from flowrl.core.operators.ports import is_injected, refuse_no_function
 from flowrl.core.operators.references import reference, resolve
 from flowrl.errors import DefinitionError, ParameterError, PortError, offer
 from flowrl.record_types import hints_of, located
@@ -113,7 +113,8 @@ def _made(function: Callable[..., Any], hints: Mapping[str, Any], definer: types
     """The operator with the defaults of a function whose annotations are `hints`."""
     name, given = function.__name__, inspect.signature(function).parameters
     where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {name}"
-    fields = {n: p for n, p in given.items() if p.kind is p.KEYWORD_ONLY and not _is_injected(hints.get(n))}
+    behind = {n: p for n, p in given.items() if p.kind is p.KEYWORD_ONLY}
+    fields = {n: p for n, p in behind.items() if not is_injected(hints.get(n), f"{where}({n})")}
     _refuse_misplaced(given, fields, hints, where)
     ports = {n: p for n, p in given.items() if n not in fields}
     members = {
@@ -171,10 +172,6 @@ def _with_parameters(dispatch: Callable[..., Any], function: Callable[..., Any],
         return dispatch(self, *args, **kwargs)
 
     return __call__
-
-
-def _is_injected(hint: Any) -> bool:
-    return strip_none(hint)[0] in INJECTABLE
 
 
 def _refuse_misplaced(given: Parameters, fields: Parameters, hints: Mapping[str, Any], where: str) -> None:

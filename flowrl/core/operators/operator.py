@@ -33,11 +33,9 @@ from flowrl.columns import ColumnType
 from flowrl.core.operators import session as sessions
 from flowrl.core.operators.effects import HasEffects
 from flowrl.core.operators.ports import (
-    BY_HAND,
     Port,
     PortField,
     Signature,
-    Step,
     refuse_no_function,
     signature_of,
     snake_case,
@@ -48,6 +46,8 @@ from flowrl.core.operators.session import Call, Cell, State, computes, refuse_mi
 from flowrl.core.operators.symbols import Symbol, prefix, prefixed
 from flowrl.core.operators.when import ALWAYS, SKIPPED, Skipped, When, skipped
 from flowrl.data.keys import Key
+from flowrl.data.metrics import Metrics
+from flowrl.data.now import NowByHand
 from flowrl.errors import BindError, DefinitionError, ParameterError, PortError, type_of
 from flowrl.record_types import located
 from flowrl.spec import defining_frame, in_step, schedules, where_defined
@@ -189,7 +189,7 @@ class Operator(HasEffects):
             key: of the node in this step.
 
         Returns:
-            int64 row numbers, ascending, for each rank; the operator takes a `Share` to know which it has.
+            int64 row numbers, ascending, for each rank; the operator takes a `Now` to know which it has.
         """
         return None
 
@@ -267,7 +267,7 @@ class Operator(HasEffects):
         refuse_misfits(self, inputs)
         session = sessions.current()
         if session is not None:
-            return Call(self.in_step(session.now), session.engine).run_in(session, inputs, injected)[0]
+            return Call(self.in_step(session.now.step), session.engine).run_in(session, inputs, injected)[0]
         for name, schedule in schedules(self).items():
             raise BindError(
                 f"{self.name}.{name} is {schedule!r}, and no job is active to say which step it is; call it inside "
@@ -295,13 +295,8 @@ class Operator(HasEffects):
         )
 
     def _by_hand(self, name: str, cls: type) -> Any:
-        if cls in BY_HAND:
-            return BY_HAND[cls]()
-        if cls is Step:
-            raise BindError(
-                f"{self.name} asks which step it is, and no job is active; call it inside `with job.eager():`, or pass "
-                f"{name}=Step(0)."
-            )
+        if cls is not Key:
+            return Metrics() if cls is Metrics else NowByHand(self.name, name)
         raise BindError(
             f"{self.name} draws random numbers, and no job is active to derive its key; call it inside "
             f"`with job.eager():`, or pass {name}=Key.of(seed)."
@@ -338,7 +333,8 @@ def _dispatching(call: Callable[..., Any], signature: Signature) -> Callable[...
         if symbols:
             return symbols[0]._tracer.record(self, inputs)
         session = sessions.current()
-        if any(v is SKIPPED for v in inputs.values()) or (session is not None and not self._when.runs(session.now)):
+        idle = session is not None and not self._when.runs(session.now.step)
+        if idle or any(v is SKIPPED for v in inputs.values()):
             return skipped(self.signature)
         _check_complete(self, inputs)
         return self.run(inputs, {name: arguments.get(name) for name in self.signature.injected})

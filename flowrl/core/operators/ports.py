@@ -20,36 +20,21 @@ from flowrl.columns import ColumnType
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
-from flowrl.data.rounds import ONLY, Round
-from flowrl.data.waits import Waits
-from flowrl.errors import DefinitionError, PortError, type_of
+from flowrl.data.now import Now, Round
+from flowrl.errors import DefinitionError, PortError, article, type_of
 from flowrl.record_types import FieldType, hints_of, located, record_columns, value_type
 
 INJECTED: Any = None
-"""Default of a parameter that the runner fills in: ``key: Key``, ``metrics: Metrics``, ``step: Step``,
-``ahead: Ahead``, ``waits: Waits``, or ``share: Share | None``."""
+"""Default of a parameter that the runner fills in: ``key: Key``, ``metrics: Metrics`` or ``now: Now``."""
+
+INJECTABLE: tuple[type, ...] = (Key, Metrics, Now)
 
 
 class Step(int):
-    """How many steps were done before the one that runs: 0 in the first. It is injected."""
+    """Replaced by `Now`, which a class that annotates this is referred to."""
 
 
-class Ahead(int):
-    """By how many versions generation may be ahead of what a node trains: 0 on-policy. It is injected."""
-
-
-ON_POLICY = Ahead(0)
-
-INJECTABLE: tuple[type, ...] = (Key, Metrics, Share, Round, Step, Waits, Ahead)
-
-BY_HAND: Mapping[type, Callable[[], Any]] = {
-    Metrics: Metrics,
-    Waits: Waits,
-    Share: lambda: None,  # whoever calls by hand passes all rows
-    Round: lambda: ONLY,
-    Ahead: lambda: ON_POLICY,
-}
-"""What is injected where an operator is called by hand, outside of a job."""
+_OF_NOW: Mapping[type, str] = {Step: "step", Round: "round", Share: "share"}
 
 
 if TYPE_CHECKING:
@@ -234,7 +219,7 @@ def inputs_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) 
             continue
         _refuse_unfixed(parameter, hints, where)
         name, (annotation, optional) = parameter.name, strip_none(hints[parameter.name])
-        if annotation in INJECTABLE:
+        if is_injected(annotation, f"{where}({name})"):
             _refuse_default(parameter, where, "the runner fills it in; write `= INJECTED`")
             if annotation in injected.values():
                 raise DefinitionError(
@@ -298,6 +283,21 @@ def _outputs(returned: Any, localns: Mapping[str, Any]) -> tuple[Mapping[str, Fi
         return outputs, returned
     value = value_type(returned)
     return {snake_case(value.cls.__name__): value}, None
+
+
+def is_injected(annotation: Any, where: str) -> bool:
+    """Whether the runner fills in a parameter of this annotation.
+
+    Raises:
+        DefinitionError: it is a part of `Now`.
+    """
+    wanted = strip_none(annotation)[0]
+    if (part := next((part for cls, part in _OF_NOW.items() if cls is wanted), None)) is not None:
+        raise DefinitionError(
+            f"{where} asks for {article(wanted.__name__)}, which is a part of Now; take `now: Now = INJECTED`, and "
+            f"read now.{part}."
+        )
+    return wanted in INJECTABLE
 
 
 def strip_none(annotation: Any) -> tuple[Any, bool]:

@@ -23,13 +23,11 @@ import torch
 
 from flowrl.columns import ColumnType
 from flowrl.core.operators.in_place import guarded, refuse_written, seen
-from flowrl.core.operators.ports import ON_POLICY, Ahead, Port, PortField, Step
+from flowrl.core.operators.ports import Port, PortField
 from flowrl.core.operators.roles import RoleRef
-from flowrl.data.balance import Share
 from flowrl.data.keys import Key, node_key
 from flowrl.data.metrics import Metrics
-from flowrl.data.rounds import ONLY, Round
-from flowrl.data.waits import Waits
+from flowrl.data.now import Now
 from flowrl.errors import BindError, DefinitionError, PortError, article, type_of
 from flowrl.record_types import FieldType, ValueType, record_tuple
 from flowrl.spec import where_defined
@@ -51,15 +49,10 @@ class Session:
         self.engines = dict(engines)
         self.seed = seed
         self.step = 0
-        self._now: int | None = None
+        self._now: Now | None = None
         self._given = state or {}
         self.state: dict[str, Any] = dict(self._given)
         self.metrics: dict[str, Metrics] = {}
-        self.waits = Waits()
-        """What operators waited for in this step."""
-        self.share: Share | None = None  # of the node that runs, where several ranks share its rows
-        self.round = ONLY
-        self.ahead = ON_POLICY  # of the node that runs
 
     def engine(self, role: str, asked_by: str) -> Any:
         """The live engine of `role`.
@@ -82,7 +75,7 @@ class Session:
     def key(self, node: str) -> Key:
         """The key of a node in this step and round."""
         key = node_key(self.seed, self.step, node)
-        return key.derive("round", self.round.number) if self.round.number else key
+        return key.derive("round", self.now.round.number) if self.now.round.number else key
 
     def report(self, node: str, metrics: Metrics) -> None:
         """Keep what a node reported in this step."""
@@ -103,14 +96,13 @@ class Session:
         return first
 
     @property
-    def now(self) -> int:
-        """The step by which parameters over time are taken; keys are taken by `step`."""
-        return self.step if self._now is None else self._now
+    def now(self) -> Now:
+        """What is injected; parameters over time are taken by its step, and keys by `step`."""
+        return Now(self.step) if self._now is None else self._now
 
-    def begin_step(self, step: int, now: int | None = None) -> None:
+    def begin_step(self, step: int, now: Now | None = None) -> None:
         """Go to `step`: keys change, metrics start empty. In a validation, what changes over time is as it is `now`."""
-        self.step, self._now = step, now
-        self.metrics, self.waits = {}, Waits()
+        self.step, self._now, self.metrics = step, now, {}
 
     @contextmanager
     def active(self) -> Iterator[Session]:
@@ -276,19 +268,12 @@ class Call:
             session.state[f"{self._name}.{field}"] = cell.value
         if Metrics in supplied:
             session.report(self._name, supplied[Metrics])
-        session.waits += supplied.get(Waits, ())
         return result, written
 
     def _inject(self, cls: type, session: Session) -> Any:
-        if cls in (Metrics, Waits):
-            return cls()
-        if cls is Step:
-            return Step(session.now)
-        if cls is Round:
-            return session.round
-        if cls is Ahead:
-            return session.ahead
-        return session.share if cls is Share else session.key(self._name)
+        if cls is Metrics:
+            return Metrics()
+        return session.now if cls is Now else session.key(self._name)
 
 
 _SUPPLY = "_supply"

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from flowrl.columns import ColumnType, Own
 from flowrl.core.operators.operator import Operator
-from flowrl.core.operators.ports import ON_POLICY, Ahead, PortField
+from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.session import Call, Session
 from flowrl.core.operators.symbols import Edge
-from flowrl.data.balance import Share
 from flowrl.data.metrics import Metrics
-from flowrl.data.rounds import ONLY, Round
-from flowrl.data.waits import Waits
+from flowrl.data.now import Now
+from flowrl.data.waits import Wait
 from flowrl.distributed.export import Export
 from flowrl.distributed.faults.faults import Failure, named
 from flowrl.distributed.hosts.rendezvous import LOOPBACK, c10d, stay_on_loopback, store_at
@@ -59,10 +58,8 @@ class HostTask:
         state: the state cells.
         inputs: by port field, the pieces of a column, or a value.
         rows: which rows to run on; None for all.
-        share: what the operator is told of these rows, where several ranks share the batch.
+        now: what is injected, with the share of these rows where several ranks share the batch.
         sources: where the weights of trainers that live elsewhere are to be had, by role.
-        round: of the step.
-        now, ahead: see `flowrl.run.engine.runner.Task`.
         written: the output that each input is of, for messages.
     """
 
@@ -73,11 +70,8 @@ class HostTask:
     state: Mapping[str, Any]
     inputs: Mapping[PortField, Any]
     rows: Array | None
-    share: Share | None = None
+    now: Now
     sources: Mapping[str, Export | Ticket] = field(default_factory=dict)
-    round: Round = ONLY
-    now: int | None = None
-    ahead: Ahead = ON_POLICY
     written: Mapping[PortField, Edge] = field(default_factory=dict)
 
 
@@ -97,7 +91,7 @@ class Report:
     values: Mapping[str, Any]
     metrics: Metrics
     state: Mapping[str, Any]
-    waits: Waits
+    waits: Sequence[Wait]
     said: Sequence[Warned]
     lengths: Lengths | None
     received: int
@@ -314,7 +308,6 @@ class Host:
             sources = {role: stack.enter_context(sent.open(rank)) for role, sent in task.sources.items()}
             session = Session({**self.engines, **sources}, task.seed, task.state)
             session.begin_step(task.step or 0, task.now)
-            session.share, session.round, session.ahead = task.share, task.round, task.ahead
             with session.active():
                 _, written = Call(task.operator, session.engine).run_in(session, inputs)
             for source in sources.values():
@@ -326,7 +319,7 @@ class Host:
             {name: value for name, value in written.items() if name not in columns},
             session.all_metrics(),
             session.changed(),
-            session.waits,
+            task.now.waits,
             said,
             lengths_of(columns),
             received,

@@ -20,8 +20,8 @@ from flowrl.core.graphs.gate import ROWS, Gate
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
 from flowrl.data.metrics import Metrics
+from flowrl.data.now import ONLY, Collected, Now, Round
 from flowrl.data.proto.dataproto import DataProto
-from flowrl.data.rounds import ONLY, Collected, Round
 from flowrl.errors import FlowrlError, NodeError
 from flowrl.run.engine.nodes import NodeInfo, Region, ahead_of, joined_lengths, lengths_of
 from flowrl.run.engine.result import StepResult, merge_metrics
@@ -275,9 +275,9 @@ class InFlightSteps:
         self, info: NodeInfo, step: int, inputs: Mapping[PortField, Held], lengths: Lengths | None, round: Round
     ) -> None:
         """Start an instance, with the numbers that its operator has in its step."""
-        now = self._moment(step)
-        node, state = info.node.in_step(now) if info.changes else info.node, self.state
-        task = Task(node, step, self._seed, inputs, state, lengths, self._during, round, now, info.ahead)
+        now = Now(self._moment(step), round, ahead=info.ahead)
+        node, state = info.node.in_step(now.step) if info.changes else info.node, self.state
+        task = Task(node, step, self._seed, inputs, state, lengths, self._during, now)
         if info.ahead and (one := self._steps[step]).filled is None:
             one.filled = sum(self._ahead <= other.left.keys() for other in self._steps.values())
         if self._runner.swaps and Effect.SPANS in node.effects:
@@ -305,7 +305,7 @@ class InFlightSteps:
         self.state |= done.state
         self._running -= 1
         self._busy -= info.slots
-        if not done.task.round.sizes:
+        if not done.task.now.round.sizes:
             self._read(step, one, info)
         if name == self._region.collector:
             whole = self._collected(step, one, done)
@@ -371,7 +371,7 @@ class InFlightSteps:
         Raises:
             NodeError: groups are missing, the rounds are over, and that is an error.
         """
-        if done.task.round.sizes or not isinstance(done.outputs.get("collected"), Collected):
+        if done.task.now.round.sizes or not isinstance(done.outputs.get("collected"), Collected):
             return done  # it has repeated what was too few; or nothing was computed, as on a virtual clock
         gate = self._gate(step)
         one.rounds.append(done)

@@ -72,7 +72,6 @@ class LocalRunner:
             self._calls[name] = operator, call
         session = Session(self.engines, task.seed, task.state)
         session.begin_step(task.step or 0, task.now)
-        session.round, session.ahead = task.round, task.ahead
         start = time.time()
         try:
             with session.active():
@@ -83,7 +82,7 @@ class LocalRunner:
         end = time.time()
         lengths = lengths_of(outputs)
         self.timeline.spans.append(span_of(task, "this process", start, end, lengths))
-        self.timeline.add_waits(name, "this process", task.step, session.waits)
+        self.timeline.add_waits(name, "this process", task.step, task.now.waits)
         self._done.append(TaskResult(task, outputs, session.all_metrics(), session.changed(), lengths, end - start))
 
     def wait(self) -> Sequence[TaskResult]:

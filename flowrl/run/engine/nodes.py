@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.columns import ColumnType
 from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.plan import Plan
-from flowrl.core.operators.ports import Ahead, PortField
+from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.core.operators.when import When
 from flowrl.run.engine.execution_graph import ExecutionGraph
@@ -52,7 +52,7 @@ class NodeInfo:
     readers: int
     whens: tuple[When, ...]
     changes: bool
-    ahead: Ahead
+    ahead: int
 
     def runs(self, step: int) -> bool:
         """Whether it runs in a step. Otherwise it only takes its place in the order, and leaves nothing."""
@@ -109,11 +109,11 @@ class Region:
         return Region(plan.collector, plan.region, makers)
 
 
-def _ahead(graph: Graph, node: Node, lag: int) -> Ahead:
+def _ahead(graph: Graph, node: Node, lag: int) -> int:
     """By how many versions generation may be ahead of what a node trains; a version is one update."""
     trained = set(node.writes) & set(graph.trained)
     writers = [use.mode == "writes" for role in trained for use in graph.roles()[role]]
-    return Ahead(lag * sum(writers))
+    return lag * sum(writers)
 
 
 def ahead_of(infos: Mapping[str, NodeInfo], region: Region) -> frozenset[str]:

@@ -16,9 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from flowrl.core.graphs.graph import Node
-from flowrl.core.operators.ports import ON_POLICY, Ahead, PortField
+from flowrl.core.operators.ports import PortField
 from flowrl.data.metrics import Metrics
-from flowrl.data.rounds import ONLY, Round
+from flowrl.data.now import Now
 from flowrl.data.text.tokenizer import ChatTokenizer
 from flowrl.errors import NodeError
 from flowrl.run.engine.timeline import Timeline
@@ -74,9 +74,7 @@ class Task:
         state: all state cells, as ``{"node.field": value}``.
         lengths: of its rows, where they are known.
         during: when it runs, for messages, where the step is none of a training.
-        round: of the step.
-        now: the step by which the numbers of the operator were taken; None is `step`.
-        ahead: by how many versions generation may be ahead of what it trains.
+        now: what is injected; the numbers of the operator were taken by its step.
     """
 
     node: Node
@@ -86,9 +84,7 @@ class Task:
     state: Mapping[str, Any] = field(default_factory=dict)
     lengths: Lengths | None = None
     during: str | None = None
-    round: Round = ONLY
-    now: int | None = None
-    ahead: Ahead = ON_POLICY
+    now: Now = field(default_factory=lambda: Now(0))
 
     @property
     def when(self) -> str:

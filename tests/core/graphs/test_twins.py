@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,10 +11,9 @@ from pydantic import Field
 from flowrl import INJECTED, Key, Operator, PromptBatch, algorithm
 from flowrl import columns as c
 from flowrl.core.graphs.plan import Plan
-from flowrl.core.graphs.twins import Twin, twins
+from flowrl.core.graphs.twins import ASKS_OUTSIDE, Twin, twins
 from flowrl.core.operators.session import State
 from flowrl.core.operators.when import When
-from flowrl.data.waits import Waits
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo, remax
 from flowrl.run.engine.local import local_steps
@@ -58,7 +57,9 @@ class Counted(Operator):
 class Asked(Operator):
     """A mask from elsewhere."""
 
-    def __call__(self, prompt_mask: c.PromptMask, waits: Waits = INJECTED) -> c.PromptMask:
+    effects: ClassVar[frozenset[str]] = frozenset({ASKS_OUTSIDE})
+
+    def __call__(self, prompt_mask: c.PromptMask) -> c.PromptMask:
         return prompt_mask
 
 

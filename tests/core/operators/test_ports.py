@@ -15,11 +15,11 @@ from flowrl import columns as c
 from flowrl.columns import Column
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator, State
-from flowrl.core.operators.ports import INJECTED, Ahead, PortField, snake_case
+from flowrl.core.operators.ports import INJECTED, PortField, snake_case
 from flowrl.core.operators.roles import Role
-from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
+from flowrl.data.now import Now
 from flowrl.errors import DefinitionError, GraphError
 from flowrl.graphs import ppo
 from flowrl.operators import GAE, UpdateActor
@@ -63,7 +63,7 @@ def test_ports_come_from_annotations() -> None:
     ]  # fmt: skip
     assert update.ports["ref_log_prob"].optional
     assert not update.ports["advantages"].optional
-    assert update.injected == {"key": Key, "metrics": Metrics, "share": Share, "ahead": Ahead}
+    assert update.injected == {"key": Key, "metrics": Metrics, "now": Now}
     assert [str(t) for t in update.outputs.values()] == ["Updated"]
 
 

@@ -16,9 +16,9 @@ from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import INJECTED
 from flowrl.core.operators.roles import Reads, Role
 from flowrl.core.operators.session import Session, State
-from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
+from flowrl.data.now import Now
 from flowrl.errors import BindError, DefinitionError, PortError
 from flowrl.graph import algorithm
 from flowrl.operators import GAE, Generate, GroupAdvantage, KLShape, Repeat, Reward, Whiten
@@ -31,7 +31,7 @@ ONES = torch.ones(2, 3)
 
 
 class Base(Operator):
-    """Uses all that there is: a parameter, a role, a state, a key, metrics and a share."""
+    """Uses all that there is: a parameter, a role, a state, a key, metrics and the moment."""
 
     factor: float = 2.0
     scale: Reads[Scale] = Role("scale")
@@ -42,7 +42,7 @@ class Base(Operator):
         values: c.Values,
         key: Key = INJECTED,
         metrics: Metrics = INJECTED,
-        share: Share | None = INJECTED,
+        now: Now = INJECTED,
     ) -> c.Values:
         self.calls.value += 1
         metrics.max("calls", self.calls.value)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl import INJECTED, After, Metrics, PromptData, Step, Validation, When, algorithm, operator
+from flowrl import INJECTED, After, Metrics, Now, PromptData, Validation, When, algorithm, operator
 from flowrl import columns as c
 from flowrl.core.graphs.plan import Plan
 from flowrl.errors import BindError, GraphError
@@ -43,9 +43,9 @@ COEF, TEMPERATURE, CLIP = Linear(0.5, 0.1, steps=4), Cosine(1.2, 0.8, steps=4), 
 
 
 @operator
-def clock(advantages: c.Advantages, *, scale: float = 1.0, step: Step = INJECTED, metrics: Metrics = INJECTED) -> None:
+def clock(advantages: c.Advantages, *, scale: float = 1.0, now: Now = INJECTED, metrics: Metrics = INJECTED) -> None:
     """Log the step and a parameter."""
-    metrics.max("clock/step", step)
+    metrics.max("clock/step", now.step)
     metrics.max("clock/scale", scale)
 
 
@@ -168,6 +168,6 @@ def test_a_job_in_which_a_step_would_do_nothing_is_not_opened(tiny: str) -> None
 
 def test_an_operator_that_asks_for_the_step_is_told_it_by_hand() -> None:
     ones = torch.ones(1, 2)
-    with pytest.raises(BindError, match=r"clock asks which step it is, and no job is active; .* step=Step\(0\)"):
+    with pytest.raises(BindError, match=r"clock asks which step it is, and no job is active; .* now=Now\(0\)"):
         clock(ones)
-    assert clock(ones, step=Step(3)) is None
+    assert clock(ones, now=Now(3)) is None

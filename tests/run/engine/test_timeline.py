@@ -19,7 +19,8 @@ from rich.console import Console
 from flowrl import INJECTED, Operator, PromptBatch, algorithm
 from flowrl import columns as c
 from flowrl.core.graphs.plan import Plan
-from flowrl.data.waits import Wait, Waits
+from flowrl.data.now import Now
+from flowrl.data.waits import Wait
 from flowrl.errors import DataError
 from flowrl.graphs import ppo
 from flowrl.run.engine.timeline import Span, Timeline, critical_path, idle, lanes
@@ -236,8 +237,8 @@ class TestIdle:
 class Asks(Operator):
     """Waits for what is outside."""
 
-    def __call__(self, prompt_mask: c.PromptMask, waits: Waits = INJECTED) -> c.PromptMask:
-        waits.append(Wait("all wait", START, START + 2))
+    def __call__(self, prompt_mask: c.PromptMask, now: Now = INJECTED) -> c.PromptMask:
+        now.waits.append(Wait("all wait", START, START + 2))
         return prompt_mask
 
 
