@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flowrl.data.sources.samplers import Drawn, Order, Sampler
     from flowrl.data.sources.source import Source, Stream
     from flowrl.data.text.tokenizer import ChatTokenizer
+    from flowrl.data.text.transcript import Transcript
 
 __all__ = [
     "ChatTokenizer",
@@ -26,6 +27,7 @@ __all__ = [
     "Sampler",
     "Source",
     "Stream",
+    "Transcript",
     "objects",
 ]
 
@@ -42,6 +44,7 @@ __getattr__ = lazy(
         "Sampler": "sources.samplers",
         "Source": "sources.source",
         "Stream": "sources.source",
+        "Transcript": "text.transcript",
         "objects": "proto.column_math",
     },
 )

@@ -1,7 +1,7 @@
-"""Keys: where all randomness comes from.
+"""Keys: the source of all randomness.
 
-A key is derived from names and numbers (seed, step, node, row id), never from a global generator, so that a row gets
-the same random numbers whichever process, batch or order it is computed in.
+A key is derived from names and numbers (seed, step, node, row id), never from a global generator, so that the random
+numbers of a row do not depend on process, batch or order.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ class Key:
         """The root key of a seed.
 
         Raises:
-            ParameterError: the seed is no int.
+            ParameterError: the seed is not an int.
         """
         if type(seed) is not int:
-            raise ParameterError(f"the seed is {seed!r}, {type_of(seed)}; expected an int, such as 0.")
+            raise ParameterError(
+                f"The seed is {seed!r}, {type_of(seed)}. Pass an int, such as 0.",
+                code="data.wrong-type",
+                found=repr(seed),
+            )
         return Key(0).derive("seed", seed)
 
     def derive(self, *parts: str | int) -> Key:

@@ -1,7 +1,7 @@
 """Metrics that merge exactly: a numerator with a denominator, or a number with the name of its reduction.
 
-Ranks and micro-batches each report their part; merging the parts gives the number that one process over all rows would
-have reported, which a mean of means does not.
+Ranks and micro-batches each report their part. Merging the parts gives the number that one process would report over
+all rows, unlike a mean of means.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ class Metric:
         """
         if self.reduction != other.reduction:
             raise ParameterError(
-                f"a metric reported as {self.reduction} is also reported as {other.reduction}; report it one way, or "
-                f"under two names."
+                f"A metric is reported both as {self.reduction} and as {other.reduction}. Use one reduction, or two "
+                f"names.",
+                code="metrics.mixed-reductions",
+                reductions=[self.reduction, other.reduction],
             )
         if self.reduction in ("mean", "sum"):
             return Metric(self.reduction, self.value + other.value, self.weight + other.weight)
@@ -50,10 +52,10 @@ class Metric:
 
 @dataclass(frozen=True)
 class GroupScores(Metric):
-    """How groups scored: to the log it is the share of groups whose answers do not all score the same.
+    """The scores of groups; logged as the fraction of groups whose responses do not all have the same score.
 
     Args:
-        scores: by `uid`, of each answer; parts merge as the answers of both.
+        scores: the scores of each group's responses, by `uid`; parts merge by concatenation.
     """
 
     reduction: Reduction = "groups"
@@ -67,24 +69,28 @@ class GroupScores(Metric):
             ParameterError: the other part is a number.
         """
         if not isinstance(other, GroupScores):
-            raise ParameterError("scores of groups are also reported as a number; report these under two names.")
+            raise ParameterError(
+                f"A metric is reported both as groups and as {other.reduction}. Use two names.",
+                code="metrics.mixed-reductions",
+                reductions=["groups", other.reduction],
+            )
         uids = [*self.scores, *(uid for uid in other.scores if uid not in self.scores)]
         return GroupScores(scores={uid: self.scores.get(uid, ()) + other.scores.get(uid, ()) for uid in uids})
 
     def compute(self) -> float:
-        """The share of groups that differ; NaN of none."""
-        differ = [len(set(answers)) > 1 for answers in self.scores.values()]
+        """The fraction of groups with different scores; NaN without groups."""
+        differ = [len(set(scores)) > 1 for scores in self.scores.values()]
         return sum(differ) / len(differ) if differ else float("nan")
 
 
 class Metrics(Mapping[str, Metric]):
-    """A collector that an operator fills: ``metrics.mean("actor/entropy", (h * mask).sum(), mask.sum())``.
+    """The metrics of an operator: ``metrics.mean("actor/entropy", (h * mask).sum(), mask.sum())``.
 
-    An operator that reports numbers takes ``metrics: Metrics = INJECTED``; the executor hands in a fresh collector for
-    every call. Reporting a key twice merges the two parts.
+    An operator that reports metrics has a parameter ``metrics: Metrics = INJECTED``; the executor passes a new
+    collector to every call. Reporting a key twice merges the two parts.
 
-    What an operator reports itself is about the rows that it was given. What it merges in comes from an engine: where
-    several ranks are given the same rows, each of their engines reports its own part (`parts`).
+    The operator's own reports cover the rows of its call. Metrics that it merges come from an engine: if several ranks
+    process the same rows, each rank's engine reports its own part (`parts`).
     """
 
     def __init__(self, metrics: Mapping[str, Metric] | None = None, parts: Mapping[str, Metric] | None = None) -> None:
@@ -108,11 +114,11 @@ class Metrics(Mapping[str, Metric]):
         _add(self._metrics, key, Metric("max", float(value)))
 
     def groups(self, key: str, scores: Mapping[str, Sequence[float]]) -> None:
-        """Report how groups scored, by `uid`: whatever drew these rows may learn from it."""
+        """Report the scores of groups, by `uid`, so that samplers can learn from them."""
         _add(self._metrics, key, GroupScores(scores={str(uid): tuple(map(float, s)) for uid, s in scores.items()}))
 
     def scores(self) -> dict[str, tuple[float, ...]]:
-        """All that was reported of groups."""
+        """All reported scores of groups."""
         found = GroupScores()
         for metric in self._metrics.values():
             if isinstance(metric, GroupScores):
@@ -126,7 +132,7 @@ class Metrics(Mapping[str, Metric]):
             _add(self._parts, key, metric)
 
     def parts(self) -> Mapping[str, Metric]:
-        """Only what was merged in."""
+        """Only the merged parts."""
         return self._parts
 
     def compute(self) -> dict[str, float]:
@@ -154,8 +160,8 @@ def of_ranks(reports: Sequence[Metrics], replicated: bool) -> Metrics:
 
     Args:
         reports: one per rank, at least one.
-        replicated: every rank was given all rows, so what the operator reported itself is the same on all of them;
-            otherwise each was given its own rows.
+        replicated: every rank processed all rows, so the operator's own reports are the same on all ranks; otherwise
+            each rank processed its own rows.
     """
     merged = Metrics(reports[0])
     for report in reports[1:]:
@@ -168,4 +174,5 @@ def _add(metrics: dict[str, Metric], key: str, metric: Metric) -> None:
     try:
         metrics[key] = metric if known is None else known.merge(metric)
     except ParameterError as error:
-        raise ParameterError(f"{key!r}: {error}") from None
+        code, facts = error.code, {**error.facts, "metric": key}
+        raise ParameterError(f"{key!r}: {error.message}", code=code, **facts) from None

@@ -51,67 +51,78 @@ def read_only(column: Objects) -> Objects:
 
 
 def check_column(name: str, column: Any) -> Tensor | Objects:
-    """The column, if it is one; object arrays come back as read-only views.
-
-    Raises:
-        DataError: neither a dense tensor nor an array of one object per row, or not as `flowrl.columns` defines `name`.
-    """
+    """The column, validated; object arrays come back as read-only views."""
     checked: Tensor | Objects
     if not isinstance(name, str) or not name or not name.isprintable():  # half a surrogate pair cannot be saved
-        raise DataError(f"a column is named {name!r}; expected a str that can be printed and is not empty.")
+        raise DataError(
+            f"A column is named {name!r}. Expected a printable, non-empty str.", code="data.column-type", column=name
+        )
     if isinstance(column, Tensor):
         if column.layout != torch.strided or column.is_nested or column.ndim == 0:
             found = "a nested tensor" if column.is_nested else f"a {column.layout} tensor of {column.ndim} axes"
-            raise DataError(f"column {name!r} is {found}; expected a dense one with a batch axis: pad or unsqueeze it.")
+            raise DataError(
+                f"Column {name!r} is {found}. Expected a dense tensor with a batch axis: pad or unsqueeze it.",
+                code="data.column-type",
+                column=name,
+                found=found,
+            )
         checked, dtype = column, str(column.dtype).removeprefix("torch.")
     elif isinstance(column, np.ndarray):
         if column.dtype != object or column.ndim != 1:
             raise DataError(
-                f"column {name!r} is a NumPy array of {column.dtype} with {column.ndim} axes; expected one object per "
-                f"row (flowrl.data.proto.column_math.objects(rows)), or a tensor for numbers (torch.from_numpy)."
+                f"Column {name!r} is a NumPy array of {column.dtype} with {column.ndim} axes. Expected one object per "
+                f"row (flowrl.data.objects(rows)), or a tensor for numbers (torch.from_numpy).",
+                code="data.column-type",
+                column=name,
+                found=f"{column.dtype} {list(column.shape)}",
             )
         checked, dtype = read_only(column.view()), "object"
     else:
-        raise DataError(f"column {name!r} is {type_of(column)}; expected a torch.Tensor or a NumPy object array.")
+        raise DataError(
+            f"Column {name!r} is {type_of(column)}. Expected a torch.Tensor or a NumPy object array.",
+            code="data.column-type",
+            column=name,
+            found=type(column).__name__,
+        )
     known = lookup(name)
     if known is not None and (known.dtype != dtype or len(known.axes) != checked.ndim):
         castable = "object" not in (dtype, known.dtype) and len(known.axes) == checked.ndim
-        fix = f"use .to(torch.{known.dtype})" if castable else "give it that form, or another name"
-        raise DataError(f"column {name!r} is {dtype} {list(checked.shape)}, but it is defined as {known}; {fix}.")
+        fix = f"Use .to(torch.{known.dtype})" if castable else "Convert it, or choose another name"
+        raise DataError(
+            f"Column {name!r} is {dtype} {list(checked.shape)}, but it is defined as {known}. {fix}.",
+            code="data.column-definition",
+            column=name,
+            found=f"{dtype} {list(checked.shape)}",
+            expected=str(known),
+        )
     return checked
 
 
 def own(column: Tensor | Objects) -> Tensor | Objects:
-    """The column in memory of its own: pickled, some rows of a tensor would take all rows with them."""
+    """The column with its own storage: pickling a view of some rows would include all rows."""
     if not isinstance(column, Tensor) or column.untyped_storage().nbytes() <= column.nbytes:
         return column
     return column.detach().clone().requires_grad_(column.requires_grad)
 
 
 def moved(columns: Columns, device: torch.device | str) -> dict[str, Tensor | Objects]:
-    """The columns, with all tensors on `device`.
-
-    Raises:
-        DataError: there is no such device on this machine.
-    """
+    """The columns, with all tensors on `device`."""
     try:
         target = torch.device(device)
         torch.empty(0, device=target)
     except (RuntimeError, TypeError, AssertionError) as error:  # torch without CUDA asserts
         first, _, _ = str(error).partition("\n")
         raise DataError(
-            f"the columns cannot be moved to {device!r} ({first}); expected a device of this machine, such as "
-            f"{'cuda' if torch.cuda.is_available() else 'cpu'!r}."
+            f"Cannot move the columns to {device!r} ({first}). Use a device of this machine, such as "
+            f"{'cuda' if torch.cuda.is_available() else 'cpu'!r}.",
+            code="data.device",
+            device=device,
         ) from error
     return {name: c.to(target) if isinstance(c, Tensor) else c for name, c in columns.items()}
 
 
 def bind_axes(columns: Columns) -> dict[str, int]:
-    """The width of every axis symbol of the known columns (batch aside).
-
-    Raises:
-        DataError: one symbol has two widths.
-    """
+    """The width of every axis symbol of the known columns, except batch."""
     bound: dict[str, tuple[int, str]] = {}
     for name, column in columns.items():
         known = lookup(name)
@@ -119,7 +130,14 @@ def bind_axes(columns: Columns) -> dict[str, int]:
             expected, where = bound.setdefault(axis, (width, name))
             if width != expected:
                 raise DataError(
-                    f"axis {axis!r} is {width} wide in column {name!r} but {expected} in {where!r}; pad them alike."
+                    f"Axis {axis!r} is {width} wide in column {name!r} but {expected} in {where!r}. Pad both to one "
+                    f"width.",
+                    code="data.axis-mismatch",
+                    axis=axis,
+                    column=name,
+                    other=where,
+                    found=width,
+                    expected=expected,
                 )
     return {axis: width for axis, (width, _) in bound.items()}
 
@@ -127,10 +145,7 @@ def bind_axes(columns: Columns) -> dict[str, int]:
 def growth(axes: Sequence[Mapping[str, int]]) -> list[Growth]:
     """How the axes of several batches (each as from `bind_axes`, with the same symbols) grow to their common widths.
 
-    Where only one of prompt and response is among the symbols, the other is the rest of the sequence.
-
-    Raises:
-        DataError: a sequence is not as wide as its prompt and its response together.
+    If only one of prompt and response is among the symbols, the other is the rest of the sequence.
     """
     widths = [dict(a) for a in axes]
     for i, width in enumerate(widths):
@@ -140,8 +155,12 @@ def growth(axes: Sequence[Mapping[str, int]]) -> list[Growth]:
         width.setdefault("response", width["sequence"] - width["prompt"])
         if min(width.values()) < 0 or width["prompt"] + width["response"] != width["sequence"]:
             raise DataError(
-                f"in number {i} of concat the sequence axis is {width['sequence']} wide, but a sequence is a prompt "
-                f"({width['prompt']}) followed by a response ({width['response']}); make input_ids of these two."
+                f"In batch {i} of concat the sequence axis is {width['sequence']} wide, but a sequence is a prompt "
+                f"({width['prompt']}) followed by a response ({width['response']}). Build input_ids from these two.",
+                code="data.axis-mismatch",
+                index=i,
+                found=width["sequence"],
+                expected=width["prompt"] + width["response"],
             )
     grown: list[Growth] = []
     for width in widths:
@@ -158,19 +177,23 @@ def growth(axes: Sequence[Mapping[str, int]]) -> list[Growth]:
 
 
 def check_pad(name: str, column: Tensor | Objects, pad: Pad) -> None:
-    """Refuse a ``(value, side)`` that `column` cannot be padded with.
-
-    Raises:
-        DataError: an unknown side, a column without a second axis, or a value that its dtype cannot hold.
-    """
+    """Refuse a ``(value, side)`` that `column` cannot be padded with."""
     value, side = pad if isinstance(pad, tuple) and len(pad) == 2 else (0, None)
     if side not in get_args(Side) or not isinstance(column, Tensor) or column.ndim < 2:
         raise DataError(
-            f"pad={{{name!r}: {pad!r}}} fits no column of shape {list(column.shape)}; expected a tensor of two axes, "
-            f"and one of the sides {', '.join(get_args(Side))}."
+            f"pad={{{name!r}: {pad!r}}} does not apply to a column of shape {list(column.shape)}. Expected a tensor of "
+            f"two axes, and a side out of {', '.join(get_args(Side))}.",
+            code="data.padding",
+            column=name,
+            found=repr(pad),
         )
     if not torch.can_cast(torch.tensor(value).dtype, column.dtype):
-        raise DataError(f"pad={{{name!r}: {pad!r}}}: {value!r} is no value of {column.dtype}; choose one that is.")
+        raise DataError(
+            f"pad={{{name!r}: {pad!r}}}: {value!r} is not a value of {column.dtype}. Pass a value of this dtype.",
+            code="data.padding",
+            column=name,
+            found=repr(pad),
+        )
 
 
 def concat_padded(name: str, parts: Sequence[Tensor], grown: Sequence[Growth], pad: Pad | None) -> Tensor:
@@ -206,19 +229,19 @@ def concat_padded(name: str, parts: Sequence[Tensor], grown: Sequence[Growth], p
 
 
 def padded_widths(part: Tensor | Objects, margin: Margin) -> list[int]:
-    """The widths of a part, batch aside, once it is padded."""
+    """The widths of a part after padding, without batch."""
     return [left + width + right for (left, right), width in zip(margin, part.shape[1:], strict=True)]
 
 
 def paste(whole: Tensor | Objects, rows: Any, part: Tensor | Objects, margin: Margin) -> None:
-    """Write a part into these rows of a column; around it stays what stood there, its padding."""
+    """Write a part into these rows of a column; the padding around it is unchanged."""
     window = [slice(left, left + width) for (left, _), width in zip(margin, part.shape[1:], strict=True)]
     written: Any = part
     whole[(rows, *window)] = written
 
 
 def margin_of(side: Side | None, grown: Growth) -> tuple[int, int]:
-    """How far an axis of this side is padded (left, right); (0, 0) where that is unknown."""
+    """Padding (left, right) of an axis of this side; (0, 0) if unknown."""
     return grown.get(side, (0, 0)) if side is not None else (0, 0)
 
 
@@ -251,7 +274,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def difference(a: Tensor | Objects, b: Tensor | Objects) -> str | None:
-    """Where two columns differ (tensors bit for bit, objects by `same`), in words; None where they do not."""
+    """The first difference of two columns (tensors bit for bit, objects by `same`) as text; None if equal."""
     if a is b:
         return None
     if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape):

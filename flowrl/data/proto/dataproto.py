@@ -74,15 +74,20 @@ class DataProto:
         for what, given in (("columns", columns), ("meta", {} if meta is None else meta)):
             if not isinstance(given, Mapping):
                 raise DataError(
-                    f"the {what} of a DataProto were given as {short(given, 80)}; expected a dict, such as "
-                    f'DataProto({{"values": tensor}}, {{"step": 3}}).'
+                    f"The {what} of a DataProto are {short(given, 80)}. Pass a dict, such as "
+                    f'DataProto({{"values": tensor}}, {{"step": 3}}).',
+                    code="data.wrong-type",
+                    argument=what,
+                    found=short(given, 80),
                 )
         checked = {name: check_column(name, column) for name, column in columns.items()}
         lengths = {name: len(column) for name, column in checked.items()}
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{name} has {n}" for name, n in lengths.items())
             raise DataError(
-                f"columns differ in their number of rows: {found}; expected one batch axis: index them alike."
+                f"Columns differ in their number of rows: {found}. Select the same rows of each column.",
+                code="data.unequal-rows",
+                rows=[f"{name}: {n}" for name, n in lengths.items()],
             )
         bind_axes(checked)
         if meta:
@@ -170,13 +175,21 @@ class DataProto:
             DataError: two columns would have one name.
         """
         if not isinstance(names, Mapping):
-            raise DataError(f"rename({names!r}): expected a dict of old names to new ones.")
+            raise DataError(
+                f"rename({names!r}): expected a dict of old names to new ones.",
+                code="data.wrong-type",
+                argument="names",
+                found=repr(names),
+            )
         self._require(*names)
         new = [names.get(name, name) for name in self.columns]
         twice = sorted({name for name in new if new.count(name) > 1})
         if twice:
             raise DataError(
-                f"rename({dict(names)}) gives two columns the name {twice[0]!r}; choose another, or drop one."
+                f"rename({dict(names)}) would give two columns the name {twice[0]!r}. Choose another name, or drop one "
+                f"column.",
+                code="data.conflict",
+                column=twice[0],
             )
         return DataProto(dict(zip(new, self.columns.values(), strict=True)), self._meta)
 
@@ -189,13 +202,19 @@ class DataProto:
         _refuse_others("union", [other])
         if self.columns and other.columns and len(self) != len(other):
             raise DataError(
-                f"union of {len(self)} rows with {len(other)}; expected the same rows: index or repeat() one."
+                f"union of {len(self)} rows with {len(other)}. Both sides must have the same rows: select rows of one, "
+                f"or repeat() it.",
+                code="data.unequal-rows",
+                rows=[len(self), len(other)],
             )
         for name in (name for name in self.columns if name in other.columns):
             if found := difference(self.columns[name], other.columns[name]):
                 raise DataError(
-                    f"both sides of union have a column {name!r}, and they differ: {found}; drop({name!r}) or "
-                    f"rename({{{name!r}: ...}}) on one side."
+                    f"Both sides of union have a column {name!r}, and they differ: {found}. Use drop({name!r}) or "
+                    f"rename({{{name!r}: ...}}) on one side.",
+                    code="data.conflict",
+                    column=name,
+                    difference=found,
                 )
         return DataProto({**self.columns, **other.columns}, _merge_meta([self, other], "union"))
 
@@ -216,16 +235,24 @@ class DataProto:
             DataError: different columns, dtypes, devices or meta; widths that flowrl does not know how to pad.
         """
         if not protos:
-            raise DataError("concat was given no DataProto; expected at least one.")
+            raise DataError("concat got an empty list. Pass at least one DataProto.", code="data.concat-mismatch")
         _refuse_others("concat", protos)
         first, pad = protos[0], {} if pad is None else pad
         if not isinstance(pad, Mapping):
-            raise DataError(f"pad={pad!r} of concat; expected a dict, as {{name: (value, side)}}.")
+            raise DataError(
+                f"concat(pad={pad!r}): expected a dict, {{name: (value, side)}}.",
+                code="data.wrong-type",
+                argument="pad",
+                found=repr(pad),
+            )
         first._require(*pad)
         for i, proto in enumerate(protos):
             if odd := sorted(proto.columns.keys() ^ first.columns.keys()):
                 raise DataError(
-                    f"concat wants the same columns in all, but numbers 0 and {i} differ in {odd}; select() them."
+                    f"Batches 0 and {i} of concat differ in the columns {odd}. select() the same columns of all.",
+                    code="data.concat-mismatch",
+                    index=i,
+                    columns=odd,
                 )
         for name, value in pad.items():
             check_pad(name, first.columns[name], value)
@@ -237,7 +264,10 @@ class DataProto:
             arrays = [part for part in parts if not isinstance(part, Tensor)]
             if tensors and arrays:
                 raise DataError(
-                    f"column {name!r} is a tensor in some and an object array in others; convert them first."
+                    f"Column {name!r} is a tensor in some batches of concat and an object array in others. Convert it "
+                    f"to one of them first.",
+                    code="data.concat-mismatch",
+                    column=name,
                 )
             if tensors:
                 joined[name] = concat_padded(name, tensors, grown, pad.get(name))
@@ -265,7 +295,12 @@ class DataProto:
         """
         for row, uid in enumerate(self["uid"]):
             if not isinstance(uid, str):
-                raise DataError(f"uid of row {row} is {uid!r}, {type_of(uid)}; expected a str.")
+                raise DataError(
+                    f"The uid of row {row} is {uid!r}, {type_of(uid)}. Expected a str.",
+                    code="data.wrong-type",
+                    row=row,
+                    found=repr(uid),
+                )
         return {uid: torch.tensor(rows) for uid, rows in rows_of_groups(self["uid"]).items()}
 
     def to(self, device: torch.device | str) -> DataProto:
@@ -372,13 +407,23 @@ class DataProto:
         for name in names:
             if not isinstance(name, str) or name not in self.columns:
                 found = ", ".join(self.columns) or "no columns"
-                raise ColumnNotFoundError(f"no column {name!r} in this DataProto; it has {found}.")
+                raise ColumnNotFoundError(
+                    f"No column {name!r} in this DataProto; it has {found}.",
+                    code="data.unknown-column",
+                    column=name,
+                    known=list(self.columns),
+                )
 
 
 def _refuse_others(call: str, given: Any) -> None:
     for one in given if isinstance(given, list | tuple) else [given]:
         if not isinstance(one, DataProto):
-            raise DataError(f"{call} was given {type_of(one)}; expected a DataProto, such as DataProto(...).")
+            raise DataError(
+                f"{call} got {type_of(one)}. Pass a DataProto, such as DataProto(...).",
+                code="data.wrong-type",
+                call=call,
+                found=type(one).__name__,
+            )
 
 
 def _merge_meta(protos: Sequence[DataProto], operation: str) -> dict[str, Any]:
@@ -388,6 +433,9 @@ def _merge_meta(protos: Sequence[DataProto], operation: str) -> dict[str, Any]:
             if not same(merged.setdefault(key, value), value):
                 raise DataError(
                     f"meta[{key!r}] is {short(merged[key], 40)} on one side of {operation} and {short(value, 40)} on "
-                    f"another; settle it by with_meta(...) first."
+                    f"another. Set one value with with_meta(...) first.",
+                    code="data.conflict",
+                    key=key,
+                    operation=operation,
                 )
     return merged

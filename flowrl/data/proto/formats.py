@@ -41,7 +41,9 @@ def check_json(value: Any, where: str) -> None:
     try:
         _check_json(value, where)
     except RecursionError:
-        raise DataError(f"{where} is nested more deeply than Python follows; expected a flatter one.") from None
+        raise DataError(
+            f"{where} is nested too deeply for Python. Flatten it.", code="data.not-json", where=where
+        ) from None
 
 
 def _check_json(value: Any, where: str) -> None:
@@ -51,12 +53,20 @@ def _check_json(value: Any, where: str) -> None:
     elif type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
-                raise DataError(f"{where} has the key {key!r}, {type_of(key)}; JSON keys are str: use {str(key)!r}.")
+                raise DataError(
+                    f"{where} has the key {key!r}, {type_of(key)}, but JSON keys are str. Use {str(key)!r}.",
+                    code="data.not-json",
+                    where=where,
+                    found=repr(key),
+                )
             _check_json(item, f"{where}[{key!r}]")
     elif type(value) not in (str, int, float, bool, type(None)):
         raise DataError(
-            f"{where} is {type_of(value)}, which JSON does not give back exactly; expected str, int, float, "
-            f"bool, None, list or dict (.item() or .tolist() turns a NumPy value into one, list(...) a tuple)."
+            f"{where} is {type_of(value)}, which JSON does not restore exactly. Expected str, int, float, bool, None, "
+            f"list or dict; convert NumPy values with .item() or .tolist(), tuples with list(...).",
+            code="data.not-json",
+            where=where,
+            found=type(value).__name__,
         )
 
 
@@ -93,7 +103,11 @@ def save(folder: str | Path, columns: Columns, meta: Meta) -> None:
     """
     folder = _path(folder)
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-        raise DataError(f"{folder} exists and is not an empty folder; save to a new folder, or remove this one first.")
+        raise DataError(
+            f"{folder} exists and is not an empty folder. Save to a new folder, or remove this one first.",
+            code="data.folder-exists",
+            path=folder,
+        )
     content_digest = digest(columns, meta)  # refuses what cannot be written before anything is
     listing = {
         "columns": list(columns),
@@ -121,15 +135,21 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor | Objects], dict[str, Any
     folder = _path(folder)
     for name in (MANIFEST, TENSORS, OBJECTS):
         if not (folder / name).is_file():
-            raise DataError(f"{folder / name} is missing; expected a folder with the files that DataProto.save writes.")
+            raise DataError(
+                f"{folder / name} is missing. Pass a folder that DataProto.save has written.",
+                code="data.damaged",
+                path=folder / name,
+            )
     content_digest, files = _read_manifest(folder / MANIFEST)
     # what is verified is what is used: a memory map would follow (or crash on) later changes of the file
     raw = {name: _bytes(folder / name) for name in files}
     for name, expected in files.items():
         if (found := xxhash.xxh3_128_hexdigest(raw[name])) != expected:
             raise DataError(
-                f"{folder / name} is damaged: its xxh3-128 is {found}, but {folder / MANIFEST} says {expected}; "
-                f"save the DataProto again."
+                f"{folder / name} is damaged: its xxh3-128 is {found}, but {folder / MANIFEST} has {expected}. "
+                f"Save the DataProto again.",
+                code="data.damaged",
+                path=folder / name,
             )
     try:
         tensors, listing = parse_tensors(raw[TENSORS]), parse_json(raw[OBJECTS])
@@ -139,12 +159,17 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor | Objects], dict[str, Any
         meta, found = dict(listing["meta"]), digest(columns, listing["meta"])
     except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise DataError(
-            f"{folder} is damaged, though its digests are right ({type(error).__name__}: {error}); expected what "
-            f"DataProto.save writes there, so save the DataProto again."
+            f"{folder} is damaged, although its digests match ({type(error).__name__}: {error}). Save the DataProto "
+            f"again.",
+            code="data.damaged",
+            path=folder,
         ) from error
     if found != content_digest:
         raise DataError(
-            f"{folder / MANIFEST} is damaged: it says digest {content_digest}, but the content has {found}."
+            f"{folder / MANIFEST} is damaged: its digest is {content_digest}, but the content has {found}. Save the "
+            f"DataProto again.",
+            code="data.damaged",
+            path=folder / MANIFEST,
         )
     return columns, meta
 
@@ -159,7 +184,9 @@ def to_tensordict(columns: Columns, meta: Meta, rows: int) -> Any:
     tensordict = _import_tensordict()
     if clash := [key for key in meta if key in columns]:
         raise DataError(
-            f"{clash[0]!r} is both a column and a meta key, which a TensorDict cannot hold; rename the column."
+            f"{clash[0]!r} is both a column and a meta key, which a TensorDict cannot store. Rename the column.",
+            code="data.conversion",
+            column=clash[0],
         )
     entries: dict[str, Any] = {}
     for name, column in columns.items():
@@ -167,7 +194,9 @@ def to_tensordict(columns: Columns, meta: Meta, rows: int) -> Any:
             entries[name] = column
         elif rows == 0:
             raise DataError(
-                f"column {name!r} has no rows, but a NonTensorStack needs at least one; drop({name!r}) first."
+                f"Column {name!r} has no rows, but a NonTensorStack needs at least one. Use drop({name!r}) first.",
+                code="data.conversion",
+                column=name,
             )
         else:
             entries[name] = tensordict.NonTensorStack(*[tensordict.NonTensorData(item) for item in column])
@@ -188,9 +217,17 @@ def from_tensordict(data: Any) -> tuple[dict[str, Tensor | Objects], dict[str, A
     """
     tensordict = _import_tensordict()
     if not isinstance(data, tensordict.TensorDictBase):
-        raise DataError(f"found {type_of(data)}; expected a TensorDict, or call DataProto(columns, meta).")
+        raise DataError(
+            f"from_tensordict got {type_of(data)}. Pass a TensorDict, or call DataProto(columns, meta).",
+            code="data.conversion",
+            found=type(data).__name__,
+        )
     if len(data.batch_size) != 1:
-        raise DataError(f"the TensorDict has the batch size {list(data.batch_size)}; reshape(-1) makes it one number.")
+        raise DataError(
+            f"The TensorDict has the batch size {list(data.batch_size)}. Make it one number with reshape(-1).",
+            code="data.conversion",
+            found=list(data.batch_size),
+        )
     columns: dict[str, Tensor | Objects] = {}
     meta: dict[str, Any] = {}
     for name in data.keys():  # noqa: SIM118 (a TensorDict iterates over its rows)
@@ -200,7 +237,12 @@ def from_tensordict(data: Any) -> tuple[dict[str, Tensor | Objects], dict[str, A
         elif isinstance(entry, tensordict.NonTensorStack):
             columns[name] = objects(entry.tolist())
         elif not isinstance(entry, tensordict.NonTensorData):
-            raise DataError(f"entry {name!r} of the TensorDict is {type_of(entry)}; flatten_keys() makes it flat.")
+            raise DataError(
+                f"Entry {name!r} of the TensorDict is {type_of(entry)}. Flatten it with flatten_keys().",
+                code="data.conversion",
+                column=name,
+                found=type(entry).__name__,
+            )
         elif known is not None and known.dtype == "object":
             columns[name] = objects([entry.data] * data.batch_size[0])
         else:
@@ -230,24 +272,37 @@ def from_verl(data: Any) -> tuple[dict[str, Tensor | Objects], dict[str, Any]]:
     for part in ("batch", "non_tensor_batch", "meta_info"):
         if not (part in data if isinstance(data, Mapping) else hasattr(data, part)):
             raise DataError(
-                f"{type(data).__name__} has no {part!r}; expected verl's batch, non_tensor_batch and meta_info."
+                f"{type(data).__name__} has no {part!r}. Expected verl's batch, non_tensor_batch and meta_info.",
+                code="data.conversion",
+                part=part,
             )
         found = data[part] if isinstance(data, Mapping) else getattr(data, part)
         parts[part] = {} if found is None else found  # verl has batch=None where there are no tensors
         if not hasattr(parts[part], "items"):  # a TensorDict is no Mapping
-            raise DataError(f"{part} of verl's three is {type_of(found)}; expected a dict of columns.")
+            raise DataError(
+                f"{part} is {type_of(found)}. Expected a dict of columns.", code="data.conversion", part=part
+            )
     columns: dict[str, Tensor | Objects] = {}
     for name, tensor in parts["batch"].items():
         if _is_mask(name) and isinstance(tensor, Tensor) and tensor.dtype != torch.bool:
             odd = tensor[(tensor != 0) & (tensor != 1)]
             if odd.numel():
-                raise DataError(f"column {name!r} is a mask, but it holds {odd[0].item()}; expected only 0 and 1.")
+                raise DataError(
+                    f"Column {name!r} is a mask, but it contains {odd[0].item()}. Expected only 0 and 1.",
+                    code="data.conversion",
+                    column=name,
+                    found=odd[0].item(),
+                )
             tensor = tensor.bool()
         columns[name] = tensor
     for name, array in parts["non_tensor_batch"].items():
         if name in columns or not isinstance(array, np.ndarray):
             what = "is in batch as well" if name in columns else f"is {type_of(array)}"
-            raise DataError(f"{name!r} in non_tensor_batch {what}; expected a NumPy array under a name of its own.")
+            raise DataError(
+                f"{name!r} in non_tensor_batch {what}. Expected a NumPy array with a name that batch does not have.",
+                code="data.conversion",
+                column=name,
+            )
         columns[name] = objects(array.tolist())
     return columns, dict(parts["meta_info"])
 
@@ -266,22 +321,14 @@ def _is_mask(name: str) -> bool:
 
 
 def _path(folder: Any) -> Path:
-    """Where a folder is.
-
-    Raises:
-        DataError: it is no path.
-    """
     if not isinstance(folder, str | os.PathLike) or "\0" in str(folder):
-        raise DataError(f"{folder!r} is no path; expected a str or a Path to a folder.")
+        raise DataError(
+            f"{folder!r} is not a path. Pass a str or a Path to a folder.", code="data.wrong-type", found=repr(folder)
+        )
     return Path(folder)
 
 
 def _bytes(path: Path) -> bytes:
-    """A file's content.
-
-    Raises:
-        DataError: it cannot be read.
-    """
     with reading(path):
         return path.read_bytes()
 
@@ -302,7 +349,15 @@ def _read_manifest(path: Path) -> tuple[str, dict[str, str]]:
         content_digest = str(manifest["digest"])
         files = {name: str(manifest["files"][name]) for name in (TENSORS, OBJECTS)}
     except (ValueError, LookupError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error!r}); expected the manifest that DataProto.save writes.") from error
+        raise DataError(
+            f"{path} is damaged ({error!r}). Expected the manifest that DataProto.save writes.",
+            code="data.damaged",
+            path=path,
+        ) from error
     if raw != _manifest(content_digest, files):
-        raise DataError(f"{path} is damaged, or not {FORMAT}; expected the manifest that DataProto.save writes.")
+        raise DataError(
+            f"{path} is damaged, or not {FORMAT}. Expected the manifest that DataProto.save writes.",
+            code="data.damaged",
+            path=path,
+        )
     return content_digest, files

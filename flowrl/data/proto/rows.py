@@ -50,7 +50,7 @@ def row_numbers(key: Any, rows: int) -> Tensor:
     if len(wrong):
         raise DataError(
             f"Row {wrong[0]} is out of range: this DataProto has {rows} rows. Select rows {-rows} to {rows - 1}.",
-            code="data.row-out-of-range",
+            code="data.row-selection",
             row=int(wrong[0]),
             rows=rows,
         )

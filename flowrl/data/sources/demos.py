@@ -97,7 +97,7 @@ class _Responses(FileSource):
             raise DataError(
                 f"{where}: the row is {type_of(record)}. Expected an object with the keys prompt, "
                 f"{', '.join(self.parts)}.",
-                code="prompts.row-not-object",
+                code="prompts.wrong-type",
                 where=where,
                 found=type(record).__name__,
             )
@@ -147,7 +147,7 @@ class DemoData(_Responses):
         if both := [key for key in ("prompt", "response") if record.get(key) is not None]:
             raise DataError(
                 f"{where}: the row has both messages and {both[0]}. Keep either messages, or prompt and response.",
-                code="prompts.messages-and-prompt",
+                code="prompts.bad-messages",
                 where=where,
                 key=both[0],
             )

@@ -172,7 +172,7 @@ def checked(index: int, where: str, record: Any) -> Row:
     if not isinstance(record, dict):
         raise DataError(
             f"{where}: the row is {type_of(record)}. Expected an object with the keys {', '.join(_REQUIRED)}.",
-            code="prompts.row-not-object",
+            code="prompts.wrong-type",
             where=where,
             found=type(record).__name__,
         )
@@ -253,7 +253,7 @@ def refuse_nested(where: str, record: Mapping[str, Any], columns: Sequence[str])
     if any(_nests(record.get(key), _DEPTH) for key in columns):
         raise DataError(
             f"{where}: the row nests lists and objects more than {_DEPTH} levels deep. Flatten it.",
-            code="prompts.nested-too-deeply",
+            code="prompts.wrong-type",
             where=where,
             limit=_DEPTH,
         )

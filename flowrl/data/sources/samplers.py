@@ -1,4 +1,4 @@
-"""The order in which rows are sampled: a `Sampler` is a frozen spec; its `Order` has checkpointed state."""
+"""The order in which rows are sampled: a `Sampler` is a frozen spec, its `Order` is live and has a position."""
 
 from __future__ import annotations
 

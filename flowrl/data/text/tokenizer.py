@@ -222,14 +222,14 @@ class ChatTokenizer:
                 raise DataError(
                     f"chat_template_kwargs has {name!r}, which flowrl sets itself. Remove {name}; pass only arguments "
                     f"of the template, such as enable_thinking or tools.",
-                    code="tokenizer.reserved-argument",
+                    code="tokenizer.template-argument",
                     argument=name,
                 )
             if not self.template_reads(name):
                 raise DataError(
                     f"chat_template_kwargs has {name!r}, but the chat template in {self.folder!r} does not read it, so "
                     f"it would have no effect. Correct or remove {name}.",
-                    code="tokenizer.unused-argument",
+                    code="tokenizer.template-argument",
                     argument=name,
                     path=self.folder,
                 )

@@ -93,7 +93,7 @@ def test_a_pair_is_two_rows_of_one_group(tmp_path: Path, tokenizer: ChatTokenize
 @pytest.mark.parametrize(
     ("row", "code", "facts"),
     [
-        ([1], "row-not-object", {"found": "list"}),
+        ([1], "wrong-type", {"found": "list"}),
         ({"response": "2"}, "missing-key", {"missing": ("prompt",)}),
         ({"prompt": "a", "response": None}, "missing-key", {"missing": ("response",)}),
         ({"prompt": "a"}, "missing-key", {"missing": ("response",)}),
@@ -110,7 +110,7 @@ def test_a_pair_is_two_rows_of_one_group(tmp_path: Path, tokenizer: ChatTokenize
         ({"messages": "ab"}, "bad-messages", {"found": "'ab'"}),
         ({"messages": [*ASK, *ASK]}, "bad-response", {}),
         ({"messages": ["a", "b"]}, "bad-messages", {"index": 0, "found": "'a'"}),
-        ({"messages": [*ASK, {"role": "assistant", "content": "2"}], "prompt": "a"}, "messages-and-prompt", {}),
+        ({"messages": [*ASK, {"role": "assistant", "content": "2"}], "prompt": "a"}, "bad-messages", {}),
         (
             {"prompt": "a", "response": "b", "chat_template_kwargs": 3},
             "wrong-type",
@@ -129,7 +129,7 @@ def test_a_row_that_nests_too_deeply(tmp_path: Path, tokenizer: ChatTokenizer) -
     deep = "[" * 300 + "]" * 300
     row = json.dumps({"prompt": "a", "response": "b"})
     (tmp_path / "deep.jsonl").write_text(row.replace('"b"', deep))
-    with raises("prompts.nested-too-deeply", where=f"{tmp_path}/deep.jsonl:1"):
+    with raises("prompts.wrong-type", where=f"{tmp_path}/deep.jsonl:1"):
         DemoData(tmp_path / "deep.jsonl").load(tokenizer, 0)
 
 

@@ -29,12 +29,12 @@ def nested(depth: int) -> str:
     ("line", "code", "detail"),
     [
         (nested(100_000), "broken-line", "nested too deeply"),
-        (f'{{"prompt": {nested(900)}}}', "nested-too-deeply", "100 levels"),
-        (json.dumps(record(0) | {"extra_info": {"a": json.loads(nested(150))}}), "nested-too-deeply", ""),
+        (f'{{"prompt": {nested(900)}}}', "wrong-type", "100 levels"),
+        (json.dumps(record(0) | {"extra_info": {"a": json.loads(nested(150))}}), "wrong-type", ""),
         ('{"prompt": [{"role": "user", "content": "\\ud800"}]}', "broken-line", "surrogates not allowed"),
         ('{"prompt": ' + "9" * 5000 + "}", "broken-line", "not JSON"),
-        ("NaN", "row-not-object", "a float"),
-        ("true", "row-not-object", "a bool"),
+        ("NaN", "wrong-type", "a float"),
+        ("true", "wrong-type", "a bool"),
     ],
     ids=lambda text: text[:30],
 )
@@ -53,7 +53,7 @@ def test_how_deeply_a_row_may_nest(tmp_path: Path, levels: int, accepted: bool) 
     if accepted:
         assert len(load(path).next(1)) == 1
     else:
-        with raises("prompts.nested-too-deeply", limit=100):
+        with raises("prompts.wrong-type", limit=100):
             load(path)
 
 

@@ -213,7 +213,7 @@ def test_missing_keys_are_named(tmp_path: Path) -> None:
     refused(tmp_path, row, "missing-key", missing=("data_source", "reward_model"))
     row = {"question": "1+1"}
     refused(tmp_path, row, "missing-key", good=3, missing=("prompt", "data_source", "reward_model"))
-    refused(tmp_path, [1, 2], "row-not-object", found="list")
+    refused(tmp_path, [1, 2], "wrong-type", found="list")
     path = write_parquet(tmp_path / "b.parquet", [record(0), record(1), record(2) | {"data_source": None}])
     with raises("prompts.missing-key", where=f"{path} row 2", missing=("data_source",)):
         load(path)
@@ -317,7 +317,7 @@ def test_the_template_gets_arguments_of_the_job_and_of_the_row(tmp_path: Path, w
     texts = [loaded.text(ids[mask]) for ids, mask in zip(batch["prompts"], batch["prompt_mask"], strict=True)]
     assert texts == ["x1", "x!1", "x2add?sub"]
     with raises(
-        "tokenizer.unused-argument", argument="dey", where=f"{path}{':1' if write is write_jsonl else ' row 0'}"
+        "tokenizer.template-argument", argument="dey", where=f"{path}{':1' if write is write_jsonl else ' row 0'}"
     ):
         PromptData(path, chat_template_kwargs={"dey": "1"}).load(loaded, seed=0)
     bad = write_jsonl(tmp_path / "bad.jsonl", [record(0) | {"chat_template_kwargs": "think"}])
