@@ -96,8 +96,8 @@ class PretendRunner:
         seconds = [self._costs.seconds(name, len(shares), load, task.step) for load in loads]
         self._enter(task, start, seconds, processes)
         outputs = {
-            output: Rows(rows * node.operator.rows_factor) if isinstance(wanted, ColumnType) else None
-            for output, wanted in node.operator.signature.outputs.items()
+            output: Rows(rows * node.operator.rows_factor) if isinstance(column, ColumnType) else None
+            for output, column in node.operator.signature.outputs.items()
         }
         done = TaskResult(task, outputs, Metrics(), {}, written, max(seconds))
         heapq.heappush(self._running, (start + max(seconds), next(self._launched), done))
@@ -110,11 +110,11 @@ class PretendRunner:
             done.append(heapq.heappop(self._running)[2])
         return done
 
-    def fetch(self, node: Node, output: str, held: Rows) -> Tensor | np.ndarray[Any, Any]:
+    def fetch(self, node: Node, output: str, value: Rows) -> Tensor | np.ndarray[Any, Any]:
         """An empty column with as many rows."""
-        wanted = node.operator.signature.outputs[output]
-        assert isinstance(wanted, ColumnType)
-        return blank(wanted, held.number)
+        column = node.operator.signature.outputs[output]
+        assert isinstance(column, ColumnType)
+        return blank(column, value.number)
 
     def secure(self, node: Node, outputs: Mapping[str, Rows]) -> Mapping[str, Rows]:
         """The same outputs: nothing can be lost."""
@@ -193,10 +193,10 @@ def blank_batch(graph: Graph, draws: int) -> dict[str, DataProto]:
     for name in graph.inputs:
         operator = graph[name].operator
         columns = {
-            name: wanted for name, wanted in operator.signature.outputs.items() if isinstance(wanted, ColumnType)
+            name: column for name, column in operator.signature.outputs.items() if isinstance(column, ColumnType)
         }
         rows = draws * operator.rows_factor
-        batches[name] = DataProto({name: blank(wanted, rows) for name, wanted in columns.items()})
+        batches[name] = DataProto({name: blank(column, rows) for name, column in columns.items()})
     return batches
 
 
@@ -210,8 +210,8 @@ def blank(column: ColumnType, rows: int) -> Tensor | np.ndarray[Any, Any]:
 def _rows(task: Task) -> int:
     """The number of input rows of an instance."""
     fields = task.node.operator.signature.fields
-    held = (task.inputs[place] for place in task.inputs if getattr(fields[place], "on_batch", False))
-    return next((one.number for one in held if isinstance(one, Rows)), 0)
+    columns = (task.inputs[place] for place in task.inputs if getattr(fields[place], "on_batch", False))
+    return next((one.number for one in columns if isinstance(one, Rows)), 0)
 
 
 def _shares(task: Task, rows: int, ranks: int) -> list[Counts | None]:

@@ -68,7 +68,7 @@ def rollout_records(edges: Mapping[str, Edge], columns: Mapping[str, DataProto])
     return [{key: column[row] for key, column in found.items()} for row in range(len(found["response"]))]
 
 
-def refuse_half_told(graph: Graph, every: int | None) -> None:
+def refuse_partial_rollouts(graph: Graph, every: int | None) -> None:
     """Refuse a rollout log of a graph that collects and runs ahead: it would lack the rows of earlier rounds."""
     if every is not None and graph.lag and (collector := Plan(graph).collector) is not None:
         raise ParameterError(

@@ -128,10 +128,10 @@ class RunFolder:
             The remaining lines of steps, and those of validations.
         """
         for file in LINES:
-            kept = b"".join(line for line, record in self._read(file) if record["step"] <= step)
+            retained = b"".join(line for line, record in self._read(file) if record["step"] <= step)
             if (self.path / file).exists():
-                write(self.path / file, kept)
-            if marks is not None and marks.get(file, _digest(b"")) != _digest(kept):
+                write(self.path / file, retained)
+            if marks is not None and marks.get(file, _digest(b"")) != _digest(retained):
                 self._warn_of_loss(file, step)
         return self.lines()
 

@@ -86,7 +86,7 @@ def gives_tokens(source: Source) -> bool:
     return any(getattr(typed, "kind", None) == "tokens" for typed in record_columns(source.record).values())
 
 
-def refuse_untold(graph: Graph, sources: Mapping[str, Source]) -> None:
+def refuse_no_feedback(graph: Graph, sources: Mapping[str, Source]) -> None:
     """Refuse a source that learns from scores which no node reports."""
     for name, source in sources.items():
         if source.learns and not tellers(graph, name):

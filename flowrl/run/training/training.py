@@ -38,10 +38,10 @@ from flowrl.run.training.identity import identity_of
 from flowrl.run.training.job import Job
 from flowrl.run.training.report import Reporter, refuse_bad_reporters
 from flowrl.run.training.resume import Found, find, warn_of_changed_prompts
-from flowrl.run.training.rollout_log import logged_columns, refuse_half_told, rollout_records
+from flowrl.run.training.rollout_log import logged_columns, refuse_partial_rollouts, rollout_records
 from flowrl.run.training.run_folder import RunFolder, jsonable
 from flowrl.run.training.signals import ended_in_order
-from flowrl.run.training.sources import Data, Sources, by_input, gives_tokens, refuse_no_source, refuse_untold
+from flowrl.run.training.sources import Data, Sources, by_input, gives_tokens, refuse_no_feedback, refuse_no_source
 from flowrl.run.training.validating import Validating
 from flowrl.run.training.validation import Validation
 from flowrl.spec import Spec
@@ -123,7 +123,7 @@ class Training(Spec):
             raise ValueError("resume=True needs the folder of the run; pass it: Training(..., folder=...), --folder")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two validations are named {twice[0]!r}; rename one: Validation(..., name=...)")
-        refuse_untold(self.job.graph, self.sources)
+        refuse_no_feedback(self.job.graph, self.sources)
         return self
 
     @property
@@ -156,7 +156,7 @@ class Training(Spec):
         """
         self.job.refuse_unready(self.prompts)
         graph = self.job.graph
-        refuse_half_told(graph, self.rollouts_every)
+        refuse_partial_rollouts(graph, self.rollouts_every)
         of_tokens = any(map(gives_tokens, self.sources.values()))
         if of_tokens and not writers_of_tokens(graph) and folder_of_trained(graph) is None:
             raise BindError(

@@ -34,7 +34,7 @@ from flowrl.operators import Collect, Feedback, Interact, Spread
 from flowrl.operators.rows.held_out import pass_at_k
 from flowrl.run.training.checkpoint import Checkpoints
 from flowrl.run.training.job import Job
-from flowrl.run.training.sources import Sources, by_input, refuse_untold
+from flowrl.run.training.sources import Sources, by_input, refuse_no_feedback
 from tests.nightly import nightly
 from tests.run.training.interrupted import Stop, Stopper
 from tests.support.errors import raises
@@ -182,7 +182,7 @@ def test_data_that_is_no_source(given: Any, message: str, tiny: str, tmp_path: P
 def test_a_source_that_learns_needs_feedback(tiny: str, tmp_path: Path) -> None:
     sources: Any = {**data(tmp_path), "batch": PromptData("p.jsonl", sampler=ByDifficulty())}
     with raises("run.no-feedback", graph="mixed", input="batch"):
-        refuse_untold(mixed(), sources)
+        refuse_no_feedback(mixed(), sources)
     with raises("run.no-feedback", input="batch"):
         Training(job(tiny), sources, steps=1, prompts=1)
 
