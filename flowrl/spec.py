@@ -21,7 +21,7 @@ from pydantic.dataclasses import rebuild_dataclass
 from pydantic.errors import PydanticUndefinedAnnotation
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from flowrl.errors import DefinitionError, FrozenError, ParameterError, offer
+from flowrl.errors import DefinitionError, FlowrlError, FrozenError, ParameterError, offer
 
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True, allow_inf_nan=False)
 
@@ -125,7 +125,7 @@ def _raise_parameter_errors(cls: type) -> None:
             else:
                 init(self, *args, **kwargs)
         except ValidationError as error:
-            raise ParameterError(_describe(cls, error, args, kwargs)) from None
+            raise ParameterError(_describe(cls, error, args, kwargs), **_inner(error)) from None
         self._check()
 
     __init__.__module__, __init__.__qualname__ = cls.__module__, f"{cls.__qualname__}.__init__"
@@ -210,6 +210,12 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"
 
 
+def _inner(error: ValidationError) -> dict[str, Any]:
+    """Code and facts of the error of flowrl that a validator raised; empty without, or with several errors."""
+    first, *others = (e.get("ctx", {}).get("error") for e in error.errors())
+    return {**first.facts, "code": first.code} if isinstance(first, FlowrlError) and not others else {}
+
+
 def _describe(cls: type, error: ValidationError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """What is wrong with the arguments of a spec, each parameter once."""
     names = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.init]
@@ -220,7 +226,7 @@ def _describe(cls: type, error: ValidationError, args: Sequence[Any], kwargs: Ma
     for e in error.errors():
         # what a validator or __post_init__ of the class says is a sentence already
         raised = e.get("ctx", {}).get("error")
-        said = str(raised).rstrip(".") if isinstance(raised, Exception) else _said(e)
+        said = getattr(raised, "message", str(raised)).rstrip(".") if isinstance(raised, Exception) else _said(e)
         first = e["loc"][0] if e["loc"] else ""
         name = names[first] if isinstance(first, int) and first < len(names) else str(first)
         if not e["loc"]:
@@ -316,8 +322,7 @@ _FIRST = range(10_000)
 class Schedule(Spec):
     """A number over time, where an operator, or a spec that is a parameter of one, takes a number.
 
-    A subclass defines `at`; those of `flowrl.schedules` are ready. Where whole numbers are wanted, the nearest one is
-    taken.
+    A subclass defines `at`; see `flowrl.schedules`. Integer parameters take the nearest integer.
     """
 
     timeless = True

@@ -1,4 +1,4 @@
-"""``flowrl audit``: what a graph's update follows in expectation; and the table of all algorithms in the docs."""
+"""``flowrl audit``: the expected direction of a graph's update; and the table of all algorithms in the docs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from flowrl.auditing.record import Audit
 
 AGE = 0.5
-"""How far the policy has moved in the last column of the table."""
+"""The policy's age in the last column of the table."""
 
 _HEADINGS = ("method", "on-policy", "along", "KL in the loss is nearest to", "scale", "variance", f"at age {AGE:g}")
 
 
 def add_to(app: typer.Typer, out: Console) -> None:
-    """Give a command line, which prints to `out`, the command."""
+    """Add the command to a command line that prints to `out`."""
 
     @app.command()
     def audit(
@@ -41,12 +41,16 @@ def add_to(app: typer.Typer, out: Console) -> None:
         shelf: Annotated[bool, typer.Option("--shelf", help="Audit all algorithms of flowrl, as a table.")] = False,
         imports: Annotated[bool, typer.Option("--import", help="Import what a graph in .yaml or .json names.")] = False,
     ) -> None:
-        """Hold what a graph's update follows in expectation against the gradient of what the graph states."""
+        """Compare the expected update of a graph with the gradient of its stated objective."""
         from flowrl.auditing.audit import audit
         from flowrl.auditing.task import AuditTask
 
         if shelf == (target is not None):
-            raise ParameterError("flowrl audit takes a graph, or --shelf for all algorithms; expected one of the two.")
+            raise ParameterError(
+                "flowrl audit got both or neither of a graph and --shelf (all algorithms). Pass one of the two.",
+                code="cli.bad-option",
+                option="--shelf",
+            )
         if target is None:
             for line in table():
                 out.print(line, markup=False)
@@ -60,7 +64,7 @@ def add_to(app: typer.Typer, out: Console) -> None:
 
 
 def table() -> Iterator[str]:
-    """The table of all algorithms, in Markdown, line by line as they are done."""
+    """The table of all algorithms in Markdown, line by line as it is computed."""
     from flowrl.app.shelf import names
 
     yield f"| {' | '.join(_HEADINGS)} |"
@@ -70,7 +74,7 @@ def table() -> Iterator[str]:
 
 
 def row(name: str) -> str:
-    """The line of one algorithm: with one prompt and three answers, all runs gone through; else its own, sampled."""
+    """The line of one algorithm: exact with one prompt and three responses if possible, else sampled."""
     from flowrl.app import shelf
     from flowrl.auditing.audit import audit
     from flowrl.auditing.task import AuditTask
@@ -83,7 +87,7 @@ def row(name: str) -> str:
             found, n = audit(graph, AuditTask(prompts=1), samples=400), None
         aged = audit(graph, AuditTask(prompts=1, age=AGE), n=n, samples=400, explain=False)
     except FlowrlError as error:
-        return f"| `{name}` | cannot be audited: {str(error).partition(';')[0].splitlines()[0]} | | | | | |"
+        return f"| `{name}` | cannot be audited: {error.message.partition(';')[0].splitlines()[0]} | | | | | |"
     cells = (_bias(found), _along(found), _kl(found), str(found.whole.scale), _variance(found), _bias(aged))
     return f"| `{name}` | {' | '.join(cells)} |"
 
@@ -111,7 +115,7 @@ def _kl(found: Audit) -> str:
         return ""
     nearest = max(found.kl_follows, key=lambda name: found.kl_follows[name].value)
     cell = f"{nearest} (cosine {found.kl_follows[nearest]})"
-    return cell.replace("||", "\\|\\|")  # a bar ends a cell
+    return cell.replace("||", "\\|\\|")  # a bar would end the cell
 
 
 def _variance(found: Audit) -> str:

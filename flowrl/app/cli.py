@@ -1,7 +1,7 @@
 """The command line: ``flowrl list | show | check | audit | plan | diff | run | episodes | operators | demo``.
 
-What a command may be given is in `flowrl.app.targets`. Misuse ends with one paragraph and the exit code 2; ``--debug``
-shows the traceback. Heavy modules are imported by the commands that need them.
+`flowrl.app.targets` defines the targets of commands. Misuse prints one paragraph and exits with code 2; ``--debug``
+shows the traceback. Commands import the heavy modules that they need.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typer.core import TyperGroup
 from flowrl.app import audit as audit_command
 from flowrl.app import episodes as episodes_command
 from flowrl.app.targets import graph_of, load_target, refuse_namesakes
-from flowrl.errors import FlowrlError, ParameterError, offer
+from flowrl.errors import FlowrlError, ParameterError, offer, type_of
 
 INTERRUPTED = 130
-"""The exit code that shells use for a process that Ctrl-C ended."""
+"""The exit code in shells of a process that Ctrl-C ended."""
 
 out = Console(soft_wrap=True, highlight=False, emoji=False)
 
@@ -50,7 +50,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_NAMES_A_GRAPH = "FILE.py:name, module:name, a graph in .yaml or .json, or an algorithm that `flowrl list` has."
+_NAMES_A_GRAPH = "FILE.py:name, module:name, a graph in .yaml or .json, or an algorithm of `flowrl list`."
 Target = Annotated[str, typer.Argument(metavar="TARGET", help=_NAMES_A_GRAPH, show_default=False)]
 
 Import = Annotated[
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: the command line without the program's name; by default that of this process.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given  # anywhere: people add it to the end of a command that has failed
+    debug = "--debug" in given  # anywhere: users add it to the end of a failed command
     try:
         app([argument for argument in given if argument != "--debug"], prog_name="flowrl")
     except FlowrlError as error:
@@ -87,8 +87,8 @@ def _complain(message: str) -> None:
     Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(f"flowrl: {message}", markup=False)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         from flowrl import __version__
 
         out.print(f"flowrl {__version__}")
@@ -102,7 +102,7 @@ def options(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options of every command; `main` itself takes ``--debug`` out."""
+    """Options of every command; `main` removes ``--debug``."""
 
 
 @app.command()
@@ -129,7 +129,7 @@ def check(
     ] = None,
     imports: Import = False,
 ) -> None:
-    """List everything that keeps a graph, job or training from running; exits with 1 if there is anything."""
+    """List the problems that keep a graph, job or training from running; exits with 1 if there are any."""
     from flowrl.core.graphs.plan import Plan
     from flowrl.files.graph_io import not_imported
     from flowrl.run.training.job import Job, ends_of_responses
@@ -156,8 +156,8 @@ def check(
         raise typer.Exit(1)
     bound = "" if found is graph else ", every role is bound"
     out.print(f"{graph.name}: {len(graph.nodes)} nodes, every connection fits{bound} and no rule is broken.")
-    if left := not_imported(graph):
-        out.print(f"Not imported, so not looked at: {', '.join(left)}; --import does.", markup=False)
+    if skipped := not_imported(graph):
+        out.print(f"Not imported, so not checked: {', '.join(skipped)}; pass --import to check.", markup=False)
     if ends is not None:
         out.print(f"Responses end with {ends}.", markup=False)
 
@@ -177,17 +177,21 @@ def plan(
     ] = None,
     imports: Import = False,
 ) -> None:
-    """Print how a graph would run: which nodes at once, where, what each reads; with --costs, how long a step takes."""
+    """Print how a graph would run: order, parallel nodes, places and inputs; with --costs, the seconds of a step."""
     from flowrl.core.graphs.plan import Plan
     from flowrl.run.training.job import Job
     from flowrl.run.training.training import Training
 
     if costs is None and (place or prompts or cost):
-        raise ParameterError("--place, --prompts and --cost are for predictions; say by which run: --costs RUN.")
+        raise ParameterError(
+            "--place, --prompts and --cost only apply to predictions. Pass the run with the costs: --costs RUN.",
+            code="cli.bad-option",
+            missing="--costs",
+        )
     found = load_target(target, imports)
     job = found.job if isinstance(found, Training) else found
-    asked = prompts or (found.prompts if isinstance(found, Training) else None)
-    lines = [job.plan(asked) if isinstance(job, Job) else str(Plan(graph_of(found, target)))]
+    count = prompts or (found.prompts if isinstance(found, Training) else None)
+    lines = [job.plan(count) if isinstance(job, Job) else str(Plan(graph_of(found, target)))]
     if costs is not None:
         from flowrl.run.prediction.costs import Costs
         from flowrl.run.prediction.prediction import predict
@@ -195,11 +199,14 @@ def plan(
         graph, given = graph_of(found, target), dict(map(_cost, cost or ()))
         if odd := [node for node in given if node not in graph.nodes]:
             raise ParameterError(
-                f"--cost {odd[0]}=... is of no node; {offer(odd[0], graph.nodes, f'{graph.name} has')}"
+                f"--cost {odd[0]}=... names no node of {graph.name}; {offer(odd[0], graph.nodes)}",
+                code="cli.bad-option",
+                option="--cost",
+                found=odd[0],
             )
         measured = Costs.of(costs, imports=imports).given(**given)
         own = job.place if isinstance(job, Job) else measured.place
-        count = asked or measured.prompts
+        count = count or measured.prompts
         lines.append(f"predicted from {costs}, with {count} prompts a step:")
         optimize = not isinstance(job, Job) or job.optimize
         places = [own, *map(_place, place or ())]
@@ -214,7 +221,7 @@ def diff(
     to: Annotated[Path | None, typer.Option(help="Write to .md, .html or .svg instead.")] = None,
     imports: Import = False,
 ) -> None:
-    """Show what changes from one graph to another."""
+    """Show the changes from one graph to another."""
     write = None if to is None else _writer(to, (".md", ".html", ".svg"))
     first = graph_of(load_target(before, imports), before)
     refuse_namesakes(before, after)
@@ -234,18 +241,22 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Instead of the training's own.")] = None,
     folder: Annotated[str | None, typer.Option(help="Where the run is written, instead of the training's own.")] = None,
     costs: Annotated[str | None, typer.Option(help="Folder of a run to predict this one's steps by.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in the folder.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Log to TensorBoard in the run's folder.")] = False,
 ) -> None:
-    """Train: TARGET names a Training, or a function that makes one."""
+    """Train: TARGET names a Training, or a function that returns one."""
     from flowrl.run.training.report import TensorBoard, Terminal
     from flowrl.run.training.training import Training
 
     training = load_target(target)
     if not isinstance(training, Training):
         raise ParameterError(
-            f"{target} is of type {type(training).__name__}, which says neither on which data to train nor how long; "
-            f"expected a training: Training(graph.bind(...), data, steps=..., prompts=...)."
+            f"{target} is {type_of(training)}, which has neither data nor a number of steps; expected a training: "
+            f"Training(graph.bind(...), data, steps=..., prompts=...).",
+            code="cli.wrong-target",
+            target=target,
+            found=type(training).__name__,
+            expected="Training",
         )
     given: dict[str, Any] = {"steps": steps, "seed": seed, "folder": folder, "costs": costs, "resume": resume or None}
     training = dataclasses.replace(training, **{k: v for k, v in given.items() if v is not None})
@@ -257,14 +268,14 @@ def run(
             raise
         again = {"steps": steps, "seed": seed, "costs": costs, "folder": terminal.folder}
         options = [f"--{name}={value}" for name, value in again.items() if value is not None]
-        _complain(f"interrupted; go on with: {shlex.join(['flowrl', 'run', target, '--resume', *options])}")
+        _complain(f"interrupted; resume with: {shlex.join(['flowrl', 'run', target, '--resume', *options])}")
         raise typer.Exit(INTERRUPTED) from None
     out.print(f"The run is in {result.folder}", markup=False)
 
 
 @app.command("list")
 def list_() -> None:
-    """List the algorithms that are targets by their names: what each is, with its paper, and what it changes."""
+    """List the algorithms, which are targets by name: each with its paper and its changes."""
     from flowrl.app.shelf import listed
 
     _print_table(("algorithm", "", "an edit of", "what it changes"), listed())
@@ -276,7 +287,7 @@ episodes_command.add_to(app, out)
 
 @app.command()
 def operators() -> None:
-    """List the installed operators: what each reads and writes."""
+    """List the installed operators with their inputs and outputs."""
     from flowrl.core.operators import entry_points as installed
 
     rows = []
@@ -297,7 +308,7 @@ def demo(
     folder: Annotated[Path, typer.Option(help="Where everything is written.")] = Path("runs/demo"),
     quick: Annotated[bool, typer.Option("--quick", help="GRPO alone, 12 steps by default: within a minute.")] = False,
 ) -> None:
-    """Teach a small model to think, by GRPO and by PPO, on this machine's CPU."""
+    """Train a small model to think, with GRPO and with PPO, on this machine's CPU."""
     from flowrl.demo.run import QUICK_STEPS, run_demo, run_quick
 
     _quiet()
@@ -308,24 +319,21 @@ def demo(
 
 
 def _cost(text: str) -> tuple[str, float]:
-    """Of ``NODE=SECONDS``.
-
-    Raises:
-        ParameterError: it is not of that form.
-    """
+    """Node and seconds of ``NODE=SECONDS``."""
     node, _, seconds = text.partition("=")
     try:
         return node, float(seconds)
     except ValueError:
-        raise ParameterError(f"--cost {text} says no number of seconds; expected such as --cost {node}=0.1.") from None
+        raise ParameterError(
+            f"--cost {text} has no number of seconds; expected such as --cost {node}=0.1.",
+            code="cli.bad-option",
+            option="--cost",
+            found=text,
+        ) from None
 
 
 def _place(text: str) -> Any:
-    """The place that is written in Python; None is this process.
-
-    Raises:
-        ParameterError: it is none, or wants other parameters.
-    """
+    """The place of a Python expression; None is this process."""
     from flowrl import Colocate, Split
     from flowrl.data.files import unique
 
@@ -341,42 +349,51 @@ def _place(text: str) -> Any:
                 raise ValueError(text)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ParameterError(
-            f"--place {text} is no place; expected local, or such as 'Colocate(gpus=2)' or 'Split(train=1, rollout=1)'."
+            f"--place {text} is not a place; expected local, or such as 'Colocate(gpus=2)' or 'Split(train=1)'.",
+            code="cli.bad-option",
+            option="--place",
+            found=text,
         ) from None
     return places[name](**given)
 
 
-def _writer(to: Path, endings: Sequence[str]) -> Callable[[Any, str], None]:
-    """A function that writes a graph or a diff, with its title, in the format that the ending of `to` names.
+def _writer(to: Path, suffixes: Sequence[str]) -> Callable[[Any, str], None]:
+    """A function that writes a graph or a diff, with its title, in the format of the suffix of `to`."""
+    if to.suffix not in suffixes:
+        raise ParameterError(
+            f"--to {to} has the suffix {to.suffix!r}; expected one of {', '.join(suffixes)}.",
+            code="cli.bad-option",
+            option="--to",
+            found=to,
+        )
 
-    Raises:
-        ParameterError: the ending is none of `endings`; or, when the function is called, the file cannot be written.
-    """
-    if to.suffix not in endings:
-        raise ParameterError(f"--to {to} has the ending {to.suffix!r}; expected one of {', '.join(endings)}.")
-
-    def text(drawn: Any, title: str) -> str:
+    def text(value: Any, title: str) -> str:
         if to.suffix == ".html":
             from flowrl.draw.html import page
 
-            return page(drawn)
+            return page(value)
         if to.suffix == ".svg":
             from flowrl.draw.svg import svg
 
-            return svg(drawn)
-        return f"# {title}\n\n```mermaid\n{drawn.mermaid()}\n```\n"
+            return svg(value)
+        return f"# {title}\n\n```mermaid\n{value.mermaid()}\n```\n"
 
-    def write(drawn: Any, title: str) -> None:
+    def write(value: Any, title: str) -> None:
         from flowrl.files.graph_io import save
 
         try:
             to.parent.mkdir(parents=True, exist_ok=True)
             if to.suffix in (".json", ".yaml", ".yml"):
-                save(drawn, to)
+                save(value, to)
             else:
-                to.write_text(text(drawn, title), encoding="utf-8")
+                to.write_text(text(value, title), encoding="utf-8")
         except OSError as error:
-            raise ParameterError(f"--to {to} cannot be written: {error.strerror}; name another file.") from error
+            raise ParameterError(
+                f"--to {to} cannot be written: {error.strerror}. Pass another file.",
+                code="cli.bad-option",
+                option="--to",
+                found=to,
+            ) from error
 
     return write
 
@@ -390,7 +407,7 @@ def _print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None
         table.add_column(heading, no_wrap=heading == headings[0], overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
-    if not out.is_terminal:  # scripts want whole names and lines
+    if not out.is_terminal:  # scripts need full names and lines
         table.width = out.measure(table, options=out.options.update(max_width=1000)).maximum
     out.print(table)
 

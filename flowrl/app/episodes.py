@@ -1,4 +1,4 @@
-"""``flowrl episodes``: what was said in the episodes of a run, turn by turn."""
+"""``flowrl episodes``: the episodes of a run, turn by turn."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rich.text import Text
 from flowrl.errors import DataError, ParameterError, offer
 
 TRAINING = "training"
-"""Where rollouts come from, as `--of` names it; predictions come from a validation of a name of its own."""
+"""The origin of rollouts for `--of`; predictions have the name of their validation."""
 
-_POLICY, _WORLD = (">", "bold green"), ("|", "cyan")
-"""How lines are marked, and coloured where the terminal has colours: those that were sampled, and all others."""
+_POLICY, _ENVIRONMENT = (">", "bold green"), ("|", "cyan")
+"""Mark and color of lines: sampled ones, and all others."""
 
 _ENDED = {
     "done": "ended by its environment",
@@ -29,7 +29,7 @@ _ENDED = {
     "failed": "failed",
 }
 
-_STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class LoggedEpisode:
     """An episode that a run wrote.
 
     Args:
-        of: the validation, or `TRAINING`.
-        step: steps done before a validation; of a rollout, its own step.
+        of: the name of the validation, or `TRAINING`.
+        step: steps done before a validation; for a rollout, its own step.
         record: the line in the file.
     """
 
@@ -48,27 +48,27 @@ class LoggedEpisode:
 
     @property
     def episode(self) -> Mapping[str, Any]:
-        """Its account; see `flowrl.episodes.summary`."""
+        """Its summary; see `flowrl.episodes.summary`."""
         found: Mapping[str, Any] = self.record["episode"]
         return found
 
     @property
     def score(self) -> float:
-        """What it was worth by the score that was taken last; 0 where none is known."""
+        """The last score; 0 if unknown."""
         return float(self.record.get("score") or 0.0)
 
     @property
     def turns(self) -> int:
-        """How often the policy answered."""
+        """The number of the policy's turns."""
         return sum("sampled" in message for message in self.episode["messages"])
 
     def is_of(self, row: str) -> bool:
-        """Whether it is that row, or one of that group."""
+        """Whether it is this row, or of this group."""
         return row in (self.record.get("row_id"), self.record.get("uid"))
 
 
 def add_to(app: typer.Typer, out: Console) -> None:
-    """Give a command line, which prints to `out`, the command."""
+    """Add the command to a command line that prints to `out`."""
 
     @app.command()
     def episodes(
@@ -81,13 +81,20 @@ def add_to(app: typer.Typer, out: Console) -> None:
         failed: Annotated[bool, typer.Option("--failed", help="Only those whose environment failed.")] = False,
         count: Annotated[int, typer.Option(help="How many are shown.", min=1)] = 1,
     ) -> None:
-        """Show what was said in episodes: what the policy sampled (>) apart from what its environment said (|)."""
+        """Show episodes: the text that the policy sampled (>) and that of its environment (|)."""
         if best and worst:
-            raise ParameterError("--best and --worst are given; expected one of the two.")
+            raise ParameterError(
+                "--best and --worst exclude each other. Pass one of the two.", code="cli.bad-option", option="--best"
+            )
         seen = of_step(read(run), run, step, of)
         chosen = [one for one in seen if row is None or one.is_of(row)]
         if row is not None and not chosen:
-            raise ParameterError(f"--row {row} is none of these; {_offered(row, seen)}")
+            raise ParameterError(
+                f"--row {row} matches no episode; {_offered(row, seen)}",
+                code="cli.no-episodes",
+                option="--row",
+                found=row,
+            )
         out.print(_about(seen), markup=False)
         chosen = [one for one in chosen if one.episode["ended"] == "failed"] if failed else chosen
         if best or worst:
@@ -99,20 +106,22 @@ def add_to(app: typer.Typer, out: Console) -> None:
 
 
 def read(folder: Path) -> list[LoggedEpisode]:
-    """All episodes that a run wrote, as they stand in its files.
-
-    Raises:
-        DataError: no run is there, it wrote no episodes, or a file cannot be read.
-    """
+    """All episodes in the files of a run."""
     from flowrl.run.training.run_folder import RunFolder
 
     if not (folder / "run.json").is_file():
-        raise DataError(f"{folder} holds no run; expected the folder of one, such as runs/grpo-001.")
+        raise DataError(
+            f"{folder} holds no run. Pass the folder of one, such as runs/grpo-001.",
+            code="cli.no-episodes",
+            path=folder,
+        )
     records = {file: RunFolder(folder).records(file) for file in ("predictions.jsonl", "rollouts.jsonl")}
     if not any(records.values()):
         raise DataError(
-            f"{folder} holds a run that has written no rows yet; they come with a validation, "
-            f"Training(validation=Validation(...)), and with Training(rollouts_every=10)."
+            f"{folder} holds a run without logged rows. Runs log rows with a validation, "
+            f"Training(validation=Validation(...)), or with Training(rollouts_every=10).",
+            code="cli.no-episodes",
+            path=folder,
         )
     seen = [
         LoggedEpisode(str(record.get("validation", TRAINING)), record["step"], record)
@@ -122,26 +131,35 @@ def read(folder: Path) -> list[LoggedEpisode]:
     ]
     if not seen:
         raise DataError(
-            f"{folder} holds a run whose rows are single answers, in predictions.jsonl or rollouts.jsonl; episodes are "
-            f"played where Interact(...) stands in the place of Generate(...)."
+            f"{folder} holds a run whose rows are single responses, in predictions.jsonl or rollouts.jsonl. For "
+            f"episodes, replace Generate(...) by Interact(...) in the graph.",
+            code="cli.no-episodes",
+            path=folder,
         )
     return seen
 
 
 def of_step(seen: Sequence[LoggedEpisode], folder: Path, step: int | None, of: str | None) -> list[LoggedEpisode]:
-    """Those of one step, by default of the newest.
-
-    Raises:
-        ParameterError: there are none of that step, or of that validation.
-        DataError: a line is not what a run writes.
-    """
+    """The episodes of one step, by default the newest."""
     names = dict.fromkeys(one.of for one in seen)
     if of is not None and of not in names:
-        raise ParameterError(f"--of {of} names no rows of {folder}; {offer(of, names, 'there are those of')}")
+        raise ParameterError(
+            f"--of {of} matches no episode in {folder}; {offer(of, names, 'there are those of')}",
+            code="cli.no-episodes",
+            path=folder,
+            option="--of",
+            found=of,
+        )
     mine = [one for one in seen if of in (None, one.of)]
     steps = sorted({one.step for one in mine})
     if step is not None and step not in steps:
-        raise ParameterError(f"--step {step} has no episodes in {folder}; there are those of {_few(steps)}.")
+        raise ParameterError(
+            f"--step {step} matches no episode in {folder}; there are those of {_few(steps)}.",
+            code="cli.no-episodes",
+            path=folder,
+            option="--step",
+            found=step,
+        )
     found = [one for one in mine if one.step == (steps[-1] if step is None else step)]
     for one in found:
         _refuse_damaged(one, folder)
@@ -156,10 +174,10 @@ def shown(one: LoggedEpisode, number: str) -> Text:
     text.append(f"\n{number}: {one.of}, step {one.step}, row {one.record.get('row_id')}{worth}\n", style="bold")
     for message in episode["messages"]:
         sampled = message.get("sampled")
-        mark, style = _WORLD if sampled is None else _POLICY
+        mark, style = _ENVIRONMENT if sampled is None else _POLICY
         name = f" {message['name']}" if message.get("name") else ""
-        said = f"{message['role']}{name}" if sampled is None else _turn(sampled)
-        text.append(f"{printable(said)}\n", style="dim")
+        header = f"{message['role']}{name}" if sampled is None else _turn(sampled)
+        text.append(f"{printable(header)}\n", style="dim")
         for line in printable(_content(message)).split("\n"):
             text.append(f"{mark} {line}\n", style=style)
     tries = f", in try {episode['tries']}" if episode["tries"] > 1 else ""
@@ -172,8 +190,8 @@ def shown(one: LoggedEpisode, number: str) -> Text:
 
 
 def printable(text: str) -> str:
-    """Text without what would steer a terminal: control characters are written as in Python, ``\\x1b``."""
-    return _STEERS.sub(lambda found: ascii(found[0])[1:-1], text)
+    """Text without terminal control: control characters are escaped as in Python, ``\\x1b``."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def _turn(sampled: Mapping[str, Any]) -> str:
@@ -188,7 +206,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _about(seen: Sequence[LoggedEpisode]) -> str:
-    """What the episodes of a step are, in a line."""
+    """A summary line of a step's episodes."""
     ended = Counter(one.episode["ended"] for one in seen)
     how = ", ".join(f"{ended[why]} {_ENDED[why]}" for why in _ENDED if ended[why])
     scores = [one.score for one in seen if "score" in one.record]
@@ -204,22 +222,22 @@ def _offered(row: str, seen: Sequence[LoggedEpisode]) -> str:
 
 
 def _few(values: Sequence[Any]) -> str:
-    """All, or of many the first and the last ones."""
-    told = [*map(str, values)]
-    return ", ".join(told if len(told) <= 8 else [*told[:4], "...", *told[-3:]])
+    """All values, or the first and the last of many."""
+    texts = [*map(str, values)]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:4], "...", *texts[-3:]])
 
 
 def _refuse_damaged(one: LoggedEpisode, folder: Path) -> None:
-    """Refuse a record by which no episode can be shown.
-
-    Raises:
-        DataError: naming the row.
-    """
+    """Refuse a record of which no episode can be shown."""
     try:
         shown(one, "")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         file = "rollouts.jsonl" if one.of == TRAINING else "predictions.jsonl"
         raise DataError(
-            f"{folder / file} says of the episode of row {one.record.get('row_id')!r} in step {one.step} what no run "
-            f"writes ({type(error).__name__}: {error}); put a copy of the file back."
+            f"{folder / file} has a damaged episode of row {one.record.get('row_id')!r} in step {one.step} "
+            f"({type(error).__name__}: {error}). Restore a copy of the file.",
+            code="cli.damaged-episode",
+            path=folder / file,
+            row=one.record.get("row_id"),
+            step=one.step,
         ) from error

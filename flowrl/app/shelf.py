@@ -1,4 +1,4 @@
-"""The algorithms of `flowrl.graphs` by their names, with all settings at their defaults: for the command line."""
+"""The algorithms of `flowrl.graphs` by name, with default settings: for the command line."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from flowrl.graphs.variants import neighbour_of, settings_of
 
 
 def your_reward(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-    """Stands where a reward function of yours belongs, in a graph that is looked at.
-
-    Raises:
-        ParameterError: always.
-    """
+    """Placeholder for your reward function in a graph that is only inspected; always raises."""
     raise ParameterError(
-        "this graph was made by its name, to be looked at, and scores nothing; make one with a reward function of "
-        "yours: grpo('my_reward.py:exact_match')."
+        "This graph was made by its name, for inspection, and has no reward function. Make one with your own: "
+        "grpo('my_reward.py:exact_match').",
+        code="cli.no-reward",
     )
 
 
 def names() -> Sequence[str]:
-    """Of all algorithms."""
+    """The names of all algorithms."""
     return graphs.__all__
 
 
@@ -37,15 +34,15 @@ def graph(name: str) -> Graph:
 
 
 def listed() -> Iterator[tuple[str, str, str, str]]:
-    """Of each algorithm its name, what it is and where that comes from, its neighbour, and what it changes there.
+    """Each algorithm's name, summary with its source, the algorithm that it edits, and its changes.
 
-    What changes is the difference of the two as `graph` makes them, so their defaults count: the nodes that come (+),
-    those that go (-), and parameters (~).
+    Changes are the difference of the two graphs with their defaults: added (+) and removed (-) nodes, and parameters
+    (~).
     """
     for name in names():
-        said = (getattr(graphs, name).__doc__ or "").partition("\n\n")[0]
+        summary = (getattr(graphs, name).__doc__ or "").partition("\n\n")[0]
         neighbour = neighbour_of(name)
-        yield name, said, neighbour or "", "" if neighbour is None else _changes(graph(neighbour).diff(graph(name)))
+        yield name, summary, neighbour or "", "" if neighbour is None else _changes(graph(neighbour).diff(graph(name)))
 
 
 def _changes(diff: Diff) -> str:

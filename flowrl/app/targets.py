@@ -1,7 +1,7 @@
-"""Targets: what a command of the command line may be given.
+"""Targets: the arguments of commands.
 
 A target is ``FILE.py:name`` or ``package.module:name``: a graph, a job, a training, or a function without arguments
-that makes one; a graph file (``.yaml``, ``.json``); or the name of an algorithm of `flowrl.graphs`, which
+that returns one; a graph file (``.yaml``, ``.json``); or the name of an algorithm of `flowrl.graphs`, which
 `flowrl.app.shelf` makes.
 """
 
@@ -12,19 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import GraphError, ParameterError, offer
+from flowrl.errors import GraphError, ParameterError, offer, type_of
 
 
 def load_target(target: str, imports: bool = True) -> Any:
-    """The object that a target names; if that is an algorithm or a function, what it returns.
+    """The object that a target names; for an algorithm or a function, its result.
 
     Args:
         target: a file or module with a name in it, a graph file, or an algorithm.
         imports: import what a graph file names; see `flowrl.load`.
-
-    Raises:
-        GraphError: a graph file cannot be read, or names what would have to be imported; a function wants arguments.
-        ParameterError: a name does not exist, or a file raises when it is imported.
     """
     from flowrl.core.graphs.algorithm import Algorithm
     from flowrl.core.operators.references import load_object
@@ -35,7 +31,7 @@ def load_target(target: str, imports: bool = True) -> Any:
     if target.isidentifier():
         return _by_name(target)
     if (folder := _folder(target)) is not None:
-        sys.path.insert(0, str(folder))  # so that the file can import its neighbours, as `python FILE.py` lets it
+        sys.path.insert(0, str(folder))  # so that the file can import its neighbors, as with `python FILE.py`
     found = load_object(target)
     if isinstance(found, Algorithm):
         return found()
@@ -45,18 +41,17 @@ def load_target(target: str, imports: bool = True) -> Any:
         inspect.signature(found).bind()
     except TypeError as error:
         raise GraphError(
-            f"{target} cannot be called without arguments: {error}; name what it makes instead, such as "
-            f"`graph = {found.__name__}(...)` in your file and FILE.py:graph here."
+            f"{target} cannot be called without arguments: {error}. Name its result instead: write "
+            f"`graph = {found.__name__}(...)` in your file and pass FILE.py:graph.",
+            code="cli.wrong-target",
+            target=target,
+            found=found.__name__,
         ) from error
     return found()
 
 
 def graph_of(found: Any, target: str) -> Any:
-    """The graph of what was loaded.
-
-    Raises:
-        GraphError: it is or has no graph.
-    """
+    """The graph of a loaded target."""
     from flowrl.graph import Graph
 
     if isinstance(found, Graph):
@@ -68,18 +63,17 @@ def graph_of(found: Any, target: str) -> Any:
     graph = graph.graph if isinstance(graph, Job) else graph
     if not isinstance(graph, Graph):
         raise GraphError(
-            f"{target} is of type {type(found).__name__}; expected a graph, a job, a training, or a function of no "
-            f"arguments that makes one."
+            f"{target} is {type_of(found)}; expected a graph, a job, a training, or a function without arguments that "
+            f"returns one.",
+            code="cli.wrong-target",
+            target=target,
+            found=type(found).__name__,
         )
     return graph
 
 
 def refuse_namesakes(first: str, second: str) -> None:
-    """Python keeps one module for a name, so a neighbour of the first file would replace one of the second.
-
-    Raises:
-        ParameterError: the first file has imported a neighbour, and the second has a neighbour of the same name.
-    """
+    """Refuse two files whose imported neighbors share a name: Python has one module per name."""
     loaded, folder = _folder(first), _folder(second)
     if loaded is None or folder is None or loaded == folder:
         return
@@ -88,27 +82,28 @@ def refuse_namesakes(first: str, second: str) -> None:
         if file is not None and Path(file).parent == loaded and (folder / f"{name}.py").is_file():
             raise ParameterError(
                 f"{first} imports {file}, and {folder / name}.py has the same name, so in one process {second} would "
-                f"get the wrong one; give one of the two files another name."
+                f"import the wrong one. Rename one of the two files.",
+                code="cli.same-module",
+                first=file,
+                second=f"{folder / name}.py",
             )
 
 
 def _by_name(name: str) -> Any:
-    """The graph of an algorithm.
-
-    Raises:
-        ParameterError: there is none of that name.
-    """
+    """The graph of the algorithm with this name."""
     from flowrl.app.shelf import graph, names
 
     if name in names():
         return graph(name)
     raise ParameterError(
-        f"{name!r} is no algorithm, and names no file; expected 'package.module:name' or 'path/to/file.py:name', or an "
-        f"algorithm; {offer(name, names(), 'flowrl has')}"
+        f"{name!r} is neither an algorithm nor a file; expected 'package.module:name', 'path/to/file.py:name', or an "
+        f"algorithm; {offer(name, names(), 'flowrl has')}",
+        code="cli.unknown-target",
+        target=name,
     )
 
 
 def _folder(target: str) -> Path | None:
-    """The folder of the file that a target names, if it names one."""
+    """The folder of the file in a target, if it has one."""
     source = target.rpartition(":")[0]
     return Path(source).resolve().parent if source.endswith(".py") else None

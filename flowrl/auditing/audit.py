@@ -1,4 +1,4 @@
-"""`audit`: what a graph's update follows in expectation, held against the gradient of what the graph states."""
+"""`audit`: the expected update of a graph, compared with the gradient of its stated objective."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flowrl.errors import ParameterError
 
 @dataclass(frozen=True)
 class _Size:
-    """How many runs are gone through, or sampled; and the values of a critic."""
+    """The limit of exact runs, the number of sampled ones, and the values of critics."""
 
     limit: int
     samples: int
@@ -40,32 +40,39 @@ def audit(
     samples: int = 1000,
     explain: bool = True,
 ) -> Audit:
-    """What the update of `graph` follows in expectation, beside the gradient of what the graph states.
+    """The expected update of `graph`, compared with the gradient of its stated objective.
 
-    The graph's nodes and its loss are run as they are, on engines that are tables; see `AuditTask`. The policy takes no
-    step: an update of several mini-batches counts by the mean of their gradients, and ``AuditTask(age=...)`` says how
-    far the policy has moved by then.
+    The graph's nodes and its loss run unchanged, on tabular engines; see `AuditTask`. The policy takes no step: an
+    update of several mini-batches counts as the mean of their gradients, and ``AuditTask(age=...)`` sets how far the
+    policy has moved by then.
 
     Args:
-        graph: bound or not; bindings are not looked at.
-        task: in which; None is the default one, on-policy.
-        n: answers to a prompt in place of the graph's own; fewer make it exact.
+        graph: bound or not; bindings are ignored.
+        task: the task; None is the default one, on-policy.
+        n: responses per prompt, in place of the graph's own; fewer make an exact audit feasible.
         role: which of several trained policies.
-        critic: the values of each critic: ``"exact"``, ``"zero"``, or ``{(prompt, said): value}``, where `said` are the
-            tokens so far and states that are not named have 0.
-        limit: up to so many runs all are gone through.
-        samples: else so many are sampled.
-        explain: also find out what a bias is along, which takes several times as long.
+        critic: the values of each critic: ``"exact"``, ``"zero"``, or ``{(prompt, prefix): value}``, where `prefix` is
+            the tuple of tokens so far, and missing states have the value 0.
+        limit: enumerate all runs if there are at most this many.
+        samples: otherwise, sample this many runs.
+        explain: also attribute a bias to causes, which takes several times as long.
 
     Raises:
-        AuditError: it cannot be audited; says what stands in the way.
-        ParameterError: a number that is none of runs or answers.
-        GraphError: it is no graph.
+        AuditError: the graph cannot be audited; names the obstacle.
+        ParameterError: a number of runs or responses that is not allowed.
+        GraphError: `graph` is not a graph.
     """
     refuse_no_graph(graph)
     for name, number in (("n", n), ("limit", limit), ("samples", samples)):
         if number is not None and (type(number) is not int or number < 1 + (name == "samples")):
-            raise ParameterError(f"audit({name}={number!r}) is no count; expected at least {1 + (name == 'samples')}.")
+            least = 1 + (name == "samples")
+            raise ParameterError(
+                f"audit({name}={number!r}): expected an integer of at least {least}.",
+                code="audit.bad-argument",
+                parameter=name,
+                found=number,
+                expected=least,
+            )
     fitting, task, notes = fitted(graph, AuditTask() if task is None else task, n)
     states = stated(fitting, role)
     size = _Size(limit, samples, critic)
@@ -74,7 +81,7 @@ def audit(
     true = {name: gradient(part, trial.now) for name, part in trial.truth.parts(trial.now).items()}
     both = torch.stack([*true.values()]).sum(0)
     whole = _judged(runs, runs.whole, both, task)
-    parts = {name: _judged(runs, runs.parts[name], wanted, task) for name, wanted in true.items()}
+    parts = {name: _judged(runs, runs.parts[name], target, task) for name, target in true.items()}
     biased = explain and parts["loss"].biased
     causes = _causes(fitting, states, task, size, parts["loss"].bias) if biased else ()
     return Audit(
@@ -101,9 +108,9 @@ def _judged(runs: Runs, each: Tensor, true: Tensor, task: AuditTask) -> Judged:
 
 
 def _causes(graph: Graph, states: StatedObjective, task: AuditTask, size: _Size, own: Interval) -> tuple[Cause, ...]:
-    """What is left of the loss's bias, `own`, without each thing that may cause it, and without several."""
+    """The remaining bias of the loss without each possible cause of `own`, and without several."""
 
-    def left(without: Sequence[Without]) -> Interval:
+    def remaining(without: Sequence[Without]) -> Interval:
         there, then = task, graph
         for one in without:
             there, then = one.task(there), one.graph(then)
@@ -114,9 +121,9 @@ def _causes(graph: Graph, states: StatedObjective, task: AuditTask, size: _Size,
             each = each * runs.spread[..., None, None]
         return _judged(runs, each, gradient(trial.truth.parts(trial.now)["loss"], trial.now), there).bias
 
-    found = {one: left([one]) for one in possible(graph, task)}
+    found = {one: remaining([one]) for one in possible(graph, task)}
     helping = [one for one, bias in found.items() if bias.value < 0.9 * own.value]
-    several = {tuple(some): left(some) for some in (helping, list(found)) if len(some) > 1}  # biases may cancel out
+    several = {tuple(some): remaining(some) for some in (helping, list(found)) if len(some) > 1}  # biases may cancel
     causes = [Cause(one.name, bias) for one, bias in found.items()]
     best = min(several, key=lambda some: several[some].value, default=())
     if best and several[best].value < 0.9 * min(bias.value for bias in found.values()):
@@ -125,19 +132,19 @@ def _causes(graph: Graph, states: StatedObjective, task: AuditTask, size: _Size,
 
 
 def _kl_follows(trial: Trial, runs: Runs) -> Mapping[str, Interval]:
-    """The cosines of a KL term in the loss with the gradients of divergences, all made small."""
+    """The cosines of a KL term in the loss with the negative gradients of divergences."""
     terms = [one for one in trial.stated.kl if one.in_loss]
     if not terms:
         return {}
     role, ref = trial.stated.role, terms[0].role
     truth = trial.truth
-    wanted: dict[str, Callable[[Policy], Tensor]] = {
+    candidates: dict[str, Callable[[Policy], Tensor]] = {
         f"KL({role} || {ref})": lambda policy: -truth.divergence(policy, ref),
-        f"KL({role} || {ref}) token by token": lambda policy: -truth.held(policy, ref, forward=False),
-        f"KL({ref} || {role}) token by token": lambda policy: -truth.held(policy, ref, forward=True),
+        f"KL({role} || {ref}) token by token": lambda policy: -truth.divergence_by_state(policy, ref, forward=False),
+        f"KL({ref} || {role}) token by token": lambda policy: -truth.divergence_by_state(policy, ref, forward=True),
     }
     each = runs.parts["kl"]
-    return {name: _judged(runs, each, gradient(of, trial.now), trial.task).cosine for name, of in wanted.items()}
+    return {name: _judged(runs, each, gradient(of, trial.now), trial.task).cosine for name, of in candidates.items()}
 
 
 def _lengthens(trial: Trial, runs: Runs, true: Tensor, loss: Judged) -> float:

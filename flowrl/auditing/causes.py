@@ -1,9 +1,9 @@
-"""What a bias is along: each thing that may cause it, and the audit without it.
+"""The possible causes of a bias, and the audit without each.
 
-- Length: responses that have ended go on with tokens that nobody chooses, until all are equally long.
-- Group spread: each prompt's gradient is multiplied by the standard deviation of its answers' rewards.
-- Off-policy age, and the mismatch of the engine: there is none.
-- Clip: clips and bounds on ratios are so wide that nothing is out of them; on-policy nothing is.
+- Length: forced tokens extend ended responses until all are equally long.
+- Group spread: each prompt's gradient is multiplied by the standard deviation of its responses' rewards.
+- Off-policy age, and the mismatch of the engine: set to 0.
+- Clip: clips and bounds on ratios are too wide to have an effect; on-policy they have none.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from flowrl.spec import parameters
 
 _WIDE = 1e6
 _WIDEST = {"clip_low": 1 - 1e-9, "clip_high": _WIDE, "clip": 19.0, "dual_clip": None, "within": _WIDE}
-"""The parameters of losses that clip, and what is so wide that nothing is."""
+"""The clip parameters of losses, and values without effect."""
 
 
 @dataclass(frozen=True)
 class Without:
-    """An audit without something.
+    """An audit without a cause.
 
     Args:
-        name: of what is left out.
+        name: of the cause.
         task: the task without it.
         graph: the graph without it.
-        by_spread: whether each prompt's gradient counts by the spread of its rewards.
+        by_spread: whether each prompt's gradient is multiplied by the spread of its rewards.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Without:
 
 
 def possible(graph: Graph, task: AuditTask) -> Iterator[Without]:
-    """What may cause a bias of this graph in this task."""
+    """The possible causes of a bias of this graph in this task."""
     if task.ends and task.steps > 1:
         yield Without("length", task=lambda task: dataclasses.replace(task, even=True))
     yield Without("group spread", by_spread=True)
@@ -55,7 +55,7 @@ def possible(graph: Graph, task: AuditTask) -> Iterator[Without]:
 
 
 def unclipped(graph: Graph) -> Graph:
-    """The graph without clips and bounds; itself where it has none."""
+    """The graph without clips and bounds; itself if it has none."""
     changed: dict[str, Any] = {}
     for node in graph.nodes.values():
         loss = getattr(node.initial_operator, "loss", None)

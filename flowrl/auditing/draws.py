@@ -1,8 +1,8 @@
-"""`Draws`: what is drawn in a run of a graph, so that all runs there are can be gone through.
+"""`Draws`: the random choices in a run of a graph, so that all possible runs can be enumerated.
 
-Whoever draws asks `Draws.one` with the probabilities of what there is. Either numbers decide, or a script does: the
-choices of a run that was, changed at the last place where there was another. So every run has its probability, also of
-a graph that draws more or less depending on what it drew before.
+Engines sample with `Draws.one`, given the probabilities. Random numbers decide, or a script: the choices of the
+previous run, changed at the last choice that had another option. So every run has a probability, even if the number of
+choices depends on earlier ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Draws:
     """The choices of one run after another.
 
     Args:
-        seed: of the numbers that decide, in runs that are sampled.
+        seed: of the random numbers, in sampled runs.
     """
 
     def __init__(self, seed: int) -> None:
@@ -27,17 +27,17 @@ class Draws:
         self.probability = 1.0
 
     def begin(self, script: Sequence[int] | None) -> None:
-        """Start a run: by a script, and by the first of what there is behind its end; or by numbers, for None."""
+        """Start a run: with a script, and the first option after its end; or with random numbers, for None."""
         self._script = None if script is None else list(script)
         self._taken, self.probability, self._choose = [], 1.0, None
 
     def begin_with(self, choose: Callable[[int], int]) -> None:
-        """Start a run in which `choose` says which, of so many that are possible."""
+        """Start a run in which `choose` picks one of n options."""
         self.begin([])
         self._choose = choose
 
     def one(self, probabilities: Sequence[float]) -> int:
-        """Draw: which of those whose probability is not 0."""
+        """Sample the index of an option whose probability is not 0."""
         possible = [i for i, p in enumerate(probabilities) if p > 0]
         if len(possible) == 1:
             return possible[0]
@@ -55,14 +55,14 @@ class Draws:
 
     @property
     def runs(self) -> int:
-        """How many runs there are, if all draw as often from as many as this one did."""
+        """The number of runs, if all have the same numbers of options as this one."""
         total = 1
         for _, possible in self._taken:
             total *= possible
         return total
 
     def next(self) -> list[int] | None:
-        """The script of the run after this one; None behind the last."""
+        """The script of the next run; None after the last."""
         taken = list(self._taken)
         while taken and taken[-1][0] + 1 == taken[-1][1]:
             taken.pop()

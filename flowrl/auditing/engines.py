@@ -1,6 +1,6 @@
-"""The engines of an audit: tables in the place of networks, which serve the protocols that operators ask for.
+"""The engines of an audit: tables in place of networks, which serve the protocols that operators need.
 
-The trainer takes no step. It keeps the gradient of every mini-batch that it is given, which is what an audit looks at.
+The trainer takes no step. It records the gradient of every mini-batch, which the audit evaluates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Rows:
     """The rows of a batch in the task: which prompt and response each has, and the state of each token.
 
     Args:
-        task: which.
+        task: the task.
         batch: tokens, as in `flowrl.records.Tokens`.
     """
 
@@ -41,16 +41,16 @@ class _Rows:
         self.state[self.sampled] = task.responses.states[self.response][task.responses.mask[self.response]]
 
     def of(self, by_state: Tensor) -> Tensor:
-        """What a table ``[prompts states ...]`` holds in the state of each token."""
+        """The value of a table ``[prompts states ...]`` in the state of each token."""
         return by_state[self.prompt[:, None], self.state]
 
-    def said(self, of_all_tokens: Tensor) -> Tensor:
-        """Of log-probs of all tokens those of the sampled ones: ``[rows response]``, 0 where none was."""
+    def sampled_log_probs(self, of_all_tokens: Tensor) -> Tensor:
+        """The log-probs of the sampled tokens, of those of all tokens: ``[rows response]``, 0 off the mask."""
         return torch.where(self.sampled, of_all_tokens.gather(-1, self.tokens[..., None])[..., 0], 0.0)
 
 
 def _log_softmax(logits: Tensor, batch: Any) -> Tensor:
-    """At the temperature of each row."""
+    """Log-softmax at the temperature of each row."""
     return torch.log_softmax(logits / batch.temperature.double()[:, None, None], -1)
 
 
@@ -68,27 +68,27 @@ class TabularScorer:
     def log_probs(self, batch: Sequences) -> Tensor:
         """Float32 ``[batch response]``, 0 off the mask."""
         rows = _Rows(self.task, batch)
-        said = rows.said(_log_softmax(rows.of(self.policy.logits), batch))
-        return torch.where(batch.response_mask, said, 0.0).float()
+        log_probs = rows.sampled_log_probs(_log_softmax(rows.of(self.policy.logits), batch))
+        return torch.where(batch.response_mask, log_probs, 0.0).float()
 
     def logit_norms(self, batch: Sequences) -> Tensor:
         """Squared norms of the gradients of these log-probs in the logits: float32 ``[batch response]``, 0 off the
         mask."""
         rows = _Rows(self.task, batch)
-        said = _log_softmax(rows.of(self.policy.logits), batch)
-        norms = 1.0 - 2.0 * rows.said(said).exp() + said.exp().square().sum(-1)
+        log_probs = _log_softmax(rows.of(self.policy.logits), batch)
+        norms = 1.0 - 2.0 * rows.sampled_log_probs(log_probs).exp() + log_probs.exp().square().sum(-1)
         return torch.where(batch.response_mask, norms, 0.0).float()
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedUpdate:
-    """What a mini-batch came to.
+    """The gradient of a mini-batch.
 
     Args:
-        whole: float64 ``[prompts states tokens]``, the gradient of what the update makes large (not of its loss).
-        parts: the same of each part of it: ``"loss"``, and where they are there ``"kl"`` and ``"entropy"``.
-        prompt, response: int64 ``[rows]``, what the rows were.
-        offered: the rows that the update was given, of which a mini-batch has a part.
+        whole: float64 ``[prompts states tokens]``, the gradient of what the update maximizes (not of its loss).
+        parts: the same for each part of it: ``"loss"``, and if present ``"kl"`` and ``"entropy"``.
+        prompt, response: int64 ``[rows]``, the numbers of each row's prompt and response.
+        offered: the number of rows of the update, of which a mini-batch has a part.
     """
 
     whole: Tensor
@@ -99,12 +99,12 @@ class RecordedUpdate:
 
 
 class TabularTrainer(TabularScorer):
-    """A policy that is trained: scored as it was when rows were sampled, and updated as it is now.
+    """A trained policy: it scores as it was when rows were sampled, and updates as it is now.
 
     Args:
-        task: which.
-        policy: as it was.
-        now: as it is.
+        task: the task.
+        policy: at the time of sampling.
+        now: at the time of the update.
     """
 
     def __init__(self, task: AuditTask, policy: Policy, now: Policy) -> None:
@@ -113,7 +113,7 @@ class TabularTrainer(TabularScorer):
         self.taken: list[RecordedUpdate] = []
 
     def update(self, batch: Any, mini_batches: Sequence[MiniBatch], objective: Any) -> Metrics:
-        """The gradient of each mini-batch, at the policy as it is now; nothing moves but the version."""
+        """Record the gradient of each mini-batch at the current policy; only the version changes."""
         for mini_batch in mini_batches:
             rows = _Rows(self.task, _rows_of(batch, mini_batch.rows))
             whole = self._gradient(batch, mini_batch, rows, objective)
@@ -128,10 +128,10 @@ class TabularTrainer(TabularScorer):
     def _gradient(self, batch: Any, mini_batch: MiniBatch, rows: _Rows, objective: Any) -> Tensor:
         part = _rows_of(batch, mini_batch.rows)
         logits = self.now.logits.clone().requires_grad_()
-        said = _log_softmax(rows.of(logits), part)
-        entropy = -(said.exp() * said).sum(-1)
+        log_probs = _log_softmax(rows.of(logits), part)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
         seen = part if mini_batch.whole is None else mini_batch.whole.batch
-        loss = objective(rows.said(said), entropy, seen, mini_batch.weights, Metrics())
+        loss = objective(rows.sampled_log_probs(log_probs), entropy, seen, mini_batch.weights, Metrics())
         return -torch.autograd.grad(loss, logits)[0]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -139,12 +139,16 @@ class TabularTrainer(TabularScorer):
         yield "logits", self.policy.logits
 
     def save_pretrained(self, folder: str) -> None:
-        """Nothing outlives an audit; raises `AuditError`."""
-        raise AuditError(f"the table of an audit is no model, so it is not written to {folder}.")
+        """Refuse: an audit has no model to save."""
+        raise AuditError(
+            f"An audit trains a table, not a model, so nothing can be saved to {folder}. Save the trainer of a job.",
+            code="audit.unsupported-role",
+            path=folder,
+        )
 
 
 def _parts(objective: Any) -> dict[str, Any]:
-    """The loss alone, and with each other term that there is; nothing where it is alone."""
+    """The loss alone, and with each other term; empty if it has no other term."""
     if not isinstance(objective, TokenObjective) or not (objective.kl or objective.entropy):
         return {}
     alone = dataclasses.replace(objective, kl=None, entropy=0.0)
@@ -162,7 +166,7 @@ def _rows_of(batch: Any, rows: Tensor) -> Any:
 
 
 class TabularCritic:
-    """Values from a table; it is not trained.
+    """Values from a fixed table.
 
     Args:
         task: which.
@@ -177,13 +181,13 @@ class TabularCritic:
         return torch.where(batch.response_mask, _Rows(self.task, batch).of(self.table), 0.0).float()
 
     def update(self, batch: Any, mini_batches: Sequence[MiniBatch], objective: Any) -> Metrics:
-        """Nothing, but the version."""
+        """Increment the version only."""
         self.version += 1
         return Metrics()
 
 
 class _Alphabet:
-    """Text of tokens: a letter each."""
+    """A tokenizer with a letter for each token."""
 
     folder = "the task of an audit"
     ends: frozenset[int] = frozenset()
@@ -198,8 +202,8 @@ class TabularRollout:
 
     Args:
         task: which.
-        policy: what the engine holds.
-        draws: decide.
+        policy: of the engine.
+        draws: make the random choices.
     """
 
     def __init__(self, task: AuditTask, policy: Policy, draws: Draws) -> None:
@@ -209,11 +213,11 @@ class TabularRollout:
 
     @property
     def tokenizer(self) -> ChatTokenizer:
-        """What makes text of tokens."""
+        """Decodes tokens as letters."""
         return cast(ChatTokenizer, _Alphabet())
 
     def sync(self, source: Trainer) -> Receipt:
-        """Take over the version; the table of an engine that is off by a mismatch stays so."""
+        """Copy the version only: the table of an engine with a mismatch keeps it."""
         self.receipt = Receipt(source.version, "table", bytes=0, seconds=0.0, transport="table")
         return self.receipt
 
@@ -222,14 +226,16 @@ class TabularRollout:
     ) -> Sampled:
         """One response per row, as wide as the longest."""
         if self.receipt is None:
-            raise SyncError("the engine of this audit has no receipt; expected a Sync in the graph.")
-        said, probabilities = self._distribution(sampling)
+            raise SyncError(
+                "The rollout engine of this audit was never synced. Add a Sync to the graph.", code="audit.no-sync"
+            )
+        by_token, probabilities = self._distribution(sampling)
         prompt, found = self.task.number_of(prompts), self.task.responses
-        drawn = torch.tensor([self.draws.one(probabilities[x]) for x in prompt.tolist()], dtype=torch.int64)
-        width = int(found.mask[drawn].sum(-1).max())
-        mask, log_probs = found.mask[drawn], said[prompt, drawn].float()
+        sampled = torch.tensor([self.draws.one(probabilities[x]) for x in prompt.tolist()], dtype=torch.int64)
+        width = int(found.mask[sampled].sum(-1).max())
+        mask, log_probs = found.mask[sampled], by_token[prompt, sampled].float()
         versions = torch.where(mask, self.receipt.version, -1)
-        columns = (found.tokens[drawn], mask, log_probs, versions)
+        columns = (found.tokens[sampled], mask, log_probs, versions)
         return Sampled(*(column[:, :width].contiguous() for column in columns))
 
     def _distribution(self, sampling: Sampling) -> tuple[Tensor, list[list[float]]]:
@@ -237,22 +243,22 @@ class TabularRollout:
         if sampling not in self._by_token:
             found = self.task.responses
             narrowed = _narrowed(self.policy.by_state(sampling.temperature or 1.0), sampling)
-            said = torch.where(found.mask, narrowed[:, found.states, found.tokens], 0.0)
-            probability = said.sum(-1).exp()
+            log_probs = torch.where(found.mask, narrowed[:, found.states, found.tokens], 0.0)
+            probability = log_probs.sum(-1).exp()
             if sampling.temperature == 0:
                 first = _narrowed(self.policy.by_state(), dataclasses.replace(sampling, top_k=1, top_p=1.0))
                 probability = torch.where(found.mask, first[:, found.states, found.tokens], 0.0).sum(-1).exp()
-            self._by_token[sampling] = said, probability.tolist()
+            self._by_token[sampling] = log_probs, probability.tolist()
         return self._by_token[sampling]
 
 
 def _narrowed(log_probs: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probs of the tokens that top-k and top-p leave, renormalised; -inf for the others."""
+    """Renormalized log-probs of the tokens within top-k and top-p; -inf for the others."""
     order = log_probs.argsort(-1, descending=True)
     ranked = log_probs.gather(-1, order)
     before = ranked.exp().cumsum(-1) - ranked.exp()
     out = before >= sampling.top_p if sampling.top_p < 1 else torch.zeros_like(before, dtype=torch.bool)
     if sampling.top_k:
         out = out | (torch.arange(out.shape[-1]) >= sampling.top_k)
-    kept = torch.empty_like(log_probs).scatter_(-1, order, ranked.masked_fill(out, -torch.inf))
-    return torch.log_softmax(kept, -1)
+    masked = torch.empty_like(log_probs).scatter_(-1, order, ranked.masked_fill(out, -torch.inf))
+    return torch.log_softmax(masked, -1)

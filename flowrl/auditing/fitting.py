@@ -1,6 +1,6 @@
-"""A graph made to fit a task: rewards by table, and as many rows as the task has.
+"""Fit a graph to a task: rewards from tables, and the rows of the task.
 
-All else stays as it is. What was changed is said, so that nobody takes the audit for one of something else.
+All else stays unchanged. The audit lists the changes as notes.
 """
 
 from __future__ import annotations
@@ -21,23 +21,20 @@ from flowrl.record_types import column_fields
 from flowrl.records import PromptBatch
 
 _ROUNDS = 1000
-"""Rounds of a `Collect`: a task has few prompts, and some have answers that are hardly ever apart."""
+"""Rounds of a `Collect`: a task has few prompts, and the responses of some rarely differ."""
 
 
 def fitted(graph: Graph, task: AuditTask, n: int | None) -> tuple[Graph, AuditTask, list[str]]:
-    """The graph, the task, and what was changed, each in a sentence.
+    """The fitted graph and task, and a note for each change.
 
     Args:
         graph: to be audited.
         task: to audit it in.
-        n: answers to a prompt in the place of the graph's own; None leaves them.
-
-    Raises:
-        AuditError: the graph reads what no task has.
+        n: responses per prompt, in place of the graph's own; None leaves them.
     """
     _refuse_other_data(graph)
-    said: list[str] = []
-    fitting = _tabled(graph.bound({}), said)
+    notes: list[str] = []
+    fitting = _tabled(graph.bound({}), notes)
     generates = [
         node.initial_operator for node in fitting.nodes.values() if isinstance(node.initial_operator, Generate)
     ]
@@ -49,49 +46,56 @@ def fitted(graph: Graph, task: AuditTask, n: int | None) -> tuple[Graph, AuditTa
     for node in fitting.nodes.values():
         if isinstance(node.initial_operator, Repeat) and n is not None and node.initial_operator.n != n:
             changed[f"{node.name}.n"] = n
-            said.append(f"{node.name}.n is {n} and not {node.initial_operator.n}.")
+            notes.append(f"{node.name}.n is {n} and not {node.initial_operator.n}.")
         if isinstance(node.initial_operator, Collect):
             changed |= {f"{node.name}.groups": task.prompts, f"{node.name}.rounds": _ROUNDS}
             groups = f"{task.prompts} groups and not {node.initial_operator.groups}"
-            said.append(f"{node.name} collects {groups}, in as many rounds as it takes.")
+            notes.append(f"{node.name} collects {groups}, in as many rounds as it takes.")
     if changed:
         fitting = edit(fitting, set=changed)
     if fitting.lag.versions:
         fitting = edit(fitting, lag=0)
-        said.append("It is run on-policy; an engine that lags behind is one with a mismatch.")
-    return _in_one_batch(fitting, task, said), task, said
+        notes.append("It is run on-policy; an engine that lags behind is one with a mismatch.")
+    return _in_one_batch(fitting, task, notes), task, notes
 
 
 def _refuse_other_data(graph: Graph) -> None:
-    wanted = set(column_fields(PromptBatch))
+    known = set(column_fields(PromptBatch))
     for name, record in graph.inputs.items():
-        if other := [column for column in column_fields(record) if column not in wanted]:
+        if other := [column for column in column_fields(record) if column not in known]:
             raise AuditError(
-                f"{graph.name} reads {other[0]} of its input {name!r}, which come from a file, so its rows are "
-                f"no samples of a policy and there is no expectation to hold them against; expected a graph that "
-                f"trains on answers which it generates itself."
+                f"{graph.name} reads {other[0]} of its input {name!r}, which come from a file, so its rows are not "
+                f"sampled from a policy and have no expectation; expected a graph that trains on responses which it "
+                f"generates.",
+                code="audit.offline-data",
+                graph=graph.name,
+                input=name,
+                column=other[0],
             )
 
 
 def sources_of_scores(graph: Graph) -> Iterator[Node]:
-    """The nodes that write scores, and read none."""
+    """The nodes that write scores without reading scores."""
     for node in graph.nodes.values():
         reads = (graph.types[edge].type for edge in node.inputs.values())
         if isinstance(node.operator, Gate) or any(getattr(type, "kind", "") == "score" for type in reads):
             continue
-        if any(getattr(wanted, "kind", "") == "score" for wanted in node.signature.outputs.values()):
+        if any(getattr(column, "kind", "") == "score" for column in node.signature.outputs.values()):
             yield node
 
 
-def _tabled(graph: Graph, said: list[str]) -> Graph:
-    """The graph with tables in the place of what scores responses; what scores alike has one, by its number."""
+def _tabled(graph: Graph, notes: list[str]) -> Graph:
+    """The graph with numbered tables in place of the nodes that score responses; equal scorers share a table."""
     known: dict[str, int] = {}
     for node in list(sources_of_scores(graph)):
         outputs = list(node.signature.outputs)
         if outputs != ["token_level_scores"]:
             raise AuditError(
-                f"{node.name} ({type(node.operator).__name__}) writes {', '.join(outputs)} from responses, and a task "
-                f"of tables knows one score for each; expected token_level_scores alone."
+                f"{node.name} ({type(node.operator).__name__}) writes {', '.join(outputs)} from responses, but a "
+                f"tabular task has one score for each response; expected token_level_scores alone.",
+                code="audit.reward-outputs",
+                node=node.name,
+                found=outputs,
             )
         alike = node.operator.fn if isinstance(node.operator, Reward) else node.operator
         number = known.setdefault(str(alike), len(known))
@@ -99,9 +103,11 @@ def _tabled(graph: Graph, said: list[str]) -> Graph:
         try:
             graph = edit(graph, replace={node.name: table}, wire={f"{node.name}.rollout": _answers_of(graph, node)})
         except (GraphError, PortError) as error:
-            raise AuditError(f"{node.name} cannot be made to score by a table: {error}") from error
+            raise AuditError(
+                f"{node.name} cannot score by a table: {error.message}", code=error.code, **error.facts
+            ) from error
         if not isinstance(node.operator, Reward):
-            said.append(f"{node.name} scores by a table, and not by {type(node.operator).__name__}.")
+            notes.append(f"{node.name} scores by a table, and not by {type(node.operator).__name__}.")
     return graph
 
 
@@ -114,13 +120,16 @@ def _answers_of(graph: Graph, node: Node) -> str:
     for maker in makers:
         return maker.removeprefix("response@")
     raise AuditError(
-        f"{node.name} ({type(node.operator).__name__}) writes scores of no responses that are generated in "
-        f"{graph.name}; expected scores of what a Generate makes."
+        f"{node.name} ({type(node.operator).__name__}) does not score responses that {graph.name} generates; expected "
+        f"scores of the rows of a Generate.",
+        code="audit.no-score",
+        graph=graph.name,
+        node=node.name,
     )
 
 
-def _in_one_batch(graph: Graph, task: AuditTask, said: list[str]) -> Graph:
-    """The graph with one mini-batch where its own do not divide the rows of the task."""
+def _in_one_batch(graph: Graph, task: AuditTask, notes: list[str]) -> Graph:
+    """The graph with one mini-batch if its own do not divide the rows of the task."""
     changed: dict[str, Any] = {}
     rows = task.prompts
     for node in graph.nodes.values():
@@ -129,5 +138,5 @@ def _in_one_batch(graph: Graph, task: AuditTask, said: list[str]) -> Graph:
         for name, divisor in node.row_divisors.items():
             if rows % divisor:
                 changed[f"{node.name}.{name}"] = None
-                said.append(f"{node.name} sees its {rows} rows at once, since {name}={divisor} does not divide them.")
+                notes.append(f"{node.name} sees its {rows} rows at once, since {name}={divisor} does not divide them.")
     return edit(graph, set=changed) if changed else graph

@@ -1,4 +1,4 @@
-"""How one gradient stands to another: scale, angle and error, with intervals where it was sampled."""
+"""Compare two gradients: scale, angle and error, with intervals for sampled ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 EXACT = 1e-5
-"""What is smaller than this is 0: columns are float32, so sums over all runs are good to about 1e-7."""
+"""Smaller values count as 0: columns are float32, so sums over all runs are accurate to about 1e-7."""
 
 _RESAMPLES = 500
 _CONFIDENCE = 0.95
@@ -17,7 +17,7 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A number, and the bounds within which it lies in 95 of 100 audits; one number where nothing is sampled."""
+    """A number with its 95 % interval; without sampling, the bounds equal the number."""
 
     value: float
     low: float
@@ -35,13 +35,13 @@ def _short(x: float) -> str:
 
 @dataclass(frozen=True)
 class Judged:
-    """How an expected gradient stands to a true one.
+    """The comparison of an expected gradient with a true one.
 
     Args:
-        scale: the part along the true gradient, in units of it: a learning rate makes up for it if it is positive.
+        scale: the component along the true gradient, in units of it; a learning rate can compensate a positive one.
         cosine: of the angle between the two.
-        bias: the part across, in units of the part along; no learning rate makes up for it.
-        error: the difference of the two as they are, in units of the true one.
+        bias: the orthogonal component, in units of the one along; no learning rate can compensate it.
+        error: the difference of the two, in units of the true one.
         size: of the expected gradient, in units of the true one.
     """
 
@@ -63,7 +63,7 @@ class Judged:
 
     @property
     def biased(self) -> bool:
-        """Whether it certainly points elsewhere."""
+        """Whether it points elsewhere with certainty."""
         return not self.follows_nothing and (self.against or self.bias.low > EXACT)
 
     def __str__(self) -> str:
@@ -77,17 +77,17 @@ class Judged:
 
 
 def percent(x: Interval) -> str:
-    """An interval of shares, as people write it."""
+    """An interval of fractions in percent."""
     value, low, high = ("0" if abs(share) < EXACT else _short(100 * share) for share in (x.value, x.low, x.high))
     return f"{value} %" if x.low == x.high else f"{value} % [{low}, {high}]"
 
 
 def judge(expected: Tensor, true: Tensor, radius: float = 0.0) -> Judged:
-    """How `expected` stands to `true`.
+    """Compare `expected` with `true`.
 
     Args:
         expected, true: of one shape.
-        radius: how far `expected` may be from what it estimates.
+        radius: the largest distance of `expected` from what it estimates.
     """
     length, unit = float(true.norm()), float(expected.norm())
     along = float((expected * true).sum()) / length**2 if length else 0.0
@@ -111,23 +111,23 @@ def _around(value: float, by: float, least: float = -math.inf) -> Interval:
 
 
 def _tangents(angle: float, low: float, high: float) -> Interval:
-    """Of angles from 0 to pi, as absolute values: 0 at both ends, infinite at a right angle."""
+    """Absolute tangents of angles from 0 to pi: 0 at both ends, infinite at a right angle."""
     ends = [abs(math.tan(one)) for one in (low, high)]
     upright = low <= math.pi / 2 <= high
     return Interval(abs(math.tan(angle)), min(ends), math.inf if upright and low < high else max(ends))
 
 
 def radius_of(samples: Tensor, seed: int) -> float:
-    """How far the mean of samples is from the expectation, at most, in 95 of 100 cases: by the bootstrap (Efron 1979).
+    """The 95 % bound on the distance of the samples' mean from the expectation, by the bootstrap (Efron 1979).
 
     Args:
-        samples: float64 ``[runs ...]``, as likely each.
+        samples: float64 ``[runs ...]``, equally likely.
         seed: of the resampling.
     """
     flat = samples.flatten(1)
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(flat), (_RESAMPLES, len(flat)), generator=generator)
+    resampled = torch.randint(len(flat), (_RESAMPLES, len(flat)), generator=generator)
     counts = torch.zeros(_RESAMPLES, len(flat), dtype=torch.float64)
-    counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+    counts.scatter_add_(1, resampled, torch.ones_like(resampled, dtype=torch.float64))
     off = counts @ flat / len(flat) - flat.mean(0)
     return float(off.norm(dim=1).quantile(_CONFIDENCE))

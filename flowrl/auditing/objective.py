@@ -1,7 +1,7 @@
-"""What a graph states that it makes large: expected scores, less KL to a reference, and entropy.
+"""The stated objective of a graph: expected scores, minus KL to a reference, plus entropy.
 
-It is read off the graph: the scores are those that the update's own answers get from the last node that writes scores;
-KL is that of what says so of itself (the effect ``"kl"``) on the way to the update, and of the update; so is entropy.
+It is derived from the graph: the scores are those of the update's own responses by the last node that writes scores; KL
+terms are those of nodes with the effect ``"kl"`` upstream of the update, and of the update; so is entropy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flowrl.protocols.protocols import Rollout, Trainer
 
 @dataclass(frozen=True)
 class KL:
-    """A KL term: its weight, to which role, and whether it is in the loss (else in the reward)."""
+    """A KL term: its weight, its reference role, and whether it is in the loss (otherwise in the reward)."""
 
     coef: float
     role: str
@@ -32,18 +32,18 @@ class KL:
 
 @dataclass(frozen=True)
 class StatedObjective:
-    """What is stated, and where.
+    """The objective and its nodes.
 
     Args:
-        role: which is trained.
+        role: the trained role.
         updates: the nodes that train it.
-        generator: the node that makes the answers.
-        temperature: at which.
-        scores: where the scores are.
-        kl: all terms.
+        generator: the node that generates the responses.
+        temperature: of the generator.
+        scores: the columns of the scores.
+        kl: all KL terms.
         entropy: the weight of entropy.
-        step: the first in which all updates run; numbers over time are those of this step.
-        notes: what is not sure, each in a sentence.
+        step: the first step in which all updates run; schedules have their value in this step.
+        notes: uncertainties, each in a sentence.
     """
 
     role: str
@@ -63,22 +63,17 @@ class StatedObjective:
 
 
 def stated(graph: Graph, role: str | None) -> StatedObjective:
-    """What `graph` states for one of the roles that it trains.
-
-    Args:
-        graph: see the module's docstring.
-        role: which; None where there is one.
-
-    Raises:
-        AuditError: no policy is trained, or several are and none was named; it is not trained on answers of its own, or
-            no score reaches the update.
-    """
+    """The stated objective of `graph` for one of its trained roles; None where there is one."""
     trained = {use.role: None for node in graph.nodes.values() for use in node.uses if _trains(use)}
     if role not in trained and (role is not None or len(trained) != 1):
         raise AuditError(
             f"{graph.name} trains {', '.join(trained) or 'no policy'}"
             f"{'' if role is None else f', and not {role!r}'}; expected one to audit"
-            f"{': audit(graph, role=...)' if trained else ''}."
+            f"{': audit(graph, role=...)' if trained else ''}.",
+            code="audit.role",
+            graph=graph.name,
+            found=role,
+            trained=list(trained),
         )
     role = next(iter(trained)) if role is None else role
     updates = [n for n in graph.nodes.values() if any(u.role == role and _trains(u) for u in n.uses)]
@@ -101,8 +96,11 @@ def stated(graph: Graph, role: str | None) -> StatedObjective:
         entropy += getattr(update.in_step(step).operator, "entropy", 0.0)
     if not scores:
         raise AuditError(
-            f"no score of what {generator.name} generates reaches {updates[0].name}, so {graph.name} states no "
-            f"expected reward to hold its update against; expected one that learns from scores."
+            f"no score of what {generator.name} generates reaches {updates[0].name}, so {graph.name} has no expected "
+            f"reward as objective; expected a graph that learns from scores.",
+            code="audit.no-score",
+            graph=graph.name,
+            node=updates[0].name,
         )
     generates = generator.in_step(step).operator
     temperature = generates.temperature if isinstance(generates, Generate) else 1.0
@@ -117,27 +115,30 @@ def _trains(use: Use) -> bool:
 
 
 def _generator(graph: Graph, update: Node) -> Node:
-    """The node that makes the answers that an update trains on."""
+    """The node that generates the responses of an update."""
     for field, edge in update.inputs.items():
         if field.name == "response_mask":
             maker = graph.types[edge].axes[1].partition("@")[2]
             if maker in graph and any(use.goes_through(Rollout) for use in graph[maker].uses):
                 return graph[maker]
     raise AuditError(
-        f"{update.name} trains on rows that no engine of {graph.name} samples, so there is no expectation to hold its "
-        f"gradient against; expected rows of a Generate."
+        f"{update.name} trains on rows that no engine of {graph.name} samples, so its gradient has no expectation; "
+        f"expected rows of a Generate.",
+        code="audit.offline-data",
+        graph=graph.name,
+        node=update.name,
     )
 
 
 def behind_gates(graph: Graph, edge: Edge) -> Edge:
-    """Where a column comes from, seen through the gates that let it pass."""
+    """The origin of a column, upstream of all gates."""
     while isinstance(graph[edge.node].operator, Gate):
         edge = graph[edge.node].inputs[PortField(ROWS, edge.output)]
     return edge
 
 
 def without_gates(graph: Graph, sinks: Sequence[str]) -> Graph:
-    """What computes some nodes, where all rows go on."""
+    """The subgraph of some nodes without gates, so that all rows pass."""
     nodes = {}
     for node in graph.nodes.values():
         if not isinstance(node.operator, Gate):
@@ -147,9 +148,9 @@ def without_gates(graph: Graph, sinks: Sequence[str]) -> Graph:
 
 
 def _scores(graph: Graph, generator: str, nodes: set[str]) -> tuple[Edge, ...]:
-    """The scores of answers of `generator` that something other than scores is made of, the last ones on each way.
+    """The last scores, on each path, of responses of `generator` that a node turns into something other than scores.
 
-    A gate lets scores pass, and counts only where nothing else reads them: then they say which rows are trained on.
+    A gate passes scores on; it counts only if no other node reads them, since then they select the trained rows.
     """
 
     def is_score(edge: Edge) -> bool:
@@ -177,8 +178,10 @@ def _first_step(graph: Graph, updates: Sequence[Node]) -> int:
         if all(when.runs(step) for when in whens):
             return step
     raise AuditError(
-        f"{' and '.join(update.name for update in updates)} never run in one step, so there is no step to audit; "
-        f"expected updates that meet: see `when`."
+        f"{' and '.join(update.name for update in updates)} never run in the same step, so there is no step to audit; "
+        f"expected updates with a common step: change their `when`.",
+        code="audit.no-common-step",
+        nodes=[update.name for update in updates],
     )
 
 
@@ -189,19 +192,24 @@ def _shaped(graph: Graph, before: set[str], step: int, notes: list[str]) -> list
         if Effect.KL not in node.effects:
             continue
         coef = getattr(node.in_step(step).operator, "coef", None)
-        coef = getattr(coef, "coef", coef)  # of one that adapts, where it starts
+        coef = getattr(coef, "coef", coef)  # the start value of an adaptive one
         if not isinstance(coef, float | int):
-            notes.append(f"{node.name} says that it adds KL, but not how much: it has no `coef`. It is not counted.")
+            notes.append(f"{node.name} adds KL but has no `coef`, so its weight is unknown. It is not counted.")
             continue
         found.append(KL(float(coef), _reference(graph, node, "ref_log_prob"), in_loss=False))
     return found
 
 
 def _reference(graph: Graph, node: Node, port: str) -> str:
-    """The role whose log-probs `node` reads by a port."""
+    """The role whose log-probs a port of `node` reads."""
     edges: list[Any] = [edge for field, edge in node.inputs.items() if field.name == port]
     for edge in edges:
         source = graph[behind_gates(graph, edge).node]
         for use in source.uses:
             return use.role
-    raise AuditError(f"{node.name} adds KL, and no role scores what it reads; expected {port} of a RefLogProb.")
+    raise AuditError(
+        f"{node.name} adds KL, but no role computes its {port}; expected the output of a RefLogProb.",
+        code="audit.no-reference",
+        node=node.name,
+        port=port,
+    )

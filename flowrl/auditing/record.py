@@ -1,4 +1,4 @@
-"""`Audit`: what was found, as a record, and as text for people."""
+"""`Audit`: the result, as a record and as text."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from flowrl.auditing.task import AuditTask
 
 @dataclass(frozen=True)
 class Cause:
-    """What a bias is along.
+    """A cause of a bias.
 
     Args:
         name: ``"length"``, ``"group spread"``, ``"off-policy age"``, ``"engine mismatch"`` or ``"clip"``; or several,
-            joined by ``" and "``: those without which the least is left.
-        bias: that is left without it.
+            joined by ``" and "``: those without which the least bias remains.
+        bias: the remaining bias without it.
     """
 
     name: str
@@ -32,25 +32,25 @@ class Cause:
 
 @dataclass(frozen=True, eq=False)
 class Audit:
-    """What a graph's update follows in expectation, beside what the graph states.
+    """The expected update of a graph, compared with its stated objective.
 
     Args:
         graph: its name.
-        objective: what it states that it makes large.
-        task: in which it was audited.
-        exact: whether all runs there are were summed; else `runs` were sampled, and numbers have intervals.
-        runs: of the graph.
-        rows: of its update, in a run.
-        expected: float64 ``[prompts states tokens]``, the expected gradient of what the update makes large.
+        objective: the stated objective.
+        task: of the audit.
+        exact: whether all possible runs were summed; otherwise `runs` were sampled, and numbers have intervals.
+        runs: their number.
+        rows: of the update, in a run.
+        expected: float64 ``[prompts states tokens]``, the expected gradient of what the update maximizes.
         true: the gradient of the objective, of the same shape.
-        whole: how these two stand to each other.
+        whole: the comparison of these two.
         parts: the same for each part of the update: ``"loss"`` (with KL in the reward), ``"kl"`` and ``"entropy"``.
-        kl_follows: the cosines of a KL term in the loss with what it might follow, by name; empty without one.
-        causes: of the bias of the loss, each with the bias that is left without it; empty where there is none.
-        lengthens: the cosine of that bias with the gradient of the expected length: above 0 it makes answers longer.
+        kl_follows: the cosines of a KL term in the loss with possible targets, by name; empty without one.
+        causes: of the bias of the loss, each with the remaining bias without it; empty without a bias.
+        lengthens: the cosine of that bias with the gradient of the expected length: above 0 it lengthens responses.
         variance: of the update, at the scale of the true gradient, in units of the variance of plain REINFORCE from as
-            many rows; None where nothing is followed.
-        notes: what was changed so that the graph fits the task, and what is not sure.
+            many rows; None if the update follows nothing.
+        notes: changes that fit the graph to the task, and uncertainties.
     """
 
     graph: str
@@ -71,7 +71,7 @@ class Audit:
 
     @property
     def biased(self) -> bool:
-        """Whether the update certainly points elsewhere, or follows nothing."""
+        """Whether the update points elsewhere with certainty, or follows nothing."""
         return self.whole.biased or self.whole.follows_nothing
 
     def __rich__(self) -> RenderableType:
@@ -109,7 +109,7 @@ class Audit:
 
 
 def _follows(kl: Judged, cosines: Mapping[str, Interval]) -> str:
-    """What a KL term follows, if it is one of these."""
+    """The target that a KL term follows, if any."""
     if kl.follows_nothing:
         return "follows nothing"
     exact = [name for name, cosine in cosines.items() if cosine.high > 1 - EXACT]

@@ -1,4 +1,4 @@
-"""Rewards from a table, in the place of what scores responses by their text or by a model."""
+"""Rewards from a table, in place of reward functions and reward models."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ class RewardTables(Protocol):
 
 
 class Tables:
-    """The tables of a task: one for each name.
-
-    Args:
-        task: which.
-    """
+    """The reward tables of a task, by name."""
 
     def __init__(self, task: AuditTask) -> None:
         self.task = task
@@ -36,14 +32,14 @@ class Tables:
     def scores(self, table: str, prompts: Tensor, responses: Tensor, response_mask: Tensor) -> Tensor:
         """See `RewardTables`."""
         if table not in self._tables:
-            drawn = self.task.table(f"reward {table}", self.task.prompts, len(self.task.responses)).sigmoid()
-            self._tables[table] = (drawn > 0.5).double() if self.task.right_or_wrong else drawn
+            table_of_scores = self.task.table(f"reward {table}", self.task.prompts, len(self.task.responses)).sigmoid()
+            self._tables[table] = (table_of_scores > 0.5).double() if self.task.right_or_wrong else table_of_scores
         response = self.task.responses.number_of(responses, response_mask)
         return self._tables[table][self.task.number_of(prompts), response].float()
 
 
 class HasResponses(Protocol):
-    """Which response to which prompt."""
+    """Prompts with responses."""
 
     @property
     def prompts(self) -> Prompts: ...
@@ -57,8 +53,8 @@ class TableReward(Operator):
     """A score for each response, from a table, on its last token.
 
     Args:
-        table: which; what scored alike has one table.
-        task: where the tables are.
+        table: its name; equal scorers share a table.
+        task: the tables.
     """
 
     granularity: ClassVar[Granularity] = "row"

@@ -1,8 +1,8 @@
-"""`AuditTask`: a language so small that every response to every prompt can be listed.
+"""`AuditTask`: a task so small that every response to every prompt can be enumerated.
 
-There are a few tokens and one that ends a response, a few prompts, and tables: a logit for every token in every state
-(a prompt and what was said so far), a reward for every response. So expectations over a policy are sums, and the
-gradient of what a graph is to make large is known.
+It has a few tokens and one that ends a response, a few prompts, and tables: a logit for every token in every state (a
+prompt and the tokens so far), a reward for every response. So expectations over a policy are sums, and the gradient of
+an objective is known.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ END = 0
 """The token that ends a response, where there is one."""
 
 _NEVER = -1e4
-"""The logit of what is not chosen: its probability is 0, and so is 0 times its log-prob."""
+"""The logit of an impossible token: its probability is 0, and so is 0 times its log-prob."""
 
 
 class AuditTask(Spec):
-    """What a graph is audited in.
+    """The tabular task of an audit.
 
     Args:
-        tokens: how many there are besides the one that ends a response.
+        tokens: their number, without the one that ends a response.
         steps: the longest response, in tokens.
-        prompts: of a step, each once; they share no state.
-        ends: whether there is a token that ends a response. Without it all responses are `steps` long.
-        even: a response that has ended goes on with tokens that nobody chooses, so that all are `steps` long: all else
-            is as it is without.
-        right_or_wrong: rewards are 0 and 1; else they are any number between them.
-        mismatch: how far the logits of the engine that samples are from the trainer's (standard deviation).
-        age: how far the policy has moved since the rows were sampled and their old log-probs were taken (standard
-            deviation of its logits): as in the later mini-batches of a step.
+        prompts: per step, each once; they share no state.
+        ends: whether a token ends a response. Without it all responses have length `steps`.
+        even: forced tokens extend ended responses, so that all have length `steps`; all else is unchanged.
+        right_or_wrong: rewards are 0 or 1; otherwise any number between them.
+        mismatch: the distance between the logits of the rollout engine and the trainer's (standard deviation).
+        age: how far the policy has moved since the rows were sampled and their old log-probs computed (standard
+            deviation of its logits), as in the later mini-batches of a step.
         seed: of all tables.
     """
 
@@ -58,39 +57,39 @@ class AuditTask(Spec):
     seed: int = Field(default=0, ge=0)
 
     def table(self, what: str, *shape: int) -> Tensor:
-        """Standard normal numbers that belong to `what`: float64."""
+        """Standard normal numbers for the name `what`: float64."""
         generator = Key.of(self.seed).derive("audit", what).generator()
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     def noise(self, what: str) -> Tensor:
-        """Such numbers for logits, ``[prompts states tokens]``; 0 in the state behind the end."""
+        """Such numbers for logits, ``[prompts states tokens]``; 0 in the state after the end."""
         ended = int(self.even and self.ends)
-        drawn = self.table(what, self.prompts, self.responses.number - ended, self.vocabulary)
-        return torch.cat([drawn, torch.zeros(self.prompts, ended, self.vocabulary, dtype=torch.float64)], 1)
+        noise = self.table(what, self.prompts, self.responses.number - ended, self.vocabulary)
+        return torch.cat([noise, torch.zeros(self.prompts, ended, self.vocabulary, dtype=torch.float64)], 1)
 
     @cached_property
     def policy(self) -> Policy:
-        """That which samples; behind the end it has no choice."""
+        """The policy that samples; after the end its tokens are forced."""
         logits = self.noise("policy")
         if self.even and self.ends:
             logits[:, -1, 1:] = _NEVER
         return Policy(logits, self.responses)
 
     def near(self, what: str, far: float = 1.0) -> Policy:
-        """Another policy, whose logits are so far from those of `policy` (standard deviation)."""
+        """Another policy, whose logits differ from those of `policy` by this standard deviation."""
         return Policy(self.policy.logits + far * self.noise(what), self.responses)
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are, with the one that ends."""
+        """The number of tokens, with the one that ends a response."""
         return self.tokens + self.ends
 
     def batch(self, rows: int | None = None, draw: int = 0) -> DataProto:
-        """Prompts: each once, or the first `rows` of them in turns. A prompt is one token, behind those of responses.
+        """Prompts: each once, or `rows` of them in turn. A prompt is one token, numbered after those of responses.
 
         Args:
-            rows: how many; None is each once.
-            draw: which draw of the step this is; the groups of each have ids of their own.
+            rows: their number; None is each prompt once.
+            draw: the number of the draw in the step; the groups of each draw have separate ids.
         """
         rows = self.prompts if rows is None else rows
         tokens = torch.arange(rows)[:, None] % self.prompts + self.vocabulary
@@ -114,12 +113,12 @@ class AuditTask(Spec):
         )
 
     def number_of(self, prompts: Tensor) -> Tensor:
-        """Which prompt each row has, given its tokens; they are padded on the left."""
+        """The number of each row's prompt, given its left-padded tokens."""
         return prompts[:, -1] - self.vocabulary
 
     @cached_property
     def responses(self) -> Responses:
-        """All responses there are."""
+        """All responses."""
         return Responses.of(self)
 
 
@@ -132,7 +131,7 @@ class Responses:
         mask: bool ``[responses, steps]``.
         states: int64 ``[responses, steps]``, the state in which each token was sampled.
         number: of states.
-        index: which response tokens make.
+        index: the number of a response by its tokens.
     """
 
     tokens: Tensor
@@ -143,13 +142,13 @@ class Responses:
 
     @staticmethod
     def of(task: AuditTask) -> Responses:
-        """Those of a task."""
-        going_on = range(task.vocabulary)[task.ends :]
-        full: list[tuple[int, ...]] = list(itertools.product(going_on, repeat=task.steps))
+        """The responses of a task."""
+        continuing = range(task.vocabulary)[task.ends :]
+        full: list[tuple[int, ...]] = list(itertools.product(continuing, repeat=task.steps))
         stopped = [
             (*start, END)
             for length in (range(task.steps) if task.ends else ())
-            for start in itertools.product(going_on, repeat=length)
+            for start in itertools.product(continuing, repeat=length)
         ]
         found = [*stopped, *full]
         prefixes = sorted({response[:t] for response in found for t in range(len(response))})
@@ -167,11 +166,11 @@ class Responses:
         return Responses(tokens, mask, at, len(states) + ended, index)
 
     def number_of(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Which response each row has: int64 ``[rows]``.
+        """The number of each row's response: int64 ``[rows]``.
 
         Args:
             tokens: int64 ``[rows response]``.
-            mask: bool ``[rows response]``, the tokens that were sampled.
+            mask: bool ``[rows response]``, the sampled tokens.
         """
         rows = zip(tokens.tolist(), mask.tolist(), strict=True)
         return torch.tensor([self.index[tuple(itertools.compress(*row))] for row in rows], dtype=torch.int64)

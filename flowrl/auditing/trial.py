@@ -1,6 +1,6 @@
-"""`Trial`: a graph in a task, run as often as it takes to know what its update expects.
+"""`Trial`: a graph in a task, run often enough to know its expected update.
 
-The graph's own nodes are run by the same machinery as in training (`flowrl.run`); only the engines are tables.
+The graph's own nodes run as in training (`flowrl.run`); only the engines are tables.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Values = str | Mapping[tuple[int, tuple[int, ...]], float]
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """What an update was given in many runs.
+    """The recorded updates of many runs.
 
     Args:
-        exact: whether these are all there are; else they were sampled.
+        exact: whether these are all possible runs; otherwise they were sampled.
         weight: float64 ``[runs]``, the probability of each; they add up to 1.
         whole: float64 ``[runs prompts states tokens]``, the gradient of each.
-        parts: the same of each part; see `RecordedUpdate`.
-        spread: float64 ``[runs prompts]``, the standard deviation of the rewards of a prompt's answers.
-        rows: that the update was given in the first.
+        parts: the same for each part; see `RecordedUpdate`.
+        spread: float64 ``[runs prompts]``, the standard deviation of the rewards of a prompt's responses.
+        rows: of the update in the first run.
     """
 
     exact: bool
@@ -60,13 +60,10 @@ class Trial:
     """A graph in a task.
 
     Args:
-        graph: that fits the task.
-        stated: what it states.
-        task: which.
-        critic: the table of each critic: ``"exact"``, ``"zero"``, or values by prompt and what was said so far.
-
-    Raises:
-        AuditError: a role that no table can stand for, or scores that are no function of the answer.
+        graph: fitted to the task.
+        stated: its objective.
+        task: the task.
+        critic: the table of each critic: ``"exact"``, ``"zero"``, or values by prompt and prefix.
     """
 
     def __init__(self, graph: Graph, stated: StatedObjective, task: AuditTask, critic: Values) -> None:
@@ -90,7 +87,7 @@ class Trial:
         return torch.zeros(self.task.prompts, self.task.responses.number, dtype=torch.float64)
 
     def _engine(self, role: str) -> Any:
-        """A table for a role that has all that is asked of it."""
+        """A table that serves the protocols of a role."""
         task, uses = self.task, self.graph.roles()[role]
         if role == self.stated.role:
             found: Any = self.trainer
@@ -105,15 +102,19 @@ class Trial:
         for use in uses:
             if missing := sorted(name for name in members(use.protocol) if not hasattr(found, name)):
                 raise AuditError(
-                    f"{use.node} asks the role {role!r} for {', '.join(missing)} ({use.protocol.__name__}), which no "
-                    f"table of an audit has; expected roles that are {Scorer.__name__}, Trainer, Critic or Rollout."
+                    f"{use.node} needs {', '.join(missing)} ({use.protocol.__name__}) of the role {role!r}, which no "
+                    f"table of an audit has; expected roles that are {Scorer.__name__}, Trainer, Critic or Rollout.",
+                    code="audit.unsupported-role",
+                    node=use.node,
+                    role=role,
+                    missing=missing,
                 )
         return found
 
-    # ---- what is known before
+    # ---- tables
 
     def _rewards(self) -> Tensor:
-        """The scores of the tokens of every response: each response is given in turn, alone and beside others."""
+        """The scores of the tokens of every response: each in turn, in uniform and in mixed groups."""
         part = without_gates(self.graph, [edge.node for edge in self.stated.scores])
         steps = local_steps(Plan(part), self.engines, self.task.seed)
         for engine in self.engines.values():
@@ -123,8 +124,8 @@ class Trial:
         known = torch.full((self.task.prompts, len(responses), self.task.steps), torch.nan, dtype=torch.float64)
         for start, stride in itertools.product(range(len(responses)), (0, 1)):
             self.draws.begin_with(_in_turns(start, stride))
-            kept = [self.stated.generator, *(edge.node for edge in self.stated.scores)]
-            columns = steps.step(self.task.batch(), self.stated.step, return_nodes=kept).columns
+            nodes = [self.stated.generator, *(edge.node for edge in self.stated.scores)]
+            columns = steps.step(self.task.batch(), self.stated.step, return_nodes=nodes).columns
             rows: Any = columns[self.stated.generator].columns
             number = responses.number_of(rows["responses"], rows["response_mask"]).tolist()
             prompt = self.task.number_of(rows["prompts"]).tolist()
@@ -136,9 +137,12 @@ class Trial:
     def _enter(self, known: Tensor, scores: Tensor) -> None:
         if not known.isnan().any() and not torch.allclose(known, scores, atol=1e-6):
             raise AuditError(
-                f"{self.stated.scores[0]} gives one answer different scores in different company, so {self.graph.name} "
-                f"states no expected reward; expected scores that depend on the prompt and the answer alone: compare "
-                f"answers in the advantage."
+                f"{self.stated.scores[0]} scores a response differently in different groups, so {self.graph.name} has "
+                f"no expected reward; expected scores that depend on the prompt and the response alone. Compare "
+                f"responses in the advantage instead.",
+                code="audit.comparative-scores",
+                graph=self.graph.name,
+                node=self.stated.scores[0].node,
             )
         known.copy_(scores)
 
@@ -148,24 +152,31 @@ class Trial:
         table = self._zeros
         if isinstance(self._critic, str):
             if self._critic != "zero":
-                raise AuditError(f"critic={self._critic!r} is no table of values; expected 'exact', 'zero', or values.")
+                raise AuditError(
+                    f"critic={self._critic!r} is not a table of values; expected 'exact', 'zero', or values.",
+                    code="audit.bad-argument",
+                    parameter="critic",
+                    found=self._critic,
+                )
             return table
         responses = self.task.responses
-        for (prompt, said), value in self._critic.items():
-            found = next((y for y in responses.index if y[: len(said)] == said and len(y) > len(said)), None)
+        for (prompt, prefix), value in self._critic.items():
+            found = next((y for y in responses.index if y[: len(prefix)] == prefix and len(y) > len(prefix)), None)
             if found is None or not 0 <= prompt < self.task.prompts:
-                raise AuditError(f"critic={{({prompt}, {said}): ...}} names no state of this task.")
-            table[prompt, responses.states[responses.index[found], len(said)]] = value
+                raise AuditError(
+                    f"critic={{({prompt}, {prefix}): ...}} names no state of this task; expected a prompt below "
+                    f"{self.task.prompts} and the first tokens of a response.",
+                    code="audit.bad-argument",
+                    parameter="critic",
+                    found=(prompt, prefix),
+                )
+            table[prompt, responses.states[responses.index[found], len(prefix)]] = value
         return table
 
     # ---- runs
 
     def run(self, limit: int, samples: int) -> Runs:
-        """All runs there are, if they are at most `limit`; else as many as `samples`.
-
-        Raises:
-            AuditError: a node fails on the rows of this task.
-        """
+        """All runs if there are at most `limit`; otherwise `samples` sampled ones."""
         taken: list[Sequence[RecordedUpdate]] = []
         weight: list[float] = []
         script: list[int] | None = [] if Plan(self.graph).collector is None else None
@@ -190,7 +201,11 @@ class Trial:
                 lambda _: self.task.batch(), steps, more=lambda rows: self.task.batch(rows, next(draw))
             )
         except NodeError as error:
-            raise AuditError(f"{self.graph.name} cannot be run on the rows of this task: {error}") from error
+            raise AuditError(
+                f"{self.graph.name} cannot be run on the rows of this task: {error.message}",
+                code="audit.node-failed",
+                **{**error.facts, "graph": self.graph.name},
+            ) from error
         return self.trainer.taken
 
     def _runs(self, exact: bool, weight: Sequence[float], taken: Sequence[Sequence[RecordedUpdate]]) -> Runs:
@@ -203,14 +218,14 @@ class Trial:
 
 
 def _in_turns(start: int, stride: int) -> Callable[[int], int]:
-    """Chooses `start`, then `stride` further, and so on."""
+    """Choose `start`, then `start + stride`, and so on, modulo the number of options."""
     turns = itertools.count(start, stride)
     return lambda possible: next(turns) % possible
 
 
 def _spread(taken: Sequence[RecordedUpdate], rewards: Tensor) -> Tensor:
-    """The standard deviation of the rewards of each prompt's answers in a run, ``[prompts]``; of all rows, if it has
-    one."""
+    """The standard deviation of the rewards of each prompt's responses in a run, ``[prompts]``; of all rows if a prompt
+    has one response."""
     prompt, response = (torch.cat([getattr(one, name) for one in taken]) for name in ("prompt", "response"))
     paid = rewards[prompt, response]
     groups = [paid[prompt == x] for x in range(len(rewards))]

@@ -1,6 +1,6 @@
-"""The gradient that a graph should follow: of what it states, by sums over all responses.
+"""The true gradient of a stated objective, by sums over all responses.
 
-Everything is float64 and differentiated by torch; nothing here is a formula of a gradient.
+Everything is float64 and differentiated by torch; no gradient is written as a formula.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from flowrl.auditing.task import Policy, Responses
 
 
 def gradient(of: Callable[[Policy], Tensor], policy: Policy) -> Tensor:
-    """The gradient of a number in a policy's logits: float64 ``[prompts states tokens]``."""
+    """The gradient of a number with respect to a policy's logits: float64 ``[prompts states tokens]``."""
     logits = policy.logits.clone().requires_grad_()
     return torch.autograd.grad(of(Policy(logits, policy.responses)), logits)[0]
 
 
 @dataclass(frozen=True, eq=False)
 class TrueGradient:
-    """What is stated, over the responses of a task.
+    """The stated objective, over the responses of a task.
 
     Args:
-        stated: what.
+        stated: the objective.
         rewards: float64 ``[prompts responses steps]``, the scores of the tokens of each response.
-        references: policies by role, of all KL terms.
+        references: the reference policies of all KL terms, by role.
     """
 
     stated: StatedObjective
@@ -36,7 +36,7 @@ class TrueGradient:
     references: Mapping[str, Policy]
 
     def expected(self, policy: Policy, of: Tensor) -> Tensor:
-        """The mean over prompts of what is expected of ``[prompts responses]``."""
+        """The mean over prompts of the expectation of ``[prompts responses]``."""
         return (policy.by_response(self.stated.temperature).exp() * of).sum(-1).mean()
 
     def reward(self, policy: Policy) -> Tensor:
@@ -46,13 +46,13 @@ class TrueGradient:
     def divergence(self, policy: Policy, role: str) -> Tensor:
         """KL of whole responses: ``E[log pi(y) - log ref(y)]``, which has a gradient in both factors."""
         temperature = self.stated.temperature
-        apart = policy.by_response(temperature) - self.references[role].by_response(temperature)
-        return self.expected(policy, apart)
+        log_ratio = policy.by_response(temperature) - self.references[role].by_response(temperature)
+        return self.expected(policy, log_ratio)
 
     def entropy(self, policy: Policy) -> Tensor:
         """The expected sum of the entropies of a response's states."""
-        said = policy.by_state(self.stated.temperature)
-        each = -(said.exp() * said).sum(-1)[:, policy.responses.states]
+        log_probs = policy.by_state(self.stated.temperature)
+        each = -(log_probs.exp() * log_probs).sum(-1)[:, policy.responses.states]
         return self.expected(policy, torch.where(policy.responses.mask, each, 0.0).sum(-1))
 
     def length(self, policy: Policy) -> Tensor:
@@ -60,7 +60,7 @@ class TrueGradient:
         return self.expected(policy, policy.responses.mask.sum(-1).double().expand(self.rewards.shape[:2]))
 
     def parts(self, policy: Policy) -> dict[str, Callable[[Policy], Tensor]]:
-        """What is made large, by part: ``"loss"`` (with KL that is in the reward), ``"kl"`` and ``"entropy"``."""
+        """The parts of the objective: ``"loss"`` (with KL in the reward), ``"kl"`` and ``"entropy"``."""
         shaped = [one for one in self.stated.kl if not one.in_loss]
         in_loss = [one for one in self.stated.kl if one.in_loss]
 
@@ -77,26 +77,26 @@ class TrueGradient:
             found["entropy"] = lambda policy: self.stated.entropy * self.entropy(policy)
         return found
 
-    def held(self, policy: Policy, role: str, forward: bool) -> Tensor:
-        """KL to the reference state by state, where the states are held as they are: only what is said next moves.
+    def divergence_by_state(self, policy: Policy, role: str, forward: bool) -> Tensor:
+        """KL to the reference state by state, with the distribution of states fixed: only the next token varies.
 
-        ``E[sum_t KL(pi(.|s_t) || ref(.|s_t))]``, or of the reference to the policy where `forward`. This is what a KL
-        term that is differentiated token by token can follow at best.
+        ``E[sum_t KL(pi(.|s_t) || ref(.|s_t))]``, or of the reference to the policy with `forward`. A KL term that is
+        differentiated token by token can follow at best this.
         """
         temperature = self.stated.temperature
-        said, ref = policy.by_state(temperature), self.references[role].by_state(temperature)
-        each = (ref.exp() * (ref - said) if forward else said.exp() * (said - ref)).sum(-1)
+        own, ref = policy.by_state(temperature), self.references[role].by_state(temperature)
+        each = (ref.exp() * (ref - own) if forward else own.exp() * (own - ref)).sum(-1)
         in_rows = torch.where(policy.responses.mask, each[:, policy.responses.states], 0.0).sum(-1)
         visited = policy.by_response(temperature).exp().detach()
         return (visited * in_rows).sum(-1).mean()
 
     def plain_variance(self, policy: Policy, n: int) -> float:
-        """The total variance of plain REINFORCE, without a baseline, from `n` answers to each prompt."""
+        """The total variance of plain REINFORCE, without a baseline, from `n` responses per prompt."""
         temperature = self.stated.temperature
         paid = self.rewards.sum(-1)
         for one in self.stated.kl:
-            apart = policy.by_response(temperature) - self.references[one.role].by_response(temperature)
-            paid = paid - one.coef * apart
+            log_ratio = policy.by_response(temperature) - self.references[one.role].by_response(temperature)
+            paid = paid - one.coef * log_ratio
         probability = policy.by_response(temperature).exp()
         total = 0.0
         for prompt in range(len(paid)):
@@ -107,24 +107,24 @@ class TrueGradient:
         return total / len(paid) ** 2
 
     def values(self, policy: Policy) -> Tensor:
-        """What is still paid from a state on, by tokens of the score and KL in the reward: ``[prompts states]``."""
+        """The expected return from each state, of token scores and KL in the reward: ``[prompts states]``."""
         temperature = self.stated.temperature
         paid = self.rewards.clone()
         for one in self.stated.kl:
             if not one.in_loss:
-                apart = policy.by_token(temperature) - self.references[one.role].by_token(temperature)
-                paid = paid - one.coef * apart
+                log_ratio = policy.by_token(temperature) - self.references[one.role].by_token(temperature)
+                paid = paid - one.coef * log_ratio
         to_come = paid.flip(-1).cumsum(-1).flip(-1)
         return _over_states(policy.by_response(temperature).exp(), to_come, policy.responses)
 
 
 def _score(policy: Policy, temperature: float, prompt: int, response: int) -> Tensor:
-    """The gradient of a response's log-prob in the logits of its prompt, flat."""
+    """The flat gradient of a response's log-prob with respect to the logits of its prompt."""
     return gradient(lambda one: one.by_response(temperature)[prompt, response], policy)[prompt].flatten()
 
 
 def _over_states(probability: Tensor, x: Tensor, responses: Responses) -> Tensor:
-    """For each state the mean of what the responses that pass through it have there: ``[prompts states]``."""
+    """For each state, the mean of `x` over the responses that pass through it: ``[prompts states]``."""
     prompts = len(x)
     weight = probability[..., None].expand(x.shape) * responses.mask
     states = responses.states.expand(x.shape).reshape(prompts, -1)

@@ -1,9 +1,8 @@
 """Graphs as data: JSON-able dictionaries, files, and the canonical form behind fingerprints.
 
-A spec is written as its class and its parameters, a callable as its import path and the hash of its source, a role as
-its name. Nothing is pickled. Reading with ``imports=True`` imports the classes and functions that the data names, which
-runs their files as any Python import would; with ``imports=False`` it imports what flowrl itself and the installed
-operators bring, and nothing else.
+A spec is written as its class and parameters, a callable as its import path and the hash of its source, a role as its
+name. Nothing is pickled. ``imports=True`` imports the classes and functions that the data names, which runs their files
+as any Python import does; ``imports=False`` imports only those of flowrl and of installed operators.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from flowrl.spec import Spec, parameters
 
 FORMAT = 2
 KEYS = ("flowrl", "name", "nodes", "sinks", "lag", "bindings", "allow")
-"""What a graph is written under."""
+"""The keys of a written graph."""
 
 GraphT = TypeVar("GraphT", bound=Graph)
 
 
 @dataclass(frozen=True)
 class NotImported:
-    """A function that data names and that was not imported: it can be shown and compared, and not called.
+    """A function named by data that was not imported: it can be shown and compared, but not called.
 
     Args:
-        path: how the data names it.
-        source: the hash of its source, as the data gives it.
-        key: ``"$function"``, or ``"$named"`` where it is a string in Python.
+        path: its name in the data.
+        source: the hash of its source in the data.
+        key: ``"$function"``, or ``"$named"`` if it is a string in Python.
     """
 
     path: str
@@ -58,13 +57,15 @@ class NotImported:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise GraphError(
-            f"{self.path} was not imported when its graph was read, so it cannot be called; read the graph with what "
-            f"it names: flowrl.load(..., imports=True)."
+            f"{self.path} cannot be called: its graph was loaded without imports. Load the graph with "
+            f"flowrl.load(..., imports=True).",
+            code="file.not-imported",
+            path=self.path,
         )
 
     @property
     def __name__(self) -> str:
-        """As a picture shows it: the name of a function, and all of a string."""
+        """The name in pictures: that of a function, or the whole string."""
         return self.path.rpartition(":")[2] if self.key == "$function" else self.path
 
     def __repr__(self) -> str:
@@ -75,12 +76,9 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
     """A parameter as JSON-able data.
 
     Args:
-        value: what to write.
+        value: the parameter.
         where: ``node.field`` for messages.
-        portable: False also takes what cannot be read back (a lambda), for fingerprints and diffs.
-
-    Raises:
-        GraphError: the value cannot be written.
+        portable: False also accepts values that cannot be read back (a lambda), for fingerprints and diffs.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -107,19 +105,22 @@ def encode(value: Any, where: str, portable: bool = True) -> Any:
     if callable(value):
         return {"$function": _path(value, where, portable), "source": source_hash(value)}
     raise GraphError(
-        f"{where} is {value!r}, {type_of(value)}, which cannot be written to a file; use plain values or specs."
+        f"{where} is {value!r}, {type_of(value)}, which cannot be written to a file. Use plain values or specs.",
+        code="file.unwritable-value",
+        where=where,
+        found=value,
     )
 
 
 def _type(spec: Spec, where: str, portable: bool) -> dict[str, str]:
-    """What says of which class a spec is: its path; of an operator that is a function, also the hash of its source."""
+    """The class of a spec: its path; for an operator that is a function, also the hash of its source."""
     if isinstance(spec, OfFunction):
         return {"$type": _path(plain_of(spec), where, portable), "$source": source_hash(function_of(spec))}
     return {"$type": _path(type(spec), where, portable)}
 
 
 def _reference(ref: str) -> dict[str, str]:
-    """A function that is named by a string; it is a string again when it is read."""
+    """A function named by a string, which is read back as a string."""
     source, name = parse_reference(ref)
     if source.endswith(".py"):
         relative = os.path.relpath(source)
@@ -128,16 +129,12 @@ def _reference(ref: str) -> dict[str, str]:
 
 
 def decode(data: Any, where: str, imports: bool) -> Any:
-    """What `encode` wrote.
+    """The inverse of `encode`.
 
     Args:
         data: plain data.
         where: ``node.field`` for messages.
         imports: import what the data names. False leaves functions as `NotImported`.
-
-    Raises:
-        GraphError: data of no form that `encode` writes; a class or function that is not there, whose source has
-            changed since, or that would have to be imported.
     """
     if isinstance(data, list | tuple):
         return tuple(decode(item, where, imports) for item in data)
@@ -147,45 +144,57 @@ def decode(data: Any, where: str, imports: bool) -> Any:
     if form is None:
         return {k: decode(v, f"{where}[{k!r}]", imports) for k, v in data.items()}
     if not isinstance(data[form], str):
-        raise GraphError(f"{where} has {type_of(data[form])} under {form!r}; expected a name.")
+        raise _malformed(f"{where} has {type_of(data[form])} under {form!r}; expected a name.", where=where, key=form)
     if form == "$type":
         return _spec(data, where, imports)
     allowed = {"$role": (), "$class": (), "$function": ("source",), "$named": ("source",)}
     if form not in allowed:
-        raise GraphError(f"{where} has {form!r}; {offer(form, ('$type', *allowed), 'what may stand there is')}")
+        raise _malformed(
+            f"{where} has {form!r}; {offer(form, ('$type', *allowed), 'expected one of')}", where=where, key=form
+        )
     _refuse_other_keys(data, (form, *allowed[form]), where)
     if form == "$role":
         try:
             return RoleRef(data[form])
         except ParameterError as error:
-            raise GraphError(f"{where}: {error}") from error
+            raise _at(where, error) from error
     if form != "$class":
         return _function(data, form, where, imports)
     if not isinstance(found := _class(data[form], where, imports), type):
-        raise GraphError(f"{where} names {data[form]}, which is not a class; expected a record.")
+        raise GraphError(
+            f"{where} names {data[form]}, which is not a class; expected a record.",
+            code="file.wrong-object",
+            where=where,
+            path=data[form],
+        )
     return found
 
 
 def _spec(data: Mapping[str, Any], where: str, imports: bool) -> Spec:
-    """The spec of this class and these parameters."""
+    """The spec from its class and parameters."""
     name = data["$type"]
     cls = entry_points.load(name) if name.isidentifier() else _class(name, where, imports)
     if isinstance(cls, OfFunction):
         _refuse_changed(function_of(cls), data.get("$source"), name, where)
         data, cls = {k: v for k, v in data.items() if k != "$source"}, type(cls)
     if not isinstance(cls, type) or not issubclass(cls, Spec):
-        raise GraphError(f"{where} names {name}, which is not a Spec; expected an operator, loss or backend.")
+        raise GraphError(
+            f"{where} names {name}, which is not a Spec; expected an operator, loss or backend.",
+            code="file.wrong-object",
+            where=where,
+            path=name,
+        )
     given = {k: decode(v, f"{where}.{k}", imports) for k, v in data.items() if k != "$type"}
-    if not imports:  # to look at a function that a string names may import its package
+    if not imports:  # checking a function named by a string may import its package
         given |= {k: NotImported(v, None, "$named") for k, v in given.items() if k in cls.references and type(v) is str}
     try:
         return cls(**given)
     except ParameterError as error:
-        raise GraphError(f"{where} cannot be made from what is written: {error}") from error
+        raise _at(where, error) from error
 
 
 def _function(data: Mapping[str, Any], form: Literal["$function", "$named"], where: str, imports: bool) -> Any:
-    """The function of this path, held to its source; or the path, where it is a string in Python."""
+    """The function of this path, checked against its source; or the path, if it is a string in Python."""
     path, source = data[form], data.get("source")
     if not imports and not _comes_with_flowrl(path):
         return NotImported(path, source, form)
@@ -197,26 +206,32 @@ def _function(data: Mapping[str, Any], form: Literal["$function", "$named"], whe
 
 
 def _refuse_changed(function: Callable[..., Any], source: Any, path: str, where: str) -> None:
-    """Refuse a function whose source is not that of which the data holds the hash."""
+    """Refuse a function whose source does not match the hash in the data."""
     if source_hash(function) != source:
         raise GraphError(
-            f"{where} names {path}, whose source has changed since the graph was written, so it would not be the "
-            f"same graph; write the graph again from its Python file, or restore the function."
+            f"{where} names {path}, whose source has changed since the graph was saved, so it would not be the same "
+            f"graph. Save the graph again from its Python file, or restore the function.",
+            code="file.source-changed",
+            where=where,
+            path=path,
         )
 
 
 def _class(path: str, where: str, imports: bool) -> Any:
-    """What this path names, which should be a class, or an operator that is a function."""
+    """The object at this path: a class, or an operator that is a function."""
     if not imports and not _comes_with_flowrl(path):
         raise GraphError(
-            f"{where} is of the class {path}, which has to be imported to know what it is, and importing runs its "
-            f"file; if you trust that, say so: --import on the command line, imports=True in Python."
+            f"{where} is of the class {path}, which flowrl would have to import, and an import runs its file. If you "
+            f"trust that file, pass imports=True, or --import on the command line.",
+            code="file.not-imported",
+            where=where,
+            path=path,
         )
     return _import(path, where)
 
 
 def _comes_with_flowrl(path: str) -> bool:
-    """Whether what is named is flowrl's own, or an operator that an installed package brings."""
+    """Whether a path names an object of flowrl, or an operator of an installed package."""
     module, _, name = path.rpartition(":")
     if module.startswith("flowrl.") and not module.endswith(".py") and name.isidentifier():
         return True
@@ -224,17 +239,15 @@ def _comes_with_flowrl(path: str) -> bool:
 
 
 def _refuse_other_keys(data: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Refuse keys that mean nothing: they may be misspelled."""
+    """Refuse unknown keys: they may be misspelled."""
     if other := [key for key in data if key not in known]:
-        raise GraphError(f"{where} has {other[0]!r}, which means nothing there; {offer(other[0], known, 'expected')}")
+        raise _malformed(
+            f"{where} has the unknown key {other[0]!r}; {offer(other[0], known, 'expected')}", where=where, key=other[0]
+        )
 
 
 def graph_to_dict(graph: Graph, portable: bool = True) -> dict[str, Any]:
-    """A graph as JSON-able data.
-
-    Raises:
-        GraphError: a parameter cannot be written, such as a lambda, and `portable` asks for what can be read back.
-    """
+    """A graph as JSON-able data; with `portable`, one that can be read back."""
     allow = {"allow": dict(graph.allow)} if graph.allow else {}
     return {
         "flowrl": FORMAT,
@@ -257,7 +270,7 @@ def graph_to_dict(graph: Graph, portable: bool = True) -> dict[str, Any]:
 
 
 def fingerprint(graph: Graph) -> str:
-    """xxh3-128 (hex) of the canonical form: equal for graphs that compute the same, whatever their name."""
+    """xxh3-128 (hex) of the canonical form: equal for graphs that compute the same under any name."""
     canonical = graph_to_dict(graph, portable=False)
     canonical |= {"name": "", "sinks": sorted(graph.sinks)}
     canonical.pop("allow", None)
@@ -265,18 +278,21 @@ def fingerprint(graph: Graph) -> str:
 
 
 def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) -> GraphT:
-    """The graph, of this class, that `graph_to_dict` wrote; see `decode` for `imports`.
-
-    Raises:
-        GraphError: not a graph, of another format, naming what is not there, or what would have to be imported.
-    """
+    """The inverse of `graph_to_dict`, as this class; see `decode` for `imports`."""
     if not isinstance(data, Mapping):
-        raise GraphError(f"{type_of(data)} is not a graph as data; expected what graph.to_dict() gives.")
+        raise _malformed(
+            f"The data is {type_of(data)}; expected a mapping, as graph.to_dict() returns it.",
+            where="the data",
+            found=type(data).__name__,
+        )
     plain.check(data, "the data")
     if _part(data, "flowrl", int, "the data") != FORMAT:
         raise GraphError(
-            f"the graph is written in format {data['flowrl']!r}, and this flowrl reads {FORMAT}; write it again from "
-            f"its Python file."
+            f"The graph was saved in format {data['flowrl']!r}, but this version of flowrl reads format {FORMAT}. Save "
+            f"it again from its Python file.",
+            code="file.wrong-format",
+            found=data["flowrl"],
+            expected=FORMAT,
         )
     _refuse_other_keys(data, KEYS, "the data")
     nodes = {}
@@ -287,12 +303,16 @@ def graph_from_dict(kind: type[GraphT], data: Mapping[str, Any], imports: bool) 
         operator = decode(_part(entry, "operator", Mapping, name), name, imports)
         if not isinstance(operator, Operator):
             found = repr(operator) if isinstance(operator, Spec) else type_of(operator)
-            raise GraphError(f"the node {name} is {found}; expected an operator.")
+            raise GraphError(
+                f"The node {name} is {found}; expected an operator.", code="file.wrong-object", node=name, found=found
+            )
         inputs = _expand_inputs(name, operator, _part(entry, "inputs", Mapping, name))
         nodes[name] = Node(name, _timed(operator.named(name), entry), inputs)
     sinks, lag = _part(data, "sinks", list, "the data"), _lag(data)
     if odd := [sink for sink in sinks if not isinstance(sink, str)]:
-        raise GraphError(f"the sinks of the data hold {type_of(odd[0])}; expected names of nodes.")
+        raise _malformed(
+            f"The sinks of the data contain {type_of(odd[0])}; expected names of nodes.", where="the data", key="sinks"
+        )
     allow: Mapping[str, str] = _part(data, "allow", Mapping, "the data") if "allow" in data else {}
     refuse_no_rules(allow, "the data, under 'allow',")
     graph = kind.build(_part(data, "name", str, "the data"), nodes, sinks, lag, allow=allow)
@@ -313,7 +333,7 @@ def _lag(data: Mapping[str, Any]) -> int | Lag:
 
 
 def _timed(operator: Operator, entry: Mapping[str, Any]) -> Operator:
-    """The operator, in the steps that its entry says."""
+    """The operator with the `when` of its entry."""
     if "when" not in entry:
         return operator
     when = _part(entry, "when", Mapping, operator.name)
@@ -321,25 +341,28 @@ def _timed(operator: Operator, entry: Mapping[str, Any]) -> Operator:
     try:
         return operator.when(**when)
     except ParameterError as error:
-        raise GraphError(f"{operator.name}.when cannot be made from what is written: {error}") from error
+        raise _at(f"{operator.name}.when", error) from error
 
 
 def _part(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
-    """A part of the data that is read, refused unless it is of `kind`."""
+    """The value under a key, refused unless it is of `kind`."""
     if key not in data or not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
         found = f"has {type_of(data[key])} under {key!r}" if key in data else f"lacks {key!r}"
-        raise GraphError(
-            f"{where} {found}, so this is not a flowrl graph, or a damaged one; expected a {kind.__name__.lower()} "
-            f"there, as graph.to_dict() writes it."
+        raise _malformed(
+            f"{where} {found}, so this is not a flowrl graph, or it is damaged; expected a {kind.__name__.lower()}, as "
+            f"graph.to_dict() returns it.",
+            where=where,
+            key=key,
+            expected=kind.__name__.lower(),
         )
     return data[key]
 
 
 def save(graph: Graph, path: str | Path) -> None:
-    """Write a graph to ``.yaml``/``.yml`` or ``.json``, whole or not at all.
+    """Write a graph to ``.yaml``/``.yml`` or ``.json``, atomically.
 
     Raises:
-        GraphError: it is no graph, or has a parameter that cannot be written.
+        GraphError: it is not a graph, or has a parameter that cannot be written.
         StorageError: the file cannot be written.
     """
     refuse_no_graph(graph)
@@ -350,19 +373,19 @@ def save(graph: Graph, path: str | Path) -> None:
 
 
 def load(kind: type[GraphT], path: str | Path, imports: bool) -> GraphT:
-    """The graph, of this class, in a ``.yaml``/``.yml`` or ``.json`` file; see `decode` for `imports`.
-
-    Raises:
-        GraphError: the file is missing, broken, no graph, or names what would have to be imported.
-    """
+    """The graph, as this class, in a ``.yaml``/``.yml`` or ``.json`` file; see `decode` for `imports`."""
     data = plain.read(Path(path))
     if not isinstance(data, Mapping):
-        raise GraphError(f"{path} holds {type_of(data)}; expected a graph as flowrl.save(...) writes it.")
+        raise _malformed(
+            f"{path} holds {type_of(data)}; expected a graph, as flowrl.save(...) writes it.",
+            where=path,
+            found=type(data).__name__,
+        )
     return graph_from_dict(kind, data, imports)
 
 
 def not_imported(graph: Graph) -> list[str]:
-    """The functions that `graph` names and that were not imported when it was read."""
+    """The functions of `graph` that were not imported when it was read."""
     found: dict[str, None] = {}
     specs: list[Spec] = [node.operator for node in graph.nodes.values()]
     while specs:
@@ -375,7 +398,7 @@ def not_imported(graph: Graph) -> list[str]:
 
 
 def compact_inputs(node: Node) -> dict[str, str]:
-    """The inputs of a node by port: a record that comes whole from one node is written as that node's name."""
+    """The inputs of a node by port: a record that one node writes is written as that node's name."""
     inputs: dict[str, str] = {}
     for port in node.signature.ports.values():
         wired = {field: node.inputs[field] for field in port.fields if field in node.inputs}
@@ -398,19 +421,23 @@ def _expand_inputs(name: str, operator: Operator, inputs: Mapping[str, str]) -> 
         elif (field := PortField.parse(written)) in signature.fields:
             edges[field] = Edge.parse(source)
         else:
-            raise GraphError(f"{name} has no port {written!r}; it has {', '.join(map(str, signature.fields))}.")
+            raise _malformed(
+                f"{name} has no port {written!r}; {offer(written, map(str, signature.fields))}", node=name, port=written
+            )
     return edges
 
 
 def _path(value: Callable[..., Any], where: str, portable: bool) -> str:
-    """The reference of a class or function."""
+    """The import path of a class or function."""
     if (path := reference(value)) is not None:
         return path
     if portable:
         raise GraphError(
-            f"{where} is {value!r}, which has no import path, so the graph can run but not be written to a file; move "
-            f"it to the top level of a module or of a file, where it can be named as 'package.module:name' or "
-            "'path/to/file.py:name'."
+            f"{where} is {value!r}, which has no import path, so the graph can run but not be saved. Move it to the "
+            f"top level of a module or file, where it is 'package.module:name' or 'path/to/file.py:name'.",
+            code="file.no-import-path",
+            where=where,
+            found=value,
         )
     return f"{value.__module__}:{getattr(value, '__qualname__', type(value).__qualname__)}"
 
@@ -419,4 +446,13 @@ def _import(path: str, where: str) -> Any:
     try:
         return resolve(path)
     except ParameterError as error:
-        raise GraphError(f"{where} cannot be read: {error}") from error
+        raise _at(where, error) from error
+
+
+def _at(where: str, error: ParameterError) -> GraphError:
+    """The error with its place in the data."""
+    return GraphError(f"{where}: {error.message}", code=error.code, **error.facts)
+
+
+def _malformed(message: str, **facts: object) -> GraphError:
+    return GraphError(message, code="file.malformed", **facts)

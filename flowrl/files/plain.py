@@ -1,7 +1,6 @@
-"""Plain data (JSON's types) out of files that others wrote: read without a surprise, or refused by line.
+"""Read plain data (JSON's types) from untrusted files, or refuse it with the line.
 
-Text that nests deeply, that refers to itself or grows by aliases, and keys that stand twice are refused, so that what
-comes out can be walked without a thought.
+Deep nesting, cycles, growth by aliases and duplicate keys are refused, so that the result is safe to traverse.
 """
 
 from __future__ import annotations
@@ -17,20 +16,16 @@ from flowrl.data.files import unique
 from flowrl.errors import GraphError, type_of
 
 DEPTH = 64
-"""Lists and mappings within each other."""
+"""The deepest nesting of lists and mappings."""
 
 _NESTS = f"it nests more than {DEPTH} lists and mappings"
 
 SIZE = 200_000
-"""Values in all, those of aliases each time."""
+"""The most values in total; those of aliases count each time."""
 
 
 def read(path: Path) -> Any:
-    """What a ``.json``, ``.yaml`` or ``.yml`` file holds.
-
-    Raises:
-        GraphError: it cannot be read, or holds something else than plain data; names file and line.
-    """
+    """The plain data in a ``.json``, ``.yaml`` or ``.yml`` file; errors name file and line."""
     parse = _json if is_json(path) else _yaml
     try:
         data = parse(path.read_text(encoding="utf-8"))
@@ -46,37 +41,35 @@ def read(path: Path) -> Any:
         raise _broken(path, error.strerror or str(error)) from error
     except RecursionError as error:
         raise _broken(path, _NESTS) from error
-    except (ValueError, LookupError, AttributeError, TypeError) as error:  # a scalar that its tag does not allow
+    except (ValueError, LookupError, AttributeError, TypeError) as error:  # a scalar that does not fit its tag
         raise _broken(path, f"{type(error).__name__}: {error}") from error
     check(data, path)
     return data
 
 
 def is_json(path: Path) -> bool:
-    """Whether a file is JSON, by its ending; otherwise it is YAML.
-
-    Raises:
-        GraphError: the ending is of neither.
-    """
+    """Whether a file is JSON by its suffix; otherwise it is YAML."""
     if path.suffix not in (".json", ".yaml", ".yml"):
-        raise GraphError(f"{path} has the ending {path.suffix!r}; expected .json, .yaml or .yml.")
+        raise GraphError(
+            f"{path} has the suffix {path.suffix!r}; expected .json, .yaml or .yml.",
+            code="file.wrong-suffix",
+            path=path,
+            found=path.suffix,
+        )
     return path.suffix == ".json"
 
 
 def check(data: Any, source: object) -> None:
-    """Refuse what is not plain data, nests deeply, or is too much.
+    """Refuse data that is not plain, nests too deeply, or has too many values.
 
     Args:
-        data: what to look at.
-        source: where it comes from, for messages.
-
-    Raises:
-        GraphError: naming the place and what was found there.
+        data: the data to check.
+        source: its origin, for messages.
     """
-    left: list[tuple[Any, str, int]] = [(data, "", 0)]
+    pending: list[tuple[Any, str, int]] = [(data, "", 0)]
     seen = 0
-    while left:
-        value, at, depth = left.pop()
+    while pending:
+        value, at, depth = pending.pop()
         seen += 1
         if depth >= DEPTH and isinstance(value, Mapping | list | tuple):
             raise _broken(source, _NESTS)
@@ -85,16 +78,21 @@ def check(data: Any, source: object) -> None:
         if isinstance(value, Mapping):
             if odd := [key for key in value if not isinstance(key, str)]:
                 found = f"{odd[0]!r}, {type_of(odd[0])}"
-                raise _broken(source, f"{at or 'it'} has the key {found}, and keys are text")
-            left += [(item, f"{at}.{key}".lstrip("."), depth + 1) for key, item in value.items()]
+                raise _broken(source, f"{at or 'it'} has the key {found}; keys must be text")
+            pending += [(item, f"{at}.{key}".lstrip("."), depth + 1) for key, item in value.items()]
         elif isinstance(value, list | tuple):
-            left += [(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(value)]
+            pending += [(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(value)]
         elif value is not None and not isinstance(value, bool | int | float | str):
             raise _broken(source, f"{at or 'it'} is {type_of(value)}, which JSON does not have")
 
 
 def _broken(source: object, what: str) -> GraphError:
-    return GraphError(f"{source} cannot be read as a graph: {what}; expected a file that flowrl.save(...) wrote.")
+    return GraphError(
+        f"{source} cannot be read as a graph: {what}; expected a file that flowrl.save(...) wrote.",
+        code="file.unreadable",
+        path=source,
+        reason=what,
+    )
 
 
 def _json(text: str) -> Any:
@@ -106,12 +104,12 @@ def _yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which also refuses what nests deeply, and a key that stands twice."""
+    """PyYAML's safe loader, which also refuses deep nesting and duplicate keys."""
 
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.depth > DEPTH:  # its scanner would take seconds for what follows
+        if self.depth > DEPTH:  # the scanner would take seconds for the rest
             raise yaml.composer.ComposerError(problem=_NESTS)
         self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)

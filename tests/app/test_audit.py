@@ -51,10 +51,10 @@ def test_it_prints_what_it_finds(command: Command, tmp_path: Path) -> None:
     [
         (["mine.py:answers"], "answers trains no policy"),
         (["mine.py:graph", "--steps=0"], "steps"),
-        (["mine.py:graph", "--n=0"], "audit(n=0) is no count"),
+        (["mine.py:graph", "--n=0"], "audit(n=0): expected an integer"),
         (["mine.py:graph", "--role=judge"], "and not 'judge'"),
-        (["mine.py:graph", "--shelf"], "expected one of the two"),
-        ([], "expected one of the two"),
+        (["mine.py:graph", "--shelf"], "Pass one of the two"),
+        ([], "Pass one of the two"),
     ],
 )
 def test_misuse_is_a_paragraph(command: Command, tmp_path: Path, arguments: list[str], said: str) -> None:

@@ -87,7 +87,7 @@ def graphs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def training(tmp_path: Path, tiny: str, prompts_file: str) -> Path:
-    """A file of a user's in a folder of its own, with a module beside it."""
+    """A user's file in its own folder, with a neighboring module."""
     write(tmp_path / "mine" / "neighbour.py", NEIGHBOUR)
     return write(tmp_path / "mine" / "training.py", TRAINING.format(model=tiny, data=prompts_file))
 
@@ -111,7 +111,7 @@ def test_python_m_flowrl_is_the_command_line(tmp_path: Path) -> None:
     process = [sys.executable, "-m", "flowrl", "show", "--to", "x.txt", "no.py:graph"]
     done = subprocess.run(process, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("flowrl: --to x.txt has the ending '.txt'; expected one of .md")
+    assert done.stderr.startswith("flowrl: --to x.txt has the suffix '.txt'; expected one of .md")
 
 
 def test_version_is_printed(command: Command) -> None:
@@ -144,26 +144,26 @@ def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
     [
         (["show", "nowhere.py:graph"], "there is no file"),
         (["show", "graphs.py"], "'graphs.py' is a file; expected a name in it, too, such as 'graphs.py:graph'."),
-        (["show", "graphs"], "expected 'package.module:name' or 'path/to/file.py:name'"),
+        (["show", "graphs"], "expected 'package.module:name', 'path/to/file.py:name', or an algorithm"),
         (["show", "graphs.py:third"], "graphs.py does not define 'third'; it defines first, second, broken"),
         (["show", "graphs.py:first.middle"], "graphs.py does not define 'first.middle'"),
         (["show", "no_such_module:graph"], "no module 'no_such_module' is on sys.path"),
-        (["show", "graphs.py:number"], "graphs.py:number is of type int; expected a graph, a job, a training"),
-        (["show", "graphs.py:nothing"], "graphs.py:nothing is of type NoneType"),
-        (["show", "graphs.py:UpdateActor"], "graphs.py:UpdateActor is of type type"),
-        (["show", "graphs.py:wants"], "missing a required argument: 'n'; name what it makes instead"),
+        (["show", "graphs.py:number"], "graphs.py:number is an int; expected a graph, a job, a training"),
+        (["show", "graphs.py:nothing"], "graphs.py:nothing is a NoneType"),
+        (["show", "graphs.py:UpdateActor"], "graphs.py:UpdateActor is a type"),
+        (["show", "graphs.py:wants"], "missing a required argument: 'n'. Name its result instead"),
         (["show", "flowrl.graphs:ppo"], "missing a required argument: 'reward_fn'. It takes ppo(reward_fn"),
         (["check", "graphs.yaml"], "graphs.yaml cannot be read as a graph"),
-        (["show", "graphs.py:first", "--to", "x"], "--to x has the ending ''; expected one of .md, .html, .svg, .json"),
+        (["show", "graphs.py:first", "--to", "x"], "--to x has the suffix ''; expected one of .md, .html, .svg, .json"),
         (["show", "graphs.py:first", "--to", "graphs.py/x.md"], "--to graphs.py/x.md cannot be written"),
         (["diff", "graphs.py:first", "graphs.py:second", "--to", "x.yaml"], "expected one of .md, .html, .svg."),
-        (["plan", "graphs.py:number"], "graphs.py:number is of type int; expected a graph"),
-        (["plan", "graphs.py:second", "--prompts", "2"], "--place, --prompts and --cost are for predictions"),
-        (["run", "graphs.py:second", "--costs", "own"], "graphs.py:second is of type Graph"),
+        (["plan", "graphs.py:number"], "graphs.py:number is an int; expected a graph"),
+        (["plan", "graphs.py:second", "--prompts", "2"], "--place, --prompts and --cost only apply to predictions"),
+        (["run", "graphs.py:second", "--costs", "own"], "graphs.py:second is a Graph"),
         (["plan", "graphs.py:second", "--costs", "own"], "own holds no run"),
-        (["plan", "graphs.py:crowded"], "the role 'actor' wants 3 ranks, and Colocate(gpus=2) has 2 slot(s)"),
-        (["run", "graphs.py:first"], "graphs.py:first is of type Graph, which says neither on which data to train"),
-        (["run", "graphs.py:unbound"], "graphs.py:unbound is of type Job"),
+        (["plan", "graphs.py:crowded"], "The role 'actor' has 3 ranks, but Colocate(gpus=2) has 2 slot(s)"),
+        (["run", "graphs.py:first"], "graphs.py:first is a Graph, which has neither data nor a number of steps"),
+        (["run", "graphs.py:unbound"], "graphs.py:unbound is a Job"),
     ],
 )
 def test_misuse_is_one_paragraph(command: Command, graphs: Path, arguments: list[str], said: str) -> None:
@@ -229,12 +229,12 @@ def test_show_prints_the_mermaid_of_a_graph_a_job_and_what_a_function_makes(comm
     assert command("show", "graphs.py:unbound") == (0, f"{unbound.graph.mermaid()}\n", "")
 
 
-def test_printed_text_is_not_taken_for_markup(command: Command) -> None:
+def test_printed_text_is_not_markup(command: Command) -> None:
     answer = command("show", "[bold]x:key:.py:graph")
     assert answer.code == 2 and "'[bold]x:key:.py:graph' names nothing" in answer.err
 
 
-def test_show_writes_what_the_ending_says(command: Command, graphs: Path) -> None:
+def test_show_writes_the_format_of_the_suffix(command: Command, graphs: Path) -> None:
     graph: Graph = load_object("graphs.py:second")
     for ending in ("md", "html", "svg", "json", "yaml"):
         answer = command("show", "graphs.py:second", "--to", f"new/folder/graph.{ending}")
@@ -265,7 +265,7 @@ def test_check_lists_every_broken_rule(command: Command, graphs: Path) -> None:
     assert "FR001 update_actor: KL" in command("check", "graphs.py:twice").out
 
 
-def test_check_of_a_job_wants_its_roles_bound(command: Command, graphs: Path, training: Path) -> None:
+def test_check_of_a_job_needs_its_roles_bound(command: Command, graphs: Path, training: Path) -> None:
     answer = command("check", "graphs.py:unbound")
     assert answer.code == 1 and "leaves 'rollout', 'ref' unbound" in answer.out.replace(
         "'ref', 'rollout'", "'rollout', 'ref'"
@@ -282,10 +282,10 @@ def test_check_finds_that_a_model_is_missing(command: Command, training: Path, t
     folder = {"does not exist": "gone", "has no config.json": "mine"}.get(found, "model")
     source = training.read_text().replace("ref=TorchScorer(model)", f"ref=TorchScorer({folder!r})")
     answer = command("check", f"{write(training.with_name('other.py'), source)}:training")
-    assert answer.code == 1 and answer.out.startswith(f"the role 'ref': the model folder {folder!r} {found}")
+    assert answer.code == 1 and answer.out.startswith(f"Role 'ref': the model folder {folder!r} {found}")
 
 
-def test_check_finds_a_tokeniser_that_does_not_load(command: Command, training: Path, tmp_path: Path) -> None:
+def test_check_finds_a_tokenizer_that_does_not_load(command: Command, training: Path, tmp_path: Path) -> None:
     write(tmp_path / "model" / "config.json", "{}")
     write(tmp_path / "model" / "tokenizer.json", "{")
     source = training.read_text().replace("actor=TorchTrainer(model", "actor=TorchTrainer('model'")
@@ -332,10 +332,10 @@ def test_plan_predicts_a_step_from_a_run(command: Command, training: Path) -> No
     assert all(9 < float(line.split()[-2]) < 99 for line in predicted.splitlines() if "a step takes" in line)
     twice, deep = "Colocate(gpus=1, gpus=2)", f"Colocate(gpus={'-' * 20_000}1)"
     for place in ("Colocate(2)", "Colocate(gpus=", "Elsewhere(gpus=1)", "Colocate(gpus=len(x))", twice, deep):
-        assert f"flowrl: --place {place} is no place; expected local, or" in command(*asked, "--place", place).err
-    assert "--cost reward=long says no number of seconds" in command(*asked, "--cost", "reward=long").err
-    assert "given(reward=nan): expected seconds" in command(*asked, "--cost", "reward=nan").err
-    assert "--cost rewrad=... is of no node; grpo has batch, repeat" in command(*asked, "--cost", "rewrad=1").err
+        assert f"flowrl: --place {place} is not a place; expected local, or" in command(*asked, "--place", place).err
+    assert "--cost reward=long has no number of seconds" in command(*asked, "--cost", "reward=long").err
+    assert "given(reward=nan): expected a finite number of seconds" in command(*asked, "--cost", "reward=nan").err
+    assert "--cost rewrad=... names no node of grpo; it has batch, repeat" in command(*asked, "--cost", "rewrad=1").err
 
 
 def test_a_run_at_a_place_of_ones_own_is_read_where_that_is_allowed(command: Command, training: Path) -> None:
@@ -346,7 +346,7 @@ def test_a_run_at_a_place_of_ones_own_is_read_where_that_is_allowed(command: Com
     asked = ("plan", f"{training}:training", "--costs", "own")
     answer = command(*asked)
     assert answer.code == 2 and "the place in own/run.json is of the class mine.py:Mine" in answer.err
-    assert "say so: --import on the command line" in answer.err
+    assert "or --import on the command line" in answer.err
     assert "in one process: a step takes" in command(*asked, "--import").out
     assert type(Costs.of("own").place).__name__ == "Mine"
 
@@ -362,7 +362,7 @@ def test_diff_prints_what_changes(command: Command, graphs: Path) -> None:
         assert "group_advantage" in text and "gae" in text  # what came, and what is gone
 
 
-def test_help_of_diff_tells_its_arguments_apart(command: Command) -> None:
+def test_help_of_diff_names_both_arguments(command: Command) -> None:
     answer = command("diff", "--help")
     assert answer.code == 0 and re.search(r"diff \[OPTIONS\] \W*BEFORE\W+AFTER", answer.out)
 
@@ -388,7 +388,7 @@ def test_run_trains_as_the_training_says(command: Command, training: Path) -> No
     described = json.loads(Path("own/run.json").read_text())
     assert described["status"] == "finished" and described["training"]["seed"] == 5
     answer = command("run", f"{training}:training")
-    assert answer.code == 2 and is_paragraph(answer) and "own already holds a run; choose another folder" in answer.err
+    assert answer.code == 2 and is_paragraph(answer) and "own already holds a run. Choose another folder" in answer.err
     assert len(lines(Path("own/metrics.jsonl"))) == 3
 
 
@@ -408,9 +408,9 @@ def test_run_goes_on_from_a_checkpoint(command: Command, training: Path) -> None
     assert answer.code == 0 and "3 steps, of which 2 are done, written to own" in answer.out
     assert [record["step"] for record in lines(Path("own/metrics.jsonl"))] == [1, 2, 3]
     answer = command("run", f"{other}:training", "--resume", "--seed", "6")
-    assert answer.code == 2 and is_paragraph(answer) and "is of a run with another seed" in answer.err
+    assert answer.code == 2 and is_paragraph(answer) and "belongs to a run with another seed" in answer.err
     answer = command("run", f"{other}:short", "--resume")
-    assert answer.code == 2 and is_paragraph(answer) and "no folder says which run" in answer.err
+    assert answer.code == 2 and is_paragraph(answer) and "resume=True needs the folder" in answer.err
 
 
 def test_run_takes_a_function_that_makes_a_training(command: Command, training: Path) -> None:
@@ -431,10 +431,10 @@ def test_an_interrupt_is_one_line(command: Command, training: Path) -> None:
     assert json.loads(Path("runs/grpo-001/run.json").read_text())["status"] == "interrupted"
 
 
-def test_an_interrupted_run_with_checkpoints_says_how_to_go_on(command: Command, training: Path) -> None:
+def test_an_interrupted_run_with_checkpoints_prints_how_to_resume(command: Command, training: Path) -> None:
     answer = command("run", f"{training}:saved", "--seed", "7")
     again = f"flowrl run {training}:saved --resume --seed=7 --folder=runs/grpo-001"
-    assert (answer.code, answer.err) == (130, f"flowrl: interrupted; go on with: {again}\n")
+    assert (answer.code, answer.err) == (130, f"flowrl: interrupted; resume with: {again}\n")
 
 
 def test_operators_are_not_cut_off_where_they_are_piped(command: Command) -> None:

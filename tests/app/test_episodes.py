@@ -1,4 +1,4 @@
-"""``flowrl episodes``: what is shown of the episodes of a run, which are chosen, and what misuse is told."""
+"""``flowrl episodes``: output, selection, and refusals."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Echo(Environment):
 
 def record(row: str, score: float, ended: str = "done", step: int = 4, **more: Any) -> dict[str, Any]:
     """A line as a run writes it."""
-    said = {"turn": 0, "tokens": 3, "reward": score, "cut": ended == "context", "version": 1}
+    sampled = {"turn": 0, "tokens": 3, "reward": score, "cut": ended == "context", "version": 1}
     messages = [
         {"role": "user", "content": "ask\n\x1b[2Jtwice"},
-        {"role": "assistant", "content": f"it is {row}", "sampled": said},
+        {"role": "assistant", "content": f"it is {row}", "sampled": sampled},
         {"role": "tool", "name": "add", "content": "3"},
     ]
     fault = "the episode of row 'd' failed" if ended == "failed" else None
@@ -54,7 +54,7 @@ def written(folder: Path, files: Mapping[str, list[Any]]) -> Path:
     return folder
 
 
-def test_the_sampled_and_the_environment_are_told_apart(command: Command, folder: Path) -> None:
+def test_sampled_text_and_environment_have_marks(command: Command, folder: Path) -> None:
     answer = command("episodes", folder, "--row=b")
     assert answer.code == 0
     assert answer.out.splitlines() == [
@@ -91,10 +91,10 @@ def test_which_are_shown(command: Command, folder: Path, options: tuple[str, ...
     assert ("None of them failed." in out) == (not expected)
 
 
-def test_colours_are_for_terminals() -> None:
-    told = shown(LoggedEpisode("val", 4, record("b", 0.5, "failed")), "1 of 1")
+def test_colors_are_for_terminals() -> None:
+    text = shown(LoggedEpisode("val", 4, record("b", 0.5, "failed")), "1 of 1")
     with (terminal := Console(force_terminal=True, color_system="standard")).capture() as coloured:
-        terminal.print(told)
+        terminal.print(text)
     assert "\x1b[1;32m> it is b" in coloured.get() and "\x1b[36m| ask" in coloured.get()
     assert "\x1b[2J" not in coloured.get()
 
@@ -102,13 +102,13 @@ def test_colours_are_for_terminals() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--step=3",), "--step 3 has no episodes in run; there are those of 2, 4."),
+        (("--step=3",), "--step 3 matches no episode in run; there are those of 2, 4."),
         (("--of=vall",), "there are those of val; did you mean 'val'?"),
-        (("--row=x",), "--row x is none of these; there are b, c, d."),
-        (("--best", "--worst"), "expected one of the two"),
+        (("--row=x",), "--row x matches no episode; there are b, c, d."),
+        (("--best", "--worst"), "Pass one of the two"),
     ],
 )
-def test_misuse_says_what_there_is(command: Command, folder: Path, options: tuple[str, ...], said: str) -> None:
+def test_misuse_names_what_exists(command: Command, folder: Path, options: tuple[str, ...], said: str) -> None:
     answer = command("episodes", folder.name, *options)
     assert answer.code == 2 and is_paragraph(answer) and said in answer.err
 
@@ -117,10 +117,10 @@ def test_what_holds_no_episodes_is_refused(command: Command, tmp_path: Path) -> 
     plain, empty = [{"step": 1, "validation": "val", "response": "4"}], written(tmp_path / "empty", {})
     single, odd = record("a", 1.0), record("b", 1.0, episode={"ended": "done", "messages": [3]})
     cases = {
-        tmp_path: "holds no run; expected the folder of one",
-        empty: "has written no rows yet; they come with a validation",
-        written(tmp_path / "plain", {"predictions.jsonl": plain}): "whose rows are single answers",
-        written(tmp_path / "odd", {"rollouts.jsonl": [single, odd]}): "says of the episode of row 'b' in step 4",
+        tmp_path: "holds no run. Pass the folder of one",
+        empty: "a run without logged rows. Runs log rows with a validation",
+        written(tmp_path / "plain", {"predictions.jsonl": plain}): "whose rows are single responses",
+        written(tmp_path / "odd", {"rollouts.jsonl": [single, odd]}): "has a damaged episode of row 'b' in step 4",
     }
     for folder, said in cases.items():
         answer = command("episodes", folder)
@@ -146,7 +146,7 @@ def test_the_page_shows_what_is_printed(command: Command, tmp_path: Path) -> Non
     assert f"```text\n$ flowrl episodes runs/guess --best\n{printed}```\n" in page
 
 
-def test_text_that_steers_a_terminal_is_written_out() -> None:
+def test_control_characters_are_escaped() -> None:
     assert printable("a\tb\nc\r\x07\x9bé漢") == "a\tb\nc\\r\\x07\\x9bé漢"
 
 

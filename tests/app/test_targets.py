@@ -12,16 +12,17 @@ from flowrl import Graph, graphs, load
 from flowrl.app.cli import main
 from flowrl.app.shelf import graph, names, your_reward
 from flowrl.core.graphs.algorithm import Algorithm
-from flowrl.errors import GraphError, ParameterError
+from flowrl.errors import GraphError
 from flowrl.graphs import grpo, gspo, remax, rloo
 from flowrl.graphs.variants import DistillSettings, GRPOSettings, PPOSettings, neighbour_of, settings_of
 from tests.support.command_line import Command, is_paragraph
+from tests.support.errors import raises
 
 
 def test_an_algorithm_is_a_target_by_its_name(command: Command) -> None:
     assert command("show", "grpo") == (0, f"{grpo(your_reward).mermaid()}\n", "")
-    told = str(grpo(your_reward).diff(graphs.gspo(your_reward)))
-    assert command("diff", "grpo", "gspo") == (0, f"{told}\n", "")
+    changes = str(grpo(your_reward).diff(graphs.gspo(your_reward)))
+    assert command("diff", "grpo", "gspo") == (0, f"{changes}\n", "")
     assert command("plan", "ppo").out.startswith("ppo: 13 nodes in 8 waves")
     assert command("check", "ppo", "--prompts", "4").out == (
         "ppo: 14 nodes, every connection fits and no rule is broken.\n"
@@ -32,15 +33,15 @@ def test_an_algorithm_is_a_target_by_its_name(command: Command) -> None:
 def test_a_name_of_nothing_offers_a_near_one(command: Command, name: str, near: str) -> None:
     answer = command("show", name)
     assert answer.code == 2 and is_paragraph(answer)
-    assert f"{name!r} is no algorithm, and names no file" in answer.err and f"did you mean {near!r}?" in answer.err
+    assert f"{name!r} is neither an algorithm nor a file" in answer.err and f"did you mean {near!r}?" in answer.err
 
 
 def test_a_graph_by_name_goes_to_a_file_and_is_not_for_training(command: Command) -> None:
     assert command("show", "rloo", "--to", "rloo.yaml").code == 0
     assert load("rloo.yaml").fingerprint() == graph("rloo").fingerprint()
     answer = command("run", "rloo")
-    assert answer.code == 2 and "rloo is of type Graph, which says neither on which data" in answer.err
-    with pytest.raises(ParameterError, match="a reward function of yours"):
+    assert answer.code == 2 and "rloo is a Graph, which has neither data" in answer.err
+    with raises("cli.no-reward"):
         your_reward("", "", "")
 
 
@@ -136,6 +137,6 @@ def test_defaults_of_an_edit_go_before_those_of_its_neighbour() -> None:
     assert "ref_log_prob" not in gspo(your_reward) and "ref_log_prob" in gspo(your_reward, kl_coef=0.1)
 
 
-def test_debug_shows_where_a_name_was_looked_for() -> None:
-    with pytest.raises(ParameterError, match="is no algorithm"):
+def test_debug_raises_the_error_of_an_unknown_name() -> None:
+    with raises("cli.unknown-target", target="nothing"):
         main(["show", "nothing", "--debug"])

@@ -10,9 +10,9 @@ from flowrl import AuditTask, Key
 from flowrl.auditing.draws import Draws
 from flowrl.auditing.engines import TabularRollout, TabularScorer, TabularTrainer
 from flowrl.data.text.tokenizer import assemble
-from flowrl.errors import AuditError, SyncError
 from flowrl.protocols.protocols import Rollout, Sampled, Sampling, Scorer, Trainer
 from flowrl.records import RolloutBatch
+from tests.support.errors import raises
 
 WORLD = AuditTask(prompts=1, tokens=2, steps=2)
 
@@ -67,7 +67,7 @@ def test_greedy_and_narrowed_sampling_leave_responses_out() -> None:
     assert sum(probability for probability, _ in nucleus.values()) == pytest.approx(1.0)
 
 
-def test_the_trainer_scores_by_what_sampled_and_updates_by_what_it_is_now() -> None:
+def test_the_trainer_scores_with_the_old_policy_and_updates_the_current_one() -> None:
     trainer, rollout, draws = engines()
     draws.begin(None)
     batch = WORLD.batch(6)
@@ -99,10 +99,10 @@ def test_the_trainer_scores_by_what_sampled_and_updates_by_what_it_is_now() -> N
     assert trainer.log_probs(masked).eq(0).all()
 
 
-def test_no_receipt_no_sample_and_no_folder() -> None:
+def test_an_engine_without_a_sync_and_a_trainer_without_a_model() -> None:
     rollout = TabularRollout(WORLD, WORLD.policy, Draws(0))
     batch = WORLD.batch()
-    with pytest.raises(SyncError, match="no receipt"):
+    with raises("audit.no-sync"):
         rollout.generate(batch.columns["prompts"], batch.columns["prompt_mask"], ["a"], Sampling(1, 0, 1, 2), Key.of(0))  # type: ignore[arg-type]
-    with pytest.raises(AuditError, match="no model"):
+    with raises("audit.unsupported-role", path="folder"):
         engines()[0].save_pretrained("folder")

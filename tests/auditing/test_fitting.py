@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import pytest
 import torch
@@ -14,12 +14,13 @@ from flowrl.auditing.objective import stated
 from flowrl.auditing.rewards import TableReward
 from flowrl.columns import Advantages, Kept, ResponseMask, ResponseText, TokenLevelRewards, TokenLevelScores
 from flowrl.core.operators.operator import Granularity
-from flowrl.errors import AuditError, GraphError
+from flowrl.errors import GraphError
 from flowrl.graphs import grpo, remax, rloo, sft
 from flowrl.operators import NLL, Collect, Filter, Generate, Length, Reinforce, Repeat, Spread, Sync, UpdateActor
 from flowrl.records import PromptBatch, Receipt, RolloutBatch
 from flowrl.schedules import Linear
 from tests.auditing.listed import ONE, unread
+from tests.support.errors import raises
 
 
 @operator
@@ -90,7 +91,7 @@ def test_a_scorer_of_ones_own_is_a_table_and_that_is_said() -> None:
 
 
 def test_scores_that_depend_on_company_are_no_expected_reward() -> None:
-    with pytest.raises(AuditError, match=r"ranked\.token_level_scores gives one answer different scores"):
+    with raises("audit.comparative-scores", node="ranked"):
         audit(rloo(unread).edit(insert={"ranked": After("reward", ranked)}), ONE, n=2)
 
 
@@ -126,33 +127,37 @@ def ones(response_mask: ResponseMask) -> Advantages:
 
 @algorithm
 def nothing_trained(batch: PromptBatch) -> RolloutBatch:
-    """Only answers."""
+    """Generation only."""
     rollout: RolloutBatch = Generate()(batch)
     return rollout
 
 
 @pytest.mark.parametrize(
-    ("graph", "said"),
+    ("graph", "code", "facts"),
     [
-        (rloo(unread).edit(replace={"rloo_advantage": Foretold()}), r"asks the role 'oracle' for foretell \(Oracle\)"),
-        (no_reward(), "no score of what generate generates reaches update_actor"),
-        (nothing_trained(), "trains no policy; expected one to audit"),
-        (sft(), "sft reads responses of its input 'demos', which come from a file"),
+        (
+            rloo(unread).edit(replace={"rloo_advantage": Foretold()}),
+            "audit.unsupported-role",
+            {"role": "oracle", "missing": ("foretell",)},
+        ),
+        (no_reward(), "audit.no-score", {"node": "update_actor"}),
+        (nothing_trained(), "audit.role", {"graph": "nothing_trained", "trained": ()}),
+        (sft(), "audit.offline-data", {"graph": "sft", "input": "demos", "column": "responses"}),
     ],
     ids=["oracle", "no reward", "nothing trained", "from a file"],
 )
-def test_what_cannot_be_audited_says_why(graph: Graph, said: str) -> None:
-    with pytest.raises(AuditError, match=said):
+def test_a_graph_that_cannot_be_audited(graph: Graph, code: str, facts: dict[str, Any]) -> None:
+    with raises(code, **facts):
         audit(graph, ONE)
 
 
 def test_one_of_several_policies_is_named() -> None:
-    with pytest.raises(AuditError, match="trains actor, and not 'opponent'; expected one to audit: audit"):
+    with raises("audit.role", found="opponent", trained=("actor",)):
         audit(rloo(unread), ONE, role="opponent")
     assert not audit(rloo(unread), ONE, n=2, role="actor").biased
 
 
-def test_an_update_that_begins_late_is_audited_in_its_first_step() -> None:
+def test_an_update_that_starts_late_is_audited_in_its_first_step() -> None:
     late = rloo(unread).edit(when={"update_actor": When(start=3, every=2)})
     found = audit(late, ONE, n=2)
     assert found.notes[-1] == "It is as in step 4, the first in which update_actor runs."
@@ -168,7 +173,7 @@ def best(token_level_scores: TokenLevelScores) -> Kept:
     return scores >= scores.max()
 
 
-def test_scores_that_only_choose_rows_are_what_is_stated() -> None:
+def test_scores_that_only_select_rows_are_the_objective() -> None:
     gated = rloo(unread).edit(insert={"filter": After("reward", Filter(best))})
     chosen = gated.edit(set={"update_actor.loss": NLL()}, drop=["rloo_advantage"])
     found = audit(chosen, ONE, n=2, explain=False)
@@ -177,7 +182,7 @@ def test_scores_that_only_choose_rows_are_what_is_stated() -> None:
     assert found.biased
 
 
-def test_a_graph_is_wanted() -> None:
+def test_the_argument_must_be_a_graph() -> None:
     with pytest.raises(GraphError):
         audit("grpo")  # type: ignore[arg-type]
 

@@ -78,7 +78,7 @@ def test_divergences_token_by_token_hold_the_states(forward: bool) -> None:
     own = TrueGradient(truth().stated, torch.zeros(1, 3, 1, dtype=torch.float64), {"ref": task.near("ref")})
     p, q = (one.by_state().exp()[0, 0].numpy() for one in (task.policy, task.near("ref")))
     wanted = (q * np.log(q / p)).sum() if forward else (p * np.log(p / q)).sum()
-    assert float(own.held(task.policy, "ref", forward)) == pytest.approx(float(wanted))
+    assert float(own.divergence_by_state(task.policy, "ref", forward)) == pytest.approx(float(wanted))
 
 
 def test_values_are_what_is_still_paid() -> None:

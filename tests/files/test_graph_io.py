@@ -18,6 +18,7 @@ from flowrl.files.graph_io import save
 from flowrl.graph import Graph, load
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, AdaptiveKL, Generate, KLShape
+from tests.support.errors import raises
 from tests.support.kernel import BINDINGS, LengthPenalty, exact, scored, two_rewards
 
 PPO = ppo(exact)
@@ -99,10 +100,10 @@ def test_an_operator_and_a_reward_of_a_users_file(tmp_path: Path, monkeypatch: p
     assert not graph.diff(load("graph.yaml"))
 
     write_user_file(tmp_path / "mine.py", returned=0.75)
-    with pytest.raises(GraphError, match=r"reward\.fn names mine\.py:fair, whose source has changed since .*write the"):
+    with raises("file.source-changed", where="reward.fn", path="mine.py:fair"):
         load("graph.yaml")
     (tmp_path / "mine.py").unlink()
-    with pytest.raises(GraphError, match=r"cannot be read: .*there is no file"):
+    with pytest.raises(GraphError, match=r"reward\.fn: .*there is no file|brevity: .*there is no file"):
         load("graph.yaml")
 
 
@@ -122,15 +123,14 @@ def test_what_has_no_import_path_runs_but_cannot_be_written() -> None:
     class Local(LengthPenalty):
         pass
 
-    said = r"which has no import path, so the graph can run but not be written to a file; move it to the top level"
     for graph, where in (
-        (ppo(lambda **row: 1.0), r"reward\.fn is <function <lambda>"),
-        (ppo(local), r"reward\.fn is <function .*local"),
-        (scored().edit(insert={"local": After("reward", Local())}), r"local is <class .*Local'>"),
+        (ppo(lambda **row: 1.0), "reward.fn"),
+        (ppo(local), "reward.fn"),
+        (scored().edit(insert={"local": After("reward", Local())}), "local"),
     ):
         assert graph.fingerprint() == graph.fingerprint()
         assert str(graph.diff(graph))
-        with pytest.raises(GraphError, match=where.replace("<lambda>", ".*lambda.*") + r".*" + said):
+        with raises("file.no-import-path", where=where):
             graph.to_dict()
 
 
@@ -145,15 +145,15 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     [
         (
             lambda d: d.pop("flowrl"),
-            r"the data lacks 'flowrl', so this is not a flowrl graph, or a damaged one; expected",
+            r"the data lacks 'flowrl', so this is not a flowrl graph, or it is damaged; expected",
         ),
         (lambda d: d.pop("nodes"), r"the data lacks 'nodes'"),
         (lambda d: d.pop("sinks"), r"the data lacks 'sinks'"),
         (lambda d: d.pop("lag"), r"the data lacks 'lag'"),
         (lambda d: d.update(flowrl=True), "the data has a bool under 'flowrl'"),
-        (lambda d: d.update(flowrl=99), r"the graph is written in format 99, and this flowrl reads 2; write it again"),
+        (lambda d: d.update(flowrl=99), r"The graph was saved in format 99, but this version of flowrl reads format 2"),
         (lambda d: d.update(flowrl="x"), r"the data has a str under 'flowrl'"),
-        (lambda d: d.update(nodes=[1]), r"the data has a list under 'nodes'.*expected a mapping there"),
+        (lambda d: d.update(nodes=[1]), r"the data has a list under 'nodes'.*expected a mapping, as"),
         (lambda d: d.update(sinks=[]), r"ppo has no sink"),
         (lambda d: d.update(sinks=["x"]), r"ppo has no node 'x' to be a sink"),
         (lambda d: d.update(lag=-1), r"lag=-1"),
@@ -174,12 +174,12 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         ),
         (
             lambda d: d["nodes"]["gae"]["operator"].update(lam=7),
-            r"gae cannot be made from what is written: GAE\(.*lam=7",
+            r"gae: GAE\(.*lam=7",
         ),
         (lambda d: d["nodes"]["gae"]["operator"].update(lmbda=7), r"there is no parameter 'lmbda'"),
         (
             lambda d: d["nodes"]["gae"]["operator"].update({"$type": "no.such:GAE"}),
-            r"gae cannot be read: 'no\.such:GAE'",
+            r"gae: '?no\.such:GAE'?",
         ),
         (
             lambda d: d["nodes"]["gae"]["operator"].update({"$type": 3}),
@@ -191,7 +191,7 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         ),
         (
             lambda d: d["nodes"]["gae"].update(operator=d["nodes"]["update_actor"]["operator"]["loss"]),
-            r"the node gae is PPOClip\(.*\); expected an operator",
+            r"The node gae is PPOClip\(.*\); expected an operator",
         ),
         (lambda d: d["nodes"]["reward"]["operator"]["fn"].pop("source"), r"whose source has changed since"),
         (
@@ -216,11 +216,11 @@ def test_damaged_data_is_refused(change: Callable[[dict[str, Any]], Any], said: 
         ("gone.yaml", None, r"gone\.yaml cannot be read as a graph: .*No such file.*expected a file that flowrl\.save"),
         ("g.json", "{", r"g\.json cannot be read as a graph: .*line 1"),
         ("g.yaml", "a: [", r"g\.yaml cannot be read as a graph"),
-        ("g.yaml", "- 1", r"g\.yaml holds a list; expected a graph as flowrl\.save"),
+        ("g.yaml", "- 1", r"g\.yaml holds a list; expected a graph, as flowrl\.save"),
         ("g.yaml", "", r"g\.yaml holds a NoneType"),
         ("g.yaml", "!!python/object/apply:os.system ['true']", r"g\.yaml cannot be read as a graph"),
         ("g.yaml", "\xff", r"lacks|holds|cannot be read"),
-        ("g.txt", "{}", r"g\.txt has the ending '\.txt'; expected \.json, \.yaml or \.yml"),
+        ("g.txt", "{}", r"g\.txt has the suffix '\.txt'; expected \.json, \.yaml or \.yml"),
     ],
 )
 def test_damaged_files_are_refused(name: str, content: str | None, said: str, tmp_path: Path) -> None:
@@ -248,18 +248,21 @@ def test_a_truncated_file_is_refused_wherever_it_ends(ending: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda d: d.update(lags=1), r"the data has 'lags', which means nothing there; expected flowrl, .* did you"),
-        (lambda d: d["nodes"]["gae"].update(input={}), r"gae has 'input', which means nothing there; expected"),
+        (lambda d: d.update(lags=1), r"the data has the unknown key 'lags'; expected flowrl, .* did you"),
+        (lambda d: d["nodes"]["gae"].update(input={}), r"gae has the unknown key 'input'; expected"),
         (
             lambda d: d["nodes"]["reward"]["operator"]["fn"].update(sources="0"),
-            r"reward\.fn has 'sources', which means nothing there; expected \$function, source",
+            r"reward\.fn has the unknown key 'sources'; expected \$function, source",
         ),
         (
             lambda d: d["nodes"]["value"]["operator"]["critic"].update(x=1),
-            r"value\.critic has 'x', which means nothing there; expected \$role",
+            r"value\.critic has the unknown key 'x'; expected \$role",
         ),
         (lambda d: d["nodes"]["gae"]["operator"].update({"": 1}), r"there is no parameter ''"),
-        (lambda d: d["nodes"]["gae"]["operator"].update(lam={"$rolle": "x"}), r"gae\.lam has '\$rolle'; what may"),
+        (
+            lambda d: d["nodes"]["gae"]["operator"].update(lam={"$rolle": "x"}),
+            r"gae\.lam has '\$rolle'; expected",
+        ),
         (lambda d: d["nodes"]["value"]["operator"].update(critic={"$role": {"a": 1}}), r"critic has a dict under"),
         (lambda d: d["nodes"]["value"]["operator"].update(critic={"$role": "a b"}), r"value\.critic: Role\('a b'\)"),
         (lambda d: d["nodes"]["value"]["operator"].update(critic={"$role": None}), r"has a NoneType under '\$role';"),
@@ -272,12 +275,12 @@ def test_a_truncated_file_is_refused_wherever_it_ends(ending: str, tmp_path: Pat
             lambda d: d["nodes"]["reward"]["operator"].update(fn={"$function": {}, "source": 3}),
             r"reward\.fn has a dict under '\$function'; expected a name",
         ),
-        (lambda d: d.update(sinks=[[]]), r"the sinks of the data hold a list; expected names of nodes"),
-        (lambda d: d.update(sinks=[3]), r"the sinks of the data hold an int"),
+        (lambda d: d.update(sinks=[[]]), r"The sinks of the data contain a list; expected names of nodes"),
+        (lambda d: d.update(sinks=[3]), r"The sinks of the data contain an int"),
         (lambda d: d.update(name="../up"), r"'\.\./up' is no name of a graph"),
         (lambda d: d.update(name=""), r"'' is no name of a graph"),
         (lambda d: d["nodes"].update({"a b": d["nodes"]["gae"]}), r"'a b' is not a node name"),
-        (lambda d: d["nodes"].update({3: d["nodes"]["gae"]}), r"nodes has the key 3, an int, and keys are text"),
+        (lambda d: d["nodes"].update({3: d["nodes"]["gae"]}), r"nodes has the key 3, an int; keys must be text"),
         (
             lambda d: d["nodes"]["gae"]["inputs"].update({3: "value.values"}),
             r"nodes\.gae\.inputs has the key 3, an int",
@@ -286,16 +289,14 @@ def test_a_truncated_file_is_refused_wherever_it_ends(ending: str, tmp_path: Pat
         (lambda d: d["nodes"]["gae"]["operator"].update(lam={1}), r"gae\.operator\.lam is a set, which JSON does not"),
     ],
 )
-def test_what_means_nothing_in_a_graph_is_refused(change: Callable[[dict[str, Any]], Any], said: str) -> None:
+def test_unknown_keys_and_values_are_refused(change: Callable[[dict[str, Any]], Any], said: str) -> None:
     with pytest.raises((GraphError, ParameterError), match=said):
         Graph.from_dict(damaged(change))
 
 
 @pytest.mark.parametrize("data", [3, None, "text", [], PPO])
-def test_what_is_no_data_is_refused(data: Any) -> None:
-    with pytest.raises(
-        GraphError, match=rf"an? {type(data).__name__} is not a graph as data; expected what graph\.to_dict"
-    ):
+def test_data_must_be_a_mapping(data: Any) -> None:
+    with raises("file.malformed", where="the data", found=type(data).__name__):
         Graph.from_dict(data)
 
 
@@ -307,22 +308,22 @@ def test_a_graph_is_saved_where_there_is_a_folder(tmp_path: Path) -> None:
         save(scored(), path)
 
 
-def test_an_ending_is_needed_to_write(tmp_path: Path) -> None:
-    with pytest.raises(GraphError, match=r"has the ending ''; expected \.json"):
+def test_a_suffix_is_needed_to_write(tmp_path: Path) -> None:
+    with raises("file.wrong-suffix", found=""):
         save(scored(), tmp_path / "graph")
 
 
-def test_values_that_are_no_data_are_refused() -> None:
+def test_values_that_cannot_be_written_are_refused() -> None:
     class Odd(LengthPenalty):
         anything: Any = None
 
     graph = scored().edit(insert={"odd": After("reward", Odd(anything={1, 2}))})
-    with pytest.raises(GraphError, match=r"odd\.anything is \{1, 2\}, a set, which cannot be written to a file"):
+    with raises("file.unwritable-value", where="odd.anything", found=(1, 2)):
         graph.to_dict()
     assert GAE() == GAE()
 
 
-def test_a_reward_named_by_its_path_is_held_to_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_named_by_its_path_must_have_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
     Path("mine.py").write_text(source)
@@ -331,7 +332,7 @@ def test_a_reward_named_by_its_path_is_held_to_its_source(tmp_path: Path, monkey
     assert Graph.from_dict(written)["reward"].operator.fn == "mine.py:score"  # type: ignore[attr-defined]
     Path("mine.py").write_text(source.replace("1.0", "0.0"))
     assert graph.fingerprint() != fingerprint
-    with pytest.raises(GraphError, match=r"reward.fn names mine.py:score, whose source has changed"):
+    with raises("file.source-changed", where="reward.fn", path="mine.py:score"):
         Graph.from_dict(written)
     Path("mine.py").write_text("import math\n\n\n" + source + "\n\ndef other():\n    pass\n")
     assert graph.fingerprint() == fingerprint  # what else is in the file does not matter

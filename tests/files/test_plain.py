@@ -1,4 +1,4 @@
-"""Files of others: plain data or an error by line, whatever is in them."""
+"""Untrusted files: plain data, or an error with the line."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from flowrl.errors import GraphError
 from flowrl.files import plain
+from tests.support.errors import raises
 
 
 def bomb(levels: int) -> str:
-    """A few lines that stand for ``10 ** levels`` values."""
+    """A few lines that expand to ``10 ** levels`` values."""
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, levels)]
     return "\n".join(lines)
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "reason"),
     [
         ("g.json", "[" * 100_000, "it nests more than 64 lists and mappings"),
         ("g.json", '{"a":' * 3_000 + "1" + "}" * 3_000, "it nests more than 64 lists and mappings"),
@@ -41,8 +41,8 @@ def bomb(levels: int) -> str:
         ("g.yaml", "a: 2020-01-01", "a is a date, which JSON does not have"),
         ("g.yaml", "a: [1, {b: !!binary aGk=}]", "a[1].b is a bytes, which JSON does not have"),
         ("g.yaml", "a: !!set {b}", "a is a set, which JSON does not have"),
-        ("g.yaml", "1: 2", "it has the key 1, an int, and keys are text"),
-        ("g.yaml", "a: {null: 2}", "a has the key None, a NoneType, and keys are text"),
+        ("g.yaml", "1: 2", "it has the key 1, an int; keys must be text"),
+        ("g.yaml", "a: {null: 2}", "a has the key None, a NoneType; keys must be text"),
         ("g.yaml", "[1]: 2", "line 1, column 1: found unhashable key"),
         ("g.yaml", "a: 1\nb: 2\na: 3", "line 1, column 1: duplicate key 'a' in one mapping"),
         ("g.json", '{"a": {"b": 1, "b": 2}}', "ValueError: duplicate key 'b' in one mapping"),
@@ -63,28 +63,28 @@ def bomb(levels: int) -> str:
         ("g.json", "", "line 1, column 1: Expecting value"),
     ],
 )
-def test_what_is_no_plain_data_is_refused_by_place(name: str, text: str, said: str, tmp_path: Path) -> None:
+def test_data_that_is_not_plain_is_refused_with_its_place(name: str, text: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(GraphError) as error:
+    with raises("file.unreadable", path=str(path)) as caught:
         plain.read(path)
-    assert str(error.value).startswith(f"{path} cannot be read as a graph: {said}")
-    assert str(error.value).endswith("; expected a file that flowrl.save(...) wrote.")
-    assert "\n" not in str(error.value) and "unicode string" not in str(error.value)
+    assert caught.value.facts["reason"].startswith(reason)
+    assert "\n" not in str(caught.value) and "unicode string" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["a\0b.json", "gone.json", "folder.yaml"])
-def test_what_is_no_file_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_path_without_a_file_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "folder.yaml").mkdir()
-    with pytest.raises(GraphError, match="cannot be read as a graph: "):
+    with raises("file.unreadable"):
         plain.read(tmp_path / name)
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "g.json"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(GraphError, match=r"g\.json cannot be read as a graph: UnicodeDecodeError: "):
+    with raises("file.unreadable", path=str(path)) as caught:
         plain.read(path)
+    assert caught.value.facts["reason"].startswith("UnicodeDecodeError: ")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,6 @@ def test_plain_data_is_read_as_it_is(data: Any, tmp_path: Path) -> None:
     assert plain.read(tmp_path / "g.json") == plain.read(tmp_path / "g.yaml") == data
 
 
-def test_aliases_may_stand_in_what_is_written_by_hand(tmp_path: Path) -> None:
+def test_files_may_have_aliases(tmp_path: Path) -> None:
     (tmp_path / "g.yaml").write_text("a: &a {b: 1}\nc: *a\nd: {<<: *a, e: 2}")
     assert plain.read(tmp_path / "g.yaml") == {"a": {"b": 1}, "c": {"b": 1}, "d": {"b": 1, "e": 2}}

@@ -305,9 +305,9 @@ def test_something_else_at_the_address() -> None:
 @pytest.mark.parametrize(
     ("ranks", "place", "said"),
     [
-        ({"actor": 3}, Colocate(2), "'actor' wants 3 ranks, and Colocate"),
-        ({"rollout": 2}, Split(3, 1), "'rollout' wants 2 ranks, and Split"),
-        ({"actor": 2}, None, "'actor' wants 2 ranks, which one process cannot be"),
+        ({"actor": 3}, Colocate(2), "'actor' has 3 ranks, but Colocate"),
+        ({"rollout": 2}, Split(3, 1), "'rollout' has 2 ranks, but Split"),
+        ({"actor": 2}, None, "'actor' has 2 ranks, but without a place"),
     ],
 )
 def test_ranks_that_have_no_place(
@@ -323,11 +323,11 @@ def test_nodes_that_no_process_could_run(tiny: str, tmp_path: Path) -> None:
     """Roles that live apart; groups that nobody can tell; state that ranks would each have of their own."""
     graph = grpo(digits, n=2)
     apart = toy_job(graph.edit(replace={"ref_log_prob": Both()}), tmp_path, tiny, place=Colocate(1))
-    said = "both uses the roles 'ref', 'judge', and 'judge' lives in another process than 'ref'"
+    said = "both uses the roles 'ref', 'judge', but 'judge' runs in another process than 'ref'"
     with pytest.raises(BindError, match=said), apart.open():
         raise AssertionError("opened")
     blind = toy_job(graph.edit(replace={"ref_log_prob": Blind()}), tmp_path, tiny, {"ref": 2}, Colocate(2))
-    with pytest.raises(GraphError, match=r"blind wants whole groups, and its role 'ref' has 2 ranks"), blind.open():
+    with pytest.raises(GraphError, match=r"blind needs whole groups and its role 'ref' has 2 ranks"), blind.open():
         raise AssertionError("opened")
     counting = toy_job(graph.edit(replace={"ref_log_prob": Counting()}), tmp_path, tiny, {"ref": 2}, Colocate(2))
     with pytest.raises(GraphError, match=r"counting keeps rows over .* 'ref' has 2 ranks"), counting.open():

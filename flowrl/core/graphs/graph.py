@@ -62,11 +62,10 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Node:
-    """An operator in its place: where each field of its ports comes from.
+    """An operator in a graph: where each field of its ports comes from.
 
     Raises:
-        GraphError: a live engine in a role field. Such an operator can be called on tensors, but a graph must be able
-            to be drawn, written to a file and bound.
+        GraphError: a role field holds a live engine; graphs are drawn, saved and bound, so they only name roles.
     """
 
     name: str

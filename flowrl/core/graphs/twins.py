@@ -11,12 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flowrl.core.graphs.graph import Graph, Node
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.symbols import Edge
 from flowrl.data.keys import Key
-
-ASKS_OUTSIDE = "asks outside"
-"""The effect of an operator that asks what is outside of the graph, such as a service, and may hear something else."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def _apart(operator: Operator) -> str | None:
     """Why an operator may compute other numbers in another node, on the same inputs."""
     if Key in operator.signature.injected.values():
         return "each draws numbers of its own"
-    if ASKS_OUTSIDE in operator.effects:
+    if Effect.ASKS_OUTSIDE in operator.effects:
         return "each asks what is outside of the graph"
     return "each keeps a state of its own" if operator.states else None
 

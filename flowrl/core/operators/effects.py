@@ -38,6 +38,8 @@ class Effect(StrEnum):
     """It swaps weights while requests are in flight."""
     TELLS_SCORES = "tells scores"
     """It reports the scores of groups to the sampler that chose their prompts."""
+    ASKS_OUTSIDE = "asks outside"
+    """It asks something outside the graph, so another call may get another answer."""
 
 
 class HasEffects(Spec):

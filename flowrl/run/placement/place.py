@@ -17,12 +17,12 @@ from flowrl.spec import Spec, written
 
 
 class Place(Spec):
-    """Base of places: how many slots there are, which roles may take them, and how a job is opened there.
+    """Base of places: the number of slots, the roles that may use them, and how a job is opened.
 
     A slot is a GPU, or on a machine without GPUs a CPU.
 
     Args:
-        memory: GiB that a slot has, to be held against the sizes that backends state; None does not check.
+        memory: GiB per slot, to check the sizes that backends declare; None does not check.
     """
 
     timeless = True
@@ -31,17 +31,17 @@ class Place(Spec):
 
     @property
     def slots(self) -> int:
-        """How many slots the place has."""
+        """The number of slots."""
         raise NotImplementedError
 
     @property
     def rebuilds(self) -> bool:
-        """Whether a role that died is rebuilt, from what its trained weights were after the last step."""
+        """Whether a role that died is rebuilt, with its trained weights after the last step."""
         return False
 
     @property
     def elsewhere(self) -> bool:
-        """Whether engines may be on other machines than this one, which have folders of their own."""
+        """Whether engines may run on other machines, with other folders."""
         return False
 
     def slots_of(self, role: str, generates: bool) -> range:
@@ -49,11 +49,10 @@ class Place(Spec):
         raise NotImplementedError
 
     def warm_up(self, graph: Graph) -> None:
-        """Start what takes long and goes on by itself, such as imports, as soon as it is known that `graph` is to be
-        opened here."""
+        """Start slow work in the background, such as imports, before `graph` is opened."""
 
     def open(self, graph: Graph, seed: int) -> AbstractContextManager[Steps]:
-        """A bound graph ready to step, with all engines loaded; its processes end with the block.
+        """Open a bound graph, with all engines loaded; its processes end with the block.
 
         Raises:
             BindError, GraphError: the graph does not fit the place; before any model loads.
@@ -63,8 +62,7 @@ class Place(Spec):
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to be: its roles (those that share weights live together), its rank among equals, and its slots,
-    which are on one machine."""
+    """A planned process: its roles (which share weights), its rank, and its slots, which are on one machine."""
 
     roles: tuple[str, ...]
     rank: int
@@ -76,20 +74,15 @@ class ProcessSpec:
         return f"{'+'.join(self.roles)}[{self.rank}]"
 
     def meets(self, other: ProcessSpec) -> bool:
-        """Whether both want the same slot, so that they take turns; with itself a host does not."""
+        """Whether two different processes share a slot, so that they take turns."""
         return self != other and not set(self.slots).isdisjoint(other.slots)
 
 
 def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
-    """Every host of a bound graph, with its slots: ranks go to the slots that have the fewest hosts yet. A rank of
-    several slots takes neighbours, the first of them a multiple of as many from where the role's slots begin.
+    """Assign the processes of a bound graph to slots: each rank to the slots that have the fewest processes so far.
 
-    What each role takes is what its backend declares; see `flowrl.protocols.backend.Backend`.
-
-    Raises:
-        BindError: more ranks than there are slots for, roles that share weights with one that is not bound or with
-            unequal ranks, a role that does not fit into a slot's memory by the size that it states, or a trained role
-            that cannot be restored where the place rebuilds roles.
+    A rank with several slots gets adjacent ones, aligned to its width from the role's first slot. Backends declare
+    their ranks and slots; see `flowrl.protocols.backend.Backend`.
     """
     bindings: Mapping[str, Backend] = graph.bindings
     if place.rebuilds:
@@ -105,15 +98,26 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
         ranks, each = bindings[owner].ranks, max(bindings[role].slots_per_rank for role in roles)
         if ranks * each > len(allowed):
             wide = f" of {each} slots each" if each > 1 else ""
-            narrower = ", or fewer slots a rank (tensor_parallel)" if each > 1 else ""
+            narrower = ", or fewer slots per rank (tensor_parallel)" if each > 1 else ""
             raise BindError(
-                f"the role {owner!r} wants {ranks} ranks{wide}, and {written(place)} has {len(allowed)} slot(s) for it;"
-                f" expected at most one rank a slot: give the place more slots, or {owner} fewer ranks{narrower}."
+                f"The role {owner!r} has {ranks} ranks{wide}, but {written(place)} has {len(allowed)} slot(s) for it. "
+                f"Use a place with more slots, or bind {owner} with fewer ranks{narrower}.",
+                code="place.too-few-slots",
+                role=owner,
+                place=written(place),
+                ranks=ranks,
+                slots_per_rank=each,
+                found=len(allowed),
             )
         if odd := next((role for role in roles if bindings[role].ranks not in (1, ranks)), None):
             raise BindError(
-                f"the role {odd!r} wants {bindings[odd].ranks} ranks and shares the weights of {owner!r}, which "
-                f"has {ranks}; expected as many, or 1, which follows {owner}: bind {odd} without ranks."
+                f"The role {odd!r} has {bindings[odd].ranks} ranks but shares the weights of {owner!r}, which has "
+                f"{ranks}. Bind {odd} without ranks, so that it follows {owner}.",
+                code="place.unequal-ranks",
+                role=odd,
+                owner=owner,
+                found=bindings[odd].ranks,
+                expected=ranks,
             )
         together = tuple(sorted(roles, key=lambda role: role != owner))
         spans = [tuple(allowed[i : i + each]) for i in range(0, len(allowed) - each + 1, each)]
@@ -127,24 +131,30 @@ def lay_out(graph: Graph, place: Place) -> list[ProcessSpec]:
 
 
 def _owner(role: str, bindings: Mapping[str, Backend]) -> str:
-    """The role whose process `role` lives in."""
+    """The role whose weights, and process, `role` shares; itself if it shares none."""
     path = [role]
     while (shared := bindings[path[-1]].shares) is not None:
         if shared not in bindings:
             raise BindError(
-                f"the role {path[-1]!r} shares the weights of {shared!r}, which is not bound; bind {shared}=..., or "
-                f"give {path[-1]} a model of its own."
+                f"The role {path[-1]!r} shares the weights of {shared!r}, which is not bound. Bind {shared}=..., or "
+                f"pass {path[-1]} its own model.",
+                code="job.shared-weights",
+                role=path[-1],
+                owner=shared,
             )
         if shared in path:
             raise BindError(
-                f"roles share weights in a circle: {' -> '.join([*path, shared])}; give one a model of its own."
+                f"Roles share weights in a cycle: {' -> '.join([*path, shared])}. Pass one of them its own model.",
+                code="job.shared-weights",
+                role=role,
+                cycle=[*path, shared],
             )
         path.append(shared)
     return path[-1]
 
 
 def _refuse_too_large(bindings: Mapping[str, Backend], hosts: list[ProcessSpec], place: Place) -> None:
-    """Hosts of one slot take turns, so each must fit alone; roles of one host are there together."""
+    """Processes of one slot take turns, so each must fit alone; the roles of a process are loaded together."""
     if place.memory is None:
         return
     for slot in range(place.slots):
@@ -155,7 +165,12 @@ def _refuse_too_large(bindings: Mapping[str, Backend], hosts: list[ProcessSpec],
             named = ", ".join(f"{name} {size:g}" for name, size in sizes.items() if size)
             largest = max(sizes, key=sizes.__getitem__)
             raise BindError(
-                f"slot {slot} of {written(place)} has {place.memory:g} GiB, and its roles state {named} GiB; roles "
-                f"take turns, but {largest} does not fit even alone: give it more ranks, offload it, or let it have a "
-                f"model of its own where it shares one."
+                f"Slot {slot} of {written(place)} has {place.memory:g} GiB, but {largest} alone declares "
+                f"{sizes[largest]:g} GiB (processes that take turns there: {named} GiB). Bind it with more ranks, "
+                f"offload it, or pass its own model if it shares one.",
+                code="place.too-large",
+                slot=slot,
+                process=largest,
+                expected=place.memory,
+                found=sizes[largest],
             )

@@ -1,4 +1,4 @@
-"""`Cost`: what a node takes on one rank, fitted to what was measured."""
+"""`Cost`: the seconds of a node on one rank, fitted to measurements."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_ROUNDS = 20  # of the reweighting that turns least squares into least absolute deviations
-_NOISE = 0.02  # relative; what differs by less counts as equal
-_PRIOR = 20.0  # how strongly a part of the cost that does not grow with rows must be shown by the data
+_ROUNDS = 20  # of reweighting, which turns least squares into least absolute deviations
+_NOISE = 0.02  # relative; smaller differences count as equal
+_PRIOR = 20.0  # penalty on terms that do not grow with rows: the data must support them
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Load(NamedTuple):
-    """What one rank is given.
+    """The input of one rank.
 
     Args:
-        rows: how many.
-        tokens: of all of them, prompt and response together.
+        rows: their number.
+        tokens: of all rows, prompt and response together.
         padded: tokens if every row were as long as the longest.
-        longest: response tokens of the longest row: how often a node that generates decodes.
+        longest: response tokens of the longest row: the number of decode steps of a node that generates.
     """
 
     rows: int = 0
@@ -34,10 +34,10 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds that a node takes on one rank, none of them negative.
+    """The seconds of a node on one rank, each coefficient non-negative.
 
     Args:
-        fixed: whatever it is given.
+        fixed: for any input.
         row, token, padded: for each row, token, and token with padding.
         decode: for each token of the longest response.
     """
@@ -49,21 +49,21 @@ class Cost:
     decode: float = 0.0
 
     def seconds(self, load: Load) -> float:
-        """How long it takes for a load."""
+        """The seconds for a load."""
         grows = self.row * load.rows + self.token * load.tokens + self.padded * load.padded
         return self.fixed + grows + self.decode * load.longest
 
     @staticmethod
     def fit(loads: Sequence[Load], seconds: Sequence[float], least: float = 0.0) -> Cost:
-        """The cost that explains best what was measured, by the median of relative errors.
+        """Fit the cost with the least median of relative errors.
 
-        Where loads hardly differ they do not say how much of the time is fixed; then all of it but `least` is taken to
-        grow with rows and tokens.
+        If the loads hardly differ, they cannot determine the fixed part; then all time but `least` counts as growing
+        with rows and tokens.
 
         Args:
             loads: at least one.
             seconds: measured, one for each load.
-            least: what any node takes there, whatever it does.
+            least: the overhead of any node.
         """
         times = np.maximum(np.asarray(seconds, dtype=np.float64) - least, 1e-9)
         terms = np.array([[1.0, *load] for load in loads], dtype=np.float64)
@@ -87,9 +87,9 @@ class Cost:
         return Cost(*found.tolist())
 
 
-def _non_negative(terms: Floats, wanted: Floats, penalty: Floats) -> Floats:
-    """The x >= 0 of the least ``|terms x - wanted|² + penalty x²``: the best of those that leave some terms out."""
-    square, image = terms.T @ terms + np.diag(penalty), terms.T @ wanted
+def _non_negative(terms: Floats, target: Floats, penalty: Floats) -> Floats:
+    """The x >= 0 that minimizes ``|terms x - target|² + penalty x²``, over all subsets of terms."""
+    square, image = terms.T @ terms + np.diag(penalty), terms.T @ target
     square += 1e-9 * np.trace(square) * np.eye(len(square))
     best, least = np.zeros(len(image)), 0.0
     for count in range(1, len(image) + 1):

@@ -1,4 +1,4 @@
-"""`Costs`: what a run's own trace measured, for the pretend runner."""
+"""`Costs`: costs measured from a run's trace, for the pretend runner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowrl.core.graphs.graph import Graph
 from flowrl.data.files import parse_json
 from flowrl.data.keys import Key
 from flowrl.data.proto.rows import is_count
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import DataError, ParameterError, type_of
 from flowrl.files.graph_io import decode
 from flowrl.run.engine.runner import Lengths
 from flowrl.run.engine.timeline import Span, Timeline
@@ -28,18 +28,18 @@ from flowrl.run.training.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Costs:
-    """What nodes take, and how long rows are.
+    """The measured costs of nodes, and lengths of rows.
 
     Args:
-        source: where it was measured, for messages.
-        nodes: by node and by how many ranks it had, what it takes on one of them.
-        lengths: by node that wrote tokens, those of the steps that were measured.
-        noise: for each step that was measured, by node how many times as long it took as `nodes` say.
-        gaps: by node, seconds from what it waited for to its start, turns aside: what the driver does.
-        turns: seconds that ``"sleep"`` and ``"wake"`` took, by what and by the node that they made room for.
+        source: the run folder, for messages.
+        nodes: the cost on one rank, by node and number of ranks.
+        lengths: the row lengths of each measured step, by node that wrote tokens.
+        noise: for each measured step, by node, the ratio of its measured to its fitted time.
+        gaps: by node, seconds between the end of its last input and its start, without turns: the driver's work.
+        turns: seconds of ``"sleep"`` and ``"wake"``, by event and by the node that they made room for.
         between: seconds of a step in which no node runs.
-        prompts: prompts a step, of the run.
-        place: where it ran; None is one process.
+        prompts: prompts per step of the run.
+        place: of the run; None is one process.
     """
 
     source: str
@@ -54,19 +54,19 @@ class Costs:
 
     @staticmethod
     def of(run: str | Path, *, imports: bool = True) -> Costs:
-        """What the run in a folder measured.
+        """The costs that a run measured.
 
-        The first time that a process does something is not counted, since it warms up. Validations in the trace count
-        for what nodes take, which other numbers of rows tell more about.
+        The first call of each node in a process does not count: it is the warm-up. Validations in the trace count for
+        node costs, since their other numbers of rows improve the fit.
 
         Args:
-            run: the folder.
-            imports: import the class of the place that it ran at, where that is neither flowrl's nor an installed
-                package's; see `flowrl.load`.
+            run: the run folder.
+            imports: import the class of the run's place if it is neither flowrl's nor an installed package's; see
+                `flowrl.load`.
 
         Raises:
-            DataError: no run is there, or it has left no trace of a step.
-            GraphError: the class of its place is not there, or would have to be imported.
+            DataError: the folder holds no run, or no trace of a step.
+            GraphError: the class of its place is missing, or would have to be imported.
         """
         prompts, place, timeline, steps = _read(Path(run), imports)
         warm = _warm(timeline.spans)
@@ -83,37 +83,41 @@ class Costs:
         )
 
     def given(self, **seconds: float) -> Costs:
-        """The same, with the seconds of some nodes as you say, whatever they are given.
+        """A copy with fixed seconds for some nodes.
 
         Raises:
-            ParameterError: no number of seconds.
+            ParameterError: a value that is not a number of seconds.
         """
         for node, s in seconds.items():
             if not _is_seconds(s):
-                raise ParameterError(f"given({node}={s!r}): expected seconds, such as given({node}=0.1).")
+                raise ParameterError(
+                    f"given({node}={s!r}): expected a finite number of seconds, such as given({node}=0.1).",
+                    code="predict.bad-costs",
+                    node=node,
+                    found=s,
+                )
         nodes = {**self.nodes, **{node: {1: Cost(fixed=s)} for node, s in seconds.items()}}
         noise = [{node: n for node, n in step.items() if node not in seconds} for step in self.noise]
         return replace(self, nodes=nodes, noise=noise)
 
     def refuse_unmeasured(self, graph: Graph) -> None:
-        """Refuse a graph with nodes that were not measured.
-
-        Raises:
-            DataError: naming them.
-        """
+        """Refuse a graph with nodes that were not measured."""
         if missing := [name for name, node in graph.nodes.items() if not node.is_input and name not in self.nodes]:
             raise DataError(
-                f"{self.source} has not measured {', '.join(missing)} of {graph.name}; run that graph once, for a few "
-                f"steps, and take the costs from there, or say how many seconds it takes: "
-                f"costs.given({missing[0]}=0.1), --cost {missing[0]}=0.1."
+                f"{self.source} has no costs of {', '.join(missing)} of {graph.name}. Run that graph for a few steps "
+                f"and use its costs, or pass seconds: costs.given({missing[0]}=0.1), --cost {missing[0]}=0.1.",
+                code="predict.unmeasured-node",
+                graph=graph.name,
+                nodes=missing,
+                path=self.source,
             )
 
     def seconds(self, node: str, ranks: int, load: Load, step: int | None = None) -> float:
-        """How long a node takes on a rank. Where it was not measured with so many, as with the most like it.
+        """The seconds of a node on one rank, from the closest measured number of ranks.
 
         Args:
-            step: longer or shorter than is usual by as much as in one that was measured; so what slows several nodes at
-                once is not averaged away.
+            step: if given, scale by the noise of a measured step, so that what slows several nodes at once is not
+                averaged away.
         """
         known = self.nodes[node]
         usual = known[min(known, key=lambda other: (abs(other - ranks), other))].seconds(load)
@@ -122,19 +126,19 @@ class Costs:
         return usual * self.noise[step % len(self.noise)].get(node, 1.0)
 
     def gap(self, node: str) -> float:
-        """Seconds from what a node waited for to its start."""
+        """Seconds between the end of a node's last input and its start."""
         return self.gaps.get(node, median(self.gaps.values()) if self.gaps else 0.0)
 
     def turn(self, what: str, node: str) -> float:
-        """Seconds that ``"sleep"`` or ``"wake"`` takes, so that a node can start."""
+        """Seconds of ``"sleep"`` or ``"wake"`` before a node can start."""
         known = self.turns.get(what, {})
         return known.get(node, median(known.values()) if known else 0.0)
 
     def draw(self, node: str, rows: int, key: Key) -> Lengths:
-        """How long the rows are that a node writes: those of measured steps, drawn anew.
+        """Sample the lengths of a node's output rows from measured steps.
 
-        They are neighbours of one step, as far as it has so many, else of several: so the longest of a few rows is
-        shorter than that of many, and none is an average.
+        They are consecutive rows of one step, or of several steps if one has too few: so the maximum of a few rows is
+        shorter than that of many, and no length is an average.
         """
         draw = np.random.Generator(np.random.Philox(key=key.bits))
         known, found = self.lengths.get(node, ()), list[Lengths]()
@@ -157,17 +161,26 @@ def _is_seconds(value: Any) -> bool:
 
 
 def refuse_no_costs(costs: object) -> None:
-    """Raise a `ParameterError` for what are no `Costs`, such as the path of a run."""
+    """Refuse what is not `Costs`, such as the path of a run."""
     if not isinstance(costs, Costs):
-        raise ParameterError(f"costs={costs!r} are no costs; expected those of a run: Costs.of('runs/first').")
+        raise ParameterError(
+            f"costs={costs!r} is {type_of(costs)}; expected the costs of a run: Costs.of('runs/first').",
+            code="predict.bad-costs",
+            found=costs,
+        )
 
 
 def _read(folder: Path, imports: bool) -> tuple[int, Place | None, Timeline, dict[int | None, float]]:
-    """How many prompts a step had, where it ran, its trace, and by step how long it took."""
+    """Prompts per step, place, trace, and seconds by step."""
     for file in ("run.json", "trace.json", "metrics.jsonl"):
         if not (folder / file).is_file():
-            what = "holds no run" if file == "run.json" else f"holds a run that has left no {file} yet"
-            raise DataError(f"{folder} {what}; expected the folder of one that went some steps, such as runs/grpo-001.")
+            what = "holds no run" if file == "run.json" else f"holds a run without {file}"
+            raise DataError(
+                f"{folder} {what}. Pass the folder of a run with some finished steps, such as runs/grpo-001.",
+                code="predict.no-run",
+                path=folder,
+                missing=file,
+            )
     try:
         described = parse_json((folder / "run.json").read_bytes())
         prompts = described["training"]["prompts"]
@@ -175,30 +188,41 @@ def _read(folder: Path, imports: bool) -> tuple[int, Place | None, Timeline, dic
         if not is_count(prompts) or not isinstance(place, Place | None):
             raise ValueError(f"prompts={prompts!r}, place={place!r}")
     except (ValueError, LookupError, TypeError) as error:
-        raise DataError(f"{folder / 'run.json'} is not what a run writes there ({error!r}); run it again.") from error
+        raise DataError(
+            f"{folder / 'run.json'} was not written by a run, or is damaged ({error!r}). Run it again.",
+            code="predict.damaged-run",
+            path=folder / "run.json",
+        ) from error
     measured, _ = RunFolder(folder).lines()
     steps: dict[int | None, float] = {int(line["step"]) - 1: line["timing/step"] for line in measured}
     if odd := [line["step"] for line in measured if not _is_seconds(line["timing/step"])]:
         raise DataError(
-            f"{folder / 'metrics.jsonl'} says no number of seconds (timing/step) for step {odd[0]}; run it again."
+            f"{folder / 'metrics.jsonl'} has no number of seconds (timing/step) for step {odd[0]}. Run it again.",
+            code="predict.damaged-run",
+            path=folder / "metrics.jsonl",
+            step=odd[0],
         )
     timeline = Timeline.load(folder / "trace.json")
     if not steps or not any(span.kind == "node" for span in timeline.spans):
-        raise DataError(f"{folder} holds a run that has not finished a step, so nothing was measured; run it again.")
+        raise DataError(
+            f"{folder} holds a run without a finished step, so it has no costs. Run it again for a few steps.",
+            code="predict.no-run",
+            path=folder,
+        )
     return prompts, place, timeline, steps
 
 
 def _warm(spans: Iterable[Span]) -> list[Span]:
-    """Spans in their order, without the first of each name at each place, where there are others."""
+    """Spans in order of their start, without the first of each name and place (the warm-up), if there are others."""
     by_name: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.start):
         by_name[span.name, span.place].append(span)
-    kept = [span for found in by_name.values() for span in found[len(found) > 1 :]]
-    return sorted(kept, key=lambda span: span.start)
+    retained = [span for found in by_name.values() for span in found[len(found) > 1 :]]
+    return sorted(retained, key=lambda span: span.start)
 
 
 def _instances(spans: Iterable[Span]) -> list[list[Span]]:
-    """The spans of nodes, those of one node in one step together, each on another rank."""
+    """The spans of nodes, grouped by node and step, each span of a group on another rank."""
     found: list[list[Span]] = []
     last: dict[tuple[str, int | None], int] = {}
     for span in spans:
@@ -219,7 +243,7 @@ def _fitted(spans: Sequence[Span]) -> dict[str, dict[int, Cost]]:
         name = ranks[0].name.rpartition("/")[2]
         samples[name][len(ranks)] += [(_load(span), span.seconds) for span in ranks]
     medians = [median(seconds for _, seconds in found) for by in samples.values() for found in by.values()]
-    least = min(medians, default=0.0)  # the quickest node shows what a call takes there: on Ray, milliseconds
+    least = min(medians, default=0.0)  # the fastest node shows the overhead of a call: on Ray, milliseconds
     return {
         name: {
             ranks: Cost.fit([load for load, _ in found], [s for _, s in found], least) for ranks, found in by.items()
@@ -243,7 +267,7 @@ def _load(span: Span) -> Load:
 
 
 def _lengths(spans: Iterable[Span]) -> dict[str, list[Lengths]]:
-    """By node, how long its rows were in each step of training; where no more is known, all as long as their mean."""
+    """By node, the row lengths of each training step; if only their sum is known, all equal to the mean."""
     found: dict[str, list[Lengths]] = defaultdict(list)
     for ranks in _instances(spans):
         name, pairs = ranks[0].name, [pair for span in ranks for pair in span.lengths]
@@ -256,7 +280,7 @@ def _lengths(spans: Iterable[Span]) -> dict[str, list[Lengths]]:
 
 
 def _driver(spans: Sequence[Span]) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """By node, what passes between what it waited for and its start: the driver's work; and turns, by what they are."""
+    """By node, the gap before its start (the driver's work); and the turns in it, by event."""
     gaps: dict[str, list[float]] = defaultdict(list)
     turns: dict[str, dict[str, list[float]]] = {"sleep": defaultdict(list), "wake": defaultdict(list)}
     steps: dict[int, list[tuple[str, float, float]]] = defaultdict(list)
@@ -285,8 +309,8 @@ def _between(spans: Iterable[Span], steps: Mapping[int | None, float]) -> float:
     for span in spans:
         if span.kind == "node" and span.step in steps:
             nodes[span.step].append(span)
-    lefts = [
+    rests = [
         steps[step] - (max(span.end for span in found) - min(span.start for span in found))
-        for step, found in list(nodes.items())[len(nodes) > 1 :]  # the first lacks what warmed up
+        for step, found in list(nodes.items())[len(nodes) > 1 :]  # the first lacks the warm-up spans
     ]
-    return max(median(lefts), 0.0) if lefts else 0.0
+    return max(median(rests), 0.0) if rests else 0.0

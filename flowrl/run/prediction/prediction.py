@@ -1,4 +1,4 @@
-"""`predict`: how long a step would take, by the engine that would run it."""
+"""`predict`: predicted step times, from the engine that would run the job."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _STEPS = 40
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step of a job would be like.
+    """A predicted step of a job.
 
     Args:
         where: the place.
         seconds: of a step, the median.
-        idle: by slot, the share of time in which no node runs there.
-        busiest: seconds of a step in which a node runs on the slot that has most to do.
+        idle: by slot, the fraction of time without a running node.
+        busiest: busy seconds per step of the busiest slot.
         path: the nodes of the critical path of the median step.
-        path_seconds: how long these take.
-        lag: how many steps run ahead.
-        unknown: what was not measured, as a sentence; empty where nothing is missing.
+        path_seconds: of the critical path.
+        lag: how many steps generation runs ahead.
+        unknown: what was not measured, as a sentence; empty if nothing is missing.
     """
 
     where: str
@@ -50,7 +50,7 @@ class Prediction:
 
     @property
     def bound(self) -> float:
-        """Seconds that a step takes at least, on these slots and with this lag."""
+        """Lower bound of the seconds of a step, on these slots and with this lag."""
         return max(self.busiest, self.path_seconds / (self.lag + 1))
 
     def __str__(self) -> str:
@@ -71,19 +71,19 @@ class Prediction:
 def predict(
     graph: Graph, place: Place | None, prompts: int, costs: Costs, *, optimize: bool = True, seed: int = 0
 ) -> Prediction:
-    """What a step would be like; no model is loaded.
+    """Predict a step; no model is loaded.
 
     Args:
         graph: bound, unless `place` is None.
         place: where it would run; None is one process.
-        prompts: a step.
-        costs: what its nodes take.
-        optimize: as of the `Job`. In a graph that is not bound, what these costs do not know is taken to be fused.
-        seed: of the draw of lengths.
+        prompts: per step.
+        costs: of its nodes.
+        optimize: as of the `Job`. In an unbound graph, nodes that could be fused and have no costs count as fused.
+        seed: of the sampled lengths.
 
     Raises:
-        ParameterError: `costs` are none.
-        DataError: a node that `costs` does not know.
+        ParameterError: `costs` is not `Costs`.
+        DataError: a node without costs.
         BindError, GraphError: the graph does not fit the place, or a role is not bound.
     """
     refuse_no_costs(costs)
@@ -103,7 +103,7 @@ def predict(
     for result in steps.run(lambda step: batch, range(_STEPS), lag=lag):
         ends.append(runner.now)
         nodes.append(result.seconds)
-    steady = ends[lag + 1 : len(ends) - lag]  # while the flight is full
+    steady = ends[lag + 1 : len(ends) - lag]  # while all steps are in flight
     each = (steady[-1] - steady[0]) / (len(steady) - 1)
     seconds = median(after - before for before, after in pairwise(steady))
     slots = [place_of(slot) for slot in range(1 if place is None else place.slots)]
@@ -116,7 +116,7 @@ def predict(
         "in one process" if place is None else written(place),
         seconds,
         {slot: 1.0 - worked for slot, worked in share.items()},
-        max(share.values()) * seconds,  # of the median step, as all numbers here
+        max(share.values()) * seconds,  # of the median step, as all numbers of a Prediction
         tuple(path),
         path_seconds if lag else min(path_seconds, seconds),
         lag,
@@ -125,20 +125,20 @@ def predict(
 
 
 def _refuse_unbound(graph: Graph, place: Place) -> None:
-    """Refuse roles of which nobody says how many ranks they have.
-
-    Raises:
-        BindError: naming them.
-    """
+    """Refuse unbound roles, whose ranks are unknown."""
     if unbound := [role for role in graph.roles() if role not in graph.bindings]:
+        binds = ", ".join(f"{role}=..." for role in unbound)
         raise BindError(
-            f"{graph.name} leaves {', '.join(map(repr, unbound))} unbound, so nobody knows which slots of "
-            f"{written(place)} they take; bind them: graph.bind({', '.join(f'{role}=...' for role in unbound)}).graph."
+            f"{graph.name} leaves {', '.join(map(repr, unbound))} unbound, so their slots of {written(place)} are "
+            f"unknown. Bind them: graph.bind({binds}).graph.",
+            code="job.unbound-role",
+            graph=graph.name,
+            role=unbound[0],
         )
 
 
 def _unknown(place: Place | None, costs: Costs) -> str:
-    """What the costs cannot say of a place."""
+    """What the costs do not cover at a place."""
     if place is None or costs.place is not None:
         return ""
-    return f"{costs.source} ran in one process, so it does not say what syncs and turns between processes cost here"
+    return f"{costs.source} ran in one process, so it has no costs of syncs and turns between processes"

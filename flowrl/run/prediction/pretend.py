@@ -1,7 +1,7 @@
-"""`PretendRunner`: runs nothing. Instances last what measured costs say, on a virtual clock.
+"""`PretendRunner`: computes nothing; instances take their measured costs on a virtual clock.
 
-The same `Steps` walks it as walks the others, on the slots and in the turns that the layout gives. So it predicts what
-the engine does that runs the job.
+The same `Steps` drives it as the other runners, with the slots and turns of the layout, so it predicts the engine that
+runs the job.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from flowrl.run.prediction.cost import Load
 from flowrl.run.prediction.costs import Costs
 
 _HERE = frozenset({0})
-_TOKENS = {"prompt_mask", "attention_mask"}  # who writes these writes tokens
+_TOKENS = {"prompt_mask", "attention_mask"}  # nodes that write these write tokens
 
 
 class Rows(NamedTuple):
-    """What a column is held by: how many rows it has."""
+    """Stands for a column: its number of rows."""
 
     number: int
 
@@ -47,7 +47,7 @@ class PretendRunner:
     """Runs instances on a virtual clock; a `flowrl.run.engine.runner.Runner`.
 
     Args:
-        processes: of the layout; None is one process, which does everything.
+        processes: of the layout; None is one process, which runs all nodes.
         costs: of all nodes.
         bindings: backends by role.
     """
@@ -60,28 +60,28 @@ class PretendRunner:
         self.engines: Mapping[str, Any] = {}
         self._here = processes is None
         self._processes, self._costs = list(processes or ()), costs
-        self._forget = {role for role, backend in (bindings or {}).items() if backend.loses_weights_asleep}
-        self._forgetful: set[ProcessSpec] = set()
+        self._loses_weights = {role for role, backend in (bindings or {}).items() if backend.loses_weights_asleep}
+        self._unsynced: set[ProcessSpec] = set()
         self._turns = Turns(self._processes)
-        self._running: list[tuple[float, int, TaskResult]] = []  # a heap, by end and by who was launched first
+        self._running: list[tuple[float, int, TaskResult]] = []  # a heap, by end and order of launch
         self._launched = itertools.count()
 
     @property
     def swaps(self) -> bool:
-        """One process does one thing at a time."""
+        """Whether it can sync during generation: not in one process, which runs one node at a time."""
         return not self._here
 
     def slots(self, node: Node) -> frozenset[int]:
-        """The slots of all roles of a node; those without one run beside everything."""
+        """The slots of all roles of a node; nodes without a role occupy none."""
         return _HERE if self._here else slots_of(node, self._processes)
 
     def put(self, node: Node, columns: Mapping[str, Any]) -> Mapping[str, Rows]:
-        """How many rows the columns of an input have. With the first of them, what a step takes beside nodes passes."""
+        """The rows of an input's columns; also advances the clock by a step's time between nodes."""
         self.now += self._costs.between
         return {name: Rows(len(column)) for name, column in columns.items()}
 
     def launch(self, task: Task) -> None:
-        """Start an instance, after whoever is in its way has been put to sleep."""
+        """Start an instance, after processes that share its slots were put to sleep."""
         node, name = task.node, task.node.name
         processes = processes_of(node, self._processes)
         if node.is_sync:
@@ -95,47 +95,47 @@ class PretendRunner:
         seconds = [self._costs.seconds(name, len(shares), load, task.step) for load in loads]
         self._enter(task, start, seconds, processes)
         outputs = {
-            output: Rows(rows * node.operator.rows_factor) if isinstance(wanted, ColumnType) else None
-            for output, wanted in node.signature.outputs.items()
+            output: Rows(rows * node.operator.rows_factor) if isinstance(column, ColumnType) else None
+            for output, column in node.signature.outputs.items()
         }
         done = TaskResult(task, outputs, Metrics(), {}, written, max(seconds))
         heapq.heappush(self._running, (start + max(seconds), next(self._launched), done))
 
     def wait(self) -> Sequence[TaskResult]:
-        """Those that end next."""
+        """The instances that end next."""
         self.now = max(self.now, self._running[0][0])
         done = []
         while self._running and self._running[0][0] <= self.now:
             done.append(heapq.heappop(self._running)[2])
         return done
 
-    def fetch(self, node: Node, output: str, held: Rows) -> Tensor | np.ndarray[Any, Any]:
-        """A column of as many rows, and of nothing."""
-        wanted = node.signature.outputs[output]
-        assert isinstance(wanted, ColumnType)
-        return blank(wanted, held.number)
+    def fetch(self, node: Node, output: str, value: Rows) -> Tensor | np.ndarray[Any, Any]:
+        """An empty column with as many rows."""
+        column = node.signature.outputs[output]
+        assert isinstance(column, ColumnType)
+        return blank(column, value.number)
 
     def secure(self, node: Node, outputs: Mapping[str, Rows]) -> Mapping[str, Rows]:
-        """The same: there is nothing to lose."""
+        """The same outputs: nothing can be lost."""
         return outputs
 
     def join(self, node: Node, makers: Mapping[str, str], parts: Sequence[Mapping[str, Rows]]) -> Mapping[str, Rows]:
-        """As many rows as all rounds have."""
+        """The sum of the rows of all rounds."""
         return {output: Rows(sum(part[output].number for part in parts)) for output in makers}
 
     def _turn(self, processes: Sequence[ProcessSpec], node: str) -> None:
-        """Let some processes have their slots; the driver waits for that."""
+        """Wake some processes on their slots; the driver waits for that."""
         slept, woken = self._turns.needed(processes)
         self._turns.awake.difference_update(slept)
         self._turns.awake.update(woken)
-        self._forgetful |= {one for one in slept if self._forget & set(one.roles)}
-        for what, whom in (("sleep", slept), ("wake", woken)):
-            if whom:
-                start, self.now = self.now, self.now + self._costs.turn(what, node)
-                self.timeline.add(what, "driver", start, self.now, kind="wait")
+        self._unsynced |= {one for one in slept if self._loses_weights & set(one.roles)}
+        for event, affected in (("sleep", slept), ("wake", woken)):
+            if affected:
+                start, self.now = self.now, self.now + self._costs.turn(event, node)
+                self.timeline.add(event, "driver", start, self.now, kind="wait")
 
     def _written(self, task: Task, rows: int) -> Lengths | None:
-        """How long the rows are that a node makes, where it makes tokens."""
+        """The lengths of a node's output rows, if it writes tokens."""
         operator = task.node.operator
         if not _TOKENS & operator.signature.outputs.keys():
             return None
@@ -143,9 +143,9 @@ class PretendRunner:
         return self._costs.draw(task.node.name, rows * operator.rows_factor, key)
 
     def _enter(self, task: Task, start: float, seconds: Sequence[float], processes: Sequence[ProcessSpec]) -> None:
-        """A span for every slot that is busy; a sync keeps those of the trainer too."""
+        """Add a span for every busy slot; a sync also occupies those of the trainer."""
         if task.node.is_sync:
-            self._forgetful.difference_update(processes)
+            self._unsynced.difference_update(processes)
         by_slot = {slot: s for one, s in zip(processes, seconds, strict=False) for slot in one.slots}
         for slot in sorted(self.slots(task.node)):
             taken = by_slot.get(slot, max(seconds))
@@ -153,15 +153,15 @@ class PretendRunner:
         if not self.slots(task.node):
             self.timeline.spans.append(Span(task.node.name, "general", start, start + max(seconds), step=task.step))
 
-    # ---- engines, of which there are none
+    # ---- engines: there are none
 
     @property
     def needs_sync(self) -> bool:
-        """Whether an engine would have lost its weights in its sleep."""
-        return bool(self._forgetful)
+        """Whether an engine would have lost its weights in sleep."""
+        return bool(self._unsynced)
 
     def can_recover(self, error: NodeError) -> bool:
-        """Nothing is lost here."""
+        """False: nothing can be lost."""
         return False
 
     def recover(self, error: NodeError) -> None:
@@ -171,7 +171,7 @@ class PretendRunner:
         return 0
 
     def tokenizer(self, role: str) -> ChatTokenizer:
-        raise NotImplementedError(f"{role} is not loaded; prompts are counted here, and not read")
+        raise NotImplementedError(f"{role} is not loaded: a prediction counts prompts and does not read them")
 
     def save(self, role: str, folder: Path) -> None:
         """There is nothing to write."""
@@ -189,34 +189,34 @@ def place_of(slot: int) -> str:
 
 
 def blank_batch(graph: Graph, draws: int) -> dict[str, DataProto]:
-    """A batch of so many draws for each input of a graph, with rows of nothing."""
+    """A batch of this many draws for each input of a graph, with empty rows."""
     batches = {}
     for name in graph.inputs:
         operator = graph[name].operator
         columns = {
-            name: wanted for name, wanted in operator.signature.outputs.items() if isinstance(wanted, ColumnType)
+            name: column for name, column in operator.signature.outputs.items() if isinstance(column, ColumnType)
         }
         rows = draws * operator.rows_factor
-        batches[name] = DataProto({name: blank(wanted, rows) for name, wanted in columns.items()})
+        batches[name] = DataProto({name: blank(column, rows) for name, column in columns.items()})
     return batches
 
 
 def blank(column: ColumnType, rows: int) -> Tensor | np.ndarray[Any, Any]:
-    """A column with this many rows, the other axes of which have no width."""
+    """A column with this many rows; its other axes have width 0."""
     if column.dtype == "object":
         return np.full(rows, None, dtype=object)
     return torch.empty(rows, *(0 for _ in column.axes[1:]), dtype=getattr(torch, column.dtype))
 
 
 def _rows(task: Task) -> int:
-    """How many rows an instance is given."""
+    """The number of input rows of an instance."""
     fields = task.node.signature.fields
-    held = (task.inputs[place] for place in task.inputs if getattr(fields[place], "on_batch", False))
-    return next((one.number for one in held if isinstance(one, Rows)), 0)
+    columns = (task.inputs[place] for place in task.inputs if getattr(fields[place], "on_batch", False))
+    return next((one.number for one in columns if isinstance(one, Rows)), 0)
 
 
 def _shares(task: Task, rows: int, ranks: int) -> list[Counts | None]:
-    """The rows of each rank; None is all. Groups are split here, since nobody knows which row is of which."""
+    """The rows of each rank; None is all. Groups may be split, since the groups of rows are unknown."""
     operator = task.node.operator
     if ranks == 1 or operator.creates_axis("batch") or not rows:
         return [None] * ranks

@@ -1,7 +1,7 @@
-"""Checkpoints: folders that are either whole or absent, each with a manifest of what belongs in it.
+"""Checkpoints: folders that are written atomically, each with a manifest of its files.
 
-A checkpoint is written next to its place, closed with a manifest of the xxh3-128 of every file, and renamed into place.
-A damaged one is passed over, with a warning, for the one before it.
+A checkpoint is written to a temporary folder, completed with a manifest of the xxh3-128 of every file, and renamed. If
+the newest one is damaged, `Checkpoints.latest` warns and returns the one before it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ class Checkpoints:
     """The checkpoints of a run, ``<folder>/step-000010`` and so on.
 
     Args:
-        folder: where they are; only one run at a time writes there.
-        max_checkpoints: how many of the newest are kept; older ones are removed once a newer one is complete.
-
-    Raises:
-        ParameterError: `keep` is no number, or less than 1.
+        folder: their parent folder; only one run at a time writes to it.
+        max_checkpoints: how many of the newest to retain; older ones are removed once a newer one is complete.
     """
 
     folder: Path
@@ -45,55 +42,50 @@ class Checkpoints:
     def __post_init__(self) -> None:
         if not is_count(self.max_checkpoints):
             raise ParameterError(
-                f"Checkpoints(max_checkpoints={self.max_checkpoints}) would keep none; expected at least 1."
+                f"Checkpoints(max_checkpoints={self.max_checkpoints!r}) would retain none; expected an integer of at "
+                f"least 1.",
+                code="checkpoint.none-retained",
+                found=self.max_checkpoints,
             )
 
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
-        """Write the checkpoint after `step`, and remove any later ones, left over from before a resume.
+        """Write the checkpoint after `step`, and remove later ones, which are left from before a resume.
 
         Args:
             step: steps done.
-            state: what is not in the engines; `latest` returns it unchanged, with ``"step"``.
-            write: writes the engines into the folder that it is given.
-
-        Raises:
-            DataError: JSON would not give `state` back exactly; nothing is written then.
-            StorageError: it cannot be written; those before it stay.
+            state: JSON-able state that is not in the engines; `latest` returns it unchanged, with ``"step"``.
+            write: writes the engines into the given folder.
         """
-        stated = {**state, "step": step}
-        check_json(stated, "the state of a checkpoint")
+        full_state = {**state, "step": step}
+        check_json(full_state, "the state of a checkpoint")
         path = self._path(step)
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.iterdir():  # of saves that were cut off
+            for leftover in self.folder.iterdir():  # of interrupted saves
                 if re.fullmatch(r"\.step-\d{6,}\.(partial|replaced)", leftover.name):
                     remove(leftover)
         with replaced(path) as draft:
             draft.mkdir()
             write(draft)
-            (draft / STATE).write_text(json.dumps(stated, indent=2), encoding="utf-8")
+            (draft / STATE).write_text(json.dumps(full_state, indent=2), encoding="utf-8")
             paths = sorted(path for path in draft.rglob("*") if path.is_file())
             files = {path.relative_to(draft).as_posix(): file_digest(path) for path in paths}
             manifest = {"files": files, "digest": _seal(files)}
             (draft / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-        kept = [other for other in self.steps() if other <= step][-self.max_checkpoints :]
+        retained = [other for other in self.steps() if other <= step][-self.max_checkpoints :]
         for other in self.steps():
-            if other not in kept:
+            if other not in retained:
                 with writing(self._path(other)):
                     remove(self._path(other))
         return path
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, whole or damaged."""
+        """The steps that have a checkpoint, damaged ones included."""
         names = [path.name for path in self.folder.glob("step-*") if path.is_dir()]
         return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d{6,}", name))
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest whole checkpoint and its state; None if there are no checkpoints.
-
-        Raises:
-            DataError: there are checkpoints, but all are damaged.
-        """
+        """The newest undamaged checkpoint and its state; None if there are no checkpoints."""
         faults: list[str] = []
         for step in reversed(self.steps()):
             path = self._path(step)
@@ -101,13 +93,16 @@ class Checkpoints:
                 faults.append(fault)
                 continue
             for fault in faults:
-                logger.warning("%s; going on from %s, which is whole.", fault, path.name)
+                logger.warning("%s; resuming from %s, which is intact.", fault, path.name)
             state: dict[str, Any] = parse_json((path / STATE).read_bytes())
             return path, state
         if faults:
             raise DataError(
-                f"no checkpoint in {self.folder} is whole: {'; '.join(faults)}. Put back a copy of one, or move the "
-                f"folder away to start the run afresh."
+                f"All checkpoints in {self.folder} are damaged: {'; '.join(faults)}. Restore a copy of one, or move "
+                f"the folder away to start the run from step 0.",
+                code="checkpoint.all-damaged",
+                path=self.folder,
+                faults=faults,
             )
         return None
 
@@ -120,31 +115,31 @@ def _name(step: int) -> str:
 
 
 def find_fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None; a file that the manifest does not name is not a fault."""
+    """The fault of a damaged checkpoint, or None; files that the manifest does not name are no fault."""
     try:
         manifest = parse_json((path / MANIFEST).read_bytes())
         files: dict[str, str] = dict(manifest["files"])
         if manifest["digest"] != _seal(manifest["files"]):
-            return f"the checkpoint {path} is damaged: its {MANIFEST} is not what was written"
+            return f"the checkpoint {path} is damaged: its {MANIFEST} has changed"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"the checkpoint {path} has no {MANIFEST} that can be read ({type(error).__name__})"
+        return f"the checkpoint {path} has no readable {MANIFEST} ({type(error).__name__})"
     if STATE not in files:
         return f"the checkpoint {path} is damaged: its {MANIFEST} names no {STATE}"
     for name, digest in files.items():
         if not (path / name).is_file():
-            return f"the checkpoint {path} is damaged: {name!r} is no file there"
+            return f"the checkpoint {path} is damaged: the file {name!r} is missing"
         try:
             found = file_digest(path / name)
         except OSError as error:
             return f"the checkpoint {path} is damaged: {name} cannot be read ({type(error).__name__})"
         if found != digest:
-            return f"the checkpoint {path} is damaged: {name} is not what was written"
+            return f"the checkpoint {path} is damaged: {name} has changed"
     try:
-        stated = parse_json((path / STATE).read_bytes())
+        state = parse_json((path / STATE).read_bytes())
     except ValueError as error:
         return f"the checkpoint {path} is damaged: {STATE} is not JSON ({error})"
-    if not isinstance(stated, dict) or type(stated.get("step")) is not int or path.name != _name(stated["step"]):
-        return f"the checkpoint {path} is damaged: {STATE} is not of the step that the folder is named by"
+    if not isinstance(state, dict) or type(state.get("step")) is not int or path.name != _name(state["step"]):
+        return f"the checkpoint {path} is damaged: {STATE} is of another step than the folder's name"
     return None
 
 

@@ -1,7 +1,7 @@
-"""`HeldOut`: a validation as it runs, with engines of its own where its edit binds others than the job's.
+"""`HeldOut`: a validation as it runs, with its own engines where its edit binds other backends than the job.
 
-Such an engine stands beside the job's, under a role of its own, and gets the trained weights when it is asked, and not
-after every step.
+Such an engine gets a role of its own, in addition to the job's, and is synced before each validation, not after every
+step.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class HeldOut:
     """A validation as it runs.
 
     Args:
-        validation: which.
-        graph: with a role of its own for every engine of its own.
-        bindings: these engines, by role.
-        syncs: the nodes that carry weights to these engines.
+        validation: its settings.
+        graph: its graph, with a separate role for each of its own engines.
+        bindings: the backends of these engines, by role.
+        syncs: the nodes that sync weights to these engines.
     """
 
     validation: Validation
@@ -41,38 +41,26 @@ class HeldOut:
 
     @property
     def sources(self) -> dict[str, Source]:
-        """The held-out data, by input of the graph.
-
-        Raises:
-            ParameterError: it does not fit the inputs.
-        """
+        """The held-out data, by input of the graph."""
         return by_input(self.graph, self.validation.data, "Validation")
 
     def refuse_unready(self) -> None:
-        """Refuse what could not run.
-
-        Raises:
-            ParameterError: the data does not fit the graph's inputs.
-            RuleError: it breaks a rule.
-            BindError: a role of the validation alone is not bound.
-            GraphError: weights cannot be kept in order.
-        """
+        """Refuse a validation that could not run: its rules, data, roles, or the order of its weights."""
         refuse_broken(self.graph, f"the validation {self.validation.name!r}")
         _ = Plan(self.graph).order, self.sources
         if unbound := [role for role in self.graph.roles() if role not in self.graph.bindings]:
             name, role = self.validation.name, unbound[0]
             raise BindError(
-                f"the validation {name!r} leaves {role!r} unbound, which the job does not have; bind it: "
-                f"Validation(..., bind={{{role!r}: ...}})."
+                f"The validation {name!r} uses the role {role!r}, which neither it nor the job binds. Bind it: "
+                f"Validation(..., bind={{{role!r}: ...}}).",
+                code="job.unbound-role",
+                validation=name,
+                role=role,
             )
 
 
 def held_out(job: Graph, validations: Iterable[Validation]) -> list[HeldOut]:
-    """The validations of a job's graph, as they run.
-
-    Raises:
-        GraphError, BindError, PortError: the edit of one does not fit the graph.
-    """
+    """The validations of a job's graph, as they run."""
     taken, found = set(job.roles()), []
     for validation in validations:
         graph = validation.graph(job)
@@ -95,7 +83,7 @@ def held_out(job: Graph, validations: Iterable[Validation]) -> list[HeldOut]:
 
 
 def with_engines(job: Graph, found: Sequence[HeldOut]) -> Graph:
-    """The job's graph, and beside it whatever asks for engines of validations: what has to be built and placed."""
+    """The job's graph and the nodes that use engines of validations: what has to be built and placed."""
     nodes, sinks, bindings = dict(job.nodes), list(job.sinks), dict(job.bindings)
     for number, one in enumerate(found):
         if not one.bindings:
@@ -118,12 +106,12 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def _only(node: Node, roles: Mapping[str, str]) -> str:
-    """The role that a sync writes, by its new name."""
+    """The new name of the role that a sync writes."""
     return next(roles[role] for role in node.writes if role in roles)
 
 
 def _in_roles(node: Node, name: str, roles: Mapping[str, str]) -> Node:
-    """The node under this name, with engines of other roles."""
+    """The node under this name, with renamed roles."""
     moved = {use.field: RoleRef(roles[use.role]) for use in node.uses if use.role in roles}
     if not moved and name == node.name:
         return node

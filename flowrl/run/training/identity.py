@@ -1,4 +1,4 @@
-"""What a run must have in common with the one that it resumes: all but backends, place and how long it goes."""
+"""The identity of a run: what a resumed run must share with the original, all but backends, place and length."""
 
 from __future__ import annotations
 
@@ -19,26 +19,22 @@ from flowrl.run.training.sources import identities
 from flowrl.spec import Spec
 
 WEIGHTS = (".safetensors", ".bin", ".json")
-"""Endings of the files of a model's folder that say what its weights are."""
-TOKENISER = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "chat_template")
-"""How names of the tokeniser's files begin: a run may go on with another, which `warn_of_changed_prompts` warns of."""
+"""Suffixes of the files in a model's folder that determine its weights."""
+_TOKENIZER = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "chat_template")
+"""Prefixes of the tokenizer's files: a resumed run may use another, of which `warn_of_changed_prompts` warns."""
 
 
 def identity_of(graph: Graph, sources: Mapping[str, Source], seed: int, prompts: int) -> dict[str, Any]:
-    """The identity of a run, as JSON-able data: by content, so that files may lie elsewhere.
+    """The identity of a run as JSON-able data: by content, so that files may be moved.
 
     Args:
         graph: of the run.
         sources: of its inputs.
         seed: of the run.
-        prompts: drawn a step.
-
-    Raises:
-        DataError: a file of prompts is missing, or cannot be read.
-        BindError: a file of weights cannot be read.
+        prompts: sampled per step.
     """
     return {
-        "graph": fingerprint(edit(graph.bound({}), lag=0)),  # a run may go on with another, with spans or without
+        "graph": fingerprint(edit(graph.bound({}), lag=0)),  # a run may resume with another lag, with spans or without
         "seed": seed,
         "prompts": prompts,
         "data": identities(sources, _parameters),
@@ -48,18 +44,16 @@ def identity_of(graph: Graph, sources: Mapping[str, Source], seed: int, prompts:
 
 
 def _parameters(source: Source) -> dict[str, Any]:
-    """Those of its identity, as JSON-able data; of a source of another class than `PromptData`, also its class."""
-    said = source.identity()
-    written = {k: encode(v, f"data.{k}", portable=False) if isinstance(v, Spec) else v for k, v in said.items()}
+    """The identity of a source as JSON-able data, with its class unless it is `PromptData`."""
+    identity = source.identity()
+    written = {k: encode(v, f"data.{k}", portable=False) if isinstance(v, Spec) else v for k, v in identity.items()}
     kind = type(source)
     return written if kind is PromptData else {**written, "$type": f"{kind.__module__}:{kind.__qualname__}"}
 
 
 def _weights(graph: Graph) -> dict[str, str | None]:
-    """By role, the digest of the folder that its weights start from; None of one that is not on this machine.
-
-    Those of engines that a trainer's weights are carried to do not count: they are not their own.
-    """
+    """By role, the digest of its starting weights; None for a folder that is not on this machine. Synced roles, whose
+    weights come from a trainer, are left out."""
     synced = {use.role for node in graph.nodes.values() if node.is_sync for use in node.uses if use.mode == "writes"}
     folders = {role: b.starts_from for role, b in graph.bindings.items() if role not in synced and b.starts_from}
     digests = {folder: _digest(Path(folder)) for folder in set(folders.values())}  # roles often share one
@@ -67,19 +61,20 @@ def _weights(graph: Graph) -> dict[str, str | None]:
 
 
 def _digest(folder: Path) -> str | None:
-    """The xxh3-128 of the files of a model's folder, by name and content, without those of its tokeniser.
-
-    Raises:
-        BindError: one cannot be read.
-    """
+    """The xxh3-128 of a model's files by name and content, without those of its tokenizer."""
     if not folder.is_dir():
         return None
     digest = xxhash.xxh3_128()
     try:
         files = (file for file in folder.iterdir() if file.suffix in WEIGHTS and file.is_file())
-        for file in sorted(file for file in files if not file.name.startswith(TOKENISER)):
+        for file in sorted(file for file in files if not file.name.startswith(_TOKENIZER)):
             digest.update(f"{file.name}\0{file_digest(file)}\0".encode())
     except OSError as error:
         what = f"{error.filename} cannot be read ({error.strerror})"
-        raise BindError(f"{what}; give the right to read it, or bind a backend with another model.") from error
+        raise BindError(
+            f"The model file {what}. Give yourself read permission, or bind a backend with another model.",
+            code="job.unreadable-model",
+            path=error.filename,
+            reason=error.strerror,
+        ) from error
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""`Job`: a graph whose roles are bound to backends."""
+"""`Job`: a graph with a backend bound to each role."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ GraphT = TypeVar("GraphT", bound=Graph)
 
 @dataclass(frozen=True)
 class Job(Generic[GraphT]):
-    """A bound graph: ``grpo(reward_fn).bind(actor=..., ref=..., rollout=...)``. Nothing is loaded before it runs.
+    """A bound graph: ``grpo(reward_fn).bind(actor=..., ref=..., rollout=...)``. It loads nothing before it runs.
 
     Args:
         graph: with its bindings.
         place: where it runs, on Ray; None is this process.
-        optimize: compute once what the graph says twice, with the same numbers; see `flowrl.core.graphs.fusing`.
+        optimize: compute duplicate nodes once, with the same numbers; see `flowrl.core.graphs.fusing`.
 
     Raises:
-        BindError: `place` is no place.
+        BindError: `place` is not a place.
     """
 
     graph: GraphT
@@ -57,43 +57,50 @@ class Job(Generic[GraphT]):
     def __post_init__(self) -> None:
         if self.place is not None and not isinstance(self.place, Place):
             raise BindError(
-                f"place={self.place!r} is no place; expected one such as Colocate(gpus=2) or Split(train=1, rollout=1) "
-                f"of flowrl, or None for this process."
+                f"place={self.place!r} is not a place; expected one such as Colocate(gpus=2) or "
+                f"Split(train=1, rollout=1) of flowrl, or None for this process.",
+                code="job.no-place",
+                found=self.place,
             )
 
     @cached_property
     def runs(self) -> GraphT:
-        """The graph that runs: `graph` as its lag says, or what that is where it is optimised.
+        """The graph that runs: `graph` with its lag applied, optimized if the job says so.
 
         Raises:
-            GraphError: weights cannot be kept in order.
+            GraphError: the order of updates and syncs is ambiguous.
         """
         graph = spanned(self.graph)
         return fused(graph) if self.optimize else graph
 
     def edit(self, *misplaced: Any, **verbs: Any) -> Job[GraphT]:
-        """`Graph.edit` on the job's graph; ``edit(bind={"rollout": ...})`` swaps an engine and nothing else."""
+        """`Graph.edit` of the job's graph; ``edit(bind={"rollout": ...})`` replaces only an engine."""
         return replace(self, graph=edit(self.graph, *misplaced, **verbs))
 
     def refuse_unready(self, prompts: int | None = None) -> None:
-        """Everything that can be refused before a model loads.
+        """Check everything that can be checked before a model loads.
 
         Args:
-            prompts: prompts a step, where they are known.
+            prompts: prompts per step, if known.
 
         Raises:
-            BindError: a role is not bound, the models of two that share tokens have other vocabularies, or nothing
-                carries weights to an engine that generates and is not frozen.
-            GraphError: a step in which nothing would run; weights that cannot be kept in order; or a lag by which nodes
-                would wait for each other.
-            RuleError: a rule is broken.
+            BindError: a role is not bound, two roles that share tokens have different vocabularies, or no node syncs
+                an engine that generates and is not frozen.
+            GraphError: a step in which no node would run; an ambiguous order of updates and syncs; or a lag with which
+                nodes would wait for each other.
+            RuleError: the graph breaks a rule.
         """
         unbound = [role for role in self.graph.roles() if role not in self.graph.bindings]
         if unbound:
             use = self.graph.roles()[unbound[0]][0]
             raise BindError(
                 f"{self.graph.name} leaves {', '.join(map(repr, unbound))} unbound ({use.node} needs a "
-                f"{use.protocol.__name__} as {unbound[0]!r}); bind it: job.edit(bind={{{unbound[0]!r}: ...}})."
+                f"{use.protocol.__name__} as {unbound[0]!r}). Bind it: job.edit(bind={{{unbound[0]!r}: ...}}).",
+                code="job.unbound-role",
+                graph=self.graph.name,
+                role=unbound[0],
+                node=use.node,
+                expected=use.protocol.__name__,
             )
         self.graph.refuse_idle()
         require(self.graph, prompts)
@@ -114,16 +121,19 @@ class Job(Generic[GraphT]):
         elif many:
             backend = self.graph.bindings[many[0]]
             raise BindError(
-                f"the role {many[0]!r} wants {backend.ranks} ranks, which one process cannot be; say where they run: "
-                f"graph.bind(..., place=Colocate(gpus={backend.ranks * backend.slots_per_rank}))."
+                f"The role {many[0]!r} has {backend.ranks} ranks, but without a place the job runs in one process. "
+                f"Pass a place: graph.bind(..., place=Colocate(gpus={backend.ranks * backend.slots_per_rank})).",
+                code="job.no-place",
+                role=many[0],
+                ranks=backend.ranks,
             )
 
     def refuse_missing(self) -> None:
-        """Refuse what the engines would not find on this machine, unless they may be on others.
+        """Check that the engines find their files on this machine, unless the place may put them on others.
 
         Raises:
             BindError: a model's folder is missing; names the role.
-            FlowrlError: what an operator refuses when it is tried, such as an EpisodeError; names the node.
+            FlowrlError: what an operator refuses in its rehearsal, such as an EpisodeError; names the node.
         """
         if self.place is not None and self.place.elsewhere:
             return
@@ -131,15 +141,17 @@ class Job(Generic[GraphT]):
             try:
                 backend.refuse_missing()
             except BindError as error:
-                raise BindError(f"the role {role!r}: {error}") from error
+                facts = {**error.facts, "role": role}
+                raise BindError(f"Role {role!r}: {error.message}", code=error.code, **facts) from error
         for name, node in self.graph.nodes.items():
             try:
                 node.initial_operator.rehearse(lambda role: tokenizer_of(self.graph, role))
             except FlowrlError as error:
-                raise type(error)(f"{name}: {error}") from error
+                facts = {**error.facts, "node": name}
+                raise type(error)(f"{name}: {error.message}", code=error.code, **facts) from error
 
     def no_gain(self) -> str | None:
-        """Why generation that runs ahead gains nothing where this job runs; None where it may, or there is no lag."""
+        """Why a lag gains nothing at this job's place; None if it may gain, or there is no lag."""
         if not (lag := self.graph.lag.versions):
             return None
         if self.place is None:
@@ -148,16 +160,16 @@ class Job(Generic[GraphT]):
             return None
         return (
             f"lag={lag} gains nothing with {written(self.place)}: {' and '.join(shared)} take turns on its "
-            f"slots, so nothing is sampled while something is trained; give each its own: Split(train=..., rollout=...)"
+            f"slots, so sampling and training never overlap; give each its own slots: Split(train=..., rollout=...)"
         )
 
     def warn_of_no_gain(self) -> None:
-        """Say where a lag gains nothing."""
+        """Warn if a lag gains nothing."""
         if (why := self.no_gain()) is not None:
             logger.warning("%s: %s.", self.graph.name, why)
 
     def _taking_turns(self) -> list[str]:
-        """The first engine that is synced and shares a slot with a trained role, and that role; else nothing."""
+        """The first synced role that shares a slot with a trained one, and that one; else empty."""
         hosts = [] if self.place is None else lay_out(self.graph, self.place)
         slots: dict[str, set[int]] = defaultdict(set)
         for host in hosts:
@@ -168,12 +180,7 @@ class Job(Generic[GraphT]):
         return pairs[0] if pairs else []
 
     def _refuse_unable(self) -> None:
-        """Refuse an engine that could not sample by older weights than the trainer's while that goes on, or not take
-        over weights while it samples.
-
-        Raises:
-            GraphError, BindError: naming it.
-        """
+        """Refuse an engine that cannot sample with older weights during training, or take weights while it samples."""
         for sync in swaps(self.graph):
             for role in self.graph[sync].writes:
                 refuse_unfit(role, self.graph.bindings[role], sync, LiveWeightUpdate)
@@ -185,35 +192,47 @@ class Job(Generic[GraphT]):
         for role in (role for node in Plan(self.graph).syncs for role in node.writes):
             if (owner := self.graph.bindings[role].shares) in self.graph.trained:
                 raise GraphError(
-                    f"{ahead}, and {role!r} samples by the very weights of {owner!r}, which training changes under it; "
-                    f"give it a copy: bind={{{role!r}: TorchRollout('model')}}, or edit(lag=0)."
+                    f"{ahead}, but {role!r} shares the weights of {owner!r}, which training changes. Bind a copy "
+                    f"(bind={{{role!r}: TorchRollout('model')}}), or use edit(lag=0).",
+                    code="job.lag-weights",
+                    role=role,
+                    owner=owner,
+                    lag=self.graph.lag,
                 )
         if (turns := self._taking_turns()) and self.graph.bindings[turns[0]].loses_weights_asleep:
             raise GraphError(
-                f"{ahead}, and {turns[0]!r} takes turns with {turns[1]!r} and loses its weights as it sleeps, so it "
-                f"could not sample a later batch by the same ones; keep them (sleep_level=1), give it slots of its own "
-                f"(Split), or edit(lag=0)."
+                f"{ahead}, but {turns[0]!r} takes turns with {turns[1]!r} and loses its weights when it sleeps, so it "
+                f"could not sample a later batch with the same weights. Keep them in memory (sleep_level=1), give it "
+                f"its own slots (Split), or use edit(lag=0).",
+                code="job.lag-weights",
+                role=turns[0],
+                owner=turns[1],
+                lag=self.graph.lag,
             )
 
     def _refuse_together(self, role: str, sync: str) -> None:
-        """Refuse ranks that compute an answer together, and so could not swap weights each between its own tokens."""
+        """Refuse `spans` for ranks that compute each response together."""
         backend = self.graph.bindings[role]
         if backend.collective and backend.ranks > 1:
             raise GraphError(
-                f"{sync} changes weights under answers that are under way, and the {backend.ranks} ranks of {role!r} "
-                f"compute them together, so one could not change them alone; bind {role} with one rank, or without "
-                f"spans: edit(lag={self.graph.lag.versions})."
+                f"{sync} updates weights during generation, but the {backend.ranks} ranks of {role!r} compute each "
+                f"response together, so no rank can update alone. Bind {role} with one rank, or leave spans out: "
+                f"edit(lag={self.graph.lag.versions}).",
+                code="job.collective-spans",
+                node=sync,
+                role=role,
+                ranks=backend.ranks,
             )
 
     def plan(self, prompts: int | None = None) -> str:
-        """The plan, what is fused in it, and where the place puts the processes of the roles that are bound.
+        """The plan as text: order, fused nodes, and the slots of the processes at the place.
 
         Args:
-            prompts: a step, where they are known.
+            prompts: prompts per step, if known.
 
         Raises:
-            GraphError: weights cannot be kept in order.
-            BindError: the place has no room for the roles.
+            GraphError: the order of updates and syncs is ambiguous.
+            BindError: the place has too few slots.
         """
         plan = Plan(self.runs)
         lines = [str(plan), *describe_fusing(self.graph, self.optimize, prompts)]
@@ -222,7 +241,7 @@ class Job(Generic[GraphT]):
         for role, backend in bound.items():
             if (other := backend.sharing(bound)) is not None:
                 fix = f"edit(bind={{{role!r}: {written(other)}}})"
-                lines.append(f"{role} has weights that are there without it; holding them once is enough: {fix}")
+                lines.append(f"{role} duplicates weights of another role; to hold them once: {fix}")
         notes = [] if (why := self.no_gain()) is None else [why]
         if self.place is None:
             return "\n".join([*lines, "everything runs in one process", *notes])
@@ -245,7 +264,7 @@ class Job(Generic[GraphT]):
 
     @contextmanager
     def open(self, seed: int = 0) -> Iterator[Steps]:
-        """The job with all engines loaded, in this process or at its place; what it starts ends with the block.
+        """The job with all engines loaded, in this process or at its place, until the end of the block.
 
         Raises:
             RuleError, BindError, GraphError: before any model is loaded; see `refuse_unready` and `refuse_missing`.
@@ -263,10 +282,10 @@ class Job(Generic[GraphT]):
 
     @contextmanager
     def eager(self, seed: int = 0) -> Iterator[Session]:
-        """Operators that are called inside the block run on this job's live engines, which are in sync at its start.
+        """Run operators eagerly in the block, on this job's live engines, which are in sync at its start.
 
-        The engines are in this process, wherever the job's place is, so that a debugger sees them; they end with the
-        block.
+        The engines are in this process, whatever the job's place, so that a debugger sees them; they are closed at the
+        end of the block.
         """
         replace(self, place=None).refuse_unready()
         with EngineBuilder(self.graph.bindings, seed).live() as engines:
@@ -277,11 +296,11 @@ class Job(Generic[GraphT]):
 
 
 def ends_of_responses(graph: Graph) -> str | None:
-    """What ends a response, and what says so, in words; None where the model that answers, or its tokeniser, is not on
-    this machine.
+    """The tokens that end a response, and the file that lists them, as text; None if the model or its tokenizer is not
+    on this machine.
 
     Raises:
-        DataError: the tokeniser does not load.
+        DataError: the tokenizer does not load.
     """
     for role in graph.generators:
         if (tokenizer := tokenizer_of(graph, role)) is not None:
@@ -290,7 +309,7 @@ def ends_of_responses(graph: Graph) -> str | None:
 
 
 def tokenizer_of(graph: Graph, role: str) -> ChatTokenizer | None:
-    """The tokeniser of the model that a role starts from; None where it, or the model, is not on this machine.
+    """The tokenizer of the model that a role starts from; None if it, or the model, is not on this machine.
 
     Raises:
         DataError: it does not load.

@@ -18,20 +18,17 @@ logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 RESERVE = 1 << 16
-"""Bytes that are kept back, so that a run whose disk is full can still say so."""
+"""Reserved bytes: a run that fills the disk frees them to record its failure."""
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 _open: set[int] = set()
 
 
 class FolderLock:
-    """Holds a folder until `release`, or until the process ends, however it ends: the kernel lets go of it then.
-
-    Args:
-        folder: one that is there.
+    """Locks an existing folder until `release` or the end of the process, when the kernel releases the lock.
 
     Raises:
-        ParameterError: another process holds it, or this one; names it.
+        ParameterError: another process, or this one, holds the lock; names the process.
         OSError: the folder cannot be written.
     """
 
@@ -44,18 +41,22 @@ class FolderLock:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._close()
+                holder = _holder(self._path)
                 raise ParameterError(
-                    f"{folder} is being written by a run that has not ended, {_holder(self._path)}; wait for its end, "
-                    f"end it, or choose another folder (Training(folder=...), --folder)."
+                    f"The folder {folder} is locked by another run, {holder}. Wait until that run ends, stop it, or "
+                    f"choose another folder (Training(folder=...), --folder).",
+                    code="run.folder-locked",
+                    path=folder,
+                    holder=holder,
                 ) from None
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     self._close()
                     raise
-                logger.warning("the file system of %s has no locks, so nothing keeps a second run out of it.", folder)
+                logger.warning("The file system of %s has no locks, so a second run could write to it.", folder)
             if self._is_there():
                 break
-            self._close()  # whoever held it has removed it in between
+            self._close()  # its holder has removed it since
         named = {"host": socket.gethostname(), "process": self._process, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         text = json.dumps(named).encode()
         self._text = len(text)
@@ -67,18 +68,18 @@ class FolderLock:
             raise
 
     def give_way(self) -> None:
-        """Give back the room that is kept back."""
+        """Free the reserved bytes."""
         os.ftruncate(self._file, self._text)
 
     def release(self) -> None:
-        """Let go of the folder."""
+        """Unlock the folder."""
         if self._process == os.getpid():
-            if self._is_there():  # and not of another run, since somebody has removed ours
+            if self._is_there():  # otherwise ours was removed, and this is the lock of another run
                 self._path.unlink(missing_ok=True)
             self._close()
 
     def _is_there(self) -> bool:
-        """Whether the file that is locked is the one that others see."""
+        """Whether the locked file is still the one at the path."""
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))
         except FileNotFoundError:
@@ -90,19 +91,19 @@ class FolderLock:
 
 
 def _holder(path: Path) -> str:
-    """Who says in the file to hold it."""
+    """The holder of the lock, as its file names it."""
     try:
         named = parse_json(path.read_bytes())
         return f"the process {named['process']} on {named['host']}, since {named['since']}"
-    except (OSError, ValueError, LookupError, TypeError):  # it has just begun, or just ended
-        return "a process that has just begun or ended it"
+    except (OSError, ValueError, LookupError, TypeError):  # it has just started, or just ended
+        return "a process that has just started or ended"
 
 
-def _let_go() -> None:
-    """A process that was forked off would hold the folder beyond the end of its parent."""
+def _close_inherited() -> None:
+    """Close the locks in a forked process, which would otherwise outlive its parent's."""
     for file in _open:
         os.close(file)
     _open.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_inherited)

@@ -1,16 +1,17 @@
-"""Reporters: where a run's numbers go besides its folder, such as the terminal and TensorBoard."""
+"""Reporters: where a run's metrics go besides its folder, such as the terminal and TensorBoard."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from flowrl.errors import ParameterError
+from flowrl.errors import ParameterError, type_of
+from flowrl.protocols.backend import members
 from flowrl.run.engine.timeline import Summary
 
 _SHOWN = {"reward/mean": "reward", "kl/ref": "KL", "response_length/mean": "length"}
@@ -36,19 +37,19 @@ class Reporter(Protocol):
         ...
 
     def end(self, summary: Summary | None) -> None:
-        """The run is over: where its time went; None if it failed or had no steps left to do."""
+        """The run is over: where its time went; None if it failed or had no steps to run."""
         ...
 
 
 class Terminal:
-    """Progress on a terminal: the current node, reward, KL, length and time left; at the end, where the time went.
+    """Progress on a terminal: current node, reward, KL, length and remaining time; at the end, where the time went.
 
-    Where the output is not a terminal, but a file or a pipe, a line is written at once after the first step, every
-    tenth of the run, the last step and every validation, and when nothing was written for `every` seconds.
+    If the output is a file or a pipe, it prints a line after the first step, every tenth of the run, the last step and
+    every validation, and when it has printed nothing for `every` seconds.
 
     Args:
         console: where to print.
-        every: seconds without a line after which the next node that starts is told, with the steps done so far.
+        every: seconds without a line after which it prints the next node that starts, and the steps done so far.
     """
 
     def __init__(self, console: Console | None = None, every: float = 30.0) -> None:
@@ -59,7 +60,7 @@ class Terminal:
 
     def start(self, name: str, steps: int, folder: Path, done: int) -> None:
         self.name, self.steps, self.folder, self.done = name, steps, folder, done
-        self.first, self.said = done + 1, time.monotonic()
+        self.first, self.printed = done + 1, time.monotonic()
         resumed = f", of which {done} are done" if done else ""
         self.console.print(f"{name}: {steps} steps{resumed}, written to {folder}", highlight=False)
         if self.console.is_terminal:
@@ -79,8 +80,8 @@ class Terminal:
     def node(self, name: str) -> None:
         if self.progress is not None:
             self.progress.update(self.task, description=name)
-        elif time.monotonic() - self.said >= self.every:
-            self._say(self.done, f"done, now {name}")
+        elif time.monotonic() - self.printed >= self.every:
+            self._print(self.done, f"done, now {name}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         numbers = "  ".join(f"{label} {metrics[key]:.3f}" for key, label in _SHOWN.items() if key in metrics)
@@ -89,12 +90,12 @@ class Terminal:
             self.progress.update(self.task, completed=step, numbers=numbers)
             return
         due = step in (self.first, self.steps) or step % max(1, self.steps // 10) == 0
-        if due or time.monotonic() - self.said >= self.every:
-            self._say(step, numbers)
+        if due or time.monotonic() - self.printed >= self.every:
+            self._print(step, numbers)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         means = "  ".join(f"{key} {value:.3f}" for key, value in metrics.items() if key.endswith("/mean"))
-        self._say(step, means)
+        self._print(step, means)
 
     def end(self, summary: Summary | None) -> None:
         if self.progress is not None:
@@ -109,15 +110,15 @@ class Terminal:
                 )
             self.console.print(summary.table(), soft_wrap=False)
 
-    def _say(self, step: int, what: str) -> None:
-        self.said = time.monotonic()
+    def _print(self, step: int, what: str) -> None:
+        self.printed = time.monotonic()
         self.console.print(f"  step {step:>4}/{self.steps}  {what}", highlight=False)
 
 
 class TensorBoard:
-    """Writes every number to TensorBoard, in the run's own folder; needs ``pip install flowrl[tensorboard]``.
+    """Writes every metric to TensorBoard, in the run's own folder; needs ``pip install flowrl[tensorboard]``.
 
-    A resumed run hides what was written after the step that it resumes from.
+    A resumed run hides what was written after the step from which it resumes.
 
     Raises:
         ParameterError: TensorBoard is not installed.
@@ -127,7 +128,9 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ParameterError("TensorBoard is not installed; run: pip install 'flowrl[tensorboard]'.") from error
+            raise ParameterError(
+                "TensorBoard is not installed. Run: pip install 'flowrl[tensorboard]'.", code="run.no-tensorboard"
+            ) from error
         self._writer_class: Any = SummaryWriter
 
     def start(self, name: str, steps: int, folder: Path, done: int) -> None:
@@ -146,3 +149,24 @@ class TensorBoard:
 
     def end(self, summary: Summary | None) -> None:
         self.writer.close()
+
+
+def refuse_bad_reporters(reporters: Any) -> None:
+    """Refuse what is not a list of reporter instances."""
+    if isinstance(reporters, str) or not isinstance(reporters, Sequence):
+        raise ParameterError(
+            f"run({reporters!r}) got {type_of(reporters)}; expected a list of reporters, such as run([Terminal()]).",
+            code="run.bad-reporter",
+            found=reporters,
+        )
+    for reporter in reporters:
+        missing = [name for name in sorted(members(Reporter)) if not callable(getattr(reporter, name, None))]
+        if missing or isinstance(reporter, type):
+            what = "is a class" if isinstance(reporter, type) else f"has no {', '.join(missing)}"
+            raise ParameterError(
+                f"run([{reporter!r}]): this reporter {what}; expected instances of reporters, such as "
+                f"run([Terminal()]).",
+                code="run.bad-reporter",
+                found=reporter,
+                missing=missing,
+            )

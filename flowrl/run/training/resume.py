@@ -1,4 +1,4 @@
-"""What a resumed run goes on from: the newest whole checkpoint, if it is of the same run."""
+"""Find the checkpoint that a run resumes from: the newest undamaged one, if it belongs to the same run."""
 
 from __future__ import annotations
 
@@ -32,18 +32,14 @@ _STATE: Mapping[str, type] = {
 def find(
     folder: RunFolder, checkpoints: Checkpoints, identity: Mapping[str, Any], bindings: Mapping[str, Any], steps: int
 ) -> Found | None:
-    """The newest whole checkpoint, where there is one; None is to start anew.
+    """The newest undamaged checkpoint; None to start from step 0.
 
     Args:
         folder: of the run.
-        checkpoints: its checkpoints.
+        checkpoints: of the run.
         identity: of the run that resumes; see `flowrl.run.training.identity`.
         bindings: its backends, as JSON-able data.
-        steps: how many it has in all.
-
-    Raises:
-        DataError: the checkpoint is of another run, or of more steps, or not one of a training; or all checkpoints are
-            damaged; or there is none, and the folder holds a run that is finished, or another one.
+        steps: its total number of steps.
     """
     found = checkpoints.latest()
     if found is None:
@@ -55,27 +51,41 @@ def find(
         odd = ["bindings"]
     if odd:
         raise DataError(
-            f"{path / STATE} says no {odd[0]} as a training does (it has {', '.join(state)}), so it is of something "
-            f"else, or of another version of flowrl; name another folder."
+            f"{path / STATE} has no valid {odd[0]!r} (it has {', '.join(state)}), so a training of this version of "
+            f"flowrl did not write it. Choose another folder (Training(folder=...), --folder).",
+            code="resume.unknown-state",
+            path=path,
+            missing=odd[0],
+            found=list(state),
         )
     made_with = state["made_with"]
     if other := [key for key, value in jsonable(identity).items() if made_with.get(key) != value]:
         raise DataError(
-            f"{path} is of a run with another {other[0]} ({made_with.get(other[0])!r}, and here it is "
-            f"{identity[other[0]]!r}); resume with what it was made with, or name another folder."
+            f"The checkpoint {path} belongs to a run with another {other[0]}: {made_with.get(other[0])!r}, and here it "
+            f"is {identity[other[0]]!r}. Resume with the original {other[0]}, or choose another folder "
+            f"(Training(folder=...), --folder).",
+            code="resume.other-run",
+            path=path,
+            changed=other[0],
+            expected=made_with.get(other[0]),
+            found=identity[other[0]],
         )
     if state["step"] > steps:
         raise DataError(
-            f"{path} stands after step {state['step']}, and steps={steps} ends before; ask for more steps, or "
-            f"remove the later checkpoints to go back."
+            f"The checkpoint {path} is of step {state['step']}, after the last step of steps={steps}. Pass more steps, "
+            f"or remove the later checkpoints to resume from an earlier one.",
+            code="resume.fewer-steps",
+            path=path,
+            found=state["step"],
+            steps=steps,
         )
     before = state["bindings"]
     if before != bindings:
         roles = sorted({*before, *bindings})
         changes = [line for role in roles for line in backend_changes(role, before.get(role), bindings.get(role))]
         logger.warning(
-            "%s was made with other backends (%s); the run goes on from its weights, and its numbers need not be "
-            "those of the uninterrupted one.",
+            "%s was written with other backends (%s); the run resumes from its weights, but its numbers may differ "
+            "from those of an uninterrupted run.",
             path,
             "; ".join(changes),
         )
@@ -83,11 +93,7 @@ def find(
 
 
 def _refuse_to_replace(folder: RunFolder, identity: Mapping[str, Any]) -> None:
-    """Without a checkpoint a run starts anew, over what is there: right only where that is this run, cut off.
-
-    Raises:
-        DataError: it is another run, or finished.
-    """
+    """Refuse to start over without a checkpoint, unless the folder holds this same run, interrupted."""
     before = folder.before
     if before is None or folder.failed_at_once:
         return
@@ -96,24 +102,26 @@ def _refuse_to_replace(folder: RunFolder, identity: Mapping[str, Any]) -> None:
     if other or before["status"] == "finished":
         what = f"a run with another {other[0]}" if other else "a finished run"
         raise DataError(
-            f"{folder.path} holds {what} and no checkpoint to go on from, so resuming would overwrite it; choose "
-            f"another folder (Training(folder=...), --folder)."
+            f"{folder.path} holds {what} without a checkpoint, so resuming would overwrite it. Choose another folder "
+            f"(Training(folder=...), --folder).",
+            code="resume.no-checkpoint",
+            path=folder.path,
+            found=what,
         )
-    logger.warning("%s holds no checkpoint; the run starts anew.", folder.path)
+    logger.warning("%s holds no checkpoint; the run starts from step 0.", folder.path)
 
 
 def warn_of_changed_prompts(path: Path, before: Mapping[str, Any], now: Mapping[str, str]) -> None:
-    """Warn of prompts that are tokenised in another way than before (as by a template that writes the date), or of
-    others to validate on.
+    """Warn of prompts that tokenize differently than before (such as by a template that prints the date).
 
     Args:
         path: the checkpoint.
-        before, now: `PromptStream.digest` of what is trained on and of each validation, by name.
+        before, now: `PromptStream.digest` of the training data and of each validation, by name.
     """
     for name in (name for name in now if name in before and before[name] != now[name]):
         logger.warning(
-            "%s was made with other %s: the file, the tokeniser or its chat template has changed since. The run goes "
-            "on, and its numbers need not be those of the uninterrupted one.",
+            "%s was written with other %s: the file, the tokenizer or its chat template has changed since. The run "
+            "continues, but its numbers may differ from those of an uninterrupted run.",
             path,
             name,
         )

@@ -1,4 +1,4 @@
-"""What a run tells of its rows: who was asked what, what was said, and what it was worth."""
+"""The rollout log: prompt, response and score of each row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowrl.errors import ParameterError
 from flowrl.protocols.protocols import Trainer
 from flowrl.rules.rule import writers
 
-_TOLD = {
+_COLUMNS = {
     "row_id": "row_id",
     "uid": "uid",
     "prompt": "raw_prompt",
@@ -22,14 +22,14 @@ _TOLD = {
     "ground_truth": "ground_truth",
     "episode": "episode",
 }
-"""What is said of a row, and the column that it is in; a source of one's own need not have all."""
+"""The keys of a record and their columns; a custom source need not have all of them."""
 
 
 def logged_columns(graph: Graph) -> dict[str, Edge]:
-    """By what is told of a row, where that is written; nothing of a graph in which nobody answers.
+    """The logged columns by key; empty for a graph without responses.
 
-    Where several answer, the one that is trained on counts; in a graph that trains none, the one whose score is
-    taken last; what stands on its rows is told of it.
+    If several nodes write responses, the log takes the trained ones; in a graph that trains none, those with the last
+    score.
     """
     scores = [edge for edge, typed in graph.types.items() if getattr(typed.type, "kind", "") == "score"]
     answered = [edge for edge in graph.types if edge.output == "response_text" and not graph[edge.node].is_input]
@@ -43,7 +43,7 @@ def logged_columns(graph: Graph) -> dict[str, Edge]:
     of_rows = [edge for edge, typed in graph.types.items() if typed.axes[:1] == (rows,)]
     of_its_own = [edge for edge in of_rows if edge.node == answer.node]
     found = {edge.output: edge for edge in (*of_rows, *of_its_own)}
-    logged = {key: found[name] for key, name in _TOLD.items() if name in found}
+    logged = {key: found[name] for key, name in _COLUMNS.items() if name in found}
     on_rows = [edge for edge in scores if graph.types[edge].axes[0] == rows]
     if on_rows:
         of_answer = [edge for edge in on_rows if f"response@{answer.node}" in graph.types[edge].axes]
@@ -52,11 +52,11 @@ def logged_columns(graph: Graph) -> dict[str, Edge]:
 
 
 def rollout_records(edges: Mapping[str, Edge], columns: Mapping[str, DataProto]) -> list[dict[str, Any]]:
-    """One record a row.
+    """One record per row.
 
     Args:
-        edges: as `logged_columns` gives them.
-        columns: what the nodes wrote, by node; those that did not run in a step wrote nothing.
+        edges: from `logged_columns`.
+        columns: the outputs by node; nodes that did not run in this step have none.
     """
     found: dict[str, Any] = {
         key: columns[edge.node].columns[edge.output] for key, edge in edges.items() if edge.node in columns
@@ -68,14 +68,14 @@ def rollout_records(edges: Mapping[str, Edge], columns: Mapping[str, DataProto])
     return [{key: column[row] for key, column in found.items()} for row in range(len(found["response"]))]
 
 
-def refuse_half_told(graph: Graph, every: int | None) -> None:
-    """Refuse to tell of rounds of which nothing is kept once they are over.
-
-    Raises:
-        ParameterError: rows are told of every so many steps, and the graph collects and runs ahead.
-    """
+def refuse_partial_rollouts(graph: Graph, every: int | None) -> None:
+    """Refuse a rollout log of a graph that collects and runs ahead: it would lack the rows of earlier rounds."""
     if every is not None and graph.lag.versions and (collector := Plan(graph).collector) is not None:
         raise ParameterError(
-            f"rollouts_every={every} tells all rounds of a step, and with lag={graph.lag} a checkpoint keeps what "
-            f"{collector} took of them alone; leave rollouts_every out, or edit(lag=0)."
+            f"rollouts_every={every} logs the rows of all rounds of a step, but with lag={graph.lag} a checkpoint "
+            f"holds only those that {collector} collected. Leave rollouts_every out, or use edit(lag=0).",
+            code="run.partial-rollouts",
+            node=collector,
+            lag=graph.lag,
+            rollouts_every=every,
         )

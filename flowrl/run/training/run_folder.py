@@ -1,4 +1,4 @@
-"""What a run writes: `RunFolder`."""
+"""`RunFolder`: the files that a run writes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RunFolder:
 
     Args:
         path: where it is.
-        before: what ``run.json`` said of the run that the folder already held; None if it held none.
-        lock: on the folder, which `close` releases.
+        before: status and identity in the ``run.json`` that was already there; None if there was none.
+        lock: the lock of the folder, which `close` releases.
     """
 
     def __init__(self, path: Path, before: Mapping[str, Any] | None = None, lock: FolderLock | None = None) -> None:
@@ -41,11 +41,7 @@ class RunFolder:
 
     @staticmethod
     def create(folder: str | None, name: str, resume: bool) -> RunFolder:
-        """A new folder, or one whose run ended before its first step was done; with `resume`, any folder. It is locked.
-
-        Raises:
-            ParameterError: `folder` already holds a run, is being written by one, or cannot be written.
-        """
+        """Create and lock a folder: a new one, or one whose run ended before its first step; with `resume`, any."""
         path = Path("runs") / f"{name}-001" if folder is None else Path(folder).expanduser()
         lock = None
         try:
@@ -55,43 +51,47 @@ class RunFolder:
                     number += 1
                     path = path.with_name(f"{name}-{number:03d}")
             path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path):  # an unwritable folder is found before a model loads
+            with tempfile.TemporaryFile(dir=path):  # finds an unwritable folder before a model loads
                 lock = FolderLock(path)
             found = RunFolder(path, _described(path), lock)
             if not (found.before is None or resume or found.failed_at_once):
                 raise ParameterError(
-                    f"{path} already holds a run; choose another folder (Training(folder=...), --folder), or go on "
-                    f"from its last checkpoint by resume=True / --resume."
+                    f"The folder {path} already holds a run. Choose another folder (Training(folder=...), --folder), "
+                    f"or resume the run from its last checkpoint (resume=True, --resume).",
+                    code="run.folder-taken",
+                    path=path,
                 )
-        except (OSError, ValueError) as error:  # a path with a NUL is a ValueError, and so is our own
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # ValueError: a path with a NUL, or our own error
             if lock is not None:
                 lock.release()
             if isinstance(error, ParameterError):
                 raise
             what = (error.strerror if isinstance(error, OSError) else None) or error
             raise ParameterError(
-                f"the folder {path} cannot be written ({what}); choose another by Training(folder=...) or --folder."
+                f"The folder {path} cannot be written ({what}). Choose another one (Training(folder=...), --folder).",
+                code="run.folder-unwritable",
+                path=path,
+                reason=what,
             ) from error
         return found
 
     def close(self) -> None:
-        """Let others write there."""
+        """Unlock the folder."""
         if self._lock is not None:
             self._lock.release()
 
     @property
     def failed_at_once(self) -> bool:
-        """Whether the run that the folder held ended before its first step was done. One that says to be running has
-        died, since it does not hold the folder any more."""
+        """Whether the earlier run ended before its first step was done. With the status "running" it was killed, since
+        its lock is gone."""
         failed = self.before is not None and self.before["status"] != "finished"
         return failed and not any("timing/step" in record for _, record in self._read("metrics.jsonl"))
 
     def describe(self, described: Mapping[str, Any]) -> None:
-        """Write ``run.json``, whole or not at all.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write ``run.json`` atomically."""
         text = json.dumps(jsonable(described), indent=2).encode() + b"\n"
         try:
             write(self.path / "run.json", text)
@@ -102,22 +102,13 @@ class RunFolder:
             write(self.path / "run.json", text)
 
     def append(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add lines to a JSONL file; NaN and infinity are written as null, and types unknown to JSON as text.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Append lines to a JSONL file: NaN and infinity as null, and types unknown to JSON as text."""
         with writing(self.path / file), (self.path / file).open("ab") as lines:
             for record in records:
                 lines.write(_line(record))
 
     def marks(self) -> dict[str, str]:
-        """The digest of each file of lines, which are flushed to disk: a checkpoint must not outlast the lines of the
-        steps before it.
-
-        Raises:
-            StorageError: a file cannot be written.
-        """
+        """The digest of each JSONL file, flushed to disk first: a checkpoint must not outlast the lines before it."""
         found = {}
         for file in (file for file in LINES if (self.path / file).exists()):
             with writing(self.path / file):
@@ -127,57 +118,48 @@ class RunFolder:
         return found
 
     def rewind(self, step: int, marks: Mapping[str, str] | None = None) -> tuple[Lines, Lines]:
-        """Drop what was written after `step`, and what cannot be read; a warning says where lines from before are gone.
+        """Drop unreadable lines and those after `step`; warn if earlier lines are missing.
 
         Args:
-            step: the last one that is kept.
-            marks: what `marks` gave after that step.
+            step: the last step to retain.
+            marks: the digests that `marks` returned after that step.
 
         Returns:
             The remaining lines of steps, and those of validations.
-
-        Raises:
-            DataError: a file of lines cannot be read.
-            StorageError: it cannot be written.
         """
         for file in LINES:
-            kept = b"".join(line for line, record in self._read(file) if record["step"] <= step)
+            retained = b"".join(line for line, record in self._read(file) if record["step"] <= step)
             if (self.path / file).exists():
-                write(self.path / file, kept)
-            if marks is not None and marks.get(file, _digest(b"")) != _digest(kept):
-                self._tell_gone(file, step)
+                write(self.path / file, retained)
+            if marks is not None and marks.get(file, _digest(b"")) != _digest(retained):
+                self._warn_of_loss(file, step)
         return self.lines()
 
     def lines(self) -> tuple[Lines, Lines]:
-        """The lines of steps, and those of validations, as far as they can be read."""
-        # numbers that JSON does not know were written as null
+        """The readable lines of steps, and those of validations."""
+        # NaN and infinity were written as null
         lines = [{k: math.nan if v is None else v for k, v in line.items()} for _, line in self._read("metrics.jsonl")]
         return [line for line in lines if "timing/step" in line], [line for line in lines if "timing/step" not in line]
 
     def records(self, file: str) -> list[dict[str, Any]]:
-        """The records of a file of lines, as far as they can be read; none where there is no such file.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
+        """The readable records of a JSONL file; none if there is no such file."""
         return [record for _, record in self._read(file)]
 
-    def _tell_gone(self, file: str, step: int) -> None:
-        """Warn that a file of lines is not what it was after a step."""
+    def _warn_of_loss(self, file: str, step: int) -> None:
+        """Warn that a JSONL file has changed since a checkpoint."""
         there = {record["step"] for _, record in self._read(file) if "timing/step" in record}
         gone = [str(number) for number in range(1, step + 1) if number not in there]
         what = f", and lacks the steps {', '.join(gone)}" if file == "metrics.jsonl" and gone else ""
         logger.warning(
-            "%s is not what it was when the checkpoint after step %d was written%s: it was shortened, changed or "
-            "removed since. The run goes on with what is there; put a copy of the file back before you resume to have "
-            "it whole.",
+            "%s has changed since the checkpoint after step %d was written%s: it was shortened, edited or removed. "
+            "The run continues with what is left; to have all lines, restore a copy of the file before you resume.",
             self.path / file,
             step,
             what,
         )
 
     def _read(self, file: str) -> list[tuple[bytes, dict[str, Any]]]:
-        """The whole lines of a JSONL file that hold a record of a step, with these; none if there is no file."""
+        """The complete lines of a JSONL file that hold a record of a step, each with its record."""
         path = self.path / file
         if not path.exists():
             return []
@@ -186,7 +168,7 @@ class RunFolder:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """What a line says; None if it was cut off, or is damaged."""
+    """The record in a line; None if the line is incomplete or damaged."""
     try:
         record = parse_json(line) if line.endswith(b"\n") else None
     except ValueError:
@@ -195,11 +177,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _described(path: Path) -> Mapping[str, Any] | None:
-    """What ``run.json`` says; None if there is none.
-
-    Raises:
-        ParameterError: it was not written by a run.
-    """
+    """Status and identity in ``run.json``; None if there is none."""
     if not (path / "run.json").exists():
         return None
     try:
@@ -207,13 +185,15 @@ def _described(path: Path) -> Mapping[str, Any] | None:
         return {"status": str(described["status"]), "identity": dict(described.get("identity", {}))}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ParameterError(
-            f"{path / 'run.json'} is not what a run writes there; choose another folder (Training(folder=...), "
-            f"--folder)."
+            f"{path / 'run.json'} was not written by a run, or is damaged. Choose another folder "
+            f"(Training(folder=...), --folder).",
+            code="run.folder-damaged",
+            path=path,
         ) from error
 
 
 def _is_made(path: Path) -> bool:
-    """Make a folder; False if another process was faster."""
+    """Create a folder; False if another process was faster."""
     try:
         path.mkdir(parents=True)
     except FileExistsError:
@@ -230,7 +210,7 @@ def _digest(content: bytes) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """`value` as it comes back from a JSON file: NaN and infinity as None, and types unknown to JSON as text."""
+    """`value` as a JSON file returns it: NaN and infinity as None, and types unknown to JSON as text."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

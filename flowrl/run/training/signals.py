@@ -1,4 +1,4 @@
-"""Signals that end a program: within `ended_in_order` they unwind it, as Ctrl-C does."""
+"""Termination signals: within `ended_in_order` they unwind the program, as Ctrl-C does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Ended(SystemExit):
-    """A signal ends the program; its exit code is the one of shells, 128 and the signal's number."""
+    """A signal ends the program; the exit code is 128 plus the signal's number, as in shells."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -24,10 +24,10 @@ class Ended(SystemExit):
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """SIGTERM (of ``kill`` and of schedulers) and SIGHUP (of a terminal that is closed) raise `Ended` in the block, so
-    that what is under way can say that it was ended. A second one is ignored meanwhile; SIGKILL still is at once.
+    """Raise `Ended` in the block on SIGTERM (from ``kill`` and schedulers) and SIGHUP (from a closed terminal), so that
+    a run can record its end. A second signal is ignored meanwhile; SIGKILL still ends the process at once.
 
-    A signal that the program handles itself, or ignores, is left alone; so are all outside of the main thread.
+    Signals that the program handles or ignores are left unchanged, as are all outside of the main thread.
     """
 
     def end(number: int, frame: Any) -> None:
@@ -43,5 +43,5 @@ def ended_in_order() -> Iterator[None]:
         yield
     finally:
         for one in mine:
-            if signal.getsignal(one) in (end, signal.SIG_IGN):  # and not of a library that was imported meanwhile
+            if signal.getsignal(one) in (end, signal.SIG_IGN):  # unless a library has since installed its own handler
                 signal.signal(one, signal.SIG_DFL)

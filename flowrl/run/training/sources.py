@@ -1,4 +1,4 @@
-"""The data of a run: a source for each input of its graph, and their streams while it goes."""
+"""The data of a run: a source for each input of its graph, and their streams during the run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ Data = Source | Mapping[str, Source]
 
 
 def refuse_no_source(data: Any) -> Any:
-    """What was given as data, if it may be some.
-
-    Raises:
-        ValueError: a path in the place of a source.
-    """
+    """`data` itself; raises ValueError for a path in place of a source."""
     for one in data.values() if isinstance(data, Mapping) else [data]:
         if isinstance(one, str | Path):
             raise ValueError(f"expected PromptData({str(one)!r})")
@@ -39,35 +35,43 @@ def refuse_no_source(data: Any) -> Any:
 
 
 def by_input(graph: Graph, data: Data, call: str) -> dict[str, Source]:
-    """The source of each input, in their order.
+    """The source of each input, in the order of the inputs.
 
     Args:
-        graph: whose inputs.
-        data: as it was given.
-        call: that takes it, for messages: ``"Training"``.
-
-    Raises:
-        ParameterError: an input without a source, a name that no input has, one source for several inputs,
-            one that lacks columns of its input, or one whose prompts a node writes by the chat template in another way.
+        graph: the graph of these inputs.
+        data: one source, or one per input.
+        call: the class that takes it, for messages: ``"Training"``.
     """
     inputs = list(graph.inputs)
     named = ", ".join(f"{name!r}: ..." for name in inputs)
     if isinstance(data, Source):
         if len(inputs) > 1:
             raise ParameterError(
-                f"data is one source, a {type(data).__name__}, and {graph.name} has the inputs "
-                f"{', '.join(map(repr, inputs))}; give each its own: {call}(..., data={{{named}}})."
+                f"data is a single {type(data).__name__}, but {graph.name} has the inputs "
+                f"{', '.join(map(repr, inputs))}. Pass a source for each: {call}(..., data={{{named}}}).",
+                code="run.data-inputs",
+                graph=graph.name,
+                expected=inputs,
+                found=type(data).__name__,
             )
         data = dict.fromkeys(inputs, data)
     if unknown := [name for name in data if name not in inputs]:
         raise ParameterError(
-            f"data names {unknown[0]!r}, which is no input of {graph.name}; {offer(unknown[0], inputs)} Give "
-            f"{call}(..., data={{{named}}})."
+            f"data names {unknown[0]!r}, which is not an input of {graph.name}; {offer(unknown[0], inputs)} Pass "
+            f"{call}(..., data={{{named}}}).",
+            code="run.data-inputs",
+            graph=graph.name,
+            expected=inputs,
+            found=unknown[0],
         )
     if missing := [name for name in inputs if name not in data]:
         raise ParameterError(
-            f"data has no source for the input {missing[0]!r} of {graph.name}; give each input one: "
-            f"{call}(..., data={{{named}}})."
+            f"data has no source for the input {missing[0]!r} of {graph.name}. Pass a source for each input: "
+            f"{call}(..., data={{{named}}}).",
+            code="run.data-inputs",
+            graph=graph.name,
+            expected=inputs,
+            missing=missing[0],
         )
     for name in inputs:
         _refuse_other_columns(graph, name, data[name])
@@ -76,55 +80,49 @@ def by_input(graph: Graph, data: Data, call: str) -> dict[str, Source]:
 
 
 def gives_tokens(source: Source) -> bool:
-    """Whether a source makes tokens, for which it needs a tokeniser."""
+    """Whether a source writes tokens, for which it needs a tokenizer."""
     return any(getattr(typed, "kind", None) == "tokens" for typed in record_columns(source.record).values())
 
 
-def refuse_untold(graph: Graph, sources: Mapping[str, Source]) -> None:
-    """Refuse a source that would learn from scores that nothing tells it.
-
-    Raises:
-        ParameterError: naming its input.
-    """
+def refuse_no_feedback(graph: Graph, sources: Mapping[str, Source]) -> None:
+    """Refuse a source that learns from scores which no node reports."""
     for name, source in sources.items():
         if source.learns and not tellers(graph, name):
             raise ParameterError(
-                f"the source of {name!r} learns from how its rows scored, and nothing in {graph.name} tells it; put a "
-                f"Feedback behind the reward: edit(insert={{'feedback': After('reward', Feedback())}})."
+                f"The source of the input {name!r} learns from the scores of its rows, but no node of {graph.name} "
+                f"reports them. Insert a Feedback after the reward: "
+                f"edit(insert={{'feedback': After('reward', Feedback())}}).",
+                code="run.no-feedback",
+                graph=graph.name,
+                input=name,
             )
 
 
 def _refuse_other_templates(graph: Graph, sources: Mapping[str, Source]) -> None:
-    """Refuse a node that writes prompts by the chat template with other arguments than their source does.
-
-    Its ``tools`` are its own, since a source knows of none.
-
-    Raises:
-        ParameterError: naming both.
-    """
+    """Refuse a node whose chat template arguments differ from its source's; its ``tools`` do not count."""
     for node in graph.nodes.values():
         given = parameters(node.initial_operator).get("chat_template_kwargs")
         source = None if given is None else sources.get(input_of(graph, node.name) or "")
         theirs = getattr(source, "chat_template_kwargs", None)
         if given is None or theirs is None:
             continue
-        ours, data = ({k: v for k, v in said.items() if k != "tools"} for said in (given, theirs))
+        ours, data = ({k: v for k, v in kwargs.items() if k != "tools"} for kwargs in (given, theirs))
         if ours != data:
+            fix = f"edit(set={{'{node.name}.chat_template_kwargs': {data}}})"
             raise ParameterError(
-                f"{node.name} writes prompts by the chat template with {ours or 'no arguments'}, and "
-                f"{type(source).__name__} does so with {data or 'none'}, so the policy would see other prompts than "
-                f"those that the data is measured by; expected the same: "
-                f"edit(set={{'{node.name}.chat_template_kwargs': {data}}}), or {type(source).__name__}(..., "
-                f"chat_template_kwargs={ours})."
+                f"{node.name} applies the chat template with {ours or 'no arguments'}, and "
+                f"{type(source).__name__} with {data or 'none'}, so the policy would see other prompts than those "
+                f"whose length the data checks. Pass the same arguments: {fix}, or {type(source).__name__}(..., "
+                f"chat_template_kwargs={ours}).",
+                code="run.chat-template",
+                node=node.name,
+                expected=data,
+                found=ours,
             )
 
 
 def _refuse_rows_of_other_templates(graph: Graph, streams: Mapping[str, Stream]) -> None:
-    """Refuse rows with arguments of the chat template that a node which writes prompts by it does not have.
-
-    Raises:
-        DataError: naming the first of them.
-    """
+    """Refuse rows with chat template arguments that the node which applies the template lacks."""
     for node in graph.nodes.values():
         given = parameters(node.initial_operator).get("chat_template_kwargs")
         stream = None if given is None else streams.get(input_of(graph, node.name) or "")
@@ -133,60 +131,75 @@ def _refuse_rows_of_other_templates(graph: Graph, streams: Mapping[str, Stream])
         for row, own in stream.template_arguments():
             if odd := [name for name, value in own.items() if name not in given or given[name] != value]:
                 raise DataError(
-                    f"row {row} of the data has chat_template_kwargs of its own, {dict(own)!r}, and {node.name} writes "
-                    f"all prompts by the chat template with {dict(given) or 'no arguments'}, so the policy would see "
-                    f"this one without its {odd[0]}; expected the same for all rows: give them to both, "
-                    f"PromptData(..., chat_template_kwargs=...) and "
-                    f"edit(set={{'{node.name}.chat_template_kwargs': ...}}), and leave out the rows that have others."
+                    f"Row {row} of the data has its own chat_template_kwargs, {dict(own)!r}, but {node.name} applies "
+                    f"the chat template to all prompts with {dict(given) or 'no arguments'}, so the policy would see "
+                    f"this one without its {odd[0]!r}. Remove the rows with other arguments, and pass the common ones "
+                    f"to both: PromptData(..., chat_template_kwargs=...) and "
+                    f"edit(set={{'{node.name}.chat_template_kwargs': ...}}).",
+                    code="run.chat-template",
+                    node=node.name,
+                    row=row,
+                    expected=dict(given),
+                    found=dict(own),
                 )
 
 
 def _refuse_other_columns(graph: Graph, name: str, source: Source) -> None:
-    """Refuse a source that lacks columns of an input, or has others under their names."""
+    """Refuse a source that lacks columns of an input, or has columns of other types under their names."""
     has, kind = record_columns(source.record), type(source).__name__
-    wanted = graph[name].signature.outputs
-    if missing := [column for column, typed in wanted.items() if has.get(column) != typed]:
-        fitting = f", as {source.record.__name__} has them" if set(wanted) & set(has) else ""
+    expected = graph[name].signature.outputs
+    if missing := [column for column, typed in expected.items() if has.get(column) != typed]:
+        record = f" (of {source.record.__name__})" if set(expected) & set(has) else ""
         raise ParameterError(
-            f"the input {name!r} of {graph.name} wants the columns {', '.join(missing)}, which {kind} does not have; "
-            f"it gives {', '.join(has)}{fitting}: annotate the input with {source.record.__name__} and compute the "
-            f"others in the graph, or write a Source that gives them."
+            f"The input {name!r} of {graph.name} needs the columns {', '.join(missing)}, but {kind} has "
+            f"{', '.join(has)}{record}. Annotate the input with {source.record.__name__} and compute the other columns "
+            f"in the graph, or write a Source that has them.",
+            code="run.data-columns",
+            graph=graph.name,
+            input=name,
+            source=kind,
+            missing=missing,
+            found=list(has),
         )
     rows, factor = graph[name].operator.rows_factor, rows_of_draw(source.record)
     if rows != factor:
         raise ParameterError(
-            f"the input {name!r} of {graph.name} has {rows} row(s) a draw, and {kind} gives {factor}; annotate the "
-            f"input with {source.record.__name__}."
+            f"The input {name!r} of {graph.name} has {rows} row(s) per draw, but {kind} has {factor}. Annotate the "
+            f"input with {source.record.__name__}.",
+            code="run.data-columns",
+            graph=graph.name,
+            input=name,
+            source=kind,
+            expected=rows,
+            found=factor,
         )
 
 
 def tellers(graph: Graph, name: str) -> list[str]:
-    """The nodes that tell how rows of an input scored."""
-    telling = [node.name for node in graph.nodes.values() if Effect.TELLS_SCORES in node.effects]
-    return [node for node in telling if input_of(graph, node) == name]
+    """The nodes that report the scores of an input's rows."""
+    return [
+        n.name for n in graph.nodes.values() if Effect.TELLS_SCORES in n.effects and input_of(graph, n.name) == name
+    ]
 
 
 def identities(sources: Mapping[str, Source], of: Callable[[Source], Any]) -> Any:
-    """What `of` says of each source, by input; of the one of a graph with a single input, that alone."""
-    said = {name: of(source) for name, source in sources.items()}
-    return said if len(said) > 1 else next(iter(said.values()))
+    """`of` each source, by input; the bare value for a graph with a single input."""
+    found = {name: of(source) for name, source in sources.items()}
+    return found if len(found) > 1 else next(iter(found.values()))
 
 
 class Sources:
     """The streams of a run's inputs.
 
-    The first input draws by the run's own seed, so an input more does not change its rows; each other one by a seed
-    that its name gives.
+    The first input samples with the run's own seed, so that another input does not change its rows; each other input
+    with a seed derived from its name.
 
     Args:
         sources: by input.
-        tokenizer: of the model that is trained; None of a job without one, whose sources give no tokens.
+        tokenizer: of the trained model; None for a job without one, whose sources write no tokens.
         seed: of the run.
-        graph: whose inputs they are.
-        again: the inputs that are drawn from again within a step.
-
-    Raises:
-        DataError: files that cannot be read; rows whose prompts a node would write by the chat template in another way.
+        graph: the graph of these inputs.
+        again: the inputs that are sampled again within a step.
     """
 
     def __init__(
@@ -207,15 +220,15 @@ class Sources:
         self._again = tuple(again)
 
     def warn_of_few(self, draws: int) -> None:
-        """Say where a step of so many draws holds some rows more than once."""
+        """Warn if a step of this many draws repeats rows."""
         for name, stream in self.streams.items():
             if stream.size is not None and stream.size < draws:
                 logger.warning(
-                    "the data%s has %d prompts%s and a step takes %d, so every step holds some of them more than once; "
-                    "expected at least as many as a step takes: Training(..., prompts=%d), or more data.",
+                    "The data%s has %d prompts%s, but a step takes %d, so every step repeats some of them. Pass at "
+                    "most as many as the data has (Training(..., prompts=%d)), or more data.",
                     f" of {name!r}" if len(self.streams) > 1 else "",
                     stream.size,
-                    f" ({stream.dropped} longer ones are left out)" if stream.dropped else "",
+                    f" ({stream.dropped} longer ones are dropped)" if stream.dropped else "",
                     draws,
                     stream.size,
                 )
@@ -225,66 +238,64 @@ class Sources:
         return {name: stream.next(n) for name, stream in self.streams.items()}
 
     def more(self, n: int) -> dict[str, DataProto]:
-        """A further batch of each input that is drawn from again."""
+        """Another batch of each input that is sampled again within a step."""
         return {name: self.streams[name].next(n) for name in self._again}
 
     def batches(self, n: int) -> Iterator[dict[str, DataProto]]:
-        """Everything once, for validation.
-
-        Raises:
-            DataError: one has another number of rows than the others.
-        """
+        """All rows once, for validation."""
         sizes = {name: stream.size for name, stream in self.streams.items()}
         if len(set(sizes.values())) > 1:
-            told = ", ".join(f"{size} of {name!r}" for name, size in sizes.items())
+            counts = ", ".join(f"{name!r} has {size}" for name, size in sizes.items())
             raise DataError(
-                f"a validation takes as many rows of each input at a time, and there are {told}; even them."
+                f"A validation needs equally many rows of each input, but {counts}. Pass sources with the same number "
+                f"of rows.",
+                code="run.uneven-validation",
+                found=list(sizes.values()),
             )
         every = [stream.batches(n) for stream in self.streams.values()]
         return (dict(zip(self.streams, batches, strict=True)) for batches in zip(*every, strict=True))
 
     def learn(self, step: int, scores: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-        """Tell those that learn how their rows scored.
+        """Pass the sources that learn the scores of their rows.
 
         Args:
-            step: that is done, counted from 1.
+            step: the completed step, counted from 1.
             scores: by node, see `StepResult.scores`.
         """
         for name, nodes in self._learns.items():
-            told: dict[str, list[float]] = {}
+            by_group: dict[str, list[float]] = {}
             for node in nodes:
-                for uid, answers in scores.get(node, {}).items():
-                    told.setdefault(uid, []).extend(answers)
-            self.streams[name].learn(step, told)
+                for uid, of_rows in scores.get(node, {}).items():
+                    by_group.setdefault(uid, []).extend(of_rows)
+            self.streams[name].learn(step, by_group)
 
     @property
     def heard(self) -> dict[str, float]:
-        """As metrics: the step of whose scores each one that learns has heard last; what it draws now goes by these."""
+        """As metrics: the last step whose scores each source that learns has received; its next draw uses these."""
         return {f"data/{name}/heard": float(self.streams[name].heard) for name in self._learns}
 
     @property
     def digests(self) -> dict[str, str]:
-        """Of what each could give, by how a warning names it; see `Stream.digest`."""
+        """The digest of each source's rows, under the name for warnings; see `Stream.digest`."""
         alone = len(self.streams) == 1
         return {"prompts" if alone else f"rows of {name!r}": s.digest() for name, s in self.streams.items()}
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where each is: by input, or of a single one that alone."""
-        said = {name: stream.position for name, stream in self.streams.items()}
-        return said if len(said) > 1 else next(iter(said.values()))
+        """The position of each stream by input; the bare position of a single one."""
+        found = {name: stream.position for name, stream in self.streams.items()}
+        return found if len(found) > 1 else next(iter(found.values()))
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Go on from `position`.
-
-        Raises:
-            DataError: it is none.
-        """
+        """Continue from `position`."""
         by_name = position if len(self.streams) > 1 else dict.fromkeys(self.streams, position)
         if by_name.keys() != self.streams.keys():
             raise DataError(
-                f"the checkpoint holds positions of {', '.join(map(repr, by_name))}; expected those of "
-                f"{', '.join(map(repr, self.streams))}: resume with the sources that it was made with."
+                f"The checkpoint has data positions of {', '.join(map(repr, by_name))}; expected those of "
+                f"{', '.join(map(repr, self.streams))}. Resume with the sources that it was written with.",
+                code="resume.unknown-state",
+                found=list(by_name),
+                expected=list(self.streams),
             )
         for name, stream in self.streams.items():
             stream.seek(by_name[name])

@@ -1,4 +1,4 @@
-"""`Training`: a job, its data, and how long to run it; what it leaves is a run folder."""
+"""`Training`: a job, its data and its length; `run` writes a run folder."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from flowrl.core.operators.symbols import Edge
 from flowrl.data.files import writing
 from flowrl.data.proto.formats import check_json
 from flowrl.data.sources.source import Source
-from flowrl.errors import BindError, DataError, ParameterError, StorageError
+from flowrl.errors import BindError, DataError, StorageError
 from flowrl.files.graph_io import encode, graph_to_dict
-from flowrl.protocols.backend import members, refuse_uncheckpointed
+from flowrl.protocols.backend import refuse_uncheckpointed
 from flowrl.protocols.protocols import Trainer
 from flowrl.run.engine.in_flight import Batches
 from flowrl.run.engine.result import StepResult
@@ -36,12 +36,12 @@ from flowrl.run.training.checkpoint import Checkpoints
 from flowrl.run.training.held_out import held_out, with_engines
 from flowrl.run.training.identity import identity_of
 from flowrl.run.training.job import Job
-from flowrl.run.training.report import Reporter
+from flowrl.run.training.report import Reporter, refuse_bad_reporters
 from flowrl.run.training.resume import Found, find, warn_of_changed_prompts
-from flowrl.run.training.rollout_log import logged_columns, refuse_half_told, rollout_records
+from flowrl.run.training.rollout_log import logged_columns, refuse_partial_rollouts, rollout_records
 from flowrl.run.training.run_folder import RunFolder, jsonable
 from flowrl.run.training.signals import ended_in_order
-from flowrl.run.training.sources import Data, Sources, by_input, gives_tokens, refuse_no_source, refuse_untold
+from flowrl.run.training.sources import Data, Sources, by_input, gives_tokens, refuse_no_feedback, refuse_no_source
 from flowrl.run.training.validating import Validating
 from flowrl.run.training.validation import Validation
 from flowrl.spec import Spec
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a finished run left: its folder, the metrics of every step and validation, and the live engines."""
+    """A finished run: its folder, the metrics of every step and validation, and the live engines."""
 
     folder: Path
     metrics: Sequence[Mapping[str, float]]
@@ -60,32 +60,31 @@ class Run:
 
 
 class Training(Spec):
-    """A job that is to be trained: ``Training(job, data, steps=100, prompts=32).run()``.
+    """A training run of a job: ``Training(job, data, steps=100, prompts=32).run()``.
 
     Args:
         job: the bound graph.
-        data: where the rows of the graph's input come from, such as ``PromptData("train.jsonl")``; of a graph of
-            several inputs a source for each, by its name: ``{"batch": PromptData(...), "demos": DemoData(...)}``.
-        steps: how many steps.
-        prompts: prompts a step, and as many draws of every other source; rows are prompts times what the graph repeats
-            them by. Where a source has fewer, a step holds some of them more than once, each time as a group of its
-            own, and a warning says so.
+        data: the source of the graph's input, such as ``PromptData("train.jsonl")``; for a graph with several inputs a
+            source for each, by its name: ``{"batch": PromptData(...), "demos": DemoData(...)}``.
+        steps: number of steps.
+        prompts: prompts per step, and draws of every other source; rows are prompts times the graph's repeats. If a
+            source has fewer, a step repeats some of them, each time as a separate group, and a warning names them.
         seed: root of all randomness: data order, sampling, mini-batches.
         validation: one or several.
-        folder: where the run is written; None is ``runs/<graph>-<number>``.
+        folder: the run folder; None is ``runs/<graph>-<number>``.
         save_model: write each trained policy to ``<folder>/<role>`` at the end.
         checkpoint_every: steps between two checkpoints, in ``<folder>/checkpoints``; None writes none.
-        max_checkpoints: how many checkpoints are kept.
-        resume: go on from the newest whole checkpoint in `folder`; where there is none, start.
-        rollouts_every: steps between two of which every row that was sampled is written to ``rollouts.jsonl``; None
-            writes none.
-        costs: the folder of a run by whose costs a step is predicted; ``run.json`` then holds what was predicted and
-            what was measured. None predicts nothing.
+        max_checkpoints: how many of the newest checkpoints to retain.
+        resume: resume from the newest undamaged checkpoint in `folder`; without one, start from step 0.
+        rollouts_every: steps between two steps whose sampled rows are all written to ``rollouts.jsonl``; None writes
+            none.
+        costs: the folder of a run whose measured costs predict the step time; ``run.json`` then holds the predicted and
+            the measured seconds. None predicts nothing.
 
     Raises:
-        ParameterError: two validations share a name, under which their numbers are logged; `resume` without `folder`;
-            an input without a source, or a source without an input; a source that lacks columns of its input, or would
-            learn from scores that the graph does not tell.
+        ParameterError: two validations share a name, which prefixes their metrics; `resume` without `folder`; an input
+            without a source, or a source without an input; a source that lacks columns of its input, or learns from
+            scores that the graph does not report.
     """
 
     timeless = True
@@ -108,7 +107,8 @@ class Training(Spec):
     @classmethod
     def _refuse_unbound(cls, job: Any) -> Any:
         if isinstance(job, Graph):
-            raise ValueError(f"bind it first: graph.bind({', '.join(f'{role}=...' for role in job.roles())})")
+            roles = ", ".join(f"{role}=..." for role in job.roles())
+            raise ValueError(f"this is a graph; pass a job: graph.bind({roles})")
         return job
 
     @field_validator("data", mode="before")
@@ -120,10 +120,10 @@ class Training(Spec):
     def _refuse_unfit(self) -> Self:
         names = [validation.name for validation in self.validations]
         if self.resume and self.folder is None:
-            raise ValueError("resume=True, but no folder says which run; name it: Training(..., folder=...), --folder")
+            raise ValueError("resume=True needs the folder of the run; pass it: Training(..., folder=...), --folder")
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two validations are named {twice[0]!r}; give one another: Validation(..., name=...)")
-        refuse_untold(self.job.graph, self.sources)
+            raise ValueError(f"two validations are named {twice[0]!r}; rename one: Validation(..., name=...)")
+        refuse_no_feedback(self.job.graph, self.sources)
         return self
 
     @property
@@ -138,7 +138,7 @@ class Training(Spec):
 
     @property
     def whole(self) -> Job[Any]:
-        """The job, with the engines that validations have of their own beside it: what is built and placed.
+        """The job with the validations' own engines: what is built and placed.
 
         Raises:
             GraphError, PortError, BindError: a validation does not fit the graph.
@@ -147,21 +147,23 @@ class Training(Spec):
         return dataclasses.replace(self.job, graph=with_engines(graph, held_out(graph, self.validations)))
 
     def refuse_unready(self) -> None:
-        """Everything that can be refused before a model loads.
+        """Check everything that can be checked before a model loads.
 
         Raises:
-            RuleError, BindError, GraphError, ParameterError: what `Job.refuse_unready` refuses; no model that could
-                tokenise data; a validation that does not fit the graph, or its data.
-            DataError: a file of data is missing; a state that no checkpoint could hold.
+            RuleError, BindError, GraphError, ParameterError: what `Job.refuse_unready` refuses; no model with a
+                tokenizer for the data; a validation that does not fit the graph, or its data.
+            DataError: a data file is missing; a state that a checkpoint cannot hold.
         """
         self.job.refuse_unready(self.prompts)
         graph = self.job.graph
-        refuse_half_told(graph, self.rollouts_every)
+        refuse_partial_rollouts(graph, self.rollouts_every)
         of_tokens = any(map(gives_tokens, self.sources.values()))
         if of_tokens and not writers_of_tokens(graph) and folder_of_trained(graph) is None:
             raise BindError(
-                f"no node of {graph.name} reads a rollout engine, and none trains a model of a folder: it is their "
-                f"tokeniser that data becomes tokens by; expected a Generate()(prompts) in the graph, or an update."
+                f"{graph.name} has no rollout engine and trains no model of a folder, so there is no tokenizer to "
+                f"encode the data. Add a Generate()(prompts) to the graph, or an update.",
+                code="run.no-tokenizer",
+                graph=graph.name,
             )
         forks = held_out(graph, self.validations)
         for one in forks:
@@ -183,15 +185,15 @@ class Training(Spec):
 
         Raises:
             RuleError, BindError, GraphError, ParameterError: before any model is loaded; see `refuse_unready`.
-            DataError: before any model is loaded, where data or costs are missing, or a checkpoint cannot be gone on
-                from; otherwise, as everything below, after ``run.json`` was written, which says so.
-            NodeError: a node failed; the run folder holds all that was measured until then.
-            StorageError: something cannot be written, as when the disk is full.
+            DataError: before any model is loaded, if data or costs are missing or the run cannot resume from a
+                checkpoint; otherwise, as all errors below, after ``run.json`` was written, which records the failure.
+            NodeError: a node failed; the run folder holds all metrics until then.
+            StorageError: a file cannot be written, for example because the disk is full.
         """
-        _refuse_no_reporters(reporters)
+        refuse_bad_reporters(reporters)
         self.refuse_unready()
         self.job.warn_of_no_gain()
-        described = self.describe()  # now: the source of a reward function may be edited while the run goes
+        described = self.describe()  # now: the source of a reward function may be edited during the run
         seconds: dict[str, float] = {}
         if self.costs is not None:
             job, costs = self.job, Costs.of(self.costs)
@@ -219,7 +221,7 @@ class Training(Spec):
         return run
 
     def identity(self) -> dict[str, Any]:
-        """What a run must have in common with the one that it resumes: all but backends, place and how long it goes.
+        """What a resumed run must share with the original: all but backends, place and length.
 
         Raises:
             DataError, BindError: data or weights cannot be read.
@@ -232,7 +234,7 @@ class Training(Spec):
         return {role: encode(backend, f"bindings.{role}", portable=False) for role, backend in bound.items()}
 
     def describe(self) -> dict[str, Any]:
-        """What would run, as JSON-able data: graph with backends, data, seed, versions.
+        """The run as JSON-able data: graph with backends, data, seed, versions.
 
         Raises:
             GraphError: a parameter of an operator or backend is neither a plain value nor a spec.
@@ -252,7 +254,7 @@ class Training(Spec):
 
 
 class _Loop:
-    """The state of a run while it goes."""
+    """The state of a run in progress."""
 
     def __init__(
         self,
@@ -272,7 +274,7 @@ class _Loop:
         self.sources.warn_of_few(training.prompts)
         self.logged_columns = logged_columns(graph)
         self.validations = Validating(held_out(graph, training.validations), steps, tokenizer, training.seed)
-        self.last = training.steps  # or the one after which a validation reached its goal
+        self.last = training.steps  # or an earlier one, if a validation reaches its goal
         self.content = {**self.sources.digests, **self.validations.digests}
         self.metrics: list[Mapping[str, float]] = []
         self.validated: list[Mapping[str, float]] = []
@@ -280,11 +282,11 @@ class _Loop:
         self.makespans: list[float] = []
         self.summary: Summary | None = None
         self.started = 0.0
-        self.heard: dict[int, Mapping[str, float]] = {}  # by step, as its rows were drawn
+        self.heard: dict[int, Mapping[str, float]] = {}  # by step, when its rows were sampled
         self.before = _traced(folder.path / "trace.json")  # the starts that this run resumes
 
     def run(self, found: Found | None) -> Run:
-        """Go through all steps, or those after the checkpoint that was found."""
+        """Run all steps, or those after the checkpoint."""
         done = 0 if found is None else int(found[1]["step"])
         try:
             with ExitStack() as ends:
@@ -308,10 +310,10 @@ class _Loop:
         return Run(self.folder.path, self.metrics, self.validated, self.steps.runner.engines)
 
     def _begin(self, found: Found | None) -> None:
-        """Bring engines, state, data and the lines of the folder to where the run starts."""
+        """Restore engines, state, data and the lines of the folder, or start from step 0."""
         if found is None:
             if self.folder.before is not None:
-                self.folder.rewind(-1)  # what an earlier start left that came to no checkpoint
+                self.folder.rewind(-1)  # lines of an earlier start without a checkpoint
             self.steps.sync()
             self._validate(0)
             return
@@ -342,7 +344,7 @@ class _Loop:
         self.checkpoints.save(step, state, self._write)
 
     def _write(self, checkpoint: Path) -> None:
-        """All that the trained roles need to go on; and policies as Hugging Face folders, for others to load."""
+        """Write the trained roles; and policies as Hugging Face folders, for other programs to load."""
         self.steps.save(checkpoint)
         for role in self._policies():
             self.steps.save_pretrained(role, checkpoint / role / "huggingface")
@@ -353,7 +355,7 @@ class _Loop:
         return [r for r, uses in roles if any(use.goes_through(Trainer) and use.mode == "writes" for use in uses)]
 
     def _timeline(self) -> Timeline:
-        """All spans of this start; those of a validation under its name."""
+        """All spans since this start; those of validations prefixed with their names."""
         timeline = Timeline()
         timeline.spans += [*self.steps.timeline.spans, *self.validations.spans]
         return timeline
@@ -364,14 +366,14 @@ class _Loop:
         timeline.save(self.folder.path / "trace.json")
 
     def _go(self, steps: range) -> None:
-        """Run steps, each with the validation and the checkpoint that are due after it."""
-        more, tell, lag = self.sources.more, self._tell_rows, self.training.job.graph.lag.versions
-        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._tell_node, more=more, tell=tell)
+        """Run steps, each with the validations and the checkpoint that are due after it."""
+        more, tell, lag = self.sources.more, self._columns_due, self.training.job.graph.lag.versions
+        results = self.steps.run(self._draw, steps, lag=lag, on_node=self._report_node, more=more, tell=tell)
         for step in steps:
             self.started = time.perf_counter()
             result = next(results)
             self._enter(step, result, time.perf_counter() - self.started)
-            if self._tell_rows(step):
+            if self._columns_due(step):
                 rows = [{"step": step + 1, **row} for row in rollout_records(self.logged_columns, result.columns)]
                 self.folder.append("rollouts.jsonl", rows)
             self._validate(step + 1)
@@ -382,13 +384,13 @@ class _Loop:
     def _draw(self, step: int) -> Batches:
         self.heard[step] = self.sources.heard
         batches = self.sources.next(self.training.prompts)
-        self.started = time.perf_counter()  # to read data is no part of the step
+        self.started = time.perf_counter()  # reading data does not count as part of the step
         return batches
 
     def _enter(self, step: int, result: StepResult, seconds: float) -> None:
         metrics = {"step": step + 1, **result.metrics.compute(), **self.heard.pop(step), **result.timing(seconds)}
         self.sources.learn(step + 1, result.scores)
-        if self.training.checkpoint_every is not None:  # now, and not hours later where it is to be saved
+        if self.training.checkpoint_every is not None:  # now, not hours later when it is saved
             check_json(self.steps.state, f"the state after step {step + 1}")
         self.metrics.append(metrics)
         self.seconds.append(result.seconds)
@@ -398,7 +400,7 @@ class _Loop:
             reporter.step(step + 1, metrics)
 
     def _validate(self, step: int) -> None:
-        for validated in self.validations.due(step, step == self.last, self._tell_node):
+        for validated in self.validations.due(step, step == self.last, self._report_node):
             self.validated.append(validated.metrics)
             self.folder.append("metrics.jsonl", [validated.metrics])
             self.folder.append("predictions.jsonl", validated.predictions)
@@ -407,44 +409,31 @@ class _Loop:
             if validated.reached:
                 self.last = step
 
-    def _tell_rows(self, step: int) -> Collection[Edge]:
-        """The columns of a step of which rollouts are written."""
+    def _columns_due(self, step: int) -> Collection[Edge]:
+        """The columns to log in a step."""
         every = self.training.rollouts_every
         return self.logged_columns.values() if every is not None and (step + 1) % every == 0 else ()
 
-    def _tell_node(self, name: str) -> None:
+    def _report_node(self, name: str) -> None:
         for reporter in self.reporters:
             reporter.node(name)
 
 
 def _traced(path: Path) -> Timeline:
-    """The trace of the starts that a run resumes; an empty one where it is damaged, which a warning says."""
+    """The trace of the earlier starts of a run; empty, with a warning, if it is damaged."""
     if not path.exists():
         return Timeline()
     try:
         return Timeline.load(path)
     except DataError as error:
-        logger.warning("%s The trace of this run begins anew.", error)
+        logger.warning("%s The trace of this run starts over.", error)
         return Timeline()
 
 
 @contextmanager
 def _noting(error: BaseException) -> Iterator[None]:
-    """What cannot be written in the block, since `error` has been raised, is told with it and not in its place."""
+    """Add a StorageError in the block to `error` as a note, so that it does not hide it."""
     try:
         yield
     except StorageError as other:
         error.add_note(str(other))
-
-
-def _refuse_no_reporters(reporters: Any) -> None:
-    if isinstance(reporters, str) or not isinstance(reporters, Sequence):
-        raise ParameterError(f"run({reporters!r}): expected a list of reporters, such as run([Terminal()]).")
-    for reporter in reporters:
-        missing = [name for name in sorted(members(Reporter)) if not callable(getattr(reporter, name, None))]
-        if missing or isinstance(reporter, type):
-            what = "is a class" if isinstance(reporter, type) else f"has no {', '.join(missing)}"
-            raise ParameterError(
-                f"run([{reporter!r}]): this reporter {what}; expected reporters that were made, such as "
-                f"run([Terminal()])."
-            )

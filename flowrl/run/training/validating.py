@@ -1,4 +1,4 @@
-"""`Validating`: runs the validations of a job that is trained, when they are due."""
+"""`Validating`: runs the validations of a training when they are due."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Ready:
 
 
 class Validated(NamedTuple):
-    """What a validation found: its numbers, a record for each row, and whether its goal is reached."""
+    """The result of a validation: its metrics, a record for each row, and whether it reached its goal."""
 
     metrics: Mapping[str, float]
     predictions: Sequence[Mapping[str, Any]]
@@ -39,14 +39,14 @@ class Validated(NamedTuple):
 
 
 class Validating:
-    """The validations of a job that is trained.
+    """The validations of a training.
 
-    They draw from keys of their own, the same ones every time: curves differ by the policy alone.
+    They sample with their own random keys, the same every time, so that curves differ by the policy alone.
 
     Args:
-        held_out: which, as they run.
-        steps: of the job, whose runner has their engines, too.
-        tokenizer: of the engine that generates; None of a job without tokens.
+        held_out: the validations as they run.
+        steps: of the job, whose runner also has their engines.
+        tokenizer: of the engine that generates; None for a job without tokens.
         seed: of the run.
     """
 
@@ -60,7 +60,7 @@ class Validating:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Of the prompts of each, by name; see `PromptStream.digest`."""
+        """The digest of each validation's prompts, by name; see `PromptStream.digest`."""
         return {
             f"{what} of the validation {one.name!r}": digest
             for one in self._all
@@ -69,7 +69,7 @@ class Validating:
 
     @property
     def spans(self) -> list[Span]:
-        """What they took, under their names; they run between the steps of the training."""
+        """The timeline of each, prefixed with its name; they run between the steps of the training."""
         return [
             dataclasses.replace(span, name=f"{one.name}/{span.name}", step=None)
             for one in self._all
@@ -77,11 +77,11 @@ class Validating:
         ]
 
     def due(self, step: int, last: bool, on_start: Callable[[str], None]) -> Iterator[Validated]:
-        """Run those that are due; all of them, where these are all steps or one of them reaches its goal.
+        """Run the validations that are due; all of them after the last step, or if one reaches its goal.
 
         Args:
             step: steps done.
-            last: whether these are all.
+            last: whether this is the last step.
             on_start: called with the name of each.
         """
         waiting = []
@@ -95,7 +95,7 @@ class Validating:
         yield from (self._run(step, one, on_start) for one in waiting if last)
 
     def reached(self, lines: Sequence[Mapping[str, float]]) -> bool:
-        """Whether a goal is among these metrics of earlier validations."""
+        """Whether these metrics of earlier validations reach a goal."""
         return any(one.held_out.validation.reached(line) for one in self._all for line in lines)
 
     def _run(self, step: int, one: _Ready, on_start: Callable[[str], None]) -> Validated:

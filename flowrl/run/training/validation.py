@@ -1,4 +1,4 @@
-"""`Validation`: held-out prompts for a job's engines, as an edit of its graph; `.validating` runs it."""
+"""`Validation`: held-out prompts on a job's engines, as an edit of its graph; `.validating` runs it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from flowrl.spec import Spec
 
 
 class Validation(Spec):
-    """Every few steps, and before the first, the job's engines answer held-out prompts.
+    """Evaluates held-out prompts with the job's engines, before the first step and every few steps.
 
-    The graph of a validation is the job's own graph up to `until`, with any edit of it; see `flowrl.edits.edit`. What
-    lets only some rows through (`Filter`, `Collect`) is left out, so that all held-out prompts count. All of it runs
-    each time, and numbers that change over time are as they are then.
+    The graph of a validation is the job's graph up to `until`, with any edit; see `flowrl.edits.edit`. Gates (`Filter`,
+    `Collect`) are dropped, so that all held-out prompts count. Every node runs each time, and schedules have their
+    value of the current step.
 
     Args:
-        data: the held-out prompts; of a graph with several inputs up to `until`, a source for each, by its name.
+        data: the held-out prompts; for a graph with several inputs up to `until`, a source for each, by its name.
         every: steps between two validations; there is always one after the last step.
         name: metrics are logged as ``<name>/<key>``.
-        changes: ``"node.parameter"`` to value, as ``edit(set=...)``; by default one greedy answer per prompt.
-        until: the node that scores, or several nodes; ``"interact"`` where an environment does.
-        batch: how many prompts are answered at a time.
+        changes: ``"node.parameter"`` to value, as ``edit(set=...)``; by default one greedy response per prompt.
+        until: the node that scores, or several nodes; ``"interact"`` if an environment scores.
+        batch: prompts per batch.
         replace, drop, insert, wire: as those of `edit`: ``insert={"pass_at_k": After("reward", PassAtK(8))}``.
-        bind: other engines by role, which stand beside the job's. In the place of one that the job syncs, one gets
-            the trained weights before each validation.
-        goal: the mean reward at which the run ends before its last step; None lets it go on. One that is reached before
-            the first step ends nothing.
+        bind: other backends by role, whose engines are built in addition to the job's. If the job syncs the role, the
+            other engine gets the trained weights before each validation.
+        goal: the mean reward at which the run ends early; None runs all steps. A goal that is reached before the first
+            step does not end the run.
     """
 
     timeless = True
@@ -62,7 +62,7 @@ class Validation(Spec):
         return refuse_no_source(data)
 
     def graph(self, graph: Graph) -> Graph:
-        """The graph of the validation, as an edit of `graph`: without its gates, since every prompt counts.
+        """The graph of the validation, as an edit of `graph` without its gates.
 
         Raises:
             GraphError, PortError, BindError: the edit does not fit the graph.
@@ -81,31 +81,35 @@ class Validation(Spec):
         return edit(changed, when={node.name: ALWAYS for node in changed.nodes.values() if node.when != ALWAYS})
 
     def _refuse_no_end(self, graph: Graph) -> None:
-        """Refuse end nodes that the graph lacks, such as the default where an environment gives rewards."""
+        """Refuse end nodes that the graph lacks, such as the default if an environment scores."""
         until = (self.until,) if isinstance(self.until, str) else self.until
         if missing := [name for name in until if name not in graph]:
             scoring = [edge.node for edge, typed in graph.types.items() if getattr(typed.type, "kind", "") == "score"]
-            where = f": Validation(..., until={scoring[-1]!r})" if scoring else ""
+            fix = f": Validation(..., until={scoring[-1]!r})" if scoring else ""
             raise GraphError(
-                f"the validation {self.name!r} ends at until={self.until!r}, and {graph.name} has no node "
-                f"{missing[0]!r}; {offer(missing[0], graph.nodes)} Name the node that scores{where}."
+                f"The validation {self.name!r} ends at until={self.until!r}, but {graph.name} has no node "
+                f"{missing[0]!r}; {offer(missing[0], graph.nodes)} Pass the name of the node that scores{fix}.",
+                code="run.validation-end",
+                validation=self.name,
+                graph=graph.name,
+                node=missing[0],
             )
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
-        """Whether these metrics, of it or of another validation, reach its goal after the first step."""
+        """Whether these metrics, of this or another validation, reach the goal after the first step."""
         return self.goal is not None and metrics["step"] > 0 and metrics.get(self._mean, -math.inf) >= self.goal
 
     def refuse_goal_without(self, metrics: Mapping[str, float]) -> None:
-        """Refuse a goal for a number that the validation does not report.
-
-        Raises:
-            ParameterError: there is no mean reward among its metrics.
-        """
+        """Refuse a goal if the validation reports no mean reward."""
         if self.goal is not None and self._mean not in metrics:
+            found = [key for key in metrics if key != "step"]
             raise ParameterError(
-                f"Validation(goal={self.goal:g}) is held against {self._mean}, but this validation reports "
-                f"{', '.join(key for key in metrics if key != 'step')}; expected a Reward in the graph up to "
-                f"until={self.until!r}."
+                f"Validation(goal={self.goal:g}) is a bound on {self._mean}, but this validation reports "
+                f"{', '.join(found)}. Leave goal out, or add a Reward to the graph up to until={self.until!r}.",
+                code="run.validation-goal",
+                validation=self.name,
+                missing=self._mean,
+                found=found,
             )
 
     @property

@@ -11,7 +11,8 @@ from pydantic import Field
 from flowrl import INJECTED, Key, Operator, PromptBatch, algorithm
 from flowrl import columns as c
 from flowrl.core.graphs.plan import Plan
-from flowrl.core.graphs.twins import ASKS_OUTSIDE, Twin, twins
+from flowrl.core.graphs.twins import Twin, twins
+from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.session import State
 from flowrl.core.operators.when import When
 from flowrl.graph import Graph
@@ -57,7 +58,7 @@ class Counted(Operator):
 class Asked(Operator):
     """A mask from elsewhere."""
 
-    effects: ClassVar[frozenset[str]] = frozenset({ASKS_OUTSIDE})
+    effects: ClassVar[frozenset[str]] = frozenset({Effect.ASKS_OUTSIDE})
 
     def __call__(self, prompt_mask: c.PromptMask) -> c.PromptMask:
         return prompt_mask

@@ -169,7 +169,7 @@ def test_what_was_measured_predicts_it(tiny: str, prompts_file: str, tmp_path: P
     for graph in (made.graph, made.runs, made.graph.bound({})):  # as in the run, where nobody says what is bound
         assert predict(graph, None, 4, costs).seconds > 0
     assert made.graph.diff(made.graph.edit(set={"repeat.n": 2}), costs).seconds is not None
-    with pytest.raises(DataError, match="has not measured old_log_prob of grpo"):
+    with pytest.raises(DataError, match="has no costs of old_log_prob of grpo"):
         predict(made.graph, None, 4, costs, optimize=False)
     given = costs.given(old_log_prob=100.0)
     assert (
@@ -188,7 +188,7 @@ def test_the_plan_says_it(tiny: str) -> None:
 
 
 def test_the_plan_says_where_a_reference_holds_the_weights_of_the_base(tiny: str) -> None:
-    said = "ref has weights that are there without it; holding them once is enough: "
+    said = "ref duplicates weights of another role; to hold them once: "
     adapted = TorchTrainer(tiny, lora=LoRA())
 
     def plan(actor: TorchTrainer, ref: TorchScorer) -> list[str]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flowrl import Colocate, PromptData, Training, Validation
 from flowrl.data.keys import Key
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import DataError
 from flowrl.files.graph_io import encode
 from flowrl.graph import Graph
 from flowrl.graphs import grpo
@@ -25,6 +25,7 @@ from flowrl.run.placement.place import Place
 from flowrl.run.prediction.cost import Cost, Load
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
+from tests.support.errors import raises
 from tests.support.jobs import job_of
 from tests.support.rewards import digits
 
@@ -172,7 +173,7 @@ class TestOfARun:
 
     @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, "1", True])
     def test_a_cost_that_is_none(self, seconds: Any) -> None:
-        with pytest.raises(ParameterError, match=r"expected seconds, such as given\(a=0\.1\)"):
+        with raises("predict.bad-costs", node="a"):
             Costs("by hand", {"a": {1: Cost(row=1.0)}}).given(a=seconds)
 
     @pytest.mark.parametrize(
@@ -190,19 +191,19 @@ class TestOfARun:
         text = (tmp_path / file).read_text()
         assert before in text
         (tmp_path / file).write_text(text.replace(before, after, 1))
-        with pytest.raises(DataError, match=f"{file}.* run it again"):
+        with pytest.raises(DataError, match=f"{file}.* [Rr]un it again"):
             Costs.of(tmp_path)
 
     def test_no_run(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="nowhere holds no run; expected the folder of one that went some steps"):
+        with raises("predict.no-run", path=str(tmp_path / "nowhere"), missing="run.json"):
             Costs.of(tmp_path / "nowhere")
 
     def test_no_trace(self, tmp_path: Path) -> None:
         write_run(tmp_path, [], {})
-        with pytest.raises(DataError, match="a run that has not finished a step, so nothing was measured"):
+        with raises("predict.no-run", path=str(tmp_path)):
             Costs.of(tmp_path)
         (tmp_path / "trace.json").unlink()
-        with pytest.raises(DataError, match=r"holds a run that has left no trace.json yet"):
+        with raises("predict.no-run", path=str(tmp_path), missing="trace.json"):
             Costs.of(tmp_path)
 
 
@@ -267,7 +268,7 @@ class TestOfTraining:
         self, trained: tuple[Training, str], tmp_path: Path
     ) -> None:
         changed: dict[str, Any] = {"folder": str(tmp_path / "second"), "costs": "nowhere"}
-        with pytest.raises(DataError, match="nowhere holds no run"):
+        with raises("predict.no-run", missing="run.json"):
             type(trained[0])(**{**vars_of(trained[0]), **changed}).run()
         assert not (tmp_path / "second").exists()
 
@@ -285,14 +286,14 @@ class TestOfTraining:
         graph: Graph = trained[0].job.graph
         costs = Costs.of(trained[1])
         other = grpo(digits, n=2, max_new_tokens=6).edit(rename={"reward": "score"})
-        with pytest.raises(DataError, match="has not measured score of grpo; run that graph once"):
+        with raises("predict.unmeasured-node", graph="grpo", nodes=("score",)):
             graph.diff(other, costs)
         assert graph.diff(other, costs.given(score=0.1)).seconds is not None
 
     def test_the_path_of_a_run_is_no_costs(self, trained: tuple[Training, str]) -> None:
-        graph, said = trained[0].job.graph, r"are no costs; expected those of a run: Costs\.of\('runs/first'\)"
+        graph = trained[0].job.graph
         for ask in (lambda run: graph.diff(graph, run), lambda run: predict(graph, None, 4, run)):
-            with pytest.raises(ParameterError, match=said):
+            with raises("predict.bad-costs", found=trained[1]):
                 ask(trained[1])
 
 

@@ -6,12 +6,12 @@ import pytest
 
 from flowrl.core.operators.roles import Role
 from flowrl.distributed.place import Colocate, Split
-from flowrl.errors import BindError, DataError
 from flowrl.graph import Graph
 from flowrl.run.placement.place import Place
 from flowrl.run.prediction.cost import Cost
 from flowrl.run.prediction.costs import Costs
 from flowrl.run.prediction.prediction import predict
+from tests.support.errors import raises
 from tests.support.paper import BATCH, Answer, Ask, Carry, General, Generating, Nodes, OnSlots, Train, fixed, graph_of
 
 
@@ -114,7 +114,7 @@ class TestPrediction:
             "  at least 4.500 s: the critical path answer → train → carry\n"
             "  with lag at least 3.500 s: the work of the busiest slot\n"
             "  idle: slot 0 67%, slot 1 100%, slot 2 22%\n"
-            "  by hand ran in one process, so it does not say what syncs and turns between processes cost here"
+            "  by hand ran in one process, so it has no costs of syncs and turns between processes"
         )
 
     def test_in_one_process(self) -> None:
@@ -124,9 +124,9 @@ class TestPrediction:
         )
 
     def test_a_node_that_was_not_measured(self) -> None:
-        with pytest.raises(DataError, match=r"by hand has not measured b of toy; run that graph once.*--cost b=0.1"):
+        with raises("predict.unmeasured-node", graph="toy", nodes=("b",), path="by hand"):
             predict(graph_of({"a": (General(), BATCH), "b": (General(), BATCH)}), None, 8, fixed(a=1.0))
 
     def test_an_unbound_role(self) -> None:
-        with pytest.raises(BindError, match=r"toy leaves 'actor' unbound, so nobody knows which slots of Colocate\(\)"):
+        with raises("job.unbound-role", graph="toy", role="actor"):
             predict(graph_of({"a": (Ask(), BATCH)}), Colocate(), 8, fixed(a=1.0))

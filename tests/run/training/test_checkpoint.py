@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from flowrl.errors import DataError, ParameterError
+from flowrl.errors import DataError
 from flowrl.run.training.checkpoint import MANIFEST, STATE, Checkpoints, find_fault
+from tests.support.errors import raises
 
 
 def engines(content: bytes = b"weights") -> Callable[[Path], None]:
@@ -75,7 +76,7 @@ class TestSave:
 
     @pytest.mark.parametrize("keep", [0, -1])
     def test_keep_none(self, tmp_path: Path, keep: int) -> None:
-        with pytest.raises(ParameterError, match=f"max_checkpoints={keep}"):
+        with raises("checkpoint.none-retained", found=keep):
             Checkpoints(tmp_path, keep)
 
     def test_steps_of_seven_digits_are_in_order(self, tmp_path: Path) -> None:
@@ -249,7 +250,7 @@ class TestDamage:
         files = json.loads((path / MANIFEST).read_text())["files"] | {name: "0" * 32}
         seal = xxhash.xxh3_128_hexdigest(json.dumps(files).encode())
         (path / MANIFEST).write_text(json.dumps({"files": files, "digest": seal}))
-        assert str(find_fault(path)).endswith(f"is damaged: {name!r} is no file there")
+        assert str(find_fault(path)).endswith(f"is damaged: the file {name!r} is missing")
 
     def test_a_manifest_that_forgets_a_file(self, checkpoints: Checkpoints) -> None:
         path = checkpoints.folder / "step-000020"
@@ -271,7 +272,7 @@ class TestDamage:
         assert (found[0].name, found[1]["step"]) == ("step-000010", 10)
         (record,) = caplog.records
         assert record.levelno == logging.WARNING
-        for part in ("step-000020", "actor/model.safetensors is not what was written", "going on from step-000010"):
+        for part in ("step-000020", "actor/model.safetensors has changed", "resuming from step-000010"):
             assert part in record.getMessage()
 
     def test_no_warning_without_damage(self, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
@@ -281,7 +282,7 @@ class TestDamage:
     def test_all_damaged(self, checkpoints: Checkpoints) -> None:
         (checkpoints.folder / "step-000010" / MANIFEST).unlink()
         (checkpoints.folder / "step-000020" / "empty").write_bytes(b"?")
-        with pytest.raises(DataError) as raised:
+        with raises("checkpoint.all-damaged", path=str(checkpoints.folder)) as raised:
             checkpoints.latest()
-        for part in ("step-000010 has no manifest.json", "step-000020 is damaged: empty"):
-            assert part in str(raised.value)
+        newest, oldest = raised.value.facts["faults"]
+        assert "step-000020 is damaged: empty" in newest and "step-000010 has no readable manifest.json" in oldest

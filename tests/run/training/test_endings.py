@@ -19,12 +19,13 @@ from flowrl import INJECTED, Metrics, Operator, State, Terminal, Training
 from flowrl import columns as c
 from flowrl.core.graphs.after import After
 from flowrl.data.sources.prompts import PromptData
-from flowrl.errors import DataError, ParameterError, StorageError
+from flowrl.errors import DataError, StorageError
 from flowrl.run.engine.timeline import Timeline
 from flowrl.run.training.run_folder import RunFolder
 from flowrl.run.training.signals import SIGNALS, Ended, ended_in_order
 from tests import ROOT
 from tests.run.training.interrupted import assert_same, jobs, run
+from tests.support.errors import raises
 from tests.support.jobs import job_of
 from tests.support.runs import Recorder, described, lines, train
 
@@ -216,26 +217,27 @@ def test_a_program_that_is_terminated_ends_with_the_code_of_shells(
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "missing"),
     [
-        (lambda: Terminal(), r"expected a list of reporters, such as run\(\[Terminal\(\)\]\)"),
-        (lambda: "Terminal", "expected a list of reporters"),
-        (lambda: None, "expected a list of reporters"),
-        (lambda: iter([Terminal()]), "expected a list of reporters"),
-        (lambda: ["Terminal"], r"run\(\['Terminal'\]\): this reporter has no end, node, start, step, validation"),
-        (lambda: [Terminal], "is a class; expected reporters that were made"),
-        (lambda: [Terminal(), None], "this reporter has no"),
-        (lambda: (io.StringIO(),), "this reporter has no"),
+        (lambda: Terminal(), None),
+        (lambda: "Terminal", None),
+        (lambda: None, None),
+        (lambda: iter([Terminal()]), None),
+        (lambda: ["Terminal"], ("end", "node", "start", "step", "validation")),
+        (lambda: [Terminal], ()),
+        (lambda: [Terminal(), None], ("end", "node", "start", "step", "validation")),
+        (lambda: (io.StringIO(),), ("end", "node", "start", "step", "validation")),
     ],
 )
 def test_what_is_no_reporter_is_refused_before_there_is_a_folder(
-    prompts_file: str, tmp_path: Path, make: Callable[[], Any], said: str
+    prompts_file: str, tmp_path: Path, make: Callable[[], Any], missing: tuple[str, ...] | None
 ) -> None:
     training = Training(
         job_of("grpo", "no such model"), PromptData(prompts_file), steps=1, prompts=2, folder=str(tmp_path / "run")
     )
-    with pytest.raises(ParameterError, match=said):
+    with raises("run.bad-reporter") as caught:
         training.run(make())
+    assert caught.value.facts.get("missing") == missing
     assert not (tmp_path / "run").exists()
 
 

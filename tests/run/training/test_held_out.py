@@ -154,7 +154,10 @@ def test_what_is_built_and_placed() -> None:
         ({"bind": {"rollout": SGD(lr=0.1)}}, r"Validation\(.*bind"),
         ({"bind": {"rollout": TorchScorer("m")}}, r"bound to TorchScorer, but generate needs a Rollout"),
         ({"bind": {"rollout": TorchRollout("m", frozen=True)}}, r"'rollout_of_val', whose engine is frozen"),
-        ({"replace": {"generate": Generate(rollout=Role("x"))}, "changes": {}}, r"'val' leaves 'x' unbound.*bind={'x'"),
+        (
+            {"replace": {"generate": Generate(rollout=Role("x"))}, "changes": {}},
+            r"'val' uses the role 'x', .*={'x'",
+        ),
         ({"wire": {"reward.rollout": "nobody"}}, r"nobody"),
         ({"drop": ["repeats"]}, r"names 'repeats'.*did you mean 'repeat'"),
         (

@@ -1,10 +1,11 @@
-"""One run at a time writes to a folder, and whoever dies lets go of it."""
+"""One run at a time writes to a folder; the lock ends with its process."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from flowrl.errors import ParameterError
 from flowrl.run.training import lock
 from flowrl.run.training.lock import LOCK, RESERVE, FolderLock
 from tests import ROOT
+from tests.support.errors import raises
 from tests.support.jobs import job_of
 from tests.support.runs import Recorder, described, lines, train
 
@@ -47,8 +48,9 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_another_process_is_named_and_its_death_frees_the_folder(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
-        with pytest.raises(ParameterError, match=rf"that has not ended, the process {process.pid} on .*, since 2"):
+        with raises("run.folder-locked", path=str(tmp_path)) as caught:
             FolderLock(tmp_path)
+        assert re.match(rf"the process {process.pid} on .*, since 2", caught.value.facts["holder"])
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert (tmp_path / LOCK).exists()  # it had no time to clear up
@@ -58,8 +60,9 @@ def test_another_process_is_named_and_its_death_frees_the_folder(tmp_path: Path)
 
 def test_this_process_counts_too(tmp_path: Path) -> None:
     held = FolderLock(tmp_path)
-    with pytest.raises(ParameterError, match=rf"the process {os.getpid()} on"):
+    with raises("run.folder-locked") as caught:
         FolderLock(tmp_path)
+    assert caught.value.facts["holder"].startswith(f"the process {os.getpid()} on")
     held.release()
     FolderLock(tmp_path).release()
 
@@ -69,7 +72,7 @@ def test_another_run_keeps_its_lock_where_ours_was_removed(tmp_path: Path) -> No
     (tmp_path / LOCK).unlink()
     theirs = FolderLock(tmp_path)
     ours.release()
-    with pytest.raises(ParameterError, match="is being written by a run"):
+    with raises("run.folder-locked"):
         FolderLock(tmp_path)
     theirs.release()
 
@@ -85,7 +88,7 @@ def test_a_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> None:
         os.read(reader, 1)
         os._exit(0)
     os.read(started, 1)
-    with pytest.raises(ParameterError):
+    with raises("run.folder-locked"):
         FolderLock(tmp_path)
     os.close(held._file)  # as when the parent dies
     lock._open.clear()
@@ -100,7 +103,7 @@ def test_a_holder_that_is_not_known(tmp_path: Path) -> None:
     held = FolderLock(tmp_path)
     for content in (b"", b"{", b"[]", b"{}", b"\xff"):
         (tmp_path / LOCK).write_bytes(content)
-        with pytest.raises(ParameterError, match="that has not ended, a process that has just begun or ended it"):
+        with raises("run.folder-locked", holder="a process that has just started or ended"):
             FolderLock(tmp_path)
     held.release()
 
@@ -113,7 +116,7 @@ def test_room_is_kept_back_and_given(tmp_path: Path) -> None:
     held.release()
 
 
-def test_a_file_system_without_locks_is_told(
+def test_a_file_system_without_locks_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def none(*_: Any) -> None:
@@ -122,7 +125,7 @@ def test_a_file_system_without_locks_is_told(
     monkeypatch.setattr(lock.fcntl, "flock", none)
     with caplog.at_level(logging.WARNING):
         FolderLock(tmp_path).release()
-    assert "has no locks, so nothing keeps a second run out" in caplog.text
+    assert "has no locks, so a second run could write to it" in caplog.text
 
 
 # ---- runs
@@ -135,7 +138,7 @@ def test_a_second_run_is_refused_and_leaves_the_first_alone(tiny: str, prompts_f
         def step(self, step: int, metrics: Any) -> None:
             super().step(step, metrics)
             for resume in (False, True):
-                with pytest.raises(ParameterError, match=rf"is being written by .* the process {os.getpid()} on"):
+                with raises("run.folder-locked", path=str(tmp_path)):
                     train(job, prompts_file, tmp_path, resume=resume)
 
     assert train(job, prompts_file, tmp_path, [Second()]).folder == tmp_path
@@ -153,9 +156,9 @@ def test_a_run_that_was_killed_before_its_first_step_leaves_the_folder_free(
     assert described(tmp_path)["status"] == "finished"
 
 
-def test_refusals_let_go(prompts_file: str, tmp_path: Path) -> None:
+def test_a_refused_run_releases_its_lock(prompts_file: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"status": "finished"}')
     for _ in range(2):
-        with pytest.raises(ParameterError, match="already holds a run"):
+        with raises("run.folder-taken"):
             train(job_of("grpo", "no such model"), prompts_file, tmp_path)
     assert not (tmp_path / LOCK).exists()

@@ -47,6 +47,7 @@ from tests.run.training.interrupted import (
     status,
     timeless,
 )
+from tests.support.errors import raises
 from tests.support.jobs import job_of, weights_of, write_prompts
 from tests.support.rewards import digits
 
@@ -196,7 +197,7 @@ class TestCheckpoints:
                 (newest / MANIFEST).write_text("{")
         with caplog.at_level(logging.WARNING):
             assert_same(run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True), whole("ppo"))
-        assert "step-000004" in caplog.text and "going on from step-000002, which is whole" in caplog.text
+        assert "step-000004" in caplog.text and "resuming from step-000002, which is intact" in caplog.text
         assert checkpoints(tmp_path) == ["step-000002", "step-000004", "step-000006"]  # and the new one is whole
 
     def test_half_written(
@@ -221,7 +222,7 @@ class TestCheckpoints:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 2)
         (tmp_path / "checkpoints/step-000002/state.json").write_text("{}")
         before = (tmp_path / "run.json").read_text()
-        with pytest.raises(DataError, match=r"no checkpoint in .* is whole: .*state.json is not what was written"):
+        with raises("checkpoint.all-damaged"):
             run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True)
         assert (tmp_path / "run.json").read_text() == before
 
@@ -287,17 +288,17 @@ class TestStart:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 1, checkpoint_every=None)
         before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
         for changed, other in (({"seed": 4}, "seed"), ({"prompts": 10}, "prompts")):
-            with pytest.raises(DataError, match=f"run with another {other} and no checkpoint .* choose another"):
+            with raises("resume.no-checkpoint", found=f"a run with another {other}"):
                 run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True, checkpoint_every=None, **changed)
-        with pytest.raises(DataError, match="a run with another graph and no checkpoint"):
+        with raises("resume.no-checkpoint", found="a run with another graph"):
             run(jobs("ppo", tiny), prompts_file, tmp_path, resume=True)
         assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
         with caplog.at_level(logging.WARNING):
-            anew = run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True, checkpoint_every=None)
-        assert_same(anew, whole("grpo"))
-        assert "holds no checkpoint; the run starts anew" in caplog.text
+            restarted = run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True, checkpoint_every=None)
+        assert_same(restarted, whole("grpo"))
+        assert "holds no checkpoint; the run starts from step 0" in caplog.text
         before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-        with pytest.raises(DataError, match="holds a finished run and no checkpoint to go on from"):
+        with raises("resume.no-checkpoint", found="a finished run"):
             run(jobs("grpo", tiny), prompts_file, tmp_path, resume=True, checkpoint_every=None)
         assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -324,11 +325,9 @@ class TestStart:
 
     def test_without_resume_a_run_is_not_touched(self, tiny: str, prompts_file: str, tmp_path: Path) -> None:
         cut_off(jobs("grpo", tiny), prompts_file, tmp_path, 2)
-        with pytest.raises(
-            ParameterError, match=r"already holds a run; choose another folder .*checkpoint by resume=True / --resume"
-        ):
+        with raises("run.folder-taken", path=str(tmp_path)):
             run(jobs("grpo", tiny), prompts_file, tmp_path)
-        with pytest.raises(ParameterError, match=r"resume=True, but no folder says which run"):
+        with pytest.raises(ParameterError, match=r"resume=True needs the folder"):
             Training(jobs("grpo", tiny), PromptData(prompts_file), **settings(prompts_file, resume=True))
 
     def test_resuming_does_not_run_the_first_validation_again(
@@ -352,18 +351,20 @@ def cut(tiny: str, prompts_file: str, tmp_path_factory: pytest.TempPathFactory) 
 
 class TestRefused:
     @pytest.mark.parametrize(
-        ("changed", "message"),
+        ("changed", "code", "facts"),
         [
-            ({"seed": 4}, r"another seed \(3, and here it is 4\)"),
-            ({"prompts": 10}, r"another prompts \(5, and here it is 10\)"),
-            ({"steps": 1}, r"stands after step 2, and steps=1 ends before"),
+            ({"seed": 4}, "resume.other-run", {"changed": "seed", "expected": 3, "found": 4}),
+            ({"prompts": 10}, "resume.other-run", {"changed": "prompts", "expected": 5, "found": 10}),
+            ({"steps": 1}, "resume.fewer-steps", {"found": 2, "steps": 1}),
         ],
     )
-    def test_another_run(self, tiny: str, prompts_file: str, cut: Path, changed: dict[str, Any], message: str) -> None:
+    def test_another_run(
+        self, tiny: str, prompts_file: str, cut: Path, changed: dict[str, Any], code: str, facts: dict[str, Any]
+    ) -> None:
         before = (cut / "run.json").read_text()
-        with pytest.raises(DataError, match=message):
+        with raises(code, **facts):
             run(jobs("grpo", tiny), prompts_file, cut, resume=True, **changed)
-        assert (cut / "run.json").read_text() == before  # which still tells of the run that is there
+        assert (cut / "run.json").read_text() == before  # which still describes the existing run
 
     def test_another_graph(self, prompts_file: str, cut: Path) -> None:
         nowhere = "no such model"  # so that the refusal comes before it loads
@@ -372,7 +373,7 @@ class TestRefused:
             jobs("grpo", nowhere, lambda data_source, solution_str, ground_truth, extra_info=None: 1.0),
             jobs("ppo", nowhere),
         ):
-            with pytest.raises(DataError, match="another graph"):
+            with raises("resume.other-run", changed="graph"):
                 run(job, prompts_file, cut, resume=True)
 
     def test_other_data(self, tiny: str, prompts_file: str, cut: Path, tmp_path: Path) -> None:
@@ -382,11 +383,13 @@ class TestRefused:
             folder=str(cut),
             **settings(prompts_file, resume=True),
         )
-        with pytest.raises(DataError, match=r"another data .*'shuffle': True.*'shuffle': False"):
+        with raises("resume.other-run", changed="data") as raised:
             ordered.run()
+        assert "'shuffle': True" in raised.value.facts["expected"]
+        assert "'shuffle': False" in raised.value.facts["found"]
         copy = shutil.copytree(cut, tmp_path / "copy")
         for rows in (11, 13):
-            with pytest.raises(DataError, match="of a run with another content of the data"):
+            with raises("resume.other-run", changed="content of the data"):
                 run(jobs("grpo", tiny), write_prompts(tmp_path / "other.jsonl", rows), copy, resume=True)
         moved = shutil.copyfile(prompts_file, tmp_path / "moved.jsonl")  # a file may lie elsewhere, though
         run(jobs("grpo", tiny), str(moved), copy, resume=True)
@@ -408,8 +411,8 @@ class TestRefused:
         with caplog.at_level(logging.WARNING):
             found = run(job, prompts_file, copy, resume=True)
         assert (
-            "was made with other backends (role rollout.model: None -> " in caplog.text
-            and "; role rollout.device: None -> 'cpu'); the run goes on" in caplog.text
+            "was written with other backends (role rollout.model: None -> " in caplog.text
+            and "; role rollout.device: None -> 'cpu'); the run resumes" in caplog.text
         )
         for ours, theirs in zip(found.metrics, whole("grpo").metrics, strict=True):
             same = {k: v for k, v in theirs.items() if not k.startswith((*TIMES, "sync/"))}

@@ -15,10 +15,11 @@ from transformers import AutoTokenizer
 
 from flowrl import PromptData, Training, Validation
 from flowrl.backends import TorchRollout
-from flowrl.errors import DataError, ParameterError, StorageError
+from flowrl.errors import DataError, StorageError
 from flowrl.run.training.checkpoint import MANIFEST, STATE, Checkpoints
 from tests.nightly import nightly
 from tests.run.training.interrupted import STEPS, assert_same, cut_off, jobs, run, settings, timeless
+from tests.support.errors import raises
 from tests.support.jobs import write_prompts
 from tests.support.runs import described
 
@@ -63,7 +64,7 @@ class TestOtherInputs:
         other = tmp_path / "other.jsonl"
         other.write_text(text.replace('"ground_truth": "7"', '"ground_truth": "8"'))
         before = (cut / "run.json").read_bytes()
-        with pytest.raises(DataError, match=r"is of a run with another content of the data"):
+        with raises("resume.other-run", changed="content of the data"):
             run(jobs("grpo", model), str(other), cut, resume=True)
         assert (cut / "run.json").read_bytes() == before
 
@@ -72,7 +73,7 @@ class TestOtherInputs:
         kept = file.read_bytes()
         file.write_bytes((Path(with_other_weights(model, tmp_path)) / "model.safetensors").read_bytes())
         try:
-            with pytest.raises(DataError, match=r"is of a run with another starting model \(.*'ref'"):
+            with raises("resume.other-run", changed="starting model"):
                 run(jobs("grpo", model), prompts_file, cut, resume=True)
         finally:
             file.write_bytes(kept)
@@ -82,7 +83,7 @@ class TestOtherInputs:
         self, model: str, prompts_file: str, cut: Path, tmp_path: Path, role: str
     ) -> None:
         other = jobs("grpo", with_other_weights(model, tmp_path)).graph.bindings[role]
-        with pytest.raises(DataError, match="another starting model"):
+        with raises("resume.other-run", changed="starting model"):
             run(jobs("grpo", model).edit(bind={role: other}), prompts_file, cut, resume=True)
 
     def test_what_is_no_part_of_it(self, model: str, prompts_file: str, tmp_path: Path) -> None:
@@ -118,8 +119,8 @@ class TestOtherInputs:
         finally:
             for file in Path(model).iterdir():
                 file.unlink() if file not in files else file.write_bytes(files[file])
-        assert "was made with other prompts: the file, the tokeniser or its chat template has changed" in caplog.text
-        assert "was made with other prompts of the validation 'val'" in caplog.text
+        assert "was written with other prompts: the file, the tokenizer or its chat template has changed" in caplog.text
+        assert "was written with other prompts of the validation 'val'" in caplog.text
 
     def test_a_validation_on_other_prompts_is_told(
         self, model: str, prompts_file: str, copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -127,7 +128,7 @@ class TestOtherInputs:
         other = Validation(PromptData(write_prompts(tmp_path / "other.jsonl", 3)), every=3)
         with caplog.at_level(logging.WARNING):
             run(jobs("grpo", model), prompts_file, copy, resume=True, validation=other, steps=5)
-        assert "made with other prompts of the validation 'val'" in caplog.text
+        assert "written with other prompts of the validation 'val'" in caplog.text
         assert "made with other prompts:" not in caplog.text
 
 
@@ -169,7 +170,7 @@ class TestLines:
             file.unlink()
         with caplog.at_level(logging.WARNING):
             found = run(jobs("grpo", model), prompts_file, copy, resume=True)
-        assert "metrics.jsonl is not what it was when the checkpoint after step 4 was written" in caplog.text
+        assert "metrics.jsonl has changed since the checkpoint after step 4 was written" in caplog.text
         assert f"and lacks {gone}: " in caplog.text if gone else "lacks" not in caplog.text
         assert [metrics["step"] for metrics in found.metrics] == left
         assert [line["step"] for line in timeless(file) if "actor/lr" in line] == left
@@ -186,7 +187,7 @@ class TestLines:
                 file.write(tail)
         with caplog.at_level(logging.WARNING):
             assert_same(run(jobs("grpo", model), prompts_file, copy, resume=True), whole)
-        assert "is not what it was" not in caplog.text
+        assert "has changed since" not in caplog.text
 
     @pytest.mark.parametrize(
         ("name", "error", "lacks"),
@@ -239,28 +240,33 @@ class TestCheckpoints:
         assert (tmp_path / "elsewhere" / STATE).exists()  # what a link points to is not removed
 
     @pytest.mark.parametrize(
-        ("changed", "said"),
+        ("changed", "missing"),
         [
-            ({"data": None}, "says no data as a training does"),
-            ({"made_with": 3}, "says no made_with"),
-            ({"bindings": []}, "says no bindings"),
-            ({"bindings": {"actor": 3}}, "says no bindings"),
-            ({"bindings": {"actor": {"$type": 3}}}, "says no bindings"),
-            ({"lines": None}, "says no lines"),
-            ({"state": "kl"}, "says no state"),
-            ({"data": {"epoch": -1, "offset": 0, "rows": 12}}, "not a position in 12 rows"),
-            ({"step": 3}, "is not of the step that the folder is named by"),
+            ({"data": None}, "data"),
+            ({"made_with": 3}, "made_with"),
+            ({"bindings": []}, "bindings"),
+            ({"bindings": {"actor": 3}}, "bindings"),
+            ({"bindings": {"actor": {"$type": 3}}}, "bindings"),
+            ({"lines": None}, "lines"),
+            ({"state": "kl"}, "state"),
+            ({"data": {"epoch": -1, "offset": 0, "rows": 12}}, None),
+            ({"step": 3}, None),
         ],
         ids=str,
     )
     def test_a_state_of_something_else(
-        self, model: str, prompts_file: str, copy: Path, changed: dict[str, Any], said: str
+        self, model: str, prompts_file: str, copy: Path, changed: dict[str, Any], missing: str | None
     ) -> None:
-        """Sealed anew, so that its digests are right."""
+        """With a new manifest, so that its digests are right."""
         shutil.rmtree(copy / "checkpoints" / "step-000002")
         reseal(copy / "checkpoints" / "step-000004", changed)
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError) as raised:
             run(jobs("grpo", model), prompts_file, copy, resume=True)
+        assert raised.value.facts.get("missing") == missing
+        if "step" in changed:
+            assert raised.value.code == "checkpoint.all-damaged"
+        elif missing is not None:
+            assert raised.value.code == "resume.unknown-state"
 
 
 def reseal(checkpoint: Path, changed: dict[str, Any]) -> None:
@@ -303,7 +309,7 @@ def test_a_run_json_that_is_none(prompts_file: str, tmp_path: Path, content: byt
             jobs("grpo", "no such model"), PromptData(prompts_file), folder=str(tmp_path), resume=resume,
             **{k: v for k, v in settings(prompts_file).items()},
         )  # fmt: skip
-        with pytest.raises(ParameterError, match=r"run\.json is not what a run writes there"):
+        with raises("run.folder-damaged", path=str(tmp_path)):
             training.run()
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     assert training.steps == STEPS

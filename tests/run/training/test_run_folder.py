@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flowrl import INJECTED, Metrics, Operator, PromptData, Training, Validation
 from flowrl import columns as c
 from flowrl.core.graphs.after import After
-from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.run.training.run_folder import RunFolder
+from tests.support.errors import raises
 from tests.support.jobs import job_of, weights_of
 from tests.support.rewards import digits
 from tests.support.runs import Recorder, described, lines, train
@@ -61,7 +61,7 @@ def test_predictions_say_who_was_asked_what_and_what_it_was_worth(tiny: str, pro
 def test_a_folder_is_used_for_one_run_only(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1)
     before = (tmp_path / "run.json").read_text()
-    with pytest.raises(ParameterError, match=r"already holds a run; choose another folder"):
+    with raises("run.folder-taken", path=str(tmp_path)):
         train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1)
     assert (tmp_path / "run.json").read_text() == before
 
@@ -74,21 +74,22 @@ def test_a_folder_whose_run_failed_before_its_first_step_is_used_again(
         train(job_of("grpo", tiny), prompts_file, tmp_path, [Recorder("validation")], steps=1, validation=validation)
     train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1, seed=1, validation=validation)
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 1]
-    with pytest.raises(ParameterError, match="already holds a run"):
+    with raises("run.folder-taken"):
         train(job_of("grpo", tiny), prompts_file, tmp_path, steps=1)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_a_model_loads(prompts_file: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ParameterError, match=r"cannot be written \(.*\); choose another by Training\(folder="):
+        with raises("run.folder-unwritable", path=str(folder)):
             train(job_of("grpo", "no such model"), prompts_file, folder)
     (tmp_path / "run.json").write_text('{"status": "failed"}')
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(ParameterError, match=r"cannot be written \(.*metrics\.jsonl.*Is a directory"):
+    with raises("run.folder-unwritable", path=str(tmp_path)) as caught:
         train(job_of("grpo", "no such model"), prompts_file, tmp_path)
+    assert "Is a directory" in caught.value.facts["reason"]
     (tmp_path / "run.json").write_text("[]")
-    with pytest.raises(ParameterError, match=r"run.json is not what a run writes there"):
+    with raises("run.folder-damaged", path=str(tmp_path)):
         train(job_of("grpo", "no such model"), prompts_file, tmp_path, resume=True)
 
 

@@ -34,9 +34,10 @@ from flowrl.operators import Collect, Feedback, Interact, Spread
 from flowrl.operators.rows.held_out import pass_at_k
 from flowrl.run.training.checkpoint import Checkpoints
 from flowrl.run.training.job import Job
-from flowrl.run.training.sources import Sources, by_input
+from flowrl.run.training.sources import Sources, by_input, refuse_no_feedback
 from tests.nightly import nightly
 from tests.run.training.interrupted import Stop, Stopper
+from tests.support.errors import raises
 from tests.support.jobs import job_of, write_prompts
 from tests.support.models import char_tokenizer
 from tests.support.prompt_files import record, write_jsonl
@@ -145,24 +146,45 @@ def test_rounds_draw_from_the_source_of_their_region_alone(tiny: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "code", "facts"),
     [
-        (lambda d: d["batch"], "data is one source, a PromptData, and mixed has the inputs 'batch', 'demos'"),
-        (lambda d: {"batch": d["batch"]}, "data has no source for the input 'demos' of mixed"),
-        (lambda d: {**d, "demo": d["demos"]}, "data names 'demo', which is no input of mixed.*did you mean 'demos'"),
-        (lambda d: {}, "data has no source for the input 'batch'"),
-        (lambda d: {"batch": d["demos"], "demos": d["batch"]}, "'batch' of mixed wants the columns .*ground_truth"),
-        (lambda d: {**d, "demos": "demos.jsonl"}, r"expected PromptData\('demos.jsonl'\)"),
-        (lambda d: {**d, "demos": 3}, "data"),
-        (lambda d: {**d, "demos": PreferenceData("pairs.jsonl")}, "has 1 row.* a draw, and PreferenceData gives 2"),
-        (lambda d: {**d, "batch": PromptData("p.jsonl", sampler=ByDifficulty())}, "After.'reward', Feedback"),
+        (lambda d: d["batch"], "run.data-inputs", {"expected": ("batch", "demos"), "found": "PromptData"}),
+        (lambda d: {"batch": d["batch"]}, "run.data-inputs", {"missing": "demos"}),
+        (lambda d: {**d, "demo": d["demos"]}, "run.data-inputs", {"graph": "mixed", "found": "demo"}),
+        (lambda d: {}, "run.data-inputs", {"missing": "batch"}),
+        (lambda d: {"batch": d["demos"], "demos": d["batch"]}, "run.data-columns", {"input": "batch"}),
+        (
+            lambda d: {**d, "demos": PreferenceData("pairs.jsonl")},
+            "run.data-columns",
+            {"input": "demos", "source": "PreferenceData", "expected": 1, "found": 2},
+        ),
     ],
 )
-def test_data_that_does_not_fit(given: Callable[[Any], Any], said: str, tiny: str, tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match=said) as raised:
-        Training(job(tiny), given(data(tmp_path)), steps=1, prompts=1)
-    assert "{'batch': ..., 'demos': ...}" in str(raised.value) or "source" not in said
-    assert not (tmp_path / "run").exists()
+def test_data_that_does_not_fit(
+    given: Callable[[Any], Any], code: str, facts: dict[str, Any], tiny: str, tmp_path: Path
+) -> None:
+    sources = given(data(tmp_path))
+    with raises(code, **facts):
+        by_input(mixed(), sources, "Training")
+    with raises(code, **facts):
+        Training(job(tiny), sources, steps=1, prompts=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("demos.jsonl", r"expected PromptData\('demos.jsonl'\)"), (3, "data")],
+)
+def test_data_that_is_no_source(given: Any, message: str, tiny: str, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match=message):
+        Training(job(tiny), {**data(tmp_path), "demos": given}, steps=1, prompts=1)
+
+
+def test_a_source_that_learns_needs_feedback(tiny: str, tmp_path: Path) -> None:
+    sources: Any = {**data(tmp_path), "batch": PromptData("p.jsonl", sampler=ByDifficulty())}
+    with raises("run.no-feedback", graph="mixed", input="batch"):
+        refuse_no_feedback(mixed(), sources)
+    with raises("run.no-feedback", input="batch"):
+        Training(job(tiny), sources, steps=1, prompts=1)
 
 
 def test_feedback_on_other_rows_is_none(tiny: str, tmp_path: Path) -> None:
@@ -170,7 +192,7 @@ def test_feedback_on_other_rows_is_none(tiny: str, tmp_path: Path) -> None:
     told = job(tiny, mixed().edit(insert={"feedback": After("reward", Feedback())}))
     sources = data(tmp_path, sampler=ByDifficulty())
     Training(told, sources, steps=1, prompts=1)
-    with pytest.raises(ParameterError, match="the source of 'demos' learns"):
+    with raises("run.no-feedback", input="demos"):
         Training(told, {**sources, "demos": DemoData("demos.jsonl", sampler=Replay())}, steps=1, prompts=1)
 
 
@@ -208,10 +230,10 @@ def test_another_source_is_another_run(tiny: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     changed = {"demos": DemoData(demos_in(tmp_path), shuffle=False)}
-    with pytest.raises(DataError, match="is of a run with another data"):
+    with raises("resume.other-run", changed="data"):
         run(job(tiny), {**sources, **changed}, tmp_path / "run", checkpoint_every=1, resume=True)
     changed = {"demos": DemoData(demos_in(other, COUNT + 1))}
-    with pytest.raises(DataError, match="is of a run with another content of the data"):
+    with raises("resume.other-run", changed="content of the data"):
         run(job(tiny), {**sources, **changed}, tmp_path / "run", checkpoint_every=1, resume=True)
 
 
@@ -276,13 +298,13 @@ def test_held_out_demonstrations(tiny: str, tmp_path: Path) -> None:
 def test_a_validation_on_both_inputs(tiny: str, tmp_path: Path) -> None:
     both = {"until": ("reward", "see_demos"), "changes": {"repeat.n": 1, "generate.temperature": 0.0}}
     sources = data(tmp_path)
-    with pytest.raises(DataError, match="12 of 'batch', 7 of 'demos'; even them"):
+    with raises("run.uneven-validation", found=(12, 7)):
         run(job(tiny), sources, tmp_path / "a", validation=Validation(sources, **both))
     (tmp_path / "held").mkdir()
     even = {**sources, "demos": DemoData(demos_in(tmp_path / "held", 12))}
     found = run(job(tiny), sources, tmp_path / "b", validation=Validation(even, batch=5, **both))
     assert found.validations[0]["val/rows/demos"] == 12
-    with pytest.raises(ParameterError, match=r"no source for the input 'demos'.*Validation"):
+    with raises("run.data-inputs", missing="demos"):
         run(job(tiny), sources, tmp_path / "c", validation=Validation({"batch": sources["batch"]}, **both))
 
 
@@ -315,7 +337,7 @@ def test_prompts_are_written_alike_by_their_source_and_by_episodes(
         lambda: by_input(held_out.graph(graph), data, "Validation"),
     )
     for call in calls:
-        with pytest.raises(ParameterError, match=r"^interact writes .*expected the same") if refused else nullcontext():
+        with raises("run.chat-template", node="interact") if refused else nullcontext():
             call()
 
 
@@ -333,9 +355,5 @@ def test_a_row_whose_prompt_episodes_would_write_otherwise_is_refused(
     episodes = plain.edit(replace={"generate": Interact(tools=[pass_at_k], **calm)}, drop=["reward"])
     loaded = ChatTokenizer(str(tmp_path))
     Sources(sources, loaded, 0, plain, ())  # `Generate` takes the ids that each row has
-    with (
-        pytest.raises(DataError, match=r"row 1 .*\{'think': True\}, and interact .* without its think; expected")
-        if refused
-        else nullcontext()
-    ):
+    with raises("run.chat-template", node="interact", row=1) if refused else nullcontext():
         Sources(sources, loaded, 0, episodes, ())

@@ -15,9 +15,10 @@ import torch
 from flowrl import Operator, PromptData, Training, Validation, algorithm
 from flowrl import columns as c
 from flowrl.backends import TorchRollout
-from flowrl.errors import BindError, DataError, NodeError, ParameterError
+from flowrl.errors import DataError, NodeError, ParameterError
 from flowrl.records import PromptBatch
 from tests.nightly import nightly
+from tests.support.errors import raises
 from tests.support.jobs import job_of, write_prompts
 from tests.support.runs import Recorder, described, fails_at, lines, timeless, train
 
@@ -73,7 +74,7 @@ def test_the_throughput_is_response_tokens_over_the_time_of_the_step(
 def test_what_is_nearly_a_training_is_told_what_it_lacks(prompts_file: str) -> None:
     job = job_of("grpo", "no such model")
     with pytest.raises(
-        ParameterError, match=r"bind it first: graph.bind\(rollout=\.\.\., actor=\.\.\., ref="
+        ParameterError, match=r"this is a graph; pass a job: graph.bind\(rollout=\.\.\., actor=\.\.\., ref="
     ) as raised:
         Training(job.graph.bound({}), PromptData(prompts_file), steps=1, prompts=1)  # type: ignore[arg-type]
     assert len(str(raised.value)) < 600
@@ -157,9 +158,9 @@ def test_what_training_cannot_feed_is_refused_before_there_is_a_folder(prompts_f
     def offline(batch: WithValues) -> Any:
         return Count()(batch.prompt_mask)
 
-    with pytest.raises(BindError, match=r"no node of counting reads a rollout engine.*expected a Generate\(\)"):
+    with raises("run.no-tokenizer", graph="counting"):
         train(counting().bind(), prompts_file, tmp_path / "a")
-    with pytest.raises(ParameterError, match=r"input 'batch' of offline wants the columns values"):
+    with raises("run.data-columns", input="batch", missing=("values",)):
         train(offline().bind(), prompts_file, tmp_path / "b")
     assert list(tmp_path.iterdir()) == []
 
@@ -227,12 +228,12 @@ def test_swapping_an_engine_changes_nothing_else(tiny: str, prompts_file: str, t
         assert ours == theirs
 
 
-def test_prompts_may_be_fewer_than_a_step_wants(tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_data_may_have_fewer_prompts_than_a_step(tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = write_prompts(tmp_path / "few.jsonl", 3)
     run = train(job_of("grpo", tiny), data, tmp_path / "run", prompts=8, steps=2)
     assert len(run.metrics) == 2
-    [said] = [record.getMessage() for record in caplog.records if record.name == "flowrl.run.training.sources"]
-    assert said.startswith("the data has 3 prompts and a step takes 8, so every step holds some of them more than once")
+    [warning] = [record.getMessage() for record in caplog.records if record.name == "flowrl.run.training.sources"]
+    assert warning.startswith("The data has 3 prompts, but a step takes 8, so every step repeats some of them.")
     caplog.clear()
     train(job_of("grpo", tiny), data, tmp_path / "enough", prompts=3, steps=1)
     assert not [record for record in caplog.records if record.name == "flowrl.run.training.sources"]

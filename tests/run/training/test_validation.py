@@ -11,11 +11,12 @@ import torch
 from flowrl import INJECTED, Metrics, Operator, PromptData, State, Validation
 from flowrl import columns as c
 from flowrl.core.graphs.after import After
-from flowrl.errors import FlowrlError, GraphError, NodeError, ParameterError
+from flowrl.errors import FlowrlError, NodeError, ParameterError
 from flowrl.graphs import grpo
 from flowrl.operators import Interact
 from flowrl.operators.rows.held_out import pass_at_k
 from flowrl.run.engine.timeline import Timeline
+from tests.support.errors import raises
 from tests.support.jobs import job_of, weights_of
 from tests.support.kernel import exact
 from tests.support.runs import Recorder, described, lines, timeless, train
@@ -54,8 +55,9 @@ def test_a_validation_may_have_any_name() -> None:
 
 def test_where_a_environment_gives_the_rewards_the_default_end_says_which_node_to_name() -> None:
     played = grpo(None).edit(replace={"generate": Interact(tools=[pass_at_k])}, drop=["reward"])
-    with pytest.raises(GraphError, match=r"'val' ends at until='reward', and .*Validation\(\.\.\., until='interact'\)"):
+    with raises("run.validation-end", validation="val", node="reward") as caught:
         Validation(PromptData("math.jsonl"), changes={}).graph(played)
+    assert "Validation(..., until='interact')" in caught.value.message
     assert Validation(PromptData("math.jsonl"), changes={}, until="interact").graph(played).sinks == ("interact",)
 
 
@@ -145,7 +147,7 @@ def test_an_untrained_policy_validates_alike_whatever_it_is_trained_with(
         ({"changes": {"sampler.n": 1}}, r"names 'sampler', which grpo does not have; it has batch, repeat"),
         ({"changes": {"repeat": 1}}, r"set={'repeat': ...}\) does not name a parameter"),
         ({"changes": {"repeat.n": 0}}, r"n=0"),
-        ({"until": "judge"}, r"ends at until='judge', and grpo has no node 'judge'; .*until='reward'\)"),
+        ({"until": "judge"}, r"ends at until='judge', but grpo has no node 'judge'; .*until='reward'\)"),
     ],
 )
 def test_a_validation_that_does_not_fit_is_refused_before_there_is_a_folder(
@@ -188,8 +190,6 @@ def test_a_run_ends_when_a_validation_reaches_its_goal(tiny: str, prompts_file: 
 
 def test_a_goal_without_a_reward_is_refused_before_the_first_step(tiny: str, prompts_file: str, tmp_path: Path) -> None:
     validation = Validation(PromptData(prompts_file), until="generate", goal=0.5)
-    with pytest.raises(
-        ParameterError, match=r"Validation\(goal=0.5\) is held against val/reward/mean.*until='generate'"
-    ):
+    with raises("run.validation-goal", validation="val", missing="val/reward/mean"):
         train(job_of("grpo", tiny), prompts_file, tmp_path, validation=validation)
     assert not (tmp_path / "metrics.jsonl").exists()
