@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.data.files import file_digest, parse_json, replaced, write
-from flowrl.errors import StorageError
+from tests.support.errors import raises
 
 
 def test_a_file_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_link_in_the_way_is_replaced_and_what_it_points_to_is_left_alone(tmp_p
 
 def test_a_file_does_not_take_the_place_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "trace.json").mkdir()
-    with pytest.raises(StorageError, match=r"trace\.json cannot be written \(Is a directory"):
+    with raises("data.unwritable-file", path=f"{tmp_path}/trace.json", reason="Is a directory"):
         write(tmp_path / "trace.json", b"{}")
     assert [path.name for path in tmp_path.rglob("*")] == ["trace.json"]
 
@@ -75,7 +75,7 @@ def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(StorageError, match=r"run\.json cannot be written \(No space left on device; .* free there\)"):
+    with raises("data.unwritable-file", path=f"{tmp_path}/run.json", reason="No space left on device"):
         write(tmp_path / "run.json", b"{}")
     assert list(tmp_path.iterdir()) == []
 

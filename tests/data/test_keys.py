@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.data.keys import Key
-from flowrl.errors import ParameterError
+from tests.support.errors import raises
 
 names = st.one_of(st.text(alphabet="a1:\x1fstr", max_size=8), st.integers(-5, 5))
 
@@ -27,8 +27,7 @@ def test_different_names_give_different_keys(first: list[str | int], second: lis
 
 @pytest.mark.parametrize("seed", ["1", 1.0, True, None])
 def test_a_seed_is_an_int(seed: Any) -> None:
-    """Others would be other keys than the int that they look like."""
-    with pytest.raises(ParameterError, match=f"the seed is {seed!r}, a {type(seed).__name__}; expected an int"):
+    with raises("data.wrong-type", found=repr(seed)):
         Key.of(seed)
 
 

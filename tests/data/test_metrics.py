@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.data.metrics import Metric, Metrics, of_ranks
-from flowrl.errors import ParameterError
+from tests.support.errors import raises
 
 parts = st.lists(st.lists(st.integers(-1000, 1000), max_size=5), min_size=1, max_size=6)
 
@@ -73,7 +73,7 @@ def test_extremes(reduction: str, values: tuple[int, ...], expected: float) -> N
 def test_one_key_has_one_reduction() -> None:
     metrics = Metrics()
     metrics.sum("x", 1)
-    with pytest.raises(ParameterError, match="'x': a metric reported as sum is also reported as mean; report it"):
+    with raises("metrics.mixed-reductions", metric="x", reductions=("sum", "mean")):
         metrics.mean("x", 1)
 
 

@@ -15,7 +15,8 @@ from safetensors.torch import save as dump
 from flowrl import DataProto
 from flowrl.data.proto.column_math import objects
 from flowrl.data.proto.formats import MANIFEST, OBJECTS, TENSORS
-from flowrl.errors import DataError, StorageError
+from flowrl.errors import DataError
+from tests.support.errors import raises
 
 PROTO = DataProto({"x": torch.arange(3), "o": objects([1, "b", None])}, {"k": 1})
 
@@ -65,7 +66,7 @@ def test_a_forged_seal(saved: Path, file: str, content: bytes) -> None:
 @pytest.mark.parametrize("content", [b"", b"3", b"[]", b"{}", b'{"digest": 3}', b"[" * 100_000, b"\xff", b"null"])
 def test_a_manifest_that_is_none(saved: Path, content: bytes) -> None:
     (saved / MANIFEST).write_bytes(content)
-    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
+    with raises("data.damaged", path=str(saved / MANIFEST)):
         DataProto.load(saved)
 
 
@@ -74,15 +75,15 @@ def test_a_manifest_that_is_none(saved: Path, content: bytes) -> None:
 def test_a_file_that_is_none(saved: Path, name: str, replace: Callable[[Path], Any]) -> None:
     (saved / name).unlink()
     replace(saved / name)
-    with pytest.raises(DataError, match=f"{name} is missing"):
+    with raises("data.damaged", path=str(saved / name)):
         DataProto.load(saved)
 
 
-def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match="is not an empty folder"):
+    with raises("data.folder-exists", path=f"{tmp_path}/file"):
         PROTO.save(tmp_path / "file")
-    with pytest.raises(StorageError, match=r"file/below cannot be written \(.*; .* are free there\)"):
+    with raises("data.unwritable-file", path=f"{tmp_path}/file/below"):
         PROTO.save(tmp_path / "file" / "below")
     PROTO.save(tmp_path / "missing" / "too" / "saved")  # folders are made
     assert DataProto.load(tmp_path / "missing" / "too" / "saved").equal(PROTO)

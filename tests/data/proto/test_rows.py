@@ -12,6 +12,7 @@ import torch
 from flowrl import DataProto
 from flowrl.data.proto.column_math import objects
 from flowrl.errors import DataError
+from tests.support.errors import raises
 
 FOUR = DataProto({"x": torch.arange(4), "o": objects("abcd")})
 
@@ -35,8 +36,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
     [slice("a", "b"), slice(0.0, 1.0), [[0], [1, 2]], [[0], [1]], None, 1.5, {"a": 1}, [0.5], ["a"], [4], [-5]],
     ids=str,
 )
-def test_what_does_not_pick_rows_is_refused(key: Any) -> None:
-    with pytest.raises(DataError):
+def test_invalid_row_selections_are_refused(key: Any) -> None:
+    with raises("data.row-selection", rows=4):
         FOUR[key]
 
 
@@ -56,13 +57,13 @@ def test_meta_that_nests_too_deeply_is_refused() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(DataError, match="meta is nested more deeply"):
+    with raises("data.not-json", where="meta"):
         DataProto({}, {"k": deep})
 
 
 @pytest.mark.parametrize("device", ["martian", 3.5, None, "cuda:4711", "cpu:x"])
-def test_a_device_that_is_not_there_is_refused(device: Any) -> None:
-    with pytest.raises(DataError, match=r"cannot be moved to .*; expected a device of this machine"):
+def test_an_unknown_device_is_refused(device: Any) -> None:
+    with raises("data.device"):
         FOUR.to(device)
 
 
