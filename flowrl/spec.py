@@ -76,10 +76,7 @@ class Spec:
 
 
 def defining_frame() -> FrameType:
-    """The frame that executes the class statement, asked from within its ``__init_subclass__``.
-
-    Only a frame knows the line for messages, and the names that annotations use in a class that a function defines.
-    """
+    """The frame of the class statement, called from its ``__init_subclass__``: it knows the line and local names."""
     frame = sys._getframe(1)
     while frame.f_code.co_name == "__init_subclass__":
         frame = cast(FrameType, frame.f_back)
@@ -417,8 +414,8 @@ def _begin(
     over_time: Mapping[str, Schedule],
 ) -> None:
     """Construct a spec some of whose numbers change over time, once it was tried at every moment that tells."""
-    names = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.init]
-    names += [""] * len(args)  # those that are too many are for `init` to refuse
+    own = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.init]
+    names = [*own, *([""] * len(args))]  # `init` refuses too many arguments
 
     def begin(made: Any, step: int) -> None:
         numbers = {name: _number_of(cls, name, schedule, step) for name, schedule in over_time.items()}

@@ -11,7 +11,8 @@ from flowrl.core.graphs.lag import Lag
 from flowrl.core.operators.function import OfFunction
 from flowrl.core.operators.when import ALWAYS
 from flowrl.draw import mermaid
-from flowrl.files.graph_io import compact_inputs, encode
+from flowrl.files.graph_io import compact_inputs
+from flowrl.files.values import encode
 from flowrl.record_types import accepts
 from flowrl.spec import Spec, non_default, shown
 

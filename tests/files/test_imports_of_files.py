@@ -12,7 +12,8 @@ from flowrl.core.graphs.after import After
 from flowrl.core.operators.references import resolve
 from flowrl.demo.verifier import compute_score
 from flowrl.errors import GraphError
-from flowrl.files.graph_io import NotImported, decode, not_imported, save
+from flowrl.files.graph_io import not_imported, save
+from flowrl.files.values import NotImported, decode
 from flowrl.graph import Graph, load
 from flowrl.graphs import ppo
 from flowrl.operators import Reward

@@ -18,7 +18,7 @@ from flowrl.data.files import parse_json
 from flowrl.data.keys import Key
 from flowrl.data.proto.rows import is_count
 from flowrl.errors import DataError, ParameterError, type_of
-from flowrl.files.graph_io import decode
+from flowrl.files.values import decode
 from flowrl.run.engine.runner import Lengths
 from flowrl.run.engine.timeline import Span, Timeline
 from flowrl.run.placement.place import Place

@@ -14,7 +14,8 @@ from flowrl.data.sources.prompts import PromptData
 from flowrl.data.sources.source import Source
 from flowrl.edits.edit import edit
 from flowrl.errors import BindError
-from flowrl.files.graph_io import encode, fingerprint
+from flowrl.files.graph_io import fingerprint
+from flowrl.files.values import encode
 from flowrl.run.training.sources import identities
 from flowrl.spec import Spec
 

@@ -46,18 +46,7 @@ def find(
         _refuse_to_replace(folder, identity)
         return None
     path, state = found
-    odd = [key for key, kind in _STATE.items() if not isinstance(state.get(key), kind)]
-    if not odd and not all(isinstance(b, dict) and isinstance(b.get("$type"), str) for b in state["bindings"].values()):
-        odd = ["bindings"]
-    if odd:
-        raise DataError(
-            f"{path / STATE} has no valid {odd[0]!r} (it has {', '.join(state)}), so a training of this version of "
-            f"flowrl did not write it. Choose another folder (Training(folder=...), --folder).",
-            code="resume.unknown-state",
-            path=path,
-            missing=odd[0],
-            found=list(state),
-        )
+    _refuse_unknown_state(path, state)
     made_with = state["made_with"]
     if other := [key for key, value in jsonable(identity).items() if made_with.get(key) != value]:
         raise DataError(
@@ -90,6 +79,22 @@ def find(
             "; ".join(changes),
         )
     return found
+
+
+def _refuse_unknown_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Refuse the state of a checkpoint that another version of flowrl wrote."""
+    odd = [key for key, kind in _STATE.items() if not isinstance(state.get(key), kind)]
+    if not odd and not all(isinstance(b, dict) and isinstance(b.get("$type"), str) for b in state["bindings"].values()):
+        odd = ["bindings"]
+    if odd:
+        raise DataError(
+            f"{path / STATE} has no valid {odd[0]!r} (it has {', '.join(state)}), so a training of this version of "
+            f"flowrl did not write it. Choose another folder (Training(folder=...), --folder).",
+            code="resume.unknown-state",
+            path=path,
+            missing=odd[0],
+            found=list(state),
+        )
 
 
 def _refuse_to_replace(folder: RunFolder, identity: Mapping[str, Any]) -> None:

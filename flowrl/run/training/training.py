@@ -23,7 +23,8 @@ from flowrl.data.files import writing
 from flowrl.data.proto.formats import check_json
 from flowrl.data.sources.source import Source
 from flowrl.errors import BindError, DataError, StorageError
-from flowrl.files.graph_io import encode, graph_to_dict
+from flowrl.files.graph_io import graph_to_dict
+from flowrl.files.values import encode
 from flowrl.protocols.backend import refuse_uncheckpointed
 from flowrl.protocols.protocols import Trainer
 from flowrl.run.engine.in_flight import Batches

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flowrl import Colocate, PromptData, Training, Validation
 from flowrl.data.keys import Key
 from flowrl.errors import DataError
-from flowrl.files.graph_io import encode
+from flowrl.files.values import encode
 from flowrl.graph import Graph
 from flowrl.graphs import grpo
 from flowrl.run.engine.runner import Lengths

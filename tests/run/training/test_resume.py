@@ -20,10 +20,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flowrl import INJECTED, Colocate, Metrics, Operator, PromptData, State, TensorBoard, Training
+from flowrl import INJECTED, After, Colocate, Metrics, Operator, PromptData, State, TensorBoard, Training
 from flowrl import columns as c
 from flowrl.backends import SGD, TorchRollout
-from flowrl.core.graphs.after import After
 from flowrl.errors import DataError, NodeError, ParameterError
 from flowrl.operators import Repeat
 from flowrl.run.engine.steps import Steps

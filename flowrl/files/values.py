@@ -1,0 +1,258 @@
+"""Parameters as JSON-able data and back.
+
+A spec is written as its class and parameters, a callable as its import path and the hash of its source, a role as its
+name. Nothing is pickled. ``imports=True`` imports the classes and functions that the data names, which runs their files
+as any Python import does; ``imports=False`` imports only those of flowrl and of installed operators.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flowrl.core.graphs.after import After
+from flowrl.core.operators import entry_points
+from flowrl.core.operators.function import OfFunction, function_of, plain_of
+from flowrl.core.operators.references import named_source_hash, parse_reference, reference, resolve, source_hash
+from flowrl.core.operators.roles import RoleRef
+from flowrl.errors import GraphError, ParameterError, offer, type_of
+from flowrl.spec import Spec, parameters
+
+
+@dataclass(frozen=True)
+class NotImported:
+    """A function named by data that was not imported: it can be shown and compared, but not called.
+
+    Args:
+        path: its name in the data.
+        source: the hash of its source in the data.
+        key: ``"$function"``, or ``"$named"`` if it is a string in Python.
+    """
+
+    path: str
+    source: str | None
+    key: Literal["$function", "$named"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise GraphError(
+            f"{self.path} cannot be called: its graph was loaded without imports. Load the graph with "
+            f"flowrl.load(..., imports=True).",
+            code="file.not-imported",
+            path=self.path,
+        )
+
+    @property
+    def __name__(self) -> str:
+        """The name in pictures: that of a function, or the whole string."""
+        return self.path.rpartition(":")[2] if self.key == "$function" else self.path
+
+    def __repr__(self) -> str:
+        return self.path
+
+
+def encode(value: Any, where: str, portable: bool = True) -> Any:
+    """A parameter as JSON-able data.
+
+    Args:
+        value: the parameter.
+        where: ``node.field`` for messages.
+        portable: False also accepts values that cannot be read back (a lambda), for fingerprints and diffs.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [encode(item, f"{where}[{i}]", portable) for i, item in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(k, str) and not k.startswith("$") for k in value):
+        return {k: encode(v, f"{where}[{k!r}]", portable) for k, v in value.items()}
+    if isinstance(value, RoleRef):
+        return {"$role": value.name}
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, After):
+        return {"after": value.node, "operator": encode(value.operator, where, portable)}
+    if isinstance(value, Spec):
+        fields = {
+            k: _reference(v) if isinstance(v, str) and k in value.references else encode(v, f"{where}.{k}", portable)
+            for k, v in parameters(value).items()
+        }
+        return {**_type(value, where, portable), **fields}
+    if isinstance(value, NotImported):
+        return {value.key: value.path, "source": value.source}
+    if isinstance(value, type):
+        return {"$class": _path(value, where, portable)}
+    if callable(value):
+        return {"$function": _path(value, where, portable), "source": source_hash(value)}
+    raise GraphError(
+        f"{where} is {value!r}, {type_of(value)}, which cannot be written to a file. Use plain values or specs.",
+        code="file.unwritable-value",
+        where=where,
+        found=value,
+    )
+
+
+def _type(spec: Spec, where: str, portable: bool) -> dict[str, str]:
+    """The class of a spec: its path; for an operator that is a function, also the hash of its source."""
+    if isinstance(spec, OfFunction):
+        return {"$type": _path(plain_of(spec), where, portable), "$source": source_hash(function_of(spec))}
+    return {"$type": _path(type(spec), where, portable)}
+
+
+def _reference(ref: str) -> dict[str, str]:
+    """A function named by a string, which is read back as a string."""
+    source, name = parse_reference(ref)
+    if source.endswith(".py"):
+        relative = os.path.relpath(source)
+        source = os.path.abspath(source) if relative.startswith(os.pardir) else relative
+    return {"$named": f"{source}:{name}", "source": named_source_hash(ref)}
+
+
+def decode(data: Any, where: str, imports: bool) -> Any:
+    """The inverse of `encode`.
+
+    Args:
+        data: plain data.
+        where: ``node.field`` for messages.
+        imports: import what the data names. False leaves functions as `NotImported`.
+    """
+    if isinstance(data, list | tuple):
+        return tuple(decode(item, where, imports) for item in data)
+    if not isinstance(data, Mapping):
+        return data
+    form = next((key for key in ("$type", *data) if key in data and key.startswith("$")), None)
+    if form is None:
+        return {k: decode(v, f"{where}[{k!r}]", imports) for k, v in data.items()}
+    if not isinstance(data[form], str):
+        raise malformed(f"{where} has {type_of(data[form])} under {form!r}; expected a name.", where=where, key=form)
+    if form == "$type":
+        return _spec(data, where, imports)
+    allowed = {"$role": (), "$class": (), "$function": ("source",), "$named": ("source",)}
+    if form not in allowed:
+        raise malformed(
+            f"{where} has {form!r}; {offer(form, ('$type', *allowed), 'expected one of')}", where=where, key=form
+        )
+    refuse_other_keys(data, (form, *allowed[form]), where)
+    if form == "$role":
+        try:
+            return RoleRef(data[form])
+        except ParameterError as error:
+            raise at_place(where, error) from error
+    if form != "$class":
+        return _function(data, form, where, imports)
+    if not isinstance(found := _class(data[form], where, imports), type):
+        raise GraphError(
+            f"{where} names {data[form]}, which is not a class; expected a record.",
+            code="file.wrong-object",
+            where=where,
+            path=data[form],
+        )
+    return found
+
+
+def _spec(data: Mapping[str, Any], where: str, imports: bool) -> Spec:
+    """The spec from its class and parameters."""
+    name = data["$type"]
+    cls = entry_points.load(name) if name.isidentifier() else _class(name, where, imports)
+    if isinstance(cls, OfFunction):
+        _refuse_changed(function_of(cls), data.get("$source"), name, where)
+        data, cls = {k: v for k, v in data.items() if k != "$source"}, type(cls)
+    if not isinstance(cls, type) or not issubclass(cls, Spec):
+        raise GraphError(
+            f"{where} names {name}, which is not a Spec; expected an operator, loss or backend.",
+            code="file.wrong-object",
+            where=where,
+            path=name,
+        )
+    given = {k: decode(v, f"{where}.{k}", imports) for k, v in data.items() if k != "$type"}
+    if not imports:  # checking a function named by a string may import its package
+        given |= {k: NotImported(v, None, "$named") for k, v in given.items() if k in cls.references and type(v) is str}
+    try:
+        return cls(**given)
+    except ParameterError as error:
+        raise at_place(where, error) from error
+
+
+def _function(data: Mapping[str, Any], form: Literal["$function", "$named"], where: str, imports: bool) -> Any:
+    """The function of this path, checked against its source; or the path, if it is a string in Python."""
+    path, source = data[form], data.get("source")
+    if not imports and not _comes_with_flowrl(path):
+        return NotImported(path, source, form)
+    found = _import(path, where)
+    _refuse_changed(found, source, path, where)
+    if form == "$function":
+        return found
+    return path if imports else NotImported(path, source, form)
+
+
+def _refuse_changed(function: Callable[..., Any], source: Any, path: str, where: str) -> None:
+    """Refuse a function whose source does not match the hash in the data."""
+    if source_hash(function) != source:
+        raise GraphError(
+            f"{where} names {path}, whose source has changed since the graph was saved, so it would not be the same "
+            f"graph. Save the graph again from its Python file, or restore the function.",
+            code="file.source-changed",
+            where=where,
+            path=path,
+        )
+
+
+def _class(path: str, where: str, imports: bool) -> Any:
+    """The object at this path: a class, or an operator that is a function."""
+    if not imports and not _comes_with_flowrl(path):
+        raise GraphError(
+            f"{where} is of the class {path}, which flowrl would have to import, and an import runs its file. If you "
+            f"trust that file, pass imports=True, or --import on the command line.",
+            code="file.not-imported",
+            where=where,
+            path=path,
+        )
+    return _import(path, where)
+
+
+def _comes_with_flowrl(path: str) -> bool:
+    """Whether a path names an object of flowrl, or an operator of an installed package."""
+    module, _, name = path.rpartition(":")
+    if module.startswith("flowrl.") and not module.endswith(".py") and name.isidentifier():
+        return True
+    return any(path == point.value for point in entry_points.names().values())
+
+
+def refuse_other_keys(data: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Refuse unknown keys: they may be misspelled."""
+    if other := [key for key in data if key not in known]:
+        raise malformed(
+            f"{where} has the unknown key {other[0]!r}; {offer(other[0], known, 'expected')}", where=where, key=other[0]
+        )
+
+
+def _path(value: Callable[..., Any], where: str, portable: bool) -> str:
+    """The import path of a class or function."""
+    if (path := reference(value)) is not None:
+        return path
+    if portable:
+        raise GraphError(
+            f"{where} is {value!r}, which has no import path, so the graph can run but not be saved. Move it to the "
+            f"top level of a module or file, where it is 'package.module:name' or 'path/to/file.py:name'.",
+            code="file.no-import-path",
+            where=where,
+            found=value,
+        )
+    return f"{value.__module__}:{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+
+def _import(path: str, where: str) -> Any:
+    try:
+        return resolve(path)
+    except ParameterError as error:
+        raise at_place(where, error) from error
+
+
+def at_place(where: str, error: ParameterError) -> GraphError:
+    """The error with its place in the data."""
+    return GraphError(f"{where}: {error.message}", code=error.code, **error.facts)
+
+
+def malformed(message: str, **facts: object) -> GraphError:
+    return GraphError(message, code="file.malformed", **facts)
