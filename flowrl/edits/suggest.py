@@ -5,32 +5,43 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from flowrl.core.graphs.gate import Gate
-from flowrl.core.graphs.inference import Available, candidates
+from flowrl.core.graphs.inference import Available, Binding, Bound, bind, candidates, fits, infer
 from flowrl.core.operators import entry_points
 from flowrl.core.operators.operator import Operator
-from flowrl.errors import ParameterError
+from flowrl.core.operators.ports import PortField
+from flowrl.core.operators.symbols import Edge, EdgeType
+from flowrl.errors import ParameterError, PortError
 from flowrl.record_types import FieldType, accepts
 
 
-def suggest_insert(end: str, wanted: FieldType, pools: Sequence[Available]) -> str | None:
-    """The edit by which an operator that is installed writes what `end` wants; None where none does, or several do."""
-    makers = [
-        (operator, output)
-        for operator in _ready()
-        for output, type in operator.signature.outputs.items()
-        if accepts(type, wanted) and accepts(wanted, type)
-    ]
+def suggest_insert(end: str, wanted: FieldType, binding: Binding, outputs: Available) -> str | None:
+    """The edit by which the one installed operator that writes what `end` wants is inserted; None if none type-checks.
+
+    Args:
+        end: the port that lacks an output, as ``node.field``.
+        wanted: its type.
+        binding: the axes that the other ports of its node have settled.
+        outputs: what may be read, in the order of the graph.
+    """
+    makers = list(_makers(wanted))
     if len(makers) != 1:
         return None
     operator, output = makers[0]
-    fields = [type for port in operator.signature.ports.values() if not port.optional for type in port.fields.values()]
-    sources = [[edge for pool in pools for edge in candidates(type, {}, pool)] for type in fields]
-    if not sources or not all(sources):
-        return None
-    made = f"{operator.name!r}: After({sources[0][0].node!r}, {type(operator).__name__}())"
-    return f"insert={{{made}}}, wire={{{end!r}: '{operator.name}.{output}'}}"
+    before = dict(outputs)
+    for anchor in reversed(list(dict.fromkeys(edge.node for edge in outputs))):
+        near = {edge: typed for edge, typed in before.items() if edge.node == anchor}
+        inputs = _reads(operator, [near, before])
+        before = {edge: typed for edge, typed in before.items() if edge.node != anchor}
+        if not any(edge in near for edge, _ in inputs.values()):
+            continue
+        with contextlib.suppress(PortError):
+            if fits(wanted, binding, infer(operator.name, operator, inputs, outputs)[output]):
+                made = f"{operator.name!r}: After({anchor!r}, {type(operator).__name__}())"
+                return f"insert={{{made}}}, wire={{{end!r}: '{operator.name}.{output}'}}"
+    return None
 
 
 def suggest_reader(written: FieldType, operators: Mapping[str, Operator], but: str) -> str:
@@ -44,11 +55,28 @@ def suggest_reader(written: FieldType, operators: Mapping[str, Operator], but: s
     return next(ends, "node.port")
 
 
-def _ready() -> Iterator[Operator]:
-    """Every operator that an installed package brings and that needs no parameter."""
+def _makers(wanted: FieldType) -> Iterator[tuple[Operator, str]]:
+    """The installed operators that write what is wanted and need no parameter, with the output; no other is made."""
     for name in entry_points.names():
-        found = entry_points.load(name)
-        is_operator = isinstance(found, type) and not issubclass(found, Gate)
-        if is_operator and all(p.default is not p.empty for p in inspect.signature(found).parameters.values()):
+        found: Any = entry_points.load(name)
+        if not isinstance(found, type) or issubclass(found, Gate):
+            continue
+        outputs = [o for o, t in found.usual_signature().outputs.items() if accepts(t, wanted) and accepts(wanted, t)]
+        if outputs and all(p.default is not p.empty for p in inspect.signature(found).parameters.values()):
             with contextlib.suppress(ParameterError):  # it wants one of several, and its signature cannot say so
-                yield found()
+                operator = found()
+                yield from ((operator, output) for output in outputs)
+
+
+def _reads(operator: Operator, pools: Sequence[Available]) -> dict[PortField, tuple[Edge, EdgeType]]:
+    """What an operator would read: for each field the one output of the first pool that has any; else nothing."""
+    binding: dict[str, Bound] = {}
+    reads: dict[PortField, tuple[Edge, EdgeType]] = {}
+    for port in operator.signature.ports.values():
+        for field, wanted in () if port.optional else port.fields.items():
+            found = next((edges for pool in pools if (edges := candidates(wanted, binding, pool))), [])
+            if len(found) != 1:
+                return {}
+            reads[field] = found[0], pools[-1][found[0]]
+            bind(binding, field, wanted, *reads[field])
+    return reads

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from flowrl.columns import ColumnType
-from flowrl.core.graphs.inference import Available, Bound, candidates, fits
+from flowrl.core.graphs.inference import Available, Bound, bind, candidates, fits
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
@@ -89,9 +88,7 @@ class _Wiring:
         """Settle fields."""
         self.edges |= wires
         for end, edge in wires.items():
-            if isinstance(end.wanted, ColumnType):
-                for axis, identity in zip(end.wanted.here, self._types[edge].axes, strict=True):
-                    self._binding.setdefault(axis, Bound(identity, end.field, edge))
+            bind(self._binding, end.field, end.wanted, edge, self._types[edge])
 
     def settle(self, still_open: Sequence[list[End]], pools: Sequence[Available]) -> None:
         """Settle all fields of these ports, those first for which there is one choice.
@@ -109,7 +106,7 @@ class _Wiring:
             elif not offers and len(unit) > 1:  # no node writes the whole record
                 units += [[end] for end in unit]
             else:
-                _refuse_choice(unit, offers, pools)
+                self._refuse_choice(unit, offers, pools)
 
     def records(self, ends: Sequence[End], pool: Available, nodes: Iterable[str]) -> list[dict[End, Edge]]:
         """Each way to read all of `ends` from one of `nodes`, by the names of its outputs."""
@@ -131,6 +128,26 @@ class _Wiring:
                 return found
         return []
 
+    def _refuse_choice(
+        self, unit: Sequence[End], offers: Sequence[Mapping[End, Edge]], pools: Sequence[Available]
+    ) -> None:
+        """Refuse a port for which there is no output, or more than one."""
+        end = unit[0]
+        if len(unit) > 1:
+            nodes = [next(iter(way.values())).node for way in offers]
+            raise GraphError(
+                f"{end.node}.{end.field.port} wants a record of {', '.join(e.field.name for e in unit)}, and several "
+                f"nodes write one: {', '.join(nodes)}; say which: wire={{'{end.node}.{end.field.port}': '{nodes[0]}'}}."
+            )
+        found = [str(way[end]) for way in offers]
+        if found:
+            said, fix = f"several nodes write one: {', '.join(found)}; say which", f"wire={{'{end}': '{found[0]}'}}"
+        else:
+            said = "no node that it could read writes one; insert one that does, and wire it"
+            outputs = {edge: typed for edge, typed in self._types.items() if any(edge in pool for pool in pools)}
+            fix = suggest_insert(str(end), end.wanted, self._binding, outputs) or f"wire={{'{end}': 'node.column'}}"
+        raise GraphError(f"{end} wants {end.wanted}, and {said}: {fix}.")
+
 
 def same(one: FieldType, other: FieldType) -> bool:
     """Whether either may be read where the other is wanted."""
@@ -145,21 +162,3 @@ def _refuse_double(end: End, edge: Edge, wires: Wires, fields: Mapping[PortField
                 f"{end} and {end.node}.{field} both want {end.wanted}, and by type both would read {edge}; say what "
                 f"each reads: wire={{'{end}': '{edge}', '{end.node}.{field}': 'node.column'}}."
             )
-
-
-def _refuse_choice(unit: Sequence[End], offers: Sequence[Mapping[End, Edge]], pools: Sequence[Available]) -> None:
-    """Refuse a port for which there is no output, or more than one."""
-    end = unit[0]
-    if len(unit) > 1:
-        nodes = [next(iter(way.values())).node for way in offers]
-        raise GraphError(
-            f"{end.node}.{end.field.port} wants a record of {', '.join(e.field.name for e in unit)}, and several nodes "
-            f"write one: {', '.join(nodes)}; say which: wire={{'{end.node}.{end.field.port}': '{nodes[0]}'}}."
-        )
-    found = [str(way[end]) for way in offers]
-    if found:
-        said, fix = f"several nodes write one: {', '.join(found)}; say which", f"wire={{'{end}': '{found[0]}'}}"
-    else:
-        said = "no node that it could read writes one; insert one that does, and wire it"
-        fix = suggest_insert(str(end), end.wanted, pools) or f"wire={{'{end}': 'node.column'}}"
-    raise GraphError(f"{end} wants {end.wanted}, and {said}: {fix}.")

@@ -90,11 +90,6 @@ class Backend(Spec):
         """
         return f"{type(self).__name__} does not say that it trains and scores with the same bits"
 
-    def sharing(self, bound: Mapping[str, Backend]) -> Backend | None:
-        """What could be bound in the place of this, beside what is `bound` to roles, for the same numbers from weights
-        that are there anyway; None needs its own. A plan says so."""
-        return None
-
     def refuse_missing(self) -> None:
         """Refuse what `build` would not find on this machine, such as a model's folder; nothing is loaded.
 

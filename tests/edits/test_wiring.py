@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 
 from flowrl import columns as c
@@ -10,7 +12,7 @@ from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Role
 from flowrl.errors import GraphError, ParameterError, PortError
 from flowrl.graph import Graph
-from flowrl.graphs import grpo, ppo
+from flowrl.graphs import dapo, grpo, ppo
 from flowrl.operators import (
     GAE,
     GroupAdvantage,
@@ -99,6 +101,33 @@ def test_the_error_about_a_column_that_is_not_there_has_the_edit_that_brings_it(
     graph = without.edit(**edit, **fixed)  # type: ignore[arg-type]
     assert wires(graph, "update_actor")["ref_log_prob"] == "ref_log_prob.ref_log_prob"
     assert graph.check(prompts=8) == []
+
+
+def test_an_insertion_is_offered_behind_the_gate_whose_rows_are_read() -> None:
+    edit: dict[str, Any] = {"set": {"update_actor.kl": KLLoss("k3", 0.1)}}
+    with pytest.raises(GraphError, match=r"insert=\{'ref_log_prob': After\('collect', ") as error:
+        dapo(exact).edit(**edit)
+    fix = str(error.value).partition("and wire it: ")[2].removesuffix(".")
+    graph = dapo(exact).edit(**edit, **eval(f"dict({fix})", {"After": After, "RefLogProb": RefLogProb}))
+    assert set(wires(graph, "ref_log_prob").values()) <= {f"collect.{name}" for name in RolloutBatch._fields}
+
+
+def test_an_insertion_that_would_not_type_check_is_not_offered() -> None:
+    """What `RefLogProb` could read has the rows from before `Half`."""
+
+    class Half(Operator):
+        new_axes: ClassVar[tuple[str, ...]] = ("batch",)
+
+        def __call__(self, token_level_scores: c.TokenLevelScores) -> c.TokenLevelScores: ...
+
+    class Late(Operator):
+        def __call__(
+            self, token_level_scores: c.TokenLevelScores, ref_log_prob: c.RefLogProbs
+        ) -> c.TokenLevelScores: ...
+
+    halved = scored().edit(insert={"half": After("reward", Half())})
+    with pytest.raises(GraphError, match=r"late\.ref_log_prob wants .* and wire it: wire=\{'late\.ref_log_prob': 'no"):
+        halved.edit(insert={"late": After("half", Late())})
 
 
 def test_an_optional_port_is_taken_where_the_parameters_want_it() -> None:

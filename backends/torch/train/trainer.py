@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -21,11 +20,10 @@ from flowrl.backends.torch.score.engine import (
 from flowrl.backends.torch.score.model import Dtype, TorchModel
 from flowrl.backends.torch.train.learner import Learner, TrainedSpec
 from flowrl.errors import BindError, type_of
-from flowrl.protocols.backend import Backend
 from flowrl.protocols.heads import HiddenStateScorer
 from flowrl.protocols.protocols import BuildContext, Checkpointed, Sleeper, Trainer
 from flowrl.protocols.scorers import LogitScorer, NormScorer
-from flowrl.spec import non_default, parameters
+from flowrl.spec import non_default
 
 
 class TorchScorer(FolderBackend):
@@ -66,15 +64,6 @@ class TorchScorer(FolderBackend):
                 f"{unused}, or name a folder too"
             )
         return self
-
-    def sharing(self, bound: Mapping[str, Backend]) -> Backend | None:
-        """The actor with its adapter off, where that has this model and computes as this does."""
-        actor = bound.get("actor")
-        if self.model is None or not isinstance(actor, TorchTrainer) or actor.lora is None:
-            return None
-        own = parameters(self)
-        del own["memory"]
-        return TorchScorer() if own.items() <= parameters(actor).items() else None
 
     def build(self, context: BuildContext) -> FrozenEngine:
         """Load the model, or share the actor's.

@@ -127,6 +127,13 @@ def candidates(wanted: FieldType, binding: Binding, available: Available) -> lis
     return exact or fitting
 
 
+def bind(binding: dict[str, Bound], field: PortField, wanted: FieldType, edge: Edge, typed: EdgeType) -> None:
+    """Settle the axes of a field by what is wired to it, where no other field has."""
+    if isinstance(wanted, ColumnType):
+        for axis, identity in zip(wanted.here, typed.axes, strict=True):
+            binding.setdefault(axis, Bound(identity, field, edge))
+
+
 def fits(wanted: FieldType, binding: Binding, typed: EdgeType) -> bool:
     """Whether an output may be wired to a field, given the axes that other fields have bound."""
     if not accepts(wanted, typed.type):

@@ -237,11 +237,6 @@ class Job(Generic[GraphT]):
         plan = Plan(self.runs)
         lines = [str(plan), *describe_fusing(self.graph, self.optimize, prompts)]
         lines += [line for line in Plan(self.graph).twice() if line not in plan.twice()]  # one of two may be fused
-        bound = self.graph.bindings
-        for role, backend in bound.items():
-            if (other := backend.sharing(bound)) is not None:
-                fix = f"edit(bind={{{role!r}: {written(other)}}})"
-                lines.append(f"{role} duplicates weights of another role; to hold them once: {fix}")
         notes = [] if (why := self.no_gain()) is None else [why]
         if self.place is None:
             return "\n".join([*lines, "everything runs in one process", *notes])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowrl import PromptData, Training
 from flowrl import columns as c
-from flowrl.backends import AdamW, LoRA, TorchRollout, TorchScorer, TorchTrainer
+from flowrl.backends import AdamW, LoRA, TorchRollout
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.errors import DataError
@@ -185,19 +185,6 @@ def test_the_plan_says_it(tiny: str) -> None:
     assert said in made.plan(prompts=8).splitlines()
     assert "old_log_prob is not fused into update_actor: kl_shape reads it before" in job("ppo", tiny).plan()
     assert "optimize=False" in replace(made, optimize=False).plan()
-
-
-def test_the_plan_says_where_a_reference_holds_the_weights_of_the_base(tiny: str) -> None:
-    said = "ref duplicates weights of another role; to hold them once: "
-    adapted = TorchTrainer(tiny, lora=LoRA())
-
-    def plan(actor: TorchTrainer, ref: TorchScorer) -> list[str]:
-        lines = job("grpo", tiny).edit(bind={"actor": actor, "ref": ref}).plan().splitlines()
-        return [line for line in lines if line.startswith(said)]
-
-    assert plan(adapted, TorchScorer(tiny)) == [said + "edit(bind={'ref': TorchScorer()})"]
-    assert plan(adapted, TorchScorer()) == plan(adapted, TorchScorer(tiny, dtype="bfloat16")) == []
-    assert plan(TorchTrainer(tiny), TorchScorer(tiny)) == []
 
 
 def test_the_plan_names_what_the_graph_asks_twice_though_one_of_two_is_fused(tiny: str) -> None:
