@@ -48,13 +48,27 @@ class Column:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
-            raise DefinitionError(f"Column({self.name!r}, ...) is not named; expected an identifier such as 'values'.")
+            raise DefinitionError(
+                f"Column({self.name!r}, ...): the name is not an identifier. Pass a name such as 'values'.",
+                code="column.invalid-column",
+                argument="name",
+                found=repr(self.name),
+            )
         if not isinstance(self.kind, str) or not self.kind:
             raise DefinitionError(
-                f"Column({self.name!r}, {self.kind!r}) does not say what its numbers mean; expected a text: 'value'."
+                f"Column({self.name!r}, {self.kind!r}): the kind is not text. Pass what the numbers mean, such as "
+                f"'value'.",
+                code="column.invalid-column",
+                argument="kind",
+                found=repr(self.kind),
             )
         if not isinstance(self.pad, int | float):
-            raise DefinitionError(f"Column({self.name!r}, pad={self.pad!r}) does not pad with a number; expected one.")
+            raise DefinitionError(
+                f"Column({self.name!r}, pad={self.pad!r}): the padding is not a number. Pass a number, such as 0.",
+                code="column.invalid-column",
+                argument="pad",
+                found=repr(self.pad),
+            )
 
 
 @dataclass(frozen=True)
@@ -94,8 +108,10 @@ def _own(said: str, given: Any, rows: bool) -> Own:
     name = given[1] if isinstance(given, tuple) and len(given) == 2 else None
     if not isinstance(name, str) or not name.isidentifier() or name == "batch":
         raise DefinitionError(
-            f"{said}[...] does not name axes of a port's own; expected what the port takes, and a name other than "
-            f'batch: {said}[RolloutBatch, "demo"].'
+            f"{said}[...] needs a record or column and a name of its axes other than batch. Write "
+            f'{said}[RolloutBatch, "demo"].',
+            code="column.port-axes",
+            annotation=said,
         )
     return Own(name, rows)
 
@@ -106,7 +122,11 @@ def apart(annotation: Any) -> tuple[Any, Own | None]:
     if not (own := [extra for extra in extras if isinstance(extra, Own)]):
         return annotation, None
     if len(own) > 1:
-        raise DefinitionError(f"a port has axes of the names {own[0].name!r} and {own[1].name!r}; expected one.")
+        raise DefinitionError(
+            f"A port has two names of axes, {own[0].name!r} and {own[1].name!r}. Use one Rows[...] or Widths[...].",
+            code="column.port-axes",
+            names=[own[0].name, own[1].name],
+        )
     rest = tuple(extra for extra in extras if extra is not own[0])
     plain = get_args(annotation)[0]
     return (Annotated[(plain, *rest)] if rest else plain), own[0]
@@ -147,31 +167,38 @@ class ColumnType:
 
 
 def parse(annotation: Any) -> ColumnType | None:
-    """The `ColumnType` of an annotation, or None where it is not a column.
-
-    Raises:
-        DefinitionError: a `Column` that annotates something other than a jaxtyping array of one dtype.
-    """
+    """The `ColumnType` of an annotation, or None if it is not a column."""
     if get_origin(annotation) is not Annotated:
         return None
     array, *extras = get_args(annotation)
-    said = [e for e in extras if isinstance(e, Column)]
-    if not said:
+    found = [e for e in extras if isinstance(e, Column)]
+    if not found:
         return None
-    column = said[0]
-    if len(said) > 1:
-        raise DefinitionError(f"the annotation has the columns {column.name!r} and {said[1].name!r}; expected one.")
+    column = found[0]
+    if len(found) > 1:
+        raise DefinitionError(
+            f"An annotation has two columns, {column.name!r} and {found[1].name!r}. Keep one.",
+            code="column.annotation",
+            column=column.name,
+            other=found[1].name,
+        )
     dtypes, axes = getattr(array, "dtypes", None), getattr(array, "dim_str", None)
     if axes is None:
         raise DefinitionError(
-            f"column {column.name!r} annotates {array!r}; expected a jaxtyping array such as "
-            f'Annotated[Float32[Tensor, "batch response"], Column({column.name!r}, {column.kind!r})].'
+            f"Column {column.name!r} annotates {array!r}. Expected a jaxtyping array, such as "
+            f'Annotated[Float32[Tensor, "batch response"], Column({column.name!r}, {column.kind!r})].',
+            code="column.annotation",
+            column=column.name,
+            found=repr(array),
         )
     names = tuple(axes.split())
     if names[:1] != ("batch",) or len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
         raise DefinitionError(
-            f"column {column.name!r} has the axes {axes!r}; expected different names of which the first is batch, such "
-            f"as 'batch response'."
+            f"Column {column.name!r} has the axes {axes!r}. Expected distinct names, the first one batch, such as "
+            f"'batch response'.",
+            code="column.annotation",
+            column=column.name,
+            axes=axes,
         )
     # jaxtyping lists the dtypes that it allows, or has a marker for any; it spells torch.bool as "bool_" and "bool"
     allowed = {str(d).removesuffix("_") for d in dtypes} if isinstance(dtypes, list | tuple) else None
@@ -181,8 +208,11 @@ def parse(annotation: Any) -> ColumnType | None:
         dtype = allowed.pop()
     else:
         raise DefinitionError(
-            f"column {column.name!r} annotates {array.__name__}; expected a Tensor of exactly one dtype, such as "
-            f'Float32[Tensor, "batch response"], or an array of objects: Shaped[np.ndarray, "batch"].'
+            f"Column {column.name!r} annotates {array.__name__}. Expected a Tensor of exactly one dtype, such as "
+            f'Float32[Tensor, "batch response"], or an array of objects, Shaped[np.ndarray, "batch"].',
+            code="column.annotation",
+            column=column.name,
+            found=array.__name__,
         )
     return ColumnType(column.name, column.kind, dtype, names, column.pad)
 
@@ -191,12 +221,16 @@ _registry: dict[str, ColumnType] = {}
 
 
 def register(column: ColumnType) -> ColumnType:
-    """Make `column` known by its name (for padding and display); defining one name twice differently is an error."""
+    """Register `column` under its name, for padding and display; a second, different definition is an error."""
     known = _registry.setdefault(column.name, column)
     if known != column:
         raise DefinitionError(
-            f"column {column.name!r} is already defined as {known} (pad {known.pad!r}), and now as {column} "
-            f"(pad {column.pad!r}); give the new one a name of its own."
+            f"Column {column.name!r} is already defined as {known} (pad {known.pad!r}), and now as {column} "
+            f"(pad {column.pad!r}). Choose another name for the new column.",
+            code="column.redefined",
+            column=column.name,
+            expected=str(known),
+            found=str(column),
         )
     return known
 

@@ -1,4 +1,4 @@
-"""What a record is made of: the column or value type of each field, and the tuple class that carries it."""
+"""Record types: the column or value type of each field, and the tuple class of a record."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class ValueType:
 FieldType = ColumnType | ValueType
 
 
-def accepts(wanted: FieldType, found: FieldType) -> bool:
-    """Whether `found` may be wired to a field of type `wanted` (axis *identity* aside)."""
-    if isinstance(wanted, ColumnType):
-        return isinstance(found, ColumnType) and wanted.accepts(found)
-    return isinstance(found, ValueType) and issubclass(found.cls, wanted.cls)
+def accepts(expected: FieldType, found: FieldType) -> bool:
+    """Whether `found` may be wired to a field of type `expected`, regardless of axis *identity*."""
+    if isinstance(expected, ColumnType):
+        return isinstance(found, ColumnType) and expected.accepts(found)
+    return isinstance(found, ValueType) and issubclass(found.cls, expected.cls)
 
 
 def record_tuple(record: type) -> type:
-    """The NamedTuple class that carries `record`: itself, or for a Protocol one made of its properties."""
+    """The NamedTuple class of `record`: itself, or for a Protocol one with its properties."""
     return record if issubclass(record, tuple) else with_clear_attribute_errors(record)
 
 
@@ -43,7 +43,7 @@ _classes: dict[type, type] = {}
 
 
 def with_clear_attribute_errors(record: type) -> type:
-    """A NamedTuple class that fits `record`; asked for a column that it lacks, an instance names those that it has."""
+    """A NamedTuple class for `record` whose instances list their columns when a missing one is accessed."""
     if record not in _classes:
         base = record if issubclass(record, tuple) else namedtuple(record.__name__, list(record_columns(record)))
         _classes[record] = type(record.__name__, (base,), {"__slots__": (), "__getattr__": _refuse_attribute})
@@ -51,25 +51,27 @@ def with_clear_attribute_errors(record: type) -> type:
 
 
 def _refuse_attribute(self: Any, name: str) -> Any:
-    if name.startswith("__"):  # protocol look-ups (copy, numpy, pickle) expect a plain AttributeError
+    if name.startswith("__"):  # lookups of protocols (copy, numpy, pickle) expect a plain AttributeError
         raise AttributeError(name)
     raise ColumnNotFoundError(
-        f"the record {type(self).__name__} has just the columns that its class declares, and no {name!r}; "
-        f"{offer(name, self._fields)}"
+        f"The record {type(self).__name__} has no column {name!r}: its class does not declare it; "
+        f"{offer(name, self._fields)}",
+        code="column.not-in-record",
+        record=type(self).__name__,
+        column=name,
+        known=list(self._fields),
     )
 
 
 def hints_of(target: Any, localns: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The annotations of a function or class, which may use the module's names and `localns`.
-
-    Raises:
-        DefinitionError: one names something that is not defined.
-    """
+    """The annotations of a function or class, which may use the module's names and `localns`."""
     try:
         return typing.get_type_hints(target, localns=dict(localns or {}), include_extras=True)
     except (NameError, AttributeError) as error:
         raise DefinitionError(
-            f"an annotation uses a name that is not defined: {error}; import it, or define the column or record above."
+            f"An annotation uses a name that is not defined: {error}. Import it, or define the column or record above.",
+            code="column.undefined-name",
+            reason=str(error),
         ) from error
 
 
@@ -77,9 +79,6 @@ def record_columns(record: type, localns: Mapping[str, Any] | None = None) -> di
     """The columns (and batchless values) of a record class by field; empty for a class that is not a record.
 
     A NamedTuple lists its fields; a Protocol lists properties, its bases' first.
-
-    Raises:
-        DefinitionError: a field that is neither a column nor a batchless value.
     """
     if issubclass(record, tuple) and hasattr(record, "_fields"):
         hints = hints_of(record, localns)
@@ -105,22 +104,23 @@ def record_columns(record: type, localns: Mapping[str, Any] | None = None) -> di
 
 
 def column_fields(record: type) -> dict[str, str]:
-    """Field to column name of a record class whose fields are all columns.
-
-    Raises:
-        DataError: not a record, or one with a field that is not a column.
-    """
+    """Field to column name of a record class whose fields are all columns."""
     names: dict[str, str] = {}
     for field, slot in record_columns(record).items() if isinstance(record, type) else ():
         if not isinstance(slot, ColumnType):
             raise DataError(
-                f"{record.__name__}.{field} is {slot}, no column; a DataProto holds records of columns only."
+                f"{record.__name__}.{field} is {slot}, not a column. Use a record of columns only.",
+                code="column.not-a-record",
+                record=record.__name__,
+                field=field,
             )
         names[field] = slot.name
     if not names:
         raise DataError(
-            f"{getattr(record, '__name__', repr(record))} is no record of columns; expected a NamedTuple or Protocol "
-            f"as in flowrl.records."
+            f"{getattr(record, '__name__', repr(record))} is not a record of columns. Use a NamedTuple or Protocol as "
+            f"in flowrl.records.",
+            code="column.not-a-record",
+            record=getattr(record, "__name__", repr(record)),
         )
     return names
 
@@ -130,19 +130,22 @@ _NO_VALUES = ("builtins", "torch", "numpy", "jaxtyping", "typing")
 
 @contextmanager
 def located(where: str) -> Iterator[None]:
-    """Put `where` before the message of a definition error that the block raises."""
+    """Prefix the message of a definition error in the block with `where`."""
     try:
         yield
     except DefinitionError as error:
-        raise DefinitionError(f"{where}: {error}") from error
+        code, facts = error.code, {**error.facts, "where": where}
+        raise DefinitionError(f"{where}: {error.message}", code=code, **facts) from error
 
 
 def value_type(annotation: Any) -> ValueType:
-    # a bare tensor, array or number says nothing of what it holds
+    # a bare tensor, array or number does not define what it contains
     if not isinstance(annotation, type) or annotation.__module__.partition(".")[0] in _NO_VALUES:
         raise DefinitionError(
-            f"the annotation {getattr(annotation, '__name__', annotation)} is neither a column, a record of columns "
-            f"nor a class of value; use a column of flowrl.columns, or define one: "
-            f'Annotated[Float32[Tensor, "batch response"], Column("my_column", "my kind")].'
+            f"The annotation {getattr(annotation, '__name__', annotation)} is neither a column, a record of columns "
+            f"nor a class of value. Use a column of flowrl.columns, or define one: "
+            f'Annotated[Float32[Tensor, "batch response"], Column("my_column", "my kind")].',
+            code="column.untyped",
+            annotation=getattr(annotation, "__name__", str(annotation)),
         )
     return ValueType(annotation)

@@ -8,19 +8,41 @@ from flowrl.lazy import lazy
 
 if TYPE_CHECKING:
     from flowrl.sync.digest import weights_digest
+    from flowrl.sync.group import connect
+    from flowrl.sync.probe import Probe, Scores, refuse_old_weights, refuse_other_weights
+    from flowrl.sync.received import Manifest, Origin, ReceivedWeights
     from flowrl.sync.route import Seat, choose
+    from flowrl.sync.stream import Stream
 
 __all__ = [
+    "Manifest",
+    "Origin",
+    "Probe",
+    "ReceivedWeights",
+    "Scores",
     "Seat",
+    "Stream",
     "choose",
+    "connect",
+    "refuse_old_weights",
+    "refuse_other_weights",
     "weights_digest",
 ]
 
 __getattr__ = lazy(
     __name__,
     {
+        "Manifest": "received",
+        "Origin": "received",
+        "Probe": "probe",
+        "ReceivedWeights": "received",
+        "Scores": "probe",
         "Seat": "route",
+        "Stream": "stream",
         "choose": "route",
+        "connect": "group",
+        "refuse_old_weights": "probe",
+        "refuse_other_weights": "probe",
         "weights_digest": "digest",
     },
 )

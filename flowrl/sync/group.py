@@ -109,10 +109,13 @@ def interrupting(timeout: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error).partition("\n")[0].partition(". ")[0]
+        reason = str(error).partition("\n")[0].partition(". ")[0]
         raise Interrupted(
-            f"the other side of the transfer is gone, or silent for {timeout:g} s ({said}); look for what happened "
-            f"there, and sync again."
+            f"The other side of the transfer has ended, or was silent for {timeout:g} s ({reason}). Check its log, and "
+            f"sync again.",
+            code="sync.interrupted",
+            timeout=timeout,
+            reason=reason,
         ) from error
 
 

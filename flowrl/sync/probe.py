@@ -158,13 +158,20 @@ def refuse_other_weights(
     tolerance = tolerance or default_tolerance(dtype, theirs)
     if not mean <= tolerance:  # NaN is refused too
         raise SyncError(
-            f"after the sync {engine} ({_said(dtype)}) and the trainer ({_said(theirs)}) score the same "
-            f"{len(difference)} tokens differently, by {float(difference.mean()):.3g} nats a token on average and "
-            f"{float(difference.max()):.3g} at most, which counts as {mean:.3g}; expected at most {tolerance:g}. "
-            f"Either the engine does not compute with the weights that it was sent (quantisation, an adapter, a kernel "
-            f"with a copy of its own), or the two compute different models (soft-caps, rotary scaling, attention, "
-            f"routing of experts): compare both with transformers, in float32. If the engine's arithmetic is meant to "
-            f"be that coarse, set tolerance=... there."
+            f"After the sync, {engine} ({_dtype_name(dtype)}) and the trainer ({_dtype_name(theirs)}) score the same "
+            f"{len(difference)} tokens differently: by {float(difference.mean()):.3g} nats per token on average, "
+            f"{float(difference.max()):.3g} at most, {mean:.3g} relative to the log-probs; expected at most "
+            f"{tolerance:g}. Either the engine does not use the weights that it received (quantization, an adapter, a "
+            f"kernel with its own copy), or the two compute different models (soft-caps, rotary scaling, attention, "
+            f"expert routing): compare both with transformers in float32. If the engine's arithmetic is coarse by "
+            f"design, set its tolerance=...",
+            code="sync.scores-differ",
+            engine=engine,
+            found=mean,
+            expected=tolerance,
+            mean=float(difference.mean()),
+            maximum=float(difference.max()),
+            dtypes=[_dtype_name(dtype), _dtype_name(theirs)],
         )
     return scores
 
@@ -207,15 +214,20 @@ def refuse_old_weights(engine: str, scores: Scores, before: Scores | None, resol
     if followed > (moved * COMPANY if concurrent else 0.0):
         return scores
     if moved > resolution:
-        how = f"as it did before, within {followed:.3g}" if concurrent else "exactly as it did before, bit by bit"
+        how = f"as before, within {followed:.3g}" if concurrent else "exactly as before, bit for bit"
         raise SyncError(
-            f"after the sync {engine} scores {len(scores.engine)} tokens {how}, and the trainer has "
-            f"moved by {moved:.3g} nats a token on average since the scores of {engine} last changed; expected "
-            f"them to change with more than {resolution:g}, so it keeps old weights. Look for what it caches or "
-            f"freezes, or merges when it starts; the next engine.sync(trainer) starts it anew."
+            f"After the sync, {engine} scores {len(scores.engine)} tokens {how}, but the trainer's scores have moved "
+            f"by {moved:.3g} nats per token on average since then (more than {resolution:g} must show), so the engine "
+            f"still uses old weights. Check what it caches, freezes, or merges at startup; the next "
+            f"engine.sync(trainer) restarts it.",
+            code="sync.old-weights",
+            engine=engine,
+            moved=moved,
+            followed=followed,
+            expected=resolution,
         )
     return before
 
 
-def _said(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

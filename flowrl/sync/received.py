@@ -45,8 +45,14 @@ class Origin:
         return f"the weights of {self.role} at version {self.version}"
 
     def damaged(self, what: str) -> SyncError:
-        """An error to raise where something is wrong with them."""
-        return SyncError(f"{self} are damaged: {what}; sync again.")
+        """The error of weights that differ from those that were sent."""
+        return SyncError(
+            f"{self} are damaged: {what}. Sync again.",
+            code="sync.damaged",
+            role=self.role,
+            version=self.version,
+            reason=what,
+        )
 
 
 class Weight(NamedTuple):
@@ -146,9 +152,11 @@ class ReceivedWeights:
         probe = self._origin.probe
         if probe is None or not torch.equal(batch.input_ids, probe.batch().input_ids):
             raise SyncError(
-                f"{self._origin} come from another process, without {self._origin.role} to score tokens; expected to "
-                f"be asked for the probe that came with them (source.probe), by an engine whose backend says that it "
-                f"probes."
+                f"{self._origin} come from another process, which cannot score tokens for this engine. Score only the "
+                f"probe that came with them (source.probe); the engine's backend must declare that it probes.",
+                code="sync.no-probe",
+                role=self._origin.role,
+                version=self._origin.version,
             )
         return torch.tensor(self._origin.scores).view(-1, probe.width)
 
@@ -160,9 +168,14 @@ class ReceivedWeights:
         """
         if (receipt.version, receipt.digest) != (self.version, self._shipment.digest):
             raise SyncError(
-                f"{self._origin} have the digest {self._shipment.digest}, and the receipt is for version "
-                f"{receipt.version} with {receipt.digest}; expected the same on both sides: the engine must digest "
-                f"what it received, and sync again."
+                f"{self._origin} have the digest {self._shipment.digest}, but the engine's receipt is for version "
+                f"{receipt.version} with {receipt.digest}. The engine must digest the tensors that it received; sync "
+                f"again.",
+                code="sync.wrong-receipt",
+                role=self._origin.role,
+                version=self._origin.version,
+                expected=self._shipment.digest,
+                found=receipt.digest,
             )
         return receipt._replace(transport=self._shipment.transport)
 
@@ -195,7 +208,7 @@ class Manifest:
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
-        self._come: dict[str, str] = {}
+        self._arrived: dict[str, str] = {}
 
     def enter(self, name: str, tensor: Tensor, sent: str | None) -> Weight:
         """Enter a tensor that was sent with this digest; None says that none of this name was.
@@ -203,9 +216,9 @@ class Manifest:
         Raises:
             SyncError: it was not sent, or comes twice.
         """
-        if sent is None or name in self._come:
-            raise self._origin.damaged(f"{name} was not sent, or twice")
-        self._come[name] = sent
+        if sent is None or name in self._arrived:
+            raise self._origin.damaged(f"{name} was not sent, or arrived twice")
+        self._arrived[name] = sent
         return Weight(name, tensor, sent)
 
     def finish(self, sent: Mapping[str, str]) -> str:
@@ -217,8 +230,14 @@ class Manifest:
         Raises:
             SyncError: some did not come, or others than were sent.
         """
-        if missing := sorted(sent.keys() - self._come.keys()):
-            raise SyncError(f"{self._origin} are not whole: {', '.join(missing[:5])} did not arrive; sync again.")
-        if wrong := sorted(name for name, digest in self._come.items() if sent.get(name) != digest):
-            raise self._origin.damaged(f"{', '.join(wrong[:5])} came otherwise than the trainer says at the end")
-        return combine(self._come)
+        if missing := sorted(sent.keys() - self._arrived.keys()):
+            raise SyncError(
+                f"{self._origin} are incomplete: {', '.join(missing[:5])} did not arrive. Sync again.",
+                code="sync.incomplete",
+                role=self._origin.role,
+                version=self._origin.version,
+                missing=missing[:5],
+            )
+        if wrong := sorted(name for name, digest in self._arrived.items() if sent.get(name) != digest):
+            raise self._origin.damaged(f"{', '.join(wrong[:5])} differ from the digests that the trainer sent last")
+        return combine(self._arrived)

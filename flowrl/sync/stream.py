@@ -132,7 +132,12 @@ class Stream:
             SyncError: they were not taken to their end.
         """
         if self._digest is None:
-            raise SyncError(f"{self._origin} were not taken to their end; the engine must go through all of them.")
+            raise SyncError(
+                f"{self._origin} were not read to the end. The engine must iterate over all of them.",
+                code="sync.incomplete",
+                role=self._origin.role,
+                version=self._origin.version,
+            )
         return self._digest
 
     def weights(self) -> Iterator[Weight]:
@@ -160,7 +165,10 @@ class Stream:
         head: dict[str, Any] = self._group.hear()
         if head["version"] != self._origin.version:
             raise SyncError(
-                f"{self._origin} are stale, or mixed with others: a bucket of version {head['version']} came among "
-                f"them; sync again."
+                f"{self._origin} are mixed with others: a bucket has version {head['version']}. Sync again.",
+                code="sync.mixed-versions",
+                role=self._origin.role,
+                version=self._origin.version,
+                found=head["version"],
             )
         return head

@@ -116,9 +116,9 @@ def test_what_goes_wrong_is_named_and_the_next_sync_works(tiny: str, tmp_path: P
         for step, (what, said) in enumerate(
             {
                 "flip": refused.format(1, 1, "damaged: first is not what was sent"),
-                "missing": refused.format(2, 2, "not whole: second did not arrive"),
-                "stale": refused.format(3, 3, "stale, or mixed with others: a bucket of version 2"),
-                "old": refused.format(4, 3, "stale, or mixed with others: a bucket of version 4"),
+                "missing": refused.format(2, 2, "incomplete: second did not arrive"),
+                "stale": refused.format(3, 3, "mixed with others: a bucket has version 2"),
+                "old": refused.format(4, 3, "mixed with others: a bucket has version 4"),
                 "raise": "sync in step 5 failed on actor rank 0, which sends: ValueError: out of memory",
                 "fail": "sync failed in step 6 on rollout rank 0: ValueError: rollout.sync was told to fail",
             }.items()

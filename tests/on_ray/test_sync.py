@@ -121,9 +121,9 @@ def test_what_arrives_is_what_was_sent_or_is_refused(
         for step, (what, said) in enumerate(
             {
                 "flip": "is not what was sent",
-                "missing tensor": "are not whole: .* did not arrive",
-                "missing bucket": "are not whole: .* did not arrive",
-                "twice": "was not sent, or twice",
+                "missing tensor": "are incomplete: .* did not arrive",
+                "missing bucket": "are incomplete: .* did not arrive",
+                "twice": "was not sent, or arrived twice",
                 "shape": "is not what was sent",
                 "stale": r"the update says version \d+",
             }.items(),

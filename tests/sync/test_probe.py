@@ -10,7 +10,6 @@ from torch import Tensor
 
 from flowrl.backends import TorchTrainer
 from flowrl.data.text.tokenizer import ChatTokenizer
-from flowrl.errors import SyncError
 from flowrl.run.engine.build import EngineBuilder
 from flowrl.sync.probe import (
     ANSWER,
@@ -24,6 +23,7 @@ from flowrl.sync.probe import (
     refuse_other_weights,
     resolution,
 )
+from tests.support.errors import raises
 from tests.support.models import char_tokenizer
 
 PROBE = Probe([[5, 6, 7], [8]], [[1, 2, 3, 4], [5, 6, 7, 8]])
@@ -102,31 +102,32 @@ class TestOtherWeights:
     @pytest.mark.parametrize("off", [0.03, -0.03, float("nan")])
     def test_what_is_not_is_refused(self, off: float) -> None:
         expected = torch.linspace(-1, 0, COUNT)
-        with pytest.raises(SyncError, match=r"X \(float32\) and the trainer \(float32\) score the same 8 tokens diff"):
+        with raises("sync.scores-differ", engine="X", dtypes=("float32", "float32")):
             compared(expected + off, Fixed(expected))
 
     def test_errors_that_cancel_are_found(self) -> None:
         expected = torch.full((COUNT,), -0.5)
         off = torch.tensor([0.3, -0.3] * (COUNT // 2))
-        with pytest.raises(SyncError, match=r"by 0\.3 nats a token on average and 0\.3 at most, which counts as 0\.3"):
+        with raises("sync.scores-differ") as caught:
             compared(expected + off, Fixed(expected))
+        assert [caught.value.facts[name] for name in ("mean", "maximum", "found")] == pytest.approx([0.3] * 3)
 
     def test_of_unlikely_tokens_the_share_counts(self) -> None:
         """By hand: of -0.5 a difference of 0.1 is 0.1, of -10 it is 0.01; the mean of both is 0.055."""
         expected = torch.tensor([-0.5, -10.0] * (COUNT // 2))
         compared(expected + 0.1, Fixed(expected), 0.0551)
-        with pytest.raises(SyncError, match=r"by 0\.1 nats .* counts as 0\.055; expected at most 0\.0549"):
+        with raises("sync.scores-differ", expected=0.0549):
             compared(expected + 0.1, Fixed(expected), 0.0549)
 
     def test_what_is_expected_knows_both_dtypes(self) -> None:
         expected = torch.full((COUNT,), -0.5)
         fine, coarse = Fixed(expected), CoarseFixed(expected)
         assert (arithmetic(fine), arithmetic(coarse)) == (FINE, COARSE)
-        with pytest.raises(SyncError, match=r"expected at most 0\.001\."):
+        with raises("sync.scores-differ", expected=0.001):
             compared(expected + 0.01, fine, None)
         for source, dtype in ((fine, COARSE), (coarse, FINE), (coarse, COARSE), (fine, torch.float16)):
             compared(expected + 0.01, source, None, dtype)
-        with pytest.raises(SyncError, match=r"X \(bfloat16\) and the trainer \(float32\).* expected at most 0\.05\."):
+        with raises("sync.scores-differ", dtypes=("bfloat16", "float32"), expected=0.05):
             compared(expected + 0.06, fine, None, COARSE)
         compared(expected + 0.06, fine, 0.07, COARSE)
 
@@ -144,14 +145,14 @@ class TestOldWeights:
         assert refuse_old_weights("X", scores(0, 0.019), scores(0, 0), 0.02) == scores(0, 0)
 
     def test_one_that_it_must_show_is_refused(self) -> None:
-        with pytest.raises(SyncError, match=r"X scores 8 tokens exactly as it did before, .* moved by 0\.03 nats"):
+        with raises("sync.old-weights", engine="X", followed=0.0, moved=pytest.approx(0.03)):
             refuse_old_weights("X", scores(0, 0.03), scores(0, 0), 0.02)
 
     def test_small_updates_add_up(self) -> None:
         held: Scores | None = None
         for step in range(5):
             held = refuse_old_weights("X", scores(0, 0.0049 * step), held, 0.02)
-        with pytest.raises(SyncError, match="keeps old weights"):
+        with raises("sync.old-weights", engine="X"):
             refuse_old_weights("X", scores(0, 0.0049 * 5), held, 0.02)
 
     def test_of_an_engine_that_moves_again_they_are_counted_anew(self) -> None:
@@ -165,7 +166,7 @@ class TestOldWeights:
         """Whether the engine computed them with these scores or with those before."""
         before = scores(0, 0)._replace(concurrent=first)
         now = scores(0.0029, 0.03)._replace(concurrent=not first)
-        with pytest.raises(SyncError, match=r"X scores 8 tokens as it did before, within 0\.0029, and the trainer has"):
+        with raises("sync.old-weights", followed=pytest.approx(0.0029)):
             refuse_old_weights("X", now, before, 0.02)
         assert refuse_old_weights("X", now, before, 0.04) == before
         followed = scores(0.0031, 0.03)._replace(concurrent=not first)
@@ -176,12 +177,12 @@ class TestOldWeights:
         trainer = (-3.0 + sign, *scores(0, 0).trainer[1:])  # by 1/8 on the mean
         moved = scores(0, 0)._replace(trainer=trainer)
         assert refuse_old_weights("X", moved, scores(0, 0), 0.13) == scores(0, 0)
-        with pytest.raises(SyncError, match=r"by 0\.125 nats"):
+        with raises("sync.old-weights", moved=0.125):
             refuse_old_weights("X", moved, scores(0, 0), 0.12)
 
     def test_moves_that_cancel_are_found(self) -> None:
         trainer = tuple(-3.0 + (0.1 if i % 2 else -0.1) for i in range(COUNT))
-        with pytest.raises(SyncError, match=r"moved by 0\.1 nats"):
+        with raises("sync.old-weights", moved=pytest.approx(0.1)):
             refuse_old_weights("X", scores(0, 0)._replace(trainer=trainer), scores(0, 0), 0.02)
 
     def test_what_must_show_knows_both_dtypes(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowrl.errors import SyncError
 from flowrl.protocols.protocols import Adapted, RemoteWeights, Trainer
 from flowrl.records import Receipt
 from flowrl.sync import ipc, stream
@@ -34,6 +34,7 @@ from flowrl.sync.probe import Probe, arithmetic
 from flowrl.sync.received import Manifest, Origin, ReceivedWeights
 from flowrl.sync.stream import Ticket, send
 from tests import ROOT
+from tests.support.errors import raises
 
 BUCKET = 4096
 ORIGIN = Origin("actor", 3)
@@ -128,7 +129,7 @@ def test_a_source_stands_in_for_a_trainer(meeting: Callable[..., Ticket]) -> Non
             sender.result()
     assert {"version", "weights", "log_probs"} <= set(dir(source)) & set(dir(Trainer))
     other = Probe([[1, 2], [3]], [[4, 5, 6], [7, 8, 10]])
-    with pytest.raises(SyncError, match=r"without actor to score tokens; expected .*source\.probe"):
+    with raises("sync.no-probe", role="actor"):
         source.log_probs(other.batch())
 
 
@@ -157,9 +158,9 @@ def test_a_flipped_bit(meeting: Callable[..., Ticket], monkeypatch: pytest.Monke
     monkeypatch.setattr(stream, "GlooCarrier", Damaging)
     sender, takers = both(meeting(2), weights_of())
     for taker in takers:
-        with pytest.raises(SyncError, match=r"weights of actor at version 3 are damaged: .* is not what was sent"):
+        with raises("sync.damaged", role="actor", version=3):
             taker.result()
-    with pytest.raises(Interrupted, match="the other side of the transfer is gone"):
+    with raises("sync.interrupted"):
         sender.result()
 
 
@@ -190,30 +191,35 @@ def twice(message: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "code", "detail"),
     [
-        (drop_tensor, "are not whole: strided did not arrive"),
-        (mix_versions, "are stale, or mixed with others: a bucket of version 2"),
-        (another_shape, "half is not what was sent"),
-        (another_digest, "half came otherwise than the trainer says at the end"),
-        (twice, "layer01 (was not sent, or twice|is not what was sent)"),
+        (drop_tensor, "sync.incomplete", "strided did not arrive"),
+        (mix_versions, "sync.mixed-versions", "a bucket has version 2"),
+        (another_shape, "sync.damaged", "half is not what was sent"),
+        (another_digest, "sync.damaged", "half differ from the digests that the trainer sent last"),
+        (twice, "sync.damaged", "layer01 (was not sent, or arrived twice|is not what was sent)"),
     ],
 )
 def test_damage_is_named(
-    change: Callable[[dict[str, Any]], None], said: str, meeting: Callable[..., Ticket], monkeypatch: pytest.MonkeyPatch
+    change: Callable[[dict[str, Any]], None],
+    code: str,
+    detail: str,
+    meeting: Callable[..., Ticket],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planted(monkeypatch, change)
     _, [taker] = both(meeting(), weights_of())
-    with pytest.raises(SyncError, match=f"the weights of actor at version 3 .*{said}.*sync again"):
+    with raises(code, role="actor", version=3) as caught:
         taker.result()
+    assert re.search(detail, str(caught.value))
 
 
 def test_a_tensor_that_is_entered_twice_is_refused() -> None:
     manifest, tensor = Manifest(ORIGIN), torch.zeros(2)
     manifest.enter("w", tensor, "digest")
-    with pytest.raises(SyncError, match="w was not sent, or twice"):
+    with raises("sync.damaged", reason="w was not sent, or arrived twice"):
         manifest.enter("w", tensor, "digest")
-    with pytest.raises(SyncError, match="v was not sent, or twice"):
+    with raises("sync.damaged", reason="v was not sent, or arrived twice"):
         manifest.enter("v", tensor, None)
 
 
@@ -254,7 +260,7 @@ def test_weights_that_are_not_taken_to_their_end(meeting: Callable[..., Ticket])
         sender = pool.submit(send, ticket, ORIGIN, weights_of(), BUCKET)
         with ticket.open(0) as source:
             next(source.weights())
-            with pytest.raises(SyncError, match="at version 3 were not taken to their end"):
+            with raises("sync.incomplete", version=3):
                 source.check(Receipt(3, "", 0, 0.0, "copy"))
     with pytest.raises(Interrupted):
         sender.result()

@@ -208,10 +208,13 @@ def own_axes(annotation: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Rows["demo", RolloutBatch], r"Rows\[\.\.\.\] does not name axes .*: Rows\[RolloutBatch, \"demo\"\]"),
-        (lambda: Widths[RolloutBatch, "batch"], r"Widths\[\.\.\.\] does not name .* a name other than batch"),
-        (lambda: Rows[RolloutBatch], r"Rows\[\.\.\.\] does not name axes"),
-        (lambda: own_axes(Rows[Widths[c.Values, "a"], "b"]), r"axes of the names 'a' and 'b'; expected one"),
+        (lambda: Rows["demo", RolloutBatch], r"Rows\[\.\.\.\] needs a record .* Rows\[RolloutBatch, \"demo\"\]"),
+        (
+            lambda: Widths[RolloutBatch, "batch"],
+            r"Widths\[\.\.\.\] needs a record .* name of its axes other than batch",
+        ),
+        (lambda: Rows[RolloutBatch], r"Rows\[\.\.\.\] needs a record"),
+        (lambda: own_axes(Rows[Widths[c.Values, "a"], "b"]), r"two names of axes, 'a' and 'b'"),
         (lambda: own_axes(Rows[Graph, "b"]), r"a value without rows has no axes to be its own; take the name 'b'"),
     ],
 )

@@ -189,7 +189,7 @@ def _many(advantages: c.Advantages) -> c.Advantages:
         (_no_port, r"_no_port has no port"),
         (_taken, r"_taken\.effects is a parameter or state, and every operator has something of that name"),
         (_shared, r"_shared\.factors has the mutable default \[\]"),
-        (_unknown, r"_unknown: an annotation uses a name that is not defined"),
+        (_unknown, r"_unknown: An annotation uses a name that is not defined"),
         (_later, r"_later is async; expected an ordinary method"),
         (_many, r"_many is a generator"),
         (_method, r"_method\(self\) is the name of an object that methods are called on"),
@@ -199,7 +199,7 @@ def _many(advantages: c.Advantages) -> c.Advantages:
         ),
         (lambda advantages: advantages, r"<lambda> at .* has no name and annotations"),
         (Whiten, r"Whiten'> has no name and annotations of its own"),
-        (exact, r"exact has the parameter 'data_source'|exact\(data_source\): the annotation str is neither"),
+        (exact, r"exact has the parameter 'data_source'|exact\(data_source\): The annotation str is neither"),
     ],
 )
 def test_what_is_not_well_formed_is_refused_with_its_line(function: Any, message: str) -> None:

@@ -130,25 +130,28 @@ def _impure(self: Any, record: Impure) -> c.Values: ...
             r"Faulty\.__call__ has the parameter 'values' without an annotation; annotate it with a column",
         ),
         (_no_return, r"Faulty\.__call__ has no return annotation; say which column, record or value it returns"),
-        (_unknown, r"Faulty\.__call__: an annotation uses a name that is not defined: .*Valuse"),
-        (_undefined, r"Faulty\.__call__: an annotation uses a name that is not defined: .*Valuse"),
-        (_bare_tensor, r"Faulty\.__call__\(values\): the annotation Tensor is neither a column.*use a column of"),
-        (_bare_array, r"Faulty\.__call__\(values\): the annotation ndarray is neither a column"),
-        (_no_column, r"Faulty\.__call__\(values\): the annotation Float32\[Tensor, 'batch response'\] is neither a"),
-        (_number, r"Faulty\.__call__\(size\): the annotation int is neither a column"),
-        (_union, r"Faulty\.__call__\(values\): the annotation .* is neither a column"),
+        (_unknown, r"Faulty\.__call__: An annotation uses a name that is not defined: .*Valuse"),
+        (_undefined, r"Faulty\.__call__: An annotation uses a name that is not defined: .*Valuse"),
+        (_bare_tensor, r"Faulty\.__call__\(values\): The annotation Tensor is neither a column.*Use a column of"),
+        (_bare_array, r"Faulty\.__call__\(values\): The annotation ndarray is neither a column"),
+        (_no_column, r"Faulty\.__call__\(values\): The annotation Float32\[Tensor, 'batch response'\] is neither a"),
+        (_number, r"Faulty\.__call__\(size\): The annotation int is neither a column"),
+        (_union, r"Faulty\.__call__\(values\): The annotation .* is neither a column"),
         (_optional_without_default, r"Faulty\.__call__\(old\) is optional; give it the default None"),
         (_star, r"Faulty\.__call__ takes \*values as variadic positional; ports are fixed"),
         (_positional, r"Faulty\.__call__ takes values as positional-only; ports are fixed"),
         (_returns_protocol, r"return value: the Protocol Tokens can only be read; expected a NamedTuple"),
-        (_returns_tensor, r"Faulty\.__call__, return value: the annotation Tensor is neither a column"),
-        (_wide, r"\(values\): column 'wide' annotates .*; expected a Tensor of exactly one dtype"),
-        (_numbers, r"\(values\): column 'numbers' annotates .*; expected a Tensor of exactly one dtype, such as"),
-        (_anything, r"\(values\): column 'anything' annotates .*; expected a Tensor of exactly one dtype"),
-        (_fixed, r"\(values\): column 'fixed' has the axes 'batch 3'; expected different names"),
-        (_batchless, r"\(values\): column 'batchless' has the axes 'response'; expected different names of which the"),
-        (_no_array, r"\(values\): column 'no_array' annotates <class 'float'>; expected a jaxtyping array"),
-        (_twisted, r"\(values\): column 'values' is already defined as value\[batch response\].*name of its own"),
+        (_returns_tensor, r"Faulty\.__call__, return value: The annotation Tensor is neither a column"),
+        (_wide, r"\(values\): Column 'wide' annotates .*Expected a Tensor of exactly one dtype"),
+        (_numbers, r"\(values\): Column 'numbers' annotates .*Expected a Tensor of exactly one dtype, such as"),
+        (_anything, r"\(values\): Column 'anything' annotates .*Expected a Tensor of exactly one dtype"),
+        (_fixed, r"\(values\): Column 'fixed' has the axes 'batch 3'. Expected distinct names"),
+        (
+            _batchless,
+            r"\(values\): Column 'batchless' has the axes 'response'. Expected distinct names, the first one batch",
+        ),
+        (_no_array, r"\(values\): Column 'no_array' annotates <class 'float'>. Expected a jaxtyping array"),
+        (_twisted, r"\(values\): Column 'values' is already defined as value\[batch response\].*another name"),
         (
             _default,
             r"Faulty\.__call__\(values\) has a default, of type int, but a port reads what is wired to it; leave",
@@ -159,7 +162,7 @@ def _impure(self: Any, record: Impure) -> c.Values: ...
         (_none, r"Faulty\.__call__\(values\) has the default None; annotate it with `X \| None`\."),
         (_optional_default, r"Faulty\.__call__\(old\) has a default, of type int, but .* or make it None\."),
         (_injected_default, r"Faulty\.__call__\(key\) has a default, of type int, but the runner .* `= INJECTED`\."),
-        (_impure, r"\(record\): Impure\.temperature: the annotation float is neither a column"),
+        (_impure, r"\(record\): Impure\.temperature: The annotation float is neither a column"),
     ],
 )
 def test_faulty_ports_are_told_with_file_and_line(call: Callable[..., Any], said: str) -> None:
@@ -227,11 +230,11 @@ def test_faulty_classes_are_told_with_file_and_line(body: dict[str, Any], said: 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("a.b", "kind"), r"Column\('a\.b', \.\.\.\) is not named; expected an identifier such as 'values'"),
-        ((3, "kind"), r"Column\(3, \.\.\.\) is not named"),
-        (("mine", None), r"Column\('mine', None\) does not say what its numbers mean; expected a text"),
-        (("mine", ""), r"Column\('mine', ''\) does not say what its numbers mean"),
-        (("mine", "kind", "x"), r"Column\('mine', pad='x'\) does not pad with a number"),
+        (("a.b", "kind"), r"Column\('a\.b', \.\.\.\): the name is not an identifier. Pass a name such as 'values'"),
+        ((3, "kind"), r"Column\(3, \.\.\.\): the name is not an identifier"),
+        (("mine", None), r"Column\('mine', None\): the kind is not text"),
+        (("mine", ""), r"Column\('mine', ''\): the kind is not text"),
+        (("mine", "kind", "x"), r"Column\('mine', pad='x'\): the padding is not a number"),
     ],
 )
 def test_a_column_is_named_and_of_a_kind(arguments: tuple[Any, ...], said: str) -> None:
@@ -242,7 +245,7 @@ def test_a_column_is_named_and_of_a_kind(arguments: tuple[Any, ...], said: str) 
 def test_an_annotation_is_of_one_column() -> None:
     def call(self: Any, values: Annotated[c.Values, Column("other", "value")]) -> c.Values: ...
 
-    with pytest.raises(DefinitionError, match=r"the annotation has the columns 'values' and 'other'; expected one"):
+    with pytest.raises(DefinitionError, match=r"An annotation has two columns, 'values' and 'other'"):
         operator(call)
 
 
