@@ -1,4 +1,4 @@
-"""Where an engine is to be: on which device, and in one process or several."""
+"""Placement of an engine: its device, and one process or several ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from flowrl.protocols.protocols import BuildContext
 
 
 def device_of(backend: object, device: str | None) -> torch.device:
-    """The device that a backend asks for; None is CUDA where there is one, else the CPU.
-
-    Raises:
-        BindError: torch cannot compute there.
-    """
+    """The device of a backend; None is CUDA if available, else the CPU. Raises `BindError` if torch lacks it."""
     if device is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     try:
@@ -23,18 +19,17 @@ def device_of(backend: object, device: str | None) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         name, why = type(backend).__name__, str(error).splitlines()[0].rstrip(".")
         raise BindError(
-            f"{name}(device={device!r}) asks for a device that torch does not have here ({why}); leave device out, "
-            f"which takes CUDA where there is one, or bind {name}(..., device='cpu')."
+            f"{name}(device={device!r}) names a device that torch cannot use here ({why}). Leave `device` out, which "
+            f"selects CUDA if available, or bind {name}(..., device='cpu').",
+            code="backend.device",
+            backend=name,
+            device=device,
         ) from error
     return place
 
 
 def mesh_of(context: BuildContext, ranks: int, place: torch.device, bfloat16: bool, offload: bool) -> Mesh:
-    """The mesh that a spec's `ranks`, device (`device_of`) and `offload` ask for, in this process.
-
-    Raises:
-        BindError: this process is not one of so many ranks.
-    """
+    """The mesh of this process for a spec's `ranks`, device (`device_of`) and `offload`."""
     if ranks == 1 and not offload:
         return Mesh(place)
     from flowrl.backends.torch.train.sharded import shard_over  # here, since FSDP takes half a second to import

@@ -1,7 +1,7 @@
-"""Loading a Hugging Face folder into CPU memory: its causal LM and its tokeniser. Nothing is fetched, and no code of
-the folder is run.
+"""Load the causal LM and the tokenizer of a Hugging Face folder into CPU memory. Nothing is downloaded, and no code of
+the folder runs.
 
-Specs name folders, so transformers is imported only where one is loaded.
+Specs name folders, so transformers is imported only when one is loaded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FolderBackend(Backend):
     imports: ClassVar[tuple[str, ...]] = (
         "transformers.models.auto.modeling_auto",
         TOKENIZERS,
-        "transformers.models.llama.modeling_llama",  # which imports what models of all kinds share
+        "transformers.models.llama.modeling_llama",  # imports what all architectures share
     )
 
     model: Folder | None
@@ -52,11 +52,11 @@ class FolderBackend(Backend):
 
     @property
     def shares(self) -> str | None:
-        """The role in whose processes the engine lives, since it uses its weights."""
+        """The role whose weights the engine uses, in the same process."""
         return "actor" if self.model is None else None
 
     def refuse_missing(self) -> None:
-        """Refuse a folder that holds no model.
+        """Refuse a folder without a model.
 
         Raises:
             BindError: see `refuse_no_model`.
@@ -69,13 +69,13 @@ def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | N
     """The causal LM of a Hugging Face folder, in float32 on the CPU.
 
     Args:
-        folder: where it is.
-        with_head: whether its head is wanted; without, the folder may lack it.
+        folder: a Hugging Face folder.
+        with_head: whether to load its head; without, the folder may lack it.
         attention: see `skeleton`.
 
     Raises:
-        BindError: there is no such folder, it does not load; it lacks weights (which would be drawn at random) or has
-            others (which would be left out); or a weight is NaN or infinite.
+        BindError: there is no such folder, it does not load, it lacks weights or has unexpected ones, or a weight is
+            NaN or infinite.
     """
     from transformers import AutoModelForCausalLM
 
@@ -87,32 +87,37 @@ def load_causal_lm(folder: str, with_head: bool = True, attention: Attention | N
             dtype=torch.float32,
             attn_implementation=chosen,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
+            ignore_mismatched_sizes=True,  # refused below, by name
             **_LOCAL,
         )
     missing = {name for name in report["missing_keys"] if with_head or not _is_head(lm, name)}
-    fix = "write the folder again with model.save_pretrained(folder)."
+    fix = "Write the folder again with model.save_pretrained(folder)."
     misshaped = {f"{name}: {tuple(found)}, not {tuple(due)}" for name, found, due in report["mismatched_keys"]}
     if problems := sorted(missing | misshaped):
         raise BindError(
-            f"the folder {folder!r} lacks {len(problems)} weights of {type(lm).__name__} or has them in another shape "
-            f"({_some(problems)}), and they would be drawn at random; {fix}"
+            f"The model folder {folder!r} lacks {len(problems)} weights of {type(lm).__name__} or has them in another "
+            f"shape ({_some(problems)}); transformers would initialize them at random. {fix}",
+            code="model.missing-weights",
+            path=folder,
+            missing=problems,
+            architecture=type(lm).__name__,
         )
     if problems := sorted(without_use(report["unexpected_keys"], with_head)):
         raise BindError(
-            f"the folder {folder!r} holds {len(problems)} weights that {type(lm).__name__} does not have by its "
-            f"config.json ({_some(problems)}), and they would be left out; correct config.json (its number of layers, "
-            f"say), or {fix}"
+            f"The model folder {folder!r} has {len(problems)} weights that {type(lm).__name__} does not have according "
+            f"to config.json ({_some(problems)}). Correct config.json, for example its number of layers. {fix}",
+            code="model.unexpected-weights",
+            path=folder,
+            unexpected=problems,
+            architecture=type(lm).__name__,
         )
     refuse_not_finite(lm, folder)
     return cast("PreTrainedModel", lm)
 
 
 def without_use(unexpected: Collection[str], with_head: bool) -> set[str]:
-    """Of the weights that a folder has and a causal LM has not, those that nobody would leave out on purpose.
-
-    A critic often starts from a reward model, and leaves out its head (``score``) as it does that of an LM.
-    """
+    """Weights of a folder that the causal LM lacks, except those that are left out on purpose: a critic often starts
+    from a reward model, and leaves out its head (``score``) as it does that of an LM."""
     return {name for name in unexpected if with_head or not name.startswith("score.")}
 
 
@@ -120,10 +125,10 @@ def skeleton(folder: str, attention: Attention | None = None, auto: Any = None) 
     """The model of a Hugging Face folder without its weights: on the meta device, buffers included.
 
     Args:
-        folder: where it is.
-        attention: what computes attention; None is transformers' choice (fused where the architecture says that it
-            can), but plain where an architecture is built for one or the other, so that they cannot be compared.
-        auto: the class of transformers that chooses among architectures; None is that of causal LMs.
+        folder: a Hugging Face folder.
+        attention: the attention implementation; None is transformers' choice (fused if the architecture declares
+            support), but plain if an architecture is built for only one, so that they cannot be compared.
+        auto: transformers' class that selects the architecture; None is that of causal LMs.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -137,11 +142,7 @@ def skeleton(folder: str, attention: Attention | None = None, auto: Any = None) 
 
 
 def refuse_not_finite(lm: PreTrainedModel, folder: str) -> None:
-    """Refuse weights that are NaN or infinite; of shards, those of this rank.
-
-    Raises:
-        BindError: some are.
-    """
+    """Refuse weights that are NaN or infinite; of shards, those of this rank. Raises `BindError`."""
 
     def broken(tensor: Tensor) -> bool:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -149,9 +150,11 @@ def refuse_not_finite(lm: PreTrainedModel, folder: str) -> None:
 
     if names := [name for name, tensor in lm.state_dict().items() if broken(tensor)]:
         raise BindError(
-            f"the folder {folder!r} holds NaN or infinity in {len(names)} weights of {type(lm).__name__} "
-            f"({_some(names)}); expected finite numbers: its files are damaged, or its training diverged. Take another "
-            f"copy."
+            f"The model folder {folder!r} has NaN or infinity in {len(names)} weights of {type(lm).__name__} "
+            f"({_some(names)}); its files are damaged, or its training diverged. Use another copy of the model.",
+            code="model.not-finite",
+            path=folder,
+            weights=names,
         )
 
 
@@ -161,8 +164,8 @@ def _some(names: Collection[str]) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers shows no progress bars in the block, which would tear those of the run; nor what it finds missing
-    or unexpected in a folder: that is judged here."""
+    """Hide transformers' progress bars, which would break those of the run, and its reports of missing or unexpected
+    weights, which this module checks."""
     from transformers.utils import logging
 
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -177,7 +180,7 @@ def quiet() -> Iterator[None]:
 
 
 def stored_tensors(folder: str, files: ExitStack) -> dict[str, Any]:
-    """What the safetensors of `folder` hold: lazy slices by name, for as long as `files` is open."""
+    """Lazy slices of the safetensors of `folder` by name, valid as long as `files` is open."""
     index = os.path.join(folder, "model.safetensors.index.json")
     if os.path.isfile(index):
         with open(index, encoding="utf-8") as lines:
@@ -193,11 +196,7 @@ def stored_tensors(folder: str, files: ExitStack) -> dict[str, Any]:
 
 @contextmanager
 def loading(folder: str, what: str = "a causal LM") -> Iterator[None]:
-    """Whatever goes wrong in the block is laid to the folder, which is to hold `what`.
-
-    Raises:
-        BindError: there is no such folder, or the block raised.
-    """
+    """Re-raise errors in the block as `BindError`, naming the folder, which must contain `what`."""
     refuse_no_model(folder)
     try:
         yield
@@ -205,37 +204,37 @@ def loading(folder: str, what: str = "a causal LM") -> Iterator[None]:
         raise
     except Exception as error:
         raise BindError(
-            f"the folder {folder!r} does not load as {what} ({type(error).__name__}: {error}); expected "
-            f"config.json and whole safetensors of {what}, as model.save_pretrained(folder) writes them."
+            f"The model folder {folder!r} does not load as {what} ({type(error).__name__}: {error}); expected a "
+            f"config.json and complete safetensors of {what}. Write them with model.save_pretrained(folder).",
+            code="model.not-loadable",
+            path=folder,
+            expected=what,
+            error=type(error).__name__,
         ) from error
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The tokeniser of a Hugging Face folder.
-
-    Raises:
-        BindError: the folder has none that loads, or a ``config.json`` that does not.
-    """
+    """The tokenizer of a Hugging Face folder; raises `BindError` if it or ``config.json`` does not load."""
     from transformers import AutoConfig, AutoTokenizer
 
     refuse_no_model(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, **_LOCAL)
     except Exception as error:
-        with loading(folder):  # config.json says which class the tokeniser is of, so that may be what is broken
+        with loading(folder):  # config.json names the tokenizer's class, so it may be what is broken
             AutoConfig.from_pretrained(folder, **_LOCAL)
         raise BindError(
-            f"the folder {folder!r} has no tokeniser that loads ({type(error).__name__}: {error}); it is written "
-            f"beside the trained weights, so add it with tokenizer.save_pretrained(folder)."
+            f"The tokenizer in the model folder {folder!r} does not load ({type(error).__name__}: {error}). Add it "
+            f"with tokenizer.save_pretrained(folder); training also writes it with the weights.",
+            code="model.no-tokenizer",
+            path=folder,
+            error=type(error).__name__,
         ) from error
 
 
 def refuse_no_model(folder: str) -> None:
-    """Refuse a folder that holds no model at all.
-
-    Raises:
-        BindError: there is no such folder, no ``config.json`` in it, or one that is not a JSON object.
-    """
+    """Refuse a folder without a model: it does not exist, or has no ``config.json`` that is a JSON object. Raises
+    `BindError`."""
     try:
         with open(os.path.join(folder, "config.json"), encoding="utf-8") as config:
             if isinstance(json.load(config), dict):
@@ -248,11 +247,14 @@ def refuse_no_model(folder: str) -> None:
     except (ValueError, RecursionError) as error:
         found = f"has a config.json that is not JSON ({error})"
     raise BindError(
-        f"the model folder {folder!r} {found}; expected a local Hugging Face folder of a causal LM. Write one with "
-        f"model.save_pretrained(folder) and tokenizer.save_pretrained(folder), or download one beforehand."
+        f"The model folder {folder!r} {found}; expected a local Hugging Face folder of a causal LM. Download one, or "
+        f"write one with model.save_pretrained(folder) and tokenizer.save_pretrained(folder).",
+        code="model.not-found",
+        path=folder,
+        found=found,
     )
 
 
 def _is_head(lm: PreTrainedModel, name: str) -> bool:
-    """Whether a weight is stored for the head alone; one that is tied to it is of the body too."""
+    """Whether a weight belongs to the head alone; a tied one belongs to the body too."""
     return lm.get_submodule(name.rpartition(".")[0]) is lm.get_output_embeddings()

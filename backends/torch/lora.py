@@ -1,8 +1,8 @@
-"""`LoRA`: adapters beside the linear layers of a causal LM whose own weights stay (Hu et al. 2021, arXiv:2106.09685).
+"""`LoRA`: adapters of the linear layers of a causal LM with frozen weights (Hu et al. 2021, arXiv:2106.09685).
 
 A layer ``y = W x + b`` becomes ``y = W x + b + (alpha / r) B A x`` with ``A`` of ``[r, in]`` and ``B`` of ``[out, r]``
-(section 4.1), by the layers of PEFT. ``A`` is drawn as `torch.nn.Linear` draws its weights and ``B`` is zero, so a
-fresh adapter changes nothing. PEFT and transformers are imported where an adapter is made.
+(section 4.1), by the layers of PEFT. ``A`` is initialized as `torch.nn.Linear` initializes its weights and ``B`` is
+zero, so a new adapter changes nothing. PEFT and transformers are imported when an adapter is made.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ PREFIX = "base_model.model."
 
 
 class LoRA(Spec):
-    """Low-rank adapters; there is no dropout, because log-probs that are recomputed must be those that the update sees.
+    """Low-rank adapters, without dropout, since recomputed log-probs must equal those that the update sees.
 
     Args:
         r: the rank.
         alpha: the adapter's output is scaled by ``alpha / r``.
-        targets: names of linear layers, as ``("q_proj", "v_proj")``, each of all layers that end in it; or all but the
-            LM head, and but the layers that an adapter would not reach: those whose weights the kernels of a
-            state-space mixer (Mamba) take as they are, and layers that compute more than a product (routers).
+        targets: names of linear layers, such as ``("q_proj", "v_proj")``; each selects all layers whose name ends in
+            it. ``"all-linear"`` selects all except the LM head, projections whose weights the kernels of a state-space
+            mixer (Mamba) read directly, and layers that compute more than a product (routers).
     """
 
     r: int = Field(default=8, ge=1)
@@ -52,36 +52,34 @@ class LoRA(Spec):
     @model_validator(mode="after")
     def _names_some(self) -> Self:
         if not self.targets:
-            raise ValueError('targets=() adapts no layer; name some, or "all-linear"')
+            raise ValueError('targets=() adapts no layer; name some, or pass "all-linear"')
         return self
 
     def over(self, digest: str) -> str:
-        """What an adapter of these settings is added to, and how, given the digest of the weights that stay."""
+        """Identifies the frozen weights, given their digest, and the scaling of an adapter with these settings."""
         return f"base weights {digest}, scaled by {self.alpha / self.r}"
 
 
 def require_peft() -> None:
-    """Refuse to go on without PEFT.
-
-    Raises:
-        BindError: it is not installed.
-    """
+    """Raise `BindError` if PEFT is not installed."""
     if importlib.util.find_spec("peft") is None:
-        raise BindError("LoRA(...) makes its adapters by PEFT, which is not installed: pip install 'flowrl[lora]'.")
+        raise BindError(
+            "LoRA(...) needs the package peft, which is not installed. Run pip install 'flowrl[lora]'.",
+            code="backend.not-installed",
+            package="peft",
+            extra="lora",
+        )
 
 
 class Adapter:
-    """The adapter of a causal LM, put into it here: the LM stays the object that it was, and its weights are frozen.
+    """The adapter of a causal LM, injected into it here; the LM stays the same object, and its weights are frozen.
 
-    The adapter's own weights are on the meta device until `fill`, or until others give them storage.
+    The adapter's own weights are on the meta device until `fill`, or until the caller gives them storage.
 
     Args:
-        lm: whole or on the meta device, and not sharded yet.
+        lm: with all weights or on the meta device, not sharded yet.
         lora: the settings.
         folder: where the LM came from.
-
-    Raises:
-        BindError: a target is no linear layer of the LM, or one that cannot be adapted.
     """
 
     def __init__(self, lm: PreTrainedModel, lora: LoRA, folder: str) -> None:
@@ -89,17 +87,20 @@ class Adapter:
         from peft.tuners.lora import LoraLayer
 
         targets = _targets(lm, lora, folder)
-        held = [f"{_HOLDER}.{target}" for target in targets]
-        config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=held)  # type: ignore[arg-type]
+        paths = [f"{_HOLDER}.{target}" for target in targets]
+        config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=paths)  # type: ignore[arg-type]
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # PEFT finds for each layer what it must be
-            # In a holder, since PEFT would take the names of some architectures for those of transformers 4.
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # PEFT finds the right value for each layer
+            # In a holder, since PEFT would mistake the names of some architectures for those of transformers 4.
             inject_adapter_in_model(config, nn.ModuleDict({_HOLDER: lm}), low_cpu_mem_usage=True)
         self._layers: dict[str, Any] = {n: layer for n, layer in lm.named_modules() if isinstance(layer, LoraLayer)}
         if sorted(self._layers) != sorted(targets):
             raise BindError(
-                f"PEFT adapts other layers of {type(lm).__name__} in {folder!r} than it was told to: "
-                f"{', '.join(sorted(self._layers.keys() ^ set(targets))[:3])}; choose other LoRA(targets=...)."
+                f"PEFT adapts other layers of {type(lm).__name__} in {folder!r} than LoRA(targets=...) names; they "
+                f"differ in {', '.join(sorted(self._layers.keys() ^ set(targets))[:3])}. Choose other targets.",
+                code="lora.unsupported",
+                path=folder,
+                architecture=type(lm).__name__,
             )
         self._lm, self._scaling = lm, lora.alpha / lora.r
         mine = {id(parameter) for parameter in self._parameters().values()}
@@ -115,17 +116,17 @@ class Adapter:
         }
 
     def fresh(self, seed: int) -> dict[str, Tensor]:
-        """Whole float32 weights to start from, by their names in the LM; each depends on its name and `seed` only."""
-        drawn = {}
+        """Initial float32 weights by their names in the LM, unsharded; each depends on its name and `seed` only."""
+        initial = {}
         for name, parameter in self._parameters().items():
-            drawn[name] = torch.zeros(parameter.shape)
+            initial[name] = torch.zeros(parameter.shape)
             if ".lora_A." in name:
                 generator = Key.of(seed).derive("lora", name).generator()
-                nn.init.kaiming_uniform_(drawn[name], a=math.sqrt(5), generator=generator)
-        return drawn
+                nn.init.kaiming_uniform_(initial[name], a=math.sqrt(5), generator=generator)
+        return initial
 
     def fill(self, seed: int) -> None:
-        """Give the adapter `fresh` weights, on the CPU."""
+        """Set the adapter to its initial weights, on the CPU."""
         self._lm.load_state_dict(self.fresh(seed), strict=False, assign=True)
 
     def weights(self) -> dict[str, Tensor]:
@@ -134,11 +135,11 @@ class Adapter:
         return dict(sorted(named.items()))
 
     def merge(self, base: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Weights of the LM under its own names, as they come, ``W + (alpha / r) B A`` where there is an adapter.
+        """Weights of the LM under its own names, in the order of `base`: ``W + (alpha / r) B A`` for adapted layers.
 
         Args:
-            base: the weights that stay, whole.
-            adapter: what `weights` gives, whole.
+            base: the frozen weights, unsharded.
+            adapter: what `weights` returns, unsharded.
         """
         from transformers.pytorch_utils import Conv1D
 
@@ -152,7 +153,7 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The LM computes without the adapter within."""
+        """Disable the adapter in the block."""
         try:
             for layer in self._layers.values():
                 layer.enable_adapters(False)
@@ -163,12 +164,12 @@ class Adapter:
 
 
 def adapted_modules(names: Iterable[str]) -> list[str]:
-    """The names of the layers, as ``q_proj``, that the weights of an adapter are beside."""
+    """The names of the layers, such as ``q_proj``, that the weights of an adapter belong to."""
     return sorted({name.split(".")[-3] for name in names})
 
 
 def adapter_config(names: Iterable[str], lora: LoRA) -> dict[str, Any]:
-    """What PEFT writes beside the weights of an adapter: what they are added to, and how."""
+    """The ``adapter_config.json`` that PEFT writes with the weights of an adapter."""
     return {
         "peft_type": "LORA",
         "r": lora.r,
@@ -179,11 +180,11 @@ def adapter_config(names: Iterable[str], lora: LoRA) -> dict[str, Any]:
 
 
 def save_adapter(folder: str, weights: Mapping[str, Tensor], lora: LoRA) -> None:
-    """Write an adapter as PEFT does.
+    """Write an adapter in PEFT's format.
 
     Args:
         folder: an empty one.
-        weights: what `Adapter.weights` gives, whole.
+        weights: what `Adapter.weights` returns, unsharded.
         lora: the settings.
     """
     Path(folder, "adapter_config.json").write_text(json.dumps(adapter_config(weights, lora)))
@@ -198,12 +199,15 @@ def base_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _targets(lm: PreTrainedModel, lora: LoRA, folder: str) -> list[str]:
-    """The full names of the layers that are to be adapted."""
+    """The full names of the layers to adapt."""
     linear = _linear(lm)
     if not linear:
         raise BindError(
-            f"LoRA(...) finds no linear layer in {type(lm).__name__} in {folder!r} that an adapter can be put beside; "
-            f"train all weights, without lora."
+            f"{type(lm).__name__} in {folder!r} has no linear layer that LoRA(...) can adapt. Train all weights: leave "
+            f"`lora` out.",
+            code="lora.unsupported",
+            path=folder,
+            architecture=type(lm).__name__,
         )
     if lora.targets == "all-linear":
         return linear
@@ -211,10 +215,14 @@ def _targets(lm: PreTrainedModel, lora: LoRA, folder: str) -> list[str]:
     if missing := [target for target, names in found.items() if not names]:
         there = sorted({name.rpartition(".")[2] for name in linear})
         raise BindError(
-            f"LoRA(targets=...) names {', '.join(map(repr, missing))}, and {type(lm).__name__} in {folder!r} has no "
-            f"linear layer of that name that can be adapted (its embeddings and its LM head cannot, nor what the "
-            f"kernels of a state-space mixer take as it is, nor routers); there are "
-            f'{", ".join(there)}: name some of these, or "all-linear".'
+            f"LoRA(targets=...) names {', '.join(map(repr, missing))}, but {type(lm).__name__} in {folder!r} has no "
+            f"linear layer of that name that can be adapted (embeddings, the LM head, routers and projections that the "
+            f"kernels of a state-space mixer read directly cannot be). Name some of {', '.join(there)}, or pass "
+            f'"all-linear".',
+            code="lora.unknown-target",
+            path=folder,
+            targets=missing,
+            known=there,
         )
     return sorted({name for names in found.values() for name in names})
 
@@ -239,12 +247,12 @@ def _linear(lm: PreTrainedModel) -> list[str]:
 
 
 def _is_product(layer: nn.Linear) -> bool:
-    """Whether what derives from a linear layer computes as one, whatever its weights, which may not be there yet."""
+    """Whether a subclass of a linear layer computes a plain product; tested with made-up weights."""
     made = {name: torch.linspace(-1, 1, p.numel()).view(p.shape) for name, p in layer.named_parameters()}
     x = torch.linspace(1, -0.5, layer.in_features)[None]
     try:
         found = torch.func.functional_call(layer, made, (x,))
-    except Exception:  # it wants something else than a tensor of its width
+    except Exception:  # its input is not a tensor of its width
         return False
     truth = nn.functional.linear(x, made["weight"], made.get("bias"))
     return isinstance(found, Tensor) and found.shape == truth.shape and torch.allclose(found, truth, rtol=1e-3)

@@ -106,8 +106,12 @@ def settle_attention(probe: Inputs, lm: PreTrainedModel, named: Attention | None
     elif named == fused:
         why = f"ignores its {', '.join(sorted(ignored))}" if ignored else f"is {distance:.2g} off its plain attention"
         raise BindError(
-            f"{type(lm).__name__} in {folder!r} cannot compute with attention={named!r}, which {why}; bind it with "
-            f'attention="eager", or leave attention out.'
+            f"{type(lm).__name__} in {folder!r} does not support attention={named!r}, which {why}. Bind it with "
+            f'attention="eager", or leave `attention` out.',
+            code="model.attention",
+            path=folder,
+            architecture=type(lm).__name__,
+            attention=named,
         )
 
 
@@ -144,22 +148,31 @@ def refuse_blind_to_padding(probe: Inputs, model: PreTrainedModel, folder: str, 
     """
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         raise BindError(
-            f"{type(model).__name__} in {folder!r} takes no attention_mask, so it cannot tell padding from tokens; "
-            f"bind another architecture."
+            f"{type(model).__name__} in {folder!r} has no parameter attention_mask, so it cannot distinguish padding "
+            f"from tokens. Bind a model of another architecture.",
+            code="model.padding",
+            path=folder,
+            architecture=type(model).__name__,
         )
     alone = model(**known(model, probe))[0]
     distance = apart(model(**known(model, padded(probe, 3, 2)))[0][:, 3:-2], alone)
     if not alone.isfinite().all():
         raise BindError(
-            f"{type(model).__name__} in {folder!r} gives NaN or infinity for plain tokens, though its weights are "
-            f"finite; expected numbers: its config.json or its weights are not those that it was trained with. Take "
-            f"another copy."
+            f"{type(model).__name__} in {folder!r} computes NaN or infinity for plain tokens, although its weights are "
+            f"finite; its config.json or its weights are not those of its training. Use another copy of the model.",
+            code="model.not-finite",
+            path=folder,
+            architecture=type(model).__name__,
         )
     if not distance <= bound:
         raise BindError(
-            f"{type(model).__name__} in {folder!r} cannot tell padding from tokens: beside padding its outputs are "
-            f"{distance:.2g} off those of the row alone (expected at most {bound:g}), so what it computes of a batch "
-            f"would be wrong; bind another architecture."
+            f"{type(model).__name__} in {folder!r} cannot distinguish padding from tokens: with padding its outputs "
+            f"differ by {distance:.2g} from those of the row alone (expected at most {bound:g}), so batches would be "
+            f"wrong. Bind a model of another architecture.",
+            code="model.padding",
+            path=folder,
+            architecture=type(model).__name__,
+            distance=distance,
         )
 
 
@@ -226,8 +239,11 @@ def prepare_checkpointing(probe: Inputs, lm: PreTrainedModel, folder: str) -> No
     """
     if not lm.supports_gradient_checkpointing:
         raise BindError(
-            f"{type(lm).__name__} in {folder!r} does not support gradient checkpointing; bind it with "
-            f"gradient_checkpointing=False."
+            f"{type(lm).__name__} in {folder!r} does not support gradient checkpointing. Bind it with "
+            f"gradient_checkpointing=False.",
+            code="model.gradient-checkpointing",
+            path=folder,
+            architecture=type(lm).__name__,
         )
     inputs = known(lm, probe)
     calm = lm(**inputs)[0]
@@ -243,8 +259,12 @@ def prepare_checkpointing(probe: Inputs, lm: PreTrainedModel, folder: str) -> No
     lm.eval()
     if not torch.allclose(trained, calm, rtol=1e-4, atol=1e-5):
         raise BindError(
-            f"{type(lm).__name__} in {folder!r} computes something else in training mode than in evaluation, although "
-            f"dropout is off, so its log-probs could not be recomputed; bind it with gradient_checkpointing=False."
+            f"{type(lm).__name__} in {folder!r} computes other outputs in training mode than in evaluation mode, "
+            f"although dropout is off, so its log-probs could not be recomputed. Bind it with "
+            f"gradient_checkpointing=False.",
+            code="model.gradient-checkpointing",
+            path=folder,
+            architecture=type(lm).__name__,
         )
 
 
@@ -268,13 +288,16 @@ def refuse_other_cache(
         distance = apart(found, truth)
         if distance <= bound:
             return
-        fault = f"its logits are {distance:.2g} off (expected at most {bound:g})"
+        fault = f"its logits differ by {distance:.2g} (expected at most {bound:g})"
     except Exception as error:
         fault = f"it raises {type(error).__name__}: {error}"
     raise BindError(
-        f"{type(model).__name__} in {folder!r} does not go on from its cache as it computes without: {fault}, so "
-        f"TorchRollout cannot sample from it; bind rollout= to VLLM(...) or SGLang(...), if these know this "
-        f"architecture, or bind another model."
+        f"{type(model).__name__} in {folder!r} computes other logits with its KV cache than without: {fault}, so "
+        f"TorchRollout cannot sample from it. Bind rollout= to VLLM(...) or SGLang(...) if they support this "
+        f"architecture, or bind another model.",
+        code="model.cache",
+        path=folder,
+        architecture=type(model).__name__,
     )
 
 

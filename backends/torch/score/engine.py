@@ -76,8 +76,10 @@ class Residence:
         """
         if self.asleep:
             raise AsleepError(
-                f"{what} was called while the engine sleeps, its weights off {self._device}; expected an engine that "
-                f"is awake: call engine.wake() first."
+                f"{what} was called while the engine sleeps, with its weights off {self._device}. Call engine.wake() "
+                f"first.",
+                code="engine.asleep",
+                call=what,
             )
 
     def _move(self, device: torch.device) -> None:
@@ -256,9 +258,12 @@ class TorchScorerEngine(Resident):
         """
         if k >= self._scorer.vocabulary:
             raise ParameterError(
-                f"k={k} is the whole vocabulary of {self._scorer.vocabulary} tokens, and [batch, response, vocabulary] "
-                f"is never held; expected the most likely ones, such as k={max(1, self._scorer.vocabulary // 4)}, or "
-                f"TeacherHiddenStates and FullGKD for all."
+                f"k={k} covers the vocabulary of {self._scorer.vocabulary} tokens, but [batch, response, vocabulary] "
+                f"would not fit in memory. Pass a smaller one, such as k={max(1, self._scorer.vocabulary // 4)}, or "
+                f"use TeacherHiddenStates and FullGKD for all tokens.",
+                code="model.top-k",
+                k=k,
+                vocabulary=self._scorer.vocabulary,
             )
         out = Top(_blank(batch, k).long(), _blank(batch, k), _blank(batch))
         self._score("top_log_probs", batch, out, lambda micro: self._scorer.top(micro, self._chunk, k))
@@ -291,9 +296,12 @@ class FrozenEngine(TorchScorerEngine):
         after, found = self._scorer.after_head, self._scorer.head()
         if after is None or found is None:
             raise BindError(
-                f"{type(self.model).__name__} in {self.folder!r} makes its logits in a way of its own, and not by a "
-                f"linear head of its last hidden states, with a scale or a cap; so no other process could make them. "
-                f"Take its likely tokens: TeacherTopK and GKD."
+                f"{type(self.model).__name__} in {self.folder!r} does not compute its logits by a linear head on its "
+                f"last hidden states with a scale or a cap, so no other process could compute them. Use its top "
+                f"tokens instead: TeacherTopK and GKD.",
+                code="model.no-linear-head",
+                path=self.folder,
+                architecture=type(self.model).__name__,
             )
         width, digest = found
         return width, FolderHead(self.folder, digest, after, self.arithmetic)

@@ -1,6 +1,6 @@
-"""The head of a frozen model in another process: named by its folder, and read from there.
+"""The head of a frozen model in another process: identified by its folder and read from there.
 
-Of the folder only the head is read, once, and in float32; it must be, bit for bit, what the model itself computes with.
+Only the head is read, once, in float32; it must equal the model's own head bit for bit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from flowrl.sync.digest import weights_digest
 
 @dataclass(frozen=True)
 class FolderHead:
-    """Where a head is; a `flowrl.protocols.heads.Head`.
+    """A head by its folder; a `flowrl.protocols.heads.Head`.
 
     Args:
         folder: of the causal LM.
-        digest: of its weight and bias in float32, as the model has them.
-        after: what follows.
+        digest: of its weight and bias in float32, as in the model.
+        after: what the model applies to its output.
         dtype: what the model computes in.
     """
 
@@ -42,17 +42,21 @@ class FolderHead:
         """Read its weights.
 
         Raises:
-            BindError: there is no such folder in this process's machine, or it holds no causal LM.
-            DataError: the folder holds another head.
+            BindError: there is no such folder on this machine, or it is not one of a causal LM.
+            DataError: the folder has another head.
         """
         from flowrl.backends.torch.train.shards import read_head  # here, since transformers takes seconds to import
 
         weights = read_head(self.folder)
         if (found := weights_digest(weights.items())) != self.digest:
             raise DataError(
-                f"the head in {self.folder!r} has the digest {found[:12]}…, and the model that gave the states has "
-                f"{self.digest[:12]}…; expected the folder that the model was loaded from, unchanged since, and the "
-                f"same on all machines: start the job again once it is."
+                f"The head in {self.folder!r} has the digest {found[:12]}…, but the model that computed the hidden "
+                f"states has {self.digest[:12]}…: the folder has changed, or differs between machines. Restore it, and "
+                f"start the job again.",
+                code="model.head-changed",
+                path=self.folder,
+                found=found,
+                expected=self.digest,
             )
         return OpenHead(self, weights["weight"], weights.get("bias")).to(device)
 
@@ -61,7 +65,7 @@ class OpenHead(nn.Module):
     """A head with its weights; a `flowrl.protocols.heads.Head`.
 
     Args:
-        of: where it is from.
+        of: its origin.
         weight: float32 ``[vocabulary hidden]``.
         bias: float32 ``[vocabulary]``, or None.
     """
@@ -77,7 +81,7 @@ class OpenHead(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.to(of.dtype))
 
     def forward(self, states: Tensor) -> Tensor:
-        """Logits ``[tokens vocabulary]``, in the arithmetic of the model that they are of, whatever surrounds this."""
+        """Logits ``[tokens vocabulary]``, in the dtype of the model, in any autocast region."""
         with torch.autocast(states.device.type, enabled=False):
             return self._after(functional.linear(states.to(self._dtype), self.weight, self.bias))
 
@@ -92,10 +96,9 @@ class OpenHead(nn.Module):
 
 
 def head_digest(lm: nn.Module) -> str | None:
-    """The digest by which a head is known, of a causal LM whose weights are whole; None of a head that is no linear
-    layer."""
+    """The digest of the head of a causal LM with unsharded weights; None if the head is not a linear layer."""
     head = cast("nn.Module", lm.get_output_embeddings())  # type: ignore[operator]
     if not isinstance(head, nn.Linear):
         return None
-    # Copies, since FSDP could not free a gathered weight any more once NumPy had seen its memory.
+    # Copies, since FSDP could not free a gathered weight whose memory NumPy references.
     return weights_digest((name, parameter.detach().clone()) for name, parameter in head.named_parameters())

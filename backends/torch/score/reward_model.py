@@ -97,15 +97,22 @@ def classifier_of(folder: str, label: int | None) -> Any:
         classifier: Any = skeleton(folder, None, AutoModelForSequenceClassification)
     if not isinstance(getattr(classifier, "score", None), nn.Linear):
         raise BindError(
-            f"the folder {folder!r} is of a {type(classifier).__name__}, which does not score a sequence by a linear "
-            f"head on its last token; expected a decoder, such as a LlamaForSequenceClassification."
+            f"The model folder {folder!r} contains a {type(classifier).__name__}, which does not score a sequence by a "
+            f"linear head on its last token. Bind a decoder, such as a LlamaForSequenceClassification.",
+            code="model.not-a-reward-model",
+            path=folder,
+            architecture=type(classifier).__name__,
         )
     names, count = classifier.config.id2label, classifier.num_labels
     if (label is None and count > 1) or (label is not None and label >= count):
-        said = "nothing says which is the score" if label is None else f"label={label} is none of them"
+        problem = "none is selected" if label is None else f"label={label} is not one of them"
         raise BindError(
-            f"the reward model in {folder!r} has {count} labels ({', '.join(f'{i}: {n}' for i, n in names.items())}), "
-            f"and {said}; bind TorchRewardModel(folder, label={count - 1})."
+            f"The reward model in {folder!r} has {count} labels ({', '.join(f'{i}: {n}' for i, n in names.items())}), "
+            f"but {problem}. Select the one that is the score: TorchRewardModel(folder, label={count - 1}).",
+            code="model.label",
+            path=folder,
+            label=label,
+            labels=tuple(names.values()),
         )
     return classifier
 
@@ -121,14 +128,15 @@ def _head(folder: str, classifier: Any, head: str, seed: int) -> nn.Linear:
         stored = stored_tensors(folder, files)
         found = {name: stored[f"score.{name}"] for name in ("weight", "bias") if f"score.{name}" in stored}
         if bool(found) != (head == "stored"):
-            said = "has a head (score.weight)" if found else "has no head (score.weight in safetensors)"
-            fix = (
-                "leave head='random' out"
+            raise BindError(
+                f"The model folder {folder!r} has a head (score.weight). Leave head='random' out."
                 if found
-                else "it would be drawn at random: name a trained reward model, or bind TorchRewardModel(folder, "
-                "head='random') to try things out"
+                else f"The model folder {folder!r} has no head (score.weight in safetensors). Bind a trained reward "
+                f"model, or TorchRewardModel(folder, head='random') for an experiment with a random head.",
+                code="model.reward-head",
+                path=folder,
+                head=head,
             )
-            raise BindError(f"the folder {folder!r} {said}; {fix}.")
         state = {name: tensor[:].float() for name, tensor in found.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -138,8 +146,12 @@ def _head(folder: str, classifier: Any, head: str, seed: int) -> nn.Linear:
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         if shapes != expected or not all(tensor.isfinite().all() for tensor in state.values()):
             raise BindError(
-                f"the head in {folder!r} has the shapes {shapes}, or numbers that are not finite; expected finite ones "
-                f"of {expected}, by its config.json: write the folder again with model.save_pretrained(folder)."
+                f"The head in {folder!r} has the shapes {shapes} or numbers that are not finite; expected finite "
+                f"numbers and {expected} according to config.json. Write the folder again with model.save_pretrained(folder).",
+                code="model.reward-head",
+                path=folder,
+                found=shapes,
+                expected=expected,
             )
         made.load_state_dict(state)
     return made
@@ -232,9 +244,13 @@ class TorchRewardModelEngine(Resident):
         if self._longest is not None and len(lengths) and int(lengths.max()) > self._longest:
             row = int(lengths.argmax())
             raise DataError(
-                f"row {row} has {int(lengths[row])} tokens, and the reward model in {self.folder!r} has positions for "
-                f"{self._longest}; nothing is cut off, since the score is that of the end. Allow fewer new tokens, or "
-                f"bind a reward model that reads more."
+                f"Row {row} has {int(lengths[row])} tokens, but the reward model in {self.folder!r} has positions for "
+                f"{self._longest}; flowrl never truncates, since the score is that of the last token. Lower "
+                f"max_new_tokens, or bind a reward model with more positions.",
+                code="model.too-long",
+                row=row,
+                found=int(lengths[row]),
+                expected=self._longest,
             )
 
     def refuse_other_classifier(self, classifier: Any) -> None:
@@ -259,6 +275,10 @@ class TorchRewardModelEngine(Resident):
         bound = tolerance(self._body.dtype)
         if not (distance := apart(ours.to(theirs.device), theirs)) <= bound:
             raise BindError(
-                f"the {type(classifier).__name__} in {self.folder!r} does not score a sequence by its head on the last "
-                f"token: a probe is {distance:.2g} off (expected at most {bound:g}); bind another reward model."
+                f"The {type(classifier).__name__} in {self.folder!r} does not score a sequence by its head on the last "
+                f"token: a probe differs by {distance:.2g} (expected at most {bound:g}). Bind another reward model.",
+                code="model.not-a-reward-model",
+                path=self.folder,
+                architecture=type(classifier).__name__,
+                distance=distance,
             )

@@ -70,24 +70,32 @@ def check_tokens(batch: Tokens, vocabulary: int) -> None:
     if before < 0:
         raise DataError(
             f"input_ids {tuple(batch.input_ids.shape)} leave no room for a prompt before response_mask "
-            f"{tuple(batch.response_mask.shape)}; the first response token needs a token that predicts it, so give "
-            f"each sequence a prompt of at least one token."
+            f"{tuple(batch.response_mask.shape)}, but the first response token needs a token that predicts it. Give "
+            f"each sequence a prompt of at least one token.",
+            code="model.invalid-rows",
         )
     attended = batch.attention_mask[:, before:].bool()
     bad = (batch.response_mask.bool() & ~(attended[:, 1:] & attended[:, :-1])).nonzero()
     if len(bad):
         row, token = bad[0].tolist()
         raise DataError(
-            f"row {row} counts response token {token}, but attention_mask hides that token or the one before it; "
-            f"expected left-padded prompts followed by right-padded responses, all real tokens attended. Rebuild "
-            f"attention_mask as the prompt's mask and the response's side by side."
+            f"Row {row} counts response token {token}, but attention_mask hides that token or the one before it; "
+            f"expected left-padded prompts followed by right-padded responses, all real tokens attended. Build "
+            f"attention_mask by concatenating the masks of prompt and response.",
+            code="model.invalid-rows",
+            row=row,
+            token=token,
         )
     unknown = (batch.attention_mask.bool() & ((batch.input_ids < 0) | (batch.input_ids >= vocabulary))).nonzero()
     if len(unknown):
         row, place = unknown[0].tolist()
         raise DataError(
-            f"row {row} holds the token id {int(batch.input_ids[row, place])}, and this model's vocabulary is 0 to "
-            f"{vocabulary - 1}; expected rows of its own tokeniser: bind models of one vocabulary to all roles."
+            f"Row {row} has the token id {int(batch.input_ids[row, place])}, but this model's vocabulary is 0 to "
+            f"{vocabulary - 1}. Bind models with the same vocabulary to all roles.",
+            code="model.unknown-token",
+            row=row,
+            token_id=int(batch.input_ids[row, place]),
+            vocabulary=vocabulary,
         )
 
 
@@ -97,9 +105,12 @@ def check_sequences(batch: Sequences, vocabulary: int) -> None:
     bad = (~(batch.temperature > 0)).nonzero().flatten().tolist()
     if bad:
         raise DataError(
-            f"temperature is {float(batch.temperature[bad[0]])} in row {bad[0]} ({len(bad)} rows are not positive); "
-            f"log-probs are those of logits / temperature, and greedy samples have none. Sample rows that are scored "
-            f"or trained on with Generate(temperature=1.0), and keep temperature 0 for validation."
+            f"temperature is {float(batch.temperature[bad[0]])} in row {bad[0]} ({len(bad)} rows are not positive), "
+            f"but log-probs are those of logits / temperature. Sample rows that are scored or trained on with "
+            f"Generate(temperature=1.0), and use temperature 0 only for validation.",
+            code="model.temperature",
+            row=bad[0],
+            temperature=float(batch.temperature[bad[0]]),
         )
 
 

@@ -51,7 +51,11 @@ def save(
     """
     with mesh.all_or_none("save_checkpoint"):
         if os.path.isdir(folder) and any(map(_PART.fullmatch, os.listdir(folder))):
-            raise DataError(f"{folder!r} holds a checkpoint already; expected a new folder: name another one.")
+            raise DataError(
+                f"The folder {folder!r} already contains a checkpoint. Pass a new folder.",
+                code="trainer.checkpoint-exists",
+                path=folder,
+            )
         os.makedirs(folder, exist_ok=True)
     tensors: dict[str, Tensor] = dict(extra)
     for name, parameter in weights.items():
@@ -98,9 +102,12 @@ def load(
             if wanted != found:
                 other = sorted({name for name, _ in wanted.items() ^ found.items()})
                 raise DataError(
-                    f"{folder!r} holds a checkpoint of another model or optimiser: {len(other)} tensors differ in "
-                    f"name, dtype or shape, {', '.join(other[:3])} among them; expected what this engine trains. Bind "
-                    f"the model folder and the optimiser that the checkpoint was made with."
+                    f"The checkpoint {folder!r} is of another model or optimizer: {len(other)} tensors differ in name, "
+                    f"dtype or shape, such as {', '.join(other[:3])}. Bind the model folder, the adapter and the "
+                    f"optimizer that the checkpoint was written with.",
+                    code="trainer.checkpoint-mismatch",
+                    path=folder,
+                    differ=other,
                 )
         with mesh.all_or_none("load_checkpoint"), _failures(folder, "read"), torch.no_grad():
             for name, tensor in tensors.items():
@@ -138,12 +145,20 @@ def _pieces(folder: str, files: ExitStack) -> dict[str, list[Any]]:
     """Lazy slices of each tensor of a checkpoint, in the order of their rows, for as long as `files` is open."""
     parts = sorted(filter(_PART.fullmatch, os.listdir(folder))) if os.path.isdir(folder) else []
     if not parts:
-        raise DataError(f"{folder!r} holds no checkpoint; expected a folder that save_checkpoint has written.")
+        raise DataError(
+            f"The folder {folder!r} contains no checkpoint. Pass a folder that save_checkpoint has written.",
+            code="trainer.no-checkpoint",
+            path=folder,
+        )
     count = int(_PART.sub(r"\1", parts[0]))
     if parts != [f"part-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]:
         raise DataError(
-            f"{folder!r} holds {', '.join(parts[:3])}{', …' if len(parts) > 3 else ''}; expected all parts of one "
-            f"checkpoint, {count} files: put back what is missing, or take another checkpoint."
+            f"The folder {folder!r} contains {', '.join(parts[:3])}{', …' if len(parts) > 3 else ''}; expected all "
+            f"{count} parts of one checkpoint. Restore the missing files, or use another checkpoint.",
+            code="trainer.checkpoint-damaged",
+            path=folder,
+            found=parts,
+            expected=count,
         )
     pieces: dict[str, list[Any]] = {}
     with _failures(folder, "read"):
@@ -186,6 +201,9 @@ def _failures(folder: str, done: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise DataError(
-            f"the checkpoint {folder!r} could not be {done} ({type(error).__name__}: {error}); look for a full disk or "
-            f"a damaged file, and take another folder."
+            f"The checkpoint {folder!r} could not be {done} ({type(error).__name__}: {error}). Check for a full disk "
+            f"or a damaged file, or use another folder.",
+            code="trainer.checkpoint-damaged",
+            path=folder,
+            error=type(error).__name__,
         ) from error

@@ -69,8 +69,11 @@ def _value_head(folder: str, width: int) -> nn.Linear:
             head.load_state_dict(load_file(saved))
         except Exception as error:
             raise BindError(
-                f"{saved} does not load as the value head of a body of width {width} ({error}); "
-                f"remove it to start from zero, or write the folder again with save_pretrained."
+                f"{saved} does not load as the value head of a model of width {width} ({error}). Remove it to start "
+                f"from zero, or write the folder again with save_pretrained.",
+                code="trainer.value-head",
+                path=saved,
+                width=width,
             ) from error
     return head
 

@@ -264,11 +264,15 @@ class Learner:
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             raise DataError(
-                f"the {self._prefix}'s gradient norm is {norm} in {where}; expected a finite number, and no weight was "
-                f"changed by it. Look for NaN or infinity in the advantages, returns and log-probs under response_mask "
-                f"of its rows; where these are finite, for a division or an exp in the loss; and where "
-                f"{self._prefix}/grad_norm has grown over the steps before, the learning rate ({lr:g} here, after "
-                f"{self._steps} steps of the optimiser) is too large: lower it, or let it warm up."
+                f"The {self._prefix}'s gradient norm is {norm} in {where}; the step was skipped. Look for NaN or "
+                f"infinity in the advantages, returns and log-probs under response_mask, then for a division or an exp "
+                f"in the loss. If {self._prefix}/grad_norm has grown over the last steps, lower the learning rate "
+                f"({lr:g} here, after {self._steps} optimizer steps), or add a warm-up.",
+                code="trainer.not-finite-gradient",
+                role=self._prefix,
+                where=where,
+                norm=norm,
+                lr=lr,
             )
         if self._grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, total)
@@ -302,21 +306,29 @@ class Learner:
         if shapes != found:
             other = sorted({name for name, _ in shapes.items() ^ found.items()})
             raise DataError(
-                f"the state holds weights of another model: {len(other)} differ in name or shape, "
-                f"{', '.join(other[:3])} among them; expected those of this {self._prefix}. Bind the model folder that "
-                f"the state was trained from."
+                f"The state has weights of another model than this {self._prefix}: {len(other)} differ in name or "
+                f"shape, such as {', '.join(other[:3])}. Bind the model folder that the state was trained from.",
+                code="trainer.checkpoint-mismatch",
+                role=self._prefix,
+                differ=other,
             )
         if state["over"] != self._over:
             raise DataError(
-                f"the state is of an adapter over {state['over']}, and this {self._prefix} trains one over "
-                f"{self._over}; expected the same: bind the model folder and the LoRA that the state was trained with."
+                f"The state is of an adapter over {state['over']}, but this {self._prefix} trains one over "
+                f"{self._over}. Bind the model folder and the LoRA that the state was trained with.",
+                code="trainer.checkpoint-mismatch",
+                role=self._prefix,
+                found=state["over"],
+                expected=self._over,
             )
         for name, parameter in self._names.items():
             if _held(parameter) != _held(state["weights"][name]):
                 raise DataError(
-                    f"the state holds another part of {name} than this rank of the {self._prefix} does, so it is of "
-                    f"another number of ranks; expected the same: go from one to another by save_checkpoint(folder) "
-                    f"and load_checkpoint(folder)."
+                    f"The state has another part of {name} than this rank of the {self._prefix}: it is of another "
+                    f"number of ranks. Convert it with save_checkpoint(folder) and load_checkpoint(folder).",
+                    code="trainer.checkpoint-mismatch",
+                    role=self._prefix,
+                    name=name,
                 )
         with torch.no_grad():
             for name, parameter in self._names.items():

@@ -119,8 +119,12 @@ class Sharded(Mesh):
         if failed.any():
             ranks = ", ".join(map(str, failed.nonzero().flatten().tolist()))
             raise RankError(
-                f"{what} failed on rank {ranks} of {self.size}, so rank {self.rank} stopped too, before anything was "
-                f"changed; expected all ranks to go through with it. The error of rank {ranks} says why: mend that."
+                f"{what} failed on rank {ranks} of {self.size}, so rank {self.rank} stopped too, before anything "
+                f"changed. Fix the error of rank {ranks}.",
+                code="trainer.rank-failed",
+                call=what,
+                rank=self.rank,
+                failed=ranks,
             )
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -191,8 +195,10 @@ def shard_over(context: BuildContext, ranks: int, place: torch.device, bfloat16:
     """
     if context.world_size == 1 and ranks > 1:
         raise BindError(
-            f"a backend with ranks={ranks} needs {ranks} processes, but it is built in one alone; {ranks} ranks "
-            f"need a place: bind(..., place=Colocate(gpus={ranks})), or bind it with ranks=1."
+            f"A backend with ranks={ranks} needs {ranks} processes, but is built in a single one. Bind a place, "
+            f"bind(..., place=Colocate(gpus={ranks})), or set ranks=1.",
+            code="trainer.ranks",
+            ranks=ranks,
         )
     if not dist.is_initialized() and ranks == 1:
         kind = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
@@ -200,9 +206,13 @@ def shard_over(context: BuildContext, ranks: int, place: torch.device, bfloat16:
     found = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     if (context.world_size, found) != (ranks, (context.rank, ranks)):
         raise BindError(
-            f"a backend with ranks={ranks} is built as rank {context.rank} of {context.world_size}, and "
-            f"torch.distributed says {'it is not initialised' if found is None else 'rank {} of {}'.format(*found)}; "
-            f"expected one process for each of {ranks} ranks: call torch.distributed.init_process_group(rank=..., "
-            f"world_size={ranks}) in each before build."
+            f"A backend with ranks={ranks} is built as rank {context.rank} of {context.world_size}, but "
+            f"torch.distributed is {'not initialized' if found is None else 'rank {} of {}'.format(*found)}. Start one "
+            f"process for each of {ranks} ranks, and call torch.distributed.init_process_group(rank=..., "
+            f"world_size={ranks}) in each before build.",
+            code="trainer.ranks",
+            ranks=ranks,
+            rank=context.rank,
+            found=found,
         )
     return Sharded(DeviceMesh.from_group(cast(ProcessGroup, dist.group.WORLD), place.type), place, bfloat16, offload)

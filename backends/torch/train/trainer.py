@@ -60,8 +60,8 @@ class TorchScorer(FolderBackend):
     def _refuse_unused(self) -> Self:
         if self.model is None and (unused := ", ".join(non_default(self))):
             raise ValueError(
-                f"without a model this is the actor's with its adapter off, whose settings are the actor's; drop "
-                f"{unused}, or name a folder too"
+                f"without a folder this is the actor with its adapter off, so its settings are the actor's; drop "
+                f"{unused}, or name a folder"
             )
         return self
 
@@ -76,9 +76,11 @@ class TorchScorer(FolderBackend):
             actor = context.engine("actor")
             if not isinstance(actor, LoRATrainerEngine):
                 raise BindError(
-                    f"TorchScorer() scores with the weights of the role 'actor' as they are without its adapter, but "
-                    f"that is {type_of(actor)} without one, whose weights move; bind "
-                    f"actor=TorchTrainer(model, lora=LoRA()), or name a folder: TorchScorer(model)."
+                    f"TorchScorer() without a folder scores with the weights of the role 'actor' without its adapter, "
+                    f"but the actor is {type_of(actor)} without an adapter, whose weights change. Bind "
+                    f"actor=TorchTrainer(model, lora=LoRA()), or name a folder: TorchScorer(model).",
+                    code="lora.no-adapter",
+                    found=type(actor).__name__,
                 )
             return AdapterOffEngine(actor)
         mesh = mesh_of(context, self.ranks, device_of(self, self.device), self.dtype == "bfloat16", self.offload)
