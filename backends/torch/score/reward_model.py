@@ -147,7 +147,8 @@ def _head(folder: str, classifier: Any, head: str, seed: int) -> nn.Linear:
         if shapes != expected or not all(tensor.isfinite().all() for tensor in state.values()):
             raise BindError(
                 f"The head in {folder!r} has the shapes {shapes} or numbers that are not finite; expected finite "
-                f"numbers and {expected} according to config.json. Write the folder again with model.save_pretrained(folder).",
+                f"numbers and {expected} according to config.json. Write the folder again with "
+                f"model.save_pretrained(folder).",
                 code="model.reward-head",
                 path=folder,
                 found=shapes,
