@@ -388,7 +388,7 @@ class Check:
                     f"other columns of this call have {sizes[axis]}. Make them equal{fix}.",
                     code="call.axis-size",
                     node=node,
-                    port=self._name,
+                    port=str(self._name),
                     axis=axis,
                     expected=sizes[axis],
                     found=size,
@@ -400,7 +400,7 @@ class Check:
             f"{node}.{self._name} {verb} {self._declared}, but {got} {found}. {fix}",
             code="call.type",
             node=node,
-            port=self._name,
+            port=str(self._name),
             expected=self._declared,
             found=found,
         )
