@@ -16,7 +16,8 @@ from flowrl.core.operators.ports import Step
 from flowrl.core.operators.session import Session
 from flowrl.data.balance import Share
 from flowrl.data.now import ONLY, NowByHand, Round
-from flowrl.errors import BindError, DefinitionError
+from flowrl.errors import BindError
+from tests.support.errors import raises
 
 ONES = torch.ones(1, 2)
 
@@ -69,17 +70,13 @@ def test_in_a_session_it_is_that_of_its_step() -> None:
 @pytest.mark.parametrize("optional", [False, True])
 def test_its_parts_are_refused_where_the_class_is_defined(cls: Any, part: str, optional: bool) -> None:
     annotation = cls | None if optional else cls
-    said = (
-        rf"\({part}\) asks for a {cls.__name__}, which is a part of Now; take `now: Now = INJECTED`, and read "
-        rf"now\.{part}\.$"
-    )
-
     namespace: dict[str, Any] = {"c": c, "annotation": annotation, "INJECTED": INJECTED}
     exec(f"def call(self, values: c.Values, {part}: annotation = INJECTED) -> c.Values: ...", namespace)
-    with pytest.raises(DefinitionError, match=rf":\d+: Old\.__call__{said}"):
+    with raises("operator.injected-parameter", found=cls.__name__) as error:
         type("Old", (Operator,), {"__call__": namespace["call"], "__module__": __name__})
     exec(f"def old(values: c.Values, *, {part}: annotation = INJECTED) -> c.Values: ...", namespace)
-    with pytest.raises(DefinitionError, match=rf":\d+: old{said}"):
+    assert f"Old.__call__({part})" in str(error.value.facts["where"]) and f"now.{part}" in error.value.message
+    with raises("operator.injected-parameter", found=cls.__name__):
         operator(namespace["old"])
 
 

@@ -18,6 +18,7 @@ from flowrl.files.graph_io import graph_to_dict
 from flowrl.graph import Graph
 from flowrl.operators import Generate, OldLogProb, Repeat, Reward
 from flowrl.records import RolloutBatch
+from tests.support.errors import raises
 from tests.support.jobs import job_of, prompt_batch, proto, rollout_batch
 from tests.support.kernel import exact
 from tests.support.runs import walk
@@ -192,9 +193,7 @@ def test_what_is_cut_without_saying_so_is_named_with_its_mend() -> None:
         def __call__(self, response_mask: c.ResponseMask) -> c.ResponseMask:
             return response_mask[:, :1]
 
-    with pytest.raises(
-        PortError, match=r"cut\.response_mask .* or that cut makes it anew: new_axes: ClassVar = \('resp"
-    ):
+    with pytest.raises(PortError, match=r"cut\.response_mask .* or declare a new axis: new_axes: ClassVar = \('resp"):
         Cut()(torch.ones(2, 3, dtype=torch.bool))
 
 
@@ -215,7 +214,7 @@ def own_axes(annotation: Any) -> Any:
         ),
         (lambda: Rows[RolloutBatch], r"Rows\[\.\.\.\] needs a record"),
         (lambda: own_axes(Rows[Widths[c.Values, "a"], "b"]), r"two names of axes, 'a' and 'b'"),
-        (lambda: own_axes(Rows[Graph, "b"]), r"a value without rows has no axes to be its own; take the name 'b'"),
+        (lambda: own_axes(Rows[Graph, "b"]), r"A batchless value has no axes of its own. Remove the name 'b'"),
     ],
 )
 def test_own_axes_that_cannot_be_are_refused(make: Any, said: str) -> None:
@@ -224,14 +223,12 @@ def test_own_axes_that_cannot_be_are_refused(make: Any, said: str) -> None:
 
 
 def test_outputs_have_no_axes_of_their_own_and_fresh_names_axes_of_outputs() -> None:
-    with pytest.raises(DefinitionError, match=r"return value: what is returned has axes of its own; expected them on"):
+    with raises("column.port-axes", axes="demo"):
 
         class Out(Operator):
             def __call__(self, values: c.Values) -> Rows[c.Returns, "demo"]: ...
 
-    with pytest.raises(
-        DefinitionError, match=r"Misnamed\.new_axes names 'prompt', .* expected some of batch, response"
-    ):
+    with raises("operator.invalid-attribute", attribute="new_axes", found="('prompt',)"):
 
         class Misnamed(Operator):
             new_axes: ClassVar[tuple[str, ...]] = ("prompt",)

@@ -189,7 +189,7 @@ def test_rows_that_a_gate_fills_up_to_do_not_change_over_time() -> None:
         ({"groups": Linear(4, 8, steps=4)}, "target_groups"),
         ({"rounds": Linear(1, 8, steps=9)}, "rounds"),
     ):
-        with pytest.raises(GraphError, match=f"collect says that its {what}.* in one step and .* in another"):
+        with pytest.raises(GraphError, match=rf"collect\.{what}.* in one step and .* in another"):
             collecting(**({"groups": 4} | given))
     constant = collecting(groups=Constant(4)).edit(set={"update_actor.mini_batch": 6})
     assert [finding.message[:36] for finding in constant.check(prompts=1)] == ["mini_batch=6 does not divide the 16 "]
@@ -311,7 +311,7 @@ class Named(Operator):
         (
             lambda: Filter(Length())(answers(), uid=np.array([object(), object(), object()], dtype=object)),
             PortError,
-            r"its batch axis is 3 long",
+            r"its batch axis has length 3",
         ),
     ],
 )

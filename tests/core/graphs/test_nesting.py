@@ -15,12 +15,13 @@ from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.session import Session
 from flowrl.data.proto.dataproto import DataProto
-from flowrl.errors import DefinitionError, GraphError, ParameterError, PortError
+from flowrl.errors import GraphError, ParameterError, PortError
 from flowrl.graph import algorithm
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import Generate, Repeat, Reward, Whiten
 from flowrl.records import PromptBatch
 from flowrl.run.engine.local import local_steps
+from tests.support.errors import raises
 from tests.support.kernel import exact
 
 
@@ -193,10 +194,10 @@ def test_a_sink_has_nothing_to_read() -> None:
     def sly(advantages: c.Advantages) -> None:
         return advantages
 
-    with pytest.raises(PortError, match=r"sly returned a Tensor, which nothing could read, .* `-> None`"):
+    with raises("call.return", node="sly", expected=None, found="a Tensor"):
         sly(torch.ones(1, 2))
 
-    with pytest.raises(DefinitionError, match=r"has no return annotation; .*or `-> None` where it returns nothing"):
+    with raises("operator.missing-annotation", parameter="return"):
 
         class Silent(Operator):
             def __call__(self, advantages: c.Advantages): ...

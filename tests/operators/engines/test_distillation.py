@@ -34,6 +34,7 @@ from flowrl.operators.engines.distillation import divergence
 from flowrl.operators.losses.objective import TokenObjective
 from flowrl.protocols.protocols import MiniBatch
 from tests.backends.torch.train.trainers import CONTEXT, trainer
+from tests.support.errors import raises
 from tests.support.models import VOCAB, char_tokenizer, ragged, tiny_config, tiny_folder, unpadded
 
 BETAS = [0.0, 0.3, 0.5, 1.0]
@@ -307,19 +308,19 @@ def test_what_a_loss_of_distributions_cannot_be(pair: tuple[str, str]) -> None:
         UpdateCritic(GKD())
     with pytest.raises(ParameterError, match=rf"k={VOCAB} is the whole vocabulary of {VOCAB} tokens"):
         marked(pair[1], VOCAB)
-    with pytest.raises(DefinitionError, match="wants a whole row"):
+    with raises("loss.unit", unit="row"):
 
         class ByRow(Loss):
             unit: ClassVar[Any] = "row"
 
             def __call__(self, distributions: c.Distributions) -> Tensor: ...
 
-    with pytest.raises(DefinitionError, match="wants metrics"):
+    with raises("loss.unit", unit="token"):
 
         class Telling(Loss):
             def __call__(self, distributions: c.Distributions, metrics: Metrics = INJECTED) -> Tensor: ...
 
-    with pytest.raises(DefinitionError, match="wants uid"):
+    with raises("loss.unit", unit="token"):
 
         class Named(Loss):
             def __call__(self, distributions: c.Distributions, uid: c.Uid) -> Tensor: ...

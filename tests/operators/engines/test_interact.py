@@ -22,6 +22,7 @@ from flowrl.operators import Generate, Interact
 from flowrl.protocols.protocols import Rollout
 from flowrl.records import EpisodeBatch, PromptBatch
 from flowrl.run.engine.build import EngineBuilder
+from tests.support.errors import raises
 from tests.support.jobs import column, job_of, write_prompts
 from tests.support.kernel import exact
 from tests.support.runs import lines, train
@@ -200,7 +201,7 @@ class TestSpecs:
         flowrl.save(graph, "graph.yaml")
         assert flowrl.load("graph.yaml", imports=True) == graph
         Interact("environment.py:agent")
-        with pytest.raises(ParameterError, match=r"does not define 'Enviroment'.*; did you mean 'Environment'\?$"):
+        with raises("reference.undefined-name", name="Enviroment", known=("agent", "Environment")):
             Interact("environment.py:Enviroment")
 
     @pytest.mark.parametrize("environment", [dict, lambda chat, row: None, exact])

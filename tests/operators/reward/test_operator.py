@@ -142,11 +142,11 @@ def test_without_a_function_it_keeps_a_place_and_is_not_run() -> None:
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
-        ("nowhere.py:exact", "there is no file"),
+        ("nowhere.py:exact", "does not exist"),
         ("no_such_package.rewards:exact", "No module named 'no_such_package'"),
         ("no_such_module_at_all:exact", "no module 'no_such_module_at_all' is on sys.path"),
         ("flowrl.errors:exact", "does not define 'exact'"),
-        ("exact", "expected 'package.module:name' or 'path/to/file.py:name'"),
+        ("exact", "Write 'package.module:name' or 'path/to/file.py:name'"),
         (lambda solution, answer: 1.0, "cannot be called by keyword with data_source, solution_str"),
         (trl_style, "the reward function trl_style(prompts"),
         (awaited, "the reward function awaited is async, so a call of it gives a coroutine and no score"),
