@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.graphs.inference import Available, Binding, Bound, bind, candidates, fits, infer
@@ -58,8 +57,8 @@ def suggest_reader(written: FieldType, operators: Mapping[str, Operator], but: s
 def _makers(wanted: FieldType) -> Iterator[tuple[Operator, str]]:
     """The installed operators that write what is wanted and need no parameter, with the output; no other is made."""
     for name in entry_points.names():
-        found: Any = entry_points.load(name)
-        if not isinstance(found, type) or issubclass(found, Gate):
+        found = entry_points.load(name)
+        if not isinstance(found, type) or not issubclass(found, Operator) or issubclass(found, Gate):
             continue
         outputs = [o for o, t in found.usual_signature().outputs.items() if accepts(t, wanted) and accepts(wanted, t)]
         if outputs and all(p.default is not p.empty for p in inspect.signature(found).parameters.values()):
