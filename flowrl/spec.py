@@ -1,7 +1,7 @@
 """`Spec`: a frozen, validated record of parameters; operators, losses and backends are specs.
 
 A subclass is turned into a frozen pydantic dataclass where it is defined, so ``Repeat(8)`` and ``GAE(gamma=0.99)`` both
-work, unknown or ill-typed parameters are refused at once, and equality is by value.
+work, unknown or ill-typed parameters are refused, and equality is by value.
 """
 
 from __future__ import annotations

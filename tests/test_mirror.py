@@ -15,6 +15,7 @@ SMALL = 100
 # Modules whose tests have another name, by the file that holds them: it needs Ray or an engine, or covers a family of
 # modules by what they do together.
 TESTED_BY: dict[str, tuple[str, ...]] = {
+    "tests/files/test_graph_io.py": ("flowrl/files/values.py",),
     "tests/episodes/test_play.py": ("flowrl/episodes/chat.py", "flowrl/episodes/tools.py"),
     "tests/episodes/test_faults.py": ("flowrl/episodes/environment.py",),
     "tests/auditing/test_audit.py": ("flowrl/auditing/record.py", "flowrl/auditing/trial.py"),

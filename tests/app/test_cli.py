@@ -282,7 +282,7 @@ def test_check_finds_that_a_model_is_missing(command: Command, training: Path, t
     folder = {"does not exist": "gone", "has no config.json": "mine"}.get(found, "model")
     source = training.read_text().replace("ref=TorchScorer(model)", f"ref=TorchScorer({folder!r})")
     answer = command("check", f"{write(training.with_name('other.py'), source)}:training")
-    assert answer.code == 1 and answer.out.startswith(f"Role 'ref': the model folder {folder!r} {found}")
+    assert answer.code == 1 and answer.out.startswith(f"Role 'ref': The model folder {folder!r} {found}")
 
 
 def test_check_finds_a_tokenizer_that_does_not_load(command: Command, training: Path, tmp_path: Path) -> None:

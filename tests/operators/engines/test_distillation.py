@@ -305,7 +305,7 @@ def test_what_a_loss_of_distributions_cannot_be(pair: tuple[str, str]) -> None:
         UpdateActor(GKD(), kl=KLLoss())
     with pytest.raises(ParameterError, match=r"is of the distributions of what is trained.*trains values"):
         UpdateCritic(GKD())
-    with pytest.raises(ParameterError, match=rf"k={VOCAB} is the whole vocabulary of {VOCAB} tokens"):
+    with pytest.raises(ParameterError, match=rf"k={VOCAB} covers the vocabulary of {VOCAB} tokens"):
         marked(pair[1], VOCAB)
     with pytest.raises(DefinitionError, match="wants a whole row"):
 

@@ -62,7 +62,7 @@ class TestRefused:
     def test_ranks_that_answer_together(self, tiny: str) -> None:
         together = spanned(tiny).edit(bind={"rollout": Together(tiny, device="cpu", ranks=2)})
         job = replace(together, place=Split(train=1, rollout=2))
-        with pytest.raises(GraphError, match=r"the 2 ranks of 'rollout' compute them together.*edit\(lag=2\)"):
+        with pytest.raises(GraphError, match=r"the 2 ranks of 'rollout' compute each response together.*edit\(lag=2\)"):
             job.refuse_unready()
         job.edit(bind={"rollout": TorchRollout(tiny, device="cpu", ranks=2)}).refuse_unready()
 
