@@ -25,6 +25,7 @@ from flowrl.run.placement.place import Place
 from flowrl.run.training.job import Job
 from tests.on_ray.leftovers import family
 from tests.on_ray.toys import Blind, Both, Counting, Desk, toy_job
+from tests.support.errors import raises
 from tests.support.jobs import job_of
 from tests.support.rewards import digits
 
@@ -330,7 +331,7 @@ def test_nodes_that_no_process_could_run(tiny: str, tmp_path: Path) -> None:
     with pytest.raises(GraphError, match=r"blind needs whole groups and its role 'ref' has 2 ranks"), blind.open():
         raise AssertionError("opened")
     counting = toy_job(graph.edit(replace={"ref_log_prob": Counting()}), tmp_path, tiny, {"ref": 2}, Colocate(2))
-    with pytest.raises(GraphError, match=r"counting keeps rows over .* 'ref' has 2 ranks"), counting.open():
+    with raises("place.ranked-state", node="counting", role="ref", ranks=2), counting.open():
         raise AssertionError("opened")
 
 
@@ -352,6 +353,5 @@ def test_stated_memory_that_does_not_fit(tiny: str, tmp_path: Path) -> None:
     job = toy_job(grpo(digits), tmp_path / "desk", tiny, place=Colocate(1, memory=10))
     actor = job.graph.bindings["actor"]
     job = job.edit(bind={"actor": type(actor)(desk=actor.desk, folder=actor.folder, memory=16.0)})
-    said = r"slot 0 of Colocate\(memory=10.0\) has 10 GiB, and its roles state actor"
-    with pytest.raises(BindError, match=said), job.open():
+    with raises("place.too-large", slot=0, process="actor[0]", expected=10.0, found=16.0), job.open():
         raise AssertionError("opened")

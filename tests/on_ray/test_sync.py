@@ -31,6 +31,7 @@ from flowrl.sync.digest import weights_digest
 from flowrl.sync.received import Origin
 from flowrl.sync.wanted import WeightSelection
 from tests.on_ray.leftovers import leaves_nothing, process_ids
+from tests.support.errors import raises
 from tests.support.jobs import job_of, prompt_batch, proto
 from tests.support.rewards import digits
 
@@ -187,9 +188,7 @@ def test_the_memory_of_an_export_is_bounded() -> None:
         arrived = dict(taken.weights())
     assert weights_digest(arrived.items()) == sent.digest
     assert all(torch.equal(tensor, torch.full_like(tensor, float(name[1:]))) for name, tensor in arrived.items())
-    with pytest.raises(
-        SyncError, match=r"actor at version 3 have the digest \w+, and the receipt is for version 3 with other"
-    ):
+    with raises("sync.wrong-receipt", role="actor", version=3, expected=sent.digest, found="other"):
         taken.check(Receipt(3, "other", 0, 0.0, "copy"))
     assert taken.check(Receipt(3, sent.digest, 0, 0.0, "copy")).transport == "object store"
 
