@@ -1,4 +1,4 @@
-"""Rules about episodes: who is rewarded for what, who shares what, and what holds up the others."""
+"""Rules about episodes: rewards, tools, context, and the tokens that scores are placed on."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import generates, line, origin
 from flowrl.core.operators.symbols import Edge
 from flowrl.protocols.protocols import Critic, Trainer
-from flowrl.rules.environment_source import EnvironmentSource, blocks, changed_by_all, played_by_all
+from flowrl.rules.environment_source import EnvironmentSource
 from flowrl.rules.rule import Findings, rule, writers
 from flowrl.spec import parameters
 
 _BY_TOOLS = frozenset({"answer_by_tools", "calls", "tool"})
-"""What of a chat makes calls of tools."""
+"""The members of a chat that execute tool calls."""
 
 
 class _Episodes(NamedTuple):
-    """A node that plays episodes: its parameters, and what is written of its environment."""
+    """A node that plays episodes, its parameters, and the source of its environment."""
 
     node: Node
     given: Mapping[str, Any]
@@ -29,8 +29,7 @@ def _episodes(graph: Graph) -> Iterator[_Episodes]:
     for node in graph.nodes.values():
         given = parameters(node.initial_operator) if generates(node) else {}
         if {"environment", "tools", "max_turns", "context"} <= given.keys():
-            apart = bool(given.get("processes"))
-            yield _Episodes(node, given, EnvironmentSource.of(given["environment"], given["tools"], apart))
+            yield _Episodes(node, given, EnvironmentSource.of(given["environment"]))
 
 
 @rule(
@@ -40,7 +39,7 @@ def _episodes(graph: Graph) -> Iterator[_Episodes]:
 )
 def _paid_is_heard(graph: Graph, prompts: int | None) -> Findings:
     for one, others, readers in _scored(graph):
-        if others and one.environment.pays:
+        if others and one.environment.gives_rewards:
             wire = dict.fromkeys(readers, f"{one.node.name}.token_level_scores")
             yield (
                 one.node.name,
@@ -53,49 +52,11 @@ def _paid_is_heard(graph: Graph, prompts: int | None) -> Findings:
 @rule("FR034", "Somebody pays for an episode: where nobody does, every reward is 0.", "huggingface/trl#6427")
 def _somebody_pays(graph: Graph, prompts: int | None) -> Findings:
     for one, others, _ in _scored(graph):
-        if not others and one.environment.never_pays:
+        if not others and one.environment.gives_none:
             yield (
                 one.node.name,
                 "its environment gives no reward, and no other node does, so every reward is 0; expected some from the "
                 "environment, Reply(..., reward=1.0) or what an agent returns, or a reward function: Reward(fn).",
-            )
-
-
-@rule(
-    "FR035",
-    "Each episode has an environment of its own: what all share, each finds as another left it.",
-    "PrimeIntellect-ai/verifiers#1067",
-)
-def _own_environment(graph: Graph, prompts: int | None) -> Findings:
-    for one in _episodes(graph):
-        for name, where in changed_by_all(one.environment):
-            attribute = name.rpartition(".")[2]
-            yield (
-                one.node.name,
-                f"{name} is one object for all episodes, which go on at once, and they change it ({where}); expected "
-                f"one for each: self.{attribute} = ... in reset(self, row), or, where sharing is meant, an annotation "
-                f"that says so: {attribute}: ClassVar[...].",
-            )
-        for name, where in played_by_all(one.environment):
-            yield (
-                one.node.name,
-                f"{name} is reset and stepped, and it is one environment for all episodes, which go on at once "
-                f"({where}); expected one for each, made where the episode begins.",
-            )
-
-
-@rule(
-    "FR036",
-    "What is async does not block: one that does holds up every other episode, and no time limit ends it.",
-    "openai/openai-agents-python#820",
-)
-def _nobody_blocks(graph: Graph, prompts: int | None) -> Findings:
-    for one in _episodes(graph):
-        for function, name, where in blocks(one.environment):
-            yield (
-                one.node.name,
-                f"{function} is async and calls {name} ({where}), which holds up all episodes; expected "
-                f"await asyncio.to_thread({name}, ...), or a plain `def {function}`, which runs in a thread.",
             )
 
 

@@ -50,7 +50,14 @@ class Rule:
 
 
 RULES: list[Rule] = []
-"""All rules whose modules were imported, those of users too, by their ids."""
+"""All rules whose modules were imported, including users' rules, by their ids."""
+
+RETIRED = {
+    "FR035": "Episodes share no state. flowrl no longer searches the source code of environments for shared state.",
+    "FR036": "Coroutines do not block. flowrl no longer searches the source code of environments for blocking calls.",
+    "FR040": "Row versions under `spans=True`. `graph.lag` is the only setting for spans; no node can contradict it.",
+}
+"""Ids of rules that no longer exist, which are never used again, each with what it was and why it is gone."""
 
 
 def rule(id: str, reason: str, source: str = "", everywhere: bool = False) -> Callable[[Check], Check]:

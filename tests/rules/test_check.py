@@ -34,6 +34,7 @@ from flowrl.operators import (
 from flowrl.protocols.protocols import Critic, Rollout, Scorer, Trainer
 from flowrl.records import CriticUpdated, PromptBatch, Tokens, Updated
 from flowrl.rules import check as rules
+from flowrl.rules.rule import RETIRED
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
@@ -420,6 +421,10 @@ class TestReport:
         assert ids == sorted(set(ids)) and all(re.fullmatch(r"FR\d{3}", id) for id in ids)
         for rule in rules.RULES:
             assert rule.reason.endswith(".") and re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", rule.source)
+
+    def test_retired_ids_are_not_reused(self) -> None:
+        assert RETIRED.keys() == {"FR035", "FR036", "FR040"}
+        assert not RETIRED.keys() & {rule.id for rule in rules.RULES}
 
     def test_two_trainers_are_held_to_each_rule_alone(self) -> None:
         class Distil(Operator):
