@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from flowrl.core.graphs.gate import Gate
-from flowrl.core.graphs.graph import Graph, Node
-from flowrl.core.graphs.lineage import line, own_line
+from flowrl.core.graphs.graph import Graph
+from flowrl.core.graphs.lineage import line
 from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.symbols import Edge
-from flowrl.protocols.protocols import Trainer
-from flowrl.rules.rule import Findings, of_kind, rule, writers, writes
+from flowrl.rules.rule import Findings, of_kind, policy_lines, rule, writes
 
 
 @rule(
@@ -17,7 +16,7 @@ from flowrl.rules.rule import Findings, of_kind, rule, writers, writes
     "verl-project/verl-recipe#125",
 )
 def _kl_keeps_its_weight(graph: Graph, prompts: int | None) -> Findings:
-    for node in _on_the_way(graph):
+    for node in policy_lines(graph):
         if {Effect.GROUP_BASELINE, Effect.SCALED} <= node.effects:
             for n in line(graph, node.name):
                 if Effect.KL in n.effects:
@@ -35,7 +34,7 @@ def _kl_keeps_its_weight(graph: Graph, prompts: int | None) -> Findings:
     "areal-project/AReaL#354",
 )
 def _baseline_of_others(graph: Graph, prompts: int | None) -> Findings:
-    for node in _on_the_way(graph):
+    for node in policy_lines(graph):
         own = {graph.types[edge].axes[1] for _, edge in of_kind(graph, node, "advantage")}
         for field, edge in of_kind(graph, node, "score of a row"):
             if own & _scored(graph, edge):
@@ -49,7 +48,7 @@ def _baseline_of_others(graph: Graph, prompts: int | None) -> Findings:
 
 @rule("FR028", "Importance weights are laid on what is scaled already.", "verl-project/verl#3245")
 def _weighed_behind_the_scale(graph: Graph, prompts: int | None) -> Findings:
-    for node in _on_the_way(graph):
+    for node in policy_lines(graph):
         for _, edge in of_kind(graph, node, "advantage") if Effect.SCALED in node.effects else ():
             for n in line(graph, edge.node):
                 if Effect.IMPORTANCE_CORRECTION in n.effects and writes(n, "advantage"):
@@ -67,7 +66,7 @@ def _weighed_behind_the_scale(graph: Graph, prompts: int | None) -> Findings:
     "NVIDIA-NeMo/RL#4160",
 )
 def _of_rows_that_stay(graph: Graph, prompts: int | None) -> Findings:
-    nodes = _on_the_way(graph)
+    nodes = policy_lines(graph)
     for gate in (node for node in nodes if isinstance(node.initial_operator, Gate)):
         for n in nodes:
             over_batch = n.operator.granularity == "batch" and n.effects & {Effect.SCALED, Effect.GROUP_BASELINE}
@@ -78,11 +77,6 @@ def _of_rows_that_stay(graph: Graph, prompts: int | None) -> Findings:
                     f"not those of the rows that are trained on; expected it before: edit(drop=['{gate.name}']), and "
                     f"then the same After('reward', ...).",
                 )
-
-
-def _on_the_way(graph: Graph) -> list[Node]:
-    """The nodes on the way to updates of policies, each once."""
-    return list({n.name: n for node, _ in writers(graph, Trainer) for n in own_line(graph, node.name)}.values())
 
 
 def _scored(graph: Graph, edge: Edge) -> set[str]:

@@ -8,18 +8,17 @@ from flowrl.core.operators.effects import Effect
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.protocols.protocols import Critic, Trainer
-from flowrl.rules.rule import Findings, of_kind, read_through, rule, writers, writes
+from flowrl.rules.rule import Findings, of_kind, policy_lines, read_through, rule, writers, writes
 
 
 @rule("FR023", "Values that steer a policy are of a critic that is trained.", "hiyouga/LlamaFactory#124")
 def _critic_is_trained(graph: Graph, prompts: int | None) -> Findings:
     if writers(graph, Critic):
         return  # then FR005 tells whose values these must be
-    steering = {n.name: n for node, _ in writers(graph, Trainer) for n in own_line(graph, node.name)}
-    for name, node in steering.items():
+    for node in policy_lines(graph):
         for role in sorted(read_through([node], Critic)):
             yield (
-                name,
+                node.name,
                 f"its values are of {role!r}, which nothing trains, and a policy is trained by them; expected an "
                 f"update of it: return UpdateCritic(critic=Role({role!r}))(...) too.",
             )
@@ -65,11 +64,11 @@ def _returns_are_not_scaled(graph: Graph, prompts: int | None) -> Findings:
     "NovaSky-AI/SkyRL#2104",
 )
 def _of_the_same_rewards(graph: Graph, prompts: int | None) -> Findings:
-    policies = {n.name: n for node, _ in writers(graph, Trainer) for n in own_line(graph, node.name)}
+    policies = policy_lines(graph)
     for node, role in writers(graph, Critic):
         for _, edge in of_kind(graph, node, "return"):
             learned = _rewards(graph, graph[edge.node])
-            for n in policies.values():
+            for n in policies:
                 values = [e.node for _, e in of_kind(graph, n, "value")]
                 of_role = any(role in read_through(line(graph, name), Critic) for name in values)
                 paid = _rewards(graph, n) if of_role and writes(n, "advantage") else []

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from flowrl.core.graphs.gate import ROWS
 from flowrl.core.graphs.graph import Graph, Node, Use
-from flowrl.core.graphs.lineage import origin
+from flowrl.core.graphs.lineage import origin, own_line
 from flowrl.core.operators.ports import PortField
 from flowrl.core.operators.symbols import Edge
 from flowrl.errors import DefinitionError
+from flowrl.protocols.protocols import Trainer
 
 Findings = Iterator[tuple[str, str]]
 Check = Callable[[Graph, int | None], Findings]
@@ -93,6 +94,11 @@ def writers(graph: Graph, protocol: type) -> list[tuple[Node, str]]:
     """Nodes that write a role through `protocol`, with the role."""
     uses = [(node, use) for node in graph.nodes.values() for use in node.uses if use.mode == "writes"]
     return [(node, use.role) for node, use in uses if use.goes_through(protocol)]
+
+
+def policy_lines(graph: Graph) -> list[Node]:
+    """The nodes on the way to updates of policies, each once."""
+    return list({n.name: n for node, _ in writers(graph, Trainer) for n in own_line(graph, node.name)}.values())
 
 
 def read_through(nodes: Iterable[Node], protocol: type) -> set[str]:

@@ -6,7 +6,7 @@ from flowrl.core.graphs.graph import Graph, Node
 from flowrl.core.graphs.lineage import makers, own_line, trained_on
 from flowrl.core.operators.effects import Effect
 from flowrl.protocols.protocols import Trainer
-from flowrl.rules.rule import Findings, log_probs, of_kind, rule, with_role, writers
+from flowrl.rules.rule import Findings, log_probs, of_kind, policy_lines, rule, with_role, writers
 
 
 @rule("FR001", "KL counts once: in the reward or in the loss, never in both.", "verl-project/verl#211")
@@ -125,8 +125,7 @@ def _whole_distribution(graph: Graph, prompts: int | None) -> Findings:
     "axon-rl/gem#113",
 )
 def _scaled_once(graph: Graph, prompts: int | None) -> Findings:
-    lines = [own_line(graph, node.name) for node, _ in writers(graph, Trainer)]
-    for node in {n.name: n for line in lines for n in line}.values():
+    for node in policy_lines(graph):
         for _, edge in of_kind(graph, node, "advantage"):
             if Effect.SCALED in node.effects & graph[edge.node].effects:
                 yield (
@@ -139,8 +138,8 @@ def _scaled_once(graph: Graph, prompts: int | None) -> Findings:
 
 @rule("FR014", "KL that shapes rewards is felt by the policy, or it holds nothing back.", "THUDM/slime#397")
 def _kl_is_felt(graph: Graph, prompts: int | None) -> Findings:
-    lines = [{n.name: n for n in own_line(graph, node.name)} for node, _ in writers(graph, Trainer)]
-    if not lines or any(Effect.KL in n.effects for found in lines for n in found.values()):
+    nodes = policy_lines(graph)
+    if not nodes or any(Effect.KL in node.effects for node in nodes):
         return
     for node in graph.nodes.values():
         if Effect.KL in node.effects:
