@@ -125,6 +125,6 @@ def log_probs(nodes: Iterable[Node], kind: str) -> Iterator[Use]:
             yield from (use for use in node.uses if use.mode == "reads")
 
 
-def with_role(graph: Graph, use: Use, role: str) -> str:
-    """The node's operator with another role, as it is written: ``OldLogProb(actor=Role('actor'))``."""
-    return f"{type(graph[use.node].operator).__name__}({use.field}=Role({role!r}))"
+def set_role(use: Use, role: str) -> str:
+    """The edit that gives a node another role: ``edit(set={'old_log_prob.actor': Role('actor')})``."""
+    return f"edit(set={{'{use.node}.{use.field}': Role({role!r})}})"

@@ -1,4 +1,4 @@
-"""Rules about episodes: each fires on an environment that breaks it, and on none of its neighbours."""
+"""Rules about episodes: each finds the environment that breaks it, and nothing in similar ones."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from flowrl.episodes import Answer, Chat, Environment, Reply, Row
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import Interact, OverlongPenalty
-from tests.rules.findings import found, mended, the_message
+from tests.rules.findings import fixed, found, the_message
 from tests.support.kernel import exact
 
 
 class Pays(Environment):
-    """Pays for what is right."""
+    """Gives a reward for the right answer."""
 
     async def step(self, answer: Answer) -> Reply:
         return Reply("again", reward=1.0 if answer.text == "4" else None, done=answer.turn == 1)
 
 
 class PaysAtOnce(Environment):
-    """Pays whatever is said."""
+    """Gives a reward for every answer."""
 
     def step(self, answer: Answer) -> Reply:  # type: ignore[override]
         return Reply("again", 1.0)
@@ -80,17 +80,17 @@ def played(environment: Any, pays: bool = True, base: Any = grpo, **settings: An
     return edited
 
 
-class TestPaidIsHeard:  # FR033
+class TestEnvironmentRewardsCount:  # FR033
     @pytest.mark.parametrize("environment", [Pays, PaysAtOnce, scores, rewards])
     @pytest.mark.parametrize("base", [grpo, ppo])
-    def test_a_reward_function_in_the_place_of_a_environment_that_pays(self, environment: Any, base: Any) -> None:
+    def test_a_reward_function_discards_environment_rewards(self, environment: Any, base: Any) -> None:
         graph = played(environment, pays=False, base=base)
         assert found(graph) == [("FR033", "interact")]
-        assert "those of reward alone" in the_message(graph, "FR033")
-        assert found(mended(graph)) == found(played(environment, base=base)) == []
+        assert "only those of reward." in the_message(graph, "FR033")
+        assert found(fixed(graph)) == found(played(environment, base=base)) == []
 
     @pytest.mark.parametrize("environment", [Silent, asks, hands_on])
-    def test_a_environment_that_does_not_plainly_pay(self, environment: Any) -> None:
+    def test_an_environment_without_certain_rewards(self, environment: Any) -> None:
         assert found(played(environment, pays=False)) == []
 
     def test_both_may_count(self) -> None:
@@ -98,18 +98,18 @@ class TestPaidIsHeard:  # FR033
         assert found(graph) == []
 
 
-class TestSomebodyPays:  # FR034
+class TestEpisodesAreRewarded:  # FR034
     @pytest.mark.parametrize("environment", [Silent, asks])
-    def test_nobody(self, environment: Any) -> None:
+    def test_no_reward(self, environment: Any) -> None:
         graph = played(environment)
         assert found(graph) == [("FR034", "interact")]
         assert "Reply(..., reward=1.0)" in the_message(graph, "FR034") and "Reward(fn)" in the_message(graph, "FR034")
         assert found(played(environment, pays=False)) == []
 
-    def test_tools_alone_pay_nothing(self) -> None:
+    def test_tools_alone_give_no_reward(self) -> None:
         assert found(played(None, tools=[add])) == [("FR034", "interact")]
 
-    def test_what_may_pay_somewhere_else(self) -> None:
+    def test_rewards_may_come_from_elsewhere(self) -> None:
         class Inherits(Silent):
             async def step(self, answer: Answer) -> Reply:
                 return await super().step(answer)
@@ -125,12 +125,12 @@ class TestSomebodyPays:  # FR034
 class TestToolsAreCalled:  # FR037
     def test_one_turn(self) -> None:
         graph = played(hands_on, tools=[add], max_turns=1)
-        assert found(graph) == [("FR037", "interact")] and found(mended(graph)) == []
+        assert found(graph) == [("FR037", "interact")] and found(fixed(graph)) == []
         assert found(played(Pays, max_turns=1)) == []  # a bandit
 
     def test_an_agent_that_answers_no_call(self) -> None:
         graph = played(scores, tools=[add])
-        assert found(graph) == [("FR037", "interact")] and found(mended(graph)) == []
+        assert found(graph) == [("FR037", "interact")] and found(fixed(graph)) == []
         assert "chat.answer_by_tools()" in the_message(graph, "FR037")
         for environment in (Pays, hands_on, helped_by_tools):
             assert found(played(environment, tools=[add])) == []
@@ -149,7 +149,7 @@ class Short(TorchRollout):
 class TestEpisodesFit:  # FR038
     def test_an_answer_as_long_as_the_episode(self) -> None:
         graph = played(Pays, max_new_tokens=300)
-        assert found(graph) == [("FR038", "interact")] and found(mended(graph)) == []
+        assert found(graph) == [("FR038", "interact")] and found(fixed(graph)) == []
         assert "for the other 2 turns" in the_message(graph, "FR038")
         assert found(played(Pays, max_new_tokens=299)) == found(played(Pays, max_new_tokens=300, max_turns=1)) == []
 
@@ -157,7 +157,7 @@ class TestEpisodesFit:  # FR038
     def test_an_engine_that_takes_less(self, takes: int | None, fits: bool) -> None:
         graph = played(Pays).edit(bind={"rollout": Short("model", max_model_len=takes)})
         assert found(graph) == ([] if fits else [("FR038", "interact")])
-        assert fits or found(mended(graph)) == []
+        assert fits or found(fixed(graph)) == []
         assert found(played(Pays).edit(bind={"rollout": TorchRollout("model")})) == []
 
 

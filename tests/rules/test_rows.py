@@ -1,4 +1,4 @@
-"""Rules about how many answers there are to a prompt; those about mini-batches are in `test_rules`."""
+"""Rules about the number of responses per prompt; those about mini-batches are in `test_rules`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowrl.graph import Graph
 from flowrl.graphs import grpo, pass_at_k, remax
 from flowrl.operators import MajorityAtK, PassAtK, PassAtKAdvantage
 from flowrl.rules.check import require
-from tests.rules.findings import found, mended
+from tests.rules.findings import fixed, found
 from tests.support.kernel import exact
 
 
@@ -25,14 +25,14 @@ class TestAnswersDiffer:  # FR031
     def test_greedy_answers(self, operator: Operator) -> None:
         graph = estimated(operator, grpo(exact, temperature=0.0))
         assert found(graph) == [("FR031", operator.name)]
-        with pytest.raises(RuleError, match=r"must not be launched.*\n  FR031 .*generate gives the same one"):
+        with pytest.raises(RuleError, match=r"must not be launched.*\n  FR031 .*generate samples greedily"):
             require(graph)
         assert found(graph.edit(set={"generate.temperature": 0.6})) == []
 
     def test_one_answer_may_be_greedy(self) -> None:
         assert found(estimated(PassAtK(1), grpo(exact, temperature=0.0))) == []
 
-    def test_another_answer_beside_it_may_be_greedy(self) -> None:
+    def test_other_responses_may_be_greedy(self) -> None:
         graph = remax(exact, n=4).subgraph(["greedy_reward", "reward"])
         assert found(graph.edit(insert={"pass_at_k": After("reward", PassAtK(4))})) == []
         assert found(graph.edit(insert={"pass_at_k": After("greedy_reward", PassAtK(4))})) == [("FR031", "pass_at_k")]
@@ -42,7 +42,7 @@ class TestMoreThanASet:  # FR032
     def test_a_group_that_is_one_set(self) -> None:
         graph = grpo(exact, n=4).edit(replace={"group_advantage": PassAtKAdvantage(4)})
         assert found(graph) == [("FR032", "pass_at_k_advantage")]
-        assert found(mended(graph)) == []
+        assert found(fixed(graph)) == []
 
     @pytest.mark.parametrize("n", [5, 8])
     def test_several_sets(self, n: int) -> None:
