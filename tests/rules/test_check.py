@@ -11,7 +11,7 @@ from flowrl import columns as c
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Reads, Role, Writes
-from flowrl.errors import PortError, RuleError
+from flowrl.errors import PortError
 from flowrl.graph import Graph, algorithm
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import (
@@ -36,6 +36,7 @@ from flowrl.records import CriticUpdated, PromptBatch, Tokens, Updated
 from flowrl.rules import check as rules
 from flowrl.rules.rule import RETIRED
 from tests.rules.findings import edited_by, fixed
+from tests.support.errors import raises
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
@@ -394,10 +395,11 @@ class TestReport:
             ("FR007", "generate"),
         ]
         assert found(graph, prompts=4) == expected
-        with pytest.raises(RuleError) as raised:
+        ids, nodes = (tuple(values) for values in zip(*expected, strict=True))
+        with raises("rule.violated", rules=ids, nodes=nodes) as raised:
             rules.require(graph, prompts=4)
-        lines = str(raised.value).splitlines()
-        assert lines[0] == "ppo must not be launched; 5 finding(s):"
+        lines = raised.value.message.splitlines()
+        assert lines[0].startswith("ppo violates rules") and "5 findings" in lines[0]
         assert [tuple(line.split(":")[0].split()) for line in lines[1:]] == expected
 
     def test_a_clean_graph_passes(self) -> None:
