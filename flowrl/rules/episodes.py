@@ -145,8 +145,8 @@ def _scores(graph: Graph, node: Node) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _scored(graph: Graph) -> Iterator[tuple[_Episodes, tuple[str, ...], tuple[str, ...]]]:
-    """Episodes; the nodes whose scores updates read in the place of theirs, none where theirs alone count; and the
-    ports that read these. Those whose scores count beside others' are left out."""
+    """Episodes; the nodes whose scores updates read instead of theirs, none if only theirs count; and the ports that
+    read these. Omits episodes whose scores count together with others."""
     ways = [{n.name: n for n in line(graph, node.name)} for by in (Trainer, Critic) for node, _ in writers(graph, by)]
     for one in _episodes(graph):
         way = {name: node for found in ways if one.node.name in found for name, node in found.items()}

@@ -70,7 +70,7 @@ def test_an_allowance_that_is_not_needed_is_logged(caplog: pytest.LogCaptureFixt
     assert caplog.messages == [f"ppo: {allowance}"]
 
 
-def test_a_rule_that_needs_the_number_of_prompts_is_not_judged_without() -> None:
+def test_a_rule_that_needs_the_number_of_prompts_is_omitted_without() -> None:
     graph = grpo(exact, n=8, mini_batch=12).edit(allow={"FR004": "the last one is smaller"})
     assert graph.allowances() == []
     assert [len(allowance.findings) for allowance in graph.allowances(prompts=4)] == [1]
@@ -78,7 +78,7 @@ def test_a_rule_that_needs_the_number_of_prompts_is_not_judged_without() -> None
 
 
 @pytest.mark.parametrize(
-    ("allow", "said"),
+    ("allow", "message"),
     [
         ({"fr007": "why"}, r"'fr007'; rules are FR001, .*did you mean 'FR007'\? \[rule.unknown\]"),
         ({"greedy": "why"}, r"'greedy'; .*\[rule.unknown\]"),
@@ -91,8 +91,8 @@ def test_a_rule_that_needs_the_number_of_prompts_is_not_judged_without() -> None
         ({7: "why"}, r"has 7 where a name is due"),
     ],
 )
-def test_what_is_no_allowance_is_refused(allow: object, said: str) -> None:
-    with pytest.raises(GraphError, match=said):
+def test_an_invalid_allowance_is_refused(allow: object, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
         greedy().edit(allow=allow)  # type: ignore[arg-type]
 
 
@@ -104,8 +104,8 @@ def test_it_is_in_the_diff() -> None:
 
 
 def test_it_is_in_the_picture() -> None:
-    for drawn in (allowed().mermaid(), svg(allowed()), greedy().diff(allowed()).mermaid()):
-        assert "allowed: FR007, greedy on purpose" in drawn.replace("\n", " ")
+    for picture in (allowed().mermaid(), svg(allowed()), greedy().diff(allowed()).mermaid()):
+        assert "allowed: FR007, greedy on purpose" in picture.replace("\n", " ")
     assert "allowed" not in greedy().mermaid()
 
 
@@ -118,10 +118,10 @@ def test_it_is_in_files_and_changes_no_fingerprint(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize(
-    ("written", "said"), [({"FR999": "why"}, "FR999"), ({"FR007": 3}, "reason 3"), (["FR007"], "list")]
+    ("written", "message"), [({"FR999": "why"}, "FR999"), ({"FR007": 3}, "reason 3"), (["FR007"], "list")]
 )
-def test_a_file_that_allows_what_is_no_rule_is_refused(written: object, said: str) -> None:
-    with pytest.raises(GraphError, match=said):
+def test_a_file_with_an_invalid_allowance_is_refused(written: object, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
         Graph.from_dict({**json.loads(json.dumps(greedy().to_dict())), "allow": written})
 
 

@@ -141,7 +141,7 @@ async def helped_by_tools(chat: Chat, row: Row) -> float:
 
 
 class Short(TorchRollout):
-    """An engine that says how many tokens it takes."""
+    """An engine with a limit of tokens."""
 
     max_model_len: int | None = None
 
