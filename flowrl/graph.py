@@ -87,19 +87,18 @@ class Graph(graph.Graph):
         return replace(found, seconds=(before, after))
 
     def check(self, *, prompts: int | None = None) -> list[Finding]:
-        """Everything that the rules find wrong and the graph does not allow, at once; `prompts` is the number of
-        prompts a step, where known.
+        """The findings of all rules that the graph does not allow; `prompts` is their number per step, if known.
 
         Raises:
-            ParameterError: `prompts` is no count.
+            ParameterError: `prompts` is not a positive integer.
         """
         return rules.check(self, prompts)
 
     def allowances(self, *, prompts: int | None = None) -> list[Allowance]:
-        """The rules that the graph allows to be broken, each with the reason and with what breaks it.
+        """The rules that the graph may violate, each with the reason and its findings.
 
         Raises:
-            ParameterError: `prompts` is no count.
+            ParameterError: `prompts` is not a positive integer.
         """
         return rules.allowances(self, prompts)
 

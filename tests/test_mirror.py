@@ -21,7 +21,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "tests/auditing/test_audit.py": ("flowrl/auditing/record.py", "flowrl/auditing/trial.py"),
     "tests/auditing/test_fitting.py": ("flowrl/auditing/objective.py",),
     "tests/core/graphs/test_algorithm.py": ("flowrl/core/operators/symbols.py", "flowrl/record_types.py"),
-    "tests/rules/test_episodes.py": ("flowrl/rules/environment_source.py", "flowrl/rules/source_code.py"),
+    "tests/rules/test_episodes.py": ("flowrl/rules/environment_source.py",),
     "tests/core/graphs/test_gate.py": ("flowrl/edits/gating.py",),
     "tests/run/engine/test_lag.py": ("flowrl/run/engine/step_snapshot.py",),
     "tests/rules/test_check.py": ("flowrl/rules/weights.py",),

@@ -323,6 +323,6 @@ def test_what_cannot_pass_or_decide_is_refused(make: Any, error: Any, said: str)
 def test_a_mini_batch_behind_a_filter_is_refused_before_launch() -> None:
     [finding] = FILTERED.edit(set={"update_actor.mini_batch": 8}).check(prompts=8)
     assert (finding.rule, finding.node) == ("FR004", "update_actor")
-    assert "nobody knows how many filter lets through" in finding.message
+    assert "the number of rows that pass filter is not known" in finding.message
     assert not FILTERED.check(prompts=8)
     assert isinstance(FILTERED["update_actor"].operator, UpdateActor)

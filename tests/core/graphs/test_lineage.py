@@ -106,7 +106,7 @@ class TestPlanted:
     def test_the_judge_s_rows_are_trained_on(self) -> None:
         graph = judged(train_on="judge", temperature=1.0)
         assert found(graph) == [("FR002", "update_actor")]
-        assert "on what 'judge' generates" in graph.check()[0].message
+        assert "on responses of 'judge'" in graph.check()[0].message
         assert ("FR007", "judge") in found(judged(train_on="judge"))
 
     def test_the_frozen_opponent_s_rows_are_trained_on(self) -> None:

@@ -134,7 +134,7 @@ def test_a_sync_follows_every_update() -> None:
     assert WARM.check() == []
     [finding] = WARM.edit(when={"sync": When(every=2)}).check()
     assert (
-        finding.rule == "FR002" and "in steps in which sync does not carry its weights to 'rollout'" in finding.message
+        finding.rule == "FR002" and "in steps in which sync does not sync its weights to 'rollout'" in finding.message
     )
     assert ppo(exact).edit(when={"generate": When(every=2)}).check() == []  # all of it waits
 

@@ -31,7 +31,7 @@ from flowrl.operators import (
 )
 from flowrl.records import PromptBatch
 from flowrl.run.engine.execution_graph import ExecutionGraph, Instance
-from tests.rules.findings import found, mended
+from tests.rules.findings import fixed, found
 from tests.run.engine.test_execution_graph import STEPS, run_of
 from tests.support.kernel import exact
 
@@ -132,8 +132,8 @@ def test_rounds_that_would_wait_for_training_that_waits_for_them() -> None:  # F
     for lag in (2, 4):
         graph = in_rounds(lag, behind="kl_shape")
         assert found(graph) == [("FR041", "collect")]
-        assert "behind old_log_prob, which reads 'actor'" in graph.check()[0].message
-        assert found(mended(graph)) == []
+        assert "after old_log_prob, which waits until the previous step has trained 'actor'" in graph.check()[0].message
+        assert found(fixed(graph)) == []
         assert found(in_rounds(lag, behind="reward")) == found(in_rounds(lag, behind="kl_shape", rounds=1)) == []
     assert found(in_rounds(1, behind="kl_shape")) == found(in_rounds(0, behind="kl_shape")) == []
 

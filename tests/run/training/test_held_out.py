@@ -162,7 +162,7 @@ def test_what_is_built_and_placed() -> None:
         ({"drop": ["repeats"]}, r"names 'repeats'.*did you mean 'repeat'"),
         (
             {"changes": {"repeat.n": 4, "generate.temperature": 0.0}, "insert": {"best": After("reward", PassAtK(4))}},
-            r"the validation 'val' must not be launched; 1 finding\(s\):\n  FR031 best: .*'generate.temperature': 1.0",
+            r"The validation 'val' violates rules .*\n  FR031 best: .*'generate.temperature': 1.0",
         ),
     ],
 )
