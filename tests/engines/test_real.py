@@ -18,6 +18,7 @@ from tests.engines.answers import CONTEXT, KEY, to_score
 from tests.engines.real import PACKAGE, smollm2
 from tests.engines.sources import Altered, Crooked
 from tests.engines.vllm_slot import VLLMSlot
+from tests.support.errors import raises
 
 pytestmark = [pytest.mark.engines("vllm", "sglang", PACKAGE), pytest.mark.timeout(480)]
 
@@ -122,7 +123,7 @@ def test_old_weights_are_found_in_bfloat16(
     try:
         monkeypatch.setattr(engine, "_halt", lambda caches: [])
         monkeypatch.setattr(engine, "_take_over", idle)
-        with pytest.raises(SyncError, match=f"{engine.name} scores 64 tokens exactly as it did before, bit by bit"):
+        with raises("sync.old-weights", engine=engine.name):
             engine.sync(Altered(trainer, version=4))
         monkeypatch.setattr(engine, "_halt", halt)
         monkeypatch.setattr(engine, "_take_over", take)

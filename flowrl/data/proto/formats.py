@@ -89,7 +89,7 @@ def digest(columns: Columns, meta: Meta) -> str:
 
 
 def save(folder: str | Path, columns: Columns, meta: Meta) -> None:
-    """Write ``tensors.safetensors``, ``objects.json`` and ``manifest.json`` (digests) as a new folder, all or nothing."""
+    """Write ``tensors.safetensors``, ``objects.json`` and ``manifest.json`` (digests) as a new folder, atomically."""
     folder = _path(folder)
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise DataError(
