@@ -425,7 +425,7 @@ def _begin(
             init(made, *values, **named)
         except ValidationError as error:
             said = _describe(cls, error, values, named)
-            wrong = [e["loc"][0] for e in error.errors() if e["loc"]]
+            wrong = (e["loc"][0] for e in error.errors() if e["loc"])
             about = {names[first] if isinstance(first, int) else first for first in wrong}
             if about and not about & numbers.keys():
                 raise ParameterError(said) from None
@@ -445,7 +445,6 @@ def _refuse_over_time(spec: Spec) -> None:
     """Refuse schedules in what does not change while a run goes."""
     for path, schedule in schedules(spec).items():
         raise ParameterError(
-            f"{type(spec).__name__}(...): {path}={schedule!r} would change over the steps, and this is one number "
-            f"for a whole run; expected a number. Those of operators and their losses may change, and a learning rate "
-            f"by schedule=, as in TorchTrainer(..., schedule=Cosine(1.0, 0.0, steps=1000))."
+            f"{type(spec).__name__}(...): {path}={schedule!r} is a schedule, but this number is fixed for a run. Only "
+            f"operators and losses take schedules, and trainers: TorchTrainer(..., schedule=Cosine(1.0, 0.0, steps=9))."
         )

@@ -167,7 +167,7 @@ def test_a_users_operators_and_schedules_need_nothing_for_it() -> None:
         (lambda: GAE(Linear(0.9, 1, steps=3), 0.9, 5), r"5 is one argument too many"),
         (lambda: GAE(0.9, gamma=Linear(0.9, 1, steps=3)), r"gamma=0\.9: got multiple values for argument"),
         (lambda: GAE(lambd=Linear(0.9, 1, steps=3)), r"there is no parameter 'lambd'"),
-        (lambda: Linear(0.1, Linear(0, 1, steps=2), steps=3), r"end=Linear\(.*would change over the steps"),
+        (lambda: Linear(0.1, Linear(0, 1, steps=2), steps=3), r"end=Linear\(.*is a schedule, but this number is fixed"),
         (lambda: KLShape(coef=Schedule()), r"Schedule\(\)\.at\(0\) raises NotImplementedError: .* does not define at"),
         (
             lambda: TorchTrainer("m", AdamW(lr=Linear(1e-5, 0, steps=4))),

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import flowrl
 from flowrl import INJECTED, Metrics, Now, Operator, operator
 from flowrl import columns as c
-from flowrl.core.operators.ports import Step
 from flowrl.core.operators.session import Session
 from flowrl.data.balance import Share
 from flowrl.data.now import ONLY, NowByHand, Round
@@ -65,7 +63,7 @@ def test_in_a_session_it_is_that_of_its_step() -> None:
     assert Now(0).waits is not Now(0).waits
 
 
-@pytest.mark.parametrize(("cls", "part"), [(Step, "step"), (Share, "share"), (Round, "round")])
+@pytest.mark.parametrize(("cls", "part"), [(Share, "share"), (Round, "round")])
 @pytest.mark.parametrize("optional", [False, True])
 def test_its_parts_are_refused_where_the_class_is_defined(cls: Any, part: str, optional: bool) -> None:
     annotation = cls | None if optional else cls
@@ -81,7 +79,3 @@ def test_its_parts_are_refused_where_the_class_is_defined(cls: Any, part: str, o
     exec(f"def old(values: c.Values, *, {part}: annotation = INJECTED) -> c.Values: ...", namespace)
     with pytest.raises(DefinitionError, match=rf":\d+: old{said}"):
         operator(namespace["old"])
-
-
-def test_step_is_still_found_but_in_no_list() -> None:
-    assert flowrl.Step is Step and "Step" not in flowrl.__all__  # type: ignore[attr-defined]

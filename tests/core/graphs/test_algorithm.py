@@ -306,11 +306,11 @@ def test_a_column_that_a_record_lacks_is_named_among_those_that_it_has() -> None
         return Whiten()(rollout.response_maks, rollout.response_mask)  # type: ignore[attr-defined]
 
     with pytest.raises(
-        AttributeError, match=r"the record RolloutBatch .* no 'response_maks'; it has prompts, "
+        AttributeError, match=r"The record RolloutBatch .* no column 'response_maks'.*it has prompts, "
     ) as error:
         misspelt()
     assert isinstance(error.value, ColumnNotFoundError)
-    assert str(error.value).endswith("token_version; did you mean 'response_mask'?")
+    assert error.value.message.endswith("token_version; did you mean 'response_mask'?")
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
@@ -320,7 +320,7 @@ def test_an_operator_that_reads_what_its_record_does_not_declare_is_told_so() ->
             return rollout.response_maks  # type: ignore[attr-defined, no-any-return]
 
     assert copy.deepcopy(record_tuple(Sequences)(1, 2, 3, 4, 5)) == (1, 2, 3, 4, 5)
-    with pytest.raises(ColumnNotFoundError, match=r"the record Sequences .*; did you mean 'response_mask'\?"):
+    with pytest.raises(ColumnNotFoundError, match=r"The record Sequences .*; did you mean 'response_mask'\?"):
         Greedy()(answers())
 
 

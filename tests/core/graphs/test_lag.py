@@ -80,7 +80,10 @@ def test_a_file_holds_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("written", "words"),
-    [({"versions": 0, "spans": True}, "Lag.0, spans=True. has nothing"), ({"version": 1}, "which means nothing there")],
+    [
+        ({"versions": 0, "spans": True}, "Lag.0, spans=True. has nothing"),
+        ({"version": 1}, "has the unknown key 'version'"),
+    ],
 )
 def test_a_file_with_another_lag_is_refused(written: Any, words: str) -> None:
     with pytest.raises(GraphError, match=words):

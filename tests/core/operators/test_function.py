@@ -235,7 +235,7 @@ def test_files_name_it_by_path_and_source(mine: Any, tmp_path: Path, monkeypatch
     read = flowrl.load(tmp_path / "graph.yaml")
     assert read["w"].operator == mine.third(of=2.0) and read.fingerprint() == graph.fingerprint()
     assert graph.to_dict()["nodes"]["w"]["operator"]["$type"] == "my_operators:third"
-    with pytest.raises(GraphError, match=r"w is of the class my_operators:third, which has to be imported"):
+    with pytest.raises(GraphError, match=r"w is of the class my_operators:third, which flowrl would have to import"):
         flowrl.load(tmp_path / "graph.yaml", imports=False)
 
     (tmp_path / "my_operators.py").write_text(SCRIPT.replace("/ 3", "/ 4"))

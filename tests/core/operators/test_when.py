@@ -95,7 +95,7 @@ def test_diffs_pictures_and_files_tell_it(tmp_path: Path) -> None:
         ),
         (lambda: UpdateActor().when(0), r"every=0: input should be greater than or equal to 1"),
         (lambda: UpdateActor().when(start=-1), r"start=-1: input should be greater than or equal to 0"),
-        (lambda: When(every=Linear(1, 2, steps=3)), r"every=Linear\(.*would change over the steps"),
+        (lambda: When(every=Linear(1, 2, steps=3)), r"every=Linear\(.*is a schedule, but this number is fixed"),
     ],
 )
 def test_what_says_no_steps_is_refused(edit: Callable[[], Any], message: str) -> None:
