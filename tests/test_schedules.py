@@ -171,11 +171,11 @@ def test_a_users_operators_and_schedules_need_nothing_for_it() -> None:
         (lambda: KLShape(coef=Schedule()), r"Schedule\(\)\.at\(0\) raises NotImplementedError: .* does not define at"),
         (
             lambda: TorchTrainer("m", AdamW(lr=Linear(1e-5, 0, steps=4))),
-            r"optimizer\.lr=Linear.*learning rate by sche",
+            r"optimizer\.lr=Linear.*Only operators .* sche",
         ),
         (
             lambda: TorchTrainer("m", max_tokens=Linear(1, 9, steps=4)),
-            r"max_tokens=Linear\(.*one number for a who",
+            r"max_tokens=Linear\(.*fixed for a run",
         ),
         (lambda: PromptData("x", max_prompt=Linear(1, 9, steps=4)), r"PromptData\(\.\.\.\)"),
         (lambda: TorchTrainer("m", schedule=Linear(1, -1, steps=3)), r"is -1 after 3 optimiser steps.*train backwards"),
