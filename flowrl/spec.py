@@ -1,7 +1,7 @@
 """`Spec`: a frozen, validated record of parameters; operators, losses and backends are specs.
 
-A subclass is turned into a frozen pydantic dataclass where it is defined, so ``Repeat(8)`` and ``GAE(gamma=0.99)`` both
-work, unknown or ill-typed parameters are refused, and equality is by value.
+Each subclass becomes a frozen pydantic dataclass where it is defined: ``Repeat(8)`` and ``GAE(gamma=0.99)`` both work,
+unknown or ill-typed parameters are errors, and equality is by value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, ClassVar, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin
+from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
 
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -21,62 +21,69 @@ from pydantic.dataclasses import rebuild_dataclass
 from pydantic.errors import PydanticUndefinedAnnotation
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from flowrl.errors import DefinitionError, FlowrlError, FrozenError, ParameterError, offer
+from flowrl.errors import DefinitionError, FrozenError, ParameterError
+from flowrl.parameter_errors import by_name, parameter_at, parameter_error, parts_of
 
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True, allow_inf_nan=False)
 
 
-# pydantic's `Field` is left out of the specifiers: type checkers read their default by keyword only, and would take
-# `Field(1.0)` for a field without one.
+# pydantic's `Field` is not a specifier: type checkers read a default by keyword only, so `Field(1.0)` would have none.
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 class Spec:
     """Base of everything that is declared by its parameters.
 
     Raises:
         DefinitionError: where the subclass is defined, for a field without annotation or with a mutable default.
-        ParameterError: where it is called, for parameters that are missing, unknown or out of range.
+        ParameterError: on construction, for parameters that are missing, unknown or out of range.
     """
 
     timeless: ClassVar[bool] = False
-    """Whether its numbers, and those of the specs in it, are the same in all steps: none may be a `Schedule`."""
+    """Whether no number in it, or in a spec that it contains, may be a `Schedule`."""
     references: ClassVar[frozenset[str]] = frozenset()
-    """Fields whose strings name functions: these are written to files with the hash of the function's source."""
+    """Fields whose strings name functions: files store these with the hash of the function's source."""
 
     def __init_subclass__(cls, definer: FrameType | None = None, **kwargs: Any) -> None:
-        """`definer` is the frame that defines the class; None asks who executes the class statement."""
+        """`definer` is the frame that defines the class; None finds the one that executes the class statement."""
         super().__init_subclass__(**kwargs)
         definer = definer or defining_frame()
         where = f"{where_defined(definer)}: {cls.__name__}"
         _refuse_untyped_fields(cls, where)
         if "__init__" in vars(cls):
-            raise DefinitionError(f"{where} defines __init__; declare its parameters as fields (`coef: float = 0.1`).")
+            raise DefinitionError(
+                f"{where} defines __init__. Declare its parameters as fields: `coef: float = 0.1`.",
+                code="parameter.definition",
+                where=where,
+                member="__init__",
+            )
         try:
             pydantic_dataclass(cls, frozen=True, config=_CONFIG)
             # a class that a function defines may name types that the function defines
             rebuild_dataclass(cast(Any, cls), _types_namespace=dict(definer.f_locals))
         except PydanticUndefinedAnnotation as error:
             raise DefinitionError(
-                f"{where} annotates a field with {error.name!r}, which is not defined; import or define it above the "
-                "class."
+                f"{where} annotates a field with {error.name!r}, which is not defined. Import it, or define it above "
+                f"the class.",
+                code="column.undefined-name",
+                where=where,
+                reason=error.name,
             ) from error
         except (ValueError, TypeError, AttributeError) as error:
-            raise DefinitionError(f"{where} is not well formed: {error}") from error
-        known = {f.name for f in dataclasses.fields(cast(Any, cls))}
-        if not isinstance(cls.references, frozenset) or not cls.references <= known:
+            reason = str(error)
             raise DefinitionError(
-                f"{where}.references is {cls.references!r}; expected a frozenset of its fields: {', '.join(known)}."
-            )
+                f"{where} has invalid fields: {reason}", code="parameter.definition", where=where, reason=reason
+            ) from error
+        _refuse_unknown_references(cls, where)
         _raise_parameter_errors(cls)
         _raise_frozen_errors(cls)
 
     def _check(self) -> None:
-        """Refuse an instance whose parameters are valid one by one; called at the end of its construction."""
+        """Check an instance whose single parameters are valid; called at the end of its construction."""
         if self.timeless:
             _refuse_over_time(self)
 
 
 def defining_frame() -> FrameType:
-    """The frame of the class statement, called from its ``__init_subclass__``: it knows the line and local names."""
+    """The frame of the class statement, called from its ``__init_subclass__``."""
     frame = sys._getframe(1)
     while frame.f_code.co_name == "__init_subclass__":
         frame = cast(FrameType, frame.f_back)
@@ -86,6 +93,18 @@ def defining_frame() -> FrameType:
 def where_defined(frame: FrameType) -> str:
     """``file:line`` of what `frame` executes."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _refuse_unknown_references(cls: type[Spec], where: str) -> None:
+    known = [f.name for f in dataclasses.fields(cast(Any, cls))]
+    if not isinstance(cls.references, frozenset) or not cls.references <= set(known):
+        raise DefinitionError(
+            f"{where}.references is {cls.references!r}. Expected a frozenset of its fields: {', '.join(known)}.",
+            code="parameter.definition",
+            where=where,
+            member="references",
+            known=known,
+        )
 
 
 def _refuse_untyped_fields(cls: type, where: str) -> None:
@@ -98,20 +117,25 @@ def _refuse_untyped_fields(cls: type, where: str) -> None:
         if any(isinstance(v, list | dict | set) for v in (value, getattr(value, "default", None))):
             raise DefinitionError(
                 f"{where}.{name} has the mutable default {getattr(value, 'default', value)!r}, which all instances "
-                f"would share; use a tuple, or Field(default_factory=...)."
+                f"would share. Use a tuple, or Field(default_factory=...).",
+                code="parameter.definition",
+                where=where,
+                member=name,
             )
         # functions, properties, States and nested classes are members of the class
         member = isinstance(value, type) or hasattr(type(value), "__get__")
         if name not in annotations and not member:
             raise DefinitionError(
-                f"{where}.{name} = {value!r} has no annotation, so it could not be set; write "
-                f"`{name}: {type(getattr(value, 'default', value)).__name__} = ...` (or ClassVar[...] where it is a "
-                "constant)."
+                f"{where}.{name} = {value!r} has no annotation, so it is not a parameter. Write "
+                f"`{name}: {type(getattr(value, 'default', value)).__name__} = ...`, or ClassVar[...] for a constant.",
+                code="parameter.missing-annotation",
+                where=where,
+                parameter=name,
             )
 
 
 def _raise_parameter_errors(cls: type) -> None:
-    """Make the constructor of `cls` raise `ParameterError` in place of pydantic's own error."""
+    """Make the constructor of `cls` raise `ParameterError` instead of pydantic's error."""
     init = vars(cls)["__init__"]
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -122,7 +146,7 @@ def _raise_parameter_errors(cls: type) -> None:
             else:
                 init(self, *args, **kwargs)
         except ValidationError as error:
-            raise ParameterError(_describe(cls, error, args, kwargs), **_inner(error)) from None
+            raise parameter_error(cls, error, args, kwargs) from None
         self._check()
 
     __init__.__module__, __init__.__qualname__ = cls.__module__, f"{cls.__qualname__}.__init__"
@@ -131,44 +155,39 @@ def _raise_parameter_errors(cls: type) -> None:
 
 
 def _signature(cls: Any) -> inspect.Signature:
-    """How a spec is called, for its help; from a field on that is required after an optional one, by name."""
+    """The signature for `help`; keyword-only from the first required field after an optional one."""
     kinds = inspect.Parameter
     positional, closed = [kinds("self", kinds.POSITIONAL_ONLY)], False
-    by_name: list[inspect.Parameter] = []
+    keyword_only: list[inspect.Parameter] = []
     for name, field in cls.__pydantic_fields__.items():
         required = field.is_required()
         closed = closed or (required and positional[-1].default is not kinds.empty)
-        default = ... if field.default_factory else kinds.empty if required else field.default  # `...`: made anew
+        default = ... if field.default_factory else kinds.empty if required else field.default  # `...`: a factory's
         kind = kinds.KEYWORD_ONLY if closed or field.kw_only else kinds.POSITIONAL_OR_KEYWORD
         parameter = kinds(name, kind, default=default, annotation=field.annotation)
-        (positional if kind is kinds.POSITIONAL_OR_KEYWORD else by_name).append(parameter)
-    return inspect.Signature([*positional, *by_name])
+        (positional if kind is kinds.POSITIONAL_OR_KEYWORD else keyword_only).append(parameter)
+    return inspect.Signature([*positional, *keyword_only])
 
 
 def _refuse_bools(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse True and False where a number is wanted: Python, and so pydantic, takes them for 1 and 0."""
-    for name, value in _by_name(cls, args, kwargs).items():
+    """Refuse True and False for numbers, which pydantic would accept as 1 and 0."""
+    for name, value in by_name(cls, args, kwargs).items():
         found = next(_bools(value, name), None)
         if found is not None and _takes_a_number(cls, name):
-            wrong = PydanticCustomError("bool", "a number is expected, and this is a bool")
+            wrong = PydanticCustomError("bool", "expected a number, not a bool")
             raise ValidationError.from_exception_data(
                 cls.__name__, [InitErrorDetails(type=wrong, loc=found[:-1], input=found[-1])]
             )
 
 
-def _by_name(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a spec by the names of its parameters."""
-    return dict(zip((f.name for f in dataclasses.fields(cls) if f.init), args, strict=False)) | dict(kwargs)
-
-
 def _takes_a_number(cls: Any, name: str) -> bool:
-    """Whether a number is wanted for a parameter, by itself or among other things, and no bool."""
-    parts = _parts(cls.__pydantic_fields__[name].annotation) if name in cls.__pydantic_fields__ else []
+    """Whether the type of a parameter includes a number and no bool."""
+    parts = parts_of(cls.__pydantic_fields__[name].annotation) if name in cls.__pydantic_fields__ else []
     return any(part in (int, float) for part in parts) and not any(part in (bool, object, Any) for part in parts)
 
 
 def _bools(value: Any, *way: Any) -> Iterator[tuple[Any, ...]]:
-    """Each bool in tuples, lists and mappings, behind the indices and keys that lead to it."""
+    """Each bool in tuples, lists and mappings, after the indices and keys that lead to it."""
     if isinstance(value, bool):
         yield (*way, value)
     elif isinstance(value, Mapping | tuple | list):
@@ -176,15 +195,8 @@ def _bools(value: Any, *way: Any) -> Iterator[tuple[Any, ...]]:
             yield from _bools(item, *way, key)
 
 
-def _parts(annotation: Any) -> list[Any]:
-    """A type, and all that it is made of; of a Literal, the types of its values."""
-    if get_origin(annotation) is Literal:
-        return [type(value) for value in get_args(annotation)]
-    return [annotation, *(part for argument in get_args(annotation) for part in _parts(argument))]
-
-
 def _raise_frozen_errors(cls: type) -> None:
-    """Make assignment to instances of `cls` raise `FrozenError`, which says what to do instead."""
+    """Make assignment to instances of `cls` raise `FrozenError`."""
     assign = vars(cls)["__setattr__"]
 
     @functools.wraps(assign)
@@ -193,104 +205,24 @@ def _raise_frozen_errors(cls: type) -> None:
             assign(self, name, value)
         except dataclasses.FrozenInstanceError:
             raise FrozenError(
-                f"{type(self).__name__}.{name} cannot be assigned to: parameters are frozen. Make another by "
-                f"dataclasses.replace(..., {name}=...); what an operator changes over steps is a State: "
-                f"`{name} = State(lambda self: ...)`, and then self.{name}.value."
+                f"{type(self).__name__}.{name} cannot be assigned: parameters are frozen. Create a changed copy with "
+                f"dataclasses.replace(..., {name}=...). For a value that an operator changes over steps, define "
+                f"`{name} = State(lambda self: ...)` and assign self.{name}.value.",
+                code="parameter.frozen",
+                spec=type(self).__name__,
+                parameter=name,
             ) from None
 
     cls.__setattr__ = __setattr__  # type: ignore[assignment,method-assign]
 
 
-def _brief(value: Any) -> str:
-    """The repr, or for one that is long (a graph, a tensor) the type."""
-    text = repr(value)
-    return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"
-
-
-def _inner(error: ValidationError) -> dict[str, Any]:
-    """Code and facts of the error of flowrl that a validator raised; empty without, or with several errors."""
-    first, *others = (e.get("ctx", {}).get("error") for e in error.errors())
-    return {**first.facts, "code": first.code} if isinstance(first, FlowrlError) and not others else {}
-
-
-def _describe(cls: type, error: ValidationError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments of a spec, each parameter once."""
-    names = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.init]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    sentences: dict[str, None] = {}
-    wrong: dict[str, list[str]] = {}  # of a union, pydantic says for each member what is wrong
-    takes = ""
-    for e in error.errors():
-        # what a validator or __post_init__ of the class says is a sentence already
-        raised = e.get("ctx", {}).get("error")
-        said = getattr(raised, "message", str(raised)).rstrip(".") if isinstance(raised, Exception) else _said(e)
-        first = e["loc"][0] if e["loc"] else ""
-        name = names[first] if isinstance(first, int) and first < len(names) else str(first)
-        if not e["loc"]:
-            sentences[said] = None
-        elif len(e["loc"]) == 1 and e["type"] in _MISNAMED:
-            holder = "" if name in names else _holder(cls, name)
-            sentences[_MISNAMED[e["type"]].format(name=name, value=_brief(e["input"])) + holder] = None
-            takes = f" {offer('' if name in names or holder else name, names, 'It takes')}"
-        else:
-            path = ".".join([name, *_steps(given.get(name), e["loc"][1:])])
-            members = wrong.setdefault(f"{path}={_brief(e['input'])}", [])
-            members.append(said.removeprefix("input should be ").removeprefix("expected ") if members else said)
-    reasons = [f"{what}: {', or '.join(dict.fromkeys(why))}" for what, why in wrong.items()]
-    told = "; ".join([*sentences, *reasons])
-    return f"{cls.__name__}(...): {told}{'' if told.endswith('?') else '.'}{takes}"
-
-
-_MISNAMED = {
-    "missing": "{name} is missing",
-    "missing_argument": "{name} is missing",
-    "unexpected_positional_argument": "{value} is one argument too many",
-    "unexpected_keyword_argument": "there is no parameter {name!r} (given {value})",
-}
-
-
-def _holder(cls: Any, name: str) -> str:
-    """Where a name belongs that is one of a parameter's own: ``", but optimizer=AdamW(lr=...) has one"``."""
-    for field, info in cls.__pydantic_fields__.items():
-        for part in _parts(info.annotation):
-            if isinstance(part, type) and issubclass(part, Spec) and name in cast(Any, part).__pydantic_fields__:
-                return f", but {field}={part.__name__}({name}=...) has one"
-    return ""
-
-
-def _said(error: Mapping[str, Any]) -> str:
-    """What pydantic says of a value, in words of Python where its own are others."""
-    match error["type"]:
-        case "dataclass_type" | "dataclass_exact_type":
-            return f"expected {error['ctx']['class_name']}(...)"
-        case "tuple_type" if isinstance(error["input"], str):
-            return f"expected a tuple: ({error['input']!r},)"
-        case "missing":  # inside of the value
-            return f"it lacks {'item ' if isinstance(error['loc'][-1], int) else ''}{error['loc'][-1]}"
-        case _:
-            return f"{error['msg'][0].lower()}{error['msg'][1:]}".rstrip(".")
-
-
-def _steps(value: Any, path: Sequence[int | str]) -> list[str]:
-    """Those of pydantic's steps into a value that lead somewhere; the others name members of a union."""
-    steps: list[str] = []
-    for step in path:
-        inside: Any = parameters(value) if isinstance(value, Spec) else value
-        if isinstance(inside, list | tuple):
-            inside = dict(enumerate(inside))
-        if isinstance(inside, Mapping) and step in inside:
-            value = inside[step]
-            steps.append(str(step))
-    return steps
-
-
 def parameters(spec: Spec) -> dict[str, Any]:
-    """What `spec` was constructed from, by name."""
+    """The parameters of `spec`, by name."""
     return {f.name: getattr(spec, f.name) for f in dataclasses.fields(cast(Any, spec)) if f.init}
 
 
 def non_default(spec: Spec) -> dict[str, Any]:
-    """The parameters that people set and that differ from their defaults, by name."""
+    """The parameters that users set and that differ from their defaults, by name."""
     fields: Mapping[str, Any] = cast(Any, type(spec)).__pydantic_fields__
     return {
         name: value
@@ -300,12 +232,12 @@ def non_default(spec: Spec) -> dict[str, Any]:
 
 
 def written(spec: Spec) -> str:
-    """A spec as it is written in Python."""
+    """The Python expression of a spec."""
     return f"{type(spec).__name__}({', '.join(f'{name}={value!r}' for name, value in non_default(spec).items())})"
 
 
 def shown(spec: Spec) -> dict[str, Any]:
-    """The parameters that people set, by name; those with ``Field(repr=False)`` are filled in."""
+    """The parameters that users set, by name: all but those with ``Field(repr=False)``."""
     fields: Mapping[str, Any] = cast(Any, type(spec)).__pydantic_fields__
     return {name: value for name, value in parameters(spec).items() if fields[name].repr}
 
@@ -317,57 +249,58 @@ _FIRST = range(10_000)
 
 
 class Schedule(Spec):
-    """A number over time, where an operator, or a spec that is a parameter of one, takes a number.
+    """A number over steps, for a numeric parameter of an operator or of a spec in it.
 
-    A subclass defines `at`; see `flowrl.schedules`. Integer parameters take the nearest integer.
+    A subclass defines `at`; see `flowrl.schedules`. Integer parameters get the nearest integer.
     """
 
     timeless = True
 
     def at(self, step: int) -> float:
-        """The number in a step, `step` of which were done before: a finite one, by `step` and the parameters alone."""
+        """The finite number in step `step`, counted from 0; it depends on `step` and the parameters only."""
         raise NotImplementedError(f"{type(self).__name__} does not define at(step)")
 
     @property
     def turns(self) -> Iterable[int]:
-        """Steps between which the number only rises or only falls: it is checked there. By default the first 10,000."""
+        """Steps between which the number is monotonic: it is checked there. By default the first 10,000."""
         return _FIRST
 
     def sample_steps(self) -> tuple[int, ...]:
-        """The steps that tell whether the number stays within bounds: the first, and those of its extremes."""
+        """The steps at which to check the bounds of the number: the first, and those of its extremes."""
         turns = list(self.turns)
         numbers = [self._number(step) for step in turns]
         extremes = {turns[numbers.index(extreme(numbers))] for extreme in (min, max)}
         return tuple(sorted({turns[0], *extremes}))
 
     def _number(self, step: int) -> float:
-        """What `at` gives.
-
-        Raises:
-            ParameterError: it raises, or gives something else than a finite number.
-        """
+        """What `at` returns, which must be a finite number."""
         try:
             number: Any = self.at(step)
         except Exception as error:
-            raise ParameterError(f"{self!r}.at({step}) raises {type(error).__name__}: {error}.") from error
+            raised = f"{type(error).__name__}: {error}"
+            raise ParameterError(
+                f"{self!r}.at({step}) raised {raised}.", code="parameter.schedule", schedule=self, step=step
+            ) from error
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise ParameterError(f"{self!r}.at({step}) is {number!r}; expected a finite number, a float.")
+            raise ParameterError(
+                f"{self!r}.at({step}) returned {number!r}. Return a finite float.",
+                code="parameter.schedule",
+                schedule=self,
+                step=step,
+                found=repr(number),
+            )
         return number
 
 
 def in_step(spec: SpecT, step: int) -> SpecT:
-    """`spec` with the numbers that its schedules give, and those of the specs in it; itself where it has none.
-
-    Raises:
-        ParameterError: a number that is not allowed there.
-    """
+    """`spec` with the numbers of its schedules, and of those in its specs, in a step; itself without schedules."""
     now = {name: _now(type(spec), name, value, step) for name, value in parameters(spec).items()}
     changed = {name: value for name, value in now.items() if value is not getattr(spec, name)}
     return cast("SpecT", dataclasses.replace(cast(Any, spec), **changed)) if changed else spec
 
 
 def _now(cls: type, name: str, value: Any, step: int) -> Any:
-    """What a parameter is in a step."""
+    """The value of a parameter in a step."""
     if isinstance(value, Schedule):
         return _number_of(cls, name, value, step) if _takes_a_number(cls, name) else value
     if isinstance(value, Spec):
@@ -379,13 +312,13 @@ def _now(cls: type, name: str, value: Any, step: int) -> Any:
 
 
 def _number_of(cls: Any, name: str, schedule: Schedule, step: int) -> float:
-    """The number of a parameter in a step: a whole one where only whole ones are wanted."""
+    """The number of a parameter in a step, rounded if its type has no float."""
     number = schedule._number(step)
-    return number if float in _parts(cls.__pydantic_fields__[name].annotation) else round(number)
+    return number if float in parts_of(cls.__pydantic_fields__[name].annotation) else round(number)
 
 
 def schedules(spec: Spec) -> dict[str, Schedule]:
-    """The parameters of a spec, and of the specs in it, that change over steps: ``{"loss.clip_low": Linear(...)}``."""
+    """The schedules of a spec, and of the specs in it, by path: ``{"loss.clip_low": Linear(...)}``."""
     found: dict[str, Schedule] = {}
     for name, value in parameters(spec).items():
         if isinstance(value, Schedule):
@@ -398,10 +331,10 @@ def schedules(spec: Spec) -> dict[str, Schedule]:
 
 
 def _over_time(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Schedule]:
-    """The arguments that are schedules, where a number is wanted."""
+    """The arguments that are schedules for a number."""
     if not any(isinstance(value, Schedule) for value in (*args, *kwargs.values())):
         return {}
-    given = _by_name(cls, args, kwargs).items()
+    given = by_name(cls, args, kwargs).items()
     return {name: value for name, value in given if isinstance(value, Schedule) and _takes_a_number(cls, name)}
 
 
@@ -413,7 +346,7 @@ def _begin(
     kwargs: Mapping[str, Any],
     over_time: Mapping[str, Schedule],
 ) -> None:
-    """Construct a spec some of whose numbers change over time, once it was tried at every moment that tells."""
+    """Construct a spec some of whose numbers have schedules, after checking it at their `sample_steps`."""
     own = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.init]
     names = [*own, *([""] * len(args))]  # `init` refuses too many arguments
 
@@ -424,14 +357,17 @@ def _begin(
         try:
             init(made, *values, **named)
         except ValidationError as error:
-            said = _describe(cls, error, values, named)
-            wrong = (e["loc"][0] for e in error.errors() if e["loc"])
-            about = {names[first] if isinstance(first, int) else first for first in wrong}
+            wrong = parameter_error(cls, error, values, named)
+            about = {parameter_at(e["loc"][0], names) for e in error.errors() if e["loc"]}
             if about and not about & numbers.keys():
-                raise ParameterError(said) from None
+                raise wrong from None
             shown = ", ".join(f"{name} is {number:g}" for name, number in numbers.items())
             of = ", ".join(repr(schedule) for schedule in over_time.values())
-            raise ParameterError(f"{said} That is step {step + 1}, in which {shown}, by {of}.") from None
+            raise ParameterError(
+                f"{wrong.message} That is step {step + 1}, in which {shown}, by {of}.",
+                code=wrong.code,
+                **{**wrong.facts, "step": step},
+            ) from None
 
     sample_steps = sorted({step for schedule in over_time.values() for step in schedule.sample_steps()})
     for step in sample_steps:
@@ -442,9 +378,14 @@ def _begin(
 
 
 def _refuse_over_time(spec: Spec) -> None:
-    """Refuse schedules in what does not change while a run goes."""
+    """Refuse schedules in a spec that does not change during a run."""
     for path, schedule in schedules(spec).items():
         raise ParameterError(
-            f"{type(spec).__name__}(...): {path}={schedule!r} is a schedule, but this number is fixed for a run. Only "
-            f"operators and losses take schedules, and trainers: TorchTrainer(..., schedule=Cosine(1.0, 0.0, steps=9))."
+            f"{type(spec).__name__}(...): {path}={schedule!r} changes over steps, but this parameter is constant "
+            f"during a run. Pass a number. Only operators and their losses take schedules; for a learning rate, use "
+            f"TorchTrainer(..., schedule=Cosine(1.0, 0.0, steps=1000)).",
+            code="parameter.constant",
+            spec=type(spec).__name__,
+            parameter=path,
+            given=schedule,
         )

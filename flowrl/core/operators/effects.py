@@ -1,4 +1,4 @@
-"""`Effect`: what operators and losses declare that they do, for rules to follow along the dataflow."""
+"""`Effect`: what operators and losses declare that they do; rules follow effects along the dataflow."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Effect(StrEnum):
     GREEDY = "greedy"
     """It takes the most likely token."""
     TRUNCATED = "truncated"
-    """It samples from the most likely tokens alone, by top-k or top-p."""
+    """It samples from the most likely tokens only, by top-k or top-p."""
     IMPORTANCE_CORRECTION = "importance correction"
-    """It weighs by the ratio of the trained policy to the one that sampled."""
+    """It weights by the ratio of the trained policy to the one that sampled."""
     WEIGHS_TOKENS = "weighs tokens"
     """Its weights differ between the tokens of a row."""
     GROUP_BASELINE = "group baseline"
@@ -33,13 +33,13 @@ class Effect(StrEnum):
     ONE_ADVANTAGE_A_ROW = "one advantage a row"
     """It takes the mean of a row's advantages."""
     SEVERAL_ANSWERS = "several answers"
-    """It compares several answers to a prompt."""
+    """It compares several responses to a prompt."""
     SPANS = "spans"
     """It swaps weights while requests are in flight."""
     TELLS_SCORES = "tells scores"
     """It reports the scores of groups to the sampler that chose their prompts."""
     ASKS_OUTSIDE = "asks outside"
-    """It asks something outside the graph, so another call may get another answer."""
+    """It queries something outside the graph, so another call may return something else."""
 
 
 class HasEffects(Spec):
@@ -51,8 +51,8 @@ class HasEffects(Spec):
 
     @property
     def effects(self) -> frozenset[str]:
-        """What it does that rules look for along the dataflow, such as ``{"kl"}``: members of `Effect`, or strings with
-        a namespace for rules of your own, such as ``{"lab.sparse"}``."""
+        """What it does, for rules, such as ``{"kl"}``: members of `Effect`, or strings with a namespace for your own
+        rules, such as ``{"lab.sparse"}``."""
         return frozenset()
 
     def _check(self) -> None:
@@ -62,15 +62,22 @@ class HasEffects(Spec):
 
 
 def _refuse_unknown(declared_by: str, effects: object) -> None:
-    """Refuse effects that no rule can read."""
     if not isinstance(effects, Set) or not all(isinstance(effect, str) for effect in effects):
         raise DefinitionError(
-            f"{declared_by}.effects is {effects!r}; expected a set of strings, such as frozenset({{'kl'}})."
+            f"{declared_by}.effects is {effects!r}. Expected a set of strings, such as frozenset({{'kl'}}).",
+            code="operator.invalid-attribute",
+            where=declared_by,
+            attribute="effects",
+            found=repr(effects),
         )
     known = [effect.value for effect in Effect]
     for effect in sorted(effects - set(known)):
         if "." not in effect.strip("."):
             raise DefinitionError(
                 f"{declared_by}.effects has {effect!r}, which no rule reads. Give an effect of your own a namespace, "
-                f"such as 'lab.sparse', or use one of flowrl's; {offer(effect.lower(), known, 'these are')}"
+                f"such as 'lab.sparse', or use one of flowrl's; {offer(effect.lower(), known, 'these are')}",
+                code="operator.unknown-effect",
+                where=declared_by,
+                effect=effect,
+                known=known,
             )

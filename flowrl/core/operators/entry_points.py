@@ -1,7 +1,7 @@
-"""Operators that installed packages bring: the entry-point group ``flowrl.operators``.
+"""Operators of installed packages: the entry-point group ``flowrl.operators``.
 
-A package that names its operators there has them listed by ``flowrl operators``, and lets graph files write them by
-their bare name (``$type: LengthPenalty``). In Python none of this is needed.
+``flowrl operators`` lists the operators in that group, and graph files may name them without a module (``$type:
+LengthPenalty``). Python code imports them as usual.
 """
 
 from __future__ import annotations
@@ -11,43 +11,45 @@ from typing import Any
 
 from flowrl.core.operators.function import OfFunction
 from flowrl.core.operators.operator import Operator
-from flowrl.errors import GraphError
+from flowrl.errors import GraphError, offer
 
 GROUP = "flowrl.operators"
 
 
 def names() -> dict[str, EntryPoint]:
-    """The entry points by name.
-
-    Raises:
-        GraphError: two packages bring different operators under one name.
-    """
+    """The entry points by name; two operators of one name are an error."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
         known = found.setdefault(point.name, point)
         if known.value != point.value:
             raise GraphError(
-                f"two installed packages bring an operator named {point.name!r}: {known.value} and {point.value}; "
-                f"write the one you mean by its import path, such as {point.value!r}."
+                f"Two installed packages have an operator named {point.name!r}: {known.value} and {point.value}. "
+                f"Write the import path instead of the name, such as {point.value!r}.",
+                code="operator.entry-point",
+                operator=point.name,
+                found=[known.value, point.value],
             )
     return found
 
 
 def load(name: str) -> Any:
-    """The operator class that an installed package brings under `name`, or the operator that is a function.
-
-    Raises:
-        GraphError: there is none, or it is not an operator.
-    """
+    """The operator class, or `@operator` function, that an installed package names `name`."""
     points = names()
     if name not in points:
         raise GraphError(
-            f"{name!r} is not an import path, and no installed package brings an operator of that name; expected "
-            f"'package.module:Class', or one of {', '.join(sorted(points)) or 'none'}."
+            f"{name!r} is not an import path, and no installed package has an operator of that name. Write "
+            f"'package.module:Class', or an installed name; {offer(name, sorted(points), 'these are')}",
+            code="operator.unknown-name",
+            operator=name,
+            known=sorted(points),
         )
     found: Any = points[name].load()
     if not isinstance(found, OfFunction) and not (isinstance(found, type) and issubclass(found, Operator)):
         raise GraphError(
-            f"the entry point {name!r} of the group {GROUP!r} names {points[name].value}, which is not an operator."
+            f"The entry point {name!r} of the group {GROUP!r} names {points[name].value}, which is not an operator. "
+            f"Name a subclass of Operator or an @operator function.",
+            code="operator.entry-point",
+            operator=name,
+            found=points[name].value,
         )
     return found

@@ -1,15 +1,15 @@
 """`operator`: an ordinary function as an operator.
 
-What stands before the ``*`` of the function are its ports, like those of a `__call__`; what stands behind it are its
+The arguments before the ``*`` of the function are its ports, like those of a `__call__`; those after it are its
 parameters, each with a default::
 
     @operator
     def scaled(advantages: Advantages, *, factor: float = 0.5) -> Advantages:
         return advantages * factor
 
-`scaled` is then an operator with these defaults, and ``scaled(factor=2.0)`` is one with another. Both are called on
-columns, stand in an edit and bear a name as every operator does. Roles, keys and metrics are asked for as in a class.
-What else an operator may say of itself (its granularity, effects, state) takes a class.
+`scaled` is then an operator with these defaults, and ``scaled(factor=2.0)`` is one with another factor. Both work like
+every operator: call them on columns, use them in edits, name them. Roles, keys and metrics are declared as in a class.
+An operator with its own granularity, effects or state needs a class.
 """
 
 from __future__ import annotations
@@ -39,14 +39,18 @@ def operator(function: Callable[..., Any]) -> Operator:
     """Decorator: the function as an operator; see the module's docstring.
 
     Raises:
-        DefinitionError: with file and line: no plain function, a port or parameter without annotation, a parameter
+        DefinitionError: with file and line: not a plain function, a port or parameter without annotation, a parameter
             without a default.
     """
     frame = sys._getframe(1)
     if not inspect.isfunction(function) or function.__name__ == "<lambda>":
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         raise DefinitionError(
-            f"{frame.f_code.co_filename}:{frame.f_lineno}: {function!r} has no name and annotations of its own that an "
-            f"operator could have; write @operator above a `def`, or derive a class from Operator."
+            f"{where}: {function!r} is not a function with a name and annotations. Write @operator above a `def`, or "
+            f"define a subclass of Operator.",
+            code="operator.not-a-function",
+            where=where,
+            found=repr(function),
         )
     where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {function.__name__}"
     refuse_no_function(function, where, "def __call__(self, values: Values) -> Returns")
@@ -59,7 +63,7 @@ def operator(function: Callable[..., Any]) -> Operator:
 
 
 class OfFunction:
-    """What the class of a function has besides what `Operator` gives it; underscores leave all names to parameters."""
+    """Extra members of a function's operator class; the underscores keep all names free for parameters."""
 
     _function: ClassVar[Callable[..., Any]]
     _hints: ClassVar[Mapping[str, Any]]
@@ -77,7 +81,7 @@ class OfFunction:
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By name where every process can import it; else by value, as `cloudpickle` (and so Ray) does functions.
+        # By name if every process can import it; else by value, as `cloudpickle` (and so Ray) pickles functions.
         state = {name: value for name, value in self.__dict__.items() if not name.startswith("__")}
         path = reference(cast(Any, self._plain))
         if path is not None and ".py:" not in path:
@@ -86,12 +90,12 @@ class OfFunction:
 
 
 def function_of(operator: OfFunction) -> Callable[..., Any]:
-    """The function as it was written."""
+    """The function under `@operator`."""
     return operator._function
 
 
 def plain_of(operator: OfFunction) -> Operator:
-    """The operator with its defaults, which bears the name of the function where that is defined."""
+    """The operator with its defaults, which the name of the function refers to."""
     return operator._plain
 
 
@@ -99,12 +103,12 @@ _classes: WeakValueDictionary[str, type[OfFunction]] = WeakValueDictionary()
 
 
 def _blank(path: str) -> Any:
-    """An instance, still empty, of the class behind what `path` names."""
+    """An empty instance of the class of the operator that `path` names."""
     return object.__new__(type(resolve(path)))
 
 
 def _blank_by_value(token: str, function: Callable[..., Any], hints: Mapping[str, Any]) -> Any:
-    """An instance, still empty, of the class of a function that came from another process."""
+    """An empty instance of the class of a function that came from another process."""
     cls = _classes[token] if token in _classes else type(_made(function, hints, sys._getframe(0), token))
     return object.__new__(cls)
 
@@ -113,8 +117,8 @@ def _made(function: Callable[..., Any], hints: Mapping[str, Any], definer: types
     """The operator with the defaults of a function whose annotations are `hints`."""
     name, given = function.__name__, inspect.signature(function).parameters
     where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {name}"
-    behind = {n: p for n, p in given.items() if p.kind is p.KEYWORD_ONLY}
-    fields = {n: p for n, p in behind.items() if not is_injected(hints.get(n), f"{where}({n})")}
+    keyword_only = {n: p for n, p in given.items() if p.kind is p.KEYWORD_ONLY}
+    fields = {n: p for n, p in keyword_only.items() if not is_injected(hints.get(n), f"{where}({n})")}
     _refuse_misplaced(given, fields, hints, where)
     ports = {n: p for n, p in given.items() if n not in fields}
     members = {
@@ -134,14 +138,15 @@ def _made(function: Callable[..., Any], hints: Mapping[str, Any], definer: types
     try:
         cls._plain = cls()
     except ParameterError as error:
-        raise DefinitionError(f"{where} has a default that is not allowed: {error}") from None
+        message, facts = f"{where} has an invalid default: {error.message}", {**error.facts, "where": where}
+        raise DefinitionError(message, code=error.code, **facts) from None
     return cast(Operator, cls._plain)
 
 
 def _call_of(
     function: Callable[..., Any], ports: Parameters, fields: Fields, hints: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """The `__call__` of the class: the function, given the operator's parameters."""
+    """The `__call__` of the class: the function with the operator's parameters."""
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,20 +159,29 @@ def _call_of(
 
 
 def _with_parameters(dispatch: Callable[..., Any], function: Callable[..., Any], fields: Fields) -> Callable[..., Any]:
-    """The `__call__` that gives the operator other parameters where it is given these alone."""
+    """A `__call__` that returns a changed operator if it gets parameters only."""
     known = inspect.signature(function).parameters
 
     @functools.wraps(dispatch.__wrapped__)  # type: ignore[attr-defined]
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         name = type(self).__name__
         if other := next((given for given in kwargs if given not in known), None):
-            raise ParameterError(f"{name}(...) is given {other!r}; {offer(other, known, 'it takes')}")
+            raise ParameterError(
+                f"{name}(...): there is no parameter or port {other!r}; {offer(other, known, 'it takes')}",
+                code="parameter.unknown",
+                spec=name,
+                parameter=other,
+                known=list(known),
+            )
         if kwargs and not args and kwargs.keys() <= set(fields):
             return dataclasses.replace(self, **kwargs).in_place_of(self)
         if parameter := next((given for given in kwargs if given in fields), None):
             raise PortError(
-                f"{name} is given the parameter {parameter!r} and its columns at once; expected one after the other: "
-                f"{name}({parameter}=...)({', '.join(self.signature.ports)})."
+                f"{name}(...) got the parameter {parameter!r} together with columns. Pass the parameters first: "
+                f"{name}({parameter}=...)({', '.join(self.signature.ports)}).",
+                code="operator.mixed-call",
+                operator=name,
+                parameter=parameter,
             )
         return dispatch(self, *args, **kwargs)
 
@@ -175,24 +189,38 @@ def _with_parameters(dispatch: Callable[..., Any], function: Callable[..., Any],
 
 
 def _refuse_misplaced(given: Parameters, fields: Parameters, hints: Mapping[str, Any], where: str) -> None:
-    """Refuse ports and parameters on the wrong side of the ``*``, and parameters that nothing is known of."""
+    """Refuse ports and parameters on the wrong side of the ``*``, and parameters without an annotation."""
     for name, parameter in given.items():
-        said = f"{where}({name})"
+        at = f"{where}({name})"
         if name == "self":
             raise DefinitionError(
-                f"{said} is the name of an object that methods are called on; @operator stands above a function "
-                f"outside of classes, whose ports have other names; or derive a class from Operator."
+                f"{at} is a method. Write @operator above a function outside of classes, or define a subclass of "
+                f"Operator.",
+                code="operator.not-a-function",
+                where=where,
+                found="a method",
             )
         if name not in fields:
             if parameter.default is not parameter.empty and parameter.default is not None:
                 raise DefinitionError(
-                    f"{said} has the default {parameter.default!r}, so it is a parameter, and stands among the ports; "
-                    f"put it behind a `*`: def {where.rpartition(' ')[2]}(..., *, {name}={parameter.default!r})."
+                    f"{at} is among the ports, but its default {parameter.default!r} makes it a parameter. Put it "
+                    f"after a `*`: def {where.rpartition(' ')[2]}(..., *, {name}={parameter.default!r}).",
+                    code="operator.misplaced-parameter",
+                    where=where,
+                    parameter=name,
                 )
         elif name not in hints:
-            raise DefinitionError(f"{said} is a parameter without annotation; write `{name}: float = ...`.")
+            raise DefinitionError(
+                f"{at} is a parameter without an annotation. Write `{name}: float = ...`.",
+                code="parameter.missing-annotation",
+                where=where,
+                parameter=name,
+            )
         elif parameter.default is parameter.empty:
             raise DefinitionError(
-                f"{said} stands behind the `*`, so it is a parameter, and has no default; give it one, or put it "
-                f"before the `*` where it is a port. What has to be given each time takes a class."
+                f"{at} is a parameter, since it is after the `*`, but has no default. Give it one, or put a port "
+                f"before the `*`. To require a parameter, define a subclass of Operator.",
+                code="operator.misplaced-parameter",
+                where=where,
+                parameter=name,
             )

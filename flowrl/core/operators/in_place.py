@@ -1,8 +1,8 @@
-"""Who writes into a column that it was given: every later reader would see that, without a word.
+"""Detect operators that write into their input columns, which every later reader would silently see.
 
-torch counts the writes to the memory of each tensor, so a look before and a look after cost nothing. What writes around
-the counter (``tensor.data``, ``tensor.numpy()``) is not seen. Arrays of objects are handed out read-only, and NumPy
-refuses a write; what is written into an object itself (a dict, say) is not seen either.
+torch counts the writes to each tensor's memory, so comparing the counters costs nothing. Writes around the counter
+(``tensor.data``, ``tensor.numpy()``) are not detected. Operators get arrays of objects as read-only views, so NumPy
+refuses a write; writes into an object itself (such as a dict) are not detected.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from flowrl.core.operators.ports import PortField
 from flowrl.errors import InPlaceError
 
-Seen = list[tuple[PortField, torch.Tensor, int]]
-"""The tensors that an operator is given, each with how often it had been written to."""
+Versions = list[tuple[PortField, torch.Tensor, int]]
+"""The input tensors of an operator, each with its write counter."""
 
 
-def seen(inputs: Mapping[PortField, Any]) -> Seen:
-    """What an operator is given, as it is before it runs. This is on the way of every call: it takes a microsecond."""
+def versions(inputs: Mapping[PortField, Any]) -> Versions:
+    """The write counters before an operator runs; every call pays for this, about a microsecond."""
     tensors = [(place, c) for place, c in inputs.items() if type(c) is not np.ndarray and isinstance(c, torch.Tensor)]
     try:
         return [(place, column, column._version) for place, column in tensors]
@@ -29,24 +29,24 @@ def seen(inputs: Mapping[PortField, Any]) -> Seen:
         return [(place, column, column._version) for place, column in tensors if not column.is_inference()]
 
 
-def refuse_written(operator: Any, before: Seen) -> None:
-    """Look again, after it ran.
-
-    Raises:
-        InPlaceError: it wrote into a column; names both.
-    """
+def refuse_written(operator: Any, before: Versions) -> None:
+    """Compare the write counters after the operator ran."""
     written = [place for place, column, version in before if column._version != version]
     if written:
-        names = ", ".join(dict.fromkeys(operator.signature.fields[place].name for place in written))
+        columns = list(dict.fromkeys(operator.signature.fields[place].name for place in written))
         raise InPlaceError(
-            f"{operator.name} wrote into the column {names} that it was given as {', '.join(map(str, written))}, so "
-            f"whoever reads it later would get other numbers; write into a copy: x = x.clone(), or use the form "
-            f"without an underscore (x.masked_fill(...) in place of x.masked_fill_(...))."
+            f"{operator.name} wrote into its input {', '.join(map(str, written))} (column {', '.join(columns)}), which "
+            f"other nodes read as well. Write into a copy, x = x.clone(), or use the function without an underscore: "
+            f"x.masked_fill(...) instead of x.masked_fill_(...).",
+            code="operator.wrote-input",
+            node=operator.name,
+            port=[str(place) for place in written],
+            column=columns,
         )
 
 
 def guarded(column: Any) -> Any:
-    """An array of objects as a view that refuses to be written into; all else as it is."""
+    """An array of objects as a read-only view; anything else unchanged."""
     if type(column) is not np.ndarray or not column.flags.writeable:
         return column
     view = column.view()

@@ -1,15 +1,14 @@
-"""Losses: what an update minimises, as plain Python callables whose annotations are the columns that they read.
+"""Losses: what an update minimizes, as plain Python callables whose annotations are the columns that they read.
 
-A loss is a frozen record of hyper-parameters plus one `__call__`, as an operator is::
+Like an operator, a loss is a frozen record of hyper-parameters plus one `__call__`::
 
     class Reinforce(Loss):
         def __call__(self, log_probs: LogProbs, advantages: Advantages) -> Tensor:
             return -advantages * log_probs
 
-``UpdateActor(Reinforce())`` has a port `advantages`, since its loss reads that. What the model says now (`LogProbs`,
-`Entropies`, `NewValues`) is handed in by the update; everything else is wired. Columns ``[rows response]`` are 0 off
-the mask, and what a loss returns there does not count. How tokens are aggregated, KL and entropy are composed with a
-loss by the update.
+``UpdateActor(Reinforce())`` has a port `advantages`, since its loss reads that. The update passes the current output of
+the model (`LogProbs`, `Entropies`, `NewValues`); everything else is wired. Columns ``[rows response]`` are 0 off the
+mask, and the loss there is ignored. The update also aggregates over tokens and adds KL and entropy terms.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Unit = Literal["token", "row", "group", "batch"]
 
 ModelQuantity = Literal["log-probs", "values", "entropies", "distributions"]
 
-_SAID: dict[str, ModelQuantity] = {
+_QUANTITIES: dict[str, ModelQuantity] = {
     "log-prob of the policy that is trained": "log-probs",
     "value of the critic that is trained": "values",
     "entropy of the policy that is trained": "entropies",
@@ -47,31 +46,30 @@ _EXAMPLE = "def __call__(self, log_probs: LogProbs, advantages: Advantages) -> T
 class Loss(HasEffects):
     """Base class of all losses; see the module's docstring.
 
-    A loss that reads `Distributions` is called within the model, for some tokens at a time, so that ``[rows response
-    vocabulary]`` never exists: it gets log-probs ``[tokens vocabulary]``, every other column at these tokens
-    (``[tokens ...]``; of a row, the row's at each), values such as a teacher's `Head` as they are, and returns
-    ``[tokens]``. It sees each token alone, and takes no metrics.
+    `__call__` returns the loss of each token, float ``[rows response]``, or of each row, ``[rows]``, which then applies
+    to every token of the row. It may take ``metrics: Metrics = INJECTED``. With the unit ``"batch"`` it is called once
+    per mini-batch and may take ``key: Key = INJECTED``, the key of the update in this step.
 
-    `__call__` returns the loss of each token, float ``[rows response]``; or of each row, ``[rows]``, which is then that
-    of every token of the row. It may take ``metrics: Metrics = INJECTED``; and, where its unit is ``"batch"`` and it is
-    called once for a mini-batch, ``key: Key = INJECTED`` to draw from, which is that of the update in this step.
+    A loss that reads `Distributions` is called within the model for some tokens at a time, so ``[rows response
+    vocabulary]`` never exists. It gets log-probs ``[tokens vocabulary]``, every other column at these tokens
+    (``[tokens ...]``; a row's column repeated for its tokens) and values such as a teacher's `Head` unchanged, and
+    returns ``[tokens]``. It sees each token alone and takes no metrics.
 
     Class attributes:
-        unit: what must be seen together for the loss to be right: ``"token"`` or ``"row"`` (each alone), ``"group"``
-            (all rows of a group; the loss must read which group a row is of, as by `Uid`), or ``"batch"`` (the whole
-            mini-batch). A mini-batch holds whole groups, and a loss over more than a row is given all rows of the
-            mini-batch at once, whatever micro-batches and ranks these are computed in. Where they are more than one,
-            that costs another forward pass.
+        unit: what the loss must see at once: ``"token"`` or ``"row"`` (each alone), ``"group"`` (all rows of a group;
+            the loss must read the group of a row, such as `Uid`), or ``"batch"`` (all rows of the mini-batch).
+            Mini-batches consist of complete groups. A loss over more than a row gets all rows of the mini-batch at
+            once; with several micro-batches or ranks, that costs another forward pass.
 
     Raises:
-        DefinitionError: where a subclass is defined, with file and line: what it reads is no column, it does not read
-            just one of `LogProbs`, `Distributions` and `NewValues`, it returns no tensor, or its unit is not one of
-            these.
+        DefinitionError: where a subclass is defined, with file and line: it reads something other than columns, does
+            not read exactly one of `LogProbs`, `Distributions` and `NewValues`, returns no tensor, or has an unknown
+            unit.
     """
 
     unit: ClassVar[Unit] = "token"
     said: ClassVar[Mapping[ModelQuantity, str]] = {}
-    """What it reads of the model that is trained, and the parameter that takes it."""
+    """The parameter for each output of the trained model."""
     _signature: ClassVar[Signature]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -84,15 +82,18 @@ class Loss(HasEffects):
             reads = inputs_of(call, f"{where}.__call__", definer.f_locals)
             if return_of(call, f"{where}.__call__", definer.f_locals) is not Tensor:
                 raise DefinitionError(
-                    f"{where}.__call__ returns something else than a tensor; expected the loss of each token, or of "
-                    f"each row: `-> Tensor`."
+                    f"{where}.__call__ does not return a tensor. Return the loss of each token or row: `-> Tensor`.",
+                    code="operator.return-type",
+                    where=where,
                 )
-            cls.said = _what_is_said(reads, where)
+            cls.said = _model_ports(reads, where)
             wired = {name: port for name, port in reads.ports.items() if name not in cls.said.values()}
             cls._signature = replace(reads, ports=wired)
         elif not hasattr(cls, "_signature"):
             raise DefinitionError(
-                f"{where} has no __call__; define one whose annotations are the columns that it reads: `{_EXAMPLE}`."
+                f"{where} has no __call__. Define one whose annotations are the columns that it reads: `{_EXAMPLE}`.",
+                code="operator.no-call",
+                where=where,
             )
         _refuse_unit(cls, where)
 
@@ -105,67 +106,80 @@ class Loss(HasEffects):
         return self._signature
 
     def of(self, columns: Mapping[str, Any], metrics: Metrics, key: Key | None = None) -> Any:
-        """What `__call__` returns for these columns, each under the name of the parameter that takes it."""
+        """The loss for these columns, by the names of the parameters."""
         names = (*self.said.values(), *self.signature.ports)
         injected = {name: metrics if cls is Metrics else key for name, cls in self.signature.injected.items()}
         return self(**{name: columns[name] for name in names}, **injected)
 
 
-def _what_is_said(reads: Signature, where: str) -> dict[ModelQuantity, str]:
-    """The parameters that take what the model says; refuses those that take no column."""
-    said: dict[ModelQuantity, str] = {}
+def _model_ports(reads: Signature, where: str) -> dict[ModelQuantity, str]:
+    """The parameters that take outputs of the model."""
+    found: dict[ModelQuantity, str] = {}
     for name, port in reads.ports.items():
         with located(f"{where}.__call__({name})"):
             kind = _kind(_field(port))
-        if kind in _SAID:
-            said[_SAID[kind]] = name
-    if len(said.keys() - {"entropies"}) != 1 or ("entropies" in said and "log-probs" not in said):
+        if kind in _QUANTITIES:
+            found[_QUANTITIES[kind]] = name
+    if len(found.keys() - {"entropies"}) != 1 or ("entropies" in found and "log-probs" not in found):
         raise DefinitionError(
-            f"{where}.__call__ reads {', '.join(said.values()) or 'nothing'} of the model that is trained; expected "
-            f"`log_probs: LogProbs` for a policy, with `entropies: Entropies` or without; `distributions: "
-            f"Distributions` for all that it could have said; or `new_values: NewValues` for a critic."
+            f"{where}.__call__ reads {', '.join(found.values()) or 'nothing'} of the trained model. Declare "
+            f"`log_probs: LogProbs`, optionally with `entropies: Entropies`, or `distributions: Distributions` for a "
+            f"policy, or `new_values: NewValues` for a critic.",
+            code="loss.ports",
+            where=where,
+            found=list(found.values()),
         )
     if other := [cls.__name__ for cls in reads.injected.values() if cls not in (Metrics, Key)]:
         raise DefinitionError(
-            f"{where}.__call__ takes a {other[0]}; expected columns, and perhaps `metrics: Metrics` and `key: Key`."
+            f"{where}.__call__ takes a {other[0]}, which losses do not get. Declare columns, and optionally "
+            f"`metrics: Metrics` and `key: Key`.",
+            code="loss.ports",
+            where=where,
+            found=other[0],
         )
-    return said
+    return found
 
 
 def _field(port: Port) -> FieldType:
-    wanted = port.fields.get(PortField(port.name))
-    if wanted is None:
-        raise DefinitionError("a loss reads columns, each by a parameter; expected a column of flowrl.columns.")
-    return wanted
+    found = port.fields.get(PortField(port.name))
+    if found is None:
+        raise DefinitionError(
+            "A loss does not take records. Declare one parameter for each column, with a column of flowrl.columns.",
+            code="loss.ports",
+            port=port.name,
+        )
+    return found
 
 
-def _kind(wanted: FieldType) -> str:
-    """Of a column; nothing of a value, which is the same for all rows."""
-    return wanted.kind if isinstance(wanted, ColumnType) else ""
+def _kind(field: FieldType) -> str:
+    """The kind of a column; empty for a value, which all rows share."""
+    return field.kind if isinstance(field, ColumnType) else ""
 
 
 def _refuse_unit(cls: type[Loss], where: str) -> None:
-    if cls.unit not in typing.get_args(Unit):
-        raise DefinitionError(
-            f"{where}.unit is {cls.unit!r}; expected one of {', '.join(map(repr, typing.get_args(Unit)))}: what must "
-            f"be seen together."
-        )
+    if problem := _unit_problem(cls):
+        raise DefinitionError(f"{where}{problem}", code="loss.unit", where=where, unit=cls.unit)
+
+
+def _unit_problem(cls: type[Loss]) -> str | None:
+    """Why a loss with these ports cannot have its unit."""
+    units = typing.get_args(Unit)
+    if cls.unit not in units:
+        return f".unit is {cls.unit!r}. Expected {', '.join(map(repr, units[:-1]))} or {units[-1]!r}."
     if Key in cls._signature.injected.values() and cls.unit != "batch":
-        raise DefinitionError(
-            f"{where}.__call__ takes a Key, and its unit is {cls.unit!r}, so it would draw the same numbers again for "
-            f"every micro-batch; expected the unit 'batch', of which it is called once for a mini-batch."
+        return (
+            f".__call__ takes a Key, but its unit is {cls.unit!r}, so it would sample the same numbers for every "
+            f"micro-batch. Set the unit 'batch', which calls it once per mini-batch."
         )
     fields = {name: _field(port) for name, port in cls._signature.ports.items()}
-    objects = [name for name, wanted in fields.items() if getattr(wanted, "dtype", None) == "object"]
-    more = [*([f"a whole {cls.unit}"] if cls.unit != "token" else []), *cls._signature.injected, *objects]
+    objects = [name for name, field in fields.items() if getattr(field, "dtype", None) == "object"]
+    more = [*([f"the unit {cls.unit!r}"] if cls.unit != "token" else []), *cls._signature.injected, *objects]
     if "distributions" in cls.said and more:
-        raise DefinitionError(
-            f"{where} reads distributions, which exist for some tokens at a time, and wants {more[0]}; expected unit = "
-            f"'token', and a __call__ that takes tensors alone."
+        return (
+            f" reads distributions, which exist for some tokens at a time, so it cannot have {more[0]}. Set unit = "
+            f"'token', and declare tensors only."
         )
-    kinds = [_kind(wanted) for wanted in fields.values()]
-    if cls.unit == "group" and kinds.count("group") != 1:
-        raise DefinitionError(
-            f"{where}.unit is 'group', and its __call__ reads {kinds.count('group')} columns that say which group a "
-            f"row is of; expected one, such as `uid: Uid`."
-        )
+    groups = [_kind(field) for field in fields.values()].count("group")
+    if cls.unit == "group" and groups != 1:
+        return f".unit is 'group', but its __call__ reads {groups} columns with the group of a row. Declare `uid: Uid`."
+    return None

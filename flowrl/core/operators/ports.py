@@ -1,8 +1,8 @@
-"""Ports: what an operator or a loss reads and writes, taken from the annotations of its `__call__`.
+"""Ports: what an operator or a loss reads and writes, by the annotations of its `__call__`.
 
 A port takes one column, a record of columns, or a batchless value such as `Updated`. A record port is flattened into
-its fields (``rollout.input_ids``), so that an edge always carries exactly one column or value and a plan knows just
-which columns a node reads.
+its fields (``rollout.input_ids``), so each edge carries exactly one column or value, and a plan knows which columns a
+node reads.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _OF_NOW: Mapping[type, str] = {Round: "round", Share: "share"}
 
 
 if TYPE_CHECKING:
-    FromParameters = Any  # to a type checker, which knows no ports, any column may be passed
+    FromParameters = Any  # type checkers do not know the ports, so they accept any column
 else:
 
     class FromParameters:
-        """Annotation of ``**columns`` in a `__call__`: ports that come by the parameters; see `Operator.more_ports`."""
+        """Annotation of ``**columns`` in a `__call__`: ports of the parameters; see `Operator.more_ports`."""
 
 
 class PortField(NamedTuple):
-    """Where an edge ends: a port, and in a port that takes a record, one of the record's fields."""
+    """The end of an edge: a port, or a field of a port that takes a record."""
 
     port: str
     field: str | None = None
@@ -52,12 +52,12 @@ class PortField(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the column or value is called here: the field of the record, else the port."""
+        """The name of the column or value here: the field of the record, else the port."""
         return self.port if self.field is None else self.field
 
     @classmethod
     def parse(cls, text: str) -> PortField:
-        """``"rollout.input_ids"`` or ``"values"``, as a user or a file writes it."""
+        """The port field of ``"rollout.input_ids"`` or ``"values"``."""
         port, _, field = text.partition(".")
         return cls(port, field or None)
 
@@ -79,16 +79,16 @@ class Port:
     optional: bool = False
 
 
-@dataclass(frozen=True, eq=False)  # so that what is made of one can be kept by it
+@dataclass(frozen=True, eq=False)  # hashed by identity, as a key of caches
 class Signature:
-    """All ports of an operator class or a loss, the parameters that are injected, and the outputs.
+    """All ports of an operator class or a loss, its injected parameters, and its outputs.
 
     Args:
         ports: by the parameter's name.
         injected: the class of each parameter that the runner fills in.
         outputs: by name; a loss has none.
-        output_record: the record that an operator returns, where it returns one.
-        takes_more: further ports come to these by the parameters of the operator; see `FromParameters`.
+        output_record: the record class that an operator returns, if it returns one.
+        takes_more: whether the parameters of the operator add ports; see `FromParameters`.
     """
 
     ports: Mapping[str, Port]
@@ -103,26 +103,27 @@ class Signature:
         return {field: t for port in self.ports.values() for field, t in port.fields.items()}
 
     def retyped(self, name: str, annotation: Any) -> Signature:
-        """The same ports, but the one called `name` takes what `annotation` says."""
+        """The same ports, but the one called `name` has this annotation."""
         fields, record = _fields(name, annotation, {})
         return replace(self, ports={**self.ports, name: replace(self.ports[name], fields=fields, record=record)})
 
 
 @functools.lru_cache(maxsize=256)
 def with_more(own: Signature, more: Signature) -> Signature:
-    """The signature of an operator whose ports are its own and those that come by its parameters, as by its loss.
+    """The signature of an operator with the ports of its parameters, such as its loss, added to its own.
 
-    What a record of the operator's own has already, these read there. Ports that may be left open come last.
-
-    Raises:
-        PortError: a name is that of two different columns.
+    A column that a record of the operator already has is read from there. Optional ports come last.
     """
     fields = {field.name: type for field, type in own.fields.items()}
     for name, port in more.ports.items():
-        if (wanted := port.fields[PortField(name)]) != fields.get(name, wanted):
+        if (found := port.fields[PortField(name)]) != fields.get(name, found):
             raise PortError(
-                f"the loss reads {name} as {wanted}, and the operator that takes it as {fields[name]}; expected one "
-                f"column of that name: call the parameter of the loss something else."
+                f"The loss reads {name} as {found}, but the operator reads {name} as {fields[name]}. Rename the "
+                f"parameter of the loss.",
+                code="loss.column-clash",
+                column=name,
+                expected=fields[name],
+                found=found,
             )
     theirs = {name: port for name, port in more.ports.items() if name not in fields or name in own.ports}
     ports = dict(own.ports)
@@ -133,7 +134,7 @@ def with_more(own: Signature, more: Signature) -> Signature:
 
 
 def _fields(port: str, annotation: Any, localns: Mapping[str, Any]) -> tuple[dict[PortField, FieldType], type | None]:
-    """The fields of a port with this annotation, and the record class where it is a record."""
+    """The fields of a port with this annotation, and the record class of a record."""
     annotation, own = columns.apart(annotation)
     column = columns.parse(annotation)
     if column is not None:
@@ -142,21 +143,16 @@ def _fields(port: str, annotation: Any, localns: Mapping[str, Any]) -> tuple[dic
         placed = {f: replace(t, own=own) if isinstance(t, ColumnType) else t for f, t in types.items()}
         return {PortField(port, field): t for field, t in placed.items()}, annotation
     if own is not None:
-        raise DefinitionError(f"a value without rows has no axes to be its own; take the name {own.name!r} out.")
+        raise DefinitionError(
+            f"A batchless value has no axes of its own. Remove the name {own.name!r}.",
+            code="column.port-axes",
+            axes=own.name,
+        )
     return {PortField(port): value_type(annotation)}, None
 
 
 def refuse_no_function(call: Any, where: str, example: str) -> None:
-    """Refuse what would not compute when it is called: a `__call__`, or a function that is to be one.
-
-    Args:
-        call: what stands there.
-        where: for messages.
-        example: of what is expected.
-
-    Raises:
-        DefinitionError: it is no function, or one that is async or yields.
-    """
+    """Refuse a `__call__` that is not an ordinary function; `example` is of one."""
     kind = (
         type_of(call)
         if not inspect.isfunction(call)
@@ -168,21 +164,15 @@ def refuse_no_function(call: Any, where: str, example: str) -> None:
     )
     if kind is not None:
         raise DefinitionError(
-            f"{where} is {kind}; expected an ordinary method that returns what it declares: `{example}`."
+            f"{where} is {kind}. Expected an ordinary method that returns what it declares: `{example}`.",
+            code="operator.not-a-function",
+            where=where,
+            found=kind,
         )
 
 
 def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) -> Signature:
-    """Read the ports of an operator's `__call__`.
-
-    Args:
-        call: the function.
-        where: ``file:line: Class.__call__`` for messages.
-        localns: names that annotations may use besides the module's.
-
-    Raises:
-        DefinitionError: a parameter or the return value lacks an annotation, or has one that is no port.
-    """
+    """The ports and outputs of an operator's `__call__`; `where` is ``file:line: Class.__call__`` for messages."""
     inputs = inputs_of(call, where, localns)
     returned = return_of(call, where, localns)
     with located(f"{where}, return value"):
@@ -191,19 +181,21 @@ def signature_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any
 
 
 def return_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) -> Any:
-    """What a `__call__` is annotated to return; the type of None where it returns nothing."""
+    """The return annotation of a `__call__`; the type of None if it returns nothing."""
     with located(where):
         hints = hints_of(call, localns)
     if "return" not in hints:
         raise DefinitionError(
-            f"{where} has no return annotation; say which column, record or value it returns, or `-> None` where it "
-            f"returns nothing."
+            f"{where} has no return annotation. Annotate the column, record or value that it returns, or `-> None`.",
+            code="operator.missing-annotation",
+            where=where,
+            parameter="return",
         )
     return hints["return"]
 
 
 def inputs_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) -> Signature:
-    """What a `__call__` reads; see `signature_of`."""
+    """The inputs of a `__call__`; see `signature_of`."""
     with located(where):
         hints = hints_of(call, localns)
     ports: dict[str, Port] = {}
@@ -213,59 +205,91 @@ def inputs_of(call: Callable[..., Any], where: str, localns: Mapping[str, Any]) 
         if parameter.kind is parameter.VAR_KEYWORD and hints.get(parameter.name) is FromParameters:
             takes_more = True
             continue
-        _refuse_unfixed(parameter, hints, where)
+        _refuse_unnamed(parameter, hints, where)
         name, (annotation, optional) = parameter.name, strip_none(hints[parameter.name])
         if is_injected(annotation, f"{where}({name})"):
-            _refuse_default(parameter, where, "the runner fills it in; write `= INJECTED`")
+            _refuse_default(parameter, where, "the runner fills it in. Write `= INJECTED`")
             if annotation in injected.values():
+                kind = annotation.__name__
                 raise DefinitionError(
-                    f"{where}({name}) is a second {annotation.__name__}; expected one, which is the node's."
+                    f"{where}({name}) is a second {kind}. Expected one {kind} per operator.",
+                    code="operator.injected-parameter",
+                    where=where,
+                    parameter=name,
                 )
             injected[name] = annotation
             continue
         with located(f"{where}({name})"):
             fields, record = _fields(name, annotation, localns)
-        if optional and parameter.default is parameter.empty:
-            raise DefinitionError(f"{where}({name}) is optional; give it the default None.")
-        if not optional and parameter.default is None:
-            raise DefinitionError(f"{where}({name}) has the default None; annotate it with `X | None`.")
-        _refuse_default(parameter, where, "a port reads what is wired to it; leave the default out, or make it None")
+        _refuse_unmatched_none(parameter, optional, where)
+        _refuse_default(parameter, where, "a port reads its edge. Remove the default, or annotate `X | None = None`")
         ports[name] = Port(name, fields, record, optional)
     if not ports:
         raise DefinitionError(
-            f"{where} has no port, so nothing could be wired to it; expected a method with at least one: "
-            f"`def __call__(self, values: Values) -> Returns`."
+            f"{where} has no port, so no edge can lead to it. Declare at least one: "
+            f"`def __call__(self, values: Values) -> Returns`.",
+            code="operator.no-port",
+            where=where,
         )
     return Signature(ports, injected, {}, takes_more=takes_more)
 
 
-def _refuse_unfixed(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str) -> None:
-    """Refuse a parameter that has no name to be given by, or no annotation."""
+def _refuse_unnamed(parameter: inspect.Parameter, hints: Mapping[str, Any], where: str) -> None:
+    """Refuse a parameter that cannot be passed by name, or has no annotation."""
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+        name, kind = str(parameter).partition(":")[0], parameter.kind.description
         raise DefinitionError(
-            f"{where} takes {str(parameter).partition(':')[0]} as {parameter.kind.description}; ports are "
-            f"fixed and have names, so declare each one as an ordinary parameter."
+            f"{where} has the {kind} parameter {name}, but ports are passed by name. Declare each port as an ordinary "
+            f"parameter.",
+            code="operator.unnamed-port",
+            where=where,
+            parameter=name,
+            kind=kind,
         )
     if parameter.name not in hints:
         raise DefinitionError(
-            f"{where} has the parameter {parameter.name!r} without an annotation; annotate it with a column "
-            f"(flowrl.columns), a record (flowrl.records) or a class of value."
+            f"{where} has the parameter {parameter.name!r} without an annotation. Annotate it with a column "
+            f"(flowrl.columns), a record (flowrl.records) or a class of value.",
+            code="operator.missing-annotation",
+            where=where,
+            parameter=parameter.name,
         )
+
+
+def _refuse_unmatched_none(parameter: inspect.Parameter, optional: bool, where: str) -> None:
+    """Refuse `X | None` without the default None, and the default None without it."""
+    if optional == (parameter.default is None) or (optional and parameter.default is not parameter.empty):
+        return
+    problem = "is optional but has no default" if optional else "has the default None but is not optional"
+    raise DefinitionError(
+        f"{where}({parameter.name}) {problem}. Write `{parameter.name}: X | None = None`.",
+        code="operator.port-default",
+        where=where,
+        port=parameter.name,
+    )
 
 
 def _refuse_default(parameter: inspect.Parameter, where: str, instead: str) -> None:
     """Refuse a default that would never be used."""
     if parameter.default is not parameter.empty and parameter.default is not None:
-        said = type(parameter.default).__name__
-        raise DefinitionError(f"{where}({parameter.name}) has a default, of type {said}, but {instead}.")
+        found = type(parameter.default).__name__
+        raise DefinitionError(
+            f"{where}({parameter.name}) has a default of type {found}, but {instead}.",
+            code="operator.port-default",
+            where=where,
+            port=parameter.name,
+            found=found,
+        )
 
 
 def _outputs(returned: Any, localns: Mapping[str, Any]) -> tuple[Mapping[str, FieldType], type | None]:
-    """The outputs of a return annotation by name, and the record class where it is a record; ``None`` has none."""
-    if columns.apart(returned)[1] is not None:
+    """The outputs of a return annotation by name, and the record class of a record; ``None`` has none."""
+    if (axes := columns.apart(returned)[1]) is not None:
         raise DefinitionError(
-            "what is returned has axes of its own; expected them on the ports. Axes that the operator makes itself are "
-            "named by the class: `new_axes: ClassVar = ('batch', 'response')`."
+            "The output has axes of its own, which only ports can have. Declare the axes that the operator creates in "
+            "its class: `new_axes: ClassVar = ('batch', 'response')`.",
+            code="column.port-axes",
+            axes=axes.name,
         )
     if returned is type(None):
         return {}, None
@@ -274,7 +298,9 @@ def _outputs(returned: Any, localns: Mapping[str, Any]) -> tuple[Mapping[str, Fi
     if isinstance(returned, type) and (outputs := record_columns(returned, localns)):
         if not issubclass(returned, tuple):
             raise DefinitionError(
-                f"the Protocol {returned.__name__} can only be read; expected a NamedTuple of its columns."
+                f"The Protocol {returned.__name__} is read-only. Return a NamedTuple of its columns.",
+                code="operator.return-type",
+                found=returned.__name__,
             )
         return outputs, returned
     value = value_type(returned)
@@ -282,18 +308,17 @@ def _outputs(returned: Any, localns: Mapping[str, Any]) -> tuple[Mapping[str, Fi
 
 
 def is_injected(annotation: Any, where: str) -> bool:
-    """Whether the runner fills in a parameter of this annotation.
-
-    Raises:
-        DefinitionError: it is a part of `Now`.
-    """
-    wanted = strip_none(annotation)[0]
-    if (part := next((part for cls, part in _OF_NOW.items() if cls is wanted), None)) is not None:
+    """Whether the runner fills in a parameter of this annotation; a part of `Now` is an error."""
+    injected = strip_none(annotation)[0]
+    if (part := next((part for cls, part in _OF_NOW.items() if cls is injected), None)) is not None:
         raise DefinitionError(
-            f"{where} asks for {article(wanted.__name__)}, which is a part of Now; take `now: Now = INJECTED`, and "
-            f"read now.{part}."
+            f"{where} is {article(injected.__name__)}, which is a part of Now. Declare `now: Now = INJECTED` and read "
+            f"now.{part}.",
+            code="operator.injected-parameter",
+            where=where,
+            found=injected.__name__,
         )
-    return wanted in INJECTABLE
+    return injected in INJECTABLE
 
 
 def strip_none(annotation: Any) -> tuple[Any, bool]:

@@ -1,7 +1,7 @@
-"""References: how a file names a user's function, how it is found again, and how another version of it is noticed.
+"""References: names of users' functions in files, their resolution, and the hash of their source.
 
 A reference is ``"package.module:name"`` or ``"path/to/file.py:name"``; `name` may be dotted (``Class.method``). A
-function that no other process could find by a reference (a lambda, a closure, a `functools.partial`) has none.
+function that other processes cannot import (a lambda, a closure, a `functools.partial`) has no reference.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Definition = Function | ast.ClassDef
 
 
 def reference(fn: Callable[..., Any]) -> str | None:
-    """The reference of `fn`, or None where it has none.
+    """The reference of `fn`, or None.
 
-    A function of the script that runs now is named by its file (relative to the working directory where it lies below
-    it), and so is one of a module that was loaded from a path.
+    Functions of the running script, and of modules that were loaded from a path, are named by file; the path is
+    relative for files in the working directory.
     """
     name, module_name = getattr(fn, "__qualname__", None), getattr(fn, "__module__", None)
     module = sys.modules.get(module_name) if isinstance(module_name, str) else None
@@ -52,26 +52,23 @@ def reference(fn: Callable[..., Any]) -> str | None:
 
 
 def resolve(ref: str) -> Callable[..., Any]:
-    """The function that `ref` names; see `load_object`.
-
-    Raises:
-        ParameterError: as for `load_object`; or what it names is not callable.
-    """
+    """The function that `ref` names; see `load_object`."""
     fn = load_object(ref)
     if not callable(fn):
         raise ParameterError(
-            f"{ref!r} does not name a function: {parse_reference(ref)[0]} has {type_of(fn)} under that name; "
-            f"expected a function."
+            f"{ref!r} does not name a function: {parse_reference(ref)[0]} has {type_of(fn)} under that name. Name a "
+            f"function.",
+            code="reference.not-a-function",
+            reference=ref,
+            found=type_of(fn),
         )
     return cast("Callable[..., Any]", fn)
 
 
 def load_object(ref: str) -> Any:
-    """What `ref` names; a file is run as a module of its own, once for each state of its content.
+    """The object that `ref` names; a file is imported as a module, once for each version of its content.
 
-    Raises:
-        ParameterError: there is no such module, file or name, or it raises as it is imported, named by file and line.
-        FlowrlError: any that the file or module itself raises as it is imported.
+    A `FlowrlError` that the file or module raises during import passes unchanged.
     """
     source, name = parse_reference(ref)
     file = source_file(ref)
@@ -80,29 +77,47 @@ def load_object(ref: str) -> Any:
     except FlowrlError:
         raise
     except (Exception, SystemExit) as error:
-        raise ParameterError(f"{ref!r} cannot be used: {_what_failed(error, file)}.") from error
+        path, line, reason = _import_failure(error, file)
+        raise _broken(ref, path, line, reason) from error
     try:
         return functools.reduce(getattr, name.split("."), cast(Any, module))
     except AttributeError as error:
+        known = _defined(module)
         raise ParameterError(
-            f"{ref!r} names nothing: {source} does not define {name!r}; {offer(name, _defined(module), 'it defines')}"
+            f"{ref!r} names nothing: {source} does not define {name!r}; {offer(name, known, 'it defines')}",
+            code="reference.undefined-name",
+            reference=ref,
+            name=name,
+            known=known,
         ) from error
 
 
-def _what_failed(error: BaseException, file: str | None) -> str:
-    """What went wrong while `file` was imported, and where: its own last line that ran, or that does not compile."""
+def _broken(ref: str, path: str | None, line: int | None, reason: str) -> ParameterError:
+    where = f"{path}:{line}" if line else path
+    return ParameterError(
+        f"Cannot import {ref!r}: {where} {reason}.",
+        code="reference.broken-file",
+        reference=ref,
+        path=path,
+        line=line,
+        reason=reason,
+    )
+
+
+def _import_failure(error: BaseException, file: str | None) -> tuple[str | None, int | None, str]:
+    """Path and line of `file` where its import failed, and the reason."""
     if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno} does not compile ({error.msg})"
+        return error.filename, error.lineno, f"does not compile ({error.msg})"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == file] or frames
-    where = f"{own[-1].filename}:{own[-1].lineno}"
+    reason = f"raises {type(error).__name__} during import: {str(error).rstrip('.')}"
     if isinstance(error, SystemExit):
-        return f"{where} ends the process as the file is imported; move that below `if __name__ == '__main__':`"
-    return f"{where} raises {type(error).__name__} as the file is imported: {str(error).rstrip('.')}"
+        reason = "exits during import. Move the call below `if __name__ == '__main__':`"
+    return own[-1].filename, own[-1].lineno, reason
 
 
 def _defined(module: ModuleType) -> list[str]:
-    """The public names that come from `module` itself, as far as that can be told."""
+    """The public names that `module` itself defines, as far as that is known."""
 
     def is_own(value: Any) -> bool:
         if inspect.ismodule(value) or value is annotations:  # which `from __future__ import annotations` leaves
@@ -114,67 +129,65 @@ def _defined(module: ModuleType) -> list[str]:
 
 
 def check(ref: str, classes: bool = False) -> None:
-    """Refuse a reference to something that is not there or is no function, without running the module or file it names.
+    """Check a reference against the source, without running the module or file.
 
-    Args:
-        ref: the reference.
-        classes: whether a class will do as well.
-
-    Raises:
-        ParameterError: there is no such module or file, it does not compile, nothing in it defines the name, or the
-            name is plainly that of a class or of a literal.
+    An error is a missing module or file, source that does not compile, a name that is not defined, or one that is
+    a literal or, unless `classes`, a class.
     """
     name = parse_reference(ref)[1]
     file = source_file(ref)
     if file is None or not file.endswith(".py"):
-        return  # no source to look at; `resolve` will find out
+        return  # without source, `resolve` checks
     _, tree = _read(ref, file)
     bound = _bound_names(tree)
     open_ended = "*" in bound or "__getattr__" in bound
     if name.split(".")[0] not in bound and not open_ended:
         functions = [node.name for node in tree.body if isinstance(node, Definition)]
         raise ParameterError(
-            f"{ref!r} does not name a function: {file} does not define {name!r}; {offer(name, functions, 'it defines')}"
+            f"{ref!r} does not name a function: {file} does not define {name!r}; "
+            f"{offer(name, functions, 'it defines')}",
+            code="reference.undefined-name",
+            reference=ref,
+            name=name,
+            known=functions,
         )
-    what = _plainly(_only_binding(tree, name))
+    what = _not_a_function(_only_binding(tree, name))
     if what is not None and not (classes and what == "a class"):
         raise ParameterError(
-            f"{ref!r} does not name a function: {file} has {what} under that name; expected a function, or a method "
-            f"as 'path/to/file.py:Class.method'."
+            f"{ref!r} does not name a function: {file} has {what} under that name. Name a function, or a method as "
+            f"'path/to/file.py:Class.method'.",
+            code="reference.not-a-function",
+            reference=ref,
+            found=what,
         )
 
 
 def _read(ref: str, file: str) -> tuple[str, ast.Module]:
-    """The text of the file that `ref` names, and its syntax tree.
-
-    Raises:
-        ParameterError: it cannot be read, or does not compile.
-    """
+    """The text of the file that `ref` names, and its syntax tree."""
     try:
         with tokenize.open(file) as stream:  # in the encoding that its first lines name
             text = stream.read()
         tree = ast.parse(text, file)
-        compile(tree, file, "exec", dont_inherit=True)  # which refuses more, such as a `return` outside a function
+        compile(tree, file, "exec", dont_inherit=True)  # finds more errors, such as a `return` outside a function
         return text, tree
     except SyntaxError as error:
-        where = f"{file}:{error.lineno}" if error.lineno else file
-        raise ParameterError(f"{ref!r} cannot be used: {where} does not compile ({error.msg}).") from error
-    except (OSError, ValueError, RecursionError, MemoryError) as error:  # bytes of another encoding; endless brackets
-        raise ParameterError(f"{ref!r} cannot be used: {file} is no Python that can be read ({error}).") from error
+        raise _broken(ref, file, error.lineno, f"does not compile ({error.msg})") from error
+    except (OSError, ValueError, RecursionError, MemoryError) as error:  # another encoding; endless brackets
+        raise _broken(ref, file, None, f"cannot be read as Python ({error})") from error
 
 
-def _plainly(binding: ast.stmt | None) -> str | None:
-    """What a name is that this statement binds, where that is plainly no function."""
+def _not_a_function(binding: ast.stmt | None) -> str | None:
+    """The kind of object that this statement binds to a name, if it is certainly not a function."""
     if isinstance(binding, ast.ClassDef) and not binding.decorator_list:
         return "a class"
     if isinstance(binding, ast.Assign | ast.AnnAssign) and binding.value is not None:
-        with contextlib.suppress(ValueError, TypeError):  # an expression that may well be a function
+        with contextlib.suppress(ValueError, TypeError):  # an expression that may be a function
             return f"a literal ({type(ast.literal_eval(binding.value)).__name__})"
     return None
 
 
 def _definition(ref: str) -> tuple[str, Function] | None:
-    """The source of a file, and the one undecorated ``def`` in it that gives a name its meaning, where there is one."""
+    """The source of a file, and the undecorated ``def`` in it that is the only binding of the name, if any."""
     _, name = parse_reference(ref)
     file = source_file(ref)
     if file is None or not file.endswith(".py"):
@@ -185,13 +198,13 @@ def _definition(ref: str) -> tuple[str, Function] | None:
 
 
 def _only_binding(tree: ast.Module, name: str) -> ast.stmt | None:
-    """The top-level statement that binds a name, where nothing else does."""
+    """The top-level statement that binds a name, if it is the only one."""
     found = [statement for statement in tree.body for bound in _bound_names(statement) if bound == name]
     return found[0] if len(found) == 1 else None
 
 
 def _bound_names(tree: ast.AST) -> list[str]:
-    """The names that a module or statement binds or deletes, once for each time; ``*`` for a star import."""
+    """The names that a module or statement binds or deletes, once per binding; ``*`` for a star import."""
     names: list[str] = []
     waiting: list[Any] = [tree]
     while waiting:
@@ -210,47 +223,53 @@ def _bound_names(tree: ast.AST) -> list[str]:
 
 
 def parse_reference(ref: str) -> tuple[str, str]:
-    """Module or file, and name.
-
-    Raises:
-        ParameterError: `ref` is not of the form of a reference.
-    """
+    """Module or file, and name, of a reference."""
     if ref.endswith(".py"):
-        raise ParameterError(f"{ref!r} is a file; expected a name in it, too, such as '{ref}:graph'.")
+        raise ParameterError(
+            f"{ref!r} names a file but no object in it. Add the name, such as '{ref}:graph'.",
+            code="reference.format",
+            reference=ref,
+        )
     source, _, name = ref.rpartition(":")
     well_formed = source.endswith(".py") or all(part.isidentifier() for part in source.split("."))
     if not source or not well_formed or not all(part.isidentifier() for part in name.split(".")):
-        raise ParameterError(f"{ref!r} names nothing; expected 'package.module:name' or 'path/to/file.py:name'.")
+        raise ParameterError(
+            f"Invalid reference {ref!r}. Write 'package.module:name' or 'path/to/file.py:name'.",
+            code="reference.format",
+            reference=ref,
+        )
     return source, name
 
 
 def source_file(ref: str) -> str | None:
-    """The absolute path of the file that defines what `ref` names; None for a module without one (built in, zipped).
-
-    Raises:
-        ParameterError: there is no such module or file.
-    """
-    source, _ = parse_reference(ref)
+    """The absolute path of the file that defines what `ref` names; None for a module without one (built in, zipped)."""
+    source, name = parse_reference(ref)
     if source.endswith(".py"):
+        path = os.path.abspath(source)
         if not os.path.isfile(source):
-            raise ParameterError(f"{ref!r} names nothing: there is no file {os.path.abspath(source)!r}.")
-        return os.path.abspath(source)
+            raise ParameterError(
+                f"{ref!r} names nothing: the file {path!r} does not exist. Correct the path.",
+                code="reference.missing-source",
+                reference=ref,
+                path=path,
+            )
+        return path
     try:
-        spec = importlib.util.find_spec(source)
+        spec, reason = importlib.util.find_spec(source), f"no module {source!r} is on sys.path"
     except (ImportError, ValueError) as error:
-        raise ParameterError(
-            f"{ref!r} names nothing: finding {source} raised {type(error).__name__}: {error}."
-        ) from error
+        spec, reason = None, f"finding {source} raised {type(error).__name__}: {error}"
     if spec is None:
         raise ParameterError(
-            f"{ref!r} names nothing: no module {source!r} is on sys.path; install it, or name its file: "
-            f"'path/to/file.py:{parse_reference(ref)[1]}'."
+            f"{ref!r} names nothing: {reason}. Install the module, or name its file: 'path/to/file.py:{name}'.",
+            code="reference.missing-source",
+            reference=ref,
+            module=source,
         )
     return os.path.abspath(spec.origin) if spec.origin is not None and os.path.isfile(spec.origin) else None
 
 
 def has_main_guard(file: str) -> bool:
-    """Whether a script has ``if __name__ == "__main__":`` at its top level: importing it does not run its work then."""
+    """Whether a script has ``if __name__ == "__main__":`` at its top level, so that importing it does not run it."""
     with open(file, "rb") as stream:
         tree = ast.parse(stream.read(), file)
     tests = [node.test for node in tree.body if isinstance(node, ast.If)]
@@ -258,16 +277,16 @@ def has_main_guard(file: str) -> bool:
 
 
 def runs_again(ref: str) -> bool:
-    """Whether to import what `ref` names is to run the script again that runs now, as it guards nothing."""
+    """Whether importing what `ref` names would run the current script again, since it has no main guard."""
     file, script = source_file(ref), getattr(sys.modules["__main__"], "__file__", None)
     return file is not None and script is not None and os.path.abspath(script) == file and not has_main_guard(file)
 
 
 def source_hash(fn: Callable[..., Any]) -> str:
-    """xxh3-128 over what `fn` is: its source, and the plain values and functions that it closes over.
+    """xxh3-128 of the source of `fn`, and of the plain values and functions in its closure.
 
-    A lambda (whose source is a line that it may share) and a function without source are hashed by their bytecode, so
-    their hash is for one version of Python. What is called by global names is not followed.
+    A lambda (which may share its line) and a function without source are hashed by their bytecode, so their hash
+    depends on the version of Python. Calls of global names are not followed.
     """
     digest = xxhash.xxh3_128()
     for part in _parts(fn, set()):
@@ -276,7 +295,7 @@ def source_hash(fn: Callable[..., Any]) -> str:
 
 
 def named_source_hash(ref: str) -> str:
-    """The `source_hash` of the function that `ref` names, without importing it where its source says all there is."""
+    """The `source_hash` of the function that `ref` names, without importing it if its source suffices."""
     if (found := _definition(ref)) is not None:
         text, node = found
         own = "".join(text.splitlines(keepends=True)[node.lineno - 1 : node.end_lineno])
@@ -285,7 +304,7 @@ def named_source_hash(ref: str) -> str:
 
 
 def _parts(fn: Any, seen: set[int]) -> list[str]:
-    """The texts that make up the identity of `fn`; `seen` ends recursion through closures."""
+    """The texts that identify `fn`; `seen` ends recursion through closures."""
     if id(fn) in seen:
         return []
     seen.add(id(fn))
@@ -301,15 +320,15 @@ def _parts(fn: Any, seen: set[int]) -> list[str]:
             return [textwrap.dedent(inspect.getsource(target))]
         except (OSError, TypeError):
             return [f"{target.__module__}.{target.__qualname__}"]  # compiled code
-    held = [cell.cell_contents for cell in fn.__closure__ or () if cell != CellType()]
+    values = [cell.cell_contents for cell in fn.__closure__ or () if cell != CellType()]
     try:
         if fn.__name__ == "<lambda>":
             raise OSError("a lambda's source is the whole line")
         own = [textwrap.dedent(inspect.getsource(code))]
     except (OSError, TypeError):
         own = _code_parts(code)
-        held += [*(fn.__defaults__ or ()), *(x for item in sorted((fn.__kwdefaults__ or {}).items()) for x in item)]
-    return [*own, *(text for value in held for text in _value_parts(value, seen))]
+        values += [*(fn.__defaults__ or ()), *(x for item in sorted((fn.__kwdefaults__ or {}).items()) for x in item)]
+    return [*own, *(text for value in values for text in _value_parts(value, seen))]
 
 
 def _value_parts(value: Any, seen: set[int]) -> list[str]:
@@ -335,7 +354,7 @@ def _attribute(module: ModuleType, name: str) -> Any:
 
 
 def _is_found_by_name(module: ModuleType) -> bool:
-    """Whether importing the module's name afresh would give the file that it was loaded from."""
+    """Whether importing the module by its name would load the same file."""
     parent = sys.modules.get(module.__name__.rpartition(".")[0])
     for finder in sys.meta_path:
         spec = finder.find_spec(module.__name__, getattr(parent, "__path__", None))
@@ -348,7 +367,7 @@ def _is_found_by_name(module: ModuleType) -> bool:
 def _load_file(file: str) -> ModuleType:
     main = sys.modules["__main__"]
     if os.path.abspath(getattr(main, "__file__", None) or "") == file:
-        return main  # running the script a second time would run its work a second time
+        return main  # a second import would run the script again
     with open(file, "rb") as stream:
         content = stream.read()
     stem = os.path.splitext(os.path.basename(file))[0]
@@ -359,7 +378,7 @@ def _load_file(file: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} cannot be loaded as a module")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and the like look their module up while it is being run
+    sys.modules[name] = module  # dataclasses look up their module during its import
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,8 +1,8 @@
-"""Roles: how an operator names the weights it needs, and what it does with them.
+"""Roles: the weights that an operator needs, and whether it reads or writes them.
 
-``actor: Reads[Scorer] = Role("actor")`` says that the operator reads the weights of the role ``actor`` through the
-Protocol `Scorer`; ``Writes[...]`` says that it changes them. A live engine may stand in the field itself, for calls on
-tensors; the nodes of a graph only name roles.
+``actor: Reads[Scorer] = Role("actor")`` declares that the operator reads the weights of the role ``actor`` through the
+Protocol `Scorer`; ``Writes[...]`` declares that it changes them. For calls on tensors the field may contain a live
+engine; the nodes of a graph only name roles.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ class RoleRef:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier() or keyword.iskeyword(self.name):
             raise ParameterError(
-                f"Role({self.name!r}) does not name a role; expected an identifier such as Role('actor'), since "
-                f"backends are bound by it: graph.bind(actor=...)."
+                f"Invalid role name {self.name!r}. Use an identifier such as Role('actor'), since backends are bound "
+                f"by it: graph.bind(actor=...).",
+                code="role.name",
+                role=self.name,
             )
         if self.name in ("place", "optimize"):
             raise ParameterError(
-                f"Role({self.name!r}) could not be bound, since graph.bind({self.name}=...) says how a job runs; give "
-                f"the role another name."
+                f"Role({self.name!r}) cannot be bound, since graph.bind({self.name}=...) sets how a job runs. Rename "
+                f"the role.",
+                code="role.name",
+                role=self.name,
             )
 
     def __repr__(self) -> str:
@@ -44,8 +48,8 @@ class RoleRef:
         if attribute.startswith("__"):  # protocol look-ups (copy, pickle), some before `name` is there
             raise AttributeError(attribute)
         raise AttributeError(
-            f"the role {self.name!r} is a name here, not an engine, so it has no {attribute!r}; engines are there "
-            f"inside the `__call__` of an operator, when a job runs it."
+            f"The role {self.name!r} is only a name here, so it has no {attribute!r}. Inside the `__call__` of an "
+            f"operator, when a job runs it, the field is the engine."
         )
 
 
@@ -53,14 +57,14 @@ def Role(name: str) -> Any:
     """The default of a role field. Typed `Any`, so that the field keeps the Protocol as its type.
 
     Raises:
-        ParameterError: `name` is no identifier that a backend could be bound by.
+        ParameterError: `name` is not an identifier, or is reserved.
     """
     return RoleRef(name)
 
 
 @dataclass(frozen=True)
 class Access:
-    """Marks a role field: the operator ``reads`` or ``writes`` the role's weights."""
+    """Mark of a role field: the operator ``reads`` or ``writes`` the role's weights."""
 
     mode: Literal["reads", "writes"]
 
@@ -68,7 +72,7 @@ class Access:
         def check(value: Any) -> Any:
             if isinstance(value, RoleRef | source):
                 return value
-            raise ValueError(f"wants a Role, or a live engine that is a {source.__name__}, not {type(value).__name__}")
+            raise ValueError(f"expected a Role, or an engine that is a {source.__name__}, not {type(value).__name__}")
 
         return core_schema.no_info_plain_validator_function(check)
 
@@ -79,37 +83,39 @@ Writes = Annotated[T, Access("writes")]
 
 @dataclass(frozen=True)
 class RoleUse:
-    """What an operator's field does with a role: the mode, and the Protocol that the engine must meet."""
+    """A role field of an operator: the mode, and the Protocol that the engine must implement."""
 
     mode: Literal["reads", "writes"]
     protocol: type
 
 
 def role_use(annotation: Any, default: Any) -> RoleUse | None:
-    """The `RoleUse` of a field, or None if it is not a role field.
-
-    Raises:
-        DefinitionError: a role field whose annotation does not say what is done with which Protocol.
-    """
+    """The `RoleUse` of a field, or None if it is not a role field."""
     protocol, *extras = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
     access = [extra for extra in extras if isinstance(extra, Access)]
     if not access:
         if isinstance(default, RoleRef) or _names_a_role(annotation):
             raise DefinitionError(
-                f"the annotation {annotation!r} does not say what is done with the role; expected Reads[...] or "
-                f"Writes[...] of a Protocol by itself, such as `actor: Reads[Scorer] = Role('actor')`."
+                f"The annotation {annotation!r} of a role is neither Reads[...] nor Writes[...]. Write one of them "
+                f"with a Protocol, such as `actor: Reads[Scorer] = Role('actor')`.",
+                code="role.annotation",
+                annotation=annotation,
             )
         return None
     if len(access) > 1:
         raise DefinitionError(
-            "the annotation says twice what is done with the role; expected Writes[...] where its weights are written, "
-            "else Reads[...]."
+            "The annotation has both Reads[...] and Writes[...], or one of them twice. Use Writes[...] if the operator "
+            "writes the role's weights, else Reads[...].",
+            code="role.annotation",
+            annotation=annotation,
         )
-    # `_is_protocol` is how `typing` itself tells; an engine in the field is checked by `isinstance`
+    # `typing` uses the same attribute; an engine in the field is checked by `isinstance`
     if not getattr(protocol, "_is_protocol", False) or not getattr(protocol, "_is_runtime_protocol", False):
         raise DefinitionError(
-            f"the annotation takes {getattr(protocol, '__name__', protocol)} for what the engine must have; expected a "
-            f"Protocol that is decorated with @runtime_checkable, such as Scorer of flowrl.protocols.protocols."
+            f"The annotation has {getattr(protocol, '__name__', protocol)} as the interface of the engine. Use a "
+            f"Protocol that is decorated with @runtime_checkable, such as Scorer of flowrl.protocols.protocols.",
+            code="role.annotation",
+            annotation=annotation,
         )
     return RoleUse(access[0].mode, protocol)
 

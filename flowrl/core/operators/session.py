@@ -1,11 +1,11 @@
-"""How an operator is run: the session around it, its state cells, and the call that binds it to engines.
+"""How an operator runs: its session, its state cells, and the call that binds it to engines.
 
-A `Session` resolves roles to live engines, derives keys, holds the state cells and collects the metrics. Runners run
-each node inside one; ``with job.eager():`` opens one for code that calls operators by hand. Both run the same operators
-the same way.
+A `Session` resolves roles to live engines, derives keys, stores the state cells and collects the metrics. Runners run
+each node inside one; ``with job.eager():`` opens one for code that calls operators directly. Both run the same
+operators the same way.
 
-Columns are checked where they are written, once: a `Call` trusts what other nodes wrote, and checks what this one
-writes. Whoever calls an operator by hand has its inputs checked too (`Operator.run`).
+Columns are checked once, where they are written: a `Call` checks its outputs and trusts its inputs. Direct calls of an
+operator check the inputs too (`Operator.run`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from flowrl.columns import ColumnType
-from flowrl.core.operators.in_place import guarded, refuse_written, seen
+from flowrl.core.operators.in_place import guarded, refuse_written, versions
 from flowrl.core.operators.ports import Port, PortField
 from flowrl.core.operators.roles import RoleRef
 from flowrl.data.keys import Key, node_key
@@ -42,7 +42,7 @@ class Session:
     Args:
         engines: live engines by role.
         seed: root of all keys.
-        state: state cells as a checkpoint left them: ``{"node.field": value}``.
+        state: state cells of a checkpoint: ``{"node.field": value}``.
     """
 
     def __init__(self, engines: Mapping[str, Any], seed: int, state: Mapping[str, Any] | None = None) -> None:
@@ -54,21 +54,21 @@ class Session:
         self.state: dict[str, Any] = dict(self._given)
         self.metrics: dict[str, Metrics] = {}
 
-    def engine(self, role: str, asked_by: str) -> Any:
-        """The live engine of `role`.
-
-        Raises:
-            BindError: the role is not bound.
-        """
+    def engine(self, role: str, field: str) -> Any:
+        """The live engine of `role`, for the field of a node, which an error names."""
         if role not in self.engines:
             raise BindError(
-                f"{asked_by} is the role {role!r}, which is not bound; bound are {sorted(self.engines) or 'none'}. "
-                f"Bind it: graph.bind({role}=...)."
+                f"{field} is the role {role!r}, which is not bound; bound are {sorted(self.engines) or 'none'}. Bind "
+                f"it: graph.bind({role}=...).",
+                code="role.unbound",
+                role=role,
+                field=field,
+                known=sorted(self.engines),
             )
         return self.engines[role]
 
     def cell(self, node: str, field: str, operator: Any) -> Any:
-        """What a state cell of a node holds; at first, what the node's operator begins with."""
+        """The value of a state cell of a node; at first, the initial value of the operator."""
         name = f"{node}.{field}"
         return self.state[name] if name in self.state else operator.states[field].initial(operator)
 
@@ -78,18 +78,18 @@ class Session:
         return key.derive("round", self.now.round.number) if self.now.round.number else key
 
     def report(self, node: str, metrics: Metrics) -> None:
-        """Keep what a node reported in this step."""
+        """Add the metrics of a node in this step."""
         if node in self.metrics:
             self.metrics[node].merge(metrics)
         else:
             self.metrics[node] = metrics
 
     def changed(self) -> dict[str, Any]:
-        """The state cells that hold something else than what was given."""
+        """The state cells whose value is not the given one."""
         return {cell: value for cell, value in self.state.items() if self._given.get(cell, self) is not value}
 
     def all_metrics(self) -> Metrics:
-        """What all nodes reported in this step."""
+        """The metrics of all nodes in this step."""
         first, *others = self.metrics.values() or [Metrics()]
         for other in others:
             first.merge(other)
@@ -97,16 +97,16 @@ class Session:
 
     @property
     def now(self) -> Now:
-        """What is injected; parameters over time are taken by its step, and keys by `step`."""
+        """The injected `Now`; schedules use its step, and keys use `step`."""
         return Now(self.step) if self._now is None else self._now
 
     def begin_step(self, step: int, now: Now | None = None) -> None:
-        """Go to `step`: keys change, metrics start empty. In a validation, what changes over time is as it is `now`."""
+        """Start `step`: keys change, metrics start empty. In a validation, schedules use the step of `now`."""
         self.step, self._now, self.metrics = step, now, {}
 
     @contextmanager
     def active(self) -> Iterator[Session]:
-        """Make this the session of the operators that are called inside the block."""
+        """Make this the session of operator calls inside the block."""
         token = _active.set(self)
         try:
             yield self
@@ -120,7 +120,7 @@ def current() -> Session | None:
 
 
 class Cell(Generic[T]):
-    """The value of a state field during one call; what it holds at the end is kept for the next step."""
+    """The value of a state field during one call; its last value becomes the state of the next step."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -129,30 +129,36 @@ class Cell(Generic[T]):
 class State(Generic[T]):
     """A field that changes over steps, such as an adaptive coefficient: ``beta = State(lambda self: self.coef)``.
 
-    Inside `__call__` it is a `Cell`: read and assign ``self.beta.value``. Whoever runs the operator owns the cell: it
-    is handed in, stored when the call succeeded, and goes into checkpoints; the operator itself stays frozen.
+    Inside `__call__` it is a `Cell`: read and assign ``self.beta.value``. The session owns the cell, stores its value
+    after a successful call, and writes it to checkpoints; the operator itself stays frozen.
 
     Args:
-        initial: the first value, given the operator. Values must be JSON-able.
+        initial: the first value, as a function of the operator. Values must be JSON-serializable.
 
     Raises:
         DefinitionError: `initial` is not a function of one argument.
     """
 
     def __init__(self, initial: Callable[[Any], T]) -> None:
+        where = where_defined(sys._getframe(1))
         if not callable(initial):
             raise DefinitionError(
-                f"{where_defined(sys._getframe(1))}: State({initial!r}) wants a function of the operator that gives "
-                f"the first value; write State(lambda self: {initial!r})."
+                f"{where}: State({initial!r}) got no function of the operator. Write State(lambda self: {initial!r}).",
+                code="operator.state",
+                where=where,
+                found=repr(initial),
             )
         try:
             inspect.signature(initial).bind(None)
-        except ValueError:  # an `attrgetter`, say, which does not tell what it takes
+        except ValueError:  # without a signature, such as an `attrgetter`
             pass
         except TypeError as error:
             raise DefinitionError(
-                f"{where_defined(sys._getframe(1))}: State(...) wants a function of the operator alone, and calling it "
-                f"with that fails: {error}; write State(lambda self: ...)."
+                f"{where}: State(...) needs a function of the operator alone, but calling it with one argument fails: "
+                f"{error}. Write State(lambda self: ...).",
+                code="operator.state",
+                where=where,
+                reason=str(error),
             ) from None
         self.initial = initial
 
@@ -166,7 +172,7 @@ class State(Generic[T]):
     def __get__(self, instance: Any, owner: type) -> State[T] | Cell[T]:
         if instance is None:
             return self
-        # Outside a session the operator's own instance keeps the cell (this descriptor does not shadow __dict__).
+        # Outside a session the operator's own instance has the cell (this descriptor does not shadow __dict__).
         return cast(Cell[T], instance.__dict__.setdefault(self.name, Cell(self.initial(instance))))
 
 
@@ -175,7 +181,7 @@ class Call:
 
     Args:
         operator: under its node's name.
-        engine: gives the live engine of a role, given its name and who asks for it.
+        engine: returns the live engine of a role, given the role and the field of the node.
     """
 
     def __init__(self, operator: Any, engine: Callable[[str, str], Any]) -> None:
@@ -193,17 +199,13 @@ class Call:
         cells: Mapping[str, Cell[Any]],
         supply: Callable[[type], Any],
     ) -> tuple[Any, dict[str, Any]]:
-        """What the operator returns, as it is and by output.
+        """The return value of the operator, and its outputs by name.
 
         Args:
-            inputs: columns and values, those of optional ports perhaps missing.
+            inputs: columns and values; those of optional ports may be missing.
             injected: keys and metrics, by parameter.
-            cells: its state, by field; what they hold afterwards is the new state.
-            supply: gives what a `__call__` that is called by ``super()`` wants injected, by class.
-
-        Raises:
-            PortError: what it returns is not what its `__call__` declares.
-            InPlaceError: it wrote into a column that it was given.
+            cells: its state, by field; their last values are the new state.
+            supply: returns the injected value of a class, for a `__call__` that is called by ``super()``.
         """
         bound, layout = self._bound, self._layout
         if cells or layout.supplies:
@@ -217,14 +219,18 @@ class Call:
                 arguments[name] = guarded(inputs[places[0]])
             else:
                 arguments[name] = record(*[guarded(inputs[place]) for place in places])
-        before = seen(inputs)
+        before = versions(inputs)
         result = layout.compute(bound, **arguments, **injected)
         refuse_written(self._operator, before)
         if not layout.outputs:
             if result is not None:
                 raise PortError(
-                    f"{self._name} returned {type_of(result)}, which nothing could read, since its "
-                    f"__call__ declares `-> None`; declare what it returns, or return nothing."
+                    f"{self._name} returned {type_of(result)}, but its __call__ declares `-> None`. Declare what it "
+                    f"returns, or return nothing.",
+                    code="call.return",
+                    node=self._name,
+                    expected=None,
+                    found=type_of(result),
                 )
             written = {}
         elif layout.record is None:
@@ -233,8 +239,12 @@ class Call:
             written = {name: getattr(result, name) for name in layout.outputs}
         else:
             raise PortError(
-                f"{self._name} returned {type_of(result)}; expected the record that its __call__ "
-                f"declares: return {layout.record.__name__}({', '.join(f'{name}=...' for name in layout.outputs)})."
+                f"{self._name} returned {type_of(result)}. Return the record that its __call__ declares: "
+                f"{layout.record.__name__}({', '.join(f'{name}=...' for name in layout.outputs)}).",
+                code="call.return",
+                node=self._name,
+                expected=layout.record.__name__,
+                found=type_of(result),
             )
         sizes = {axis: inputs[at].shape[dim] for axis, (at, dim) in layout.axes.items() if at in inputs}
         for name, check in layout.checks:
@@ -244,13 +254,7 @@ class Call:
     def run_in(
         self, session: Session, inputs: Mapping[PortField, Any], given: Mapping[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """What the operator returns, as it is and by output; keys, state and metrics are those of `session`.
-
-        Args:
-            session: what surrounds the call.
-            inputs: see `run`.
-            given: what is passed by hand in place of what would be injected.
-        """
+        """Like `run`, with keys, state and metrics of `session`; `given` replaces injected values, by parameter."""
         cells = {field: Cell(session.cell(self._name, field, self._operator)) for field in self._states}
         injected: dict[str, Any] = {}
         supplied: dict[type, Any] = {}
@@ -280,19 +284,19 @@ _SUPPLY = "_supply"
 
 
 def computes(operator: type) -> Callable[..., Any]:
-    """The `__call__` of an operator class as it was written, with its decorators."""
+    """The original `__call__` of an operator class, with its decorators."""
     written: Callable[..., Any] = operator.__call__.__wrapped__  # type: ignore[attr-defined]
     return written
 
 
 def supplied_to(bound: Any, cls: type) -> Any:
-    """What a bound operator that runs is given of `cls` (a key, say); None outside of a call."""
+    """The injected value of `cls`, such as the key, of a bound operator during a call; None outside of a call."""
     supply = bound.__dict__.get(_SUPPLY)
     return None if supply is None else supply(cls)
 
 
 class _Layout:
-    """What calls of an operator class have in common."""
+    """The common data of all calls of an operator class."""
 
     def __init__(self, operator: Any) -> None:
         signature = self.signature = operator.signature
@@ -302,13 +306,13 @@ class _Layout:
         self.ports = tuple(_packed(port) for port in signature.ports.values())
         self.injected = tuple(signature.injected.items())
         self.record, self.outputs = signature.output_record, tuple(signature.outputs)
-        self.checks = tuple((name, Check(name, wanted)) for name, wanted in signature.outputs.items())
-        self.takes = {place: Check(place, wanted) for place, wanted in signature.fields.items()}
-        # Where the size of each axis is seen; one that is made anew has no size before the call.
+        self.checks = tuple((name, Check(name, declared)) for name, declared in signature.outputs.items())
+        self.takes = {place: Check(place, declared) for place, declared in signature.fields.items()}
+        # The column that has the size of each axis; a new axis has no size before the call.
         self.axes: dict[str, tuple[PortField, int]] = {}
         for port in sorted(signature.ports.values(), key=lambda port: port.optional):
-            for place, wanted in port.fields.items():
-                for dimension, axis in enumerate(wanted.here if isinstance(wanted, ColumnType) else ()):
+            for place, declared in port.fields.items():
+                for dimension, axis in enumerate(declared.here if isinstance(declared, ColumnType) else ()):
                     if not operator.creates_axis(axis):
                         self.axes.setdefault(axis, (place, dimension))
 
@@ -317,7 +321,7 @@ _layouts: dict[type, _Layout] = {}
 
 
 def _layout_of(operator: Any) -> _Layout:
-    """The layout of the operator's class, made once unless its parameters change its ports."""
+    """The layout of the operator's class, created once unless its parameters change its ports."""
     layout = _layouts.get(type(operator))
     if layout is None or layout.signature is not operator.signature:
         layout = _layouts[type(operator)] = _Layout(operator)
@@ -325,18 +329,14 @@ def _layout_of(operator: Any) -> _Layout:
 
 
 def refuse_misfits(operator: Any, inputs: Mapping[PortField, Any]) -> None:
-    """Check what an operator is given by hand.
-
-    Raises:
-        PortError: an array has a wrong dtype or shape.
-    """
+    """Check dtypes and shapes of the inputs of a direct call."""
     sizes: dict[str, int] = {}
     for place, value in inputs.items():
-        _layout_of(operator).takes[place](operator.name, value, sizes, "wants")
+        _layout_of(operator).takes[place](operator.name, value, sizes, "expects")
 
 
 def _packed(port: Port) -> tuple[str, type | None, tuple[PortField, ...]]:
-    """The port's parameter, the record that it takes, and its fields in the order of that record."""
+    """The port's parameter, its record class, and its fields in the order of that record."""
     if port.record is None:
         return port.name, None, tuple(port.fields)
     record: Any = record_tuple(port.record)
@@ -345,55 +345,65 @@ def _packed(port: Port) -> tuple[str, type | None, tuple[PortField, ...]]:
 
 
 class Check:
-    """Whether a value is what a port or an output declares.
+    """The check of a value against the type of a port or an output.
 
     Args:
         name: of the port or output, for messages.
-        wanted: its type.
+        declared: its type.
     """
 
-    def __init__(self, name: PortField | str, wanted: FieldType) -> None:
-        self._name, self._wanted = name, wanted
-        self._cls: Final[type | None] = wanted.cls if isinstance(wanted, ValueType) else None
-        self._dtype = None if isinstance(wanted, ValueType) else _dtype(wanted.dtype)
-        self._axes = () if isinstance(wanted, ValueType) else wanted.here
+    def __init__(self, name: PortField | str, declared: FieldType) -> None:
+        self._name, self._declared = name, declared
+        self._cls: Final[type | None] = declared.cls if isinstance(declared, ValueType) else None
+        self._dtype = None if isinstance(declared, ValueType) else _dtype(declared.dtype)
+        self._axes = () if isinstance(declared, ValueType) else declared.here
 
     def __call__(self, node: str, value: Any, sizes: dict[str, int], verb: str) -> None:
-        """Check class, or dtype and shape; sizes of axes that are not known yet are entered in `sizes`.
+        """Check class, or dtype and shape.
 
         Args:
             node: for messages.
-            value: what is there.
-            sizes: by axis, of the columns of this call.
-            verb: what the node does with the type, for messages.
-
-        Raises:
-            PortError: it is something else; names what is declared, what was found, and what mends it.
+            value: the column or value.
+            sizes: by axis, of the columns of this call; new axes are added.
+            verb: "expects" for a port, "declares" for an output.
         """
         if self._cls is not None:
             if not isinstance(value, self._cls):
-                self._refuse(node, verb, f"{type_of(value)}; pass {article(self._cls.__name__)}.")
+                self._refuse(node, verb, type_of(value), f"Pass {article(self._cls.__name__)}.")
             return
         if not isinstance(value, np.ndarray if self._dtype is np.dtype(object) else torch.Tensor):
-            self._refuse(node, verb, f"{type_of(value)}; pass {self._example()}.")
+            self._refuse(node, verb, type_of(value), f"Pass {self._example()}.")
         if value.dtype != self._dtype:
-            found = str(value.dtype).removeprefix("torch.")
             call = "astype(object)" if self._dtype is np.dtype(object) else f"to({self._dtype})"
-            self._refuse(node, verb, f"{found}; convert it: .{call}.")
+            self._refuse(node, verb, str(value.dtype).removeprefix("torch."), f"Convert it: .{call}.")
         shape = value.shape
         if len(shape) != len(self._axes):
-            axes = " ".join(self._axes)
-            self._refuse(node, verb, f"of the shape {tuple(shape)}; expected {len(self._axes)} axes: {axes}.")
+            axes = f"{len(self._axes)} axes: {' '.join(self._axes)}"
+            self._refuse(node, verb, f"the shape {tuple(shape)}", f"Expected {axes}.")
         for axis, size in zip(self._axes, shape, strict=True):
             if sizes.setdefault(axis, size) != size:
-                fix = f", or that {node} makes it anew: new_axes: ClassVar = ({axis!r},)" if verb == "declares" else ""
+                fix = f", or declare a new axis: new_axes: ClassVar = ({axis!r},)" if verb == "declares" else ""
                 raise PortError(
-                    f"{node}.{self._name} has the shape {tuple(shape)}, so its {axis} axis is {size} long, but other "
-                    f"columns of this call have {sizes[axis]}; expected one length for all{fix}."
+                    f"{node}.{self._name} has the shape {tuple(shape)}, so its {axis} axis has length {size}, but "
+                    f"other columns of this call have {sizes[axis]}. Make them equal{fix}.",
+                    code="call.axis-size",
+                    node=node,
+                    port=str(self._name),
+                    axis=axis,
+                    expected=sizes[axis],
+                    found=size,
                 )
 
-    def _refuse(self, node: str, verb: str, found: str) -> None:
-        raise PortError(f"{node}.{self._name} {verb} {self._wanted}, but is {found}")
+    def _refuse(self, node: str, verb: str, found: str, fix: str) -> None:
+        got = "got" if verb == "expects" else "returned"
+        raise PortError(
+            f"{node}.{self._name} {verb} {self._declared}, but {got} {found}. {fix}",
+            code="call.type",
+            node=node,
+            port=str(self._name),
+            expected=self._declared,
+            found=found,
+        )
 
     def _example(self) -> str:
         if self._dtype is np.dtype(object):

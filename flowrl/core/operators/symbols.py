@@ -1,7 +1,7 @@
-"""Symbols: what flows through an operator while a graph is recorded, and the types that they carry.
+"""Symbols: placeholders for the outputs of nodes while a graph is recorded, and their types.
 
-A symbol stands for one output of one node. Its type is a column type plus an *identity* for every axis: the node where
-that axis came to be. So columns of equal shape whose rows were made by different nodes cannot meet.
+A symbol represents one output of one node. Its type is a column type plus an *identity* for every axis: the node that
+created the axis. So columns of equal shape whose rows were created by different nodes do not mix.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def prefix() -> str:
 
 @contextmanager
 def prefixed(prefix: str) -> Iterator[None]:
-    """Let operators that are called in the block have `prefix` before their names."""
+    """Prefix the names of operators that are called in the block."""
     token = _prefix.set(prefix)
     try:
         yield
@@ -47,7 +47,11 @@ class Edge(NamedTuple):
         """``"gae.advantages"`` as an edge."""
         node, dot, output = text.partition(".")
         if not dot or not node or not output:
-            raise GraphError(f"{text!r} does not name an output; expected 'node.column', such as 'gae.advantages'.")
+            raise GraphError(
+                f"{text!r} does not name an output. Write 'node.column', such as 'gae.advantages'.",
+                code="reference.output",
+                given=text,
+            )
         return cls(node, output)
 
 
@@ -63,15 +67,15 @@ class EdgeType:
 
 
 class Recorder(Protocol):
-    """What records the nodes of one graph."""
+    """Recorder of the nodes of one graph."""
 
     def record(self, operator: Any, inputs: Mapping[Any, Any]) -> Any:
-        """A node for a call of `operator`; returns its symbol, or the record of its symbols."""
+        """Add a node for a call of `operator`; returns its symbol, or the record of its symbols."""
         ...
 
 
 class Symbol:
-    """An output that is still to be computed. It can be passed to operators, and to nothing else."""
+    """An output that is not computed yet; it can only be passed to operators."""
 
     def __init__(self, tracer: Recorder, edge: Edge, typed: EdgeType) -> None:
         self._tracer, self._edge, self._typed = tracer, edge, typed
@@ -81,9 +85,13 @@ class Symbol:
 
     def _refuse(self, what: str) -> NoReturn:
         raise GraphError(
-            f"{self._edge} is a symbol ({self._typed}) while the graph is recorded, so it has no {what}; expected it "
-            f"to be passed to operators only: move this into an operator's __call__, or run the lines on tensors with "
-            f"algorithm.step(...)."
+            f"{self._edge} is a symbol ({self._typed}) while the graph is recorded, so it has no {what}. Pass it to "
+            f"operators only: move this computation into an operator's __call__, or run the algorithm on tensors with "
+            f"algorithm.step(...).",
+            code="symbol.used-as-value",
+            node=self._edge.node,
+            column=self._edge.output,
+            missing=what,
         )
 
     def __bool__(self) -> bool:

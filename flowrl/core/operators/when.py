@@ -1,4 +1,4 @@
-"""`When`: in which steps a node runs. What does not run leaves nothing, so what reads it does not run either."""
+"""`When`: the steps in which a node runs. The nodes that read the outputs of a skipped node are skipped as well."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class When(Spec):
     """The steps in which a node runs, each step `start`, `start` + `every`, ... where the first is 0.
 
     Args:
-        every: of so many steps it runs in one; 1 is each.
-        start: steps that go without it first.
+        every: the interval in steps; 1 is every step.
+        start: steps before the first run.
     """
 
     timeless = True
@@ -28,11 +28,11 @@ class When(Spec):
     start: int = Field(default=0, ge=0)
 
     def runs(self, step: int) -> bool:
-        """Whether a node runs in a step, `step` of which were done before."""
+        """Whether a node runs in a step, counted from 0."""
         return step >= self.start and (step - self.start) % self.every == 0
 
     def __str__(self) -> str:
-        """``when(start=20)``; of one that is always, nothing."""
+        """``when(start=20)``; empty for every step."""
         given = ", ".join(f"{name}={value}" for name, value in non_default(self).items())
         return f"when({given})" if given else ""
 
@@ -41,18 +41,18 @@ ALWAYS = When()
 
 
 def first_idle(sinks: Iterable[Sequence[When]]) -> int | None:
-    """The first step in which none of these sinks runs, each given by what it waits for; None where there is none."""
+    """The first step in which none of these sinks runs, each by all that it depends on; None if there is none."""
     waits = [tuple(one for one in sink if one != ALWAYS) for sink in sinks]
     if not all(waits):
         return None
     every = [one for sink in waits for one in sink]
-    # What runs repeats itself, and a start only takes away from what runs before it.
+    # The pattern is periodic, and a start only removes runs before it.
     steps = range(min(math.lcm(*(one.every for one in every)), _FAR))
     return next((step for step in steps if not any(all(w.runs(step) for w in sink) for sink in waits)), None)
 
 
 class Skipped:
-    """What an operator leaves in a step in which it does not run, where the lines of an algorithm run on tensors."""
+    """The outputs of a skipped operator when an algorithm runs on tensors."""
 
     def __repr__(self) -> str:
         return "<skipped>"
@@ -62,7 +62,7 @@ SKIPPED = Skipped()
 
 
 def skipped(signature: Signature) -> Any:
-    """What a call that is left out returns: for every output, that there is none."""
+    """The return value of a skipped call."""
     if signature.output_record is not None:
         return signature.output_record(*[SKIPPED for _ in signature.outputs])
     return SKIPPED if signature.outputs else None

@@ -1,10 +1,11 @@
-"""`@operator`: a function is an operator, in every place where a class is."""
+"""`@operator`: a function works as an operator wherever a class does."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,13 +24,14 @@ from flowrl.core.operators.function import function_of, operator
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.references import source_hash
 from flowrl.core.operators.session import Session
-from flowrl.errors import BindError, DefinitionError, GraphError, ParameterError, PortError
+from flowrl.errors import DefinitionError, GraphError, PortError
 from flowrl.graph import Graph, algorithm
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import Whiten
 from flowrl.protocols.protocols import Scorer
 from flowrl.records import Sequences
 from tests import ROOT
+from tests.support.errors import raises
 from tests.support.kernel import answers, exact
 
 
@@ -48,14 +50,14 @@ def half(advantages: c.Advantages) -> c.Advantages:
 
 @operator
 def scaled(advantages: c.Advantages, *, factor: float = Field(0.5, gt=0), metrics: Metrics = INJECTED) -> c.Advantages:
-    """As much as is said."""
+    """Times `factor`."""
     metrics.mean("scaled/factor", factor)
     return advantages * factor
 
 
 @operator
 def noisy(advantages: c.Advantages, response_mask: c.ResponseMask | None = None, key: Key = INJECTED) -> c.Advantages:
-    """With noise, on the mask where there is one."""
+    """With noise, on the mask if there is one."""
     noise = torch.rand(advantages.shape, generator=key.generator())
     return advantages + (noise if response_mask is None else noise * response_mask)
 
@@ -69,7 +71,7 @@ def judged(rollout: Sequences, *, judge: Reads[Scorer] = Role("judge")) -> c.Ref
 ONES = torch.ones(1, 3)
 
 
-def test_it_computes_as_it_is_written() -> None:
+def test_it_computes_like_the_function() -> None:
     assert half(ONES).tolist() == [[0.5] * 3]
     assert half(advantages=ONES).tolist() == [[0.5] * 3]
     assert scaled(ONES).tolist() == [[0.5] * 3]
@@ -90,11 +92,11 @@ def test_it_is_an_operator() -> None:
     assert scaled.named("other")(factor=2.0).name == "other"
     assert list(noisy.signature.ports) == ["advantages", "response_mask"] and noisy.signature.injected == {"key": Key}
     assert judged.role_uses["judge"].protocol is Scorer
-    with pytest.raises(BindError, match=r"judged\.judge is the role 'judge', and no job is active"):
+    with raises("session.no-job", node="judged", missing="role", role="judge"):
         judged(answers())
 
 
-def test_it_stands_in_graphs_edits_diffs_and_pictures() -> None:
+def test_it_works_in_graphs_edits_diffs_and_pictures() -> None:
     @algorithm
     def both(row: Masked) -> Any:
         white = Whiten()(half(row.advantages), row.response_mask)
@@ -134,28 +136,28 @@ def test_two_of_one_name_are_refused_as_two_of_a_class() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "code", "facts"),
     [
-        (lambda: scaled(ONES, factor=2.0), PortError, r"one after the other: scaled\(factor=\.\.\.\)\(advantages\)"),
+        (lambda: scaled(ONES, factor=2.0), "operator.mixed-call", {"operator": "scaled", "parameter": "factor"}),
         (
             lambda: scaled(facto=2.0),
-            ParameterError,
-            r"'facto'; it takes advantages, factor, metrics; did you",
+            "parameter.unknown",
+            {"parameter": "facto", "known": ("advantages", "factor", "metrics")},
         ),
-        (
-            lambda: scaled(factor=-1.0),
-            ParameterError,
-            r"scaled\(\.\.\.\): factor=-1\.0: input should be greater",
-        ),
-        (lambda: half(), PortError, r"half\.advantages wants advantage\[batch response\] float32, but was not given"),
-        (lambda: half(ONES, ONES), PortError, r"half\(\.\.\.\) cannot be called like this: too many"),
-        (lambda: noisy(ONES), BindError, r"noisy draws random numbers, and no job is active"),
-        (lambda: ppo(exact).edit(replace={"whiten": exact}), GraphError, r"the function exact.*: write @operator abov"),
+        (lambda: scaled(factor=-1.0), "parameter.invalid", {"spec": "scaled", "parameter": "factor", "given": "-1.0"}),
+        (lambda: half(), "call.missing-port", {"node": "half", "port": "advantages"}),
+        (lambda: half(ONES, ONES), "call.arguments", {"node": "half", "reason": "too many positional arguments"}),
+        (lambda: noisy(ONES), "session.no-job", {"node": "noisy", "missing": "key"}),
     ],
 )
-def test_a_wrong_call_is_refused(call: Callable[[], Any], error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_a_wrong_call_is_refused(call: Callable[[], Any], code: str, facts: dict[str, Any]) -> None:
+    with raises(code, **facts):
         call()
+
+
+def test_a_function_without_the_decorator_is_no_operator() -> None:
+    with pytest.raises(GraphError, match=r"the function exact.*: write @operator abov"):
+        ppo(exact).edit(replace={"whiten": exact})
 
 
 def _no_annotation(advantages) -> c.Advantages: ...
@@ -163,7 +165,7 @@ def _no_return(advantages: c.Advantages): ...
 def _no_default(advantages: c.Advantages, *, factor: float) -> c.Advantages: ...
 def _bare(advantages: c.Advantages, *, factor=0.5) -> c.Advantages: ...
 def _among_ports(advantages: c.Advantages, factor: float = 0.5) -> c.Advantages: ...
-def _port_behind(*, advantages: c.Advantages) -> c.Advantages: ...
+def _port_after_the_star(*, advantages: c.Advantages) -> c.Advantages: ...
 def _starred(*advantages: c.Advantages) -> c.Advantages: ...
 def _no_port(*, factor: float = 0.5) -> c.Advantages: ...
 def _taken(advantages: c.Advantages, *, effects: float = 0.5) -> c.Advantages: ...
@@ -177,34 +179,33 @@ def _many(advantages: c.Advantages) -> c.Advantages:
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "code", "facts"),
     [
-        (_no_annotation, r"_no_annotation has the parameter 'advantages' without an annotation"),
-        (_no_return, r"_no_return has no return annotation; .*, or `-> None`"),
-        (_no_default, r"_no_default\(factor\) stands behind the `\*`, .* has no default"),
-        (_bare, r"_bare\(factor\) is a parameter without annotation"),
-        (_among_ports, r"_among_ports\(factor\) has the default 0\.5, .*def _among_ports\(\.\.\., \*, factor=0\.5\)"),
-        (_port_behind, r"_port_behind\(advantages\) stands behind the `\*`.*before the `\*` where it is a port"),
-        (_starred, r"_starred takes \*advantages as variadic positional"),
-        (_no_port, r"_no_port has no port"),
-        (_taken, r"_taken\.effects is a parameter or state, and every operator has something of that name"),
-        (_shared, r"_shared\.factors has the mutable default \[\]"),
-        (_unknown, r"_unknown: An annotation uses a name that is not defined"),
-        (_later, r"_later is async; expected an ordinary method"),
-        (_many, r"_many is a generator"),
-        (_method, r"_method\(self\) is the name of an object that methods are called on"),
-        (
-            _wrong_default,
-            r"_wrong_default has a default that is not allowed: .*factor='half': input should be a",
-        ),
-        (lambda advantages: advantages, r"<lambda> at .* has no name and annotations"),
-        (Whiten, r"Whiten'> has no name and annotations of its own"),
-        (exact, r"exact has the parameter 'data_source'|exact\(data_source\): The annotation str is neither"),
+        (_no_annotation, "operator.missing-annotation", {"parameter": "advantages"}),
+        (_no_return, "operator.missing-annotation", {"parameter": "return"}),
+        (_no_default, "operator.misplaced-parameter", {"parameter": "factor"}),
+        (_bare, "parameter.missing-annotation", {"parameter": "factor"}),
+        (_among_ports, "operator.misplaced-parameter", {"parameter": "factor"}),
+        (_port_after_the_star, "operator.misplaced-parameter", {"parameter": "advantages"}),
+        (_starred, "operator.unnamed-port", {"parameter": "*advantages"}),
+        (_no_port, "operator.no-port", {}),
+        (_taken, "operator.name-taken", {"name": "effects"}),
+        (_shared, "parameter.definition", {"member": "factors"}),
+        (_unknown, "column.undefined-name", {}),
+        (_later, "operator.not-a-function", {"found": "async"}),
+        (_many, "operator.not-a-function", {"found": "a generator"}),
+        (_method, "operator.not-a-function", {"found": "a method"}),
+        (_wrong_default, "parameter.invalid", {"parameter": "factor", "given": "'half'"}),
+        (lambda advantages: advantages, "operator.not-a-function", {}),
+        (Whiten, "operator.not-a-function", {"found": repr(Whiten)}),
+        (exact, "column.untyped", {"annotation": "str"}),
     ],
 )
-def test_what_is_not_well_formed_is_refused_with_its_line(function: Any, message: str) -> None:
-    with pytest.raises(DefinitionError, match=rf"^\S+\.py:\d+: .*(?:{message})"):
+def test_an_ill_formed_function_is_refused_with_its_line(function: Any, code: str, facts: dict[str, Any]) -> None:
+    with raises(code, **facts) as error:
         operator(function)
+    assert isinstance(error.value, DefinitionError)
+    assert re.match(r"\S+\.py:\d+", str(error.value.facts["where"]))
 
 
 SCRIPT = """
@@ -228,14 +229,14 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delitem(sys.modules, "my_operators", raising=False)
 
 
-def test_files_name_it_by_path_and_source(mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_contain_its_path_and_source_hash(mine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = ppo("tests.support.kernel:exact").edit(replace={"whiten": mine.third(of=2.0).named("w")})
     flowrl.save(graph, tmp_path / "graph.yaml")
     before, fingerprint = graph.to_dict(), graph.fingerprint()
     read = flowrl.load(tmp_path / "graph.yaml")
     assert read["w"].operator == mine.third(of=2.0) and read.fingerprint() == graph.fingerprint()
     assert graph.to_dict()["nodes"]["w"]["operator"]["$type"] == "my_operators:third"
-    with pytest.raises(GraphError, match=r"w is of the class my_operators:third, which flowrl would have to import"):
+    with raises("file.not-imported"):
         flowrl.load(tmp_path / "graph.yaml", imports=False)
 
     (tmp_path / "my_operators.py").write_text(SCRIPT.replace("/ 3", "/ 4"))
@@ -250,7 +251,7 @@ def test_files_name_it_by_path_and_source(mine: Any, tmp_path: Path, monkeypatch
     assert Graph.from_dict(data)["w"].operator == changed.third(of=2.0)
 
 
-def test_a_diff_tells_another_source() -> None:
+def test_a_diff_shows_another_source() -> None:
     def shrunk(by: float) -> Operator:
         @operator
         def shrink(advantages: c.Advantages) -> c.Advantages:
@@ -260,7 +261,7 @@ def test_a_diff_tells_another_source() -> None:
 
     before = ppo(exact).edit(replace={"whiten": shrunk(0.5)})
     assert not before.diff(before.edit(replace={"shrink": shrunk(0.5)}))
-    path = "tests.core.operators.test_function:test_a_diff_tells_another_source.<locals>.shrunk.<locals>.shrink"
+    path = "tests.core.operators.test_function:test_a_diff_shows_another_source.<locals>.shrunk.<locals>.shrink"
     assert str(before.diff(before.edit(replace={"shrink": shrunk(0.25)}))).splitlines()[1:] == [
         f"~ shrink.operator: {path} -> {path} (with another source)"
     ]

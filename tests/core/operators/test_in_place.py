@@ -1,4 +1,4 @@
-"""An operator that writes into what it was given is named, with the column; one that does not is left alone."""
+"""An operator that writes into its inputs is an error that names it and the column."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from flowrl.core.operators.in_place import guarded
 from flowrl.core.operators.ports import PortField
 from flowrl.data.proto.column_math import objects
 from flowrl.errors import InPlaceError, NodeError
+from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of
 from tests.support.runs import walk
 
 
 class Zeroes(Operator):
-    """Writes zeros into what it is given, in one of several ways."""
+    """Writes zeros into its inputs, in one of several ways."""
 
     way: str = "zero_"
 
@@ -56,20 +57,21 @@ def test_a_write_in_a_run_is_named(tiny: str, way: str) -> None:
     with job.open() as steps:
         steps.sync()
         with pytest.raises(
-            NodeError, match=r"zeroes failed in step \d: InPlaceError: zeroes wrote into the column"
+            NodeError, match=r"zeroes failed in step \d: InPlaceError: zeroes wrote into its input old_log_probs"
         ) as e:
             steps.step(PROMPTS, 0)
-    assert isinstance(e.value.__cause__, InPlaceError)
-    assert "the column old_log_probs that it was given as old_log_probs, so whoever reads it later" in str(e.value)
+    cause = e.value.__cause__
+    assert isinstance(cause, InPlaceError)
+    assert (cause.code, cause.facts["column"]) == ("operator.wrote-input", ("old_log_probs",))
 
 
 @pytest.mark.parametrize(
-    ("way", "said"),
-    [(way, "the column old_log_probs that") for way in WAYS]
-    + [("mask", "the column response_mask that"), ("both", "the column old_log_probs, response_mask that")],
+    ("way", "columns"),
+    [(way, ("old_log_probs",)) for way in WAYS]
+    + [("mask", ("response_mask",)), ("both", ("old_log_probs", "response_mask"))],
 )
-def test_a_write_by_hand_is_named(way: str, said: str) -> None:
-    with pytest.raises(InPlaceError, match=f"zeroes wrote into {said}"):
+def test_a_write_in_a_direct_call_is_named(way: str, columns: tuple[str, ...]) -> None:
+    with raises("operator.wrote-input", node="zeroes", port=columns, column=columns):
         Zeroes(way)(torch.ones(2, 3), torch.ones(2, 3).bool())
 
 
@@ -77,14 +79,14 @@ def test_reading_is_no_write() -> None:
     assert Zeroes("not at all")(torch.ones(2, 3), torch.ones(2, 3).bool()).tolist() == torch.ones(2, 3).tolist()
 
 
-def test_what_counts_no_writes_may_be_read() -> None:
+def test_tensors_without_a_write_counter_may_be_read() -> None:
     with torch.inference_mode():
         column = torch.ones(2, 3)
     assert Zeroes("not at all")(column, torch.ones(2, 3).bool()).sum() == 6
 
 
 class Renames(Operator):
-    """Writes into objects, or gives them on."""
+    """Writes into objects, or returns them."""
 
     write: bool = True
 
@@ -121,7 +123,7 @@ def test_a_write_into_an_array_of_objects_is_refused(operator: Any) -> None:
     with pytest.raises(ValueError, match="read-only"):
         Renames()(own)
     assert Renames(write=False)(own).tolist() == ["a", "b"]
-    own[0] = "c"  # the caller's own array is as it was
+    own[0] = "c"  # the caller's array is still writable
 
 
 def test_only_arrays_are_guarded() -> None:
@@ -132,13 +134,13 @@ def test_only_arrays_are_guarded() -> None:
     assert not view.flags.writeable and array.flags.writeable and guarded(view) is view
 
 
-def test_what_was_made_in_inference_mode_is_passed_over() -> None:
-    """It counts no writes; what else is given is still looked at."""
+def test_tensors_of_inference_mode_are_ignored() -> None:
+    """They have no write counter; the other inputs are still checked."""
     with torch.inference_mode():
         uncounted = torch.zeros(2, 3)
     mask = torch.ones(2, 3, dtype=torch.bool)
     given = {PortField("old_log_probs"): uncounted, PortField("response_mask"): mask}
     with torch.inference_mode():
         assert Zeroes("zero_").run(given).sum() == 0
-    with pytest.raises(InPlaceError, match="column response_mask"):
+    with raises("operator.wrote-input", column=("response_mask",)):
         Zeroes("mask").run(given)

@@ -1,8 +1,9 @@
-"""Losses of the user's own: what they read becomes ports of the update, and what is wrong is told where it stands."""
+"""Users' losses: the columns that they read become ports of the update, and errors name file and line."""
 
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,18 +19,19 @@ from flowrl.core.operators.roles import Role, Writes
 from flowrl.data.balance import Share
 from flowrl.data.keys import Key
 from flowrl.draw import mermaid
-from flowrl.errors import DataError, DefinitionError, ParameterError, PortError
+from flowrl.errors import DataError, ParameterError
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import DPO, PPOClip, Reinforce, UpdateActor, UpdateCritic, ValueHuber
 from flowrl.operators.losses.objective import TokenObjective
 from flowrl.operators.updates.mini_batches import rank_parts
 from flowrl.protocols.protocols import Trainer
 from flowrl.records import Tokens, Updated
+from tests.support.errors import raises
 from tests.support.kernel import exact, wires
 
 
 class Entropic(Loss):
-    """A loss with a parameter, the entropy, a port that a graph has, and one that may be left open."""
+    """A loss with a parameter, the entropy, a port that a graph has, and an optional one."""
 
     coef: float = 0.1
 
@@ -47,7 +49,7 @@ class Entropic(Loss):
         return -gain * log_probs - self.coef * entropies
 
 
-def test_what_a_loss_reads_are_ports_of_the_update() -> None:
+def test_columns_of_a_loss_are_ports_of_the_update() -> None:
     ports = UpdateActor(Entropic()).signature.ports
     assert list(ports) == ["rollout", "token_level_scores", "ref_log_prob", "token_version", "advantages"]
     assert [name for name, port in ports.items() if port.optional] == ["ref_log_prob", "token_version", "advantages"]
@@ -65,7 +67,7 @@ class Tilt:
 
 
 class Tilted(Loss):
-    """Reads a value beside columns."""
+    """Reads a value and columns."""
 
     unit: ClassVar[Unit] = "batch"
 
@@ -73,7 +75,7 @@ class Tilted(Loss):
         return -(advantages - tilt.by) * log_probs
 
 
-def test_a_loss_may_read_a_value_which_mini_batches_and_ranks_leave_whole() -> None:
+def test_a_loss_may_read_a_value_which_mini_batches_and_ranks_do_not_split() -> None:
     ports = UpdateActor(Tilted()).signature.ports
     assert list(ports) == ["rollout", "advantages", "tilt", "ref_log_prob", "token_version"]
     objective, mask = TokenObjective(Tilted()), torch.ones(4, 2, dtype=torch.bool)
@@ -87,7 +89,7 @@ def test_a_loss_may_read_a_value_which_mini_batches_and_ranks_leave_whole() -> N
     assert found.item() == pytest.approx(float((-(advantages - 2.5) * log_probs)[[3, 0]].mean()))
 
 
-def test_an_edit_wires_what_the_new_loss_reads_and_leaves_out_what_only_the_old_one_read() -> None:
+def test_an_edit_wires_the_ports_of_the_new_loss_and_removes_those_of_the_old_one() -> None:
     graph = grpo(exact)
     edited = graph.edit(set={"update_actor.loss": Entropic(coef=0.2)})
     assert wires(edited, "update_actor")["token_level_scores"] == "reward.token_level_scores"
@@ -127,7 +129,7 @@ def test_columns_are_zero_off_the_mask_and_the_entropy_has_its_gradient() -> Non
 
 
 class OfRows(Loss):
-    """One number a row, which is that of each of its tokens."""
+    """One number per row, for each of its tokens."""
 
     unit: ClassVar[Unit] = "row"
 
@@ -135,8 +137,8 @@ class OfRows(Loss):
         return -log_probs.sum(-1)
 
 
-class OfRowsUnsaid(Loss):
-    """The same, whose class does not say so."""
+class OfRowsUndeclared(Loss):
+    """The same, but its class does not declare the unit."""
 
     def __call__(self, log_probs: c.LogProbs) -> Tensor:
         return -log_probs.sum(-1)
@@ -164,14 +166,14 @@ class TestReturned:
         assert self.value(OfRows()) == pytest.approx((3 + 3) / 2)
         assert self.value(OfRows(), "token-mean") == pytest.approx((3 + 3 + 3) / 3)
 
-    def test_what_is_summed_already_is_refused(self) -> None:
+    def test_a_summed_loss_is_refused(self) -> None:
         with pytest.raises(DataError, match=r"Summed returned \(\) for 2 rows; expected the loss of each token"):
             self.value(Summed())
 
-    def test_a_loss_of_rows_that_does_not_say_so_is_refused(self) -> None:
-        """By its unit the rules know it; see FR018."""
-        with pytest.raises(DataError, match=r"OfRowsUnsaid returned \(2,\) .*says so in its class: unit = 'row'"):
-            self.value(OfRowsUnsaid())
+    def test_a_loss_of_rows_must_declare_its_unit(self) -> None:
+        """The rules read the unit; see FR018."""
+        with pytest.raises(DataError, match=r"OfRowsUndeclared returned \(2,\) .*says so in its class: unit = 'row'"):
+            self.value(OfRowsUndeclared())
 
     def test_a_loss_without_a_gradient_is_refused(self) -> None:
         with pytest.raises(DataError, match=r"Detached returned a loss without a gradient.*depends on log_probs: look"):
@@ -189,8 +191,8 @@ def define(call: Any, **body: Any) -> None:
     type("Faulty", (Loss,), {"__call__": call, "__module__": __name__, **body})
 
 
-def nothing_said(self: Any, advantages: c.Advantages) -> Tensor: ...
-def both_said(self: Any, log_probs: c.LogProbs, new_values: c.NewValues) -> Tensor: ...
+def no_model_output(self: Any, advantages: c.Advantages) -> Tensor: ...
+def two_model_outputs(self: Any, log_probs: c.LogProbs, new_values: c.NewValues) -> Tensor: ...
 def a_record(self: Any, log_probs: c.LogProbs, rollout: Tokens) -> Tensor: ...
 def a_key(self: Any, log_probs: c.LogProbs, key: Key = INJECTED) -> Tensor: ...
 def a_step(self: Any, log_probs: c.LogProbs, now: Now = INJECTED) -> Tensor: ...
@@ -198,31 +200,33 @@ def a_column(self: Any, log_probs: c.LogProbs) -> c.Advantages: ...
 def fine(self: Any, log_probs: c.LogProbs) -> Tensor: ...
 
 
+UNIT = {"unit": "ClassVar[str]"}
+
+
 @pytest.mark.parametrize(
-    ("call", "body", "said"),
+    ("call", "body", "code", "facts"),
     [
-        (nothing_said, {}, r"reads nothing of the model that is trained; expected `log_probs: LogProbs` for a policy"),
-        (both_said, {}, r"reads log_probs, new_values of the model that is trained; expected"),
-        (a_record, {}, r"\(rollout\).*a loss reads columns, each by a parameter"),
-        (a_key, {}, r"takes a Key, and its unit is 'token'.*every micro-batch; expected the unit 'batch'"),
-        (a_step, {}, r"takes a Now; expected columns, and perhaps `metrics: Metrics` and `key: Key`"),
-        (a_column, {}, r"returns something else than a tensor; expected the loss of each token"),
-        (fine, {"unit": "rows", "__annotations__": {"unit": "ClassVar[str]"}}, r"unit is 'rows'; expected one of 'tok"),
-        (
-            fine,
-            {"unit": "group", "__annotations__": {"unit": "ClassVar[str]"}},
-            r"unit is 'group', and its __call__ reads 0 columns that say which group",
-        ),
-        (3, {}, r"__call__ is an int; expected an ordinary method"),
+        (no_model_output, {}, "loss.ports", {"found": ()}),
+        (two_model_outputs, {}, "loss.ports", {"found": ("log_probs", "new_values")}),
+        (a_record, {}, "loss.ports", {"port": "rollout"}),
+        (a_key, {}, "loss.unit", {"unit": "token"}),
+        (a_step, {}, "loss.ports", {"found": "Now"}),
+        (a_column, {}, "operator.return-type", {}),
+        (fine, {"unit": "rows", "__annotations__": UNIT}, "loss.unit", {"unit": "rows"}),
+        (fine, {"unit": "group", "__annotations__": UNIT}, "loss.unit", {"unit": "group"}),
+        (3, {}, "operator.not-a-function", {"found": "an int"}),
     ],
 )
-def test_a_faulty_class_is_told_with_file_and_line(call: Any, body: dict[str, Any], said: str) -> None:
-    with pytest.raises(DefinitionError, match=rf"test_loss\.py:\d+: Faulty.*{said}"):
+def test_a_faulty_class_is_refused_with_file_and_line(
+    call: Any, body: dict[str, Any], code: str, facts: dict[str, Any]
+) -> None:
+    with raises(code, **facts) as error:
         define(call, **body)
+    assert re.match(r".*test_loss\.py:\d+: Faulty", str(error.value.facts["where"]))
 
 
 def test_a_class_without_call_is_refused() -> None:
-    with pytest.raises(DefinitionError, match=r"Empty has no __call__; define one whose annotations are the columns"):
+    with raises("operator.no-call"):
 
         class Empty(Loss):
             coef: float = 1.0
@@ -230,7 +234,7 @@ def test_a_class_without_call_is_refused() -> None:
 
 def test_an_update_of_the_users_own_takes_its_loss() -> None:
     class Own(Operator):
-        """What trains in another way, on any loss."""
+        """Trains in another way, with any loss."""
 
         loss: Loss = Reinforce()
         actor: Writes[Trainer] = Role("actor")
@@ -239,7 +243,7 @@ def test_an_update_of_the_users_own_takes_its_loss() -> None:
 
     assert list(Own().signature.ports) == ["rollout", "advantages"]
     assert list(Own(DPO()).signature.ports) == ["rollout", "ref_log_prob", "token_level_scores", "uid"]
-    with pytest.raises(DefinitionError, match=r"takes the columns of its loss, and there is no field of that name"):
+    with raises("loss.missing-field"):
 
         class Without(Operator):
             def __call__(self, rollout: Tokens, **columns: FromParameters) -> Updated: ...
@@ -251,5 +255,5 @@ def test_a_name_means_one_column() -> None:
 
         def __call__(self, log_probs: c.LogProbs, input_ids: c.Advantages) -> Tensor: ...
 
-    with pytest.raises(PortError, match=r"the loss reads input_ids as advantage.*, and the operator .* as tokens"):
+    with raises("loss.column-clash", column="input_ids"):
         UpdateActor(Clash()).signature  # noqa: B018

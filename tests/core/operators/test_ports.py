@@ -1,4 +1,4 @@
-"""Ports: taken from annotations, and faults told with file and line where the class is defined."""
+"""Ports come from annotations, and errors name file and line where the class is defined."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from flowrl.core.operators.roles import Role
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
-from flowrl.errors import DefinitionError, GraphError
 from flowrl.graphs import ppo
 from flowrl.operators import GAE, UpdateActor
-from flowrl.records import Tokens
+from flowrl.records import Tokens, Updated
+from tests.support.errors import raises
 from tests.support.kernel import Impure, exact
 
 # ---------------------------------------------------------------------------------------------------------- definition
@@ -86,6 +86,8 @@ def _optional_without_default(self: Any, values: c.Values, old: c.OldLogProbs | 
 def _star(self: Any, *values: c.Values) -> c.Values: ...
 def _positional(self: Any, values: c.Values, /) -> c.Values: ...
 def _returns_protocol(self: Any, values: c.Values) -> Tokens: ...
+def _returns_own_axes(self: Any, values: c.Values) -> c.Rows[c.Values, "demo"]: ...
+def _value_with_own_axes(self: Any, updated: c.Rows[Updated, "demo"]) -> c.Values: ...
 def _returns_tensor(self: Any, values: c.Values) -> Tensor: ...
 
 
@@ -122,53 +124,56 @@ def _generator(self: Any, values: c.Values) -> c.Values:  # type: ignore[misc]
 def _impure(self: Any, record: Impure) -> c.Values: ...
 
 
+CALL = "Faulty.__call__"
+RETURN = "Faulty.__call__, return value"
+
+
+def at(parameter: str) -> str:
+    return f"Faulty.__call__({parameter})"
+
+
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "code", "where", "facts"),
     [
-        (
-            _no_annotation,
-            r"Faulty\.__call__ has the parameter 'values' without an annotation; annotate it with a column",
-        ),
-        (_no_return, r"Faulty\.__call__ has no return annotation; say which column, record or value it returns"),
-        (_unknown, r"Faulty\.__call__: An annotation uses a name that is not defined: .*Valuse"),
-        (_undefined, r"Faulty\.__call__: An annotation uses a name that is not defined: .*Valuse"),
-        (_bare_tensor, r"Faulty\.__call__\(values\): The annotation Tensor is neither a column.*Use a column of"),
-        (_bare_array, r"Faulty\.__call__\(values\): The annotation ndarray is neither a column"),
-        (_no_column, r"Faulty\.__call__\(values\): The annotation Float32\[Tensor, 'batch response'\] is neither a"),
-        (_number, r"Faulty\.__call__\(size\): The annotation int is neither a column"),
-        (_union, r"Faulty\.__call__\(values\): The annotation .* is neither a column"),
-        (_optional_without_default, r"Faulty\.__call__\(old\) is optional; give it the default None"),
-        (_star, r"Faulty\.__call__ takes \*values as variadic positional; ports are fixed"),
-        (_positional, r"Faulty\.__call__ takes values as positional-only; ports are fixed"),
-        (_returns_protocol, r"return value: the Protocol Tokens can only be read; expected a NamedTuple"),
-        (_returns_tensor, r"Faulty\.__call__, return value: The annotation Tensor is neither a column"),
-        (_wide, r"\(values\): Column 'wide' annotates .*Expected a Tensor of exactly one dtype"),
-        (_numbers, r"\(values\): Column 'numbers' annotates .*Expected a Tensor of exactly one dtype, such as"),
-        (_anything, r"\(values\): Column 'anything' annotates .*Expected a Tensor of exactly one dtype"),
-        (_fixed, r"\(values\): Column 'fixed' has the axes 'batch 3'. Expected distinct names"),
-        (
-            _batchless,
-            r"\(values\): Column 'batchless' has the axes 'response'. Expected distinct names, the first one batch",
-        ),
-        (_no_array, r"\(values\): Column 'no_array' annotates <class 'float'>. Expected a jaxtyping array"),
-        (_twisted, r"\(values\): Column 'values' is already defined as value\[batch response\].*another name"),
-        (
-            _default,
-            r"Faulty\.__call__\(values\) has a default, of type int, but a port reads what is wired to it; leave",
-        ),
-        (_two_metrics, r"Faulty\.__call__\(b\) is a second Metrics; expected one, which is the node's\."),
-        (_no_port, r"Faulty\.__call__ has no port, so nothing could be wired to it; expected a method with at least"),
-        (_no_self, r"Faulty\.__call__ has no port"),
-        (_none, r"Faulty\.__call__\(values\) has the default None; annotate it with `X \| None`\."),
-        (_optional_default, r"Faulty\.__call__\(old\) has a default, of type int, but .* or make it None\."),
-        (_injected_default, r"Faulty\.__call__\(key\) has a default, of type int, but the runner .* `= INJECTED`\."),
-        (_impure, r"\(record\): Impure\.temperature: The annotation float is neither a column"),
+        (_no_annotation, "operator.missing-annotation", CALL, {"parameter": "values"}),
+        (_no_return, "operator.missing-annotation", CALL, {"parameter": "return"}),
+        (_unknown, "column.undefined-name", CALL, {}),
+        (_undefined, "column.undefined-name", CALL, {"reason": "name 'Valuse' is not defined"}),
+        (_bare_tensor, "column.untyped", at("values"), {"annotation": "Tensor"}),
+        (_bare_array, "column.untyped", at("values"), {"annotation": "ndarray"}),
+        (_no_column, "column.untyped", at("values"), {"annotation": "Float32[Tensor, 'batch response']"}),
+        (_number, "column.untyped", at("size"), {"annotation": "int"}),
+        (_union, "column.untyped", at("values"), {}),
+        (_optional_without_default, "operator.port-default", CALL, {"port": "old"}),
+        (_star, "operator.unnamed-port", CALL, {"parameter": "*values", "kind": "variadic positional"}),
+        (_positional, "operator.unnamed-port", CALL, {"parameter": "values", "kind": "positional-only"}),
+        (_returns_protocol, "operator.return-type", RETURN, {"found": "Tokens"}),
+        (_returns_tensor, "column.untyped", RETURN, {"annotation": "Tensor"}),
+        (_returns_own_axes, "column.port-axes", RETURN, {"axes": "demo"}),
+        (_value_with_own_axes, "column.port-axes", at("updated"), {"axes": "demo"}),
+        (_wide, "column.annotation", at("values"), {"column": "wide"}),
+        (_numbers, "column.annotation", at("values"), {"column": "numbers"}),
+        (_anything, "column.annotation", at("values"), {"column": "anything"}),
+        (_fixed, "column.annotation", at("values"), {"column": "fixed", "axes": "batch 3"}),
+        (_batchless, "column.annotation", at("values"), {"column": "batchless", "axes": "response"}),
+        (_no_array, "column.annotation", at("values"), {"column": "no_array", "found": "<class 'float'>"}),
+        (_twisted, "column.redefined", at("values"), {"column": "values"}),
+        (_default, "operator.port-default", CALL, {"port": "values", "found": "int"}),
+        (_two_metrics, "operator.injected-parameter", CALL, {"parameter": "b"}),
+        (_no_port, "operator.no-port", CALL, {}),
+        (_no_self, "operator.no-port", CALL, {}),
+        (_none, "operator.port-default", CALL, {"port": "values"}),
+        (_optional_default, "operator.port-default", CALL, {"port": "old", "found": "int"}),
+        (_injected_default, "operator.port-default", CALL, {"port": "key", "found": "int"}),
+        (_impure, "column.untyped", at("record"), {"annotation": "float"}),
     ],
 )
-def test_faulty_ports_are_told_with_file_and_line(call: Callable[..., Any], said: str) -> None:
-    with pytest.raises(DefinitionError, match=said) as error:
+def test_faulty_ports_are_named_with_file_and_line(
+    call: Callable[..., Any], code: str, where: str, facts: dict[str, Any]
+) -> None:
+    line = call.__code__.co_firstlineno
+    with raises(code, where=f"{__file__}:{line}: {where}", **facts):
         operator(call)
-    assert f"test_ports.py:{call.__code__.co_firstlineno}: Faulty" in str(error.value)
 
 
 def _fine(self: Any, values: c.Values) -> c.Values:
@@ -176,103 +181,100 @@ def _fine(self: Any, values: c.Values) -> c.Values:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "code", "facts"),
     [
-        ({}, r"Faulty has no __call__; define one whose annotations are its ports"),
-        ({"call": _fine, "gamma": 0.9}, r"Faulty\.gamma = 0\.9 has no annotation"),
-        ({"call": _fine, "seen": [], "annotations": {"seen": "list[int]"}}, r"Faulty\.seen has the mutable default"),
-        ({"call": _fine, "actor": Role("actor")}, r"Faulty\.actor = Role\('actor'\) has no annotation"),
+        ({}, "operator.no-call", {}),
+        ({"call": _fine, "gamma": 0.9}, "parameter.missing-annotation", {"parameter": "gamma"}),
+        (
+            {"call": _fine, "seen": [], "annotations": {"seen": "list[int]"}},
+            "parameter.definition",
+            {"member": "seen"},
+        ),
+        ({"call": _fine, "actor": Role("actor")}, "parameter.missing-annotation", {"parameter": "actor"}),
         (
             {"call": _fine, "granularity": "rows"},
-            r"Faulty\.granularity is 'rows'; expected one of 'row', 'group', 'batch'",
+            "operator.invalid-attribute",
+            {"attribute": "granularity", "found": "'rows'"},
         ),
-        ({"call": _fine, "new_axes": "batch"}, r"Faulty\.new_axes is 'batch'; expected axes that it makes anew"),
+        ({"call": _fine, "new_axes": "batch"}, "operator.invalid-attribute", {"attribute": "new_axes"}),
+        ({"call": _fine, "new_axes": ("prompt",)}, "operator.invalid-attribute", {"attribute": "new_axes"}),
         (
             {"call": _fine, "replicated": frozenset({"value"})},
-            r"Faulty\.replicated is frozenset\(\{'value'\}\); expected a frozenset of columns that it reads, some of",
+            "operator.invalid-attribute",
+            {"attribute": "replicated", "found": "frozenset({'value'})"},
         ),
-        ({"call": _fine, "replicated": "values"}, r"Faulty\.replicated is 'values'; expected a frozenset of columns"),
+        ({"call": _fine, "replicated": "values"}, "operator.invalid-attribute", {"attribute": "replicated"}),
         (
             {"call": _fine, "values": 1.0, "annotations": {"values": "float"}},
-            r"Faulty has the port 'values' and a parameter or state of that name; .* so that 'faulty\.values' means",
+            "operator.name-taken",
+            {"name": "values"},
         ),
-        ({"call": _fine, "references": frozenset({"fn"})}, r"Faulty\.references is frozenset.*; expected a frozenset"),
-        ({"call": _fine, "references": "fn"}, r"Faulty\.references is 'fn'; expected a frozenset of its fields"),
-        ({"call": _fine, "run": State(lambda self: 0)}, r"Faulty\.run is a parameter or state, and every operator has"),
-        ({"call": _fine, "values": State(lambda self: 0)}, r"Faulty has the port 'values' and a parameter or state"),
-        (
-            {"call": _fine, "name": "mine", "annotations": {"name": "str"}},
-            r"Faulty\.name is a parameter or state, and every operator has something of that name; .*`name: ClassVar\[",
-        ),
+        ({"call": _fine, "references": frozenset({"fn"})}, "parameter.definition", {"member": "references"}),
+        ({"call": _fine, "references": "fn"}, "parameter.definition", {"member": "references"}),
+        ({"call": _fine, "run": State(lambda self: 0)}, "operator.name-taken", {"name": "run"}),
+        ({"call": _fine, "values": State(lambda self: 0)}, "operator.name-taken", {"name": "values"}),
+        ({"call": _fine, "name": "mine", "annotations": {"name": "str"}}, "operator.name-taken", {"name": "name"}),
         (
             {"call": _fine, "replicated": 1, "annotations": {"replicated": "int"}},
-            r"Faulty\.replicated is a parameter or state, and every operator",
+            "operator.name-taken",
+            {"name": "replicated"},
         ),
-        (
-            {"call": staticmethod(_fine)},
-            r"Faulty\.__call__ is a staticmethod; expected an ordinary method that returns",
-        ),
-        ({"call": 3}, r"Faulty\.__call__ is an int; expected an ordinary method"),
-        ({"call": _async}, r"Faulty\.__call__ is async; expected an ordinary method"),
-        ({"call": _generator}, r"Faulty\.__call__ is a generator; expected an ordinary method"),
+        ({"call": staticmethod(_fine)}, "operator.not-a-function", {"found": "a staticmethod"}),
+        ({"call": 3}, "operator.not-a-function", {"found": "an int"}),
+        ({"call": _async}, "operator.not-a-function", {"found": "async"}),
+        ({"call": _generator}, "operator.not-a-function", {"found": "a generator"}),
         (
             {"call": _fine, "n": State(lambda self: 0), "annotations": {"n": "State[int]"}},
-            r"Faulty\.n is a State with an annotation.*write `n = State\(\.\.\.\)`",
+            "operator.state",
+            {"state": "n"},
         ),
     ],
 )
-def test_faulty_classes_are_told_with_file_and_line(body: dict[str, Any], said: str) -> None:
+def test_faulty_classes_are_named_with_file_and_line(body: dict[str, Any], code: str, facts: dict[str, Any]) -> None:
     line = operator.__code__.co_firstlineno + 3
-    with pytest.raises(DefinitionError, match=rf"test_ports\.py:{line}: {said}"):
+    call = ".__call__" if code == "operator.not-a-function" else ""
+    with raises(code, where=f"{__file__}:{line}: Faulty{call}", **facts):
         operator(body.pop("call", None), **body)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("a.b", "kind"), r"Column\('a\.b', \.\.\.\): the name is not an identifier. Pass a name such as 'values'"),
-        ((3, "kind"), r"Column\(3, \.\.\.\): the name is not an identifier"),
-        (("mine", None), r"Column\('mine', None\): the kind is not text"),
-        (("mine", ""), r"Column\('mine', ''\): the kind is not text"),
-        (("mine", "kind", "x"), r"Column\('mine', pad='x'\): the padding is not a number"),
-    ],
+    "arguments", [("a.b", "kind"), (3, "kind"), ("mine", None), ("mine", ""), ("mine", "kind", "x")]
 )
-def test_a_column_is_named_and_of_a_kind(arguments: tuple[Any, ...], said: str) -> None:
-    with pytest.raises(DefinitionError, match=said):
+def test_a_column_is_named_and_of_a_kind(arguments: tuple[Any, ...]) -> None:
+    with raises("column.invalid-column"):
         Column(*arguments)
 
 
-def test_an_annotation_is_of_one_column() -> None:
+def test_an_annotation_has_one_column() -> None:
     def call(self: Any, values: Annotated[c.Values, Column("other", "value")]) -> c.Values: ...
 
-    with pytest.raises(DefinitionError, match=r"An annotation has two columns, 'values' and 'other'"):
+    with raises("column.annotation"):
         operator(call)
 
 
 @pytest.mark.parametrize(
-    ("member", "value", "said"),
+    ("member", "value"),
     [
-        ("rows_factor", 0, r"its rows_factor is 0; expected a count: 1, 2, \.\.\.\."),
-        ("rows_factor", True, r"its rows_factor is True"),
-        ("row_divisors", {"n": 0}, r"its row_divisors is \{'n': 0\}; expected counts by parameter"),
-        ("row_divisors", [4], r"its row_divisors is \[4\]"),
-        ("wants", {"value": True}, r"its wants\(\) is \{'value': True\}; expected True or False by optional port, of"),
-        ("wants", {"values": True}, r"its wants\(\) is .* of which it has none"),
-        ("wants", None, r"its wants\(\) is None"),
+        ("rows_factor", 0),
+        ("rows_factor", True),
+        ("row_divisors", {"n": 0}),
+        ("row_divisors", [4]),
+        ("wants", {"value": True}),
+        ("wants", {"values": True}),
+        ("wants", None),
     ],
 )
-def test_what_an_operator_says_of_itself_is_readable(member: str, value: Any, said: str) -> None:
-    made = (lambda self: value) if member == "wants" else property(lambda self: value)
-    odd = operator(_fine, **{member: made})
-    with pytest.raises(GraphError, match=said):
+def test_the_declarations_of_an_operator_are_checked(member: str, value: Any) -> None:
+    odd = operator(_fine, **{member: (lambda self: value) if member == "wants" else property(lambda self: value)})
+    attribute = "wants()" if member == "wants" else member
+    with raises("operator.invalid-attribute", where="x", attribute=attribute, found=repr(value)):
         ppo(exact).edit(insert={"x": After("value", odd())})
 
 
-def test_a_name_that_a_subclass_takes_twice_is_told() -> None:
-    with pytest.raises(DefinitionError, match=r"Child has the port 'values' and a parameter"):
-        type(
-            "Child", (operator(_fine),), {"__annotations__": {"values": "float"}, "values": 1.0, "__module__": __name__}
-        )
+def test_a_subclass_cannot_reuse_the_name_of_a_port() -> None:
+    body = {"__annotations__": {"values": "float"}, "values": 1.0, "__module__": __name__}
+    with raises("operator.name-taken", name="values"):
+        type("Child", (operator(_fine),), body)
 
 
 def test_an_operator_in_a_function_may_use_columns_of_the_function() -> None:

@@ -1,4 +1,4 @@
-"""References: functions are named, found again, looked at without being run, and told from other versions of them."""
+"""References: functions are named, resolved, checked without running them, and compared by their source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.core.operators import references as functions
-from flowrl.errors import ParameterError
+from tests.support.errors import raises
 from tests.support.reward_rows import SCORES
 
 
@@ -39,7 +39,7 @@ def test_reference_and_resolve_are_inverse(tmp_path: Path, monkeypatch: pytest.M
     assert functions.resolve("textwrap:dedent") is textwrap.dedent
     for unnamed in (lambda: 1, functools.partial(textwrap.dedent), Called().__call__):
         assert functions.reference(unnamed) is None
-    with pytest.raises(ParameterError, match="has a float under that name"):
+    with raises("reference.not-a-function", reference=scores("number"), found="a float"):
         functions.resolve(scores("number"))
 
 
@@ -48,13 +48,13 @@ def test_check_looks_without_running(tmp_path: Path) -> None:
     file.write_text("def f(): pass\nif f:\n    from os import path as g\nraise SystemExit('was run')\n")
     functions.check(f"{file}:f")
     functions.check(f"{file}:g")
-    with pytest.raises(ParameterError, match="does not define 'h'; it defines f"):
+    with raises("reference.undefined-name", name="h", known=("f",)):
         functions.check(f"{file}:h")
     file.write_text("from os import *\n")
     functions.check(f"{file}:anything")
     for broken in ("def f(:\n", "return 1\n"):
         file.write_text(broken)
-        with pytest.raises(ParameterError, match=r"loud.py:1 does not compile"):
+        with raises("reference.broken-file", path=str(file), line=1):
             functions.check(f"{file}:f")
 
 
@@ -96,10 +96,10 @@ def test_check_finds_each_form_of_binding(binding: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["f", "print(f)", "f: int", "def g():\n    f = 1", "import g.f", "x.f = 1"])
-def test_check_takes_no_use_for_a_binding(other: str, tmp_path: Path) -> None:
+def test_check_does_not_mistake_a_use_for_a_binding(other: str, tmp_path: Path) -> None:
     file = tmp_path / "forms.py"
     file.write_text(f"{other}\n")
-    with pytest.raises(ParameterError, match="does not define 'f'"):
+    with raises("reference.undefined-name", name="f"):
         functions.check(f"{file}:f")
 
 
@@ -107,7 +107,7 @@ ENDLESS = "x = " + "+".join(["1"] * 50_000) + "\ndef f(): pass\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "reason"),
     [
         (b"def f(): pass\n\0", "source code string cannot contain null bytes"),
         ("\n\n\n# é\ndef f(): pass\n".encode("latin-1"), "utf-8"),
@@ -116,12 +116,13 @@ ENDLESS = "x = " + "+".join(["1"] * 50_000) + "\ndef f(): pass\n"
     ],
     ids=["a NUL", "another encoding", "an unknown encoding", "an endless sum"],
 )
-def test_a_file_that_is_no_python_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_file_that_is_not_python_is_named(tmp_path: Path, content: bytes, reason: str) -> None:
     file = tmp_path / "odd.py"
     file.write_bytes(content)
     for look in (functions.check, functions.named_source_hash):
-        with pytest.raises(ParameterError, match=rf"odd\.py:f' cannot be used: .*odd\.py.*{said}"):
+        with raises("reference.broken-file", reference=f"{file}:f", path=str(file)) as error:
             look(f"{file}:f")
+        assert re.search(reason, str(error.value.facts["reason"]))
 
 
 @pytest.mark.parametrize(("head", "encoding"), [("# coding: latin-1\n", "latin-1"), ("", "utf-8-sig")])
@@ -134,15 +135,43 @@ def test_a_file_is_read_in_its_own_encoding(tmp_path: Path, head: str, encoding:
     assert functions.named_source_hash(other) == functions.named_source_hash(plain)
 
 
-def test_check_leaves_what_no_literal_says(tmp_path: Path) -> None:
-    """An annotation alone, a loop, and a literal that cannot be made: `resolve` finds out what these are."""
+def test_check_accepts_names_of_unknown_kind(tmp_path: Path) -> None:
+    """An annotation only, a loop, and an invalid literal: `resolve` finds out what these are."""
     file = tmp_path / "odd.py"
     file.write_text("score: object\ndef score(x): ...\nfor other in (1, 2): ...\nbroken = {[]: 1}\n")
     for name in ("score", "other", "broken"):
         functions.check(f"{file}:{name}")
 
 
-def test_source_hash_tells_functions_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ref", ["f.py", "f", ":f", "a b:f", "a.py:f g", "a.py:", ""])
+def test_the_form_of_a_reference(ref: str) -> None:
+    with raises("reference.format", reference=ref):
+        functions.check(ref)
+
+
+@pytest.mark.parametrize(
+    ("ref", "fact"),
+    [("no_such.py:f", "path"), ("no_such_module:f", "module"), ("no_such.module:f", "module")],
+)
+def test_a_missing_file_or_module_is_named(ref: str, fact: str) -> None:
+    with raises("reference.missing-source", reference=ref) as error:
+        functions.check(ref)
+    assert str(error.value.facts[fact]).endswith(ref.partition(":")[0])
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "reason"),
+    [("x = 1\n\nx.y\n", 3, "raises AttributeError"), ("x = 1\nexit()\n", 2, "exits"), ("def f(:\n", 1, "not compile")],
+)
+def test_a_failed_import_names_path_and_line(tmp_path: Path, content: str, line: int, reason: str) -> None:
+    file = tmp_path / "failing.py"
+    file.write_text(content)
+    with raises("reference.broken-file", path=str(file), line=line) as error:
+        functions.resolve(f"{file}:f")
+    assert reason in str(error.value.facts["reason"])
+
+
+def test_source_hash_distinguishes_functions(tmp_path: Path) -> None:
     def bounded(limit: float) -> Callable[[float], float]:
         def inner(x: float) -> float:
             return min(x, limit)

@@ -1,9 +1,10 @@
-"""Roles: what a field says of the weights that it needs, and what it must not say."""
+"""Roles: fields that declare the weights an operator needs, and the errors of invalid ones."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -12,8 +13,8 @@ import pytest
 from flowrl.columns import Values
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Reads, Role, RoleRef, Writes
-from flowrl.errors import DefinitionError, ParameterError
 from flowrl.protocols.protocols import Rollout, Scorer, Trainer
+from tests.support.errors import raises
 from tests.support.kernel import TrainerEngine
 
 
@@ -28,16 +29,14 @@ class Plain:
 
 
 @pytest.mark.parametrize("name", [3, None, "", "two words", "1st", "a.b", "class", ["actor"], {"a": 1}])
-def test_a_role_is_named_by_what_bind_takes(name: Any) -> None:
+def test_the_name_of_a_role_is_an_identifier(name: Any) -> None:
     for make in (Role, RoleRef):
-        with pytest.raises(
-            ParameterError, match=r"Role\(.*\) does not name a role; expected an identifier such as Role"
-        ):
+        with raises("role.name"):
             make(name)
 
 
-def test_a_role_that_bind_could_not_take_is_refused() -> None:
-    with pytest.raises(ParameterError, match=r"Role\('place'\) could not be bound, since graph\.bind\(place="):
+def test_a_reserved_name_of_a_role_is_refused() -> None:
+    with raises("role.name", role="place"):
         Role("place")
 
 
@@ -54,39 +53,31 @@ def define(annotation: Any) -> type[Operator]:
 
 
 @pytest.mark.parametrize(
-    ("annotation", "said"),
+    "annotation",
     [
-        (
-            Reads[int],
-            r"takes int for what the engine must have; expected a Protocol that is decorated with @runtime_ch",
-        ),
-        (Writes[Plain], r"takes Plain for what the engine must have"),
-        (Reads[Unchecked], r"takes Unchecked for what the engine must have; .* decorated with @runtime_checkable"),
-        (Reads[Any], r"for what the engine must have"),
-        (
-            Reads[Scorer] | None,
-            r"does not say what is done with the role; expected Reads\[\.\.\.\] or Writes\[\.\.\.\]",
-        ),
-        (tuple[Writes[Trainer], ...], r"does not say what is done with the role"),
-        (Scorer, r"does not say what is done with the role"),
-        (Any, r"does not say what is done with the role"),
-        (
-            Reads[Writes[Trainer]],
-            r"says twice what is done with the role; expected Writes\[\.\.\.\] where its weights are",
-        ),
+        Reads[int],
+        Writes[Plain],
+        Reads[Unchecked],
+        Reads[Any],
+        Reads[Scorer] | None,
+        tuple[Writes[Trainer], ...],
+        Scorer,
+        Any,
+        Reads[Writes[Trainer]],
     ],
 )
-def test_a_role_field_says_what_is_done_with_which_protocol(annotation: Any, said: str) -> None:
-    with pytest.raises(DefinitionError, match=rf"test_roles\.py:\d+: Faulty\.actor: the annotation .*{said}"):
+def test_a_role_field_reads_or_writes_one_runtime_checkable_protocol(annotation: Any) -> None:
+    with raises("role.annotation", annotation=str(annotation)) as error:
         define(annotation)
+    assert re.fullmatch(r".*test_roles\.py:\d+: Faulty\.actor", str(error.value.facts["where"]))
 
 
 @pytest.mark.parametrize("annotation", [Reads[Scorer], Writes[Trainer], Reads[Rollout]])
-def test_what_may_stand_in_a_role_field(annotation: Any) -> None:
+def test_values_of_a_role_field(annotation: Any) -> None:
     operator: Callable[..., Any] = define(annotation)
     assert operator().actor == Role("actor")
     if annotation is not Reads[Rollout]:
         engine = TrainerEngine()
         assert operator(actor=engine).actor is engine
-    with pytest.raises(ParameterError, match=r"actor=3: wants a Role, or a live engine that is a \w+, not int"):
+    with raises("parameter.invalid", parameter="actor", given="3"):
         operator(actor=3)

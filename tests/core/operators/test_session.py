@@ -19,19 +19,19 @@ from flowrl.core.operators.session import Session, State
 from flowrl.data.keys import Key
 from flowrl.data.metrics import Metrics
 from flowrl.data.now import Now
-from flowrl.errors import BindError, DefinitionError, PortError
 from flowrl.graph import algorithm
 from flowrl.operators import GAE, Generate, GroupAdvantage, KLShape, Repeat, Reward, Whiten
 from flowrl.operators.advantages.gae import GAEOutput
 from flowrl.records import PromptBatch
 from tests.core.operators.test_operator import Scale, Twice
+from tests.support.errors import raises
 from tests.support.kernel import LengthPenalty, exact
 
 ONES = torch.ones(2, 3)
 
 
 class Base(Operator):
-    """Uses all that there is: a parameter, a role, a state, a key, metrics and the moment."""
+    """Uses a parameter, a role, a state, a key, metrics and `Now`."""
 
     factor: float = 2.0
     scale: Reads[Scale] = Role("scale")
@@ -51,14 +51,14 @@ class Base(Operator):
 
 
 class Bare(Base):
-    """Takes nothing of what its base has injected."""
+    """Declares no injected parameter of its base."""
 
     def __call__(self, values: c.Values) -> c.Values:
         return super().__call__(values) + 1
 
 
 class Passing(Base):
-    """Takes some of it and passes it on."""
+    """Declares some of them and passes them on."""
 
     def __call__(self, values: c.Values, key: Key = INJECTED, metrics: Metrics = INJECTED) -> c.Values:
         metrics.max("own", 7)
@@ -92,7 +92,7 @@ def noise(node: str) -> Tensor:
 @pytest.mark.parametrize(
     ("operator", "plus"), [(Base(), 4.0), (Bare(), 5.0), (Passing(), 5.0), (Deeper(), 6.0), (Silent(), 6.0)]
 )
-def test_super_computes_with_what_surrounds_the_call(operator: Operator, plus: float) -> None:
+def test_super_computes_with_the_session_of_the_call(operator: Operator, plus: float) -> None:
     with session() as active:
         for call in (1, 2):
             assert torch.equal(operator(ONES) - plus, plus + noise(operator.name) - plus)
@@ -101,30 +101,28 @@ def test_super_computes_with_what_surrounds_the_call(operator: Operator, plus: f
             assert metrics == {"calls": call} | ({"own": 7} if isinstance(operator, Passing) else {})
 
 
-def test_a_call_that_is_no_operators_is_refused() -> None:
+def test_a_call_of_a_class_that_is_not_an_operator_is_refused() -> None:
     class Mixin:
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    with pytest.raises(DefinitionError, match=r"Both\.__call__ is that of a base which is no Operator"):
+    with raises("operator.no-call"):
 
         class Both(Mixin, Base):
             pass
 
 
 @pytest.mark.parametrize("operator", [Bare(scale=Twice()), Passing(scale=Twice()), Deeper(scale=Twice())])
-def test_super_computes_by_hand_too(operator: Any) -> None:
-    """Without a session a key is passed, or there is none to draw from."""
+def test_super_computes_without_a_session(operator: Any) -> None:
+    """Then a key must be passed."""
     if isinstance(operator, Passing):
         assert operator(ONES, key=Key.of(1)).shape == (2, 3)
         assert operator.calls.value == 1
-    with pytest.raises(
-        BindError, match=r"draws random numbers, and no job is active to derive its key; .*pass key=Key"
-    ):
+    with raises("session.no-job", node=operator.name, missing="key"):
         operator(ONES)
 
 
 def test_a_subclass_of_a_standard_operator() -> None:
-    class Penalised(LengthPenalty):
+    class Penalized(LengthPenalty):
         more: float = 0.5
 
         def __call__(self, token_level_scores: c.TokenLevelScores, response_mask: c.ResponseMask) -> c.TokenLevelScores:
@@ -148,7 +146,7 @@ def test_a_subclass_of_a_standard_operator() -> None:
             return super().__call__(token_level_scores, old_log_probs, ref_log_prob, response_mask) * 2
 
     mask = torch.ones(2, 3, dtype=torch.bool)
-    assert torch.equal(Penalised(0.25)(ONES, mask), ONES - 0.75)
+    assert torch.equal(Penalized(0.25)(ONES, mask), ONES - 0.75)
     own, base = Both()(ONES, 0 * ONES, mask), GAE()(ONES, 0 * ONES, mask)
     assert torch.equal(own.advantages, -base.advantages) and torch.equal(own.returns, base.returns)
     assert torch.equal(Shaped()(ONES, ONES, 0 * ONES, mask), 2 * KLShape()(ONES, ONES, 0 * ONES, mask))
@@ -181,30 +179,30 @@ def test_super_is_called_with_its_own_ports() -> None:
         def __call__(self, values: c.Values) -> c.Values:
             return super().__call__(values, returns=values)
 
-    with session(), pytest.raises(PortError, match=r"wrong\(\.\.\.\) cannot be called like this: .*'returns'"):
+    with session(), raises("call.arguments", node="wrong", known=("values",)):
         Wrong()(ONES)
 
 
-def test_super_wants_all_that_is_wired_to_it() -> None:
+def test_super_needs_all_required_ports() -> None:
     class Short(LengthPenalty):
         def __call__(self, token_level_scores: c.TokenLevelScores) -> c.TokenLevelScores:
             return super().__call__(token_level_scores)
 
-    with pytest.raises(PortError, match=r"short\(\.\.\.\) cannot be called like this: missing .* 'response_mask'"):
+    with raises("call.arguments", node="short", reason="missing a required argument: 'response_mask'"):
         Short()(ONES)
 
 
 @pytest.mark.parametrize("initial", [lambda: 0, lambda self, other: 0])
-def test_a_state_begins_with_what_a_function_of_the_operator_gives(initial: Any) -> None:
-    with pytest.raises(DefinitionError, match=r"State\(\.\.\.\) wants a function of the operator alone, and calling"):
+def test_the_initial_value_of_a_state_is_a_function_of_the_operator(initial: Any) -> None:
+    with raises("operator.state"):
         State(initial)
 
 
-def test_a_state_may_begin_with_what_a_getter_gives() -> None:
+def test_the_initial_value_of_a_state_may_be_a_getter() -> None:
     assert State(attrgetter("coef")).initial(KLShape(0.5)) == 0.5
 
 
-def test_decorators_of_a_call_stay() -> None:
+def test_decorators_of_a_call_apply() -> None:
     """A `__call__` under ``@torch.no_grad()`` computes without a gradient."""
 
     class Still(Operator):

@@ -1,4 +1,4 @@
-"""`When`: nodes that run in some steps only, as graphs, edits, files, diffs and pictures have them."""
+"""`When`: nodes that run in some steps only, in graphs, edits, files, diffs and pictures."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 import flowrl
 from flowrl import PromptData, When, algorithm
 from flowrl.core.operators.when import ALWAYS, first_idle
-from flowrl.errors import FlowrlError, GraphError, ParameterError
+from flowrl.errors import FlowrlError, GraphError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import GAE, Generate, Repeat, Reward, UpdateActor, Whiten
 from flowrl.records import PromptBatch
 from flowrl.run.training.validation import Validation
 from flowrl.schedules import Linear
+from tests.support.errors import raises
 from tests.support.kernel import exact
 
 WARM = ppo(exact).edit(when={"update_actor": When(start=20)})
@@ -36,7 +37,7 @@ whens = st.builds(When, every=st.integers(1, 6), start=st.integers(0, 12))
 
 @given(st.lists(st.lists(whens, max_size=3), min_size=1, max_size=3))
 def test_the_first_idle_step_is_found(sinks: list[list[When]]) -> None:
-    """Against 500 steps looked at one by one: more than any start and 5 x 4 x 3, after which all repeats itself."""
+    """Against 500 steps checked one by one: more than any start plus the period, at most 5 x 4 x 3."""
     idle = [
         s for s in range(500) if not any(all((s - w.start) % w.every == 0 <= s - w.start for w in k) for k in sinks)
     ]
@@ -69,7 +70,7 @@ def test_it_stays_with_a_node_through_edits() -> None:
     assert set(both.whens("sync")) == {When(start=20), When(every=2)} and both.whens("update_critic") == (When(2),)
 
 
-def test_diffs_pictures_and_files_tell_it(tmp_path: Path) -> None:
+def test_diffs_pictures_and_files_show_it(tmp_path: Path) -> None:
     assert str(ppo(exact).diff(WARM)).splitlines()[1:] == ["~ update_actor.when: None -> When(every=1, start=20)"]
     assert "when(start=20)" in WARM.mermaid() and "always → when(start=20)" in ppo(exact).diff(WARM).mermaid()
     assert "when(start=20)" in repr(WARM) and "when" not in repr(ppo(exact))
@@ -95,10 +96,10 @@ def test_diffs_pictures_and_files_tell_it(tmp_path: Path) -> None:
         ),
         (lambda: UpdateActor().when(0), r"every=0: input should be greater than or equal to 1"),
         (lambda: UpdateActor().when(start=-1), r"start=-1: input should be greater than or equal to 0"),
-        (lambda: When(every=Linear(1, 2, steps=3)), r"every=Linear\(.*is a schedule, but this number is fixed"),
+        (lambda: When(every=Linear(1, 2, steps=3)), r"every=Linear\(.*changes over steps"),
     ],
 )
-def test_what_says_no_steps_is_refused(edit: Callable[[], Any], message: str) -> None:
+def test_an_invalid_when_is_refused(edit: Callable[[], Any], message: str) -> None:
     with pytest.raises(FlowrlError, match=message):
         edit()
 
@@ -112,7 +113,7 @@ def test_what_says_no_steps_is_refused(edit: Callable[[], Any], message: str) ->
         ({"start": "x"}, r"update_actor\.when: "),
     ],
 )
-def test_a_file_with_no_steps_is_refused(when: Any, message: str) -> None:
+def test_an_invalid_when_in_a_file_is_refused(when: Any, message: str) -> None:
     data = ppo("tests.support.kernel:exact").to_dict()
     data["nodes"]["update_actor"]["when"] = when
     with pytest.raises(GraphError, match=message):
@@ -134,7 +135,7 @@ def test_a_sync_follows_every_update() -> None:
     assert WARM.check() == []
     [finding] = WARM.edit(when={"sync": When(every=2)}).check()
     assert (
-        finding.rule == "FR002" and "in steps in which sync does not sync its weights to 'rollout'" in finding.message
+        finding.rule == "FR002" and "in steps in which sync does not carry its weights to 'rollout'" in finding.message
     )
     assert ppo(exact).edit(when={"generate": When(every=2)}).check() == []  # all of it waits
 
@@ -148,5 +149,5 @@ def test_a_validation_runs_all_of_its_graph() -> None:
 def test_defaults_make_no_difference() -> None:
     assert str(When()) == "" and str(When(2)) == "when(every=2)" and str(When(2, 3)) == "when(every=2, start=3)"
     assert GAE().when() == GAE() and GAE().when(every=2) == GAE()  # it is of the node, as a name is
-    with pytest.raises(ParameterError, match="every='often': input should be a valid integer"):
+    with raises("parameter.invalid", parameter="every", given="'often'"):
         GAE().when("often")  # type: ignore[arg-type]

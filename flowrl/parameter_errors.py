@@ -1,0 +1,128 @@
+"""`ParameterError` from pydantic's errors: one sentence per parameter, with a code and facts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast, get_args, get_origin
+
+from pydantic import ValidationError
+
+from flowrl.errors import FlowrlError, ParameterError, offer
+
+
+def by_name(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a spec by the names of its parameters."""
+    return dict(zip((f.name for f in dataclasses.fields(cls) if f.init), args, strict=False)) | dict(kwargs)
+
+
+def parts_of(annotation: Any) -> list[Any]:
+    """A type and all types in it; of a Literal, the types of its values."""
+    if get_origin(annotation) is Literal:
+        return [type(value) for value in get_args(annotation)]
+    return [annotation, *(part for argument in get_args(annotation) for part in parts_of(argument))]
+
+
+def _brief(value: Any) -> str:
+    """The repr, or for one that is long (a graph, a tensor) the type."""
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"
+
+
+def parameter_error(
+    cls: type, error: ValidationError, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> ParameterError:
+    """All that is wrong, with the code and facts of one error: a wrong name, else the first, or what it wraps."""
+    names = [f.name for f in dataclasses.fields(cast(Any, cls)) if f.init]
+    errors = error.errors()
+    first = next(filter(_is_misnamed, errors), errors[0])
+    raised = first.get("ctx", {}).get("error")
+    code, facts = "parameter.invalid", dict[str, Any](spec=cls.__name__)
+    if isinstance(raised, FlowrlError) and len(errors) == 1:
+        code, facts = raised.code or code, dict(raised.facts)
+    elif first["loc"]:
+        facts |= {"parameter": parameter_at(first["loc"][0], names), "given": _brief(first["input"])}
+        if _is_misnamed(first):
+            code, facts["known"] = _MISNAMED[first["type"]][0], names
+    return ParameterError(_describe(cls, names, error, by_name(cls, args, kwargs)), code=code, **facts)
+
+
+def parameter_at(step: int | str, names: Sequence[str]) -> str:
+    """The parameter of pydantic's first step to a value: an index for arguments by position."""
+    return names[step] if isinstance(step, int) and step < len(names) else str(step)
+
+
+def _is_misnamed(error: Mapping[str, Any]) -> bool:
+    """Whether a parameter itself is missing or unknown, rather than something in its value."""
+    return len(error["loc"]) == 1 and error["type"] in _MISNAMED
+
+
+def _describe(cls: type, names: Sequence[str], error: ValidationError, given: Mapping[str, Any]) -> str:
+    """All that is wrong with the arguments of a spec, each parameter once."""
+    sentences: dict[str, None] = {}
+    wrong: dict[str, list[str]] = {}  # pydantic reports one error for each member of a union
+    known = ""
+    for e in error.errors():
+        # validators and __post_init__ raise sentences
+        raised = e.get("ctx", {}).get("error")
+        reason = getattr(raised, "message", str(raised)).rstrip(".") if isinstance(raised, Exception) else _reason(e)
+        name = parameter_at(e["loc"][0], names) if e["loc"] else ""
+        if not e["loc"]:
+            sentences[reason] = None
+        elif _is_misnamed(e):
+            holder = "" if name in names else _holder(cls, name)
+            sentences[_MISNAMED[e["type"]][1].format(name=name, value=_brief(e["input"])) + holder] = None
+            known = f" {offer('' if name in names or holder else name, names, 'It takes')}"
+        else:
+            path = ".".join([name, *_steps(given.get(name), e["loc"][1:])])
+            members = wrong.setdefault(f"{path}={_brief(e['input'])}", [])
+            members.append(reason.removeprefix("input should be ").removeprefix("expected ") if members else reason)
+    reasons = [f"{what}: {', or '.join(dict.fromkeys(why))}" for what, why in wrong.items()]
+    text = "; ".join([*sentences, *reasons])
+    return f"{cls.__name__}(...): {text}{'' if text.endswith('?') else '.'}{known}"
+
+
+_MISNAMED = {
+    "missing": ("parameter.missing", "{name} is missing"),
+    "missing_argument": ("parameter.missing", "{name} is missing"),
+    "unexpected_positional_argument": ("parameter.unknown", "{value} is one argument too many"),
+    "unexpected_keyword_argument": ("parameter.unknown", "there is no parameter {name!r} (given {value})"),
+}
+"""Code and sentence by pydantic's type of error."""
+
+
+def _holder(cls: Any, name: str) -> str:
+    """The parameter whose own parameter has this name: ``", but optimizer=AdamW(lr=...) has one"``."""
+    for field, info in cls.__pydantic_fields__.items():
+        for part in parts_of(info.annotation):
+            if isinstance(part, type) and name in getattr(part, "__pydantic_fields__", ()):
+                return f", but {field}={part.__name__}({name}=...) has one"
+    return ""
+
+
+def _reason(error: Mapping[str, Any]) -> str:
+    """pydantic's message about a value, in terms of Python."""
+    match error["type"]:
+        case "dataclass_type" | "dataclass_exact_type":
+            return f"expected {error['ctx']['class_name']}(...)"
+        case "tuple_type" if isinstance(error["input"], str):
+            return f"expected a tuple: ({error['input']!r},)"
+        case "missing":  # inside of the value
+            return f"it lacks {'item ' if isinstance(error['loc'][-1], int) else ''}{error['loc'][-1]}"
+        case _:
+            return f"{error['msg'][0].lower()}{error['msg'][1:]}".rstrip(".")
+
+
+def _steps(value: Any, path: Sequence[int | str]) -> list[str]:
+    """The keys and indices among pydantic's steps into a value; its other steps name members of a union."""
+    steps: list[str] = []
+    for step in path:
+        inside: Any = value
+        if hasattr(type(value), "__pydantic_fields__"):  # a spec
+            inside = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        if isinstance(inside, list | tuple):
+            inside = dict(enumerate(inside))
+        if isinstance(inside, Mapping) and step in inside:
+            value = inside[step]
+            steps.append(str(step))
+    return steps
