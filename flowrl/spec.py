@@ -21,7 +21,7 @@ from pydantic.dataclasses import rebuild_dataclass
 from pydantic.errors import PydanticUndefinedAnnotation
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from flowrl.errors import DefinitionError, FlowrlError, FrozenError, ParameterError, offer
+from flowrl.errors import DefinitionError, FlowrlError, FrozenError, ParameterError, offer, refuse_staleness
 
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, validate_default=True, allow_inf_nan=False)
 
@@ -122,6 +122,7 @@ def _raise_parameter_errors(cls: type) -> None:
             else:
                 init(self, *args, **kwargs)
         except ValidationError as error:
+            refuse_staleness(cls.__name__, kwargs, cls.__pydantic_fields__)  # type: ignore[attr-defined]
             raise ParameterError(_describe(cls, error, args, kwargs), **_inner(error)) from None
         self._check()
 
