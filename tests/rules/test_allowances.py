@@ -85,9 +85,9 @@ def test_a_rule_that_needs_the_number_of_prompts_is_not_judged_without() -> None
         ({"FR007": ""}, r"allows FR007 for the reason ''; expected a text that says why"),
         ({"FR007": " "}, r"for the reason ' '"),
         ({"FR007": True}, r"for the reason True"),
-        (["FR007"], r"edit\(allow=\['FR007'\]\) does not say where; expected allow=\{'FR007': 'greedy"),
-        ("FR007", r"edit\(allow='FR007'\) does not say where"),
-        ({7: "why"}, r"has 7 where a name is due"),
+        (["FR007"], r"edit\(allow=\['FR007'\]\) is not a mapping\. .* allow=\{'FR007': 'greedy"),
+        ("FR007", r"edit\(allow='FR007'\) is not a mapping"),
+        ({7: "why"}, r"has 7 instead of a name"),
     ],
 )
 def test_what_is_no_allowance_is_refused(allow: object, said: str) -> None:

@@ -11,7 +11,7 @@ from flowrl import columns as c
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Reads, Role, Writes
-from flowrl.errors import PortError, RuleError
+from flowrl.errors import RuleError
 from flowrl.graph import Graph, algorithm
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import (
@@ -34,6 +34,7 @@ from flowrl.operators import (
 from flowrl.protocols.protocols import Critic, Rollout, Scorer, Trainer
 from flowrl.records import CriticUpdated, PromptBatch, Tokens, Updated
 from flowrl.rules import check as rules
+from tests.support.errors import raises
 
 
 def score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
@@ -377,7 +378,8 @@ class TestTypesRefuseFirst:
     """What the rules need not say, since such a graph cannot be made."""
 
     def test_rollout_log_probs_where_old_ones_are_due(self) -> None:
-        with pytest.raises(PortError, match=r"update_actor\.old_log_probs .*did you mean old_log_prob\.old_log_probs"):
+        suggestion = "old_log_prob.old_log_probs"
+        with raises("graph.type-mismatch", node="update_actor", port="old_log_probs", suggestion=suggestion):
             ppo(score).edit(wire={"update_actor.old_log_probs": "generate.rollout_log_probs"})
 
     def test_a_critic_updated_without_values(self) -> None:
@@ -387,7 +389,7 @@ class TestTypesRefuseFirst:
             adv = GAE()(Reward(score)(rollout, batch), Value()(rollout), rollout.response_mask)
             return UpdateCritic()(rollout, returns=adv.returns)  # type: ignore[call-arg]
 
-        with pytest.raises(PortError, match=r"update_critic\.values .*nothing is wired.*value\.values"):
+        with raises("graph.unwired-port", node="update_critic", port="values", suggestion="value.values"):
             blind()
 
 
