@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypedDict
 
 from flowrl.core.graphs.algorithm import Algorithm
-from flowrl.errors import GraphError, ParameterError, offer
+from flowrl.errors import GraphError, ParameterError, offer, refuse_staleness
 from flowrl.graph import Graph
 
 P = ParamSpec("P")
@@ -78,6 +78,7 @@ def edit_of(
             try:
                 given = signature.bind(*args, **kwargs)
             except TypeError as error:
+                refuse_staleness(name, kwargs, signature.parameters)
                 unknown = next((name for name in kwargs if name not in signature.parameters), "")
                 raise GraphError(
                     f"{name}(...) cannot be made: {error}; {offer(unknown, signature.parameters, 'it takes')}"

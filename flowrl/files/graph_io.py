@@ -113,7 +113,7 @@ def _lag(data: Mapping[str, Any]) -> int | Lag:
     try:
         return Lag(**data["lag"])
     except ParameterError as error:
-        raise GraphError(f"the lag of the data cannot be made from what is written: {error}") from error
+        raise at_place("The data, under 'lag'", error) from error
 
 
 def _timed(operator: Operator, entry: Mapping[str, Any]) -> Operator:

@@ -152,7 +152,7 @@ def test_a_command_that_cannot_be_parsed_is_refused_with_its_usage(
         (["show", "graphs.py:nothing"], "graphs.py:nothing is a NoneType"),
         (["show", "graphs.py:UpdateActor"], "graphs.py:UpdateActor is a type"),
         (["show", "graphs.py:wants"], "missing a required argument: 'n'. Name its result instead"),
-        (["show", "flowrl.graphs:ppo"], "missing a required argument: 'reward_fn'. It takes ppo(reward_fn"),
+        (["show", "flowrl.graphs:ppo"], "missing a required argument: 'reward_fn'. Call it as ppo(reward_fn"),
         (["check", "graphs.yaml"], "graphs.yaml cannot be read as a graph"),
         (["show", "graphs.py:first", "--to", "x"], "--to x has the suffix ''; expected one of .md, .html, .svg, .json"),
         (["show", "graphs.py:first", "--to", "graphs.py/x.md"], "--to graphs.py/x.md cannot be written"),

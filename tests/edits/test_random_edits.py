@@ -109,7 +109,7 @@ def test_random_edits_keep_a_graph_a_graph(data: st.DataObject) -> None:
         try:
             edited = graph.edit(**chosen)
         except FlowrlError as error:
-            assert str(error).endswith((".", "?")), f"{error} is no sentence"
+            assert error.message.endswith((".", "?")), f"{error} is not a sentence"
             assert "\n" not in str(error)
             assert graph.fingerprint() == before
             continue

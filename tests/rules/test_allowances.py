@@ -86,9 +86,9 @@ def test_a_rule_that_needs_the_number_of_prompts_is_omitted_without() -> None:
         ({"FR007": ""}, r"FR007 for the reason ''. .*\[rule.no-reason\]"),
         ({"FR007": " "}, r"for the reason ' '. .*\[rule.no-reason\]"),
         ({"FR007": True}, r"for the reason True. .*\[rule.no-reason\]"),
-        (["FR007"], r"edit\(allow=\['FR007'\]\) does not say where; expected allow=\{'FR007': 'greedy"),
-        ("FR007", r"edit\(allow='FR007'\) does not say where"),
-        ({7: "why"}, r"has 7 where a name is due"),
+        (["FR007"], r"edit\(allow=\['FR007'\]\) is not a mapping\. .* allow=\{'FR007': 'greedy"),
+        ("FR007", r"edit\(allow='FR007'\) is not a mapping"),
+        ({7: "why"}, r"has 7 instead of a name"),
     ],
 )
 def test_an_invalid_allowance_is_refused(allow: object, message: str) -> None:

@@ -11,7 +11,6 @@ from flowrl import columns as c
 from flowrl.core.graphs.after import After
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Reads, Role, Writes
-from flowrl.errors import PortError
 from flowrl.graph import Graph, algorithm
 from flowrl.graphs import grpo, ppo
 from flowrl.operators import (
@@ -366,7 +365,8 @@ class TestTypesRefuseFirst:
     """What rules need not check, because such a graph cannot be built."""
 
     def test_rollout_log_probs_where_old_ones_are_due(self) -> None:
-        with pytest.raises(PortError, match=r"update_actor\.old_log_probs .*did you mean old_log_prob\.old_log_probs"):
+        suggestion = "old_log_prob.old_log_probs"
+        with raises("graph.type-mismatch", node="update_actor", port="old_log_probs", suggestion=suggestion):
             ppo(score).edit(wire={"update_actor.old_log_probs": "generate.rollout_log_probs"})
 
     def test_a_critic_updated_without_values(self) -> None:
@@ -376,7 +376,7 @@ class TestTypesRefuseFirst:
             adv = GAE()(Reward(score)(rollout, batch), Value()(rollout), rollout.response_mask)
             return UpdateCritic()(rollout, returns=adv.returns)  # type: ignore[call-arg]
 
-        with pytest.raises(PortError, match=r"update_critic\.values .*nothing is wired.*value\.values"):
+        with raises("graph.unwired-port", node="update_critic", port="values", suggestion="value.values"):
             blind()
 
 

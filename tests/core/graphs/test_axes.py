@@ -1,5 +1,4 @@
-"""Axes that an operator makes anew, and several row axes in one operator: what fits, and what is refused when the graph
-is made."""
+"""New axes of an operator, and several row axes in one operator: what fits, and what a graph refuses."""
 
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ from flowrl.files.graph_io import graph_to_dict
 from flowrl.graph import Graph
 from flowrl.operators import Generate, OldLogProb, Repeat, Reward
 from flowrl.records import RolloutBatch
+from tests.support.errors import raises
 from tests.support.jobs import job_of, prompt_batch, proto, rollout_batch
 from tests.support.kernel import exact
 from tests.support.runs import walk
@@ -90,7 +90,7 @@ def axes(graph: Graph, edge: str) -> tuple[str, ...]:
     return {str(found): typed.axes for found, typed in graph.types.items()}[edge]
 
 
-def test_demonstrations_join_rollouts_on_rows_that_are_made_anew() -> None:
+def test_demonstrations_join_rollouts_on_new_rows() -> None:
     graph = with_demos(Join())
     assert axes(graph, "join.input_ids") == ("batch@join", "sequence@join")
     assert axes(graph, "join.responses") == ("batch@join", "response@join")
@@ -147,11 +147,11 @@ def test_a_port_with_rows_of_its_own_leaves_the_others_alone() -> None:
 # -------------------------------------------------------------------------------------------------------------- refused
 
 
-class SaysRowsOnly(Join):
+class NewRowsOnly(Join):
     new_axes = ("batch",)
 
 
-class SaysNothing(Shorter):
+class NoNewAxes(Shorter):
     new_axes = ()
 
 
@@ -161,29 +161,29 @@ class OneAxis(Operator):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "code", "facts"),
     [
         (
-            lambda: with_demos(SaysRowsOnly()),
-            r"says_rows_only\.prompts would be as wide as says_rows_only\.rollout\.prompts, but says_rows_only joins "
-            r"prompt axes of several widths, those of rollout\.prompts \(generate\.prompts\) and demos\.prompts "
-            r"\(demos\.prompts\); let SaysRowsOnly say that it makes the axis anew: new_axes: ClassVar = \('batch', "
-            r"'prompt'\)\.",
+            lambda: with_demos(NewRowsOnly()),
+            "graph.undeclared-axis",
+            {"node": "new_rows_only", "output": "prompts", "axis": "prompt", "expected": ("batch", "prompt")},
         ),
         (
-            lambda: of_two(SaysNothing()),
-            r"says_nothing\.responses would be as wide as .* joins response axes of several widths.* "
-            r"new_axes: ClassVar = \('response',\)\.",
+            lambda: of_two(NoNewAxes()),
+            "graph.undeclared-axis",
+            {"node": "no_new_axes", "output": "responses", "axis": "response", "expected": ("response",)},
         ),
         (
             lambda: of_two(OneAxis()),
-            r"one_axis\.second\.responses takes the response axis of second\.responses, which was made by second, .*; "
-            r"to join them, let the port say that its axes are its own: second: Widths\[\.\.\., 'second'\]\.",
+            "graph.axis-mismatch",
+            {"port": "second.responses", "axis": "response", "suggestion": "second: Widths[..., 'second']"},
         ),
     ],
 )
-def test_what_would_fail_once_widths_differ_is_refused_when_the_graph_is_made(make: Any, said: str) -> None:
-    with pytest.raises(PortError, match=said):
+def test_an_operator_that_would_fail_on_other_widths_is_refused_when_the_graph_is_made(
+    make: Any, code: str, facts: dict[str, Any]
+) -> None:
+    with raises(code, **facts):
         make()
 
 

@@ -47,8 +47,8 @@ def why(graph: Graph) -> str | None:
     """Why the one thing that looks as if it could be fused is not."""
     [found] = fusings(graph)
     assert (found.scorer, found.update) == ("old_log_prob", "update_actor")
-    assert (found.apart is None) == ("old_log_prob" not in fused(graph))
-    return found.apart
+    assert (found.why_not is None) == ("old_log_prob" not in fused(graph))
+    return found.why_not
 
 
 class TestFused:
@@ -153,7 +153,7 @@ class Record(NamedTuple):
     policy_version: c.PolicyVersion
 
 
-class TestApart:
+class TestNotFused:
     def test_what_feeds_the_update_reads_it(self) -> None:
         assert why(bound("ppo")) == "kl_shape reads it before"
         assert why(bound("distill")) == "reverse_kl reads it before"
@@ -205,7 +205,7 @@ class TestApart:
     def test_a_reader_that_uses_weights(self) -> None:
         """Behind the update they might be others."""
         graph = bound("grpo").edit(insert={"judge": After("old_log_prob", Judge())})
-        assert why(graph) == "judge reads it, which uses 'ref' as it is before"
+        assert why(graph) == "judge reads it, which uses the weights of 'ref' before the update"
 
     def test_backends(self) -> None:
         graph = bound("grpo")
@@ -217,9 +217,9 @@ class TestApart:
         assert why(without_tokens) is None
         assert (
             why(without_tokens.edit(bind={"actor": Same(ranks=2)}))
-            == "the 2 ranks of 'actor' are each given all rows, since nobody knows how long these are"
+            == "each of the 2 ranks of 'actor' gets all rows, since their lengths are unknown"
         )
-        assert why(graph.bound({})) == "'actor' is not bound, so nobody knows whether both have the same bits"
+        assert why(graph.bound({})) == "'actor' is not bound, so it is unknown whether both have the same bits"
 
 
 class TestTold:

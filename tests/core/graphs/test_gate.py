@@ -13,12 +13,24 @@ from flowrl import columns as c
 from flowrl.core.graphs.gate import Gate
 from flowrl.core.operators.roles import Reads, Role
 from flowrl.core.operators.session import Session, State
-from flowrl.errors import DataError, GraphError, ParameterError, PortError
+from flowrl.errors import GraphError, ParameterError, PortError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo, ppo
-from flowrl.operators import Collect, Filter, Generate, GroupAdvantage, Length, Repeat, Reward, Spread, UpdateActor
+from flowrl.operators import (
+    Collect,
+    Filter,
+    Generate,
+    GroupAdvantage,
+    Length,
+    OldLogProb,
+    Repeat,
+    Reward,
+    Spread,
+    UpdateActor,
+)
 from flowrl.protocols.protocols import Scorer
 from flowrl.schedules import Constant, Linear
+from tests.support.errors import raises
 from tests.support.jobs import column
 from tests.support.kernel import LengthPenalty, answers, exact, wires
 
@@ -140,23 +152,19 @@ def test_what_keep_reads_is_of_the_rows_that_pass_and_may_be_wired() -> None:
     )
     wired = two.edit(insert={"filter": After("mean", Filter(Spread()))}, wire={"filter.uid": "repeat.uid"})
     assert wires(wired, "filter")["token_level_scores"] == "mean.token_level_scores"
-    with pytest.raises(
-        GraphError, match=r"wire=\{'filter\.scores': \.\.\.\} does not name a port; filter has token_level"
-    ):
+    with raises("edit.unknown-port", node="filter", port="scores"):
         GRPO.edit(insert={"filter": After("reward", Filter(Spread()))}, wire={"filter.scores": "reward.x"})
-    with pytest.raises(GraphError, match=r"names 'reward\.x', which is not an output"):
+    with raises("graph.unknown-output", node="filter", output="reward.x"):
         GRPO.edit(insert={"filter": After("reward", Filter(Spread()))}, wire={"filter.uid": "reward.x"})
-    with pytest.raises(PortError, match=r"filter\..* takes the batch axis of batch\.uid, which was made by batch"):
+    with raises("graph.axis-mismatch", node="filter", axis="batch", edge="batch.uid"):
         GRPO.edit(insert={"filter": After("reward", Filter(Spread()))}, wire={"filter.uid": "batch.uid"})
 
 
 def test_a_gate_where_nothing_would_pass_is_refused() -> None:
-    with pytest.raises(GraphError, match=r"filter is inserted after update_actor, which writes no rows that could be"):
+    with raises("gate.no-rows", node="filter", anchor="update_actor"):
         GRPO.edit(insert={"filter": After("update_actor", Filter(Spread()))})
     scored = GRPO.subgraph("reward")
-    with pytest.raises(
-        GraphError, match=r"nothing behind reward reads its rows, so it would let them through to nobody"
-    ):
+    with raises("gate.no-reader", node="filter", anchor="reward"):
         scored.edit(insert={"filter": After("reward", Filter(Spread()))})
 
 
@@ -280,34 +288,18 @@ class Named(Operator):
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "said"),
+    ("make", "error", "message"),
     [
         (
             lambda: Filter(GroupAdvantage()),
             ParameterError,
-            r"group_advantage writes advantages: .*; expected one bool a row",
+            r"group_advantage writes advantages: .*; expected one bool per row",
         ),
-        (lambda: Filter(Asks()), ParameterError, r"asks asks an engine, which belongs into a node of its own"),
-        (lambda: Filter(Counts()), ParameterError, r"counts keeps state, which belongs into a node of its own"),
-        (
-            lambda: Filter(Spread().when(every=2)),
-            ParameterError,
-            r"spread is to run in some steps only, .* of the gate",
-        ),
-        (lambda: Filter(Named()), ParameterError, r"named has a port 'rows', as every gate has"),
+        (lambda: Filter(Asks()), ParameterError, r"asks uses an engine; a predicate reads columns only"),
+        (lambda: Filter(Counts()), ParameterError, r"counts has state; a predicate reads columns only"),
+        (lambda: Filter(Spread().when(every=2)), ParameterError, r"spread has when\(...\), .* on the gate instead"),
+        (lambda: Filter(Named()), ParameterError, r"named has a port 'rows', which every gate has"),
         (lambda: Filter(3), ParameterError, r"predicate=3"),
-        (
-            lambda: Filter(Spread())(torch.ones(2, 2)),
-            PortError,
-            r"filter was given Tensor without a name; expected rec",
-        ),
-        (lambda: Filter(Spread())(scores=torch.ones(2, 2)), DataError, r"no column is called 'scores'"),
-        (lambda: Filter(Spread())(answers()), PortError, r"filter\.token_level_scores wants .*; pass it, too"),
-        (
-            lambda: Filter(Length(most=3))(answers()),
-            DataError,
-            r"filter lets none of 2 rows through, so nothing is left .*; expected Length\(least=1, most=3\) to",
-        ),
         (
             lambda: Filter(Length())(answers(), uid=np.array([object(), object(), object()], dtype=object)),
             PortError,
@@ -315,9 +307,34 @@ class Named(Operator):
         ),
     ],
 )
-def test_what_cannot_pass_or_decide_is_refused(make: Any, error: Any, said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_a_predicate_or_column_that_does_not_fit_is_refused(make: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "facts"),
+    [
+        (lambda: Filter(Spread())(torch.ones(2, 2)), "gate.unnamed-column", {"node": "filter", "found": "Tensor"}),
+        (lambda: Filter(Spread())(scores=torch.ones(2, 2)), "gate.unknown-column", {"column": "scores"}),
+        (lambda: Filter(Spread())(answers()), "gate.missing-column", {"port": "token_level_scores"}),
+        (lambda: Filter(Length(most=3))(answers()), "gate.dropped-all", {"node": "filter", "offered": 2}),
+    ],
+)
+def test_calls_that_cannot_pass_rows_are_refused(call: Any, code: str, facts: dict[str, Any]) -> None:
+    with raises(code, **facts):
+        call()
+
+
+def test_a_value_has_no_rows() -> None:
+    @algorithm
+    def valued(batch: PromptBatch) -> Any:
+        rollout = Generate()(batch)
+        adv = GroupAdvantage()(Reward(exact)(rollout, batch), rollout.response_mask, batch.uid)
+        return Filter(Length())(rollout, updated=UpdateActor()(rollout, OldLogProb()(rollout), adv))
+
+    with raises("gate.no-rows", node="filter", found="update_actor.updated"):
+        valued()
 
 
 def test_a_mini_batch_behind_a_filter_is_refused_before_launch() -> None:

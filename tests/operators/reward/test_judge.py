@@ -14,7 +14,7 @@ from flowrl import Metrics
 from flowrl.backends import TorchRollout, TorchTrainer
 from flowrl.core.operators.ports import PortField
 from flowrl.data.keys import Key
-from flowrl.errors import BindError, DataError, GraphError, ParameterError, RewardError
+from flowrl.errors import BindError, DataError, ParameterError, RewardError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo
 from flowrl.operators import Interact, Judge
@@ -22,6 +22,7 @@ from flowrl.operators.reward.judge import conversation
 from flowrl.protocols.protocols import Sampling
 from flowrl.records import PromptBatch, RolloutBatch
 from flowrl.run.engine.build import EngineBuilder
+from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, column, prompt_batch, rollout_batch
 from tests.support.kernel import exact
 from tests.support.models import char_tokenizer, tiny_folder
@@ -107,7 +108,7 @@ def test_a_judge_of_episodes_reads_all_that_was_said(engine: Any) -> None:
 def test_a_conversation_is_wanted_where_the_template_has_it() -> None:
     plain = grpo(exact, n=3, kl_coef=0.0)
     judge = Judge(template="{conversation}", parse=length).named("reward")
-    with pytest.raises(GraphError, match=r"reward\.conversation wants messages of an episode\[batch\]"):
+    with raises("edit.no-source", node="reward", port="conversation"):
         plain.edit(replace={"reward": judge})
     played = plain.edit(replace={"generate": Interact(tools=[length], max_turns=2, context=64, max_new_tokens=16)})
     graph = played.edit(replace={"reward": judge})

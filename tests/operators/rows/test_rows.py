@@ -102,7 +102,7 @@ def test_a_filtered_job_trains_on_what_passes_and_validates_on_everything(tiny: 
 
 def test_no_row_at_all_is_an_error_that_says_what_decided(tiny: str, tmp_path: Path) -> None:
     job = job_of("grpo", tiny, same, n=2).edit(insert={"filter": After("reward", Filter(Spread()))})
-    with pytest.raises(NodeError, match=r"filter failed in step 1: DataError: filter lets none of 8 rows through, so"):
+    with pytest.raises(NodeError, match=r"filter failed in step 1: DataError: filter kept none of 8 rows, so"):
         train(job, write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "run")
 
 

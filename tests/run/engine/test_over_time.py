@@ -11,7 +11,7 @@ import torch
 from flowrl import INJECTED, After, Metrics, Now, PromptData, Validation, When, algorithm, operator
 from flowrl import columns as c
 from flowrl.core.graphs.plan import Plan
-from flowrl.errors import BindError, GraphError
+from flowrl.errors import BindError
 from flowrl.operators import (
     GAE,
     Generate,
@@ -35,6 +35,7 @@ from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.job import Job
 from flowrl.schedules import Cosine, Linear
 from tests.run.training.interrupted import timeless
+from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of, weights_of
 from tests.support.rewards import digits
 from tests.support.runs import train
@@ -162,7 +163,7 @@ def test_a_validation_has_the_numbers_of_its_step_and_the_keys_of_the_first(tiny
 
 def test_a_job_in_which_a_step_would_do_nothing_is_not_opened(tiny: str) -> None:
     job = changing(tiny).edit(when={"generate": When(every=2)})
-    with pytest.raises(GraphError, match="runs in step 2, so its prompts would be drawn for nothing"):
+    with raises("graph.idle-step", step=2):
         job.refuse_unready()
 
 
