@@ -157,7 +157,7 @@ def test_a_users_operators_and_schedules_need_nothing_for_it() -> None:
         (lambda: GAE(gamma=Constant(0.9), lam=7), r"lam=7: input should be less than or equal to 1\.$"),
         (
             lambda: RolloutCorrection("token", "mask", low=Linear(0.5, 3.0, steps=4), high=2.0),
-            r"low=3\.0, high=2\.0 exclude nothing.* That is step 5, in which low is 3",
+            r"low=3\.0, high=2\.0 is not a range.* That is step 5, in which low is 3",
         ),
         (lambda: Whiten(shift_mean=Linear(0, 1, steps=2)), r"shift_mean=Linear\(.*input should be a valid boolean"),
         (lambda: KLShape(estimator=Linear(0, 1, steps=2)), r"estimator=Linear\(.*: input should be 'k1'"),
