@@ -111,7 +111,7 @@ class Generate(Sampler, Operator):
     """Sample one response per row, with its log-probs and the version of the weights.
 
     Responses are never tokenized again: `input_ids` are the ids of the prompt and the sampled ids. Reports
-    ``response_length/mean``, ``_max``, ``_total`` and ``_clip_ratio``, the share of responses of `max_new_tokens`.
+    ``response_length/mean``, ``/max``, ``/total`` and ``/clip_ratio``, the share of responses of `max_new_tokens`.
 
     Args:
         temperature, top_k, top_p, max_new_tokens, stop_token_ids, stop, ignore_eos: see `Sampler`.
