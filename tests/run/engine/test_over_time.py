@@ -11,7 +11,7 @@ import torch
 from flowrl import INJECTED, After, Metrics, Now, PromptData, Validation, When, algorithm, operator
 from flowrl import columns as c
 from flowrl.core.graphs.plan import Plan
-from flowrl.errors import BindError, GraphError
+from flowrl.errors import GraphError
 from flowrl.operators import (
     GAE,
     Generate,
@@ -35,6 +35,7 @@ from flowrl.run.prediction.prediction import predict
 from flowrl.run.training.job import Job
 from flowrl.schedules import Cosine, Linear
 from tests.run.training.interrupted import timeless
+from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, job_of, weights_of
 from tests.support.rewards import digits
 from tests.support.runs import train
@@ -168,6 +169,6 @@ def test_a_job_in_which_a_step_would_do_nothing_is_not_opened(tiny: str) -> None
 
 def test_an_operator_that_asks_for_the_step_is_told_it_by_hand() -> None:
     ones = torch.ones(1, 2)
-    with pytest.raises(BindError, match=r"clock asks which step it is, and no job is active; .* now=Now\(0\)"):
+    with raises("step.no-job", node="clock", parameter="now"):
         clock(ones)
     assert clock(ones, now=Now(3)) is None
