@@ -22,7 +22,7 @@ from tests.support.kernel import BINDINGS, FakeTrainer, exact, readers, wires
 
 
 class Same(FakeTrainer):
-    """Says that it trains and scores with the same bits."""
+    """Declares that it trains and scores with the same bits."""
 
     why_not_fusable: ClassVar[str | None] = None
     ranks: int = 1
@@ -210,7 +210,7 @@ class TestNotFused:
     def test_backends(self) -> None:
         graph = bound("grpo")
         says_nothing = graph.edit(bind={"actor": FakeTrainer()})
-        assert why(says_nothing) == "FakeTrainer does not say that it trains and scores with the same bits"
+        assert why(says_nothing) == "FakeTrainer does not declare that it trains and scores with the same bits"
         assert why(graph.edit(bind={"actor": Same(ranks=2)})) is None
         masks = {"old_log_prob": OldLogProb(reads=Masks), "update_actor": UpdateActor(reads=Masks)}
         without_tokens = bound("grpo", kl_coef=0.0).edit(replace=masks)
@@ -243,4 +243,4 @@ def test_torch_says_that_its_bits_are_the_same() -> None:
     assert TorchTrainer("model").why_not_fusable is None
     assert TorchTrainer("model", gradient_checkpointing=True).why_not_fusable is None
     assert "offload=True" in (TorchTrainer("model", offload=True).why_not_fusable or "")
-    assert "Derived does not say" in (Derived("model").why_not_fusable or "")
+    assert "Derived does not declare" in (Derived("model").why_not_fusable or "")

@@ -412,15 +412,15 @@ def test_graphs_are_equal_by_value() -> None:
     ("bindings", "said"),
     [
         ({"rolout": FakeRollout()}, r"has no role 'rolout' to bind; .*did you mean 'rollout'\? \[graph.unknown-role\]"),
-        ({"rollout": object()}, r"the role 'rollout' is bound to <object .*>, which is no backend"),
+        ({"rollout": object()}, r"The role 'rollout' is bound to <object .*>, which is not a backend"),
         (
             {"rollout": FakeTrainer()},
-            r"'rollout' is bound to FakeTrainer, but generate needs a Rollout there, .* declares no generate, receipt",
+            r"'rollout' is bound to FakeTrainer, but generate needs a Rollout there\. .* lacks generate, receipt",
         ),
-        ({"critic": FakeTrainer()}, r"'critic' is bound to FakeTrainer, but value needs a Critic there.*no values"),
+        ({"critic": FakeTrainer()}, r"'critic' is bound to FakeTrainer, but value needs a Critic there.*lacks values"),
         (
             {"actor": FakeCritic()},
-            r"'actor' is bound to FakeCritic, but old_log_prob needs a Scorer there.* no log_probs",
+            r"'actor' is bound to FakeCritic, but old_log_prob needs a Scorer there.* lacks log_probs",
         ),
     ],
 )

@@ -17,7 +17,6 @@ from flowrl.core.graphs.plan import Plan
 from flowrl.core.operators.operator import Operator
 from flowrl.core.operators.roles import Role, Writes
 from flowrl.data.keys import Key
-from flowrl.errors import BindError
 from flowrl.graph import Graph, algorithm
 from flowrl.operators import (
     Generate,
@@ -32,6 +31,7 @@ from flowrl.operators import (
 from flowrl.protocols.protocols import Trainer
 from flowrl.records import PromptBatch, RolloutBatch, Updated
 from flowrl.run.engine.build import EngineBuilder
+from tests.support.errors import raises
 from tests.support.jobs import PROMPTS, weights_of
 from tests.support.kernel import exact
 from tests.support.other_policies import Ask, judged, league, self_play, twice
@@ -244,8 +244,8 @@ def test_the_order_of_two_updates_is_what_they_say_and_not_how_they_are_written(
 
 def test_an_engine_that_nothing_syncs_says_that_it_is_frozen(tiny: str) -> None:
     job = judged().bind(actor=trainer(tiny), rollout=TorchRollout(), judge=TorchRollout(tiny, device="cpu"))
-    with pytest.raises(BindError, match=r"nothing carries weights to 'judge'.*TorchRollout\(folder, frozen=True\)"):
+    with raises("backend.never-synced", role="judge", backend="TorchRollout"):
         job.refuse_unready()
     job = judged().bind(actor=trainer(tiny), rollout=still(tiny), judge=still(tiny))
-    with pytest.raises(BindError, match=r"sync carries weights to 'rollout', whose engine is frozen"):
+    with raises("backend.frozen", role="rollout", node="sync"):
         job.refuse_unready()
