@@ -381,8 +381,13 @@ def check_prompts(
             token_id=unknown[0],
             vocabulary=vocabulary,
         )
+    if positions is not None:
+        _check_length(mask, row_ids, sampling, positions)
+
+
+def _check_length(mask: Tensor, row_ids: Sequence[str], sampling: Sampling, positions: int) -> None:
     longest = int(mask.sum(1).max())
-    if positions is not None and longest + sampling.max_new_tokens > positions:
+    if longest + sampling.max_new_tokens > positions:
         fixes = ["Raise it if the model allows that"]
         if (response := positions - longest) > 0:
             fixes.append(f"lower max_new_tokens to {response}")
@@ -403,10 +408,7 @@ class Ending:
     """Where a response ends: at a token that ends a turn (`ChatTokenizer.ends`), at a stop token, or at the token that
     completes a stop string.
 
-    Args:
-        tokenizer: the tokenizer of the model.
-        sampling: `stop_token_ids`, `stop` and `ignore_eos`.
-        token_ids: the tokens that end a response.
+    `token_ids` are the tokens that end a response.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, sampling: Sampling) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from flowrl.backends.vllm.engine import VLLM
+from flowrl.backends.hosted.spec import EngineSpec
 
 CPU_CACHE_BYTES = 1 << 30
 """On a CPU; by default vLLM takes nearly all memory of the machine for its KV cache."""
@@ -17,7 +16,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM supports; other adapters take the next one."""
 
 
-def arguments_of(spec: VLLM, seed: int) -> dict[str, Any]:
+def arguments_of(spec: EngineSpec, kv_cache_bytes: int | None, seed: int) -> dict[str, Any]:
     """The arguments of `vllm.LLM`, without `engine_args`."""
     from vllm.platforms import current_platform
 
@@ -26,7 +25,7 @@ def arguments_of(spec: VLLM, seed: int) -> dict[str, Any]:
         "model": spec.model,
         "tensor_parallel_size": spec.tensor_parallel,
         "dtype": spec.dtype,
-        "kv_cache_memory_bytes": spec.kv_cache_bytes,
+        "kv_cache_memory_bytes": kv_cache_bytes,
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs + 1,  # with room for a probe
         "enable_prefix_caching": spec.prefix_caching,
@@ -51,7 +50,7 @@ def arguments_of(spec: VLLM, seed: int) -> dict[str, Any]:
         arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
     if spec.memory_fraction is not None:
         arguments["gpu_memory_utilization"] = spec.memory_fraction
-    elif cpu and spec.kv_cache_bytes is None:
+    elif cpu and kv_cache_bytes is None:
         arguments["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     return arguments
 

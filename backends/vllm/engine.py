@@ -339,7 +339,7 @@ class VLLMEngine(HostedRollout):
             )
         try:
             with environment(spec.tensor_parallel):
-                llm = vllm.LLM(**arguments_of(spec, self._seed) | dict(spec.engine_args))
+                llm = vllm.LLM(**arguments_of(spec, spec.kv_cache_bytes, self._seed) | dict(spec.engine_args))
             shared_memory: set[str] = set()
             keepers: list[int] = []
             workers: list[Any] = []
