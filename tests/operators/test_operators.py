@@ -34,6 +34,7 @@ from flowrl.operators.losses.objective import TokenObjective
 from flowrl.operators.updates.mini_batches import draw_rows, rank_parts
 from flowrl.protocols.protocols import Sampling
 from flowrl.records import RolloutBatch
+from tests.support.errors import raises
 from tests.support.jobs import Rows, prompt_batch, rollout_batch, weights_of
 
 CONTEXT: Any = SimpleNamespace(seed=0)
@@ -214,7 +215,7 @@ def test_stop_ids_that_no_token_has_are_refused(ids: Any) -> None:
 
 def test_stop_ids_out_of_the_vocabulary_are_refused_by_the_engine(synced: Any) -> None:
     vocabulary = synced.tokenizer.vocab_size
-    with pytest.raises(DataError, match=rf"holds {vocabulary}, but the model's vocabulary is 0 to {vocabulary - 1}"):
+    with raises("model.unknown-token", token_id=vocabulary, vocabulary=vocabulary):
         Generate(stop_token_ids=(5, vocabulary), rollout=synced)(prompt_batch(PROMPTS), key=KEY)
 
 

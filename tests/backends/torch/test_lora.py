@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from flowrl.backends import SGD, AdamW, LoRA, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.data.keys import Key
 from flowrl.data.sources.prompts import PromptData
-from flowrl.errors import ParameterError, SyncError
+from flowrl.errors import ParameterError
 from flowrl.graph import Graph
 from flowrl.graphs import grpo
 from flowrl.protocols.protocols import Adapted, Checkpointed, MiniBatch, Rollout, Sampling, Scorer, Sleeper, Trainer
@@ -295,15 +295,15 @@ def test_a_base_or_scaling_that_differs_is_refused(folders: dict[str, str], tmp_
     base = TorchScorer(folders["llama"], device="cpu").build(Context()).model
     assert engine.adapter_of == f"base weights {weights_digest(named_weights(base))}, scaled by 2.0"
     refused = [
-        (tiny_folder(tmp_path, "llama", seed=1), ADAPTER, engine, "has one over base weights"),
-        (folders["llama"], LoRA(r=4, alpha=4), engine, "scaled by 1.0, and .* scaled by 2.0; expected the same"),
-        (folders["llama"], LoRA(r=2, alpha=4), engine, r"lora_A\.weight has shape \(4, 64\), not \(2, 64\)"),
-        (folders["llama"], LoRA(r=4, alpha=8, targets=("q_proj",)), engine, r"down_proj\.lora_A\.weight is unexpected"),
-        (folders["llama"], ADAPTER, trainer(folders["llama"], lora=None), "has none; expected the same"),
+        (tiny_folder(tmp_path, "llama", seed=1), ADAPTER, engine, "lora.other-base"),
+        (folders["llama"], LoRA(r=4, alpha=4), engine, "lora.other-base"),
+        (folders["llama"], LoRA(r=2, alpha=4), engine, "engine.weights-mismatch"),
+        (folders["llama"], LoRA(r=4, alpha=8, targets=("q_proj",)), engine, "engine.weights-mismatch"),
+        (folders["llama"], ADAPTER, trainer(folders["llama"], lora=None), "lora.other-base"),
     ]
-    for folder, lora, source, why in refused:
+    for folder, lora, source, code in refused:
         receiver = rollout(folder, lora=lora, device="cpu")
-        with pytest.raises(SyncError, match=why):
+        with raises(code):
             receiver.sync(source)
         assert receiver.receipt is None
 
@@ -316,7 +316,7 @@ def test_an_adapter_that_did_not_arrive_is_found(folders: dict[str, str], monkey
     monkeypatch.setattr(
         type(receiver), "_load", lambda self, got: load(self, {n: t for n, t in got.items() if n != stale})
     )
-    with pytest.raises(SyncError, match=f"{stale} is not what was sent"):
+    with raises("sync.damaged", faults=(f"{stale} is not what was sent",)):
         receiver.sync(engine)
     assert receiver.receipt is None
 

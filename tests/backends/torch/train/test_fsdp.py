@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from flowrl.backends import SGD, AdamW, TorchCritic, TorchRollout, TorchScorer, TorchTrainer
 from flowrl.data.metrics import Metrics
-from flowrl.errors import BindError, ParameterError
+from flowrl.errors import ParameterError
 from flowrl.schedules import Cosine
 from tests import ROOT
 from tests.backends.torch.train.fsdp_cases import (
@@ -349,7 +349,7 @@ def test_one_rank_through_fully_shard_is_one_process(found: Any, monkeypatch: py
         assert apart(last_gradient(engine), truth["gradient"]) < 1e-6
         assert apart(weights(engine), truth["after"]) < 1e-6
 
-        with pytest.raises(BindError, match="those are sharded"):
+        with raises("engine.cannot-share-weights"):
             TorchRollout().build(Shared(engine))
         for critic in ("critic-0", "saved-critic-2", "llama-0"):
             TorchCritic(str(folder / critic), offload=True, device="cpu").build(context)
