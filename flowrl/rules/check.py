@@ -67,9 +67,6 @@ def check(graph: Graph, prompts: int | None = None) -> list[Finding]:
     """The findings of all rules, except those that the graph allows.
 
     Most rules concern training: a graph that writes no trained weights is checked only by those with `everywhere`.
-
-    Raises:
-        ParameterError: `prompts` is not a positive integer.
     """
     return _found(graph, prompts, [rule for rule in RULES if rule.id not in graph.allow])
 
@@ -78,9 +75,6 @@ def allowances(graph: Graph, prompts: int | None = None) -> list[Allowance]:
     """The rules that the graph allows, each with the findings that this covers.
 
     Rules that need the number of prompts are omitted if it is not known and they find nothing.
-
-    Raises:
-        ParameterError: `prompts` is not a positive integer.
     """
     found = _found(graph, prompts, [rule for rule in RULES if rule.id in graph.allow])
     covered = {id: tuple(finding for finding in found if finding.rule == id) for id in graph.allow}
@@ -89,11 +83,7 @@ def allowances(graph: Graph, prompts: int | None = None) -> list[Allowance]:
 
 
 def require(graph: Graph, prompts: int | None = None) -> None:
-    """Refuse a graph that violates a rule, and warn about allowances that are not needed.
-
-    Raises:
-        RuleError: with every finding.
-    """
+    """Refuse a graph that violates a rule, and warn about allowances that are not needed."""
     refuse_broken(graph, graph.name, prompts)
     for allowance in allowances(graph, prompts):
         if not allowance.findings:
@@ -101,11 +91,7 @@ def require(graph: Graph, prompts: int | None = None) -> None:
 
 
 def refuse_broken(graph: Graph, name: str, prompts: int | None = None) -> None:
-    """Refuse a graph that violates a rule; `name` is for messages, `prompts` the number per step, if known.
-
-    Raises:
-        RuleError: with every finding.
-    """
+    """Refuse a graph that violates a rule; `name` is for messages, `prompts` the number per step, if known."""
     if findings := check(graph, prompts):
         count = f"{len(findings)} finding{'s' if len(findings) > 1 else ''}"
         lines = "\n".join(f"  {finding}" for finding in findings)
@@ -123,9 +109,6 @@ def refuse_no_rules(allow: Mapping[str, str | None], where: str) -> None:
     Args:
         allow: the reason by rule; None removes an allowance.
         where: the place of the allowances, for messages.
-
-    Raises:
-        GraphError: an unknown rule, with the nearest id, or a reason that is empty or not a string.
     """
     ids = [rule.id for rule in RULES]
     for id, reason in allow.items():

@@ -110,10 +110,6 @@ def answer(ref: Any, host: ProcessSpec | None, what: str, place: RayPlace, patie
         what: the node or task, for messages.
         place: has the deadline,
         patience: unless this is given, in seconds.
-
-    Raises:
-        HostDiedError: the process died.
-        NodeError: it did not start, timed out, or raised; then with the error as its cause.
     """
     seconds = place.deadline if patience is None else patience
     try:

@@ -81,13 +81,7 @@ class PendingCalls:
             self._pending.pop(ref, None)
 
     def next(self, refs: Iterable[Any]) -> list[Any]:
-        """Wait until at least one of these calls is done; return those that are.
-
-        Raises:
-            HostDiedError: the process of one is gone.
-            NodeError: one has timed out.
-            RayDiedError: see `flowrl.distributed.faults.ray_processes.wait`.
-        """
+        """Wait until at least one of these calls is done; return those that are."""
         waiting = list(refs)
         while True:
             remaining = min(self._remaining(ref) for ref in waiting)

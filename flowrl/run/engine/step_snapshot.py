@@ -67,9 +67,6 @@ def save_snapshots(
         infos: of all nodes.
         runner: opens the handles of columns.
         folder: created if there are snapshots.
-
-    Raises:
-        DataError: a column has objects that JSON would not restore exactly.
     """
     for step, one in snapshots.items():
         place = folder / str(step)
@@ -93,9 +90,6 @@ def load_snapshots(folder: Path, lag: int, infos: Mapping[str, NodeInfo], runner
         folder, infos, runner: see `save_snapshots`.
         lag: with which the run resumes. If it is smaller than before, samples may be too stale, and the same rows are
             sampled again.
-
-    Raises:
-        DataError: a snapshot is damaged.
     """
     snapshots: dict[int, StepSnapshot] = {}
     for place in sorted(folder.glob("*"), key=lambda place: int(place.name)):
