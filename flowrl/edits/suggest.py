@@ -59,7 +59,7 @@ def _makers(expected: FieldType) -> Iterator[tuple[Operator, str]]:
     """The installed operators without required parameters that write the type, with the output; others are not made."""
     for name in entry_points.names():
         found: Any = entry_points.load(name)
-        if not isinstance(found, type) or issubclass(found, Gate):
+        if not (isinstance(found, type) and issubclass(found, Operator)) or issubclass(found, Gate):
             continue
         outputs = [
             o for o, t in found.usual_signature().outputs.items() if accepts(t, expected) and accepts(expected, t)
